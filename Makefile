@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up and builds what it needs. `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+CUDA ?= AUTO
+CUDA_TOOLKIT ?= auto
+
+# The torch chosen last stays chosen, until TORCH= names another.
+INSTALLED_TORCH := $(patsubst $(VENV)/.setup-torch-%,%,$(firstword $(wildcard $(VENV)/.setup-torch-*)))
+TORCH ?= $(INSTALLED_TORCH)
+override TORCH := $(if $(filter 2.11 2.12 2.13 2.14 2.15,$(TORCH)),$(TORCH).0,$(TORCH))
+# With PYTHON= too, which may ask for another interpreter, the set-up is looked at again.
+SETUP_STAMP := $(VENV)/.setup-torch-$(or $(TORCH),none)
+
+PY := $(VENV)/bin/python
+export PATH := $(abspath $(VENV)/bin):$(PATH)
+export JOBS
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+.PHONY: help setup build test test-cpp test-python lint format demo bench wheel clean distclean FORCE
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@echo '  Variables: TORCH=2.11.0 (2.11 to 2.15), PYTHON=python3.12, JOBS=2, CUDA=AUTO|ON|OFF, CUDA_TOOLKIT=auto|machine|wheels|DIR'
+
+$(SETUP_STAMP): pyproject.toml scripts/constraints.txt scripts/setup.sh $(if $(PYTHON),FORCE)
+	@PYTHON='$(PYTHON)' scripts/setup.sh $(VENV) $(TORCH)
+
+setup: $(SETUP_STAMP)  ## make .venv, install everything, build
+	@$(MAKE) --no-print-directory build
+
+# Ninja knows what is stale, so the build itself is always asked; it takes a second when there is nothing to do.
+build: $(SETUP_STAMP)  ## build what changed
+	@scripts/build.sh $(VENV) $(CUDA) $(CUDA_TOOLKIT)
+
+test: build  ## C++ units, Python tests, PyTorch's own suite
+	@scripts/test.sh $(VENV)
+
+lint: $(SETUP_STAMP)  ## clang-format, clang-tidy, ruff, mypy
+	@scripts/lint.sh $(VENV)
+
+format: $(SETUP_STAMP)  ## rewrite the sources as clang-format and ruff want them
+	@scripts/lint.sh $(VENV) --format
+
+demo: build  ## train on Fashion-MNIST with 2 ranks: 8-bit gradients beside full precision
+	@$(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/fashion_mnist.py $(DEMO_ARGS)
+
+bench: build  ## measure collectives and algorithms
+	@$(PY) -m bagua.bench $(BENCH_ARGS)
+
+wheel: $(SETUP_STAMP)  ## build/dist/bagua-*.whl for the torch of the set-up
+	@$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/dist .
+	@ls build/dist
+
+clean:  ## remove what was built
+	rm -rf build compile_commands.json
+
+distclean: clean  ## remove the virtual environment too
+	rm -rf $(VENV)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# The rooms as OBJECT libraries, joined in libbagua. OBJECT and not STATIC: codecs and algorithms register themselves,
+# and a linker drops the members of a static library that nobody names.
+
+# One c10d header costs 25 s of compilation here; every room that includes one shares this precompiled set.
+set(BAGUA_C10D_HEADERS
+  <algorithm> <atomic> <chrono> <condition_variable> <cstdint> <functional> <map> <memory> <mutex> <optional> <string>
+  <thread> <unordered_map> <utility> <vector>
+  <ATen/ATen.h>
+  <torch/csrc/distributed/c10d/Backend.hpp>
+  <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+  <torch/csrc/distributed/c10d/Store.hpp>
+  <torch/csrc/distributed/c10d/PrefixStore.hpp>
+  <torch/csrc/distributed/c10d/comm.hpp>
+  <torch/csrc/distributed/c10d/reducer.hpp>)
+if(BAGUA_WITH_CUDA)
+  list(APPEND BAGUA_C10D_HEADERS <ATen/cuda/CUDAContext.h> <ATen/cuda/CUDAEvent.h> <c10/cuda/CUDAGuard.h> <nccl.h>)
+endif()
+
+function(bagua_declare_libraries)
+  foreach(room kernels backend algorithms)
+    add_library(bagua_${room} OBJECT)
+    target_link_libraries(bagua_${room} PUBLIC bagua_flags)
+  endforeach()
+  target_precompile_headers(bagua_backend PRIVATE ${BAGUA_C10D_HEADERS})
+  target_precompile_headers(bagua_algorithms REUSE_FROM bagua_backend)
+  add_library(bagua SHARED)
+  target_link_libraries(bagua PUBLIC bagua_flags PRIVATE bagua_kernels bagua_backend bagua_algorithms)
+  target_link_options(bagua PRIVATE ${BAGUA_NO_UNDEFINED} -Wl,--as-needed)
+  bagua_set_rpath(bagua)
+  install(TARGETS bagua LIBRARY DESTINATION bagua)
+endfunction()
+
+# Beside an installed bagua/ lie torch/ and, with CUDA, nvidia/. All of them are loaded by `import torch` before us; the
+# run path serves those who load libbagua alone.
+function(bagua_set_rpath target)
+  set(rpath $ORIGIN $ORIGIN/../torch/lib)
+  if(BAGUA_WITH_CUDA)
+    list(APPEND rpath $ORIGIN/../nvidia/cu${torch_cuda_major}/lib $ORIGIN/../nvidia/nccl/lib)
+  endif()
+  set_target_properties(${target} PROPERTIES INSTALL_RPATH "${rpath}")
+endfunction()
+
+# bagua_add_sources(<kernels|backend|algorithms> a.cpp ... [CUDA b.cu c.cpp ...])
+function(bagua_add_sources room)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "CUDA")
+  set(sources ${arg_UNPARSED_ARGUMENTS})
+  if(BAGUA_WITH_CUDA)
+    list(APPEND sources ${arg_CUDA})
+  endif()
+  foreach(source IN LISTS sources)
+    cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR} NORMALIZE)
+    if(source MATCHES "\\.cu$")
+      set_property(GLOBAL APPEND PROPERTY BAGUA_CUDA_SOURCES ${source})
+    else()
+      target_sources(bagua_${room} PRIVATE ${source})
+    endif()
+  endforeach()
+endfunction()
+
+# bagua_set_simd_flags(<source> <flags...>): a source for one instruction set, chosen at run time. It takes no
+# precompiled header, which was made without the flags.
+function(bagua_set_simd_flags source)
+  cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR} NORMALIZE)
+  set_source_files_properties(${source} DIRECTORY ${PROJECT_SOURCE_DIR}
+    PROPERTIES COMPILE_OPTIONS "${ARGN}" SKIP_PRECOMPILE_HEADERS ON)
+endfunction()
+
+# Called once after all rooms, in the folder of target bagua: a custom command is known only to targets of its folder.
+function(bagua_finish_libraries)
+  get_property(cuda_sources GLOBAL PROPERTY BAGUA_CUDA_SOURCES)
+  foreach(source IN LISTS cuda_sources)
+    bagua_compile_cuda(${source} object)
+    target_sources(bagua PRIVATE ${object})
+  endforeach()
+  foreach(room kernels backend algorithms)
+    get_target_property(sources bagua_${room} SOURCES)
+    if(NOT sources)
+      message(FATAL_ERROR "Room ${room}/ has no source: bagua_add_sources(${room} ...) was never called.")
+    endif()
+  endforeach()
+endfunction()
+
+# A test that nobody builds passes for ever.
+function(bagua_check_every_test_is_built)
+  file(GLOB_RECURSE found CONFIGURE_DEPENDS
+    kernels/*_test.cpp backend/*_test.cpp algorithms/*_test.cpp python_shim/*_test.cpp tests/*_test.cpp)
+  get_property(built GLOBAL PROPERTY BAGUA_TEST_SOURCES)
+  list(REMOVE_ITEM found ${built} "")
+  if(found)
+    list(JOIN found "\n  " listing)
+    message(FATAL_ERROR "No bagua_add_unit_test() names these tests:\n  ${listing}")
+  endif()
+endfunction()
+
+# bagua_add_unit_test(<name> SOURCES x_test.cpp ... [LABELS unit]): a GoogleTest executable over libbagua.
+function(bagua_add_unit_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;LABELS")
+  foreach(source IN LISTS arg_SOURCES)
+    cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR} NORMALIZE)
+    set_property(GLOBAL APPEND PROPERTY BAGUA_TEST_SOURCES ${source})
+  endforeach()
+  if(BAGUA_TESTS_ENABLED)
+    bagua_build_unit_test(${name} "${arg_SOURCES}" "${arg_LABELS}")
+  endif()
+endfunction()

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+# Target bagua_flags: what every translation unit of ours is compiled with.
+add_library(bagua_flags INTERFACE)
+target_include_directories(bagua_flags INTERFACE ${PROJECT_SOURCE_DIR})
+target_compile_definitions(bagua_flags INTERFACE BAGUA_WITH_CUDA=$<BOOL:${BAGUA_WITH_CUDA}>)
+target_compile_options(bagua_flags INTERFACE -Wall -Wextra -Wnon-virtual-dtor -Woverloaded-virtual
+  # GCC's plain -Wshadow also refuses a constructor's parameter with the name of a member; clang's does not.
+  $<IF:$<CXX_COMPILER_ID:GNU>,-Wshadow=local,-Wshadow>)
+if(BAGUA_WARNINGS_AS_ERRORS)
+  target_compile_options(bagua_flags INTERFACE -Werror)
+endif()
+
+if(BAGUA_SANITIZE STREQUAL "address")
+  set(sanitizers -fsanitize=address,undefined -fno-sanitize-recover=all)
+elseif(BAGUA_SANITIZE STREQUAL "thread")
+  set(sanitizers -fsanitize=thread)
+elseif(BAGUA_SANITIZE)
+  message(FATAL_ERROR "BAGUA_SANITIZE is '${BAGUA_SANITIZE}': expected address, thread or nothing.")
+endif()
+if(BAGUA_SANITIZE)
+  target_compile_options(bagua_flags INTERFACE ${sanitizers} -fno-omit-frame-pointer)
+  target_link_options(bagua_flags INTERFACE ${sanitizers})
+else()
+  # A sanitizer's runtime comes from the executable, so its symbols are undefined in our library on purpose.
+  set(BAGUA_NO_UNDEFINED -Wl,--no-undefined)
+endif()
+
+target_link_libraries(bagua_flags INTERFACE torch_wheel::torch)
+if(BAGUA_WITH_CUDA)
+  target_link_libraries(bagua_flags INTERFACE torch_wheel::cuda)
+endif()
