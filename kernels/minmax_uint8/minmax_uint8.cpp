@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/minmax_uint8/minmax_uint8.h"
+
+#include <ATen/ATen.h>
+
+#include "kernels/minmax_uint8/minmax_uint8_cpu.h"
+#include "kernels/minmax_uint8/minmax_uint8_kernels.h"
+#if BAGUA_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "kernels/minmax_uint8/minmax_uint8_cuda.h"
+#endif
+
+namespace bagua::minmax_uint8 {
+namespace {
+
+const cpu::Loops& bestLoops() { return *cpu::availableLoops().back(); }
+
+// Calls f with a value of the element type that `dtype` names.
+template <class F>
+void withElement(at::ScalarType dtype, const char* operation, const F& f) {
+  switch (dtype) {
+    case at::kFloat:
+      return f(float{});
+    case at::kDouble:
+      return f(double{});
+    case at::kHalf:
+      return f(HalfBits{});
+    case at::kBFloat16:
+      return f(BFloat16Bits{});
+    default:
+      TORCH_CHECK_TYPE(false, "minmax_uint8 ", operation, " expects float32, float64, float16 or bfloat16, got ",
+                       dtype);
+  }
+}
+
+Layout layoutOf(int64_t length, int64_t chunks) { return {length, chunks, chunkLength(length, chunks)}; }
+
+void checkPacked(const at::Tensor& packed, int64_t bytes, const char* operation, int64_t length, int64_t chunks) {
+  TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, "minmax_uint8 ", operation,
+                   " expects a packed tensor of uint8, got ", packed.scalar_type());
+  TORCH_CHECK_VALUE(packed.numel() == bytes, "minmax_uint8 ", operation, ": ", length, " elements in ", chunks,
+                    " chunks are packed into ", bytes, " bytes, got a packed tensor of ", packed.numel());
+  TORCH_CHECK_VALUE(packed.is_contiguous(), "minmax_uint8 ", operation,
+                    " expects a contiguous packed tensor, got strides ", packed.strides());
+}
+
+void checkDevices(const at::Tensor& a, const at::Tensor& b, const char* operation) {
+  TORCH_CHECK_VALUE(a.device() == b.device(), "minmax_uint8 ", operation, " expects tensors of one device, got ",
+                    a.device(), " and ", b.device());
+  TORCH_CHECK_NOT_IMPLEMENTED(a.is_cpu() || a.is_cuda(), "minmax_uint8 ", operation,
+                              " works on cpu and cuda tensors, got ", a.device());
+#if !BAGUA_WITH_CUDA
+  TORCH_CHECK_NOT_IMPLEMENTED(a.is_cpu(), "minmax_uint8 ", operation, ": this bagua was built without CUDA, got ",
+                              a.device());
+#endif
+}
+
+#if BAGUA_WITH_CUDA
+// Taken from ATen's allocator before the launch, on the current stream, which also makes it safe under graph capture.
+template <class Element>
+at::Tensor workspaceFor(const at::Tensor& like, const Layout& layout) {
+  return at::empty({cuda::workspaceBytes<Element>(layout)}, like.options().dtype(at::kByte));
+}
+#endif
+
+}  // namespace
+
+int64_t chunkLength(int64_t length, int64_t chunks) {
+  TORCH_CHECK_VALUE(chunks > 0, "minmax_uint8 expects at least one chunk, got ", chunks, " for ", length, " elements");
+  TORCH_CHECK_VALUE(length >= 0, "minmax_uint8 expects a length of zero or more, got ", length);
+  return length / chunks + (length % chunks != 0 ? 1 : 0);
+}
+
+int64_t packedChunkBytes(int64_t chunkLength) { return kHeaderBytes + roundUp(chunkLength, kAlignment); }
+
+int64_t packedBytes(int64_t length, int64_t chunks) {
+  const int64_t chunkBytes = packedChunkBytes(chunkLength(length, chunks));
+  TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int64_t>::max() / chunkBytes, "minmax_uint8: ", chunks,
+                    " chunks for ", length, " elements are too many");
+  return chunks * chunkBytes;
+}
+
+void compress(const at::Tensor& input, int64_t chunks, at::Tensor& packed) {
+  checkDevices(input, packed, "compress");
+  const Layout layout = layoutOf(input.numel(), chunks);
+  checkPacked(packed, packedBytes(layout.length, chunks), "compress", layout.length, chunks);
+  const at::Tensor x = input.contiguous();
+  withElement(x.scalar_type(), "compress", [&](auto element) {
+    using Element = decltype(element);
+    const auto* data = static_cast<const Element*>(x.const_data_ptr());
+    auto* bytes = packed.mutable_data_ptr<uint8_t>();
+#if BAGUA_WITH_CUDA
+    if (x.is_cuda()) {
+      const c10::cuda::CUDAGuard guard(x.device());
+      const at::Tensor workspace = workspaceFor<Element>(x, layout);
+      C10_CUDA_CHECK(
+          cuda::compress(data, layout, bytes, workspace.mutable_data_ptr(), at::cuda::getCurrentCUDAStream()));
+      return;
+    }
+#endif
+    cpu::compress(bestLoops(), data, layout, bytes);
+  });
+}
+
+void decompress(const at::Tensor& packed, int64_t chunks, at::Tensor& output) {
+  checkDevices(packed, output, "decompress");
+  const Layout layout = layoutOf(output.numel(), chunks);
+  checkPacked(packed, packedBytes(layout.length, chunks), "decompress", layout.length, chunks);
+  TORCH_CHECK_VALUE(output.is_contiguous(), "minmax_uint8 decompress expects a contiguous output, got shape ",
+                    output.sizes(), " with strides ", output.strides());
+  withElement(output.scalar_type(), "decompress", [&](auto element) {
+    using Element = decltype(element);
+    auto* data = static_cast<Element*>(output.mutable_data_ptr());
+    const auto* bytes = packed.const_data_ptr<uint8_t>();
+#if BAGUA_WITH_CUDA
+    if (output.is_cuda()) {
+      const c10::cuda::CUDAGuard guard(output.device());
+      C10_CUDA_CHECK(cuda::decompress(bytes, layout, data, at::cuda::getCurrentCUDAStream()));
+      return;
+    }
+#endif
+    cpu::decompress(bestLoops(), bytes, layout, data);
+  });
+}
+
+// NOLINTNEXTLINE(readability-function-size): see the header.
+void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t length, int64_t strideLength,
+                       at::ScalarType dtype, float divisor, at::Tensor& packed) {
+  const char* operation = "reduceAndCompress";
+  checkDevices(received, packed, operation);
+  TORCH_CHECK_VALUE(copies > 0, "minmax_uint8 reduceAndCompress expects at least one copy, got ", copies);
+  TORCH_CHECK_VALUE(0 <= length && length <= strideLength, "minmax_uint8 reduceAndCompress expects a length from 0 to ",
+                    strideLength, ", got ", length);
+  const Layout layout = {length, 1, strideLength};
+  checkPacked(received, copies * packedChunkBytes(strideLength), operation, strideLength, copies);
+  checkPacked(packed, packedChunkBytes(strideLength), operation, strideLength, 1);
+  withElement(dtype, operation, [&](auto element) {
+    using Element = decltype(element);
+    // The sum is read twice, for its range and for its codes.
+    at::Tensor sum = at::empty({length}, received.options().dtype(dtype));
+    auto* sums = static_cast<Element*>(sum.mutable_data_ptr());
+    const Received source = {received.const_data_ptr<uint8_t>(), copies, divisor};
+    auto* result = packed.mutable_data_ptr<uint8_t>();
+#if BAGUA_WITH_CUDA
+    if (received.is_cuda()) {
+      const c10::cuda::CUDAGuard guard(received.device());
+      const at::Tensor workspace = workspaceFor<Element>(received, layout);
+      C10_CUDA_CHECK(cuda::reduceAndCompress(source, layout, sums, result, workspace.mutable_data_ptr(),
+                                             at::cuda::getCurrentCUDAStream()));
+      return;
+    }
+#endif
+    cpu::reduceAndCompress(bestLoops(), source, layout, sums, result);
+  });
+}
+
+}  // namespace bagua::minmax_uint8

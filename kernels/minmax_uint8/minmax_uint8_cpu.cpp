@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/minmax_uint8/minmax_uint8_cpu.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/minmax_uint8/minmax_uint8_loops.h"
+
+namespace bagua::minmax_uint8::cpu {
+namespace {
+
+// Elements that one thread takes at a time: enough to outweigh waking it.
+constexpr int64_t kBlock = 16384;
+
+// Elements of a step of a second pass over a chunk. Smaller steps would cost the processor's prefetching more than they
+// gain.
+constexpr int64_t kSegment = int64_t{1024} * 1024;
+
+// A pass that moves more bytes than this writes past the caches: what they hold is more likely needed soon.
+constexpr int64_t kCacheBytes = int64_t{16} * 1024 * 1024;
+
+template <class Element>
+bool bypassesCache(int64_t count) {
+  return count * static_cast<int64_t>(sizeof(Element) + sizeof(uint8_t)) > kCacheBytes;
+}
+
+void clearPadding(uint8_t* codes, int64_t count, int64_t packedStride) {
+  std::memset(codes + count, 0, static_cast<size_t>(packedStride - kHeaderBytes - count));
+}
+
+// The second pass over a chunk or a part of it, from the last segment to the first: what the first pass read last is
+// still in a cache.
+template <class Element>
+void quantizeBackwards(const ElementLoops<Element>& loops, const Element* x, int64_t count,
+                       const Grid<typename ElementLoops<Element>::T>& grid, bool bypassCache, uint8_t* codes) {
+  if (!grid.finite()) {
+    std::memset(codes, 0, static_cast<size_t>(count));
+    return;
+  }
+  for (int64_t end = count; end > 0;) {
+    const int64_t begin = (end - 1) / kSegment * kSegment;
+    loops.quantize(x + begin, codes + begin, end - begin, grid, bypassCache);
+    end = begin;
+  }
+}
+
+// Splits `count` elements over the threads; f(begin, end) takes whole blocks.
+template <class F>
+void forBlocks(int64_t count, const F& f) {
+  at::parallel_for(0, (count + kBlock - 1) / kBlock, 1,
+                   [&](int64_t first, int64_t last) { f(first * kBlock, std::min(last * kBlock, count)); });
+}
+
+template <class Element, class RangeOf>
+void compressChunk(const ElementLoops<Element>& loops, const Element* x, int64_t count, int64_t packedStride,
+                   uint8_t* packed, const RangeOf& rangeOf) {
+  using T = ElementLoops<Element>::T;
+  const int64_t blocks = (count + kBlock - 1) / kBlock;
+  const Range<T> all = at::parallel_reduce(
+      0, blocks, 1, emptyRange<T>(),
+      [&](int64_t first, int64_t last, Range<T> range) {
+        return merge(range, rangeOf(first * kBlock, std::min(last * kBlock, count)));
+      },
+      [](Range<T> a, Range<T> b) { return merge(a, b); });
+  const Range<T> header = headerRange(all, count);
+  writeHeader<Element>(header, packed);
+  const auto grid = makeGrid<Element>(header);
+  uint8_t* codes = packed + kHeaderBytes;
+  const bool bypassCache = bypassesCache<Element>(count);
+  forBlocks(count,
+            [&](int64_t begin, int64_t end) { quantizeBackwards(loops, x, begin, end, grid, bypassCache, codes); });
+  clearPadding(codes, count, packedStride);
+}
+
+// Chunks go to threads whole, which keeps a small one in that thread's cache, unless there are too few to share out.
+template <class F>
+void forChunks(const Layout& layout, const F& f) {
+  const int64_t threads = at::get_num_threads();
+  if (layout.chunks < threads && layout.stride > kBlock) {
+    for (int64_t chunk = 0; chunk < layout.chunks; ++chunk) f(chunk);
+    return;
+  }
+  const int64_t grain = std::max<int64_t>(1, kBlock / std::max<int64_t>(1, layout.stride));
+  at::parallel_for(0, layout.chunks, grain, [&](int64_t first, int64_t last) {
+    for (int64_t chunk = first; chunk < last; ++chunk) f(chunk);
+  });
+}
+
+}  // namespace
+
+const std::vector<const Loops*>& availableLoops() {
+  static const std::vector<const Loops*> kAvailable = [] {
+    std::vector<const Loops*> available = {&scalarLoops()};
+#if defined(__x86_64__)
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (avx2) available.push_back(&avx2Loops());
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      available.push_back(&avx512Loops());
+    }
+#endif
+    return available;
+  }();
+  return kAvailable;
+}
+
+template <class Element>
+void compress(const Loops& loops, const Element* input, const Layout& layout, uint8_t* packed) {
+  const ElementLoops<Element>& elementLoops = loops.of<Element>();
+  forChunks(layout, [&](int64_t chunk) {
+    const Element* x = input + layout.begin(chunk);
+    compressChunk(elementLoops, x, layout.size(chunk), layout.packedStride(), packed + chunk * layout.packedStride(),
+                  [&](int64_t begin, int64_t end) { return elementLoops.range(x + begin, end - begin); });
+  });
+}
+
+template <class Element>
+void decompress(const Loops& loops, const uint8_t* packed, const Layout& layout, Element* output) {
+  const ElementLoops<Element>& elementLoops = loops.of<Element>();
+  const bool bypassCache = bypassesCache<Element>(layout.length);
+  forChunks(layout, [&](int64_t chunk) {
+    const uint8_t* header = packed + chunk * layout.packedStride();
+    const auto grid = makeGrid<Element>(readHeader<Element>(header));
+    Element* x = output + layout.begin(chunk);
+    forBlocks(layout.size(chunk), [&](int64_t begin, int64_t end) {
+      if (grid.finite()) {
+        elementLoops.dequantize(header + kHeaderBytes + begin, x + begin, end - begin, grid, bypassCache);
+      } else {
+        std::fill(x + begin, x + end, ElementTraits<Element>::nan());
+      }
+    });
+  });
+}
+
+template <class Element>
+void reduceAndCompress(const Loops& loops, const Received& received, const Layout& layout, Element* sum,
+                       uint8_t* packed) {
+  using T = ElementLoops<Element>::T;
+  const ElementLoops<Element>& elementLoops = loops.of<Element>();
+  std::vector<Grid<T>> grids;
+  grids.reserve(static_cast<size_t>(received.copies));
+  for (int64_t copy = 0; copy < received.copies; ++copy) {
+    grids.push_back(makeGrid<Element>(readHeader<Element>(received.packed + copy * layout.packedStride())));
+  }
+  const auto reduceRange = [&](int64_t begin, int64_t end) {
+    Range<T> range = emptyRange<T>();
+    for (int64_t first = begin; first < end; first += kBlock) {
+      const int64_t count = std::min(kBlock, end - first);
+      const ReduceSource<T> source = {received.packed + kHeaderBytes + first, layout.packedStride(), received.copies,
+                                      grids.data(), static_cast<T>(received.divisor)};
+      elementLoops.reduce(source, sum + first, count);
+      range = merge(range, elementLoops.range(sum + first, count));
+    }
+    return range;
+  };
+  compressChunk(elementLoops, sum, layout.length, layout.packedStride(), packed, reduceRange);
+}
+
+// NOLINTBEGIN(bugprone-macro-parentheses): the argument is a type.
+#define BAGUA_INSTANTIATE(Element)                                                          \
+  template void compress<Element>(const Loops&, const Element*, const Layout&, uint8_t*);   \
+  template void decompress<Element>(const Loops&, const uint8_t*, const Layout&, Element*); \
+  template void reduceAndCompress<Element>(const Loops&, const Received&, const Layout&, Element*, uint8_t*);
+// NOLINTEND(bugprone-macro-parentheses)
+BAGUA_INSTANTIATE(float)
+BAGUA_INSTANTIATE(double)
+BAGUA_INSTANTIATE(HalfBits)
+BAGUA_INSTANTIATE(BFloat16Bits)
+#undef BAGUA_INSTANTIATE
+
+}  // namespace bagua::minmax_uint8::cpu

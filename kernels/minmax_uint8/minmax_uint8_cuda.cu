@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/minmax_uint8/minmax_uint8_cuda.h"
+#include "kernels/minmax_uint8/minmax_uint8_cuda_common.cuh"
+
+// A chunk is spread over many blocks in two steps: every block reduces its part to a range, then every block merges the
+// ranges of the whole chunk, which are few, and codes its part. Minimum and maximum do not depend on the order.
+namespace bagua::minmax_uint8::cuda {
+namespace {
+
+// Parts are whole rounds of the block, which keeps the alignment of their chunk.
+constexpr int64_t kPartMultiple = 8192;
+// About two waves on a large device; more parts would cost more in merging their ranges than they gain.
+constexpr int64_t kTargetBlocks = 2048;
+constexpr int64_t kMaxParts = 1024;
+
+template <class Element>
+__device__ Range<typename ElementTraits<Element>::Compute> mergePack(
+    Range<typename ElementTraits<Element>::Compute> range, const ElementPack<Element>& pack, int64_t left) {
+#pragma unroll
+  for (int i = 0; i < kItems<Element>; ++i) {
+    if (i < left) {
+      const auto value = ElementTraits<Element>::load(pack.items[i]);
+      range = merge(range, {value, value});
+    }
+  }
+  return range;
+}
+
+template <class Element>
+__device__ Range<typename ElementTraits<Element>::Compute> rangeOfThread(const Element* x, int64_t begin, int64_t end) {
+  constexpr int64_t kCount = kItems<Element>;
+  constexpr int64_t kStep = kThreads * kCount;
+  auto range = emptyRange<typename ElementTraits<Element>::Compute>();
+  const bool aligned = isAligned<ElementPack<Element>>(x);
+  int64_t i = begin + threadIdx.x * kCount;
+  for (; i + (kUnroll - 1) * kStep + kCount <= end; i += kUnroll * kStep) {
+    ElementPack<Element> packs[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) packs[u] = loadPack<ElementPack<Element>>(x + i + u * kStep, kCount, aligned);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) range = mergePack<Element>(range, packs[u], kCount);
+  }
+  for (; i < end; i += kStep) {
+    range = mergePack<Element>(range, loadPack<ElementPack<Element>>(x + i, end - i, aligned), end - i);
+  }
+  return range;
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    rangeKernel(const Element* __restrict__ input, Layout layout, Split split,
+                Range<typename ElementTraits<Element>::Compute>* __restrict__ partials) {
+  using T = typename ElementTraits<Element>::Compute;
+  using BlockReduce = cub::BlockReduce<Range<T>, kThreads>;
+  __shared__ typename BlockReduce::TempStorage scratch;
+  for (int64_t index = blockIdx.x; index < layout.chunks * split.parts; index += gridDim.x) {
+    const Item item(index, layout, split);
+    const Range<T> mine = rangeOfThread(input + layout.begin(item.chunk), item.begin, item.end);
+    const Range<T> all = BlockReduce(scratch).Reduce(mine, Merge{});
+    if (threadIdx.x == 0) partials[index] = all;
+    __syncthreads();  // Before the scratch is used again.
+  }
+}
+
+template <class Element>
+__device__ CodePack<Element> quantizePack(const ElementPack<Element>& pack,
+                                          const Grid<typename ElementTraits<Element>::Compute>& grid) {
+  CodePack<Element> codes;
+#pragma unroll
+  for (int i = 0; i < kItems<Element>; ++i) {
+    codes.items[i] = grid.finite() ? quantize(ElementTraits<Element>::load(pack.items[i]), grid) : uint8_t{0};
+  }
+  return codes;
+}
+
+// From the end to the beginning: the first step read the end last, so part of it is still in the cache.
+template <class Element>
+__device__ void quantizeItem(const Element* x, uint8_t* codes, const Item& item,
+                             const Grid<typename ElementTraits<Element>::Compute>& grid) {
+  constexpr int64_t kCount = kItems<Element>;
+  constexpr int64_t kStep = kThreads * kCount;
+  const bool alignedX = isAligned<ElementPack<Element>>(x);
+  const bool alignedCodes = isAligned<CodePack<Element>>(codes);
+  const int64_t rounds = (item.end - item.begin + kUnroll * kStep - 1) / (kUnroll * kStep);
+  for (int64_t round = rounds - 1; round >= 0; --round) {
+    const int64_t first = item.begin + round * kUnroll * kStep + threadIdx.x * kCount;
+    ElementPack<Element> packs[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * kStep;
+      packs[u] = loadPack<ElementPack<Element>>(x + i, item.end - i, alignedX);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * kStep;
+      storePack(codes + i, quantizePack<Element>(packs[u], grid), item.end - i, alignedCodes);
+    }
+  }
+}
+
+template <class T>
+__device__ Range<T> rangeOfPartials(const Range<T>* partials, int64_t parts) {
+  Range<T> range = emptyRange<T>();
+  for (int64_t i = threadIdx.x; i < parts; i += kThreads) range = merge(range, partials[i]);
+  return range;
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    quantizeKernel(const Element* __restrict__ input, Layout layout, Split split,
+                   const Range<typename ElementTraits<Element>::Compute>* __restrict__ partials,
+                   uint8_t* __restrict__ packed) {
+  using T = typename ElementTraits<Element>::Compute;
+  using BlockReduce = cub::BlockReduce<Range<T>, kThreads>;
+  __shared__ typename BlockReduce::TempStorage scratch;
+  __shared__ Grid<T> grid;
+  const int64_t items = layout.chunks * split.parts;
+  for (int64_t index = items - 1 - blockIdx.x; index >= 0; index -= gridDim.x) {
+    const Item item(index, layout, split);
+    uint8_t* header = packed + item.chunk * layout.packedStride();
+    const Range<T> mine = rangeOfPartials(partials + item.chunk * split.parts, split.parts);
+    const Range<T> all = BlockReduce(scratch).Reduce(mine, Merge{});
+    if (threadIdx.x == 0) {  // Only thread 0 holds the result of the block.
+      const Range<T> range = headerRange(all, layout.size(item.chunk));
+      if (item.part == 0) writeHeader<Element>(range, header);
+      grid = makeGrid<Element>(range);
+    }
+    __syncthreads();
+    uint8_t* codes = header + kHeaderBytes;
+    quantizeItem(input + layout.begin(item.chunk), codes, item, grid);
+    if (item.part == split.parts - 1) {
+      const int64_t padded = layout.packedStride() - kHeaderBytes;
+      for (int64_t i = layout.size(item.chunk) + threadIdx.x; i < padded; i += kThreads) codes[i] = 0;
+    }
+    __syncthreads();  // Before the grid and the scratch are used again.
+  }
+}
+
+template <class Element>
+__device__ ElementPack<Element> dequantizePack(const CodePack<Element>& codes,
+                                               const Grid<typename ElementTraits<Element>::Compute>& grid) {
+  using Traits = ElementTraits<Element>;
+  ElementPack<Element> pack;
+#pragma unroll
+  for (int i = 0; i < kItems<Element>; ++i) {
+    pack.items[i] = grid.finite() ? Traits::store(dequantize(codes.items[i], grid)) : Traits::nan();
+  }
+  return pack;
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    dequantizeKernel(const uint8_t* __restrict__ packed, Layout layout, Split split, Element* __restrict__ output) {
+  constexpr int64_t kCount = kItems<Element>;
+  constexpr int64_t kStep = kThreads * kCount;
+  for (int64_t index = blockIdx.x; index < layout.chunks * split.parts; index += gridDim.x) {
+    const Item item(index, layout, split);
+    const uint8_t* header = packed + item.chunk * layout.packedStride();
+    const uint8_t* codes = header + kHeaderBytes;
+    const auto grid = makeGrid<Element>(readHeader<Element>(header));
+    Element* x = output + layout.begin(item.chunk);
+    const bool alignedX = isAligned<ElementPack<Element>>(x);
+    const bool alignedCodes = isAligned<CodePack<Element>>(codes);
+    for (int64_t first = item.begin + threadIdx.x * kCount; first < item.end; first += kUnroll * kStep) {
+      CodePack<Element> packs[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t i = first + u * kStep;
+        packs[u] = loadPack<CodePack<Element>>(codes + i, item.end - i, alignedCodes);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t i = first + u * kStep;
+        storePack(x + i, dequantizePack<Element>(packs[u], grid), item.end - i, alignedX);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Split splitOf(const Layout& layout) {
+  const int64_t wanted = std::min((layout.stride + kPartMultiple - 1) / kPartMultiple,
+                                  (kTargetBlocks + layout.chunks - 1) / layout.chunks);
+  const int64_t parts = std::clamp<int64_t>(wanted, 1, kMaxParts);
+  const int64_t partLength = roundUp(std::max<int64_t>(1, (layout.stride + parts - 1) / parts), kPartMultiple);
+  return {parts, partLength};
+}
+
+template <class Element>
+void launchQuantize(const Element* input, const Layout& layout, const Split& split,
+                    const Range<typename ElementTraits<Element>::Compute>* partials, uint8_t* packed,
+                    cudaStream_t stream) {
+  quantizeKernel<<<gridBlocks(layout, split), kThreads, 0, stream>>>(input, layout, split, partials, packed);
+}
+
+template <class Element>
+cudaError_t compress(const Element* input, const Layout& layout, uint8_t* packed, void* workspace,
+                     cudaStream_t stream) {
+  using T = typename ElementTraits<Element>::Compute;
+  const Split split = splitOf(layout);
+  auto* partials = static_cast<Range<T>*>(workspace);
+  rangeKernel<<<gridBlocks(layout, split), kThreads, 0, stream>>>(input, layout, split, partials);
+  launchQuantize(input, layout, split, partials, packed, stream);
+  return cudaGetLastError();
+}
+
+template <class Element>
+cudaError_t decompress(const uint8_t* packed, const Layout& layout, Element* output, cudaStream_t stream) {
+  if (layout.length == 0) return cudaSuccess;
+  // Nothing is merged here, so parts are as small as they come.
+  const Split split = {std::max<int64_t>(1, (layout.stride + kPartMultiple - 1) / kPartMultiple), kPartMultiple};
+  dequantizeKernel<<<gridBlocks(layout, split), kThreads, 0, stream>>>(packed, layout, split, output);
+  return cudaGetLastError();
+}
+
+#define BAGUA_INSTANTIATE(Element)                                                                              \
+  template void launchQuantize<Element>(const Element*, const Layout&, const Split&,                            \
+                                        const Range<ElementTraits<Element>::Compute>*, uint8_t*, cudaStream_t); \
+  template cudaError_t compress<Element>(const Element*, const Layout&, uint8_t*, void*, cudaStream_t);         \
+  template cudaError_t decompress<Element>(const uint8_t*, const Layout&, Element*, cudaStream_t);
+BAGUA_INSTANTIATE(float)
+BAGUA_INSTANTIATE(double)
+BAGUA_INSTANTIATE(HalfBits)
+BAGUA_INSTANTIATE(BFloat16Bits)
+#undef BAGUA_INSTANTIATE
+
+}  // namespace bagua::minmax_uint8::cuda

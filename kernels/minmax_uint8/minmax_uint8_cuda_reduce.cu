@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/minmax_uint8/minmax_uint8_cuda.h"
+#include "kernels/minmax_uint8/minmax_uint8_cuda_common.cuh"
+
+// Decoding, adding and finding the range in one pass; the sum is then coded like any other chunk.
+namespace bagua::minmax_uint8::cuda {
+namespace {
+
+// The grids of up to kMaxReduceLanes copies from `first` on. `first` is a multiple of kMaxReduceLanes, so that copy
+// first + i belongs to lane i modulo the number of lanes. All threads of a block call it together.
+template <class Element>
+__device__ void loadGrids(const Received& received, int64_t packedStride, int64_t first,
+                          Grid<typename ElementTraits<Element>::Compute>* grids) {
+  __syncthreads();
+  const int64_t copy = first + threadIdx.x;
+  if (threadIdx.x < kMaxReduceLanes && copy < received.copies) {
+    grids[threadIdx.x] = makeGrid<Element>(readHeader<Element>(received.packed + copy * packedStride));
+  }
+  __syncthreads();
+}
+
+template <class T, int kLanes>
+__device__ T sumOfLanes(T (&sums)[kLanes]) {
+#pragma unroll
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  }
+  return sums[0];
+}
+
+// Elements of a thread and round: lanes times elements must fit into registers.
+template <int kLanes>
+constexpr int kReduceItems = kLanes <= 8 ? 4 : 1;
+
+// The sums of the elements from `i` on, over all copies. All threads of a block call it together.
+template <class Element, int kLanes>
+__device__ Pack<Element, kReduceItems<kLanes>> reducePack(const Received& received, int64_t packedStride, int64_t i,
+                                                          int64_t end,
+                                                          Grid<typename ElementTraits<Element>::Compute>* grids) {
+  using Traits = ElementTraits<Element>;
+  constexpr int kCount = kReduceItems<kLanes>;
+  constexpr int kTile = kLanes < kMaxReduceLanes ? 2 * kLanes : kMaxReduceLanes;  // Fewer lanes mean fewer copies.
+  using Codes = Pack<uint8_t, kCount>;
+  typename Traits::Compute sums[kCount][kLanes] = {};
+  const auto divisor = static_cast<typename Traits::Compute>(received.divisor);
+  for (int64_t first = 0; first < received.copies; first += kMaxReduceLanes) {
+    if (received.copies > kMaxReduceLanes) loadGrids<Element>(received, packedStride, first, grids);
+    const uint8_t* codes = received.packed + first * packedStride + kHeaderBytes + i;
+    const bool aligned = isAligned<Codes>(codes);
+#pragma unroll
+    for (int offset = 0; offset < kTile; ++offset) {
+      if (first + offset >= received.copies || i >= end) continue;
+      const auto pack = loadPack<Codes>(codes + offset * packedStride, end - i, aligned);
+#pragma unroll
+      for (int item = 0; item < kCount; ++item) {
+        // Rounded to the tensor's type first: the original decodes into a tensor before it adds.
+        sums[item][offset % kLanes] += Traits::load(Traits::store(dequantize(pack.items[item], grids[offset])));
+      }
+    }
+  }
+  Pack<Element, kCount> result;
+#pragma unroll
+  for (int item = 0; item < kCount; ++item) result.items[item] = Traits::store(divide(sumOfLanes(sums[item]), divisor));
+  return result;
+}
+
+template <class Element, int kLanes>
+__global__ void __launch_bounds__(kThreads)
+    reduceKernel(Received received, Layout layout, Split split, Element* __restrict__ sum,
+                 Range<typename ElementTraits<Element>::Compute>* __restrict__ partials) {
+  using T = typename ElementTraits<Element>::Compute;
+  using BlockReduce = cub::BlockReduce<Range<T>, kThreads>;
+  constexpr int kCount = kReduceItems<kLanes>;
+  __shared__ typename BlockReduce::TempStorage scratch;
+  __shared__ Grid<T> grids[kMaxReduceLanes];
+  const Item item(blockIdx.x, layout, split);
+  const bool aligned = isAligned<Pack<Element, kCount>>(sum);
+  if (received.copies <= kMaxReduceLanes) loadGrids<Element>(received, layout.packedStride(), 0, grids);
+  Range<T> mine = emptyRange<T>();
+  for (int64_t round = item.begin; round < item.end; round += kThreads * kCount) {
+    const int64_t i = round + threadIdx.x * kCount;
+    const auto result = reducePack<Element, kLanes>(received, layout.packedStride(), i, item.end, grids);
+    storePack(sum + i, result, item.end - i, aligned);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const T value = ElementTraits<Element>::load(result.items[k]);
+      if (i + k < item.end) mine = merge(mine, {value, value});
+    }
+  }
+  const Range<T> all = BlockReduce(scratch).Reduce(mine, Merge{});
+  if (threadIdx.x == 0) partials[blockIdx.x] = all;
+}
+
+template <class Element, int kLanes>
+void launchReduce(const Received& received, const Layout& layout, const Split& split, Element* sum,
+                  Range<typename ElementTraits<Element>::Compute>* partials, cudaStream_t stream) {
+  reduceKernel<Element, kLanes>
+      <<<gridBlocks(layout, split), kThreads, 0, stream>>>(received, layout, split, sum, partials);
+}
+
+}  // namespace
+
+template <class Element>
+cudaError_t reduceAndCompress(const Received& received, const Layout& layout, Element* sum, uint8_t* packed,
+                              void* workspace, cudaStream_t stream) {
+  const Split split = splitOf(layout);
+  auto* partials = static_cast<Range<typename ElementTraits<Element>::Compute>*>(workspace);
+  const auto launch = [&] {
+    switch (reduceLanes(received.copies)) {
+      case 2:
+        return launchReduce<Element, 2>;
+      case 4:
+        return launchReduce<Element, 4>;
+      case 8:
+        return launchReduce<Element, 8>;
+      case 16:
+        return launchReduce<Element, 16>;
+      default:
+        return launchReduce<Element, kMaxReduceLanes>;
+    }
+  }();
+  launch(received, layout, split, sum, partials, stream);
+  launchQuantize<Element>(sum, layout, split, partials, packed, stream);
+  return cudaGetLastError();
+}
+
+#define BAGUA_INSTANTIATE(Element)                                                                           \
+  template cudaError_t reduceAndCompress<Element>(const Received&, const Layout&, Element*, uint8_t*, void*, \
+                                                  cudaStream_t);
+BAGUA_INSTANTIATE(float)
+BAGUA_INSTANTIATE(double)
+BAGUA_INSTANTIATE(HalfBits)
+BAGUA_INSTANTIATE(BFloat16Bits)
+#undef BAGUA_INSTANTIATE
+
+}  // namespace bagua::minmax_uint8::cuda

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "kernels/minmax_uint8/minmax_uint8.h"
+
+// torch.ops.bagua.minmax_uint8_*: there once libbagua is loaded.
+namespace bagua::minmax_uint8 {
+namespace {
+
+void checkFloating(const at::Tensor& x, const char* operation) {
+  const auto dtype = x.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
+                   "minmax_uint8 ", operation, " expects float32, float64, float16 or bfloat16, got ", dtype);
+}
+
+at::Tensor emptyPacked(const at::Tensor& x, int64_t chunks) {
+  checkFloating(x, "compress");
+  return at::empty({packedBytes(x.numel(), chunks)},
+                   x.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
+}
+
+at::Tensor compressOp(const at::Tensor& x, int64_t chunks) {
+  at::Tensor packed = emptyPacked(x, chunks);
+  compress(x, chunks, packed);
+  return packed;
+}
+
+// The length as a symbol where it is one, so that traces hold for every length.
+at::Tensor compressMeta(const at::Tensor& x, int64_t chunks) {
+  checkFloating(x, "compress");
+  TORCH_CHECK_VALUE(chunks > 0, "minmax_uint8 expects at least one chunk, got ", chunks, " for ", x.sym_numel(),
+                    " elements");
+  const c10::SymInt chunkLength = (x.sym_numel() + (chunks - 1)) / chunks;
+  const c10::SymInt chunkBytes = (chunkLength + 31) / 32 * 32 + 32;
+  return at::empty_symint({chunkBytes * chunks}, x.options().dtype(at::kByte));
+}
+
+void decompressOp(const at::Tensor& packed, at::Tensor& out, int64_t chunks) { decompress(packed, chunks, out); }
+
+void decompressMeta(const at::Tensor& packed, at::Tensor& out, int64_t chunks) {
+  checkFloating(out, "decompress");
+  TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, "minmax_uint8 decompress expects a packed tensor of uint8, got ",
+                   packed.scalar_type());
+  TORCH_CHECK_VALUE(packed.device() == out.device(), "minmax_uint8 decompress expects tensors of one device, got ",
+                    packed.device(), " and ", out.device());
+  TORCH_CHECK_VALUE(chunks > 0, "minmax_uint8 expects at least one chunk, got ", chunks, " for ", out.sym_numel(),
+                    " elements");
+}
+
+TORCH_LIBRARY_FRAGMENT(bagua, m) {
+  m.def("minmax_uint8_compress(Tensor x, int n_chunks) -> Tensor");
+  m.def("minmax_uint8_decompress(Tensor packed, Tensor(a!) out, int n_chunks) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(bagua, CPU, m) {
+  m.impl("minmax_uint8_compress", compressOp);
+  m.impl("minmax_uint8_decompress", decompressOp);
+}
+
+TORCH_LIBRARY_IMPL(bagua, CUDA, m) {
+  m.impl("minmax_uint8_compress", compressOp);
+  m.impl("minmax_uint8_decompress", decompressOp);
+}
+
+TORCH_LIBRARY_IMPL(bagua, Meta, m) {
+  m.impl("minmax_uint8_compress", compressMeta);
+  m.impl("minmax_uint8_decompress", decompressMeta);
+}
+
+}  // namespace
+}  // namespace bagua::minmax_uint8
