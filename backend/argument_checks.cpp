@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/argument_checks.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+namespace bagua {
+
+std::string ArgumentChecks::where() const {
+  return c10::str(operation_, " on rank ", group_.rank, " of ", group_.size);
+}
+
+void ArgumentChecks::tensor(const at::Tensor& tensor, const char* role) const {
+  TORCH_CHECK_VALUE(tensor.defined(), where(), ": ", role, " is undefined");
+  TORCH_CHECK_VALUE(tensor.device().is_cpu() || tensor.device().is_cuda(), where(), ": ", role,
+                    " must be on cpu or cuda, got ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, where(), ": ", role, " must be dense, got layout ",
+                    tensor.layout());
+  TORCH_CHECK_VALUE(tensor.is_contiguous(tensor.suggest_memory_format()), where(), ": ", role,
+                    " must be contiguous, got sizes ", tensor.sizes(), " with strides ", tensor.strides());
+}
+
+const at::Tensor& ArgumentChecks::single(const std::vector<at::Tensor>& tensors, const char* role) const {
+  TORCH_CHECK_VALUE(tensors.size() == 1, where(), ": expected one ", role, ", got ", tensors.size());
+  tensor(tensors[0], role);
+  return tensors[0];
+}
+
+void ArgumentChecks::alike(const std::vector<at::Tensor>& tensors, const at::Tensor& like, const char* role) const {
+  for (const auto& one : tensors) {
+    tensor(one, role);
+    TORCH_CHECK_TYPE(one.scalar_type() == like.scalar_type(), where(), ": ", role, " must be of dtype ",
+                     like.scalar_type(), " like the others, got ", one.scalar_type());
+    TORCH_CHECK_VALUE(one.device() == like.device(), where(), ": ", role, " must be on ", like.device(),
+                      " like the others, got ", one.device());
+  }
+}
+
+void ArgumentChecks::sameShape(const at::Tensor& tensor, const at::Tensor& like, const char* role) const {
+  TORCH_CHECK_VALUE(tensor.sizes() == like.sizes(), where(), ": ", role, " must be of sizes ", like.sizes(), ", got ",
+                    tensor.sizes());
+}
+
+void ArgumentChecks::numel(const at::Tensor& tensor, int64_t expected, const char* role) const {
+  TORCH_CHECK_VALUE(tensor.numel() == expected, where(), ": ", role, " must have ", expected, " elements, got ",
+                    tensor.numel(), " (sizes ", tensor.sizes(), ")");
+}
+
+void ArgumentChecks::count(size_t actual, size_t expected, const char* what) const {
+  TORCH_CHECK_VALUE(actual == expected, where(), ": expected ", expected, " ", what, ", got ", actual);
+}
+
+void ArgumentChecks::rank(int64_t rank, const char* role) const {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < group_.size, where(), ": ", role, " rank must be in [0, ", group_.size,
+                    "), got ", rank);
+}
+
+}  // namespace bagua

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "backend/operation.h"
+
+namespace bagua {
+
+// Checks of what a user hands to one operation, made before anything is communicated, so that the group stays usable.
+// Every message names the operation and the rank, what was expected and what came.
+class ArgumentChecks {
+ public:
+  ArgumentChecks(const char* operation, const GroupIdentity& group) : operation_(operation), group_(group) {}
+
+  // Defined, strided, dense in its own memory format, on CPU or CUDA.
+  void tensor(const at::Tensor& tensor, const char* role = "tensor") const;
+  // Exactly one tensor, as c10d passes it.
+  const at::Tensor& single(const std::vector<at::Tensor>& tensors, const char* role = "tensor") const;
+  // All pass tensor() and agree in dtype and device with `like`.
+  void alike(const std::vector<at::Tensor>& tensors, const at::Tensor& like, const char* role) const;
+  void sameShape(const at::Tensor& tensor, const at::Tensor& like, const char* role) const;
+  void numel(const at::Tensor& tensor, int64_t expected, const char* role) const;
+  void count(size_t actual, size_t expected, const char* what) const;
+  void rank(int64_t rank, const char* role) const;
+
+  // "bagua:all_reduce on rank 1 of 4"
+  [[nodiscard]] std::string where() const;
+
+ private:
+  const char* operation_;
+  const GroupIdentity& group_;
+};
+
+}  // namespace bagua

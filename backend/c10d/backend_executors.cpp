@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/c10d/backend_executors.h"
+
+#include <c10/util/Exception.h>
+
+#include "backend/c10d/backend_communicator.h"
+#include "backend/host/host_communicator.h"
+#include "backend/host/host_executor.h"
+#if BAGUA_WITH_CUDA
+#include "backend/nccl/nccl_executor.h"
+#endif
+
+namespace bagua {
+
+BackendExecutors::BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
+                                   const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout)
+    : backend_(std::move(backend)),
+      identity_{groupName, backend_->getRank(), backend_->getSize()},
+      topology_(std::make_shared<const HostTopology>(hostIds)),
+      timeout_(timeout) {
+  TORCH_CHECK_VALUE(topology_->size() == identity_.size, "bagua: expected ", identity_.size, " host ids, got ",
+                    topology_->size());
+}
+
+BackendExecutors::~BackendExecutors() = default;
+
+Executor& BackendExecutors::executorFor(at::Device device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (executor_) {
+    TORCH_CHECK_VALUE(*device_ == device, "bagua: a hook serves the tensors of one device, got ", *device_, " and ",
+                      device);
+    return *executor_;
+  }
+  auto communicator = std::make_unique<BackendCommunicator>(backend_, topology_);
+  if (device.is_cpu()) {
+    executor_ = std::make_shared<HostExecutor>(identity_,
+                                               std::make_unique<HostCommunicator>(std::move(communicator), topology_),
+                                               std::make_unique<MessageChannel>(identity_, backend_));
+  } else {
+#if BAGUA_WITH_CUDA
+    executor_ = makeStreamExecutor(identity_, std::move(communicator), device);
+#else
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate gradients on ", device);
+#endif
+  }
+  device_ = device;
+  return *executor_;
+}
+
+}  // namespace bagua

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend/executor.h"
+
+namespace bagua {
+
+// Lets hooks run on a model whose process group is of another backend: an executor over that backend's own operations.
+// For CPU tensors the backend must be the hook's own: its thread runs beside the user's, and two threads that share one
+// Gloo group would interleave differently on each rank. For CUDA tensors the order of enqueueing is the order.
+class BackendExecutors final : public ExecutorProvider {
+ public:
+  // `hostIds` as in HostTopology, one per rank of the backend.
+  BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
+                   const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout);
+  ~BackendExecutors() override;
+
+  Executor& executorFor(at::Device device) override;
+  [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  const GroupIdentity identity_;
+  const std::shared_ptr<const HostTopology> topology_;
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::optional<at::Device> device_;
+  std::shared_ptr<Executor> executor_;
+};
+
+}  // namespace bagua

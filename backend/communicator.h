@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "backend/topology.h"
+#include "backend/torch_compat.h"
+
+namespace bagua {
+
+// Bytes that this rank handed to other ranks, whatever carried them.
+struct Traffic {
+  int64_t sentBytes = 0;
+};
+
+// What a program may ask of the other ranks: blocking calls on CPU tensors, calls that enqueue on the current stream on
+// CUDA tensors. Every rank of the group makes the same calls in the same order. Tensors are dense and are treated as
+// flat arrays in memory order; the caller has checked devices, dtypes and sizes.
+//
+// A Communicator belongs to one Executor and is called from one thread at a time: the one that runs the programs.
+class Communicator {
+ public:
+  using ReduceOp = c10d::ReduceOp;
+  // Elements for (or from) each rank, in rank order. Empty: even parts.
+  using Splits = std::vector<int64_t>;
+
+  Communicator(int rank, int size, std::shared_ptr<const HostTopology> topology)
+      : rank_(rank), size_(size), topology_(std::move(topology)) {}
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int size() const { return size_; }
+  [[nodiscard]] const HostTopology& topology() const { return *topology_; }
+
+  virtual void broadcast(at::Tensor& tensor, int root) = 0;
+  // In place. Bitwise identical on all ranks.
+  virtual void allReduce(at::Tensor& tensor, const ReduceOp& op) = 0;
+  // In place on `root`; elsewhere `tensor` is left alone.
+  virtual void reduce(at::Tensor& tensor, int root, const ReduceOp& op) = 0;
+  // `output` holds size() times `input`, in rank order.
+  virtual void allGather(at::Tensor& output, const at::Tensor& input) = 0;
+  // `input` holds size() times `output`; this rank receives the reduction of part rank().
+  virtual void reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) = 0;
+  // Part j of `input` goes to rank j, part i of `output` comes from rank i. Parts may be empty.
+  virtual void allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
+                        const Splits& inputSplits) = 0;
+  // Returns when every rank has entered.
+  virtual void barrier() = 0;
+  // Unblocks a call in progress where the transport can; callable from any thread.
+  virtual void abort() {}
+
+  // All calls made from now on together may take until `deadline`; set by the executor before each program.
+  void setDeadline(std::chrono::steady_clock::time_point deadline) { deadline_ = deadline; }
+  [[nodiscard]] const Traffic& traffic() const { return traffic_; }
+
+ protected:
+  // What is left until the deadline, at least 1 ms (transports take 0 for "no limit").
+  [[nodiscard]] std::chrono::milliseconds remaining() const {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
+    return std::max(left, std::chrono::milliseconds(1));
+  }
+  void countSent(int64_t bytes) { traffic_.sentBytes += bytes; }
+
+ private:
+  const int rank_;
+  const int size_;
+  const std::shared_ptr<const HostTopology> topology_;
+  std::chrono::steady_clock::time_point deadline_ = std::chrono::steady_clock::time_point::max();
+  Traffic traffic_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/communicator.h"
+#include "backend/operation.h"
+#include "backend/torch_compat.h"
+
+namespace bagua {
+
+// Straight-line code against a Communicator. Captures the tensors that it reads and writes.
+using Program = std::function<void(Communicator&)>;
+
+// Runs the programs of one group on one device, first in first out: that one order, the same on every rank, is what
+// allows a program to make several collective calls. On the CPU a thread runs them; on CUDA they are enqueued on one
+// communication stream, in the order of submission. All methods may be called from any thread.
+//
+// A program that throws leaves the ranks out of step, so it fails its Work and every later one of this executor.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+
+  // `results` is the value of the Work's future and result(). `operation.sequence` is filled in here.
+  virtual c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results,
+                                                Program program) = 0;
+
+  // Messages between two ranks: not part of the order of programs. peer == kAnySource receives from whoever sends.
+  static constexpr int kAnySource = -1;
+  virtual c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) = 0;
+  virtual c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) = 0;
+
+  // What is submitted between the two calls is one unit, completed by the Work that endGroup returns.
+  virtual void startGroup() = 0;
+  virtual c10::intrusive_ptr<c10d::Work> endGroup() = 0;
+
+  // Fails everything that has not completed, with `reason`. Later calls fail at once.
+  virtual void abort(const std::string& reason) = 0;
+  // Lets what was submitted finish, for a short while, then aborts. Idempotent.
+  virtual void shutdown() = 0;
+  // The error that ended this executor, if any.
+  [[nodiscard]] virtual std::exception_ptr error() const = 0;
+  // Programs and their communicator are only to be read from inside a program; these are for sequence numbers.
+  [[nodiscard]] virtual uint64_t submitted() const = 0;
+};
+
+// Where a hook finds the executor of the device that its gradients live on.
+class ExecutorProvider {
+ public:
+  virtual ~ExecutorProvider() = default;
+  virtual Executor& executorFor(at::Device device) = 0;
+  [[nodiscard]] virtual const GroupIdentity& identity() const = 0;
+  [[nodiscard]] virtual std::chrono::milliseconds timeout() const = 0;
+};
+
+}  // namespace bagua

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/host/host_communicator.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "backend/tensor_bytes.h"
+#include "backend/host/reduction.h"
+
+namespace bagua {
+namespace {
+
+// Bounds the scratch memory of an allreduce (one bucket can be the whole model in the first iteration of DDP).
+constexpr int64_t kPieceBytes = int64_t{32} << 20;
+// Up to this size one exchange of everything is faster than two of parts.
+constexpr int64_t kSmallBytes = int64_t{8} << 10;
+
+using Splits = Communicator::Splits;
+
+Splits inBytes(const Splits& elements, int64_t itemSize) {
+  Splits bytes(elements);
+  for (auto& count : bytes) count *= itemSize;
+  return bytes;
+}
+
+}  // namespace
+
+HostCommunicator::HostCommunicator(std::unique_ptr<Communicator> network, std::shared_ptr<const HostTopology> topology)
+    : Communicator(network->rank(), network->size(), std::move(topology)), network_(std::move(network)) {}
+
+template <typename Call>
+void HostCommunicator::onNetwork(Call&& call) {
+  network_->setDeadline(std::chrono::steady_clock::now() + remaining());
+  const int64_t before = network_->traffic().sentBytes;
+  call(*network_);
+  countSent(network_->traffic().sentBytes - before);
+}
+
+void HostCommunicator::broadcast(at::Tensor& tensor, int root) {
+  if (size() == 1 || tensor.numel() == 0) return;
+  at::Tensor bytes = bytesOf(tensor);
+  onNetwork([&](Communicator& network) { network.broadcast(bytes, root); });
+}
+
+void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
+  if (tensor.numel() == 0) return;
+  at::Tensor flat = flatOf(tensor);
+  const auto itemSize = static_cast<int64_t>(flat.element_size());
+  // Whole parts only, so that every rank reduces the same number of elements; the rest is small.
+  const int64_t pieceNumel = std::max<int64_t>(kPieceBytes / itemSize / size(), 1) * size();
+  int64_t begin = 0;
+  while (begin < flat.numel()) {
+    const int64_t left = flat.numel() - begin;
+    const int64_t numel = left * itemSize <= kSmallBytes || left < size()
+                              ? left
+                              : std::min(pieceNumel, left / size() * size());
+    const at::Tensor piece = flat.narrow(0, begin, numel);
+    if (numel * itemSize <= kSmallBytes || numel < size()) {
+      allReduceSmall(piece, op);
+    } else {
+      allReducePiece(piece, op);
+    }
+    begin += numel;
+  }
+}
+
+void HostCommunicator::allReduceSmall(at::Tensor piece, const ReduceOp& op) {
+  at::Tensor own = reduction::prepare(piece, op);
+  at::Tensor copies = at::empty({size() * piece.numel()}, piece.options());
+  allGather(copies, own);
+  reduction::reduceCopies(copies, size(), op, piece);
+}
+
+void HostCommunicator::allReducePiece(at::Tensor piece, const ReduceOp& op) {
+  at::Tensor own = reduction::prepare(piece, op);
+  at::Tensor copies = at::empty_like(piece);
+  allToAll(copies, own, {}, {});
+  at::Tensor part = at::empty({piece.numel() / size()}, piece.options());
+  reduction::reduceCopies(copies, size(), op, part);
+  allGather(piece, part);
+}
+
+void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) {
+  if (tensor.numel() == 0) return;
+  const at::Tensor flat = flatOf(tensor);
+  const at::Tensor own = reduction::prepare(flat, op);
+  Splits inputSplits(size(), 0);
+  inputSplits[root] = flat.numel();
+  const bool isRoot = rank() == root;
+  at::Tensor copies = at::empty({isRoot ? size() * flat.numel() : 0}, flat.options());
+  allToAll(copies, own, Splits(size(), isRoot ? flat.numel() : 0), inputSplits);
+  if (isRoot) reduction::reduceCopies(copies, size(), op, flat);
+}
+
+void HostCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
+  if (input.numel() == 0) return;
+  at::Tensor outputBytes = bytesOf(output);
+  const at::Tensor inputBytes = bytesOf(input);
+  if (size() == 1) {
+    outputBytes.copy_(inputBytes);
+    return;
+  }
+  onNetwork([&](Communicator& network) { network.allGather(outputBytes, inputBytes); });
+}
+
+void HostCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) {
+  if (output.numel() == 0) return;
+  const at::Tensor own = reduction::prepare(flatOf(input), op);
+  at::Tensor copies = at::empty_like(own);
+  allToAll(copies, own, {}, {});
+  reduction::reduceCopies(copies, size(), op, flatOf(output));
+}
+
+void HostCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
+                                const Splits& inputSplits) {
+  at::Tensor outputBytes = bytesOf(output);
+  const at::Tensor inputBytes = bytesOf(input);
+  if (size() == 1) {
+    outputBytes.copy_(inputBytes);
+    return;
+  }
+  const auto itemSize = static_cast<int64_t>(input.element_size());
+  // Not skipped when this rank has nothing to send or receive: the others may have.
+  onNetwork([&](Communicator& network) {
+    network.allToAll(outputBytes, inputBytes, inBytes(outputSplits, itemSize), inBytes(inputSplits, itemSize));
+  });
+}
+
+void HostCommunicator::barrier() {
+  if (size() > 1) onNetwork([](Communicator& network) { network.barrier(); });
+}
+
+void HostCommunicator::abort() { network_->abort(); }
+
+}  // namespace bagua

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "backend/executor.h"
+#include "backend/host/message_channel.h"
+#include "backend/work_bagua.h"
+
+namespace bagua {
+
+// Programs on CPU tensors: one thread, started with the first program, runs them in order.
+class HostExecutor final : public Executor {
+ public:
+  HostExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
+               std::unique_ptr<MessageChannel> messages);
+  ~HostExecutor() override;
+
+  c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results,
+                                        Program program) override;
+  c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) override;
+  c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) override;
+  void startGroup() override;
+  c10::intrusive_ptr<c10d::Work> endGroup() override;
+  void abort(const std::string& reason) override;
+  void shutdown() override;
+  [[nodiscard]] std::exception_ptr error() const override;
+  [[nodiscard]] uint64_t submitted() const override;
+
+ private:
+  struct Queue;
+  void startThread();
+  void stop(std::chrono::milliseconds drainTime);
+  c10::intrusive_ptr<c10d::Work> recordInGroup(c10::intrusive_ptr<c10d::Work> work);
+
+  const GroupIdentity group_;
+  const std::unique_ptr<MessageChannel> messages_;
+  // Shared with the thread: one that is stuck in a transport outlives the executor after an abort.
+  const std::shared_ptr<Queue> queue_;
+  std::mutex threadMutex_;
+  std::thread thread_;
+
+  std::mutex groupMutex_;
+  bool inGroup_ = false;
+  std::vector<c10::intrusive_ptr<c10d::Work>> groupParts_;
+};
+
+}  // namespace bagua

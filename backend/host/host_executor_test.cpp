@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/host/host_executor.h"
+
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <future>
+
+namespace bagua {
+namespace {
+
+using ::testing::HasSubstr;
+
+// One rank that has nobody to talk to.
+class Alone final : public Communicator {
+ public:
+  Alone() : Communicator(0, 1, std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(1))) {}
+  void broadcast(at::Tensor&, int) override {}
+  void allReduce(at::Tensor&, const ReduceOp&) override {}
+  void reduce(at::Tensor&, int, const ReduceOp&) override {}
+  void allGather(at::Tensor&, const at::Tensor&) override {}
+  void reduceScatter(at::Tensor&, const at::Tensor&, const ReduceOp&) override {}
+  void allToAll(at::Tensor&, const at::Tensor&, const Splits&, const Splits&) override {}
+  void barrier() override {}
+};
+
+Operation operation() {
+  return {.type = c10d::OpType::ALLREDUCE, .name = "bagua:test", .timeout = std::chrono::seconds(60)};
+}
+
+std::string messageOf(const c10::intrusive_ptr<c10d::Work>& work) {
+  try {
+    work->wait(kNoTimeout);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+class HostExecutorTest : public ::testing::Test {
+ protected:
+  HostExecutor executor_{GroupIdentity{"pg", 0, 1}, std::make_unique<Alone>(), nullptr};
+};
+
+TEST_F(HostExecutorTest, ProgramsRunInTheOrderOfSubmission) {
+  std::vector<int> order;
+  c10::intrusive_ptr<c10d::Work> last;
+  for (int i = 0; i < 1000; ++i) last = executor_.submit(operation(), {}, [&, i](Communicator&) { order.push_back(i); });
+  last->wait(kNoTimeout);
+  ASSERT_EQ(order.size(), 1000U);
+  EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+  EXPECT_EQ(last->getSequencenumber(), 999U);
+}
+
+TEST_F(HostExecutorTest, TheFutureHoldsTheResults) {
+  const at::Tensor tensor = at::full({2}, 1.0F);
+  const auto work = executor_.submit(operation(), {tensor}, [tensor](Communicator&) mutable { tensor.add_(1); });
+  work->wait(kNoTimeout);
+  const auto values = work->getFuture()->value().toTensorVector();
+  ASSERT_EQ(values.size(), 1U);
+  EXPECT_TRUE(values[0].is_same(tensor));
+  EXPECT_EQ(values[0][0].item<float>(), 2.0F);
+}
+
+TEST_F(HostExecutorTest, AFailureNamesTheOperationAndEndsTheGroup) {
+  const auto work = executor_.submit(operation(), {}, [](Communicator&) { TORCH_CHECK(false, "the cable is out"); });
+  const std::string message = messageOf(work);
+  EXPECT_THAT(message, HasSubstr("bagua:test #0"));
+  EXPECT_THAT(message, HasSubstr("rank 0 of 1, group 'pg'"));
+  EXPECT_THAT(message, HasSubstr("the cable is out"));
+  EXPECT_FALSE(work->isSuccess());
+  EXPECT_TRUE(work->getFuture()->hasError());
+  EXPECT_THROW(executor_.submit(operation(), {}, [](Communicator&) {}), c10::DistBackendError);
+  EXPECT_NE(executor_.error(), nullptr);
+}
+
+TEST_F(HostExecutorTest, QueuedProgramsFailWithTheOneBeforeThem) {
+  std::promise<void> open;
+  auto gate = open.get_future().share();
+  const auto first = executor_.submit(operation(), {}, [gate](Communicator&) {
+    gate.wait();
+    TORCH_CHECK(false, "broken pipe");
+  });
+  bool ran = false;
+  const auto second = executor_.submit(operation(), {}, [&](Communicator&) { ran = true; });
+  open.set_value();
+  EXPECT_THAT(messageOf(second), HasSubstr("broken pipe"));
+  EXPECT_FALSE(ran);
+}
+
+TEST_F(HostExecutorTest, AbortFromAnotherThreadReleasesTheWaiter) {
+  std::promise<void> open;
+  auto gate = open.get_future().share();
+  std::promise<void> running;
+  const auto work = executor_.submit(operation(), {}, [&, gate](Communicator&) {
+    running.set_value();
+    gate.wait();
+  });
+  running.get_future().wait();
+  std::thread aborter([&] { executor_.abort("somebody pulled the plug"); });
+  EXPECT_THAT(messageOf(work), HasSubstr("somebody pulled the plug"));
+  aborter.join();
+  open.set_value();
+}
+
+TEST_F(HostExecutorTest, AShorterWaitThrowsAndLeavesTheProgramRunning) {
+  std::promise<void> open;
+  auto gate = open.get_future().share();
+  const auto work = executor_.submit(operation(), {}, [gate](Communicator&) { gate.wait(); });
+  EXPECT_THROW(work->wait(std::chrono::milliseconds(1)), c10::DistBackendError);
+  EXPECT_FALSE(work->isCompleted());
+  open.set_value();
+  EXPECT_TRUE(work->wait(kNoTimeout));
+}
+
+TEST_F(HostExecutorTest, ShutdownLetsProgramsFinishAndRefusesNewOnes) {
+  int ran = 0;
+  for (int i = 0; i < 10; ++i) executor_.submit(operation(), {}, [&](Communicator&) { ++ran; });
+  executor_.shutdown();
+  executor_.shutdown();
+  EXPECT_EQ(ran, 10);
+  EXPECT_THROW(executor_.submit(operation(), {}, [](Communicator&) {}), c10::DistBackendError);
+}
+
+TEST_F(HostExecutorTest, AGroupIsCompleteWhenAllOfItIs) {
+  executor_.startGroup();
+  const at::Tensor a = at::full({1}, 0.0F);
+  const at::Tensor b = at::full({1}, 0.0F);
+  executor_.submit(operation(), {a}, [a](Communicator&) mutable { a.fill_(1); });
+  executor_.submit(operation(), {b}, [b](Communicator&) mutable { b.fill_(2); });
+  const auto group = executor_.endGroup();
+  group->wait(kNoTimeout);
+  EXPECT_TRUE(group->isCompleted());
+  EXPECT_EQ(a.item<float>() + b.item<float>(), 3.0F);
+  EXPECT_EQ(group->getFuture()->value().toTensorVector().size(), 2U);
+}
+
+}  // namespace
+}  // namespace bagua

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/host/message_channel.h"
+
+#include <ATen/core/jit_type.h>
+
+#include <thread>
+
+#include "backend/tensor_bytes.h"
+
+namespace bagua {
+namespace {
+
+// A message in flight. The transport completes it only while somebody waits.
+class MessageWork final : public c10d::Work {
+ public:
+  MessageWork(GroupIdentity group, const Operation& operation, c10::intrusive_ptr<c10d::Work> transfer,
+              at::Tensor tensor)
+      : Work(group.rank, operation.type, operation.name, std::vector<at::Tensor>{tensor}),
+        group_(std::move(group)),
+        operation_(operation),
+        transfer_(std::move(transfer)),
+        tensor_(std::move(tensor)) {}
+
+  bool isCompleted() override { return c10d::Work::isCompleted() || transfer_->isCompleted(); }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const std::lock_guard<std::mutex> waiter(waitMutex_);
+    if (c10d::Work::isCompleted()) {
+      if (exception_) std::rethrow_exception(exception_);
+      return true;
+    }
+    try {
+      transfer_->wait(timeout == kNoTimeout ? operation_.timeout : timeout);
+    } catch (...) {
+      finish(withContext(std::current_exception(), operation_, group_));
+      std::rethrow_exception(exception_);
+    }
+    finish();
+    return true;
+  }
+
+  std::vector<at::Tensor> result() override { return {tensor_}; }
+  int sourceRank() const override { return transfer_->sourceRank(); }
+
+  // Needs a thread, because the transport offers no completion callback. Made only for those who ask.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const std::lock_guard<std::mutex> lock(futureMutex_);
+    if (future_) return future_;
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
+    std::thread([self = std::move(self), future = future_] {
+      try {
+        self->wait(kNoTimeout);
+        future->markCompleted(c10::IValue(self->result()));
+      } catch (...) {
+        future->setError(std::current_exception());
+      }
+    }).detach();
+    return future_;
+  }
+
+ private:
+  const GroupIdentity group_;
+  const Operation operation_;
+  const c10::intrusive_ptr<c10d::Work> transfer_;
+  const at::Tensor tensor_;
+  std::mutex waitMutex_;
+  std::mutex futureMutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace
+
+MessageChannel::MessageChannel(GroupIdentity group, c10::intrusive_ptr<c10d::Backend> backend)
+    : group_(std::move(group)), backend_(std::move(backend)) {}
+
+c10::intrusive_ptr<c10d::Work> MessageChannel::send(const Operation& operation, at::Tensor tensor, int tag) {
+  std::vector<at::Tensor> bytes{bytesOf(tensor)};
+  try {
+    return c10::make_intrusive<MessageWork>(group_, operation, backend_->send(bytes, operation.peer, tag),
+                                            std::move(tensor));
+  } catch (...) {
+    std::rethrow_exception(withContext(std::current_exception(), operation, group_));
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> MessageChannel::receive(const Operation& operation, at::Tensor tensor, int tag) {
+  std::vector<at::Tensor> bytes{bytesOf(tensor)};
+  try {
+    auto transfer =
+        operation.peer < 0 ? backend_->recvAnysource(bytes, tag) : backend_->recv(bytes, operation.peer, tag);
+    return c10::make_intrusive<MessageWork>(group_, operation, std::move(transfer), std::move(tensor));
+  } catch (...) {
+    std::rethrow_exception(withContext(std::current_exception(), operation, group_));
+  }
+}
+
+}  // namespace bagua

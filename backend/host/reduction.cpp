@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/host/reduction.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Dispatch_v2.h>
+#include <ATen/OpMathType.h>
+#include <ATen/ops/mul.h>
+#include <c10/util/Exception.h>
+#include <c10/util/TypeCast.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <type_traits>
+
+namespace bagua::reduction {
+namespace {
+
+using c10d::ReduceOp;
+
+// Elements combined at a time: the accumulator stays in the first-level cache.
+constexpr int64_t kBlock = 1024;
+
+const char* nameOf(ReduceOp::RedOpType op) {
+  constexpr std::array kNames = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
+  return op < kNames.size() ? kNames[op] : "UNUSED";
+}
+
+bool isBitwise(ReduceOp::RedOpType op) { return op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR; }
+
+bool isOrder(ReduceOp::RedOpType op) { return op == ReduceOp::MIN || op == ReduceOp::MAX; }
+
+bool isReducible(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kByte:
+    case at::kChar:
+    case at::kShort:
+    case at::kInt:
+    case at::kLong:
+    case at::kUInt16:
+    case at::kUInt32:
+    case at::kUInt64:
+    case at::kBool:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kFloat:
+    case at::kDouble:
+    case at::kComplexFloat:
+    case at::kComplexDouble:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// 16-bit floats accumulate in float; everything else in itself.
+template <typename T>
+using Accumulator = std::conditional_t<std::is_same_v<T, at::Half> || std::is_same_v<T, at::BFloat16>, float, T>;
+
+template <typename A>
+constexpr bool kIsComplex = c10::is_complex<A>::value;
+
+// Integers wrap; unsigned arithmetic keeps that defined.
+template <typename A>
+struct Sum {
+  A operator()(A a, A b) const {
+    if constexpr (std::is_same_v<A, bool>) {
+      return a || b;
+    } else if constexpr (std::is_integral_v<A>) {
+      using U = std::make_unsigned_t<A>;
+      return static_cast<A>(static_cast<U>(a) + static_cast<U>(b));
+    } else {
+      return a + b;
+    }
+  }
+};
+
+template <typename A>
+struct Product {
+  A operator()(A a, A b) const {
+    if constexpr (std::is_same_v<A, bool>) {
+      return a && b;
+    } else if constexpr (std::is_integral_v<A>) {
+      // uint64_t: products of promoted 16-bit integers would overflow int.
+      return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+    } else {
+      return a * b;
+    }
+  }
+};
+
+template <typename A>
+struct Min {
+  A operator()(A a, A b) const {
+    if constexpr (std::is_floating_point_v<A>) {
+      if (std::isnan(a)) return a;
+      return b < a || std::isnan(b) ? b : a;
+    } else {
+      return std::min(a, b);
+    }
+  }
+};
+
+template <typename A>
+struct Max {
+  A operator()(A a, A b) const {
+    if constexpr (std::is_floating_point_v<A>) {
+      if (std::isnan(a)) return a;
+      return b > a || std::isnan(b) ? b : a;
+    } else {
+      return std::max(a, b);
+    }
+  }
+};
+
+template <typename A>
+A quotient(A sum, int64_t count) {
+  if constexpr (std::is_integral_v<A>) {
+    return static_cast<A>(sum / static_cast<std::conditional_t<std::is_signed_v<A>, int64_t, uint64_t>>(count));
+  } else if constexpr (kIsComplex<A>) {
+    return sum / static_cast<typename A::value_type>(count);
+  } else {
+    return sum / static_cast<A>(count);
+  }
+}
+
+template <typename T, typename Combine, typename Finish>
+void reduceBlocks(const T* copies, int64_t count, int64_t numel, T* output, Combine combine, Finish finish) {
+  using A = Accumulator<T>;
+  std::array<A, kBlock> total;
+  for (int64_t begin = 0; begin < numel; begin += kBlock) {
+    const int64_t length = std::min(kBlock, numel - begin);
+    for (int64_t i = 0; i < length; ++i) total[i] = static_cast<A>(copies[begin + i]);
+    for (int64_t copy = 1; copy < count; ++copy) {
+      const T* next = copies + copy * numel + begin;
+      for (int64_t i = 0; i < length; ++i) total[i] = combine(total[i], static_cast<A>(next[i]));
+    }
+    for (int64_t i = 0; i < length; ++i) output[begin + i] = static_cast<T>(finish(total[i]));
+  }
+}
+
+template <typename T>
+void reduceTyped(const T* copies, int64_t count, int64_t numel, T* output, ReduceOp::RedOpType op) {
+  using A = Accumulator<T>;
+  const auto reduceWith = [&](auto combine) {
+    reduceBlocks(copies, count, numel, output, combine, [](A value) { return value; });
+  };
+  switch (op) {
+    case ReduceOp::SUM:
+    case ReduceOp::PREMUL_SUM:
+      return reduceWith(Sum<A>{});
+    case ReduceOp::PRODUCT:
+      return reduceWith(Product<A>{});
+    case ReduceOp::AVG:
+      if constexpr (!std::is_same_v<T, bool>) {
+        return reduceBlocks(copies, count, numel, output, Sum<A>{},
+                            [count](A value) { return quotient(value, count); });
+      }
+      break;
+    case ReduceOp::MIN:
+      if constexpr (!kIsComplex<A>) return reduceWith(Min<A>{});
+      break;
+    case ReduceOp::MAX:
+      if constexpr (!kIsComplex<A>) return reduceWith(Max<A>{});
+      break;
+    case ReduceOp::BAND:
+      if constexpr (std::is_integral_v<A>) return reduceWith([](A a, A b) { return static_cast<A>(a & b); });
+      break;
+    case ReduceOp::BOR:
+      if constexpr (std::is_integral_v<A>) return reduceWith([](A a, A b) { return static_cast<A>(a | b); });
+      break;
+    case ReduceOp::BXOR:
+      if constexpr (std::is_integral_v<A>) return reduceWith([](A a, A b) { return static_cast<A>(a ^ b); });
+      break;
+    default:
+      break;
+  }
+  TORCH_INTERNAL_ASSERT(false, "reduction ", nameOf(op), " should have been refused");
+}
+
+}  // namespace
+
+void checkSupported(const char* operation, const ReduceOp& op, at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(isReducible(dtype), operation, ": cannot reduce tensors of dtype ", at::toString(dtype));
+  const ReduceOp::RedOpType kind = op;
+  const bool isFloat = at::isFloatingType(dtype) || at::isComplexType(dtype);
+  TORCH_CHECK_VALUE(kind <= ReduceOp::PREMUL_SUM, operation, ": unknown reduce operation ", static_cast<int>(kind));
+  TORCH_CHECK_VALUE(!(isBitwise(kind) && isFloat), operation, ": reduce operation ", nameOf(kind),
+                    " has no meaning for dtype ", at::toString(dtype), "; it takes integers and bools");
+  TORCH_CHECK_VALUE(!(isOrder(kind) && at::isComplexType(dtype)), operation, ": reduce operation ", nameOf(kind),
+                    " has no meaning for complex dtype ", at::toString(dtype));
+  TORCH_CHECK_VALUE(!(kind == ReduceOp::AVG && dtype == at::kBool), operation,
+                    ": reduce operation AVG has no meaning for bools");
+  TORCH_CHECK_VALUE(!(kind == ReduceOp::PREMUL_SUM && !isFloat), operation,
+                    ": reduce operation PREMUL_SUM takes floating-point tensors, got ", at::toString(dtype));
+}
+
+at::Tensor prepare(const at::Tensor& input, const ReduceOp& op) {
+  if (static_cast<ReduceOp::RedOpType>(op) != ReduceOp::PREMUL_SUM) return input;
+  const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(factor != nullptr, "reduce operation PREMUL_SUM came without its factor");
+  return factor->tensor_factor.defined() ? input * factor->tensor_factor.to(input.dtype())
+                                         : input * factor->double_factor;
+}
+
+void reduceCopies(const at::Tensor& copies, int64_t count, const ReduceOp& op, const at::Tensor& output) {
+  const int64_t numel = output.numel();
+  TORCH_INTERNAL_ASSERT(copies.numel() == count * numel && copies.scalar_type() == output.scalar_type(),
+                        "reduction of ", count, " copies: got ", copies.numel(), " elements for an output of ", numel);
+  AT_DISPATCH_V2(output.scalar_type(), "bagua_reduce_copies", AT_WRAP([&] {
+                   reduceTyped(copies.const_data_ptr<scalar_t>(), count, numel,
+                               output.mutable_data_ptr<scalar_t>(), op);
+                 }),
+                 AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf,
+                 at::kBFloat16, at::kBool);
+}
+
+}  // namespace bagua::reduction

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gmock/gmock.h>
+
+#include <cstdint>
+#include <string>
+
+#include "backend/nccl/nccl_api.h"
+
+namespace bagua::testing {
+
+// Says how our code calls NCCL; proves nothing about NCCL. By default every call succeeds and init hands out kComm.
+class MockNcclApi : public NcclApi {
+ public:
+  MockNcclApi() {
+    using ::testing::_;
+    using ::testing::DoAll;
+    using ::testing::Return;
+    using ::testing::SetArgPointee;
+    ON_CALL(*this, commInitRankConfig).WillByDefault(DoAll(SetArgPointee<0>(kComm), Return(ncclSuccess)));
+    ON_CALL(*this, commGetAsyncError).WillByDefault(DoAll(SetArgPointee<1>(ncclSuccess), Return(ncclSuccess)));
+    ON_CALL(*this, describe).WillByDefault([](ncclResult_t result, ncclComm_t) {
+      return "nccl says " + std::to_string(static_cast<int>(result));
+    });
+  }
+
+  // Never looked into.
+  static inline const ncclComm_t kComm = reinterpret_cast<ncclComm_t>(uintptr_t{0x10});
+
+  MOCK_METHOD(ncclResult_t, getUniqueId, (ncclUniqueId*), (override));
+  MOCK_METHOD(ncclResult_t, commInitRankConfig, (ncclComm_t*, int, const ncclUniqueId&, int, ncclConfig_t*),
+              (override));
+  MOCK_METHOD(ncclResult_t, commGetAsyncError, (ncclComm_t, ncclResult_t*), (override));
+  MOCK_METHOD(ncclResult_t, commAbort, (ncclComm_t), (override));
+  MOCK_METHOD(ncclResult_t, commFinalize, (ncclComm_t), (override));
+  MOCK_METHOD(ncclResult_t, commDestroy, (ncclComm_t), (override));
+  MOCK_METHOD(ncclResult_t, groupStart, (), (override));
+  MOCK_METHOD(ncclResult_t, groupEnd, (), (override));
+  MOCK_METHOD(ncclResult_t, broadcast, (const void*, void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t),
+              (override));
+  MOCK_METHOD(ncclResult_t, allReduce,
+              (const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t), (override));
+  MOCK_METHOD(ncclResult_t, reduce,
+              (const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, int, ncclComm_t, cudaStream_t), (override));
+  MOCK_METHOD(ncclResult_t, allGather, (const void*, void*, size_t, ncclDataType_t, ncclComm_t, cudaStream_t),
+              (override));
+  MOCK_METHOD(ncclResult_t, reduceScatter,
+              (const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t), (override));
+  MOCK_METHOD(ncclResult_t, send, (const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t), (override));
+  MOCK_METHOD(ncclResult_t, receive, (void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t), (override));
+  MOCK_METHOD(ncclResult_t, redOpCreatePreMulSum,
+              (ncclRedOp_t*, void*, ncclDataType_t, ncclScalarResidence_t, ncclComm_t), (override));
+  MOCK_METHOD(ncclResult_t, redOpDestroy, (ncclRedOp_t, ncclComm_t), (override));
+  MOCK_METHOD(std::string, describe, (ncclResult_t, ncclComm_t), (override));
+};
+
+// The text of what `call` throws; empty if it does not.
+template <typename Call>
+std::string messageThrownBy(Call&& call) {
+  try {
+    call();
+  } catch (const std::exception& e) {
+    return e.what();
+  }
+  return "";
+}
+
+}  // namespace bagua::testing

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/nccl/nccl_communicator.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+#include "backend/nccl/nccl_types.h"
+#include "backend/nccl/premul_sum.h"
+#include "backend/tensor_bytes.h"
+
+namespace bagua {
+namespace {
+
+int64_t bytes(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
+// A part of a tensor's memory that crosses the network as it is.
+struct Region {
+  std::byte* data;
+  size_t size;
+};
+
+Region memoryOf(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.data_ptr()), static_cast<size_t>(tensor.nbytes())};
+}
+
+}  // namespace
+
+NcclCommunicator::NcclCommunicator(int rank, int size, std::shared_ptr<const HostTopology> topology,
+                                   Environment environment)
+    : Communicator(rank, size, std::move(topology)),
+      environment_(std::move(environment)),
+      api_(environment_.api),
+      handle_(environment_.api) {}
+
+void NcclCommunicator::onComm(const char* what, const Enqueue& enqueue) {
+  if (!handle_.isOpen() && !handle_.isAborted()) environment_.connect(handle_);
+  ++calls_;
+  const cudaStream_t stream = environment_.currentStream();
+  handle_.call(what, std::chrono::steady_clock::now() + remaining(),
+               [&](ncclComm_t comm) { return enqueue(comm, stream); });
+}
+
+template <typename EnqueueReduction>
+void NcclCommunicator::reduceOnComm(const char* what, const at::Tensor& tensor, const ReduceOp& op,
+                                    EnqueueReduction&& enqueue) {
+  const NcclReduction reduction = ncclReductionFor(op, tensor.scalar_type());
+  if (tensor.numel() == 0) return;
+  if (!reduction.isPreMulSum) {
+    onComm(what, [&](ncclComm_t comm, cudaStream_t stream) { return enqueue(reduction, reduction.op, comm, stream); });
+    return;
+  }
+  PreMulFactor factor(op, reduction.dtype, tensor.device());
+  onComm(what, [&](ncclComm_t comm, cudaStream_t stream) {
+    ncclRedOp_t made{};
+    const ncclResult_t creation = api_.redOpCreatePreMulSum(&made, factor.data(), reduction.dtype, factor.residence(), comm);
+    if (creation != ncclSuccess) return creation;
+    const ncclResult_t result = enqueue(reduction, made, comm, stream);
+    // The enqueueing has copied the operation.
+    const ncclResult_t destruction = api_.redOpDestroy(made, comm);
+    return result == ncclSuccess ? destruction : result;
+  });
+}
+
+void NcclCommunicator::broadcast(at::Tensor& tensor, int root) {
+  const Region region = memoryOf(tensor);
+  if (region.size == 0) return;
+  onComm("ncclBroadcast", [&](ncclComm_t comm, cudaStream_t stream) {
+    return api_.broadcast(region.data, region.data, region.size, ncclUint8, root, comm, stream);
+  });
+  if (rank() == root) countSent(bytes(tensor) * (size() - 1));
+}
+
+void NcclCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
+  reduceOnComm("ncclAllReduce", tensor, op,
+               [&](const NcclReduction& reduction, ncclRedOp_t ncclOp, ncclComm_t comm, cudaStream_t stream) {
+                 void* data = tensor.data_ptr();
+                 const auto count = static_cast<size_t>(tensor.numel() * reduction.valuesPerElement);
+                 return api_.allReduce(data, data, count, reduction.dtype, ncclOp, comm, stream);
+               });
+  countSent(2 * bytes(tensor) * (size() - 1) / size());
+}
+
+void NcclCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) {
+  reduceOnComm("ncclReduce", tensor, op,
+               [&](const NcclReduction& reduction, ncclRedOp_t ncclOp, ncclComm_t comm, cudaStream_t stream) {
+                 void* data = tensor.data_ptr();
+                 const auto count = static_cast<size_t>(tensor.numel() * reduction.valuesPerElement);
+                 // NCCL writes to the output of the root alone.
+                 return api_.reduce(data, data, count, reduction.dtype, ncclOp, root, comm, stream);
+               });
+  if (rank() != root) countSent(bytes(tensor));
+}
+
+void NcclCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
+  const Region region = memoryOf(input);
+  if (region.size == 0) return;
+  onComm("ncclAllGather", [&](ncclComm_t comm, cudaStream_t stream) {
+    return api_.allGather(region.data, output.data_ptr(), region.size, ncclUint8, comm, stream);
+  });
+  countSent(bytes(input) * (size() - 1));
+}
+
+void NcclCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) {
+  reduceOnComm("ncclReduceScatter", output, op,
+               [&](const NcclReduction& reduction, ncclRedOp_t ncclOp, ncclComm_t comm, cudaStream_t stream) {
+                 const auto count = static_cast<size_t>(output.numel() * reduction.valuesPerElement);
+                 return api_.reduceScatter(input.data_ptr(), output.data_ptr(), count, reduction.dtype, ncclOp, comm,
+                                           stream);
+               });
+  countSent(bytes(output) * (size() - 1));
+}
+
+std::vector<NcclCommunicator::Message> NcclCommunicator::partsOf(const at::Tensor& tensor, const Splits& splits,
+                                                                 bool isSend) const {
+  const at::Tensor flat = flatOf(tensor);
+  std::vector<Message> parts;
+  int64_t begin = 0;
+  for (int peer = 0; peer < size(); ++peer) {
+    const int64_t length = splits.empty() ? flat.numel() / size() : splits.at(peer);
+    parts.push_back({isSend, peer, flat.narrow(0, begin, length)});
+    begin += length;
+  }
+  return parts;
+}
+
+void NcclCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
+                                const Splits& inputSplits) {
+  std::vector<Message> messages = partsOf(input, inputSplits, /*isSend=*/true);
+  for (auto& part : partsOf(output, outputSplits, /*isSend=*/false)) messages.push_back(std::move(part));
+  exchange(messages);
+}
+
+ncclResult_t NcclCommunicator::enqueueMessages(const std::vector<Message>& messages, ncclComm_t comm,
+                                               cudaStream_t stream) {
+  ncclResult_t result = api_.groupStart();
+  if (result != ncclSuccess) return result;
+  for (const auto& message : messages) {
+    const Region region = memoryOf(message.tensor);
+    if (region.size == 0) continue;
+    result = message.isSend ? api_.send(region.data, region.size, ncclUint8, message.peer, comm, stream)
+                            : api_.receive(region.data, region.size, ncclUint8, message.peer, comm, stream);
+    if (result != ncclSuccess && result != ncclInProgress) break;
+  }
+  // Also after an error: NCCL counts open groups per thread.
+  const ncclResult_t end = api_.groupEnd();
+  return result == ncclSuccess || result == ncclInProgress ? end : result;
+}
+
+void NcclCommunicator::exchange(const std::vector<Message>& messages) {
+  onComm("ncclSend/ncclRecv", [&](ncclComm_t comm, cudaStream_t stream) {
+    return enqueueMessages(messages, comm, stream);
+  });
+  for (const auto& message : messages) {
+    if (message.isSend && message.peer != rank()) countSent(bytes(message.tensor));
+  }
+}
+
+void NcclCommunicator::barrier() {
+  if (!token_.defined()) token_ = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(environment_.device));
+  onComm("ncclAllReduce (barrier)", [&](ncclComm_t comm, cudaStream_t stream) {
+    return api_.allReduce(token_.data_ptr(), token_.data_ptr(), 1, ncclUint8, ncclMax, comm, stream);
+  });
+}
+
+}  // namespace bagua

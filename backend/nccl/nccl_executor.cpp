@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/nccl/nccl_executor.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <numeric>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "backend/nccl/nccl_bootstrap.h"
+
+namespace bagua {
+namespace {
+
+void checkNotCapturing(at::Device device) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
+  TORCH_CHECK(status == cudaStreamCaptureStatusNone,
+              "an NCCL communicator cannot be made while a CUDA graph is captured: make the same call once before");
+}
+
+std::shared_ptr<StreamLane> makeLane(const NcclExecutor::Options& options, const std::string& key,
+                                     const NcclMembers& members, std::shared_ptr<const HostTopology> topology) {
+  auto bootstrap = std::make_shared<NcclBootstrap>(options.api, options.store, key, members);
+  auto communicator = std::make_unique<NcclCommunicator>(
+      members.self, static_cast<int>(members.ranks.size()), std::move(topology),
+      NcclCommunicator::Environment{
+          .api = options.api,
+          .device = options.device,
+          .connect =
+              [bootstrap, device = options.device, timeout = options.timeout](NcclHandle& handle) {
+                checkNotCapturing(device);
+                bootstrap->connect(handle, timeout);
+              },
+          .currentStream = [device = options.device] { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); },
+      });
+  OwnedTransport* owned = communicator.get();
+  return std::make_shared<StreamLane>(std::move(communicator), owned, options.device, options.isHighPriority);
+}
+
+std::shared_ptr<StreamLane> makeMainLane(const GroupIdentity& group, const NcclExecutor::Options& options) {
+  NcclMembers members{.groupName = group.name, .ranks = std::vector<int>(group.size), .self = group.rank};
+  std::iota(members.ranks.begin(), members.ranks.end(), 0);
+  return makeLane(options, "all", members, options.topology);
+}
+
+}  // namespace
+
+NcclExecutor::NcclExecutor(GroupIdentity group, Options options)
+    : StreamExecutor(group, makeMainLane(group, options), options.device), options_(std::move(options)) {}
+
+c10::intrusive_ptr<c10d::Work> NcclExecutor::submit(Operation operation, std::vector<at::Tensor> results,
+                                                    Program program) {
+  Part part{operation, std::move(program), {}};
+  if (auto work = defer(part, results)) return work;
+  return StreamExecutor::submit(operation, std::move(results), std::move(part.program));
+}
+
+c10::intrusive_ptr<c10d::Work> NcclExecutor::send(Operation operation, at::Tensor tensor, int /*tag*/) {
+  return message(operation, tensor, /*isSend=*/true);
+}
+
+c10::intrusive_ptr<c10d::Work> NcclExecutor::receive(Operation operation, at::Tensor tensor, int /*tag*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(operation.peer != kAnySource, operation.name, " on rank ", group().rank, ", group '",
+                              group().name,
+                              "': NCCL (CUDA tensors) cannot receive from any source; name the source rank");
+  return message(operation, tensor, /*isSend=*/false);
+}
+
+c10::intrusive_ptr<c10d::Work> NcclExecutor::message(const Operation& operation, const at::Tensor& tensor,
+                                                     bool isSend) {
+  const int self = group().rank;
+  TORCH_CHECK_VALUE(operation.peer >= 0 && operation.peer < group().size, operation.name, " on rank ", self,
+                    ": there is no rank ", operation.peer, " in group '", group().name, "' of ", group().size);
+  checkUsable(operation);
+  Part part{operation, {}, {{isSend, operation.peer, tensor}}};
+  if (auto work = defer(part, {tensor})) return work;
+  TORCH_CHECK_VALUE(operation.peer != self, operation.name, " on rank ", self, ", group '", group().name,
+                    "': a message to oneself needs a group (batch_isend_irecv) that holds both its sides");
+  const NcclCommunicator::Message side{isSend, operation.peer < self ? 0 : 1, tensor};
+  const auto lane = pairLane(operation.peer);
+  return launch(*lane, {.operation = operation,
+                        .results = {tensor},
+                        .program = [side](Communicator& pair) { static_cast<NcclCommunicator&>(pair).exchange({side}); },
+                        .numbers = 0,
+                        .work = {},
+                        .after = {}});
+}
+
+std::shared_ptr<StreamLane> NcclExecutor::pairLane(int peer) {
+  const std::lock_guard<std::mutex> lock(pairsMutex_);
+  auto& lane = pairs_[peer];
+  if (!lane) {
+    const auto [low, high] = std::minmax(group().rank, peer);
+    const NcclMembers members{.groupName = group().name, .ranks = {low, high}, .self = group().rank == low ? 0 : 1};
+    lane = makeLane(options_, c10::str("pair/", low, ":", high), members,
+                    std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(2)));
+    addLane(lane);
+  }
+  return lane;
+}
+
+void NcclExecutor::startGroup() {
+  const std::lock_guard<std::mutex> lock(groupMutex_);
+  TORCH_CHECK(!group_, "bagua: coalescing has already been started on rank ", group().rank);
+  const Operation operation{.type = c10d::OpType::COALESCED, .name = "bagua:coalesced"};
+  group_ = std::make_unique<Group>();
+  group_->work = c10::make_intrusive<WorkCuda>(group(), operation, device(), std::vector<at::Tensor>{});
+}
+
+c10::intrusive_ptr<c10d::Work> NcclExecutor::defer(Part& part, const std::vector<at::Tensor>& results) {
+  const std::lock_guard<std::mutex> lock(groupMutex_);
+  if (!group_) return nullptr;
+  at::cuda::CUDAEvent ready;
+  ready.record(c10::cuda::getCurrentCUDAStream(device().index()));
+  group_->ready.push_back(std::move(ready));
+  group_->results.insert(group_->results.end(), results.begin(), results.end());
+  if (!part.program && !group_->parts.empty() && !group_->parts.back().program) {
+    auto& messages = group_->parts.back().messages;
+    messages.insert(messages.end(), part.messages.begin(), part.messages.end());
+    auto& timeout = group_->parts.back().operation.timeout;
+    timeout = std::max(timeout, part.operation.timeout);
+  } else {
+    group_->parts.push_back(std::move(part));
+  }
+  return group_->work;
+}
+
+StreamExecutor::Launch NcclExecutor::launchOf(Group group) {
+  Operation operation = group.work->operation();
+  // A group of one thing is that thing.
+  if (group.parts.size() == 1 && group.parts.front().messages.size() <= 1) operation = group.parts.front().operation;
+  uint64_t programs = 0;
+  for (const auto& part : group.parts) {
+    operation.timeout = std::max(operation.timeout, part.operation.timeout);
+    if (part.program) ++programs;
+  }
+  auto run = [parts = std::move(group.parts)](Communicator& communicator) {
+    for (const auto& part : parts) {
+      if (part.program) {
+        part.program(communicator);
+      } else {
+        static_cast<NcclCommunicator&>(communicator).exchange(part.messages);
+      }
+    }
+  };
+  return {.operation = operation,
+          .results = std::move(group.results),
+          .program = std::move(run),
+          .numbers = programs,
+          .work = std::move(group.work),
+          .after = std::move(group.ready)};
+}
+
+c10::intrusive_ptr<c10d::Work> NcclExecutor::endGroup() {
+  std::unique_ptr<Group> group;
+  {
+    const std::lock_guard<std::mutex> lock(groupMutex_);
+    TORCH_CHECK(group_, "bagua: end of coalescing without a start on rank ", this->group().rank);
+    group = std::move(group_);
+  }
+  const auto work = group->work;
+  try {
+    return launch(mainLane(), launchOf(std::move(*group)));
+  } catch (...) {
+    // Its Work is in other hands already.
+    work->fail(withContext(std::current_exception(), work->operation(), this->group()));
+    work->publish();
+    throw;
+  }
+}
+
+std::shared_ptr<Executor> makeNcclExecutor(GroupIdentity group, c10::intrusive_ptr<c10d::Store> store,
+                                           at::Device device, std::shared_ptr<const HostTopology> topology,
+                                           std::chrono::milliseconds timeout, bool highPriorityStream) {
+  // A group has an executor for each device that a rank uses. Every rank makes them in the same order.
+  const int64_t ordinal = store->add(c10::str("nccl/executors/", group.rank), 1);
+  NcclExecutor::Options options{.api = NcclApi::library(),
+                                .store = c10::make_intrusive<c10d::PrefixStore>(c10::str("nccl/", ordinal), store),
+                                .device = device,
+                                .topology = std::move(topology),
+                                .timeout = timeout,
+                                .isHighPriority = highPriorityStream};
+  return std::make_shared<NcclExecutor>(std::move(group), std::move(options));
+}
+
+}  // namespace bagua

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "backend/nccl/nccl_communicator.h"
+#include "backend/nccl/stream_executor.h"
+
+namespace bagua {
+
+// Programs over NCCL communicators of our own. Each pair of ranks that exchanges messages outside a group gets a
+// communicator and a stream for that, so that pairs wait neither for each other nor for programs.
+class NcclExecutor final : public StreamExecutor {
+ public:
+  struct Options {
+    NcclApi& api;
+    // This executor's alone; every rank of the group passes the same one.
+    c10::intrusive_ptr<c10d::Store> store;
+    at::Device device;
+    std::shared_ptr<const HostTopology> topology;
+    // How long the ranks of a communicator may take to come together.
+    std::chrono::milliseconds timeout;
+    bool isHighPriority;
+  };
+
+  NcclExecutor(GroupIdentity group, Options options);
+
+  c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results,
+                                        Program program) override;
+  // Without tags: messages between two ranks match in the order of the calls.
+  c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) override;
+  c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) override;
+  // Between the two calls nothing is enqueued. Then programs run one after the other, since each may compute between
+  // its calls, and messages that follow each other go as one exchange. All calls return the one Work.
+  void startGroup() override;
+  c10::intrusive_ptr<c10d::Work> endGroup() override;
+
+ private:
+  // A program, or messages that form one exchange.
+  struct Part {
+    Operation operation;
+    Program program;
+    std::vector<NcclCommunicator::Message> messages;
+  };
+  struct Group {
+    c10::intrusive_ptr<WorkCuda> work;
+    std::vector<Part> parts;
+    std::vector<at::Tensor> results;
+    std::vector<at::cuda::CUDAEvent> ready;
+  };
+
+  c10::intrusive_ptr<c10d::Work> message(const Operation& operation, const at::Tensor& tensor, bool isSend);
+  // Takes the part and returns the group's Work; outside a group it leaves the part alone and returns null.
+  c10::intrusive_ptr<c10d::Work> defer(Part& part, const std::vector<at::Tensor>& results);
+  static Launch launchOf(Group group);
+  std::shared_ptr<StreamLane> pairLane(int peer);
+
+  const Options options_;
+  std::mutex groupMutex_;
+  std::unique_ptr<Group> group_;
+  std::mutex pairsMutex_;
+  std::map<int, std::shared_ptr<StreamLane>> pairs_;
+};
+
+// Every rank of the group makes its executors in the same order, with the group's store. `device` has an index.
+std::shared_ptr<Executor> makeNcclExecutor(GroupIdentity group, c10::intrusive_ptr<c10d::Store> store,
+                                           at::Device device, std::shared_ptr<const HostTopology> topology,
+                                           std::chrono::milliseconds timeout, bool highPriorityStream);
+
+}  // namespace bagua

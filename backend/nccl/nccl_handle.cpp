@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/nccl/nccl_handle.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include <thread>
+#include <utility>
+
+#include "backend/operation.h"
+
+namespace bagua {
+namespace {
+
+// An enqueueing takes tens of microseconds: yield that long, then sleep.
+constexpr int kBusyPolls = 200;
+constexpr auto kPollInterval = std::chrono::microseconds(200);
+
+}  // namespace
+
+NcclHandle::~NcclHandle() { abort(); }
+
+void NcclHandle::checkOpen(const char* what) const {
+  TORCH_CHECK_WITH(DistBackendError, !isAborted_, what, ": the NCCL communicator has been aborted");
+  TORCH_CHECK_WITH(DistBackendError, comm_ != nullptr, what, ": there is no NCCL communicator");
+}
+
+void NcclHandle::init(int size, int rank, const ncclUniqueId& id, Deadline deadline) {
+  constexpr const char* kWhat = "ncclCommInitRankConfig";
+  ncclResult_t result;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK_WITH(DistBackendError, !isAborted_, kWhat, ": the NCCL communicator has been aborted");
+    TORCH_INTERNAL_ASSERT(comm_ == nullptr, "one NcclHandle holds one communicator");
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    result = api_.commInitRankConfig(&comm_, size, id, rank, &config);
+  }
+  finish(kWhat, result, deadline);
+}
+
+bool NcclHandle::isOpen() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return comm_ != nullptr;
+}
+
+void NcclHandle::call(const char* what, Deadline deadline, const std::function<ncclResult_t(ncclComm_t)>& enqueue) {
+  ncclResult_t result;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    checkOpen(what);
+    result = enqueue(comm_);
+  }
+  finish(what, result, deadline);
+}
+
+void NcclHandle::finish(const char* what, ncclResult_t result, Deadline deadline) {
+  for (int polls = 0; result == ncclInProgress; ++polls) {
+    TORCH_CHECK_WITH(DistBackendError, std::chrono::steady_clock::now() < deadline, what,
+                     " has not returned within its time limit");
+    if (polls < kBusyPolls) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kPollInterval);
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    checkOpen(what);
+    const ncclResult_t query = api_.commGetAsyncError(comm_, &result);
+    if (query != ncclSuccess) result = query;
+  }
+  if (result == ncclSuccess) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_WITH(DistBackendError, false, what, ": ", api_.describe(result, comm_));
+}
+
+void NcclHandle::close(Deadline deadline) {
+  if (!isOpen()) return;
+  try {
+    call("ncclCommFinalize", deadline, [this](ncclComm_t comm) { return api_.commFinalize(comm); });
+  } catch (...) {
+    LOG(WARNING) << "bagua: aborting an NCCL communicator that could not be ended in order: "
+                 << messageOf(std::current_exception());
+    abort();
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (comm_ == nullptr) return;
+  const ncclResult_t result = api_.commDestroy(std::exchange(comm_, nullptr));
+  if (result != ncclSuccess && result != ncclInProgress) {
+    LOG(WARNING) << "bagua: ncclCommDestroy: " << api_.describe(result, nullptr);
+  }
+}
+
+void NcclHandle::abort() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  isAborted_ = true;
+  if (comm_ == nullptr) return;
+  const ncclResult_t result = api_.commAbort(std::exchange(comm_, nullptr));
+  if (result != ncclSuccess && result != ncclInProgress) {
+    LOG(WARNING) << "bagua: ncclCommAbort: " << api_.describe(result, nullptr);
+  }
+}
+
+bool NcclHandle::isAborted() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return isAborted_;
+}
+
+std::string NcclHandle::asyncError() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (comm_ == nullptr) return "";
+  ncclResult_t state = ncclSuccess;
+  const ncclResult_t query = api_.commGetAsyncError(comm_, &state);
+  if (query != ncclSuccess) state = query;
+  return state == ncclSuccess || state == ncclInProgress ? "" : api_.describe(state, comm_);
+}
+
+}  // namespace bagua

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <mutex>
+#include <string>
+
+#include "backend/nccl/nccl_api.h"
+
+namespace bagua {
+
+// Owns one non-blocking NCCL communicator: NCCL's calls return at once and are polled here, so that none of them can
+// hang. call() comes from one thread at a time; abort(), asyncError() and isAborted() from any.
+class NcclHandle {
+ public:
+  using Deadline = std::chrono::steady_clock::time_point;
+
+  explicit NcclHandle(NcclApi& api) : api_(api) {}
+  // Aborts a communicator that close() has not ended: waiting for peers has no place here.
+  ~NcclHandle();
+  NcclHandle(const NcclHandle&) = delete;
+  NcclHandle& operator=(const NcclHandle&) = delete;
+
+  // Collective.
+  void init(int size, int rank, const ncclUniqueId& id, Deadline deadline);
+  [[nodiscard]] bool isOpen() const;
+
+  // Makes one NCCL call and returns when NCCL has done its part on the host: only then is the work on the stream.
+  void call(const char* what, Deadline deadline, const std::function<ncclResult_t(ncclComm_t)>& enqueue);
+
+  // Collective. Aborts where the peers do not follow in time.
+  void close(Deadline deadline);
+  // Ends the communicator and whatever it runs on the device. Final.
+  void abort();
+  [[nodiscard]] bool isAborted() const;
+  // What has gone wrong since the last call, on this rank or at a peer. Empty: nothing.
+  [[nodiscard]] std::string asyncError();
+
+ private:
+  void finish(const char* what, ncclResult_t result, Deadline deadline);
+  void checkOpen(const char* what) const;
+
+  NcclApi& api_;
+  // Held during every NCCL call on comm_, none of which blocks: ncclCommAbort frees it.
+  mutable std::mutex mutex_;
+  ncclComm_t comm_ = nullptr;
+  bool isAborted_ = false;
+};
+
+}  // namespace bagua

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/nccl/nccl_handle.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "backend/nccl/nccl_api_mock.h"
+
+namespace bagua {
+namespace {
+
+using testing::messageThrownBy;
+using testing::MockNcclApi;
+using ::testing::_;
+using ::testing::DoAll;
+using ::testing::HasSubstr;
+using ::testing::InSequence;
+using ::testing::NiceMock;
+using ::testing::Return;
+using ::testing::SetArgPointee;
+
+auto soon() { return std::chrono::steady_clock::now() + std::chrono::milliseconds(50); }
+auto muchLater() { return std::chrono::steady_clock::now() + std::chrono::minutes(1); }
+
+// The state that commGetAsyncError reports.
+auto state(ncclResult_t result) { return DoAll(SetArgPointee<1>(result), Return(ncclSuccess)); }
+
+class NcclHandleTest : public ::testing::Test {
+ protected:
+  void open() { handle_->init(2, 0, ncclUniqueId{}, muchLater()); }
+  void callReturning(ncclResult_t result, NcclHandle::Deadline deadline) {
+    handle_->call("ncclBroadcast", deadline, [&](ncclComm_t) { return result; });
+  }
+
+  NiceMock<MockNcclApi> api_;
+  std::unique_ptr<NcclHandle> handle_ = std::make_unique<NcclHandle>(api_);
+};
+
+TEST_F(NcclHandleTest, AsksForANonBlockingCommunicator) {
+  EXPECT_CALL(api_, commInitRankConfig(_, 2, _, 0, _))
+      .WillOnce([](ncclComm_t* comm, int, const ncclUniqueId&, int, ncclConfig_t* config) {
+        *comm = MockNcclApi::kComm;
+        EXPECT_EQ(config->blocking, 0);
+        return ncclInProgress;
+      });
+  EXPECT_CALL(api_, commGetAsyncError(MockNcclApi::kComm, _))
+      .WillOnce(state(ncclInProgress))
+      .WillOnce(state(ncclSuccess));
+  open();
+  EXPECT_TRUE(handle_->isOpen());
+}
+
+TEST_F(NcclHandleTest, CallReturnsWhenNcclHasFinishedEnqueueing) {
+  open();
+  EXPECT_CALL(api_, commGetAsyncError(MockNcclApi::kComm, _))
+      .WillOnce(state(ncclInProgress))
+      .WillOnce(state(ncclInProgress))
+      .WillOnce(state(ncclSuccess));
+  callReturning(ncclInProgress, muchLater());
+}
+
+TEST_F(NcclHandleTest, CallThatNeverFinishesThrowsAtItsDeadline) {
+  open();
+  ON_CALL(api_, commGetAsyncError).WillByDefault(state(ncclInProgress));
+  EXPECT_THAT(messageThrownBy([&] { callReturning(ncclInProgress, soon()); }),
+              HasSubstr("ncclBroadcast has not returned within its time limit"));
+}
+
+TEST_F(NcclHandleTest, ErrorsNameTheCallAndSayWhatNcclSays) {
+  open();
+  EXPECT_THAT(messageThrownBy([&] { callReturning(ncclInvalidUsage, muchLater()); }),
+              HasSubstr("ncclBroadcast: nccl says " + std::to_string(ncclInvalidUsage)));
+  ON_CALL(api_, commGetAsyncError).WillByDefault(state(ncclRemoteError));
+  EXPECT_THAT(messageThrownBy([&] { callReturning(ncclInProgress, muchLater()); }),
+              HasSubstr("ncclBroadcast: nccl says " + std::to_string(ncclRemoteError)));
+}
+
+TEST_F(NcclHandleTest, AbortEndsACallInAnotherThread) {
+  open();
+  ON_CALL(api_, commGetAsyncError).WillByDefault(state(ncclInProgress));
+  EXPECT_CALL(api_, commAbort(MockNcclApi::kComm)).Times(1);
+  std::string message;
+  std::thread caller([&] { message = messageThrownBy([&] { callReturning(ncclInProgress, muchLater()); }); });
+  handle_->abort();
+  caller.join();
+  EXPECT_THAT(message, HasSubstr("the NCCL communicator has been aborted"));
+}
+
+TEST_F(NcclHandleTest, AbortedHandleRefusesCallsAndInit) {
+  handle_->abort();
+  EXPECT_CALL(api_, commInitRankConfig).Times(0);
+  EXPECT_THAT(messageThrownBy([&] { open(); }), HasSubstr("has been aborted"));
+  EXPECT_THAT(messageThrownBy([&] { callReturning(ncclSuccess, muchLater()); }), HasSubstr("has been aborted"));
+}
+
+TEST_F(NcclHandleTest, CloseFinalizesAndThenDestroys) {
+  open();
+  {
+    const InSequence order;
+    EXPECT_CALL(api_, commFinalize(MockNcclApi::kComm)).WillOnce(Return(ncclInProgress));
+    EXPECT_CALL(api_, commGetAsyncError).WillOnce(state(ncclInProgress)).WillOnce(state(ncclSuccess));
+    EXPECT_CALL(api_, commDestroy(MockNcclApi::kComm)).WillOnce(Return(ncclSuccess));
+  }
+  EXPECT_CALL(api_, commAbort).Times(0);
+  handle_->close(muchLater());
+  EXPECT_FALSE(handle_->isOpen());
+  handle_.reset();
+}
+
+TEST_F(NcclHandleTest, CloseAbortsWhereThePeersDoNotFollow) {
+  open();
+  ON_CALL(api_, commGetAsyncError).WillByDefault(state(ncclInProgress));
+  EXPECT_CALL(api_, commFinalize).WillOnce(Return(ncclInProgress));
+  EXPECT_CALL(api_, commDestroy).Times(0);
+  EXPECT_CALL(api_, commAbort(MockNcclApi::kComm)).Times(1);
+  handle_->close(soon());
+  EXPECT_TRUE(handle_->isAborted());
+}
+
+TEST_F(NcclHandleTest, DestructorAbortsWhatWasNotClosed) {
+  open();
+  EXPECT_CALL(api_, commFinalize).Times(0);
+  EXPECT_CALL(api_, commAbort(MockNcclApi::kComm)).Times(1);
+  handle_.reset();
+}
+
+TEST_F(NcclHandleTest, AsyncErrorIsEmptyWhileAllIsWell) {
+  EXPECT_EQ(handle_->asyncError(), "");
+  open();
+  EXPECT_EQ(handle_->asyncError(), "");
+  ON_CALL(api_, commGetAsyncError).WillByDefault(state(ncclInProgress));
+  EXPECT_EQ(handle_->asyncError(), "");
+  ON_CALL(api_, commGetAsyncError).WillByDefault(state(ncclRemoteError));
+  EXPECT_EQ(handle_->asyncError(), "nccl says " + std::to_string(ncclRemoteError));
+}
+
+}  // namespace
+}  // namespace bagua

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/nccl/stream_executor.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+namespace bagua {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How long shutdown() lets submitted programs finish. A peer that is gone may never let them.
+constexpr milliseconds kDrainTime{5000};
+// How long the ends of communicators may take together, and then the last release of tensors.
+constexpr milliseconds kCloseTime{5000};
+constexpr milliseconds kStopTime{1000};
+
+std::exception_ptr makeError(const std::string& message) {
+  return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, message));
+}
+
+// Queries from this thread create no context on another device and break no capture of another thread.
+void prepareWatchdogThread(at::Device device) {
+  c10::cuda::set_device(device.index());
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
+  C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
+}  // namespace
+
+StreamExecutor::StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> lane, at::Device device)
+    : group_(std::move(group)),
+      device_(device),
+      lane_(std::move(lane)),
+      lanes_(std::make_shared<LaneSet>()),
+      watchdog_(group_, lanes_, [device] { prepareWatchdogThread(device); }) {
+  TORCH_CHECK(device_.is_cuda() && device_.has_index(), "expected a CUDA device with an index, got ", device_);
+  lanes_->add(lane_);
+}
+
+// Whoever drops an executor without shutdown() may hold the GIL: no draining here.
+StreamExecutor::~StreamExecutor() {
+  lanes_->dropBorrowed();
+  if (!watchdog_.isIdle()) watchdog_.fail(makeError("the group was destroyed before the operation had completed"));
+}
+
+void StreamExecutor::checkUsable(const Operation& operation) const {
+  TORCH_CHECK_WITH(DistBackendError, !isShutDown_, operation.name, " on rank ", group_.rank, ": group '", group_.name,
+                   "' has been shut down");
+  const auto error = watchdog_.error();
+  TORCH_CHECK_WITH(DistBackendError, !error, operation.name, " on rank ", group_.rank, ": group '", group_.name,
+                   "' is unusable since an earlier failure: ", messageOf(error));
+}
+
+c10::intrusive_ptr<WorkCuda> StreamExecutor::launch(StreamLane& lane, Launch launch) {
+  std::exception_ptr failure;
+  {
+    const std::lock_guard<std::mutex> order(lane.order());
+    checkUsable(launch.operation);
+    launch.operation.sequence = nextSequence_;
+    if (launch.work) {
+      launch.work->describeAs(launch.operation, std::move(launch.results));
+    } else {
+      launch.work =
+          c10::make_intrusive<WorkCuda>(group_, launch.operation, device_, std::move(launch.results));
+    }
+    failure = lane.enqueue(*launch.work, std::move(launch.program), std::move(launch.after));
+    nextSequence_ += launch.numbers;
+  }
+  follow(launch.work, failure);
+  return launch.work;
+}
+
+void StreamExecutor::follow(const c10::intrusive_ptr<WorkCuda>& work, const std::exception_ptr& failure) {
+  if (failure) {
+    const auto error = withContext(failure, work->operation(), group_);
+    work->fail(error);
+    watchdog_.fail(error);
+  }
+  keepCaptured(work);
+  if (!work->isCaptured()) watchdog_.watch(work);
+  work->publish();
+}
+
+void StreamExecutor::keepCaptured(const c10::intrusive_ptr<WorkCuda>& work) {
+  std::vector<c10::intrusive_ptr<WorkCuda>> released;
+  const std::lock_guard<std::mutex> lock(capturedMutex_);
+  if (work->isCaptured()) {
+    captured_.push_back(work);
+  } else {
+    released.swap(captured_);
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> StreamExecutor::submit(Operation operation, std::vector<at::Tensor> results,
+                                                      Program program) {
+  return launch(*lane_, {.operation = operation, .results = std::move(results), .program = std::move(program),
+                         .work = {}, .after = {}});
+}
+
+c10::intrusive_ptr<c10d::Work> StreamExecutor::send(Operation operation, at::Tensor /*tensor*/, int /*tag*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, operation.name, ": messages of group '", group_.name,
+                              "' go through its own backend");
+}
+
+c10::intrusive_ptr<c10d::Work> StreamExecutor::receive(Operation operation, at::Tensor /*tensor*/, int /*tag*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, operation.name, ": messages of group '", group_.name,
+                              "' go through its own backend");
+}
+
+void StreamExecutor::startGroup() {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "coalescing in group '", group_.name, "' goes through its own backend");
+}
+
+c10::intrusive_ptr<c10d::Work> StreamExecutor::endGroup() {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "coalescing in group '", group_.name, "' goes through its own backend");
+}
+
+void StreamExecutor::abort(const std::string& reason) { watchdog_.fail(makeError(reason)); }
+
+void StreamExecutor::shutdown() {
+  if (isShutDown_.exchange(true)) return;
+  lanes_->dropBorrowed();
+  if (!watchdog_.error()) {
+    if (watchdog_.waitIdle(kDrainTime)) {
+      lanes_->close(std::chrono::steady_clock::now() + kCloseTime);
+    } else {
+      watchdog_.fail(makeError("the group was shut down before the operation had completed"));
+    }
+  }
+  watchdog_.stop(kStopTime);
+  const std::lock_guard<std::mutex> lock(capturedMutex_);
+  captured_.clear();
+}
+
+std::exception_ptr StreamExecutor::error() const { return watchdog_.error(); }
+
+std::shared_ptr<Executor> makeStreamExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
+                                             at::Device device) {
+  auto lane = std::make_shared<StreamLane>(std::move(communicator), /*owned=*/nullptr, device, /*isHighPriority=*/false);
+  return std::make_shared<StreamExecutor>(std::move(group), std::move(lane), device);
+}
+
+}  // namespace bagua

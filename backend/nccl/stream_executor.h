@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/executor.h"
+#include "backend/nccl/stream_lane.h"
+#include "backend/nccl/watchdog.h"
+
+namespace bagua {
+
+// Programs on CUDA tensors: submit() runs a program at once, in the thread that calls it, with the communication stream
+// as the current stream, so that all it does is enqueued there. README.md has the rules of streams and lifetimes.
+class StreamExecutor : public Executor {
+ public:
+  StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> lane, at::Device device);
+  ~StreamExecutor() override;
+
+  c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results,
+                                        Program program) override;
+  // Messages and groups need a transport of our own.
+  c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) override;
+  c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) override;
+  void startGroup() override;
+  c10::intrusive_ptr<c10d::Work> endGroup() override;
+  void abort(const std::string& reason) override;
+  void shutdown() override;
+  [[nodiscard]] std::exception_ptr error() const override;
+  [[nodiscard]] uint64_t submitted() const override { return nextSequence_; }
+
+ protected:
+  struct Launch {
+    Operation operation;
+    std::vector<at::Tensor> results;
+    Program program;
+    // How many sequence numbers it takes.
+    uint64_t numbers = 1;
+    // Null: a new one.
+    c10::intrusive_ptr<WorkCuda> work;
+    // What the program has to come after, besides the caller's current stream.
+    std::vector<at::cuda::CUDAEvent> after;
+  };
+
+  c10::intrusive_ptr<WorkCuda> launch(StreamLane& lane, Launch launch);
+  void checkUsable(const Operation& operation) const;
+  [[nodiscard]] const GroupIdentity& group() const { return group_; }
+  [[nodiscard]] at::Device device() const { return device_; }
+  [[nodiscard]] StreamLane& mainLane() { return *lane_; }
+  void addLane(std::shared_ptr<StreamLane> lane) { lanes_->add(std::move(lane)); }
+
+ private:
+  void follow(const c10::intrusive_ptr<WorkCuda>& work, const std::exception_ptr& failure);
+  void keepCaptured(const c10::intrusive_ptr<WorkCuda>& work);
+
+  const GroupIdentity group_;
+  const at::Device device_;
+  const std::shared_ptr<StreamLane> lane_;
+  const std::shared_ptr<LaneSet> lanes_;
+  Watchdog watchdog_;
+  std::atomic<uint64_t> nextSequence_ = 0;
+  std::atomic<bool> isShutDown_ = false;
+
+  std::mutex capturedMutex_;
+  // Nobody can watch these: their tensors are kept until the capture is over.
+  std::vector<c10::intrusive_ptr<WorkCuda>> captured_;
+};
+
+// Over a communicator that belongs to somebody else: for hooks on a model whose group is not ours. `device` has an
+// index.
+std::shared_ptr<Executor> makeStreamExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
+                                             at::Device device);
+
+}  // namespace bagua

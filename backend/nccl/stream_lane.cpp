@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/nccl/stream_lane.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <utility>
+
+namespace bagua {
+namespace {
+
+bool isCapturing(const c10::cuda::CUDAStream& stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
+StreamLane::StreamLane(std::unique_ptr<Communicator> communicator, OwnedTransport* owned, at::Device device,
+                       bool isHighPriority)
+    : communicator_(std::move(communicator)), owned_(owned), device_(device), isHighPriority_(isHighPriority) {}
+
+void StreamLane::openStream(const c10::cuda::CUDAStream& producer, std::vector<at::cuda::CUDAEvent>& after) {
+  if (!stream_) stream_ = c10::cuda::getStreamFromPool(isHighPriority_, device_.index());
+  ready_.record(producer);
+  ready_.block(*stream_);
+  for (auto& event : after) event.block(*stream_);
+}
+
+std::exception_ptr StreamLane::enqueue(WorkCuda& work, Program program, std::vector<at::cuda::CUDAEvent> after) {
+  const c10::cuda::CUDAGuard onDevice(device_.index());
+  const auto producer = c10::cuda::getCurrentCUDAStream(device_.index());
+  openStream(producer, after);
+  const c10::cuda::CUDAStreamGuard onStream(*stream_);
+  const at::NoGradGuard noGrad;
+  communicator_->setDeadline(std::chrono::steady_clock::now() + work.operation().timeout);
+  const uint64_t callsBefore = calls();
+  std::exception_ptr failure;
+  try {
+    program(*communicator_);
+  } catch (...) {
+    if (owned_ != nullptr && calls() == callsBefore) {
+      // A mistake of the caller's, who gets his tensors back: with nothing of ours running on them.
+      ready_.record(*stream_);
+      ready_.block(producer);
+      throw;
+    }
+    failure = std::current_exception();
+  }
+  try {
+    // Also behind a program that failed half way: what it did enqueue still uses its tensors.
+    work.enqueued({*stream_, producer, isCapturing(producer), std::move(program)});
+  } catch (...) {
+    if (!failure) failure = std::current_exception();
+  }
+  return failure;
+}
+
+void LaneSet::add(std::shared_ptr<StreamLane> lane) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (isAborted_) lane->communicator().abort();
+  lanes_.push_back(std::move(lane));
+}
+
+std::vector<std::shared_ptr<StreamLane>> LaneSet::lanes() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return lanes_;
+}
+
+void LaneSet::dropBorrowed() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(lanes_, [](const auto& lane) { return lane->owned() == nullptr; });
+}
+
+void LaneSet::close(std::chrono::steady_clock::time_point deadline) {
+  for (const auto& lane : lanes()) {
+    if (lane->owned() == nullptr) continue;
+    const std::unique_lock<std::mutex> order(lane->order(), std::try_to_lock);
+    if (order.owns_lock()) {
+      lane->owned()->close(deadline);
+    } else {
+      lane->communicator().abort();  // a program that still waits for its peers
+    }
+  }
+}
+
+std::string LaneSet::asyncError() {
+  for (const auto& lane : lanes()) {
+    if (lane->owned() == nullptr) continue;
+    std::string error = lane->owned()->asyncError();
+    if (!error.empty()) return error;
+  }
+  return "";
+}
+
+void LaneSet::abort() {
+  std::vector<std::shared_ptr<StreamLane>> aborted;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    isAborted_ = true;
+    aborted = lanes_;
+  }
+  for (const auto& lane : aborted) lane->communicator().abort();
+}
+
+}  // namespace bagua

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "backend/torch_compat.h"
+
+namespace bagua {
+
+// One logical operation as a user thinks of it: a collective, a message, or a whole fused program of a hook. It has one
+// sequence number, one timeout, one Work, and one way to be named in an error.
+struct Operation {
+  c10d::OpType type = c10d::OpType::UNKNOWN;
+  // Static string: also the profiler's title.
+  const char* name = "";
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  int64_t numel = 0;
+  // Root, source or destination rank; -1 where there is none.
+  int peer = -1;
+  std::chrono::milliseconds timeout{0};
+  // Given by the executor: 0, 1, 2, ... in the order of submission. Messages between two ranks are not counted.
+  uint64_t sequence = 0;
+};
+
+// Who runs operations: what every error message starts with.
+struct GroupIdentity {
+  std::string name;
+  int rank = 0;
+  int size = 1;
+};
+
+// "bagua:all_reduce #12 (Float[1024]) on rank 1 of 4, group 'default_pg'"
+std::string describe(const Operation& operation, const GroupIdentity& group);
+
+// A c10::DistBackendError that says which operation failed and keeps the cause's text.
+std::exception_ptr withContext(const std::exception_ptr& cause, const Operation& operation, const GroupIdentity& group);
+
+// The text of any exception.
+std::string messageOf(const std::exception_ptr& error);
+
+}  // namespace bagua

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/process_group_bagua.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+
+#include "backend/c10d/backend_communicator.h"
+#include "backend/host/host_communicator.h"
+#include "backend/host/host_executor.h"
+#if BAGUA_WITH_CUDA
+#include "backend/nccl/nccl_executor.h"
+#endif
+
+namespace bagua {
+namespace {
+
+using StorePtr = ProcessGroupBagua::StorePtr;
+
+bool deviceOrder(const at::Device& a, const at::Device& b) {
+  return std::pair(a.type(), a.index()) < std::pair(b.type(), b.index());
+}
+
+std::string hostKey(int rank) { return "host/" + std::to_string(rank); }
+
+std::shared_ptr<const HostTopology> findTopology(const StorePtr& store, int rank, int size,
+                                                 std::chrono::milliseconds timeout) {
+  const std::string own = localHostId();
+  store->set(hostKey(rank), std::vector<uint8_t>(own.begin(), own.end()));
+  std::vector<std::string> keys;
+  keys.reserve(size);
+  for (int peer = 0; peer < size; ++peer) keys.push_back(hostKey(peer));
+  store->wait(keys, timeout);
+  std::vector<std::string> ids;
+  ids.reserve(size);
+  for (const auto& value : store->multiGet(keys)) ids.emplace_back(value.begin(), value.end());
+  return std::make_shared<const HostTopology>(ids);
+}
+
+}  // namespace
+
+ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::intrusive_ptr<Options> options,
+                                     HostBackendFactory hostBackendFactory)
+    : Backend(rank, size),
+      store_(std::move(store)),
+      options_(std::move(options)),
+      hostBackendFactory_(std::move(hostBackendFactory)),
+      topology_(findTopology(store_, rank, size, options_->timeout)),
+      hostBackend_(hostBackendFactory_(c10::make_intrusive<c10d::PrefixStore>("hosts", store_), rank, size,
+                                       options_->timeout)),
+      identity_{options_->group_name, rank, size},
+      executors_(deviceOrder) {
+  TORCH_CHECK(hostBackend_ && hostBackend_->getRank() == rank && hostBackend_->getSize() == size,
+              "bagua: the host backend must be of rank ", rank, " and size ", size);
+  init();
+}
+
+ProcessGroupBagua::~ProcessGroupBagua() = default;
+
+void ProcessGroupBagua::setGroupUid(const std::string& name) {
+  Backend::setGroupUid(name);
+  identity_.name = name;
+}
+
+void ProcessGroupBagua::setTimeout(std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(timeout.count() > 0, "bagua: a timeout must be positive, got ", timeout.count(), " ms");
+  options_->timeout = timeout;
+}
+
+Operation ProcessGroupBagua::operation(c10d::OpType type, const char* name, const at::Tensor& like,
+                                       std::chrono::milliseconds timeout, int64_t peer) const {
+  return {.type = type,
+          .name = name,
+          .dtype = like.scalar_type(),
+          .numel = like.numel(),
+          .peer = static_cast<int>(peer),
+          .timeout = timeout.count() > 0 ? timeout : options_->timeout};
+}
+
+Executor& ProcessGroupBagua::executorFor(at::Device device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (coalescing_) {
+    TORCH_CHECK_VALUE(!coalescedDevice_ || *coalescedDevice_ == device, "bagua on rank ", rank_,
+                      ": coalesced operations must be on one device, got ", *coalescedDevice_, " and ", device);
+  }
+  auto& executor = executors_[device];
+  if (!executor) {
+    if (device.is_cpu()) {
+      auto network = std::make_unique<BackendCommunicator>(hostBackend_, topology_);
+      executor = std::make_shared<HostExecutor>(identity_,
+                                                std::make_unique<HostCommunicator>(std::move(network), topology_),
+                                                std::make_unique<MessageChannel>(identity_, hostBackend_));
+    } else {
+#if BAGUA_WITH_CUDA
+      executor = makeNcclExecutor(identity_, store_, device, topology_, options_->timeout,
+                                  options_->highPriorityStream);
+#else
+      executors_.erase(device);
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate a tensor on ", device,
+                                  "; rebuild it with a torch that has CUDA (python -m bagua.info tells what was built)");
+#endif
+    }
+  }
+  if (coalescing_ && !coalescedDevice_) {
+    coalescedDevice_ = device;
+    executor->startGroup();
+  }
+  return *executor;
+}
+
+std::vector<std::shared_ptr<Executor>> ProcessGroupBagua::executors() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<Executor>> all;
+  all.reserve(executors_.size());
+  for (const auto& [device, executor] : executors_) all.push_back(executor);
+  return all;
+}
+
+uint64_t ProcessGroupBagua::getSequenceNumberForGroup() {
+  uint64_t sequence = 0;
+  for (const auto& executor : executors()) sequence += executor->submitted();
+  return sequence;
+}
+
+void ProcessGroupBagua::startCoalescing() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(!coalescing_, "bagua on rank ", rank_, ": coalescing has already been started");
+  coalescing_ = true;
+}
+
+ProcessGroupBagua::WorkPtr ProcessGroupBagua::endCoalescing() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(coalescing_, "bagua on rank ", rank_, ": end of coalescing without a start");
+  coalescing_ = false;
+  if (!coalescedDevice_) return nullptr;
+  const at::Device device = *std::exchange(coalescedDevice_, std::nullopt);
+  return executors_.at(device)->endGroup();
+}
+
+c10::intrusive_ptr<ProcessGroupBagua::Options> ProcessGroupBagua::optionsOf(
+    const c10::intrusive_ptr<c10d::Backend::Options>& opts) const {
+  auto options = c10::make_intrusive<Options>(*options_);
+  if (const auto given = c10::dynamic_intrusive_pointer_cast<Options>(opts)) {
+    options = c10::make_intrusive<Options>(*given);
+  } else if (opts) {
+    options->timeout = opts->timeout;
+    options->group_name = opts->group_name;
+    options->group_desc = opts->group_desc;
+    options->global_ranks_in_group = opts->global_ranks_in_group;
+  }
+  return options;
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::split(const StorePtr& store, const std::vector<int>& ranks,
+                                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  for (const int rank : ranks) checks("bagua:split").rank(rank, "member");
+  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
+  if (self == ranks.end()) return nullptr;
+  return merge(store, opts, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()));
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::merge(const StorePtr& store,
+                                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts,
+                                                           const int& rank, const int& size) {
+  // A connection of its own: the new group may block on the store while this one uses it.
+  return c10::make_intrusive<ProcessGroupBagua>(store->clone(), rank, size, optionsOf(opts), hostBackendFactory_);
+}
+
+void ProcessGroupBagua::eagerConnectSingleDevice(at::Device device) { executorFor(device); }
+
+c10d::ErrorType ProcessGroupBagua::getError() {
+  for (const auto& executor : executors()) {
+    if (executor->error()) return c10d::ErrorType::COMM_ERROR;
+  }
+  return c10d::ErrorType::SUCCESS;
+}
+
+void ProcessGroupBagua::abort() {
+  for (const auto& executor : executors()) executor->abort("the group was aborted");
+}
+
+void ProcessGroupBagua::shutdown() {
+  for (const auto& executor : executors()) executor->shutdown();
+}
+
+}  // namespace bagua

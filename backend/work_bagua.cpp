@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/work_bagua.h"
+
+#include <ATen/core/jit_type.h>
+#include <c10/util/Exception.h>
+
+namespace bagua {
+
+WorkBagua::WorkBagua(int rank, const Operation& operation, std::vector<at::Tensor> results)
+    : Work(rank, operation.type, operation.name, results),
+      operation_(operation),
+      results_(std::move(results)),
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+bool WorkBagua::wait(std::chrono::milliseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto isDone = [this] { return completed_; };
+  if (timeout == kNoTimeout) {
+    cv_.wait(lock, isDone);
+  } else {
+    TORCH_CHECK_WITH(DistBackendError, cv_.wait_for(lock, timeout, isDone), operation_.name, " #", operation_.sequence,
+                     " on rank ", rank_, " has not completed within the ", timeout.count(),
+                     " ms that wait() was given; it goes on until its own timeout of ", operation_.timeout.count(),
+                     " ms");
+  }
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+bool WorkBagua::complete(const std::exception_ptr& error) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (claimed_) return false;
+    claimed_ = true;
+  }
+  // The future first: whoever returns from wait() may rely on the future's callbacks having been started.
+  if (error) {
+    future_->setError(error);
+  } else {
+    future_->markCompleted(c10::IValue(results_));
+  }
+  finish(error);
+  return true;
+}
+
+GroupWork::GroupWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
+    : Work(rank, c10d::OpType::COALESCED), parts_(std::move(parts)) {}
+
+bool GroupWork::isCompleted() {
+  return std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->isCompleted(); });
+}
+
+bool GroupWork::isSuccess() const {
+  return std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->isSuccess(); });
+}
+
+std::exception_ptr GroupWork::exception() const {
+  for (const auto& part : parts_) {
+    if (!part->isSuccess()) return part->exception();
+  }
+  return nullptr;
+}
+
+bool GroupWork::wait(std::chrono::milliseconds timeout) {
+  for (const auto& part : parts_) part->wait(timeout);
+  return true;
+}
+
+std::vector<at::Tensor> GroupWork::result() {
+  std::vector<at::Tensor> results;
+  for (const auto& part : parts_) {
+    for (auto& tensor : part->result()) results.push_back(std::move(tensor));
+  }
+  return results;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
+  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
+      c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
+  for (const auto& part : parts_) futures.push_back(part->getFuture());
+  const auto listOfTensors = c10::ListType::create(c10::TensorType::get());
+  return c10::collectAll(futures)->then(
+      [](c10::ivalue::Future& all) -> c10::IValue {
+        c10::List<at::Tensor> tensors;
+        for (const c10::IValue& part : all.value().toListRef()) {
+          for (const auto& tensor : part.toFuture()->value().toTensorVector()) tensors.push_back(tensor);
+        }
+        return tensors;
+      },
+      listOfTensors);
+}
+
+}  // namespace bagua
