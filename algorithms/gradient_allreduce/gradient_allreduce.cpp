@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/registry.h"
+
+namespace bagua {
+namespace {
+
+// Mean of the gradients in full precision: what DistributedDataParallel does by itself.
+class GradientAllReduce final : public Algorithm {
+ public:
+  explicit GradientAllReduce(bool average) : average_(average) {}
+
+  void reduce(Bucket& bucket, Communicator& communicator) override {
+    const Stage stage(bucket, "allreduce");
+    communicator.allReduce(bucket.flat, average_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+  }
+
+  [[nodiscard]] bool averages() const override { return average_; }
+
+ private:
+  const bool average_;
+};
+
+}  // namespace
+
+BAGUA_REGISTER_ALGORITHM({
+    .name = "gradient_allreduce",
+    .summary = "Mean of the gradients in full precision.",
+    .agreement = Agreement::kIdentical,
+    .options = {{"hierarchical", false, "Accepted for compatibility: a full-precision sum is the same either way."},
+                {"average", true, "Mean over the ranks; False: sum."}},
+    .create = [](const Options& options) { return std::make_unique<GradientAllReduce>(options.get<bool>("average")); },
+})
+
+}  // namespace bagua

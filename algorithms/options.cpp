@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/options.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <sstream>
+
+namespace bagua {
+namespace {
+
+const char* typeName(const OptionValue& value) {
+  constexpr std::array kNames = {"bool", "int", "float", "str"};
+  return kNames.at(value.index());
+}
+
+std::string namesOf(const std::vector<OptionInfo>& declared) {
+  if (declared.empty()) return "none";
+  std::string names;
+  for (const auto& option : declared) names += (names.empty() ? "" : ", ") + option.name;
+  return names;
+}
+
+}  // namespace
+
+std::string toString(const OptionValue& value) {
+  if (const auto* flag = std::get_if<bool>(&value)) return *flag ? "True" : "False";
+  if (const auto* text = std::get_if<std::string>(&value)) return "'" + *text + "'";
+  std::ostringstream number;
+  std::visit([&](const auto& plain) { number << plain; }, value);
+  return number.str();
+}
+
+Options::Options(const std::string& algorithm, const std::vector<OptionInfo>& declared,
+                 const std::map<std::string, OptionValue>& given) {
+  for (const auto& option : declared) values_[option.name] = option.defaultValue;
+  for (const auto& [name, value] : given) {
+    const auto entry = values_.find(name);
+    TORCH_CHECK_VALUE(entry != values_.end(), "algorithm '", algorithm, "' has no option '", name,
+                      "'; its options are: ", namesOf(declared));
+    OptionValue converted = value;
+    if (std::holds_alternative<double>(entry->second) && std::holds_alternative<int64_t>(value)) {
+      converted = static_cast<double>(std::get<int64_t>(value));
+    }
+    TORCH_CHECK_TYPE(converted.index() == entry->second.index(), "option '", name, "' of algorithm '", algorithm,
+                     "' takes a ", typeName(entry->second), ", got ", bagua::toString(value), " (", typeName(value),
+                     ")");
+    entry->second = converted;
+  }
+}
+
+std::string Options::toString() const {
+  std::string text;
+  for (const auto& [name, value] : values_) text += (text.empty() ? "" : ", ") + name + "=" + bagua::toString(value);
+  return text;
+}
+
+}  // namespace bagua

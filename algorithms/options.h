@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace bagua {
+
+using OptionValue = std::variant<bool, int64_t, double, std::string>;
+
+struct OptionInfo {
+  std::string name;
+  OptionValue defaultValue;
+  std::string summary;
+};
+
+// "True", "3", "0.5", "'all'": as Python writes it.
+std::string toString(const OptionValue& value);
+
+// The options of one algorithm: every declared one has a value of its declared type.
+class Options {
+ public:
+  // Throws ValueError for a name that `declared` lacks (listing the valid ones), TypeError for a value of another type
+  // than the default's; an integer serves where a float is declared.
+  Options(const std::string& algorithm, const std::vector<OptionInfo>& declared,
+          const std::map<std::string, OptionValue>& given);
+
+  template <typename T>
+  [[nodiscard]] const T& get(const std::string& name) const {
+    return std::get<T>(values_.at(name));
+  }
+  // "hierarchical=True, average=True": the same text on two ranks means the same options.
+  [[nodiscard]] std::string toString() const;
+  [[nodiscard]] const std::map<std::string, OptionValue>& values() const { return values_; }
+
+ private:
+  std::map<std::string, OptionValue> values_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/options.h"
+
+#include <c10/util/Exception.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace bagua {
+namespace {
+
+using ::testing::HasSubstr;
+
+const std::vector<OptionInfo> kDeclared = {
+    {"average", true, ""}, {"interval", int64_t{3}, ""}, {"rate", 0.5, ""}, {"mode", std::string("all"), ""}};
+
+std::string messageOf(const std::map<std::string, OptionValue>& given) {
+  try {
+    const Options options("test", kDeclared, given);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(Options, DefaultsFillWhatIsNotGiven) {
+  const Options options("test", kDeclared, {{"average", false}});
+  EXPECT_FALSE(options.get<bool>("average"));
+  EXPECT_EQ(options.get<int64_t>("interval"), 3);
+  EXPECT_EQ(options.get<std::string>("mode"), "all");
+}
+
+TEST(Options, AnIntegerServesWhereAFloatIsDeclared) {
+  EXPECT_EQ(Options("test", kDeclared, {{"rate", int64_t{2}}}).get<double>("rate"), 2.0);
+}
+
+TEST(Options, AnUnknownNameListsTheValidOnes) {
+  EXPECT_THROW(Options("test", kDeclared, {{"averge", true}}), c10::ValueError);
+  EXPECT_THAT(messageOf({{"averge", true}}), HasSubstr("no option 'averge'"));
+  EXPECT_THAT(messageOf({{"averge", true}}), HasSubstr("average, interval, rate, mode"));
+}
+
+TEST(Options, AWrongTypeNamesBothTypes) {
+  EXPECT_THROW(Options("test", kDeclared, {{"average", int64_t{1}}}), c10::TypeError);
+  EXPECT_THAT(messageOf({{"interval", 1.5}}), HasSubstr("takes a int, got 1.5 (float)"));
+}
+
+TEST(Options, TextIsTheSameForTheSameOptions) {
+  const Options first("test", kDeclared, {{"average", true}});
+  const Options second("test", kDeclared, {});
+  EXPECT_EQ(first.toString(), second.toString());
+  EXPECT_THAT(first.toString(), HasSubstr("average=True"));
+}
+
+}  // namespace
+}  // namespace bagua
