@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communication for PyTorch training when the network is the bottleneck.
+
+A c10d backend (`init_process_group(backend="bagua")`) and algorithms that run inside stock DistributedDataParallel as
+communication hooks, chosen by name:
+
+    handle = bagua.register_comm_hook(ddp_model, "bytegrad")
+"""
+
+from bagua import _native
+from bagua._native import Options
+from bagua.hooks import Handle, available_algorithms, comm_hook, register_comm_hook
+
+__version__ = _native.package_version()
+
+__all__ = ["Handle", "Options", "available_algorithms", "comm_hook", "register_comm_hook"]

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds what runs a hook's programs: the model's own group if it is ours, else a group of another backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua._native import _C
+
+
+def _unwrapped(backend: Any) -> Any:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a checking wrapper around every backend."""
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def _private_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Make a second group of the same ranks and backend, for the hook alone.
+
+    Its programs run on a thread beside the user's, and one Gloo group cannot serve two threads: their operations would
+    meet in another order on each rank.
+    """
+    name = dist.get_backend(group)
+    if ":" in name:
+        name = dict(pair.split(":") for pair in name.split(","))[device.type]
+    return dist.new_group(
+        ranks=dist.get_process_group_ranks(group),
+        backend=name,
+        use_local_synchronization=True,
+        group_desc="bagua_hook",
+    )
+
+
+def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the C++ executors on which a hook for tensors on `device` runs its programs. Collective."""
+    backend = _unwrapped(group._get_backend(device))
+    if isinstance(backend, _C.ProcessGroupBagua):
+        return _C.executors_of_group(backend)
+    if device.type == "cpu":
+        group = _private_group(group, device)
+        backend = _unwrapped(group._get_backend(device))
+    host_ids: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(host_ids, _C.local_host_id(), group=group)
+    return _C.executors_over_backend(backend, group.group_name, host_ids, backend.options._timeout)

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include "backend/c10d/backend_executors.h"
+#include "backend/process_group_bagua.h"
+#include "backend/topology.h"
+#include "python_shim/bindings.h"
+
+namespace bagua {
+namespace {
+
+namespace py = pybind11;
+using Options = ProcessGroupBagua::Options;
+
+std::string optionsText(const Options& options) {
+  return c10::str("bagua.Options(timeout=", options.timeout.count(), " ms, is_high_priority_stream=",
+                  options.highPriorityStream ? "True" : "False", ")");
+}
+
+c10::intrusive_ptr<Options> copyOf(const Options& options) { return c10::make_intrusive<Options>(options); }
+
+void bindOptions(py::module& module) {
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
+      module, "Options", "Options of a process group of backend 'bagua': pass them as pg_options.")
+      .def(py::init([](std::chrono::milliseconds timeout, bool isHighPriorityStream) {
+             auto options = c10::make_intrusive<Options>(timeout);
+             options->highPriorityStream = isHighPriorityStream;
+             return options;
+           }),
+           py::arg("timeout") = kBackendDefaultTimeout, py::arg("is_high_priority_stream") = false)
+      .def_readwrite("is_high_priority_stream", &Options::highPriorityStream,
+                     "CUDA: run communication on a stream of high priority.")
+      .def("__copy__", &copyOf)
+      .def("__deepcopy__", [](const Options& options, const py::dict&) { return copyOf(options); })
+      .def("__repr__", &optionsText);
+}
+
+c10::intrusive_ptr<ProcessGroupBagua> createGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                  const c10::intrusive_ptr<Options>& options,
+                                                  ProcessGroupBagua::HostBackendFactory hostBackendFactory) {
+  // It waits for the other ranks, which may be threads of this process.
+  const py::gil_scoped_release noGil;
+  return c10::make_intrusive<ProcessGroupBagua>(store, rank, size, options, std::move(hostBackendFactory));
+}
+
+void bindProcessGroup(py::module& module) {
+  py::class_<ProcessGroupBagua, c10d::Backend, c10::intrusive_ptr<ProcessGroupBagua>>(
+      module, "ProcessGroupBagua", "The c10d backend 'bagua' of one process group.")
+      .def(py::init(&createGroup), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
+           py::arg("host_backend_factory"))
+      // The base class has none at run time in every supported torch; split_group and new_group read it.
+      .def_property_readonly("options",
+                             [](ProcessGroupBagua& self) {
+                               return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions());
+                             })
+      // torch calls this on the ranks that are left out of a split. Ours needs nothing of them.
+      .def("perform_nocolor_split", [](ProcessGroupBagua&, const at::Device&) {}, py::arg("device"));
+}
+
+}  // namespace
+
+void bindBackend(py::module& module) {
+  bindOptions(module);
+  bindProcessGroup(module);
+  module.def("local_host_id", &localHostId, "What identifies this process's host to its peers.");
+}
+
+}  // namespace bagua
