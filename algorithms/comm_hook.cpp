@@ -40,11 +40,12 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradie
   at::Tensor buffer = gradients.getBufferRef();
   std::shared_ptr<Algorithm> algorithm;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(ledger_->mutex);
     algorithm = algorithm_;
-    ++stats_.buckets;
-    if (gradients.isLast()) ++stats_.steps;
-    stats_.logicalBytes += buffer.is_sparse() ? 0 : static_cast<int64_t>(buffer.nbytes());
+    HookStats& stats = ledger_->stats;
+    ++stats.buckets;
+    if (gradients.isLast()) ++stats.steps;
+    stats.logicalBytes += buffer.is_sparse() ? 0 : static_cast<int64_t>(buffer.nbytes());
   }
   const Operation operation{.type = c10d::OpType::ALLREDUCE,
                             .name = kReduceBucket,
@@ -53,25 +54,24 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradie
                             .timeout = executors_->timeout()};
   return executors_->executorFor(buffer.device())
       .submit(operation, {buffer},
-              [self = shared_from_this(), algorithm, buffer](Communicator& communicator) mutable {
-                self->reduce(algorithm, buffer, communicator);
+              [ledger = ledger_, algorithm, buffer](Communicator& communicator) mutable {
+                reduce(*algorithm, *ledger, buffer, communicator);
               })
       ->getFuture();
 }
 
-void HookRunner::reduce(const std::shared_ptr<Algorithm>& algorithm, at::Tensor& gradients,
-                        Communicator& communicator) {
+void HookRunner::reduce(Algorithm& algorithm, Ledger& ledger, at::Tensor& gradients, Communicator& communicator) {
   const int64_t sentBefore = communicator.traffic().sentBytes;
   Bucket bucket{gradients};
   if (gradients.is_sparse()) {
     const Stage stage(bucket, "sparse_allreduce");
-    allReduceSparse(communicator, gradients, algorithm->averages());
+    allReduceSparse(communicator, gradients, algorithm.averages());
   } else {
-    algorithm->reduce(bucket, communicator);
+    algorithm.reduce(bucket, communicator);
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  stats_.wireBytes += communicator.traffic().sentBytes - sentBefore;
-  for (const auto& [stage, seconds] : bucket.seconds) stats_.seconds[stage] += seconds;
+  const std::lock_guard<std::mutex> lock(ledger.mutex);
+  ledger.stats.wireBytes += communicator.traffic().sentBytes - sentBefore;
+  for (const auto& [stage, seconds] : bucket.seconds) ledger.stats.seconds[stage] += seconds;
 }
 
 void HookRunner::checkAgreement(const std::string& parameters, at::Device device) {
@@ -101,13 +101,13 @@ void HookRunner::checkAgreement(const std::string& parameters, at::Device device
 }
 
 void HookRunner::detach() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(ledger_->mutex);
   algorithm_ = create("gradient_allreduce", {});
 }
 
 HookStats HookRunner::stats() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return stats_;
+  const std::lock_guard<std::mutex> lock(ledger_->mutex);
+  return ledger_->stats;
 }
 
 }  // namespace bagua

@@ -25,7 +25,7 @@ struct HookStats {
 
 // An algorithm at work on one model: turns each bucket that DDP hands over into a program and counts what it costs.
 // Shared by the Reducer's hook and the handle that the user holds; safe to call from several threads.
-class HookRunner final : public std::enable_shared_from_this<HookRunner> {
+class HookRunner final {
  public:
   HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options,
              std::shared_ptr<ExecutorProvider> executors);
@@ -46,15 +46,19 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner> {
   [[nodiscard]] const Options& options() const { return options_; }
 
  private:
-  void reduce(const std::shared_ptr<Algorithm>& algorithm, at::Tensor& gradients, Communicator& communicator);
+  // Programs in flight hold these, and not the runner: it owns the executor that they run on.
+  struct Ledger {
+    std::mutex mutex;
+    HookStats stats;
+  };
+  static void reduce(Algorithm& algorithm, Ledger& ledger, at::Tensor& gradients, Communicator& communicator);
 
   const std::string name_;
   const Options options_;
   const std::shared_ptr<ExecutorProvider> executors_;
-  // Programs in flight hold the algorithm too.
+  const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
+  // Guarded by the ledger's mutex.
   std::shared_ptr<Algorithm> algorithm_;
-  mutable std::mutex mutex_;
-  HookStats stats_;
 };
 
 // The form that c10d::Reducer owns.

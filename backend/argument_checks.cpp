@@ -36,6 +36,28 @@ void ArgumentChecks::alike(const std::vector<at::Tensor>& tensors, const at::Ten
   }
 }
 
+void ArgumentChecks::rowMajor(const at::Tensor& tensor, const char* role) const {
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), where(), ": ", role, " must be contiguous in row-major order, got sizes ",
+                    tensor.sizes(), " with strides ", tensor.strides());
+}
+
+void ArgumentChecks::splitSizes(const std::vector<int64_t>& splits, const at::Tensor& tensor, const char* role) const {
+  const int64_t rows = tensor.dim() == 0 ? tensor.numel() : tensor.size(0);
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(rows % group_.size == 0, where(), ": dimension 0 of ", role, " has size ", rows,
+                      ", which does not divide evenly among ", group_.size, " ranks; give split sizes");
+    return;
+  }
+  count(splits.size(), group_.size, "split sizes, one per rank");
+  int64_t sum = 0;
+  for (const int64_t split : splits) {
+    TORCH_CHECK_VALUE(split >= 0, where(), ": split sizes of ", role, " must not be negative, got ", split);
+    sum += split;
+  }
+  TORCH_CHECK_VALUE(sum == rows, where(), ": split sizes of ", role, " must add up to the size of its dimension 0, ",
+                    rows, ", got ", sum);
+}
+
 void ArgumentChecks::sameShape(const at::Tensor& tensor, const at::Tensor& like, const char* role) const {
   TORCH_CHECK_VALUE(tensor.sizes() == like.sizes(), where(), ": ", role, " must be of sizes ", like.sizes(), ", got ",
                     tensor.sizes());

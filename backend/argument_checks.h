@@ -21,8 +21,12 @@ class ArgumentChecks {
   const at::Tensor& single(const std::vector<at::Tensor>& tensors, const char* role = "tensor") const;
   // All pass tensor() and agree in dtype and device with `like`.
   void alike(const std::vector<at::Tensor>& tensors, const at::Tensor& like, const char* role) const;
+  // Stored in plain row-major order.
+  void rowMajor(const at::Tensor& tensor, const char* role) const;
   void sameShape(const at::Tensor& tensor, const at::Tensor& like, const char* role) const;
   void numel(const at::Tensor& tensor, int64_t expected, const char* role) const;
+  // `splits` are parts of dimension 0, one per rank; empty: even parts.
+  void splitSizes(const std::vector<int64_t>& splits, const at::Tensor& tensor, const char* role) const;
   void count(size_t actual, size_t expected, const char* what) const;
   void rank(int64_t rank, const char* role) const;
 

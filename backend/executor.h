@@ -35,7 +35,9 @@ class Executor {
   virtual c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) = 0;
   virtual c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) = 0;
 
-  // What is submitted between the two calls is one unit, completed by the Work that endGroup returns.
+  // What is submitted between the two calls is one unit, completed by the Work that endGroup returns. A group that was
+  // started and never ended is dropped by the next start: torch's coalescing manager leaves one when an operation in it
+  // throws.
   virtual void startGroup() = 0;
   virtual c10::intrusive_ptr<c10d::Work> endGroup() = 0;
 

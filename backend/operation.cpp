@@ -8,6 +8,11 @@
 
 namespace bagua {
 
+Operation withoutInputs(Operation operation) {
+  operation.inputs.clear();
+  return operation;
+}
+
 std::string describe(const Operation& operation, const GroupIdentity& group) {
   std::ostringstream text;
   text << operation.name << " #" << operation.sequence;

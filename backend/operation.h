@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "backend/torch_compat.h"
 
@@ -24,6 +25,8 @@ struct Operation {
   std::chrono::milliseconds timeout{0};
   // Given by the executor: 0, 1, 2, ... in the order of submission. Messages between two ranks are not counted.
   uint64_t sequence = 0;
+  // What the profiler shows as inputs, where that is not the results. The Work drops them once it has told it.
+  std::vector<at::Tensor> inputs = {};
 };
 
 // Who runs operations: what every error message starts with.
@@ -32,6 +35,9 @@ struct GroupIdentity {
   int rank = 0;
   int size = 1;
 };
+
+// `operation` without its inputs, for whoever keeps it.
+Operation withoutInputs(Operation operation);
 
 // "bagua:all_reduce #12 (Float[1024]) on rank 1 of 4, group 'default_pg'"
 std::string describe(const Operation& operation, const GroupIdentity& group);

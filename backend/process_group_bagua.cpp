@@ -69,44 +69,48 @@ void ProcessGroupBagua::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 Operation ProcessGroupBagua::operation(c10d::OpType type, const char* name, const at::Tensor& like,
-                                       std::chrono::milliseconds timeout, int64_t peer) const {
+                                       std::chrono::milliseconds timeout, int64_t peer,
+                                       std::vector<at::Tensor> inputs) const {
   return {.type = type,
           .name = name,
           .dtype = like.scalar_type(),
           .numel = like.numel(),
           .peer = static_cast<int>(peer),
-          .timeout = timeout.count() > 0 ? timeout : options_->timeout};
+          .timeout = orDefault(timeout),
+          .inputs = std::move(inputs)};
+}
+
+std::chrono::milliseconds ProcessGroupBagua::orDefault(std::chrono::milliseconds timeout) const {
+  // kUnsetTimeout is negative; 0 is a limit that nothing meets.
+  return timeout.count() < 0 ? options_->timeout : timeout;
+}
+
+std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device) {
+  if (device.is_cpu()) {
+    auto network = std::make_unique<BackendCommunicator>(hostBackend_, topology_);
+    return std::make_shared<HostExecutor>(identity_, std::make_unique<HostCommunicator>(std::move(network), topology_),
+                                          std::make_unique<MessageChannel>(identity_, hostBackend_));
+  }
+#if BAGUA_WITH_CUDA
+  return makeNcclExecutor(identity_, store_, device, topology_, options_->timeout, options_->highPriorityStream);
+#else
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate a tensor on ", device,
+                              "; rebuild it with a torch that has CUDA (python -m bagua.info tells what was built)");
+#endif
 }
 
 Executor& ProcessGroupBagua::executorFor(at::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (coalescing_) {
-    TORCH_CHECK_VALUE(!coalescedDevice_ || *coalescedDevice_ == device, "bagua on rank ", rank_,
-                      ": coalesced operations must be on one device, got ", *coalescedDevice_, " and ", device);
-  }
-  auto& executor = executors_[device];
-  if (!executor) {
-    if (device.is_cpu()) {
-      auto network = std::make_unique<BackendCommunicator>(hostBackend_, topology_);
-      executor = std::make_shared<HostExecutor>(identity_,
-                                                std::make_unique<HostCommunicator>(std::move(network), topology_),
-                                                std::make_unique<MessageChannel>(identity_, hostBackend_));
-    } else {
-#if BAGUA_WITH_CUDA
-      executor = makeNcclExecutor(identity_, store_, device, topology_, options_->timeout,
-                                  options_->highPriorityStream);
-#else
-      executors_.erase(device);
-      TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate a tensor on ", device,
-                                  "; rebuild it with a torch that has CUDA (python -m bagua.info tells what was built)");
-#endif
-    }
-  }
+  TORCH_CHECK_WITH(DistBackendError, closed_.empty(), "bagua on rank ", rank_, ": ", closed_);
+  TORCH_CHECK_VALUE(!coalescedDevice_ || *coalescedDevice_ == device, "bagua on rank ", rank_,
+                    ": coalesced operations must be on one device, got ", *coalescedDevice_, " and ", device);
+  auto found = executors_.find(device);
+  if (found == executors_.end()) found = executors_.emplace(device, makeExecutor(device)).first;
   if (coalescing_ && !coalescedDevice_) {
     coalescedDevice_ = device;
-    executor->startGroup();
+    found->second->startGroup();
   }
-  return *executor;
+  return *found->second;
 }
 
 std::vector<std::shared_ptr<Executor>> ProcessGroupBagua::executors() const {
@@ -125,17 +129,21 @@ uint64_t ProcessGroupBagua::getSequenceNumberForGroup() {
 
 void ProcessGroupBagua::startCoalescing() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!coalescing_, "bagua on rank ", rank_, ": coalescing has already been started");
+  // Forgets a group that was never ended: torch leaves one behind when an operation in it throws.
   coalescing_ = true;
+  coalescedDevice_.reset();
 }
 
 ProcessGroupBagua::WorkPtr ProcessGroupBagua::endCoalescing() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(coalescing_, "bagua on rank ", rank_, ": end of coalescing without a start");
-  coalescing_ = false;
-  if (!coalescedDevice_) return nullptr;
-  const at::Device device = *std::exchange(coalescedDevice_, std::nullopt);
-  return executors_.at(device)->endGroup();
+  std::shared_ptr<Executor> executor;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(coalescing_, "bagua on rank ", rank_, ": end of coalescing without a start");
+    coalescing_ = false;
+    if (!coalescedDevice_) return nullptr;
+    executor = executors_.at(*std::exchange(coalescedDevice_, std::nullopt));
+  }
+  return executor->endGroup();
 }
 
 c10::intrusive_ptr<ProcessGroupBagua::Options> ProcessGroupBagua::optionsOf(
@@ -176,11 +184,18 @@ c10d::ErrorType ProcessGroupBagua::getError() {
   return c10d::ErrorType::SUCCESS;
 }
 
+void ProcessGroupBagua::close(const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_.empty()) closed_ = "group '" + identity_.name + "' " + reason;
+}
+
 void ProcessGroupBagua::abort() {
+  close("was aborted");
   for (const auto& executor : executors()) executor->abort("the group was aborted");
 }
 
 void ProcessGroupBagua::shutdown() {
+  close("has been shut down");
   for (const auto& executor : executors()) executor->shutdown();
 }
 

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "backend/argument_checks.h"
 #include "backend/executor.h"
@@ -105,11 +106,14 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   [[nodiscard]] const HostTopology& topology() const { return *topology_; }
 
  private:
-  // An operation of ours under construction.
+  // An operation of ours under construction. A negative timeout is the group's.
   Operation operation(c10d::OpType type, const char* name, const at::Tensor& like, std::chrono::milliseconds timeout,
-                      int64_t peer = -1) const;
+                      int64_t peer = -1, std::vector<at::Tensor> inputs = {}) const;
+  [[nodiscard]] std::chrono::milliseconds orDefault(std::chrono::milliseconds timeout) const;
   [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity_}; }
   std::vector<std::shared_ptr<Executor>> executors() const;
+  std::shared_ptr<Executor> makeExecutor(at::Device device);
+  void close(const std::string& reason);
   c10::intrusive_ptr<Options> optionsOf(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
 
   const StorePtr store_;
@@ -121,6 +125,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
 
   mutable std::mutex mutex_;
   std::map<at::Device, std::shared_ptr<Executor>, bool (*)(const at::Device&, const at::Device&)> executors_;
+  // Why no operation is accepted any more; empty while the group is open.
+  std::string closed_;
   bool coalescing_ = false;
   std::optional<at::Device> coalescedDevice_;
 };

@@ -3,6 +3,7 @@
 #include "backend/host/reduction.h"
 #include "backend/process_group_bagua.h"
 #include "backend/sparse_reduction.h"
+#include "backend/tensor_bytes.h"
 
 namespace bagua {
 
@@ -17,7 +18,7 @@ WorkPtr ProcessGroupBagua::broadcast(Tensors& tensors, const c10d::BroadcastOpti
   return executorFor(tensor.device())
       .submit(operation(OpType::BROADCAST, kName, tensor, opts.timeout, opts.rootRank), tensors,
               [tensor, root = static_cast<int>(opts.rootRank)](Communicator& communicator) mutable {
-                communicator.broadcast(tensor, root);
+                inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.broadcast(plain, root); });
               });
 }
 
@@ -25,10 +26,12 @@ WorkPtr ProcessGroupBagua::allreduce(Tensors& tensors, const c10d::AllreduceOpti
   constexpr const char* kName = "bagua:all_reduce";
   if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
   at::Tensor tensor = checks(kName).single(tensors);
-  reduction::checkSupported(kName, opts.reduceOp, tensor.scalar_type());
+  reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
       .submit(operation(OpType::ALLREDUCE, kName, tensor, opts.timeout), tensors,
-              [tensor, op = opts.reduceOp](Communicator& communicator) mutable { communicator.allReduce(tensor, op); });
+              [tensor, op = opts.reduceOp](Communicator& communicator) mutable {
+                inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.allReduce(plain, op); });
+              });
 }
 
 WorkPtr ProcessGroupBagua::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -38,6 +41,7 @@ WorkPtr ProcessGroupBagua::allreduce_sparse(Tensors& tensors, const c10d::Allred
   TORCH_CHECK_VALUE(tensor.is_sparse(), checks(kName).where(), ": tensor must be sparse, got layout ",
                     tensor.layout());
   const c10d::ReduceOp::RedOpType op = opts.reduceOp;
+  reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
   TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG, checks(kName).where(),
                     ": sparse tensors can be reduced with SUM and AVG only");
   return executorFor(tensor.device())
@@ -51,11 +55,13 @@ WorkPtr ProcessGroupBagua::allreduce_coalesced(Tensors& tensors, const c10d::All
   constexpr const char* kName = "bagua:all_reduce_coalesced";
   TORCH_CHECK_VALUE(!tensors.empty(), checks(kName).where(), ": got no tensors");
   checks(kName).alike(tensors, tensors[0], "tensor");
-  reduction::checkSupported(kName, opts.reduceOp, tensors[0].scalar_type());
+  reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensors[0].scalar_type());
   return executorFor(tensors[0].device())
       .submit(operation(OpType::ALLREDUCE_COALESCED, kName, tensors[0], opts.timeout), tensors,
               [tensors, op = opts.reduceOp](Communicator& communicator) mutable {
-                for (auto& tensor : tensors) communicator.allReduce(tensor, op);
+                for (auto& tensor : tensors) {
+                  inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.allReduce(plain, op); });
+                }
               });
 }
 
@@ -63,21 +69,26 @@ WorkPtr ProcessGroupBagua::reduce(Tensors& tensors, const c10d::ReduceOptions& o
   constexpr const char* kName = "bagua:reduce";
   at::Tensor tensor = checks(kName).single(tensors);
   checks(kName).rank(opts.rootRank, "root");
-  reduction::checkSupported(kName, opts.reduceOp, tensor.scalar_type());
+  reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
       .submit(operation(OpType::REDUCE, kName, tensor, opts.timeout, opts.rootRank), tensors,
               [tensor, root = static_cast<int>(opts.rootRank), op = opts.reduceOp](
-                  Communicator& communicator) mutable { communicator.reduce(tensor, root, op); });
+                  Communicator& communicator) mutable {
+                inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.reduce(plain, root, op); });
+              });
 }
 
 WorkPtr ProcessGroupBagua::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
   constexpr const char* kName = "bagua:all_gather_into_tensor";
   checks(kName).tensor(input, "input");
   checks(kName).alike({output}, input, "output");
+  checks(kName).rowMajor(output, "output");
   checks(kName).numel(output, input.numel() * size_, "output");
   return executorFor(input.device())
-      .submit(operation(OpType::_ALLGATHER_BASE, kName, input, opts.timeout), {output},
-              [output, input](Communicator& communicator) mutable { communicator.allGather(output, input); });
+      .submit(operation(OpType::_ALLGATHER_BASE, kName, input, opts.timeout, -1, {input}), {output},
+              [output, input](Communicator& communicator) mutable { 
+                communicator.allGather(output, input.contiguous());
+              });
 }
 
 WorkPtr ProcessGroupBagua::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -88,12 +99,13 @@ WorkPtr ProcessGroupBagua::allgather_into_tensor_coalesced(Tensors& outputs, Ten
   for (size_t i = 0; i < inputs.size(); ++i) {
     checks(kName).tensor(inputs[i], "input");
     checks(kName).alike({outputs[i]}, inputs[i], "output");
+    checks(kName).rowMajor(outputs[i], "output");
     checks(kName).numel(outputs[i], inputs[i].numel() * size_, "output");
   }
   return executorFor(inputs[0].device())
-      .submit(operation(OpType::COALESCED, kName, inputs[0], opts.timeout), outputs,
+      .submit(operation(OpType::COALESCED, kName, inputs[0], opts.timeout, -1, inputs), outputs,
               [outputs, inputs](Communicator& communicator) mutable {
-                for (size_t i = 0; i < inputs.size(); ++i) communicator.allGather(outputs[i], inputs[i]);
+                for (size_t i = 0; i < inputs.size(); ++i) communicator.allGather(outputs[i], inputs[i].contiguous());
               });
 }
 
@@ -102,12 +114,13 @@ WorkPtr ProcessGroupBagua::_reduce_scatter_base(at::Tensor& output, at::Tensor& 
   constexpr const char* kName = "bagua:reduce_scatter_tensor";
   checks(kName).tensor(output, "output");
   checks(kName).alike({input}, output, "input");
+  checks(kName).rowMajor(input, "input");
   checks(kName).numel(input, output.numel() * size_, "input");
-  reduction::checkSupported(kName, opts.reduceOp, input.scalar_type());
+  reduction::checkSupported(checks(kName).where(), opts.reduceOp, input.scalar_type());
   return executorFor(output.device())
-      .submit(operation(OpType::_REDUCE_SCATTER_BASE, kName, output, opts.timeout), {output},
+      .submit(operation(OpType::_REDUCE_SCATTER_BASE, kName, output, opts.timeout, -1, {input}), {output},
               [output, input, op = opts.reduceOp](Communicator& communicator) mutable {
-                communicator.reduceScatter(output, input, op);
+                inPlainOrder(output, [&](at::Tensor& plain) { communicator.reduceScatter(plain, input, op); });
               });
 }
 
@@ -119,27 +132,30 @@ WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
   for (size_t i = 0; i < outputs.size(); ++i) {
     checks(kName).tensor(outputs[i], "output");
     checks(kName).alike({inputs[i]}, outputs[i], "input");
+    checks(kName).rowMajor(inputs[i], "input");
     checks(kName).numel(inputs[i], outputs[i].numel() * size_, "input");
-    reduction::checkSupported(kName, opts.reduceOp, inputs[i].scalar_type());
+    reduction::checkSupported(checks(kName).where(), opts.reduceOp, inputs[i].scalar_type());
   }
   return executorFor(outputs[0].device())
-      .submit(operation(OpType::COALESCED, kName, outputs[0], opts.timeout), outputs,
+      .submit(operation(OpType::COALESCED, kName, outputs[0], opts.timeout, -1, inputs), outputs,
               [outputs, inputs, op = opts.reduceOp](Communicator& communicator) mutable {
-                for (size_t i = 0; i < inputs.size(); ++i) communicator.reduceScatter(outputs[i], inputs[i], op);
+                for (size_t i = 0; i < inputs.size(); ++i) {
+                  inPlainOrder(outputs[i], [&](at::Tensor& plain) { communicator.reduceScatter(plain, inputs[i], op); });
+                }
               });
 }
 
 WorkPtr ProcessGroupBagua::barrier(const c10d::BarrierOptions& opts) {
   Operation barrier{.type = OpType::BARRIER,
                     .name = "bagua:barrier",
-                    .timeout = opts.timeout.count() > 0 ? opts.timeout : options_->timeout};
+                    .timeout = orDefault(opts.timeout)};
   return executorFor(at::kCPU).submit(barrier, {}, [](Communicator& communicator) { communicator.barrier(); });
 }
 
 void ProcessGroupBagua::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
   Operation barrier{.type = OpType::BARRIER,
                     .name = "bagua:monitored_barrier",
-                    .timeout = opts.timeout.count() > 0 ? opts.timeout : options_->timeout};
+                    .timeout = orDefault(opts.timeout)};
   c10d::BarrierOptions options = opts;
   options.timeout = barrier.timeout;
   executorFor(at::kCPU)

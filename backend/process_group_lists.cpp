@@ -28,11 +28,12 @@ bool allOfEqualNumel(const Tensors& tensors) {
                      [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
 }
 
+// In row-major order, however the tensors are stored.
 at::Tensor flatten(const Tensors& tensors) {
-  if (tensors.size() == 1) return flatOf(tensors[0]);
+  if (tensors.size() == 1) return tensors[0].reshape({-1});
   Tensors flat;
   flat.reserve(tensors.size());
-  for (const auto& tensor : tensors) flat.push_back(flatOf(tensor));
+  for (const auto& tensor : tensors) flat.push_back(tensor.reshape({-1}));
   return at::cat(flat);
 }
 
@@ -45,7 +46,7 @@ at::Tensor flatSpaceFor(const Tensors& tensors) {
 void unflatten(const at::Tensor& flat, const Tensors& tensors) {
   int64_t begin = 0;
   for (const auto& tensor : tensors) {
-    flatOf(tensor).copy_(flat.narrow(0, begin, tensor.numel()));
+    tensor.copy_(flat.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
     begin += tensor.numel();
   }
 }
@@ -61,15 +62,15 @@ Splits elementSplits(const std::vector<int64_t>& rows, const at::Tensor& tensor,
 
 void gatherUneven(Communicator& communicator, Tensors& outputs, const at::Tensor& input) {
   for (int root = 0; root < communicator.size(); ++root) {
-    if (root == communicator.rank()) flatOf(outputs[root]).copy_(flatOf(input));
-    communicator.broadcast(outputs[root], root);
+    if (root == communicator.rank()) outputs[root].copy_(input);
+    inPlainOrder(outputs[root], [&](at::Tensor& plain) { communicator.broadcast(plain, root); });
   }
 }
 
 void gatherToAll(Communicator& communicator, Tensors& outputs, const at::Tensor& input) {
   if (!allOfEqualNumel(outputs)) return gatherUneven(communicator, outputs, input);
   at::Tensor flat = flatSpaceFor(outputs);
-  communicator.allGather(flat, input);
+  communicator.allGather(flat, input.contiguous());
   unflatten(flat, outputs);
 }
 
@@ -84,7 +85,7 @@ WorkPtr ProcessGroupBagua::allgather(std::vector<Tensors>& outputs, Tensors& inp
   checks(kName).alike(outputs[0], input, "output");
   checks(kName).sameShape(outputs[0][rank_], input, "output of this rank");
   return executorFor(input.device())
-      .submit(operation(OpType::ALLGATHER, kName, input, opts.timeout), outputs[0],
+      .submit(operation(OpType::ALLGATHER, kName, input, opts.timeout, -1, inputs), outputs[0],
               [output = outputs[0], input](Communicator& communicator) mutable {
                 gatherToAll(communicator, output, input);
               });
@@ -106,7 +107,7 @@ WorkPtr ProcessGroupBagua::allgather_coalesced(std::vector<Tensors>& outputs, Te
     }
   }
   return executorFor(inputs[0].device())
-      .submit(operation(OpType::ALLGATHER_COALESCED, kName, inputs[0], opts.timeout), std::move(all),
+      .submit(operation(OpType::ALLGATHER_COALESCED, kName, inputs[0], opts.timeout, -1, inputs), std::move(all),
               [outputs, inputs](Communicator& communicator) {
                 for (size_t i = 0; i < inputs.size(); ++i) {
                   Tensors ofInput;
@@ -130,14 +131,14 @@ WorkPtr ProcessGroupBagua::gather(std::vector<Tensors>& outputs, Tensors& inputs
     checks(kName).sameShape(output[rank_], input, "output of this rank");
   }
   return executorFor(input.device())
-      .submit(operation(OpType::GATHER, kName, input, opts.timeout, root), output,
+      .submit(operation(OpType::GATHER, kName, input, opts.timeout, root, inputs), output,
               [output, input, root](Communicator& communicator) {
                 const bool isRoot = communicator.rank() == root;
                 Splits inputSplits(communicator.size(), 0);
                 inputSplits[root] = input.numel();
                 const Splits outputSplits = isRoot ? numels(output) : Splits(communicator.size(), 0);
                 at::Tensor flat = isRoot ? flatSpaceFor(output) : at::empty({0}, input.options());
-                communicator.allToAll(flat, input, outputSplits, inputSplits);
+                communicator.allToAll(flat, input.contiguous(), outputSplits, inputSplits);
                 if (isRoot) unflatten(flat, output);
               });
 }
@@ -149,6 +150,7 @@ WorkPtr ProcessGroupBagua::gather_into_tensor(at::Tensor& output, at::Tensor& in
   if (rank_ == opts.rootRank) {
     checks(kName).tensor(input, "input");
     checks(kName).alike({output}, input, "output");
+    checks(kName).rowMajor(output, "output");
     checks(kName).numel(output, input.numel() * size_, "output");
     auto& parts = outputs.emplace_back();
     for (int rank = 0; rank < size_; ++rank) {
@@ -174,14 +176,16 @@ WorkPtr ProcessGroupBagua::scatter(Tensors& outputs, std::vector<Tensors>& input
     checks(kName).sameShape(input[rank_], output, "input of this rank");
   }
   return executorFor(output.device())
-      .submit(operation(OpType::SCATTER, kName, output, opts.timeout, root), outputs,
+      .submit(operation(OpType::SCATTER, kName, output, opts.timeout, root, input), outputs,
               [input, output, root](Communicator& communicator) mutable {
                 const bool isRoot = communicator.rank() == root;
                 Splits outputSplits(communicator.size(), 0);
                 outputSplits[root] = output.numel();
                 const Splits inputSplits = isRoot ? numels(input) : Splits(communicator.size(), 0);
                 const at::Tensor flat = isRoot ? flatten(input) : at::empty({0}, output.options());
-                communicator.allToAll(output, flat, outputSplits, inputSplits);
+                inPlainOrder(output, [&](at::Tensor& plain) {
+                  communicator.allToAll(plain, flat, outputSplits, inputSplits);
+                });
               });
 }
 
@@ -193,18 +197,18 @@ WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>
   checks(kName).count(inputs[0].size(), size_, "input tensors, one per rank");
   checks(kName).alike(inputs[0], output, "input");
   checks(kName).sameShape(inputs[0][rank_], output, "input of this rank");
-  reduction::checkSupported(kName, opts.reduceOp, output.scalar_type());
+  reduction::checkSupported(checks(kName).where(), opts.reduceOp, output.scalar_type());
   return executorFor(output.device())
-      .submit(operation(OpType::REDUCE_SCATTER, kName, output, opts.timeout), outputs,
+      .submit(operation(OpType::REDUCE_SCATTER, kName, output, opts.timeout, -1, inputs[0]), outputs,
               [input = inputs[0], output, op = opts.reduceOp](Communicator& communicator) mutable {
                 if (allOfEqualNumel(input)) {
-                  communicator.reduceScatter(output, flatten(input), op);
+                  inPlainOrder(output, [&](at::Tensor& plain) { communicator.reduceScatter(plain, flatten(input), op); });
                   return;
                 }
                 for (int root = 0; root < communicator.size(); ++root) {
-                  at::Tensor part = input[root].clone();
+                  at::Tensor part = input[root].clone(at::MemoryFormat::Contiguous);
                   communicator.reduce(part, root, op);
-                  if (root == communicator.rank()) flatOf(output).copy_(flatOf(part));
+                  if (root == communicator.rank()) output.copy_(part);
                 }
               });
 }
@@ -214,14 +218,18 @@ WorkPtr ProcessGroupBagua::alltoall_base(at::Tensor& output, at::Tensor& input, 
   constexpr const char* kName = "bagua:all_to_all_single";
   checks(kName).tensor(input, "input");
   checks(kName).alike({output}, input, "output");
-  c10d::checkSplitSizes(inputSplits, input, size_);
-  c10d::checkSplitSizes(outputSplits, output, size_);
-  if (outputSplits.empty() && inputSplits.empty()) checks(kName).numel(output, input.numel(), "output");
+  checks(kName).rowMajor(input, "input");
+  checks(kName).rowMajor(output, "output");
+  checks(kName).splitSizes(inputSplits, input, "input");
+  checks(kName).splitSizes(outputSplits, output, "output");
+  Splits sent = elementSplits(inputSplits, input, size_);
+  Splits received = elementSplits(outputSplits, output, size_);
+  TORCH_CHECK_VALUE(sent[rank_] == received[rank_], checks(kName).where(), ": this rank sends itself ", sent[rank_],
+                    " elements of input and expects ", received[rank_], " in output");
   return executorFor(input.device())
-      .submit(operation(OpType::ALLTOALL_BASE, kName, input, opts.timeout), {output},
-              [output, input, outputSplits = elementSplits(outputSplits, output, size_),
-               inputSplits = elementSplits(inputSplits, input, size_)](Communicator& communicator) mutable {
-                communicator.allToAll(output, input, outputSplits, inputSplits);
+      .submit(operation(OpType::ALLTOALL_BASE, kName, input, opts.timeout, -1, {input}), {output},
+              [output, input, sent, received](Communicator& communicator) mutable {
+                communicator.allToAll(output, input, received, sent);
               });
 }
 
@@ -233,7 +241,7 @@ WorkPtr ProcessGroupBagua::alltoall(Tensors& outputs, Tensors& inputs, const c10
   checks(kName).alike(outputs, inputs[0], "output");
   checks(kName).numel(outputs[rank_], inputs[rank_].numel(), "output of this rank");
   return executorFor(inputs[0].device())
-      .submit(operation(OpType::ALLTOALL, kName, inputs[0], opts.timeout), outputs,
+      .submit(operation(OpType::ALLTOALL, kName, inputs[0], opts.timeout, -1, inputs), outputs,
               [outputs, inputs](Communicator& communicator) {
                 at::Tensor received = flatSpaceFor(outputs);
                 communicator.allToAll(received, flatten(inputs), numels(outputs), numels(inputs));

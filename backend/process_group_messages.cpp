@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Point-to-point operations of ProcessGroupBagua.
 #include "backend/process_group_bagua.h"
-#include "backend/work_bagua.h"
 
 namespace bagua {
 
@@ -10,7 +9,8 @@ using WorkPtr = ProcessGroupBagua::WorkPtr;
 
 WorkPtr ProcessGroupBagua::send(std::vector<at::Tensor>& tensors, int destination, int tag) {
   constexpr const char* kName = "bagua:send";
-  at::Tensor tensor = checks(kName).single(tensors);
+  const at::Tensor tensor = checks(kName).single(tensors);
+  checks(kName).rowMajor(tensor, "tensor");
   checks(kName).rank(destination, "destination");
   TORCH_CHECK_VALUE(destination != rank_, checks(kName).where(), ": a rank cannot send to itself");
   return executorFor(tensor.device())
@@ -19,7 +19,8 @@ WorkPtr ProcessGroupBagua::send(std::vector<at::Tensor>& tensors, int destinatio
 
 WorkPtr ProcessGroupBagua::recv(std::vector<at::Tensor>& tensors, int source, int tag) {
   constexpr const char* kName = "bagua:recv";
-  at::Tensor tensor = checks(kName).single(tensors);
+  const at::Tensor tensor = checks(kName).single(tensors);
+  checks(kName).rowMajor(tensor, "tensor");
   checks(kName).rank(source, "source");
   TORCH_CHECK_VALUE(source != rank_, checks(kName).where(), ": a rank cannot receive from itself");
   return executorFor(tensor.device())
@@ -27,8 +28,9 @@ WorkPtr ProcessGroupBagua::recv(std::vector<at::Tensor>& tensors, int source, in
 }
 
 WorkPtr ProcessGroupBagua::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
-  constexpr const char* kName = "bagua:recv_any_source";
-  at::Tensor tensor = checks(kName).single(tensors);
+  constexpr const char* kName = "bagua:recvAnySource";
+  const at::Tensor tensor = checks(kName).single(tensors);
+  checks(kName).rowMajor(tensor, "tensor");
   return executorFor(tensor.device())
       .receive(operation(OpType::RECVANYSOURCE, kName, tensor, options_->timeout, Executor::kAnySource), tensor, tag);
 }

@@ -43,9 +43,14 @@ void allReduceSparse(Communicator& communicator, at::Tensor& tensor, bool averag
   const auto counts = gatherCounts(communicator, own._nnz(), own.device());
   // Rows of (index, ...) so that both parts are cut along dimension 0.
   const at::Tensor indices = at::cat(gatherRows(communicator, own._indices().t().contiguous(), counts)).t();
-  at::Tensor values = at::cat(gatherRows(communicator, own._values().contiguous(), counts));
-  if (average) values.div_(communicator.size());
-  tensor.copy_(at::sparse_coo_tensor(indices, values, own.sizes()).coalesce());
+  const at::Tensor values = at::cat(gatherRows(communicator, own._values().contiguous(), counts));
+  at::Tensor sum = at::sparse_coo_tensor(indices, values, own.sizes()).coalesce();
+  if (average) {
+    const bool isIntegral = at::isIntegralType(sum.scalar_type(), /*includeBool=*/false);
+    at::Tensor total = sum._values();
+    isIntegral ? total.div_(communicator.size(), "trunc") : total.div_(communicator.size());
+  }
+  tensor.copy_(sum);
 }
 
 }  // namespace bagua

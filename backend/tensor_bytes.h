@@ -10,4 +10,13 @@ at::Tensor flatOf(const at::Tensor& tensor);
 // The same, as bytes: transports that only move data need know no dtype.
 at::Tensor bytesOf(const at::Tensor& tensor);
 
+// Runs `change` on `tensor` in plain row-major order, on a copy where it is stored otherwise (channels_last): ranks may
+// store the same tensor in different orders.
+template <typename Change>
+void inPlainOrder(at::Tensor& tensor, Change&& change) {
+  at::Tensor plain = tensor.contiguous();
+  change(plain);
+  if (!plain.is_same(tensor)) tensor.copy_(plain);
+}
+
 }  // namespace bagua

@@ -4,13 +4,14 @@
 #include <ATen/core/jit_type.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 namespace bagua {
 
 WorkBagua::WorkBagua(int rank, const Operation& operation, std::vector<at::Tensor> results)
-    : Work(rank, operation.type, operation.name, results),
-      operation_(operation),
-      results_(std::move(results)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+    : Work(rank, operation.type, operation.name, operation.inputs.empty() ? results : operation.inputs),
+      operation_(withoutInputs(operation)),
+      results_(std::move(results)) {}
 
 bool WorkBagua::wait(std::chrono::milliseconds timeout) {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -27,20 +28,40 @@ bool WorkBagua::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-bool WorkBagua::complete(const std::exception_ptr& error) {
+c10::intrusive_ptr<c10::ivalue::Future> WorkBagua::getFuture() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (claimed_) return false;
-    claimed_ = true;
+    if (future_) return future_;
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    // complete() finds it.
+    if (!completed_) return future_;
   }
-  // The future first: whoever returns from wait() may rely on the future's callbacks having been started.
-  if (error) {
+  settleFuture();
+  return future_;
+}
+
+bool WorkBagua::complete(const std::exception_ptr& error) {
+  bool isAskedFor = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (isClaimed_) return false;
+    isClaimed_ = true;
+    isAskedFor = future_ != nullptr;
+    // From here on getFuture() settles what it makes.
+    completed_ = true;
+    exception_ = error;
+  }
+  // Ends the profiler's range and wakes those who wait.
+  finish(error);
+  return isAskedFor;
+}
+
+void WorkBagua::settleFuture() {
+  if (const auto error = exception()) {
     future_->setError(error);
   } else {
     future_->markCompleted(c10::IValue(results_));
   }
-  finish(error);
-  return true;
 }
 
 GroupWork::GroupWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts)

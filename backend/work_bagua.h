@@ -17,19 +17,23 @@ class WorkBagua final : public c10d::Work {
   // Blocks the calling thread. The operation's own timeout bounds the wait; `timeout` can only shorten it.
   bool wait(std::chrono::milliseconds timeout) override;
   std::vector<at::Tensor> result() override { return results_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  // Made for those who ask. Its callbacks run on a callback thread of the executor.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return operation_.sequence; }
 
-  // First call wins; the others return false.
-  bool complete(const std::exception_ptr& error = nullptr);
+  // Releases those who wait. The first call wins. Returns whether somebody has asked for the future: settleFuture() is
+  // then due, on a thread that may run callbacks.
+  [[nodiscard]] bool complete(const std::exception_ptr& error = nullptr);
+  void settleFuture();
 
   const Operation& operation() const { return operation_; }
 
  private:
   const Operation operation_;
   const std::vector<at::Tensor> results_;
-  const c10::intrusive_ptr<c10::ivalue::Future> future_;
-  bool claimed_ = false;  // guarded by mutex_: somebody is completing this work
+  // Both guarded by mutex_.
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool isClaimed_ = false;
 };
 
 // Completed when all of its parts are.

@@ -17,6 +17,27 @@ namespace py = pybind11;
 using OptionValues = std::map<std::string, OptionValue>;
 using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
 
+// Exactly the types of an option: pybind11's own casters would take None for False, and any object with __float__.
+OptionValues optionValues(const std::string& algorithm, const py::dict& given) {
+  OptionValues values;
+  for (const auto& [name, value] : given) {
+    OptionValue& converted = values[py::cast<std::string>(name)];
+    if (py::isinstance<py::bool_>(value)) {
+      converted = py::cast<bool>(value);
+    } else if (py::isinstance<py::int_>(value)) {
+      converted = py::cast<int64_t>(value);
+    } else if (py::isinstance<py::float_>(value)) {
+      converted = py::cast<double>(value);
+    } else if (py::isinstance<py::str>(value)) {
+      converted = py::cast<std::string>(value);
+    } else {
+      throw py::type_error("option '" + py::cast<std::string>(name) + "' of algorithm '" + algorithm +
+                           "' takes a bool, int, float or str, got " + py::cast<std::string>(py::repr(value)));
+    }
+  }
+  return values;
+}
+
 py::dict statsDict(const HookRunner& hook) {
   const HookStats stats = hook.stats();
   py::dict dict;
@@ -73,8 +94,8 @@ void bindHook(py::module& module) {
              py::arg("host_ids"), py::arg("timeout"));
   const auto noGil = py::call_guard<py::gil_scoped_release>();
   py::class_<HookRunner, std::shared_ptr<HookRunner>>(module, "Hook")
-      .def(py::init([](const std::string& algorithm, const OptionValues& options, const Executors& executors) {
-             return std::make_shared<HookRunner>(algorithm, options, executors.provider);
+      .def(py::init([](const std::string& algorithm, const py::dict& options, const Executors& executors) {
+             return std::make_shared<HookRunner>(algorithm, optionValues(algorithm, options), executors.provider);
            }),
            py::arg("algorithm"), py::arg("options"), py::arg("executors"))
       .def("run", [](HookRunner& self, c10d::GradBucket& bucket) {
@@ -97,8 +118,8 @@ void bindAlgorithms(py::module& module) {
   module.def("algorithm_info", &infoDict, py::arg("name"));
   module.def(
       "check_options",
-      [](const std::string& name, const OptionValues& options) {
-        return Options(name, AlgorithmRegistry::find(name).options, options).values();
+      [](const std::string& name, const py::dict& options) {
+        return Options(name, AlgorithmRegistry::find(name).options, optionValues(name, options)).values();
       },
       py::arg("name"), py::arg("options"),
       "All options of an algorithm with the defaults filled in. Unknown names are a ValueError that lists the valid "

@@ -24,12 +24,13 @@ c10::intrusive_ptr<Options> copyOf(const Options& options) { return c10::make_in
 void bindOptions(py::module& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
       module, "Options", "Options of a process group of backend 'bagua': pass them as pg_options.")
-      .def(py::init([](std::chrono::milliseconds timeout, bool isHighPriorityStream) {
-             auto options = c10::make_intrusive<Options>(timeout);
+      // No timeout: that of init_process_group and new_group always wins.
+      .def(py::init([](bool isHighPriorityStream) {
+             auto options = c10::make_intrusive<Options>();
              options->highPriorityStream = isHighPriorityStream;
              return options;
            }),
-           py::arg("timeout") = kBackendDefaultTimeout, py::arg("is_high_priority_stream") = false)
+           py::arg("is_high_priority_stream") = false)
       .def_readwrite("is_high_priority_stream", &Options::highPriorityStream,
                      "CUDA: run communication on a stream of high priority.")
       .def("__copy__", &copyOf)

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/host/host_executor.h"
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
@@ -10,13 +9,17 @@
 #include <condition_variable>
 #include <deque>
 
+#include "backend/host/callback_threads.h"
+
 namespace bagua {
 namespace {
 
+using std::chrono::milliseconds;
+
 // How long shutdown() lets submitted programs finish. A peer that is gone may never let them.
-constexpr auto kDrainTime = std::chrono::milliseconds(5000);
+constexpr milliseconds kDrainTime{5000};
 // How long an aborted transport may take to return.
-constexpr auto kAbortTime = std::chrono::milliseconds(100);
+constexpr milliseconds kAbortTime{100};
 
 std::exception_ptr makeError(const std::string& message) {
   return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, message));
@@ -24,71 +27,130 @@ std::exception_ptr makeError(const std::string& message) {
 
 }  // namespace
 
-struct HostExecutor::Queue {
+// What the executor and its thread share. A Work or a program is never destroyed under the mutex: the last reference to
+// a tensor that Python knows takes the GIL, whose owner may be waiting for the mutex.
+class HostExecutor::Queue {
+ public:
+  Queue(GroupIdentity group, std::unique_ptr<Communicator> communicator)
+      : group_(std::move(group)), communicator_(std::move(communicator)) {}
+
+  c10::intrusive_ptr<WorkBagua> push(Operation operation, std::vector<at::Tensor> results, Program program);
+  // The body of the thread: until close() and the last program.
+  void run();
+  // Fails what has not completed, and from now on everything.
+  void fail(const std::exception_ptr& cause);
+  void abortTransport() { communicator_->abort(); }
+  // Refuses new programs.
+  void refuse();
+  void close();
+  bool waitIdle(milliseconds limit);
+  void checkUsable(const char* operation);
+  std::exception_ptr error();
+  uint64_t submitted();
+
+ private:
   struct Entry {
     c10::intrusive_ptr<WorkBagua> work;
     Program program;
-    at::ThreadLocalState callerState;
   };
 
-  Queue(GroupIdentity identity, std::unique_ptr<Communicator> transport)
-      : group(std::move(identity)), communicator(std::move(transport)) {}
-
-  void run();
+  bool next(Entry& entry);
   void runProgram(Entry& entry);
-  void fail(const std::exception_ptr& cause);
-  bool waitIdle(std::chrono::milliseconds limit);
+  void complete(const c10::intrusive_ptr<WorkBagua>& work, const std::exception_ptr& error);
+  void checkUsableLocked(const char* operation) const;
 
-  const GroupIdentity group;
-  const std::unique_ptr<Communicator> communicator;
+  const GroupIdentity group_;
+  const std::unique_ptr<Communicator> communicator_;
+  CallbackThreads callbacks_;
 
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<Entry> entries;
-  c10::intrusive_ptr<WorkBagua> running;
-  uint64_t nextSequence = 0;
-  std::exception_ptr error;
-  bool stopping = false;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Entry> entries_;
+  c10::intrusive_ptr<WorkBagua> running_;
+  bool isBusy_ = false;
+  bool isRefusing_ = false;
+  bool isClosed_ = false;
+  uint64_t nextSequence_ = 0;
+  std::exception_ptr error_;
 };
+
+c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::push(Operation operation, std::vector<at::Tensor> results,
+                                                        Program program) {
+  c10::intrusive_ptr<WorkBagua> work;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    checkUsableLocked(operation.name);
+    operation.sequence = nextSequence_++;
+    work = c10::make_intrusive<WorkBagua>(group_.rank, operation, std::move(results));
+    entries_.push_back({work, std::move(program)});
+  }
+  changed_.notify_all();
+  return work;
+}
+
+void HostExecutor::Queue::checkUsable(const char* operation) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  checkUsableLocked(operation);
+}
+
+void HostExecutor::Queue::checkUsableLocked(const char* operation) const {
+  TORCH_CHECK_WITH(DistBackendError, !error_, operation, " on rank ", group_.rank, ": group '", group_.name,
+                   "' is unusable since an earlier failure: ", messageOf(error_));
+  TORCH_CHECK_WITH(DistBackendError, !isRefusing_, operation, " on rank ", group_.rank, ": group '", group_.name,
+                   "' has been shut down");
+}
 
 void HostExecutor::Queue::run() {
   c10::setThreadName("bagua_comm");
+  // The callers' thread-local state stays with them: during a backward it holds Python objects, which the transport's
+  // threads would drop at a time when they cannot have the GIL.
   const at::NoGradGuard noGrad;
-  while (true) {
-    Entry entry;
-    {
-      std::unique_lock<std::mutex> lock(mutex);
-      changed.wait(lock, [this] { return stopping || !entries.empty(); });
-      if (entries.empty()) return;
-      entry = std::move(entries.front());
-      entries.pop_front();
-      running = entry.work;
-    }
+  Entry entry;
+  while (next(entry)) {
     runProgram(entry);
-    // Captured tensors go before anybody learns that the executor is idle.
+    c10::intrusive_ptr<WorkBagua> finished;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      finished = std::move(running_);
+    }
+    // All that the program held goes before anybody learns that the executor is idle.
+    finished.reset();
     entry = Entry{};
     {
-      const std::lock_guard<std::mutex> lock(mutex);
-      running.reset();
+      const std::lock_guard<std::mutex> lock(mutex_);
+      isBusy_ = false;
     }
-    changed.notify_all();
+    changed_.notify_all();
   }
+}
+
+bool HostExecutor::Queue::next(Entry& entry) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return isClosed_ || !entries_.empty(); });
+  if (entries_.empty()) return false;
+  entry = std::move(entries_.front());
+  entries_.pop_front();
+  running_ = entry.work;
+  isBusy_ = true;
+  return true;
 }
 
 void HostExecutor::Queue::runProgram(Entry& entry) {
   const auto& operation = entry.work->operation();
   std::exception_ptr failure;
   try {
-    const at::ThreadLocalStateGuard callerState(entry.callerState);
-    const at::NoGradGuard noGrad;
-    communicator->setDeadline(std::chrono::steady_clock::now() + operation.timeout);
-    entry.program(*communicator);
+    communicator_->setDeadline(std::chrono::steady_clock::now() + operation.timeout);
+    entry.program(*communicator_);
   } catch (...) {
-    failure = withContext(std::current_exception(), operation, group);
+    failure = withContext(std::current_exception(), operation, group_);
   }
   entry.program = nullptr;
+  complete(entry.work, failure);
   if (failure) fail(failure);
-  entry.work->complete(failure);
+}
+
+void HostExecutor::Queue::complete(const c10::intrusive_ptr<WorkBagua>& work, const std::exception_ptr& error) {
+  if (work->complete(error)) callbacks_.run([work] { work->settleFuture(); });
 }
 
 // Programs that never ran are failed too: their peers will not get past this one either.
@@ -96,19 +158,44 @@ void HostExecutor::Queue::fail(const std::exception_ptr& cause) {
   std::deque<Entry> abandoned;
   c10::intrusive_ptr<WorkBagua> interrupted;
   {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (!error) error = cause;
-    abandoned.swap(entries);
-    interrupted = running;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) error_ = cause;
+    abandoned.swap(entries_);
+    interrupted = running_;
   }
-  if (interrupted) interrupted->complete(cause);
-  for (auto& entry : abandoned) entry.work->complete(withContext(cause, entry.work->operation(), group));
-  changed.notify_all();
+  if (interrupted) complete(interrupted, withContext(cause, interrupted->operation(), group_));
+  for (const auto& entry : abandoned) complete(entry.work, withContext(cause, entry.work->operation(), group_));
+  changed_.notify_all();
 }
 
-bool HostExecutor::Queue::waitIdle(std::chrono::milliseconds limit) {
-  std::unique_lock<std::mutex> lock(mutex);
-  return changed.wait_for(lock, limit, [this] { return entries.empty() && !running; });
+void HostExecutor::Queue::refuse() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  isRefusing_ = true;
+}
+
+void HostExecutor::Queue::close() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    isRefusing_ = true;
+    isClosed_ = true;
+  }
+  changed_.notify_all();
+  callbacks_.stop();
+}
+
+bool HostExecutor::Queue::waitIdle(milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return changed_.wait_for(lock, limit, [this] { return entries_.empty() && !isBusy_; });
+}
+
+std::exception_ptr HostExecutor::Queue::error() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return error_;
+}
+
+uint64_t HostExecutor::Queue::submitted() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return nextSequence_;
 }
 
 HostExecutor::HostExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
@@ -116,22 +203,11 @@ HostExecutor::HostExecutor(GroupIdentity group, std::unique_ptr<Communicator> co
     : group_(group), messages_(std::move(messages)), queue_(std::make_shared<Queue>(group, std::move(communicator))) {}
 
 // Whoever drops an executor without shutdown() may hold the GIL, which a running program can need: no draining here.
-HostExecutor::~HostExecutor() { stop(std::chrono::milliseconds(0)); }
+HostExecutor::~HostExecutor() { stop(milliseconds(0)); }
 
 c10::intrusive_ptr<c10d::Work> HostExecutor::submit(Operation operation, std::vector<at::Tensor> results,
                                                     Program program) {
-  c10::intrusive_ptr<WorkBagua> work;
-  {
-    const std::lock_guard<std::mutex> lock(queue_->mutex);
-    TORCH_CHECK_WITH(DistBackendError, !queue_->stopping, operation.name, " on rank ", group_.rank, ": group '",
-                     group_.name, "' has been shut down");
-    TORCH_CHECK_WITH(DistBackendError, !queue_->error, operation.name, " on rank ", group_.rank, ": group '",
-                     group_.name, "' is unusable since an earlier failure: ", messageOf(queue_->error));
-    operation.sequence = queue_->nextSequence++;
-    work = c10::make_intrusive<WorkBagua>(group_.rank, operation, std::move(results));
-    queue_->entries.push_back({work, std::move(program), at::ThreadLocalState()});
-  }
-  queue_->changed.notify_all();
+  auto work = queue_->push(operation, std::move(results), std::move(program));
   startThread();
   return recordInGroup(std::move(work));
 }
@@ -142,10 +218,12 @@ void HostExecutor::startThread() {
 }
 
 c10::intrusive_ptr<c10d::Work> HostExecutor::send(Operation operation, at::Tensor tensor, int tag) {
+  queue_->checkUsable(operation.name);
   return recordInGroup(messages_->send(operation, std::move(tensor), tag));
 }
 
 c10::intrusive_ptr<c10d::Work> HostExecutor::receive(Operation operation, at::Tensor tensor, int tag) {
+  queue_->checkUsable(operation.name);
   return recordInGroup(messages_->receive(operation, std::move(tensor), tag));
 }
 
@@ -156,41 +234,44 @@ c10::intrusive_ptr<c10d::Work> HostExecutor::recordInGroup(c10::intrusive_ptr<c1
 }
 
 void HostExecutor::startGroup() {
+  std::vector<c10::intrusive_ptr<c10d::Work>> leftOver;
   const std::lock_guard<std::mutex> lock(groupMutex_);
-  TORCH_CHECK(!inGroup_, "bagua: coalescing has already been started on rank ", group_.rank);
+  leftOver.swap(groupParts_);
   inGroup_ = true;
 }
 
 c10::intrusive_ptr<c10d::Work> HostExecutor::endGroup() {
-  const std::lock_guard<std::mutex> lock(groupMutex_);
-  TORCH_CHECK(inGroup_, "bagua: end of coalescing without a start on rank ", group_.rank);
-  inGroup_ = false;
-  return c10::make_intrusive<GroupWork>(group_.rank, std::move(groupParts_));
+  std::vector<c10::intrusive_ptr<c10d::Work>> parts;
+  {
+    const std::lock_guard<std::mutex> lock(groupMutex_);
+    TORCH_CHECK(inGroup_, "bagua: end of coalescing without a start on rank ", group_.rank);
+    inGroup_ = false;
+    parts.swap(groupParts_);
+  }
+  return c10::make_intrusive<GroupWork>(group_.rank, std::move(parts));
 }
 
 void HostExecutor::abort(const std::string& reason) {
-  queue_->communicator->abort();
   queue_->fail(makeError(reason));
+  if (messages_) messages_->abort();
+  queue_->abortTransport();
 }
 
-void HostExecutor::shutdown() { stop(error() ? std::chrono::milliseconds(0) : kDrainTime); }
+void HostExecutor::shutdown() { stop(error() ? milliseconds(0) : kDrainTime); }
 
-void HostExecutor::stop(std::chrono::milliseconds drainTime) {
-  std::thread thread;
-  {
-    const std::lock_guard<std::mutex> lock(threadMutex_);
-    thread = std::move(thread_);
-  }
+void HostExecutor::stop(milliseconds drainTime) {
+  queue_->refuse();
   bool isIdle = queue_->waitIdle(drainTime);
   if (!isIdle) {
     abort("the group was shut down before the operation had completed");
     isIdle = queue_->waitIdle(kAbortTime);
   }
+  queue_->close();
+  std::thread thread;
   {
-    const std::lock_guard<std::mutex> lock(queue_->mutex);
-    queue_->stopping = true;
+    const std::lock_guard<std::mutex> lock(threadMutex_);
+    thread = std::move(thread_);
   }
-  queue_->changed.notify_all();
   if (!thread.joinable()) return;
   if (isIdle && thread.get_id() != std::this_thread::get_id()) {
     thread.join();
@@ -202,14 +283,8 @@ void HostExecutor::stop(std::chrono::milliseconds drainTime) {
   }
 }
 
-std::exception_ptr HostExecutor::error() const {
-  const std::lock_guard<std::mutex> lock(queue_->mutex);
-  return queue_->error;
-}
+std::exception_ptr HostExecutor::error() const { return queue_->error(); }
 
-uint64_t HostExecutor::submitted() const {
-  const std::lock_guard<std::mutex> lock(queue_->mutex);
-  return queue_->nextSequence;
-}
+uint64_t HostExecutor::submitted() const { return queue_->submitted(); }
 
 }  // namespace bagua

@@ -30,7 +30,7 @@ class HostExecutor final : public Executor {
   [[nodiscard]] uint64_t submitted() const override;
 
  private:
-  struct Queue;
+  class Queue;
   void startThread();
   void stop(std::chrono::milliseconds drainTime);
   c10::intrusive_ptr<c10d::Work> recordInGroup(c10::intrusive_ptr<c10d::Work> work);

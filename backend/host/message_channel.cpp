@@ -2,6 +2,7 @@
 #include "backend/host/message_channel.h"
 
 #include <ATen/core/jit_type.h>
+#include <c10/util/Logging.h>
 
 #include <thread>
 
@@ -77,8 +78,7 @@ MessageChannel::MessageChannel(GroupIdentity group, c10::intrusive_ptr<c10d::Bac
 c10::intrusive_ptr<c10d::Work> MessageChannel::send(const Operation& operation, at::Tensor tensor, int tag) {
   std::vector<at::Tensor> bytes{bytesOf(tensor)};
   try {
-    return c10::make_intrusive<MessageWork>(group_, operation, backend_->send(bytes, operation.peer, tag),
-                                            std::move(tensor));
+    return track(operation, backend_->send(bytes, operation.peer, tag), std::move(tensor));
   } catch (...) {
     std::rethrow_exception(withContext(std::current_exception(), operation, group_));
   }
@@ -89,9 +89,37 @@ c10::intrusive_ptr<c10d::Work> MessageChannel::receive(const Operation& operatio
   try {
     auto transfer =
         operation.peer < 0 ? backend_->recvAnysource(bytes, tag) : backend_->recv(bytes, operation.peer, tag);
-    return c10::make_intrusive<MessageWork>(group_, operation, std::move(transfer), std::move(tensor));
+    return track(operation, std::move(transfer), std::move(tensor));
   } catch (...) {
     std::rethrow_exception(withContext(std::current_exception(), operation, group_));
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> MessageChannel::track(const Operation& operation,
+                                                     c10::intrusive_ptr<c10d::Work> transfer, at::Tensor tensor) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::erase_if(transfers_, [](const auto& old) { return old.expired(); });
+    transfers_.emplace_back(transfer);
+  }
+  return c10::make_intrusive<MessageWork>(group_, operation, std::move(transfer), std::move(tensor));
+}
+
+void MessageChannel::abort() {
+  std::vector<c10::weak_intrusive_ptr<c10d::Work>> transfers;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    transfers.swap(transfers_);
+  }
+  for (const auto& weak : transfers) {
+    const auto transfer = weak.lock();
+    if (!transfer) continue;
+    try {
+      transfer->abort();
+    } catch (...) {
+      LOG(WARNING) << "bagua: a message of group '" << group_.name
+                   << "' could not be aborted: " << messageOf(std::current_exception());
+    }
   }
 }
 

@@ -3,6 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <mutex>
+#include <vector>
+
 #include "backend/operation.h"
 #include "backend/torch_compat.h"
 
@@ -17,10 +20,17 @@ class MessageChannel {
   c10::intrusive_ptr<c10d::Work> send(const Operation& operation, at::Tensor tensor, int tag);
   // operation.peer < 0: from any rank.
   c10::intrusive_ptr<c10d::Work> receive(const Operation& operation, at::Tensor tensor, int tag);
+  // Releases whoever waits for a message.
+  void abort();
 
  private:
+  c10::intrusive_ptr<c10d::Work> track(const Operation& operation, c10::intrusive_ptr<c10d::Work> transfer,
+                                       at::Tensor tensor);
+
   const GroupIdentity group_;
   const c10::intrusive_ptr<c10d::Backend> backend_;
+  std::mutex mutex_;
+  std::vector<c10::weak_intrusive_ptr<c10d::Work>> transfers_;
 };
 
 }  // namespace bagua

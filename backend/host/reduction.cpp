@@ -180,18 +180,18 @@ void reduceTyped(const T* copies, int64_t count, int64_t numel, T* output, Reduc
 
 }  // namespace
 
-void checkSupported(const char* operation, const ReduceOp& op, at::ScalarType dtype) {
-  TORCH_CHECK_TYPE(isReducible(dtype), operation, ": cannot reduce tensors of dtype ", at::toString(dtype));
+void checkSupported(const std::string& where, const ReduceOp& op, at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(isReducible(dtype), where, ": cannot reduce tensors of dtype ", at::toString(dtype));
   const ReduceOp::RedOpType kind = op;
   const bool isFloat = at::isFloatingType(dtype) || at::isComplexType(dtype);
-  TORCH_CHECK_VALUE(kind <= ReduceOp::PREMUL_SUM, operation, ": unknown reduce operation ", static_cast<int>(kind));
-  TORCH_CHECK_VALUE(!(isBitwise(kind) && isFloat), operation, ": reduce operation ", nameOf(kind),
+  TORCH_CHECK_VALUE(kind <= ReduceOp::PREMUL_SUM, where, ": unknown reduce operation ", static_cast<int>(kind));
+  TORCH_CHECK_VALUE(!(isBitwise(kind) && isFloat), where, ": reduce operation ", nameOf(kind),
                     " has no meaning for dtype ", at::toString(dtype), "; it takes integers and bools");
-  TORCH_CHECK_VALUE(!(isOrder(kind) && at::isComplexType(dtype)), operation, ": reduce operation ", nameOf(kind),
+  TORCH_CHECK_VALUE(!(isOrder(kind) && at::isComplexType(dtype)), where, ": reduce operation ", nameOf(kind),
                     " has no meaning for complex dtype ", at::toString(dtype));
-  TORCH_CHECK_VALUE(!(kind == ReduceOp::AVG && dtype == at::kBool), operation,
+  TORCH_CHECK_VALUE(!(kind == ReduceOp::AVG && dtype == at::kBool), where,
                     ": reduce operation AVG has no meaning for bools");
-  TORCH_CHECK_VALUE(!(kind == ReduceOp::PREMUL_SUM && !isFloat), operation,
+  TORCH_CHECK_VALUE(!(kind == ReduceOp::PREMUL_SUM && !isFloat), where,
                     ": reduce operation PREMUL_SUM takes floating-point tensors, got ", at::toString(dtype));
 }
 

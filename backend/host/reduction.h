@@ -4,11 +4,13 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <string>
+
 namespace bagua::reduction {
 
 // Throws unless `op` has a meaning for `dtype`: no bitwise operation on floating-point or complex numbers, no order on
-// complex numbers, no mean of bools. The message starts with `operation`.
-void checkSupported(const char* operation, const c10d::ReduceOp& op, at::ScalarType dtype);
+// complex numbers, no mean of bools. The message starts with `where`.
+void checkSupported(const std::string& where, const c10d::ReduceOp& op, at::ScalarType dtype);
 
 // What a rank contributes: `input` itself, or for PREMUL_SUM a scaled copy.
 at::Tensor prepare(const at::Tensor& input, const c10d::ReduceOp& op);

@@ -33,8 +33,8 @@ class NcclApi {
                                                ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
   [[nodiscard]] virtual ncclResult_t reduce(const void* input, void* output, size_t count, ncclDataType_t dtype,
                                             ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream);
-  [[nodiscard]] virtual ncclResult_t allGather(const void* input, void* output, size_t inputCount,
-                                               ncclDataType_t dtype, ncclComm_t comm, cudaStream_t stream);
+  [[nodiscard]] virtual ncclResult_t allGather(const void* input, void* output, size_t inputCount, ncclDataType_t dtype,
+                                               ncclComm_t comm, cudaStream_t stream);
   [[nodiscard]] virtual ncclResult_t reduceScatter(const void* input, void* output, size_t outputCount,
                                                    ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
                                                    cudaStream_t stream);

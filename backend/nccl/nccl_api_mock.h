@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "backend/nccl/nccl_api.h"
+#include "backend/torch_compat.h"
 
 namespace bagua::testing {
 
@@ -54,6 +56,15 @@ class MockNcclApi : public NcclApi {
   MOCK_METHOD(ncclResult_t, redOpDestroy, (ncclRedOp_t, ncclComm_t), (override));
   MOCK_METHOD(std::string, describe, (ncclResult_t, ncclComm_t), (override));
 };
+
+// torch's own maker has another name in every few releases.
+template <typename Factor>
+c10d::ReduceOp preMulSum(Factor factor) {
+  c10d::ReduceOp op;
+  op.op_ = c10d::ReduceOp::PREMUL_SUM;
+  op.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(std::move(factor));
+  return op;
+}
 
 // The text of what `call` throws; empty if it does not.
 template <typename Call>

@@ -19,9 +19,7 @@ using std::chrono::milliseconds;
 // The store is asked in slices, between which an abort is seen.
 constexpr milliseconds kStoreSlice{1000};
 
-milliseconds elapsed(Clock::time_point since) {
-  return std::chrono::duration_cast<milliseconds>(Clock::now() - since);
-}
+milliseconds elapsed(Clock::time_point since) { return std::chrono::duration_cast<milliseconds>(Clock::now() - since); }
 
 }  // namespace
 

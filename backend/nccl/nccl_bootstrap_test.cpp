@@ -16,12 +16,12 @@ namespace bagua {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::messageThrownBy;
-using testing::MockNcclApi;
 using ::testing::_;
 using ::testing::AllOf;
 using ::testing::DoAll;
 using ::testing::HasSubstr;
+using testing::messageThrownBy;
+using testing::MockNcclApi;
 using ::testing::NiceMock;
 using ::testing::Not;
 using ::testing::Return;
@@ -105,8 +105,7 @@ TEST_F(NcclBootstrapTest, ErrorOfInitIsReportedWithNcclsText) {
   EXPECT_CALL(apis_[0], commInitRankConfig)
       .WillOnce(DoAll(SetArgPointee<0>(MockNcclApi::kComm), Return(ncclSystemError)));
   EXPECT_CALL(apis_[0], commAbort(MockNcclApi::kComm)).Times(1);
-  EXPECT_THAT(connect(0, 1, kLong),
-              HasSubstr("ncclCommInitRankConfig: nccl says " + std::to_string(ncclSystemError)));
+  EXPECT_THAT(connect(0, 1, kLong), HasSubstr("ncclCommInitRankConfig: nccl says " + std::to_string(ncclSystemError)));
 }
 
 TEST_F(NcclBootstrapTest, FailureToMakeAnIdReachesTheOtherRanks) {

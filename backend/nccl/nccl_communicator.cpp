@@ -54,7 +54,8 @@ void NcclCommunicator::reduceOnComm(const char* what, const at::Tensor& tensor, 
   PreMulFactor factor(op, reduction.dtype, tensor.device());
   onComm(what, [&](ncclComm_t comm, cudaStream_t stream) {
     ncclRedOp_t made{};
-    const ncclResult_t creation = api_.redOpCreatePreMulSum(&made, factor.data(), reduction.dtype, factor.residence(), comm);
+    const ncclResult_t creation =
+        api_.redOpCreatePreMulSum(&made, factor.data(), reduction.dtype, factor.residence(), comm);
     if (creation != ncclSuccess) return creation;
     const ncclResult_t result = enqueue(reduction, made, comm, stream);
     // The enqueueing has copied the operation.
@@ -149,9 +150,8 @@ ncclResult_t NcclCommunicator::enqueueMessages(const std::vector<Message>& messa
 }
 
 void NcclCommunicator::exchange(const std::vector<Message>& messages) {
-  onComm("ncclSend/ncclRecv", [&](ncclComm_t comm, cudaStream_t stream) {
-    return enqueueMessages(messages, comm, stream);
-  });
+  onComm("ncclSend/ncclRecv",
+         [&](ncclComm_t comm, cudaStream_t stream) { return enqueueMessages(messages, comm, stream); });
   for (const auto& message : messages) {
     if (message.isSend && message.peer != rank()) countSent(bytes(message.tensor));
   }

@@ -15,13 +15,14 @@ namespace bagua {
 namespace {
 
 using c10d::ReduceOp;
-using testing::messageThrownBy;
-using testing::MockNcclApi;
 using ::testing::_;
 using ::testing::DoAll;
 using ::testing::HasSubstr;
 using ::testing::InSequence;
+using testing::messageThrownBy;
+using testing::MockNcclApi;
 using ::testing::NiceMock;
+using testing::preMulSum;
 using ::testing::Return;
 using ::testing::SetArgPointee;
 
@@ -33,16 +34,15 @@ const auto kStream = reinterpret_cast<cudaStream_t>(uintptr_t{0x20});
 
 class NcclCommunicatorTest : public ::testing::Test {
  protected:
-  NcclCommunicatorTest() {
-    communicator_.setDeadline(std::chrono::steady_clock::now() + std::chrono::minutes(1));
-  }
+  NcclCommunicatorTest() { communicator_.setDeadline(std::chrono::steady_clock::now() + std::chrono::minutes(1)); }
 
   NiceMock<MockNcclApi> api_;
   int connections_ = 0;
   std::function<void(NcclHandle&)> connect_ = [](NcclHandle& handle) {
     handle.init(kSize, kRank, ncclUniqueId{}, std::chrono::steady_clock::now() + std::chrono::minutes(1));
   };
-  NcclCommunicator communicator_{kRank, kSize,
+  NcclCommunicator communicator_{kRank,
+                                 kSize,
                                  std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(kSize)),
                                  {.api = api_,
                                   .device = at::kCPU,
@@ -135,20 +135,21 @@ TEST_F(NcclCommunicatorTest, FactorOfPremulSumIsInTheDtypeOfTheTensor) {
     *op = made;
     return ncclSuccess;
   };
-  EXPECT_CALL(api_, redOpCreatePreMulSum(_, _, ncclFloat32, ncclScalarHostImmediate, kComm)).Times(2)
+  EXPECT_CALL(api_, redOpCreatePreMulSum(_, _, ncclFloat32, ncclScalarHostImmediate, kComm))
+      .Times(2)
       .WillRepeatedly(makeOp);
   EXPECT_CALL(api_, allReduce(_, _, 3, ncclFloat32, made, kComm, kStream)).Times(2);
   EXPECT_CALL(api_, redOpDestroy(made, kComm)).Times(2);
   at::Tensor tensor = at::ones({3});
-  communicator_.allReduce(tensor, c10d::makePreMulSum(0.25));
-  communicator_.allReduce(tensor, c10d::makePreMulSum(at::scalar_tensor(0.25, at::kDouble)));
+  communicator_.allReduce(tensor, preMulSum(0.25));
+  communicator_.allReduce(tensor, preMulSum(at::scalar_tensor(0.25, at::kDouble)));
 }
 
 TEST_F(NcclCommunicatorTest, OperationIsDestroyedAlsoAfterAFailedReduction) {
   EXPECT_CALL(api_, allReduce).WillOnce(Return(ncclInvalidUsage));
   EXPECT_CALL(api_, redOpDestroy).Times(1);
   at::Tensor tensor = at::ones({3});
-  EXPECT_THAT(messageThrownBy([&] { communicator_.allReduce(tensor, c10d::makePreMulSum(2.0)); }),
+  EXPECT_THAT(messageThrownBy([&] { communicator_.allReduce(tensor, preMulSum(2.0)); }),
               HasSubstr("ncclAllReduce: nccl says"));
 }
 

@@ -36,7 +36,8 @@ std::shared_ptr<StreamLane> makeLane(const NcclExecutor::Options& options, const
                 checkNotCapturing(device);
                 bootstrap->connect(handle, timeout);
               },
-          .currentStream = [device = options.device] { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); },
+          .currentStream = [device =
+                                options.device] { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); },
       });
   OwnedTransport* owned = communicator.get();
   return std::make_shared<StreamLane>(std::move(communicator), owned, options.device, options.isHighPriority);
@@ -83,12 +84,13 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::message(const Operation& operation,
                     "': a message to oneself needs a group (batch_isend_irecv) that holds both its sides");
   const NcclCommunicator::Message side{isSend, operation.peer < self ? 0 : 1, tensor};
   const auto lane = pairLane(operation.peer);
-  return launch(*lane, {.operation = operation,
-                        .results = {tensor},
-                        .program = [side](Communicator& pair) { static_cast<NcclCommunicator&>(pair).exchange({side}); },
-                        .numbers = 0,
-                        .work = {},
-                        .after = {}});
+  return launch(*lane,
+                {.operation = operation,
+                 .results = {tensor},
+                 .program = [side](Communicator& pair) { static_cast<NcclCommunicator&>(pair).exchange({side}); },
+                 .numbers = 0,
+                 .work = {},
+                 .after = {}});
 }
 
 std::shared_ptr<StreamLane> NcclExecutor::pairLane(int peer) {
@@ -99,17 +101,24 @@ std::shared_ptr<StreamLane> NcclExecutor::pairLane(int peer) {
     const NcclMembers members{.groupName = group().name, .ranks = {low, high}, .self = group().rank == low ? 0 : 1};
     lane = makeLane(options_, c10::str("pair/", low, ":", high), members,
                     std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(2)));
-    addLane(lane);
+    // In this order every rank ends its pairs by their lower rank, then by their higher one.
+    addLane(peer, lane);
   }
   return lane;
 }
 
 void NcclExecutor::startGroup() {
-  const std::lock_guard<std::mutex> lock(groupMutex_);
-  TORCH_CHECK(!group_, "bagua: coalescing has already been started on rank ", group().rank);
   const Operation operation{.type = c10d::OpType::COALESCED, .name = "bagua:coalesced"};
-  group_ = std::make_unique<Group>();
-  group_->work = c10::make_intrusive<WorkCuda>(group(), operation, device(), std::vector<at::Tensor>{});
+  auto next = std::make_unique<Group>();
+  next->work = c10::make_intrusive<WorkCuda>(group(), operation, device(), std::vector<at::Tensor>{});
+  {
+    const std::lock_guard<std::mutex> lock(groupMutex_);
+    group_.swap(next);
+  }
+  if (!next) return;
+  next->work->fail(std::make_exception_ptr(
+      C10_BUILD_ERROR(DistBackendError, describe(operation, group()) + ": the group was never ended")));
+  next->work->publish();
 }
 
 c10::intrusive_ptr<c10d::Work> NcclExecutor::defer(Part& part, const std::vector<at::Tensor>& results) {

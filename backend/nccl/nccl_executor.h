@@ -29,8 +29,7 @@ class NcclExecutor final : public StreamExecutor {
 
   NcclExecutor(GroupIdentity group, Options options);
 
-  c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results,
-                                        Program program) override;
+  c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
   // Without tags: messages between two ranks match in the order of the calls.
   c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) override;
   c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) override;

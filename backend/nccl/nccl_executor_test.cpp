@@ -14,10 +14,10 @@ namespace bagua {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::messageThrownBy;
-using testing::MockNcclApi;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::messageThrownBy;
+using testing::MockNcclApi;
 using ::testing::StrictMock;
 
 const at::Device kDevice(at::kCUDA, 0);

@@ -10,12 +10,12 @@
 namespace bagua {
 namespace {
 
-using testing::messageThrownBy;
-using testing::MockNcclApi;
 using ::testing::_;
 using ::testing::DoAll;
 using ::testing::HasSubstr;
 using ::testing::InSequence;
+using testing::messageThrownBy;
+using testing::MockNcclApi;
 using ::testing::NiceMock;
 using ::testing::Return;
 using ::testing::SetArgPointee;

@@ -10,15 +10,15 @@ namespace bagua {
 namespace {
 
 using c10d::ReduceOp;
-using testing::messageThrownBy;
 using ::testing::HasSubstr;
+using testing::messageThrownBy;
+using testing::preMulSum;
 
 TEST(NcclTypesTest, RealDtypesMapToNcclsOwn) {
   const std::vector<std::pair<at::ScalarType, ncclDataType_t>> expected = {
-      {at::kByte, ncclUint8},       {at::kChar, ncclInt8},     {at::kInt, ncclInt32},
-      {at::kUInt32, ncclUint32},    {at::kLong, ncclInt64},    {at::kUInt64, ncclUint64},
-      {at::kHalf, ncclFloat16},     {at::kFloat, ncclFloat32}, {at::kDouble, ncclFloat64},
-      {at::kBFloat16, ncclBfloat16}};
+      {at::kByte, ncclUint8},     {at::kChar, ncclInt8},        {at::kInt, ncclInt32},    {at::kUInt32, ncclUint32},
+      {at::kLong, ncclInt64},     {at::kUInt64, ncclUint64},    {at::kHalf, ncclFloat16}, {at::kFloat, ncclFloat32},
+      {at::kDouble, ncclFloat64}, {at::kBFloat16, ncclBfloat16}};
   for (const auto& [dtype, ncclDtype] : expected) {
     const auto reduction = ncclReductionFor(ReduceOp::SUM, dtype);
     EXPECT_EQ(reduction.dtype, ncclDtype) << dtype;
@@ -61,7 +61,7 @@ TEST(NcclTypesTest, WhatNcclCannotDoIsNamed) {
 }
 
 TEST(NcclTypesTest, FactorsAreForFloatingPointNumbers) {
-  const auto op = c10d::makePreMulSum(0.5);
+  const auto op = preMulSum(0.5);
   EXPECT_TRUE(ncclReductionFor(op, at::kBFloat16).isPreMulSum);
   EXPECT_EQ(ncclReductionFor(op, at::kComplexFloat).dtype, ncclFloat32);
   EXPECT_THROW(ncclReductionFor(op, at::kInt), c10::TypeError);

@@ -38,7 +38,7 @@ StreamExecutor::StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> 
       lanes_(std::make_shared<LaneSet>()),
       watchdog_(group_, lanes_, [device] { prepareWatchdogThread(device); }) {
   TORCH_CHECK(device_.is_cuda() && device_.has_index(), "expected a CUDA device with an index, got ", device_);
-  lanes_->add(lane_);
+  lanes_->add(-1, lane_);
 }
 
 // Whoever drops an executor without shutdown() may hold the GIL: no draining here.
@@ -64,8 +64,7 @@ c10::intrusive_ptr<WorkCuda> StreamExecutor::launch(StreamLane& lane, Launch lau
     if (launch.work) {
       launch.work->describeAs(launch.operation, std::move(launch.results));
     } else {
-      launch.work =
-          c10::make_intrusive<WorkCuda>(group_, launch.operation, device_, std::move(launch.results));
+      launch.work = c10::make_intrusive<WorkCuda>(group_, launch.operation, device_, std::move(launch.results));
     }
     failure = lane.enqueue(*launch.work, std::move(launch.program), std::move(launch.after));
     nextSequence_ += launch.numbers;
@@ -97,8 +96,9 @@ void StreamExecutor::keepCaptured(const c10::intrusive_ptr<WorkCuda>& work) {
 
 c10::intrusive_ptr<c10d::Work> StreamExecutor::submit(Operation operation, std::vector<at::Tensor> results,
                                                       Program program) {
-  return launch(*lane_, {.operation = operation, .results = std::move(results), .program = std::move(program),
-                         .work = {}, .after = {}});
+  return launch(
+      *lane_,
+      {.operation = operation, .results = std::move(results), .program = std::move(program), .work = {}, .after = {}});
 }
 
 c10::intrusive_ptr<c10d::Work> StreamExecutor::send(Operation operation, at::Tensor /*tensor*/, int /*tag*/) {
@@ -140,7 +140,8 @@ std::exception_ptr StreamExecutor::error() const { return watchdog_.error(); }
 
 std::shared_ptr<Executor> makeStreamExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
                                              at::Device device) {
-  auto lane = std::make_shared<StreamLane>(std::move(communicator), /*owned=*/nullptr, device, /*isHighPriority=*/false);
+  auto lane =
+      std::make_shared<StreamLane>(std::move(communicator), /*owned=*/nullptr, device, /*isHighPriority=*/false);
   return std::make_shared<StreamExecutor>(std::move(group), std::move(lane), device);
 }
 

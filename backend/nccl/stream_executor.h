@@ -19,8 +19,7 @@ class StreamExecutor : public Executor {
   StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> lane, at::Device device);
   ~StreamExecutor() override;
 
-  c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results,
-                                        Program program) override;
+  c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
   // Messages and groups need a transport of our own.
   c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) override;
   c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) override;
@@ -49,7 +48,8 @@ class StreamExecutor : public Executor {
   [[nodiscard]] const GroupIdentity& group() const { return group_; }
   [[nodiscard]] at::Device device() const { return device_; }
   [[nodiscard]] StreamLane& mainLane() { return *lane_; }
-  void addLane(std::shared_ptr<StreamLane> lane) { lanes_->add(std::move(lane)); }
+  // `position` as in LaneSet; that of the main lane is -1.
+  void addLane(int position, std::shared_ptr<StreamLane> lane) { lanes_->add(position, std::move(lane)); }
 
  private:
   void follow(const c10::intrusive_ptr<WorkCuda>& work, const std::exception_ptr& failure);

@@ -58,20 +58,23 @@ std::exception_ptr StreamLane::enqueue(WorkCuda& work, Program program, std::vec
   return failure;
 }
 
-void LaneSet::add(std::shared_ptr<StreamLane> lane) {
+void LaneSet::add(int position, std::shared_ptr<StreamLane> lane) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (isAborted_) lane->communicator().abort();
-  lanes_.push_back(std::move(lane));
+  lanes_.emplace(position, std::move(lane));
 }
 
 std::vector<std::shared_ptr<StreamLane>> LaneSet::lanes() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return lanes_;
+  std::vector<std::shared_ptr<StreamLane>> all;
+  all.reserve(lanes_.size());
+  for (const auto& [position, lane] : lanes_) all.push_back(lane);
+  return all;
 }
 
 void LaneSet::dropBorrowed() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::erase_if(lanes_, [](const auto& lane) { return lane->owned() == nullptr; });
+  std::erase_if(lanes_, [](const auto& entry) { return entry.second->owned() == nullptr; });
 }
 
 void LaneSet::close(std::chrono::steady_clock::time_point deadline) {
@@ -96,13 +99,11 @@ std::string LaneSet::asyncError() {
 }
 
 void LaneSet::abort() {
-  std::vector<std::shared_ptr<StreamLane>> aborted;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     isAborted_ = true;
-    aborted = lanes_;
   }
-  for (const auto& lane : aborted) lane->communicator().abort();
+  for (const auto& lane : lanes()) lane->communicator().abort();
 }
 
 }  // namespace bagua

@@ -4,6 +4,7 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,8 +20,7 @@ namespace bagua {
 class StreamLane {
  public:
   // `owned` is `communicator` seen as a transport of ours; null where it belongs to somebody else.
-  StreamLane(std::unique_ptr<Communicator> communicator, OwnedTransport* owned, at::Device device,
-             bool isHighPriority);
+  StreamLane(std::unique_ptr<Communicator> communicator, OwnedTransport* owned, at::Device device, bool isHighPriority);
 
   // Hold it while enqueueing: what it orders is the same on every rank.
   [[nodiscard]] std::mutex& order() { return order_; }
@@ -48,7 +48,8 @@ class StreamLane {
 // The lanes of one executor.
 class LaneSet final : public WatchedTransport {
  public:
-  void add(std::shared_ptr<StreamLane> lane);
+  // Lanes are closed in ascending order of `position`, which must lead no two ranks to wait for each other.
+  void add(int position, std::shared_ptr<StreamLane> lane);
   // From now on abort() leaves communicators alone that belong to somebody else.
   void dropBorrowed();
   void close(std::chrono::steady_clock::time_point deadline);
@@ -60,7 +61,7 @@ class LaneSet final : public WatchedTransport {
   [[nodiscard]] std::vector<std::shared_ptr<StreamLane>> lanes();
 
   std::mutex mutex_;
-  std::vector<std::shared_ptr<StreamLane>> lanes_;
+  std::map<int, std::shared_ptr<StreamLane>> lanes_;
   bool isAborted_ = false;
 };
 

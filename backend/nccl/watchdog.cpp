@@ -98,9 +98,9 @@ void Watchdog::Core::prepare() {
   try {
     prepareThread();
   } catch (...) {
-    report(makeError("the watchdog of group '" + group.name +
-                   "' could not start: " + messageOf(std::current_exception())),
-         nullptr);
+    report(
+        makeError("the watchdog of group '" + group.name + "' could not start: " + messageOf(std::current_exception())),
+        nullptr);
   }
 }
 
@@ -154,9 +154,8 @@ std::exception_ptr Watchdog::Core::timeoutOf(const Entry& entry, size_t outstand
 void Watchdog::Core::retire(const std::vector<c10::intrusive_ptr<WatchedWork>>& works) {
   for (const auto& work : works) work->retire();
   const std::lock_guard<std::mutex> lock(mutex);
-  std::erase_if(entries, [&](const Entry& entry) {
-    return std::find(works.begin(), works.end(), entry.work) != works.end();
-  });
+  std::erase_if(entries,
+                [&](const Entry& entry) { return std::find(works.begin(), works.end(), entry.work) != works.end(); });
 }
 
 void Watchdog::Core::report(const std::exception_ptr& cause, const WatchedWork* culprit) {

@@ -19,17 +19,17 @@ constexpr auto kHostPoll = std::chrono::microseconds(100);
 
 WorkCuda::WorkCuda(const GroupIdentity& group, const Operation& operation, at::Device device,
                    std::vector<at::Tensor> results)
-    : WatchedWork(group.rank, operation.type, operation.name, results),
+    : WatchedWork(group.rank, operation.type, operation.name, operation.inputs.empty() ? results : operation.inputs),
       group_(group),
       device_(device),
       future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                        std::vector<c10::Device>{device})),
-      operation_(operation),
+      operation_(withoutInputs(operation)),
       results_(std::move(results)) {}
 
 void WorkCuda::describeAs(const Operation& operation, std::vector<at::Tensor> results) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  operation_ = operation;
+  operation_ = withoutInputs(operation);
   results_ = std::move(results);
 }
 
@@ -123,7 +123,7 @@ std::vector<at::Tensor> WorkCuda::result() {
 void WorkCuda::fail(const std::exception_ptr& error) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (completed_ || isRetired_) return;
+    if (completed_) return;
     // Under the lock, so that one failure is the first.
     completed_ = true;
     exception_ = error;
@@ -135,7 +135,6 @@ void WorkCuda::retire() {
   releaseTensors();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    isRetired_ = true;
     completed_ = true;
   }
   cv_.notify_all();

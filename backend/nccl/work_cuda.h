@@ -65,8 +65,7 @@ class WorkCuda final : public WatchedWork {
   std::vector<at::Tensor> results_;
   std::optional<Enqueued> enqueued_;
   at::cuda::CUDAEvent done_;
-  // Of the base: mutex_ guards the program in enqueued_, isRetired_, completed_ and exception_.
-  bool isRetired_ = false;
+  // Of the base: mutex_ guards the program in enqueued_, completed_ and exception_.
 };
 
 }  // namespace bagua

@@ -69,8 +69,9 @@ void compressChunk(const ElementLoops<Element>& loops, const Element* x, int64_t
   const auto grid = makeGrid<Element>(header);
   uint8_t* codes = packed + kHeaderBytes;
   const bool bypassCache = bypassesCache<Element>(count);
-  forBlocks(count,
-            [&](int64_t begin, int64_t end) { quantizeBackwards(loops, x, begin, end, grid, bypassCache, codes); });
+  forBlocks(count, [&](int64_t begin, int64_t end) {
+    quantizeBackwards(loops, x + begin, end - begin, grid, bypassCache, codes + begin);
+  });
   clearPadding(codes, count, packedStride);
 }
 

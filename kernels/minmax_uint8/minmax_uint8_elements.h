@@ -64,15 +64,16 @@ struct ElementTraits<HalfBits> {
 #if defined(__CUDA_ARCH__)
     return __half2float(__ushort_as_half(x.bits));
 #else
-    const uint32_t sign = (x.bits & 0x8000U) << 16;
-    const uint32_t exponent = (x.bits >> 10) & 0x1FU;
-    const uint32_t mantissa = x.bits & 0x3FFU;
+    const uint32_t bits = x.bits;
+    const uint32_t sign = (bits & 0x8000U) << 16U;
+    const uint32_t exponent = (bits >> 10U) & 0x1FU;
+    const uint32_t mantissa = bits & 0x3FFU;
     if (exponent == 0) {  // Zero or denormal: a multiple of 2^-24.
       const float magnitude = static_cast<float>(mantissa) * 0x1p-24F;
       return sign != 0 ? -magnitude : magnitude;
     }
     const uint32_t wideExponent = exponent == 31 ? 255 : exponent + 112;
-    return bitCast<float>(sign | (wideExponent << 23) | (mantissa << 13));
+    return bitCast<float>(sign | (wideExponent << 23U) | (mantissa << 13U));
 #endif
   }
 
@@ -81,7 +82,7 @@ struct ElementTraits<HalfBits> {
     return {__half_as_ushort(__float2half_rn(x))};
 #else
     const uint32_t all = bitCast<uint32_t>(x);
-    const auto sign = static_cast<uint16_t>((all >> 16) & 0x8000U);
+    const auto sign = static_cast<uint16_t>((all >> 16U) & 0x8000U);
     const uint32_t magnitude = all & 0x7FFFFFFFU;
     uint32_t half = 0;
     if (magnitude > 0x7F800000U) {
@@ -91,7 +92,7 @@ struct ElementTraits<HalfBits> {
     } else if (magnitude < 0x38800000U) {  // Below 2^-14 half counts in steps of 2^-24.
       half = static_cast<uint32_t>(__builtin_rintf(bitCast<float>(magnitude) * 0x1p24F));
     } else {
-      half = (magnitude + 0xFFFU + ((magnitude >> 13) & 1U) - 0x38000000U) >> 13;
+      half = (magnitude + 0xFFFU + ((magnitude >> 13U) & 1U) - 0x38000000U) >> 13U;
     }
     return {static_cast<uint16_t>(sign | half)};
 #endif
@@ -105,12 +106,12 @@ struct ElementTraits<BFloat16Bits> {
   using Compute = float;
   static constexpr float kMaxFinite = 0x1.FEp127F;
 
-  static BAGUA_HOST_DEVICE float load(BFloat16Bits x) { return bitCast<float>(static_cast<uint32_t>(x.bits) << 16); }
+  static BAGUA_HOST_DEVICE float load(BFloat16Bits x) { return bitCast<float>(static_cast<uint32_t>(x.bits) << 16U); }
 
   static BAGUA_HOST_DEVICE BFloat16Bits store(float x) {
     const uint32_t all = bitCast<uint32_t>(x);
     if ((all & 0x7FFFFFFFU) > 0x7F800000U) return nan();
-    return {static_cast<uint16_t>((all + 0x7FFFU + ((all >> 16) & 1U)) >> 16)};
+    return {static_cast<uint16_t>((all + 0x7FFFU + ((all >> 16U) & 1U)) >> 16U)};
   }
 
   static BAGUA_HOST_DEVICE BFloat16Bits nan() { return {0x7FC0}; }

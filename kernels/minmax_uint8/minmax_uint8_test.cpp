@@ -120,16 +120,17 @@ TEST(MinMaxUint8, DecodesAConstantChunkToItself) {
   }
 }
 
-TEST(MinMaxUint8, KeepsANarrowRangeInOrder) {
+TEST(MinMaxUint8, DecodesANarrowRangeExactly) {
   const auto input = floats({1000.F, 1000.001F, 1000.002F});
   EXPECT_EQ(values(roundTrip(input, 1)), values(input));
-  const auto ramp = at::arange(300, at::kFloat) * 0x1p-10F + 10000.F;  // Steps of one ulp of 10000.
-  for (const auto& narrow : {ramp, -ramp}) {
-    // Half of a 255th of 300 ulp, and an ulp for the sum with the base.
-    EXPECT_LE((roundTrip(narrow, 1) - narrow).abs().max().item<float>(), 2 * 0x1p-10F);
+  // Consecutive floats, of which up to 256 have a code each, so that they come back exactly.
+  for (const int64_t count : {2, 3, 50, 100, 200}) {
+    const auto ramp = at::arange(count, at::kFloat) * 0x1p-9F + 30000.F;
+    EXPECT_TRUE(at::equal(roundTrip(ramp, 1), ramp)) << count;
+    EXPECT_TRUE(at::equal(roundTrip(-ramp, 1), -ramp)) << count;
   }
-  const auto doubles = at::arange(100, at::kDouble) * 0x1p-25 + 1e8;  // At most 2^-26.
-  EXPECT_LE((roundTrip(doubles, 1) - doubles).abs().max().item<double>(), 0x1p-26);
+  const auto doubles = at::arange(100, at::kDouble) * 0x1p-26 + 1e8;
+  EXPECT_TRUE(at::equal(roundTrip(doubles, 1), doubles));
 }
 
 TEST(MinMaxUint8, NeverWrapsAtTheEdgeOfTheNarrowRange) {

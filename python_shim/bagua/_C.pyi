@@ -9,7 +9,7 @@ import torch.distributed as dist
 _OptionValue = bool | int | float | str
 
 class Options:
-    def __init__(self, timeout: timedelta = ..., is_high_priority_stream: bool = False) -> None: ...
+    def __init__(self, is_high_priority_stream: bool = False) -> None: ...
     is_high_priority_stream: bool
     group_name: str
     global_ranks_in_group: list[int]

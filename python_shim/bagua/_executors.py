@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +17,13 @@ def _unwrapped(backend: Any) -> Any:
     return getattr(backend, "wrapped_pg", backend)
 
 
-def _private_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def _timeout_of(backend: Any) -> timedelta:
+    # Not every backend shows its options to Python.
+    options = getattr(backend, "options", None)
+    return options._timeout if options is not None else dist.default_pg_timeout
+
+
+def _private_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     """Make a second group of the same ranks and backend, for the hook alone.
 
     Its programs run on a thread beside the user's, and one Gloo group cannot serve two threads: their operations would
@@ -28,6 +35,7 @@ def _private_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     return dist.new_group(
         ranks=dist.get_process_group_ranks(group),
         backend=name,
+        timeout=timeout,
         use_local_synchronization=True,
         group_desc="bagua_hook",
     )
@@ -38,9 +46,10 @@ def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     backend = _unwrapped(group._get_backend(device))
     if isinstance(backend, _C.ProcessGroupBagua):
         return _C.executors_of_group(backend)
+    timeout = _timeout_of(backend)
     if device.type == "cpu":
-        group = _private_group(group, device)
+        group = _private_group(group, device, timeout)
         backend = _unwrapped(group._get_backend(device))
     host_ids: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(host_ids, _C.local_host_id(), group=group)
-    return _C.executors_over_backend(backend, group.group_name, host_ids, backend.options._timeout)
+    return _C.executors_over_backend(backend, group.group_name, host_ids, timeout)

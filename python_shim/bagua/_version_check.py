@@ -29,5 +29,5 @@ def check_torch() -> None:
         raise ImportError(
             f"bagua {_bagua_version()} was built for torch {built} but torch {torch.__version__} is installed: "
             f"build bagua again with `pip install --no-build-isolation --force-reinstall --no-deps .` in its source "
-            f"folder (`make setup` there does it too), or install the torch it knows with `pip install 'torch=={built}.*'`."
+            f"folder (`make setup` there does it too), or install the torch it knows: `pip install 'torch=={built}.*'`."
         )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithms as communication hooks of stock DistributedDataParallel."""
-
-from __future__ import annotations
+# No `from __future__ import annotations` here: torch compares the annotations of a hook with the types themselves.
 
 from typing import Any
 

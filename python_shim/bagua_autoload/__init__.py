@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def register_at_import() -> None:
-    """Register at `import torch`, where torch does not look a backend up by name. Entry point of group `torch.backends`."""
+    """Register at `import torch`, for a torch that looks no backend up. Entry point of group `torch.backends`."""
     import torch.distributed as dist
 
     if dist.is_available() and not hasattr(dist.Backend, "_ensure_backend_registered"):

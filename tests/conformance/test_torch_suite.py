@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every test of PyTorch's own distributed suite that stock Gloo passes also passes on this backend."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from expectations import PASSED, Expectation, describe_skip, expectation_path, read_expectations
+from suite_process import SuiteProcess
+
+WORLD_SIZES = (2, 4)
+
+RunSuiteTest = Callable[[int, str], dict[str, str]]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "suite_test" not in metafunc.fixturenames:
+        return
+    cases = []
+    for world_size in WORLD_SIZES:
+        path = expectation_path(version("torch"), world_size)
+        if not path.exists():
+            reason = f"{path.name} is missing: record what Gloo does with run_torch_suite.py --backend gloo --record"
+            cases.append(pytest.param(world_size, "", id=f"{world_size}-unknown", marks=pytest.mark.skip(reason)))
+            continue
+        for name, expected in read_expectations(path).items():
+            cases.append(pytest.param(world_size, name, id=f"{world_size}-{name}", marks=_marks(expected)))
+    metafunc.parametrize(("world_size", "suite_test"), cases)
+
+
+def _marks(expected: Expectation) -> list[pytest.MarkDecorator]:
+    if expected.outcome == PASSED:
+        return []
+    return [pytest.mark.skip(reason=describe_skip(expected.reason))]
+
+
+@pytest.fixture(scope="module")
+def run_suite_test(request: pytest.FixtureRequest) -> Iterator[RunSuiteTest]:
+    backend = request.config.getoption("--backend")
+    suites: dict[int, SuiteProcess] = {}
+    with ExitStack() as stack:
+
+        def run(world_size: int, test: str) -> dict[str, str]:
+            if world_size not in suites:
+                suites[world_size] = stack.enter_context(SuiteProcess(backend, world_size))
+            return suites[world_size].run(test)
+
+        yield run
+
+
+def test_torch_suite(
+    run_suite_test: RunSuiteTest,
+    world_size: int,
+    suite_test: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("torch suite ranks", world_size)  # counted in the summary
+    result = run_suite_test(world_size, suite_test)
+    assert result["outcome"] == PASSED, f"{result['outcome']}: {result['reason']}\n{result['output']}"
+
+
+_ALTERED_SUITES = """
+import json, os
+from run_torch_suite import load_suite, run_test
+
+suite = load_suite("gloo", 2)
+
+class NoRanks(suite):
+    def start_ranks(self):
+        pass
+
+class LastRankDies(suite):
+    @classmethod
+    def _run(cls, rank, *args, **kwargs):
+        try:
+            super()._run(rank, *args, **kwargs)
+        finally:
+            if rank == 1:
+                os._exit(3)
+
+class LastRankRaises(suite):
+    def test_get_rank(self):
+        if self.rank == 1:
+            raise ValueError("planted")
+
+print(json.dumps({case.__name__: run_test(case, "test_get_rank") for case in (NoRanks, LastRankDies, LastRankRaises)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def altered_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """How one test of the suite ends when the suite is broken on purpose: name of the break -> outcome, reason."""
+    command = [sys.executable, "-c", _ALTERED_SUITES]
+    result = subprocess.run(
+        command,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("suite"))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return {name: outcome[1:3] for name, outcome in json.loads(result.stdout.splitlines()[-1]).items()}
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("NoRanks", "not every rank entered the test"),
+        ("LastRankDies", "exit codes [0, 3]"),
+        ("LastRankRaises", "ValueError: planted"),
+    ],
+)
+def test_broken_suite_is_noticed(altered_outcomes: dict[str, list[str]], broken: str, message: str) -> None:
+    outcome, reason = altered_outcomes[broken]
+    assert outcome == "fail"
+    assert message in reason

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and training loops for the tests of communication hooks. Used inside ranks."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import bagua
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+Gradients = dict[str, Tensor | None]
+Register = Callable[[DDP], Any]
+
+
+class Leaves(nn.Module):
+    """Its gradients are the tensors that forward() is given, whatever its weights are."""
+
+    def __init__(self, *lengths: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.leaves = nn.ParameterList(torch.zeros(length, dtype=dtype) for length in lengths)
+
+    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
+        return torch.stack([(leaf * given).sum() for leaf, given in zip(self.leaves, gradients, strict=True)]).sum()
+
+
+def random_gradient(length: int, rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Neither centred on zero nor of the same size on two ranks or in two steps."""
+    generator = torch.Generator().manual_seed(7919 * step + 31 * rank + length)
+    return ((torch.randn(length, generator=generator) + 0.3 * rank) * 10.0 ** (step - 1)).to(dtype)
+
+
+def perceptron() -> nn.Module:
+    """Its small buckets (see SMALL_BUCKETS) are of several lengths that are odd or no multiple of three."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(23, 41), nn.ReLU(), nn.Linear(41, 29), nn.ReLU(), nn.Linear(29, 7))
+
+
+# Several buckets for perceptron(), from the second step on.
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    loss: Tensor = model(torch.randn(6, 23, generator=generator)).square().mean()
+    return loss
+
+
+def gradients_of(ddp: DDP) -> Gradients:
+    """Copies; sparse ones made dense."""
+    return {name: None if p.grad is None else p.grad.to_dense().clone() for name, p in ddp.module.named_parameters()}
+
+
+def train(
+    model: nn.Module,
+    register: Register,
+    steps: int = 3,
+    loss: Callable[[nn.Module, int], Tensor] = loss_of,
+    learning_rate: float = 0.05,
+    **ddp_options: Any,
+) -> list[Gradients]:
+    """The gradients of every step, and last of all the weights."""
+    ddp = DDP(copy.deepcopy(model), **ddp_options)
+    register(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=learning_rate)
+    history: list[Gradients] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(ddp, step).backward()
+        history.append(gradients_of(ddp))
+        optimizer.step()
+    return [*history, {name: p.detach().clone() for name, p in ddp.module.named_parameters()}]
+
+
+def with_hook(name: str, **options: Any) -> Register:
+    return lambda ddp: bagua.register_comm_hook(ddp, name, **options)
+
+
+def with_two_argument_hook(name: str, **options: Any) -> Register:
+    return lambda ddp: ddp.register_comm_hook(*bagua.comm_hook(name, **options))
+
+
+class Spy:
+    """Stands between DDP and a hook: what each bucket was, and what became of it."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.state, self.hook = bagua.comm_hook(name, **options)
+        self.given: list[Tensor] = []
+        self.results: list[Tensor] = []
+
+    def register(self, ddp: DDP) -> None:
+        ddp.register_comm_hook(self, _run_watched)
+
+
+def _run_watched(spy: Spy, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    spy.given.append(bucket.buffer().clone())
+
+    def keep(future: torch.futures.Future[torch.Tensor]) -> Tensor:
+        result: Tensor = future.value()
+        spy.results.append(result.clone())
+        return result
+
+    return spy.hook(spy.state, bucket).then(keep)
+
+
+@contextmanager
+def new_group(**options: Any) -> Iterator[dist.ProcessGroup]:
+    group = dist.new_group(**options)
+    assert group is not None
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def emulated_hosts(hosts: str) -> Iterator[dist.ProcessGroup]:
+    """A group in which rank r is on host hosts[r]."""
+    with mock.patch.dict(os.environ, BAGUA_HOST_ID=hosts[dist.get_rank()]), new_group() as group:
+        yield group
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two structures of tensors are equal to the bit."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one is None and other is None

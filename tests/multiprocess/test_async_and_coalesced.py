@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous work, its futures, and several operations issued as one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from reference import assert_reduced, values
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+def _arguments(name: str) -> tuple[list[Any], Callable[[], Tensor], Tensor]:
+    """Arguments of a collective, how to read its result on this rank, and what it has to be."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine, total = torch.full((7,), float(rank)), float(sum(range(size)))
+    everyone = torch.arange(float(size)).repeat_interleave(7)
+    parts = [torch.full((7,), float(rank)) for _ in range(size)]
+    outputs = [torch.empty(7) for _ in range(size)]
+    joined, single = torch.empty(7 * size), torch.empty(7)
+    on_root = rank == 0
+    calls: dict[str, tuple[list[Any], Callable[[], Tensor], Tensor]] = {
+        "all_reduce": ([mine], lambda: mine, torch.full((7,), total)),
+        "broadcast": ([mine, size - 1], lambda: mine, torch.full((7,), size - 1.0)),
+        "reduce": ([mine, 0], lambda: mine if on_root else torch.zeros(7), torch.full((7,), total if on_root else 0.0)),
+        "all_gather": ([outputs, mine], lambda: torch.cat(outputs), everyone),
+        "all_gather_into_tensor": ([joined, mine], lambda: joined, everyone),
+        "gather": (
+            [mine, outputs if on_root else None],
+            lambda: torch.cat(outputs) if on_root else everyone,
+            everyone,
+        ),
+        "scatter": ([single, parts if on_root else None], lambda: single, torch.zeros(7)),
+        "reduce_scatter": ([single, parts], lambda: single, torch.full((7,), total)),
+        "reduce_scatter_tensor": ([single, torch.cat(parts)], lambda: single, torch.full((7,), total)),
+        "all_to_all": ([outputs, parts], lambda: torch.cat(outputs), everyone),
+        "all_to_all_single": ([joined, torch.cat(parts)], lambda: joined, everyone),
+    }
+    return calls[name]
+
+
+COLLECTIVES = [
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+]
+
+
+def _asynchronously(name: str) -> None:
+    arguments, result, expected = _arguments(name)
+    work = getattr(dist, name)(*arguments, async_op=True)
+    assert work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    assert torch.equal(result(), expected)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_async_collective_has_its_result_after_wait(ranks: RankPool, name: str) -> None:
+    ranks.run(_asynchronously, name)
+
+
+def _by_future(name: str) -> None:
+    arguments, result, expected = _arguments(name)
+    future = getattr(dist, name)(*arguments, async_op=True).get_future()
+    seen = future.then(lambda done: (done.value(), result().clone())).wait()
+    assert torch.equal(seen[1], expected)
+    assert isinstance(seen[0], list)
+    if name == "all_reduce":
+        assert torch.equal(seen[0][0], expected)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_continuation_of_the_future_sees_the_result(ranks: RankPool, name: str) -> None:
+    ranks.run(_by_future, name)
+
+
+def _many_in_flight() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = [torch.full((turn % 5 * 100 + 1,), float(rank + turn)) for turn in range(60)]
+    works: list[Any] = []
+    for turn, tensor in enumerate(tensors):
+        if turn % 3:
+            works.append(dist.all_reduce(tensor, async_op=True))
+        else:
+            works.append(dist.broadcast(tensor, turn % size, async_op=True))
+    for work in reversed(works):
+        work.wait()
+    for turn, tensor in enumerate(tensors):
+        expected = sum(other + turn for other in range(size)) if turn % 3 else turn % size + turn
+        assert (tensor == expected).all(), turn
+
+
+def test_many_operations_in_flight_keep_their_order(ranks: RankPool) -> None:
+    ranks.run(_many_in_flight)
+
+
+def _dropped_work() -> None:
+    for _ in range(20):
+        dist.all_reduce(torch.ones(1000), async_op=True)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [dist.get_world_size()] * 3
+
+
+def test_work_and_tensor_may_be_dropped_before_they_are_done(ranks: RankPool) -> None:
+    ranks.run(_dropped_work)
+
+
+def _all_reduce_coalesced(asynchronous: bool) -> None:
+    inputs = [[values(torch.float32, (length,), rank) for length in (1, 37, 200)] for rank in range(4)]
+    inputs = inputs[: dist.get_world_size()]
+    tensors = [tensor.clone() for tensor in inputs[dist.get_rank()]]
+    work: Any = dist.all_reduce_coalesced(tensors, async_op=asynchronous)
+    if asynchronous:
+        work.wait()
+    for index, tensor in enumerate(tensors):
+        assert_reduced(tensor, [one[index] for one in inputs], "SUM")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_all_reduce_coalesced(ranks: RankPool, asynchronous: bool) -> None:
+    ranks.run(_all_reduce_coalesced, asynchronous)
+
+
+def _all_gather_coalesced() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    outputs = [[torch.empty(3), torch.empty(2, 2)] for _ in range(size)]
+    dist.all_gather_coalesced(outputs, [torch.full((3,), float(rank)), torch.full((2, 2), -float(rank))])
+    for other, (first, second) in enumerate(outputs):
+        assert torch.equal(first, torch.full((3,), float(other)))
+        assert torch.equal(second, torch.full((2, 2), -float(other)))
+
+
+def test_all_gather_coalesced(ranks: RankPool) -> None:
+    ranks.run(_all_gather_coalesced)
+
+
+def _coalescing_manager(name: str, asynchronous: bool) -> None:
+    calls = [_arguments(name) for _ in range(3)]
+    with dist._coalescing_manager(async_ops=asynchronous) as manager:  # type: ignore[attr-defined]
+        for arguments, _, _ in calls:
+            getattr(dist, name)(*arguments)
+    if asynchronous:
+        manager.wait()
+    for _, result, expected in calls:
+        assert torch.equal(result(), expected)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"])
+def test_coalescing_manager(ranks: RankPool, name: str, asynchronous: bool) -> None:
+    ranks.run(_coalescing_manager, name, asynchronous)
+
+
+def _coalescing_manager_with_device() -> None:
+    """The older form, in which the backend itself collects what is issued."""
+    calls = [_arguments(name) for name in ("broadcast", "all_to_all_single", "all_gather")]
+    with dist._coalescing_manager(device=CPU, async_ops=True) as manager:  # type: ignore[attr-defined]
+        for name, (arguments, _, _) in zip(("broadcast", "all_to_all_single", "all_gather"), calls, strict=True):
+            getattr(dist, name)(*arguments, async_op=True)
+    manager.wait()
+    for _, result, expected in calls:
+        assert torch.equal(result(), expected)
+
+
+def test_coalescing_manager_with_a_device_takes_any_collective(ranks: RankPool) -> None:
+    ranks.run(_coalescing_manager_with_device)

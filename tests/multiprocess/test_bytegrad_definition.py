@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bytegrad against its definition, written here once more with plain tensors on one rank."""
+
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from hooked_models import SMALL_BUCKETS, Leaves, Spy, emulated_hosts, perceptron, random_gradient, train
+from ranks import RankPool
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+# Fewer elements than ranks, multiples of no rank count, of some and of all; below and above a block of SIMD registers.
+LENGTHS = [1, 2, 3, 5, 7, 12, 97, 1003, 20_011]
+
+
+def coded(chunk: Tensor) -> Tensor:
+    """What one chunk is after compression and decompression."""
+    values = chunk.float()
+    low, high = values.min(), values.max()
+    if low == high:
+        return chunk.clone()  # a departure: the original is off by up to 1.2e-7
+    scale = torch.tensor(255.0) / (high - low + 1e-7)  # not 255.0 / tensor, which multiplies by a reciprocal
+    upper = (high * scale).round()  # half to even
+    lower = upper - 255
+    # Two ties can round apart, which leaves the lowest value at -1; a GPU's conversion makes that 0.
+    codes = (torch.minimum((values * scale).round(), upper) - lower).clamp(min=0).to(torch.uint8)
+    return ((codes.float() + lower) / scale).to(chunk.dtype)
+
+
+def defined_result(gradients: list[Tensor], average: bool = True) -> Tensor:
+    """What bytegrad makes of one bucket, given every rank's (two to four ranks)."""
+    chunk_length = -(-gradients[0].numel() // len(gradients))
+    reduced = []
+    for copies in zip(*(gradient.split(chunk_length) for gradient in gradients), strict=True):
+        lanes = [torch.zeros(copies[0].numel()), torch.zeros(copies[0].numel())]
+        for rank, copy in enumerate(copies):
+            lanes[rank % 2] += coded(copy)
+        total = lanes[0] + lanes[1]
+        reduced.append(coded((total / len(gradients) if average else total).to(copies[0].dtype)))
+    return torch.cat(reduced)
+
+
+def error_bound(contributions: list[Tensor], eps: float) -> float:
+    """How far from the exact sum of what the hosts contribute the result may be.
+
+    A code is off by half a step, range / 510 (and 1e-7, which is added to the range), for each contribution and once
+    more for their sum, whose range the first errors may have widened on both sides. Each of the few operations with
+    floating-point numbers (two codings, up to four additions, a division, a conversion) rounds a number that is no
+    larger than the magnitudes added up, plus those errors.
+    """
+    half_step = 1 / 510
+    first = sum((float(c.max() - c.min()) + 1e-7) * half_step for c in contributions)
+    exact = torch.stack([c.double() for c in contributions]).sum(0)
+    second = (float(exact.max() - exact.min()) + 2 * first + 1e-7) * half_step
+    magnitude = sum(float(c.abs().max()) for c in contributions) + first + second
+    return first + second + 8 * eps * magnitude
+
+
+def _reduced_gradients(
+    length: int, steps: int, dtype: torch.dtype, hosts: str, options: dict[str, Any]
+) -> list[Tensor]:
+    with emulated_hosts(hosts or "h" * dist.get_world_size()) as group:
+        ddp = DDP(Leaves(length, dtype=dtype), process_group=group)
+        bagua.register_comm_hook(ddp, "bytegrad", **options)
+        results = []
+        for step in range(steps):
+            ddp.zero_grad()
+            ddp([random_gradient(length, dist.get_rank(), step, dtype)]).backward()
+            gradient = ddp.module.leaves[0].grad
+            assert gradient is not None
+            results.append(gradient)
+        return results
+
+
+def reduced_gradients(
+    pool: RankPool,
+    length: int,
+    *,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float32,
+    hosts: str = "",
+    **options: Any,
+) -> list[Tensor]:
+    """Of every step; checked to be the same bits on every rank."""
+    first, *others = pool.run(_reduced_gradients, length, steps, dtype, hosts, options)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+    return list(first)
+
+
+def given_gradients(pool: RankPool, length: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [random_gradient(length, rank, step, dtype) for rank in range(pool.world_size)]
+
+
+def test_the_oracle_itself_reproduces_published_values() -> None:
+    # From the description of the original's codec.
+    decoded = coded(torch.tensor([-1, -0.5, 0, 0.25, 1]))
+    expected = torch.tensor([-0.996078432, -0.501960814, 0, 0.250980407, 1.00392163])
+    torch.testing.assert_close(decoded, expected, rtol=0, atol=0)
+    assert coded(torch.zeros(5)).tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
+def test_equals_the_definition(peers: RankPool, average: bool) -> None:
+    for length in LENGTHS:
+        for step, result in enumerate(reduced_gradients(peers, length, hierarchical=False, average=average)):
+            expected = defined_result(given_gradients(peers, length, step), average)
+            assert torch.equal(result, expected), f"{length=} {step=}"
+
+
+def _watched_training() -> tuple[list[Tensor], list[Tensor]]:
+    spy = Spy("bytegrad", hierarchical=False)
+    train(perceptron(), spy.register, steps=4, **SMALL_BUCKETS)
+    return spy.given, spy.results
+
+
+def test_every_bucket_of_every_step_equals_the_definition(peers: RankPool) -> None:
+    given, results = zip(*peers.run(_watched_training), strict=True)
+    lengths = [bucket.numel() for bucket in given[0]]
+    whole = sum(p.numel() for p in perceptron().parameters())
+    rebuilt = (len(lengths) - 1) // 3
+    assert rebuilt > 2
+    assert lengths[0] == whole, "the first step has one bucket"
+    assert [sum(lengths[1 + i * rebuilt : 1 + (i + 1) * rebuilt]) for i in range(3)] == [whole] * 3
+    for number, length in enumerate(lengths):
+        expected = defined_result([buckets[number] for buckets in given])
+        for rank in range(peers.world_size):
+            assert torch.equal(results[rank][number], expected), f"rank {rank}, bucket {number} of {length} elements"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("length", [3, 97, 1003])
+def test_other_dtypes_are_within_two_half_steps_of_the_mean(peers: RankPool, length: int, dtype: torch.dtype) -> None:
+    for step, result in enumerate(reduced_gradients(peers, length, dtype=dtype, hierarchical=False)):
+        assert result.dtype == dtype
+        parts = [given.double() / peers.world_size for given in given_gradients(peers, length, step, dtype)]
+        error = (result.double() - torch.stack(parts).sum(0)).abs().max()
+        assert error <= error_bound(parts, torch.finfo(dtype).eps)
+
+
+def test_one_rank_keeps_its_gradients(rank_pools: dict[int, RankPool]) -> None:
+    for step, result in enumerate(reduced_gradients(rank_pools[1], 97, hierarchical=False)):
+        assert torch.equal(result, random_gradient(97, 0, step))
+
+
+def _reduce(gradient: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    ddp = DDP(Leaves(gradient.numel(), dtype=gradient.dtype))
+    handle = bagua.register_comm_hook(ddp, "bytegrad", **options)
+    ddp([gradient]).backward()
+    result = ddp.module.leaves[0].grad
+    assert result is not None
+    return result, handle.stats()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1e-3, 3e4, 1e-30, 1000.0005])
+def test_a_constant_gradient_stays_what_it_is(peers: RankPool, value: float) -> None:
+    for result, _ in peers.run(_reduce, torch.full((101,), value), {"hierarchical": False}):
+        # n equal numbers added and divided by n: exact or an ulp or two off. Coded by 255 / 1e-7 where not exactly.
+        torch.testing.assert_close(result, torch.full((101,), value), rtol=1e-6, atol=0)
+
+
+def test_a_narrow_range_far_from_zero_never_wraps(peers: RankPool) -> None:
+    # The original decodes the largest element to the smallest here.
+    gradient = torch.tensor([1000.0, 1000.001, 1000.002] * 20)
+    for result, _ in peers.run(_reduce, gradient, {"hierarchical": False}):
+        # An ulp of 1000 is 6e-5: two codings and up to four additions and a division round to it.
+        torch.testing.assert_close(result, gradient, rtol=0, atol=8 * 6.2e-5)
+
+
+def _reduce_with_one_bad_value(value: float, dtype: torch.dtype) -> Tensor:
+    size = dist.get_world_size()
+    gradient = torch.linspace(-1, 1, 10 * size).to(dtype)
+    if dist.get_rank() == size - 1:
+        gradient[3] = value  # in the chunk of rank 0
+    return _reduce(gradient, {"hierarchical": False})[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_non_finite_value_spoils_its_chunk_on_every_rank(peers: RankPool, value: float, dtype: torch.dtype) -> None:
+    for result in peers.run(_reduce_with_one_bad_value, value, dtype):
+        assert not result[:10].isfinite().any()
+        assert result[10:].isfinite().all()
+
+
+def test_on_a_single_host_the_hierarchical_form_compresses_nothing(peers: RankPool) -> None:
+    length, size = 1003, peers.world_size
+    for step, result in enumerate(reduced_gradients(peers, length, hierarchical=True)):
+        given = torch.stack([g.double() for g in given_gradients(peers, length, step)])
+        # n - 1 additions and a division, each rounding a number below the magnitudes added up.
+        bound = size * torch.finfo(torch.float32).eps * given.abs().sum(0)
+        assert ((result.double() - given.mean(0)).abs() <= bound).all()
+    gradient = torch.linspace(-1, 1, length)
+    for _, stats in peers.run(_reduce, gradient, {"hierarchical": True}):
+        assert "compress" not in stats["seconds"]
+        assert stats["wire_bytes"] >= 4 * length  # what any full-precision sum takes at least, for two ranks
+
+
+def _single_host_and_plain() -> bool:
+    results = []
+    for name in ("bytegrad", "gradient_allreduce"):
+        ddp = DDP(Leaves(1003))
+        bagua.register_comm_hook(ddp, name)
+        ddp([random_gradient(1003, dist.get_rank())]).backward()
+        results.append(ddp.module.leaves[0].grad)
+    return torch.equal(*results)
+
+
+def test_on_a_single_host_the_hierarchical_form_is_the_plain_mean(peers: RankPool) -> None:
+    assert all(peers.run(_single_host_and_plain))
+
+
+@pytest.mark.parametrize("length", [2, 97, 1003])
+def test_with_one_rank_per_host_both_forms_are_the_same(peers: RankPool, length: int) -> None:
+    hosts = "ABCD"[: peers.world_size]
+    hierarchical = reduced_gradients(peers, length, hosts=hosts, hierarchical=True)
+    flat = reduced_gradients(peers, length, hierarchical=False)
+    assert all(map(torch.equal, hierarchical, flat))
+
+
+@pytest.mark.parametrize("hosts", ["AABB", "AAAB", "ABBB", "ABBA", "ABAB", "AABC", "ABB", "AAB", "ABA"])
+@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
+def test_hosts_of_several_ranks_are_within_the_error_of_coding(
+    rank_pools: dict[int, RankPool], hosts: str, average: bool
+) -> None:
+    pool = rank_pools[len(hosts)]
+    divisor = len(hosts) if average else 1  # the mean is over ranks, however many each host has
+    for length in LENGTHS[:-1]:
+        results = reduced_gradients(pool, length, hosts=hosts, hierarchical=True, average=average)
+        for step, result in enumerate(results):
+            given = given_gradients(pool, length, step)
+            by_host = [
+                torch.stack([given[rank].double() for rank in range(len(hosts)) if hosts[rank] == host]).sum(0)
+                / divisor
+                for host in sorted(set(hosts))
+            ]
+            error = (result.double() - torch.stack(by_host).sum(0)).abs().max()
+            magnitude = sum(float(gradient.abs().max()) for gradient in given) / divisor
+            rounding = len(hosts) * torch.finfo(torch.float32).eps * magnitude  # of the sums inside the hosts
+            assert error <= error_bound(by_host, torch.finfo(torch.float32).eps) + rounding, f"{length=} {step=}"
+
+
+def test_between_hosts_the_messages_are_compressed(rank_pools: dict[int, RankPool]) -> None:
+    length = 40_000
+    for result in rank_pools[4].run(_stats_on_hosts, "AABB", length):
+        assert "compress" in result["seconds"]
+        # Inside the host, half of the gradient to the peer and half of the result back: 2 x 4 x length / 2 bytes.
+        # Between the hosts, a lane (half) in two chunks of a byte each, one of them there and one back.
+        assert result["wire_bytes"] == pytest.approx(4 * length + length / 2, rel=0.01)
+
+
+def _stats_on_hosts(hosts: str, length: int) -> dict[str, Any]:
+    with emulated_hosts(hosts) as group:
+        ddp = DDP(Leaves(length), process_group=group)
+        handle = bagua.register_comm_hook(ddp, "bytegrad")
+        ddp([random_gradient(length, dist.get_rank())]).backward()
+        return handle.stats()
+
+
+@pytest.mark.parametrize("length", [1003, 20_011])
+def test_a_quarter_of_the_bytes_goes_over_the_wire(peers: RankPool, length: int) -> None:
+    size = peers.world_size
+    # A byte per element and chunk to every other rank and back; a message adds a header and padding of at most 32 each.
+    least, messages = 2 * (size - 1) * length / size, 2 * (size - 1)
+    for _, stats in peers.run(_reduce, torch.linspace(-1, 1, length), {"hierarchical": False}):
+        assert stats["logical_bytes"] == 4 * length
+        assert least <= stats["wire_bytes"] <= least + messages * 64

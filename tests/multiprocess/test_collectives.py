@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on CPU tensors through torch.distributed, against plain references, with one to four ranks."""
+
+import hashlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from reference import DTYPES, MEANINGFUL, MEANINGLESS, assert_reduced, reduce_op, values
+from torch import Tensor
+
+# Odd lengths and one above any piece size that divides work; none is a multiple of three.
+SHAPES: list[tuple[int, ...]] = [(), (1,), (37,), (5, 2, 11)]
+
+for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+for_every_reduction = pytest.mark.parametrize(("op", "dtype"), MEANINGFUL, ids=str)
+
+
+def _from_all(dtype: torch.dtype, shape: tuple[int, ...], op: str = "SUM") -> list[Tensor]:
+    return [values(dtype, shape, rank, op) for rank in range(dist.get_world_size())]
+
+
+def _exactly(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def _all_reduce(op: str, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        inputs = _from_all(dtype, shape, op)
+        tensor = inputs[dist.get_rank()].clone()
+        dist.all_reduce(tensor, reduce_op(op))
+        assert_reduced(tensor, inputs, op)
+
+
+# torch.distributed itself refuses to all-reduce products of complex numbers.
+@pytest.mark.parametrize(
+    ("op", "dtype"), [case for case in MEANINGFUL if not (case[0] == "PRODUCT" and case[1].is_complex)], ids=str
+)
+def test_all_reduce(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
+    ranks.run(_all_reduce, op, dtype)
+
+
+def _hash_of_random_reduction(op: str, dtype: torch.dtype, length: int) -> str:
+    inputs = [torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(4)]
+    inputs = inputs[: dist.get_world_size()]
+    tensor = inputs[dist.get_rank()].clone()
+    dist.all_reduce(tensor, reduce_op(op))
+    exact = torch.stack([one.double() for one in inputs]).sum(0)
+    if op == "AVG":
+        exact /= len(inputs)
+    # Each of at most three additions and one division rounds a partial result of magnitude below the sum of magnitudes.
+    magnitude = torch.stack([one.double().abs() for one in inputs]).sum(0)
+    assert ((tensor.double() - exact).abs() <= 4 * torch.finfo(dtype).eps * magnitude).all()
+    return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [1, 3, 1001, 250_007])
+def test_all_reduce_is_bitwise_identical_on_all_ranks(
+    ranks: RankPool, op: str, dtype: torch.dtype, length: int
+) -> None:
+    assert len(set(ranks.run(_hash_of_random_reduction, op, dtype, length))) == 1
+
+
+def _non_finite_all_reduce(op: str) -> None:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    tensor = torch.ones(5)
+    if rank == last:
+        tensor[1:4] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    dist.all_reduce(tensor, reduce_op(op))
+    assert tensor.isfinite().tolist() == [True, False, False, False, True]
+    assert tensor[1].isnan()
+    assert tensor[2] == float("inf")
+    assert tensor[3] == float("-inf")
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT"])
+def test_all_reduce_keeps_non_finite_values(ranks: RankPool, op: str) -> None:
+    ranks.run(_non_finite_all_reduce, op)
+
+
+def _meaningless_reduction(op: str, dtype: torch.dtype) -> None:
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=f"(?i){op}|reduc"):
+        dist.all_reduce(torch.ones(3, dtype=dtype), reduce_op(op))
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [dist.get_world_size()] * 3
+
+
+@pytest.mark.parametrize(("op", "dtype"), MEANINGLESS, ids=str)
+def test_meaningless_reduction_raises_and_leaves_the_group_usable(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
+    ranks.run(_meaningless_reduction, op, dtype)
+
+
+def _reduce(op: str, dtype: torch.dtype) -> None:
+    inputs = _from_all(dtype, (37,), op)
+    for root in range(dist.get_world_size()):
+        tensor = inputs[dist.get_rank()].clone()
+        dist.reduce(tensor, root, reduce_op(op))
+        if dist.get_rank() == root:
+            assert_reduced(tensor, inputs, op)
+
+
+@for_every_reduction
+def test_reduce_to_every_root(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
+    ranks.run(_reduce, op, dtype)
+
+
+def _reduce_scatter(op: str, dtype: torch.dtype) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for shape in [(1,), (37,), (5, 2, 11)]:
+        # inputs[i][j] goes from rank i to rank j.
+        inputs = [[values(dtype, shape, size * i + j, op) for j in range(size)] for i in range(size)]
+        mine = [inputs[i][rank] for i in range(size)]
+        output = torch.empty(shape, dtype=dtype)
+        dist.reduce_scatter(output, inputs[rank], reduce_op(op))
+        assert_reduced(output, mine, op)
+        for joined in (torch.cat(inputs[rank]), torch.stack(inputs[rank])):
+            output = torch.empty(shape, dtype=dtype)
+            dist.reduce_scatter_tensor(output, joined, reduce_op(op))
+            assert_reduced(output, mine, op)
+
+
+@for_every_reduction
+def test_reduce_scatter(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
+    ranks.run(_reduce_scatter, op, dtype)
+
+
+def _broadcast(dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        inputs = _from_all(dtype, shape)
+        for root in range(dist.get_world_size()):
+            tensor = inputs[dist.get_rank()].clone()
+            dist.broadcast(tensor, root)
+            _exactly(tensor, inputs[root])
+
+
+@for_every_dtype
+def test_broadcast_from_every_root(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(_broadcast, dtype)
+
+
+def _all_gather(dtype: torch.dtype) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for shape in [(1,), (37,), (5, 2, 11)]:
+        inputs = _from_all(dtype, shape)
+        outputs = [torch.empty(shape, dtype=dtype) for _ in range(size)]
+        dist.all_gather(outputs, inputs[rank])
+        for output, expected in zip(outputs, inputs, strict=True):
+            _exactly(output, expected)
+        for expected in (torch.cat(inputs), torch.stack(inputs)):
+            joined = torch.empty_like(expected)
+            dist.all_gather_into_tensor(joined, inputs[rank])
+            _exactly(joined, expected)
+
+
+@for_every_dtype
+def test_all_gather(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(_all_gather, dtype)
+
+
+def _gather_and_scatter(dtype: torch.dtype) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inputs = _from_all(dtype, (5, 7))
+    for root in range(size):
+        outputs = [torch.empty((5, 7), dtype=dtype) for _ in range(size)] if rank == root else None
+        dist.gather(inputs[rank], outputs, dst=root)
+        for output, expected in zip(outputs or [], inputs if outputs else [], strict=True):
+            _exactly(output, expected)
+        received = torch.empty((5, 7), dtype=dtype)
+        dist.scatter(received, inputs if rank == root else None, src=root)
+        _exactly(received, inputs[rank])
+
+
+@for_every_dtype
+def test_gather_to_and_scatter_from_every_root(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(_gather_and_scatter, dtype)
+
+
+def _all_to_all(dtype: torch.dtype) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inputs = [[values(dtype, (3, 5), size * i + j) for j in range(size)] for i in range(size)]
+    expected = [inputs[i][rank] for i in range(size)]
+    outputs = [torch.empty((3, 5), dtype=dtype) for _ in range(size)]
+    dist.all_to_all(outputs, inputs[rank])
+    _exactly(torch.stack(outputs), torch.stack(expected))
+    output = torch.empty((3 * size, 5), dtype=dtype)
+    dist.all_to_all_single(output, torch.cat(inputs[rank]))
+    _exactly(output, torch.cat(expected))
+
+
+@for_every_dtype
+def test_all_to_all(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(_all_to_all, dtype)
+
+
+def _uneven_all_to_all(dtype: torch.dtype) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Rank i sends (i + 2j) % 4 rows to rank j: some of the messages are empty.
+    rows = [[(i + 2 * j) % 4 for j in range(size)] for i in range(size)]
+    inputs = [[values(dtype, (rows[i][j], 3), size * i + j) for j in range(size)] for i in range(size)]
+    expected = [inputs[i][rank] for i in range(size)]
+    receiving = [rows[i][rank] for i in range(size)]
+    output = torch.empty((sum(receiving), 3), dtype=dtype)
+    dist.all_to_all_single(output, torch.cat(inputs[rank]), receiving, rows[rank])
+    _exactly(output, torch.cat(expected))
+    outputs = [torch.empty((count, 3), dtype=dtype) for count in receiving]
+    dist.all_to_all(outputs, inputs[rank])
+    _exactly(torch.cat(outputs), torch.cat(expected))
+
+
+@for_every_dtype
+def test_uneven_all_to_all(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(_uneven_all_to_all, dtype)
+
+
+def _empty_tensors() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    empty = torch.empty(0, 3)
+    dist.all_reduce(empty)
+    dist.broadcast(empty, size - 1)
+    dist.reduce(empty, 0)
+    dist.all_gather([torch.empty(0, 3) for _ in range(size)], empty)
+    dist.all_gather_into_tensor(torch.empty(0, 3), empty)
+    dist.gather(empty, [torch.empty(0, 3) for _ in range(size)] if rank == 0 else None)
+    dist.scatter(torch.empty(0, 3), [empty] * size if rank == 0 else None)
+    dist.reduce_scatter(torch.empty(0, 3), [empty] * size)
+    dist.reduce_scatter_tensor(torch.empty(0, 3), empty)
+    dist.all_to_all([torch.empty(0, 3) for _ in range(size)], [empty] * size)
+    dist.all_to_all_single(torch.empty(0, 3), empty)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [size, size]
+
+
+def test_empty_tensors_pass_through_every_collective(ranks: RankPool) -> None:
+    ranks.run(_empty_tensors)
+
+
+def _channels_last() -> None:
+    """DDP hands over parameters in any dense memory format; the values keep their places."""
+    shape = (2, 3, 4, 5)
+    inputs = [one.to(memory_format=torch.channels_last) for one in _from_all(torch.float32, shape)]
+    tensor = inputs[dist.get_rank()].clone()
+    dist.all_reduce(tensor)
+    assert_reduced(tensor, inputs, "SUM")
+    assert tensor.is_contiguous(memory_format=torch.channels_last)
+    tensor = inputs[dist.get_rank()].clone()
+    dist.broadcast(tensor, 0)
+    _exactly(tensor, inputs[0])
+
+
+def test_channels_last_tensors_keep_their_values_in_place(ranks: RankPool) -> None:
+    ranks.run(_channels_last)
+
+
+def _view_into_larger_tensor() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    storage = torch.full((11,), -1.0)
+    storage[3:8] = rank
+    dist.all_reduce(storage[3:8])
+    assert storage.tolist() == [-1.0] * 3 + [size * (size - 1) / 2] * 5 + [-1.0] * 3
+    received = torch.full((3, size), -1.0)
+    dist.all_gather_into_tensor(received[1], torch.tensor([float(rank)]))
+    assert received.tolist() == [[-1.0] * size, [float(i) for i in range(size)], [-1.0] * size]
+
+
+def test_contiguous_view_is_changed_and_nothing_around_it(ranks: RankPool) -> None:
+    ranks.run(_view_into_larger_tensor)
+
+
+def _barrier_orders(path_folder: str) -> None:
+    from pathlib import Path
+
+    for turn in range(3):
+        Path(path_folder, f"{turn}-{dist.get_rank()}").touch()
+        dist.barrier()
+        assert len(list(Path(path_folder).glob(f"{turn}-*"))) == dist.get_world_size()
+
+
+def test_nobody_passes_a_barrier_before_all_have_come(ranks: RankPool, tmp_path: object) -> None:
+    ranks.run(_barrier_orders, str(tmp_path))

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on stock DistributedDataParallel in each of its modes, against DDP without a hook and the definition."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from hooked_models import (
+    SMALL_BUCKETS,
+    Gradients,
+    Leaves,
+    Spy,
+    gradients_of,
+    loss_of,
+    new_group,
+    perceptron,
+    random_gradient,
+    same,
+    train,
+    with_hook,
+    with_two_argument_hook,
+)
+from ranks import RankPool
+from test_bytegrad_definition import defined_result
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+MODES: dict[str, dict[str, Any]] = {
+    "one_bucket": {},
+    "small_buckets": SMALL_BUCKETS,
+    "gradient_as_bucket_view": {**SMALL_BUCKETS, "gradient_as_bucket_view": True},
+    "static_graph": {**SMALL_BUCKETS, "static_graph": True},
+    "static_graph_as_view": {**SMALL_BUCKETS, "static_graph": True, "gradient_as_bucket_view": True},
+    "find_unused_parameters": {**SMALL_BUCKETS, "find_unused_parameters": True},
+}
+in_every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def _stock(model: nn.Module, **options: Any) -> list[Gradients]:
+    with new_group(backend="gloo") as group:
+        return train(model, lambda ddp: None, process_group=group, **options)
+
+
+class Branches(nn.Module):
+    """In step 0 every rank takes a branch of its own, in step 1 all take the first; nobody ever takes the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk = nn.Linear(23, 17)
+        self.branches = nn.ModuleList(nn.Linear(17, 11) for _ in range(5))
+        self.step = 0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        branch = dist.get_rank() if self.step % 2 == 0 else 0
+        self.step += 1
+        result: Tensor = self.branches[branch](self.trunk(batch))
+        return result
+
+
+def _like_stock(mode: str) -> bool:
+    return same(
+        train(perceptron(), with_hook("gradient_allreduce"), **MODES[mode]), _stock(perceptron(), **MODES[mode])
+    )
+
+
+# Two ranks: adding two halves is halving their sum, so equal to the bit. More ranks: next test.
+@in_every_mode
+def test_gradient_allreduce_is_ddp_to_the_bit(two: RankPool, mode: str) -> None:
+    assert all(two.run(_like_stock, mode))
+
+
+def _exact_and_reduced(length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    ddp = DDP(Leaves(length))
+    bagua.register_comm_hook(ddp, "gradient_allreduce")
+    found = []
+    for step in range(3):
+        ddp.zero_grad()
+        ddp([random_gradient(length, dist.get_rank(), step)]).backward()
+        given = torch.stack([random_gradient(length, rank, step) for rank in range(dist.get_world_size())]).double()
+        gradient = ddp.module.leaves[0].grad
+        assert gradient is not None
+        # n - 1 additions and a division, each rounding a number below the magnitudes added up.
+        found.append((gradient, given.mean(0), given.abs().sum(0) * given.shape[0] * torch.finfo(torch.float32).eps))
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 3, 97, 20_011])
+def test_gradient_allreduce_is_the_mean_and_the_same_everywhere(ranks: RankPool, length: int) -> None:
+    results = ranks.run(_exact_and_reduced, length)
+    for gradient, exact, bound in results[0]:
+        assert ((gradient.double() - exact).abs() <= bound).all()
+    assert all(same([g for g, _, _ in result], [g for g, _, _ in results[0]]) for result in results)
+
+
+def _branches_like_stock(options: dict[str, Any]) -> bool:
+    options = {"find_unused_parameters": True, **options}
+    hooked = train(Branches(), with_hook("gradient_allreduce"), **options)
+    assert hooked[0]["branches.4.weight"] is None
+    assert hooked[0]["branches.1.weight"] is not None
+    return same(hooked, _stock(Branches(), **options))
+
+
+@pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True}], ids=str)
+def test_unused_parameters_that_differ_by_rank(two: RankPool, options: dict[str, Any]) -> None:
+    assert all(two.run(_branches_like_stock, options))
+
+
+def _watched(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The same training three times: watched, and with either form of the hook."""
+    make = {"perceptron": perceptron, "branches": Branches}[model]
+    spy = Spy("bytegrad", hierarchical=False)
+    watched = train(make(), spy.register, **options)
+    registered = train(make(), with_hook("bytegrad", hierarchical=False), **options)
+    return {"given": spy.given, "results": spy.results, "watched": watched, "registered": registered}
+
+
+def _check_watched(runs: list[dict[str, Any]]) -> None:
+    for number, result in enumerate(runs[0]["results"]):
+        assert same(result, defined_result([run["given"][number] for run in runs])), f"bucket {number}"
+    for run in runs:
+        assert same(run["watched"], run["registered"])
+        assert same(run["registered"], runs[0]["registered"])
+
+
+@in_every_mode
+def test_bytegrad_is_as_defined(peers: RankPool, mode: str) -> None:
+    _check_watched(peers.run(_watched, "perceptron", MODES[mode]))
+
+
+def test_bytegrad_with_unused_parameters(peers: RankPool) -> None:
+    _check_watched(peers.run(_watched, "branches", {"find_unused_parameters": True, **SMALL_BUCKETS}))
+
+
+def _bare_linear(algorithm: str) -> bool:
+    torch.manual_seed(0)
+    model = nn.Linear(23, 7)
+    options = {} if algorithm == "gradient_allreduce" else {"hierarchical": False}
+    hooked = train(model, with_hook(algorithm, **options))
+    if algorithm == "gradient_allreduce":
+        return same(hooked, _stock(model))
+    alone = copy.deepcopy(model)
+    loss_of(alone, 0).backward()
+    assert not torch.equal(alone.weight.grad, hooked[0]["weight"])
+    hooked_weight = hooked[0]["weight"]
+    assert hooked_weight is not None
+    others = [torch.empty_like(hooked_weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, hooked_weight)
+    return all(torch.equal(other, hooked_weight) for other in others)
+
+
+# The original never synchronised these.
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_parameters_of_the_root_module_are_reduced(two: RankPool, algorithm: str) -> None:
+    assert all(two.run(_bare_linear, algorithm))
+
+
+def _accumulate(algorithm: str, options: dict[str, Any], as_view: bool) -> list[Tensor]:
+    ddp = DDP(Leaves(1003), gradient_as_bucket_view=as_view)
+    handle = bagua.register_comm_hook(ddp, algorithm, **options)
+    rank, results = dist.get_rank(), []
+    for step in range(2):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp([random_gradient(1003, rank, step)]).backward()
+        assert same(ddp.module.leaves[0].grad, random_gradient(1003, rank, step))
+        ddp([random_gradient(1003, rank + 10, step)]).backward()
+        results.append(ddp.module.leaves[0].grad.clone())
+    assert handle.stats()["steps"] == 2
+    return results
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["own_gradients", "bucket_views"])
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_gradients_accumulated_under_no_sync_are_reduced_once(two: RankPool, algorithm: str, as_view: bool) -> None:
+    options = {"hierarchical": False} if algorithm == "bytegrad" else {}
+    for results in two.run(_accumulate, algorithm, options, as_view):
+        for step, result in enumerate(results):
+            given = [random_gradient(1003, r, step) + random_gradient(1003, r + 10, step) for r in range(2)]
+            assert same(result, defined_result(given) if algorithm == "bytegrad" else (given[0] + given[1]) / 2)
+
+
+def _two_models() -> None:
+    first, second = perceptron(), nn.Sequential(nn.Linear(23, 13), nn.Linear(13, 3))
+    apart = [
+        train(first, with_hook("bytegrad", hierarchical=False), steps=1)[0],
+        train(second, with_hook("gradient_allreduce"), steps=1)[0],
+    ]
+    together = [DDP(copy.deepcopy(first)), DDP(copy.deepcopy(second)), DDP(copy.deepcopy(second))]
+    bagua.register_comm_hook(together[0], "bytegrad", hierarchical=False)
+    bagua.register_comm_hook(together[1], "gradient_allreduce")
+    # One backward pass through all three, the last of them without a hook.
+    torch.stack([loss_of(ddp, 0) for ddp in together]).sum().backward()
+    assert same(gradients_of(together[0]), apart[0])
+    assert same(gradients_of(together[1]), apart[1])
+    assert same(gradients_of(together[2]), apart[1])
+
+
+def test_several_models_of_one_process_do_not_meet(two: RankPool) -> None:
+    two.run(_two_models)
+
+
+def _cast(dtype: torch.dtype, algorithm: str) -> tuple[Tensor, Tensor]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ddp = DDP(Leaves(501, 96, dtype=dtype))
+    bagua.register_comm_hook(ddp, algorithm)
+    ddp([random_gradient(501, rank, 1, dtype), random_gradient(96, rank, 1, dtype)]).backward()
+    result = torch.cat([leaf.grad for leaf in ddp.module.leaves])
+    assert result.dtype == dtype
+    all_given = [torch.cat([random_gradient(n, r, 1, dtype) for n in (501, 96)]).double() for r in range(size)]
+    return result, torch.stack(all_given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_gradients_of_other_dtypes(peers: RankPool, dtype: torch.dtype, algorithm: str) -> None:
+    # On one host bytegrad is in full precision too (the coded form is in test_bytegrad_definition.py).
+    results = peers.run(_cast, dtype, algorithm)
+    for result, given in results:
+        bound = given.abs().sum(0) * len(given) * torch.finfo(dtype).eps
+        assert ((result.double() - given.mean(0)).abs() <= bound).all()
+        assert torch.equal(result, results[0][0])
+
+
+def _scaled_training(overflow_on: int, algorithm: str, options: dict[str, Any]) -> list[tuple[float, list[Tensor]]]:
+    model = perceptron()
+    ddp = DDP(model)
+    bagua.register_comm_hook(ddp, algorithm, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    history = []
+    for step in range(3):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 1 and dist.get_rank() == overflow_on else 1.0
+        scaler.scale(loss_of(ddp, step) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        history.append((scaler.get_scale(), [p.detach().clone() for p in model.parameters()]))
+    return history
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    peers: RankPool, algorithm: str, options: dict[str, Any]
+) -> None:
+    histories = peers.run(_scaled_training, peers.world_size - 1, algorithm, options)
+    for history in histories:
+        assert [scale for scale, _ in history] == [1024.0, 512.0, 512.0]
+        weights = [weights for _, weights in history]
+        assert same(weights[0], weights[1]), "the step was taken"
+        assert not same(weights[1], weights[2])
+        assert same(weights, [w for _, w in histories[0]])
+
+
+def _sparse(algorithm: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(50, 9, sparse=True, mode="sum"), nn.Linear(9, 4))
+    ddp = DDP(copy.deepcopy(model))
+    bagua.register_comm_hook(ddp, algorithm, **options)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batches = [torch.randint(0, 50, (5, 3), generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    result = torch.empty(0)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(batches[rank]).square().mean().backward()
+        result = ddp.module[0].weight.grad
+        assert result.is_sparse
+    exact = torch.zeros(50, 9, dtype=torch.float64)
+    for batch in batches:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        exact += model[0].weight.grad.to_dense().double()
+    return result.to_dense(), exact / size
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
+)
+def test_sparse_gradients_are_averaged_in_full_precision(
+    peers: RankPool, algorithm: str, options: dict[str, Any]
+) -> None:
+    for result, exact in peers.run(_sparse, algorithm, options):
+        torch.testing.assert_close(result.double(), exact, rtol=8e-7, atol=1e-9)  # a few additions of float32
+
+
+def _uneven(algorithm: str, options: dict[str, Any]) -> list[Tensor]:
+    ddp = DDP(Leaves(1003))
+    bagua.register_comm_hook(ddp, algorithm, **options)
+    results = []
+    with ddp.join():
+        for step in range(2 + dist.get_rank()):
+            ddp.zero_grad()
+            ddp([random_gradient(1003, dist.get_rank(), step)]).backward()
+            results.append(ddp.module.leaves[0].grad.clone())
+    return results
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
+)
+def test_join_counts_ranks_without_input_as_zeros(two: RankPool, algorithm: str, options: dict[str, Any]) -> None:
+    first, second = two.run(_uneven, algorithm, options)
+    assert len(first) == 2
+    assert same(first, second[:2])
+    given = [torch.zeros(1003), random_gradient(1003, 1, 2)]
+    assert same(second[2], defined_result(given) if algorithm == "bytegrad" else given[1] / 2)
+
+
+def _join_with_the_other_division() -> None:
+    ddp = DDP(Leaves(3))
+    bagua.register_comm_hook(ddp, "gradient_allreduce")
+    with (
+        pytest.raises(RuntimeError, match=r"divide_by_initial_world_size=False.* not supported"),
+        ddp.join(divide_by_initial_world_size=False),
+    ):
+        ddp([torch.ones(3)])
+
+
+def test_join_that_divides_by_the_ranks_left_raises(two: RankPool) -> None:
+    two.run(_join_with_the_other_division)
+
+
+def _both_forms(algorithm: str, options: dict[str, Any]) -> bool:
+    return same(
+        train(perceptron(), with_hook(algorithm, **options), **SMALL_BUCKETS),
+        train(perceptron(), with_two_argument_hook(algorithm, **options), **SMALL_BUCKETS),
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("gradient_allreduce", {}), ("bytegrad", {}), ("bytegrad", {"hierarchical": False, "average": False})],
+    ids=str,
+)
+def test_the_two_argument_form_gives_the_same_bits(peers: RankPool, algorithm: str, options: dict[str, Any]) -> None:
+    assert all(peers.run(_both_forms, algorithm, options))

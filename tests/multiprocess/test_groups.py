@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of some of the ranks, and groups beside each other."""
+
+import inspect
+import itertools
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, run_ranks
+
+_needs_cpu_split = pytest.mark.skipif(
+    'torch.device("cuda")' in inspect.getsource(dist.split_group),
+    reason=f"torch {torch.__version__} splits only groups that are bound to an accelerator",
+)
+
+
+def _sum_over(group: dist.ProcessGroup | None, value: float) -> float:
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def _every_subset() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for count in range(1, size + 1):
+        for members in itertools.combinations(range(size), count):
+            group: Any = dist.new_group(list(members))
+            if rank in members:
+                assert dist.get_group_rank(group, rank) == members.index(rank)
+                assert dist.get_process_group_ranks(group) == list(members)
+                assert _sum_over(group, float(rank)) == sum(members)
+                tensor = torch.tensor([float(rank)])
+                dist.broadcast(tensor, src=members[-1], group=group)
+                assert tensor.item() == members[-1]
+                dist.destroy_process_group(group)
+    assert _sum_over(None, 1.0) == size
+
+
+def test_group_of_every_subset_of_ranks(ranks: RankPool) -> None:
+    ranks.run(_every_subset)
+
+
+def _groups_in_different_order() -> None:
+    """Groups do not wait for each other: ranks may issue on two of them in opposite orders."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups: list[Any] = [dist.new_group(list(range(size))) for _ in range(2)]
+    tensors = [torch.full((1000,), float(rank + 1)), torch.full((1000,), float(10 * (rank + 1)))]
+    order = (0, 1) if rank % 2 == 0 else (1, 0)
+    works: list[Any] = [dist.all_reduce(tensors[index], group=groups[index], async_op=True) for index in order]
+    for work in works:
+        work.wait()
+    total = size * (size + 1) / 2
+    assert (tensors[0] == total).all()
+    assert (tensors[1] == 10 * total).all()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_two_groups_used_in_opposite_orders(peers: RankPool) -> None:
+    peers.run(_groups_in_different_order)
+
+
+def _point_to_point_in_a_group() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    members = [size - 1, 0]  # neither starting at zero nor sorted
+    group: Any = dist.new_group(members)
+    if rank == 0:
+        dist.send(torch.tensor([5.0]), size - 1, group=group)
+    elif rank == size - 1:
+        received = torch.empty(1)
+        assert dist.recv(received, 0, group=group) == 0
+        assert received.item() == 5.0
+    if rank in members:
+        dist.destroy_process_group(group)
+
+
+def test_messages_in_a_group_use_global_ranks(peers: RankPool) -> None:
+    peers.run(_point_to_point_in_a_group)
+
+
+def _subgroups() -> None:
+    rank = dist.get_rank()
+    mine, groups = dist.new_subgroups(group_size=2)
+    assert _sum_over(mine, float(rank)) == (1.0 if rank < 2 else 5.0)
+    assert len(groups) == 2
+    dist.destroy_process_group(mine)
+
+
+def test_new_subgroups(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[4].run(_subgroups)
+
+
+def _split() -> None:
+    rank = dist.get_rank()
+    child: Any = dist.split_group(split_ranks=[[0, 2], [1, 3]], timeout=timedelta(seconds=20))
+    assert child is not None
+    assert dist.get_process_group_ranks(child) == [rank % 2, rank % 2 + 2]
+    assert _sum_over(child, float(rank)) == 2 * (rank % 2) + 2
+    grandchild: Any = dist.split_group(parent_pg=child, split_ranks=[[0], [1]])
+    assert _sum_over(grandchild, float(rank)) == rank
+    assert _sum_over(None, 1.0) == 4
+    dist.destroy_process_group(grandchild)
+    dist.destroy_process_group(child)
+
+
+@_needs_cpu_split
+def test_split_group(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[4].run(_split)
+
+
+def _split_leaving_some_out() -> None:
+    rank = dist.get_rank()
+    child: Any = dist.split_group(split_ranks=[[0, 1, 2]])
+    if rank < 3:
+        assert _sum_over(child, 1.0) == 3
+        dist.destroy_process_group(child)
+    assert _sum_over(None, 1.0) == 4
+
+
+@_needs_cpu_split
+def test_split_group_may_leave_ranks_out(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[4].run(_split_leaving_some_out)
+
+
+def _initialise_again(folder: str) -> None:
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    for turn in range(3):
+        dist.destroy_process_group()
+        store = dist.FileStore(os.path.join(folder, f"store-{turn}"), size)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        assert _sum_over(None, 1.0) == size
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_default_group_can_be_initialised_again(
+    request: pytest.FixtureRequest, tmp_path: object, size: int
+) -> None:
+    run_ranks(size, _initialise_again, str(tmp_path), backend=request.config.getoption("--backend"))
+
+
+def _operation_in_flight_at_the_end(folder: str) -> None:
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    tensor = torch.ones(100_000)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    dist.destroy_process_group()
+    with pytest.raises((RuntimeError, ValueError), match="process group"):
+        dist.all_reduce(tensor)
+    store = dist.FileStore(os.path.join(folder, "again"), size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    assert _sum_over(None, 1.0) == size
+
+
+def test_destroyed_group_refuses_operations(request: pytest.FixtureRequest, tmp_path: object) -> None:
+    run_ranks(2, _operation_in_flight_at_the_end, str(tmp_path), backend=request.config.getoption("--backend"))

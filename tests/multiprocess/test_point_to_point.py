@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between two ranks on CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from reference import DTYPES, values
+
+
+def _send_between_all(dtype: torch.dtype) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for source in range(size):
+        for destination in range(size):
+            message = values(dtype, (3, 7), size * source + destination)
+            if rank == source and source != destination:
+                dist.send(message, destination)
+            elif rank == destination and source != destination:
+                received = torch.empty_like(message)
+                assert dist.recv(received, source) == source
+                assert torch.equal(received, message)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_send_between_every_two_ranks(peers: RankPool, dtype: torch.dtype) -> None:
+    peers.run(_send_between_all, dtype)
+
+
+def _ring_with_isend_and_irecv() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = torch.empty(1000)
+    works: list[Any] = [
+        dist.isend(torch.full((1000,), float(rank)), (rank + 1) % size),
+        dist.irecv(received, (rank - 1) % size),
+    ]
+    for work in works:
+        work.wait()
+    assert (received == (rank - 1) % size).all()
+
+
+def test_ring_of_isend_and_irecv(peers: RankPool) -> None:
+    peers.run(_ring_with_isend_and_irecv)
+
+
+def _tags_out_of_order() -> None:
+    """Rank 0 sends three tags in one order, the others receive them in the opposite order."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        works: list[Any] = [
+            dist.isend(torch.tensor([tag]), peer, tag=tag) for peer in range(1, size) for tag in (1, 2, 3)
+        ]
+        for work in works:
+            work.wait()
+    else:
+        for tag in (3, 2, 1):
+            received = torch.zeros(1, dtype=torch.int64)
+            dist.recv(received, 0, tag=tag)
+            assert received.item() == tag
+
+
+def test_tags_match_whatever_the_order(peers: RankPool) -> None:
+    peers.run(_tags_out_of_order)
+
+
+def _receive_before_send_is_issued() -> None:
+    """A pending receive holds up neither a collective nor a send that is issued after it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = torch.empty(5)
+    pending: Any = dist.irecv(received, (rank - 1) % size)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [size] * 3
+    dist.send(torch.full((5,), float(rank)), (rank + 1) % size)
+    pending.wait()
+    assert (received == (rank - 1) % size).all()
+
+
+def test_pending_receive_holds_up_no_later_operation(peers: RankPool) -> None:
+    peers.run(_receive_before_send_is_issued)
+
+
+def _receive_from_anyone() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank != 0:
+        dist.send(torch.tensor([rank]), 0)
+        return
+    sources = set()
+    for _ in range(size - 1):
+        received = torch.zeros(1, dtype=torch.int64)
+        source = dist.recv(received)
+        assert received.item() == source
+        sources.add(source)
+    assert sources == set(range(1, size))
+
+
+def test_receive_from_anyone_tells_the_source(peers: RankPool) -> None:
+    peers.run(_receive_from_anyone)
+
+
+def _batch() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent = [torch.full((3, 5), float(size * rank + peer)) for peer in range(size)]
+    received = [torch.full((3, 5), -1.0) for _ in range(size)]
+    operations = []
+    for peer in range(size):
+        if peer != rank:
+            operations.append(dist.P2POp(dist.isend, sent[peer], peer))
+            operations.append(dist.P2POp(dist.irecv, received[peer], peer))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    for peer in range(size):
+        assert (received[peer] == (-1.0 if peer == rank else size * peer + rank)).all()
+
+
+def test_batch_isend_irecv_between_all(peers: RankPool) -> None:
+    peers.run(_batch)
+
+
+def _empty_message() -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.send(torch.empty(0), 1)
+    elif rank == 1:
+        dist.recv(torch.empty(0), 0)
+
+
+def test_empty_message(peers: RankPool) -> None:
+    peers.run(_empty_message)
+
+
+def _large_exchange() -> None:
+    """Both sides send first: neither may wait for the other's receive."""
+    rank = dist.get_rank()
+    if rank > 1:
+        return
+    message, received = torch.full((1_000_003,), float(rank)), torch.empty(1_000_003)
+    sending: Any = dist.isend(message, 1 - rank)
+    dist.recv(received, 1 - rank)
+    sending.wait()
+    assert (received == 1 - rank).all()
+
+
+def test_two_ranks_exchange_large_messages(peers: RankPool) -> None:
+    peers.run(_large_exchange)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registering backend and hooks: without an import, wrongly, twice; failures in the middle of a step."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from hooked_models import (
+    Leaves,
+    loss_of,
+    new_group,
+    perceptron,
+    random_gradient,
+    same,
+    train,
+    with_hook,
+)
+from ranks import RankPool, run_ranks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+# --- wrong use of hooks ---
+
+
+def _second_hook() -> None:
+    ddp = DDP(perceptron())
+    bagua.register_comm_hook(ddp, "bytegrad")
+    with pytest.raises(RuntimeError, match="already has a communication hook"):
+        bagua.register_comm_hook(ddp, "gradient_allreduce")
+    with pytest.raises(RuntimeError, match=r"once|already"):
+        ddp.register_comm_hook(*bagua.comm_hook("bytegrad"))
+    other = DDP(perceptron())
+    other.register_comm_hook(*bagua.comm_hook("bytegrad"))
+    with pytest.raises(RuntimeError, match="already has a communication hook"):
+        bagua.register_comm_hook(other, "bytegrad")
+    for model in (ddp, other):
+        loss_of(model, 0).backward()
+
+
+def test_a_second_hook_raises(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_second_hook)
+
+
+def _python_reducer() -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = DDP(perceptron())
+    with pytest.raises(RuntimeError, match="python_reducer"):
+        bagua.register_comm_hook(ddp, "bytegrad")
+
+
+def test_the_python_reducer_raises(rank_pools: dict[int, RankPool]) -> None:
+    # Ranks of its own: the reducer changes settings of torch for good.
+    run_ranks(1, _python_reducer)
+
+
+def _disagree(what: str) -> None:
+    rank = dist.get_rank()
+    odd = rank == dist.get_world_size() - 1
+    # A group per rank: DDP itself would notice different models.
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    ddp = DDP(Leaves(5, 3) if odd and what == "models" else Leaves(5, 4), process_group=alone)
+    name = "gradient_allreduce" if odd and what == "algorithms" else "bytegrad"
+    options = {"average": not odd} if what == "options" else {}
+    with pytest.raises(ValueError, match=f"rank {dist.get_world_size() - 1} registered") as error:
+        bagua.register_comm_hook(ddp, name, process_group=dist.group.WORLD, **options)
+    assert f"rank {rank} has" in str(error.value)
+    # Nothing was registered: the right call still works.
+    same_model = DDP(Leaves(5, 4))
+    bagua.register_comm_hook(same_model, "bytegrad")
+    same_model([torch.ones(5), torch.ones(4)]).backward()
+    dist.destroy_process_group(alone)
+
+
+@pytest.mark.parametrize("what", ["algorithms", "options", "models"])
+def test_ranks_that_disagree_raise_everywhere(peers: RankPool, what: str) -> None:
+    peers.run(_disagree, what)
+
+
+def _explicit_group() -> None:
+    rank = dist.get_rank()
+    half = [0, 1] if rank < 2 else [2, 3]
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ddp = DDP(Leaves(97))
+    bagua.register_comm_hook(ddp, "gradient_allreduce", process_group=halves[rank // 2])
+    ddp([random_gradient(97, rank)]).backward()
+    expected = (random_gradient(97, half[0]) + random_gradient(97, half[1])) / 2
+    assert torch.equal(ddp.module.leaves[0].grad, expected)
+    dist.destroy_process_group(halves[rank // 2])
+
+
+def test_a_hook_may_have_another_group_than_the_model(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[4].run(_explicit_group)
+
+
+def _registered_before_the_group(store: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    hook = bagua.comm_hook("bytegrad", hierarchical=False)
+    dist.init_process_group("bagua", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    lazily = train(perceptron(), lambda ddp: ddp.register_comm_hook(*hook))
+    assert hook[0].stats()["steps"] == 3
+    assert same(lazily, train(perceptron(), with_hook("bytegrad", hierarchical=False)))
+
+
+def test_a_hook_may_be_made_before_the_process_group(tmp_path: Path) -> None:
+    run_ranks(2, _registered_before_the_group, str(tmp_path / "store"))
+
+
+# --- wrong use of the backend ---
+
+
+def test_without_a_launcher_torch_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = []
+    for backend in ("bagua", "gloo"):
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(ValueError, match="environment variable RANK expected") as error:
+            dist.init_process_group(backend)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert not dist.is_initialized()
+
+
+def _group_options() -> None:
+    for wrong in (object(), {"timeout": 3}):
+        with pytest.raises(TypeError, match=r"bagua\.Options, got"):
+            dist.new_group(pg_options=wrong)
+    options = bagua.Options(is_high_priority_stream=True)
+    cpu = torch.device("cpu")
+    with new_group(pg_options=options, timeout=timedelta(seconds=17)) as group:
+        own = group._get_backend(cpu).options
+        assert own.is_high_priority_stream
+        assert own._timeout == timedelta(seconds=17)
+        assert own.global_ranks_in_group == list(range(dist.get_world_size()))
+    with new_group() as group:
+        assert not group._get_backend(cpu).options.is_high_priority_stream
+    assert options.is_high_priority_stream
+    dist.barrier()
+
+
+def test_group_options_are_carried_to_new_groups(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_group_options)
+
+
+def _default_group_options(store: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    arguments = {"rank": rank, "world_size": size}
+    with pytest.raises(TypeError, match=r"bagua\.Options, got"):
+        dist.init_process_group("bagua", store=dist.FileStore(store + "1", size), pg_options=object(), **arguments)
+    assert not dist.is_initialized()
+    options = bagua.Options(is_high_priority_stream=True)
+    dist.init_process_group("bagua", store=dist.FileStore(store + "2", size), pg_options=options, **arguments)
+    default = dist.group.WORLD
+    assert default is not None
+    assert default._get_backend(torch.device("cpu")).options.is_high_priority_stream
+
+
+def test_options_of_the_default_group(tmp_path: Path) -> None:
+    run_ranks(2, _default_group_options, str(tmp_path / "store"))
+
+
+def _destroy_twice() -> tuple[str, str]:
+    dist.destroy_process_group()
+    try:
+        dist.destroy_process_group()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_destroying_the_group_twice_is_as_with_gloo() -> None:
+    assert run_ranks(2, _destroy_twice, backend="bagua") == run_ranks(2, _destroy_twice, backend="gloo")
+
+
+# --- failures in the middle of a step ---
+
+
+def _raise_in_backward(then_exit: bool) -> str:
+    rank = dist.get_rank()
+    ddp = DDP(perceptron())
+    bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
+    loss_of(ddp, 0).backward()
+
+    def planted(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("planted")
+
+    if rank == 1:
+        ddp.module[0].weight.register_hook(planted)
+    try:
+        loss_of(ddp, 1).backward()
+    except ArithmeticError:
+        if then_exit:
+            os._exit(3)
+        return "planted"
+    except dist.DistBackendError as error:
+        return str(error)
+    return "finished"
+
+
+@pytest.mark.parametrize("then_exit", [False, True], ids=["stays", "dies"])
+def test_an_exception_on_one_rank_ends_the_others(then_exit: bool) -> None:
+    # Whole seconds before the others may give up if the rank stays; they notice at once if it dies.
+    errors = run_ranks(
+        3, _raise_in_backward, then_exit, group_timeout=4.0, timeout=30.0, dying={1} if then_exit else ()
+    )
+    assert errors[1] == (None if then_exit else "planted")
+    for rank in (0, 2):
+        assert "reduce_bucket" in errors[rank]
+        assert f"rank {rank}" in errors[rank]
+
+
+# --- scripts ---
+
+
+def _run_script(script: str, ranks: int, tmp_path: Path, timeout: float = 100.0) -> list[str]:
+    """Outputs of a script on each rank; rendezvous over a file."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "STORE": str(tmp_path / "store")},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank, process in enumerate(processes):
+        assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{outputs[rank]}"
+    return outputs
+
+
+def _skip_unless_installed() -> None:
+    try:
+        distribution("bagua")
+    except PackageNotFoundError:
+        pytest.skip("the distribution 'bagua' is not installed: torch finds its entry points after `make setup`")
+
+
+_WITHOUT_IMPORT = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+assert not {"bagua", "bagua._C", "bagua._native"} & set(sys.modules), "import torch loads bagua"
+dist.init_process_group(backend="bagua", init_method="file://" + os.environ["STORE"],
+                        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+assert dist.get_backend() == "bagua", dist.get_backend()
+tensor = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(tensor)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+model(tensor).sum().backward()
+print("sum", tensor.tolist(), model.module.weight.grad.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_never_imports_bagua(tmp_path: Path) -> None:
+    _skip_unless_installed()
+    for output in _run_script(_WITHOUT_IMPORT, 2, tmp_path):
+        assert "sum [3.0, 3.0, 3.0] [[3.0, 3.0, 3.0]]" in output
+
+
+_IMPORT_TORCH = """
+import sys, time
+import torch
+print(*[name for name in sys.modules if name.split(".")[0] in ("bagua", "bagua_autoload")])
+for name in [name for name in sys.modules if name == "bagua_autoload"]:
+    del sys.modules[name]
+begin = time.perf_counter()
+import bagua_autoload
+bagua_autoload.register_at_import()
+print(time.perf_counter() - begin)
+"""
+
+
+def test_import_torch_loads_only_what_registers(tmp_path: Path) -> None:
+    _skip_unless_installed()
+    loaded, seconds = _run_script(_IMPORT_TORCH, 1, tmp_path)[0].splitlines()
+    assert set(loaded.split()) <= {"bagua_autoload"}
+    assert float(seconds) < 0.1  # torch itself takes more than a second
+
+
+_EXIT_WITHOUT_DESTROY = """
+import os
+import bagua
+import torch
+import torch.distributed as dist
+
+dist.init_process_group(backend="bagua", init_method="file://" + os.environ["STORE"],
+                        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
+for _ in range(3):
+    model(torch.ones(3)).sum().backward()
+print("steps", handle.stats()["steps"])
+"""
+
+
+def test_a_script_may_end_without_destroying_the_group(tmp_path: Path) -> None:
+    for output in _run_script(_EXIT_WITHOUT_DESTROY, 2, tmp_path):
+        assert "steps 3" in output
+        assert "terminate" not in output

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong input raises before anything is communicated: the message says where, and the group stays usable."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor
+
+# What torch.distributed, and below it the backend, may raise for an argument.
+ARGUMENT_ERRORS = (ValueError, TypeError, RuntimeError, IndexError)
+
+
+def _transposed() -> Tensor:
+    return torch.ones(4, 6).t()
+
+
+def _like_ranks(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.ones(shape, dtype=dtype) for _ in range(count)]
+
+
+# Operation as its message calls it -> the wrong call. They run on every rank, with the number of ranks.
+NON_CONTIGUOUS: dict[str, Callable[[int], Any]] = {
+    "all_reduce": lambda size: dist.all_reduce(_transposed()),
+    "broadcast": lambda size: dist.broadcast(_transposed(), 0),
+    "reduce": lambda size: dist.reduce(_transposed(), 0),
+    "all_gather": lambda size: dist.all_gather(_like_ranks(size, 6, 4), _transposed()),
+    "all_gather_into_tensor": lambda size: dist.all_gather_into_tensor(torch.ones(6 * size, 4), _transposed()),
+    "reduce_scatter": lambda size: dist.reduce_scatter(_transposed(), _like_ranks(size, 6, 4)),
+    "reduce_scatter_tensor": lambda size: dist.reduce_scatter_tensor(_transposed(), torch.ones(6 * size, 4)),
+    "all_to_all": lambda size: dist.all_to_all([_transposed()] * size, _like_ranks(size, 6, 4)),
+    "all_to_all_single": lambda size: dist.all_to_all_single(torch.ones(4 * size, 6), torch.ones(6, 4 * size).t()),
+    "gather": lambda size: dist.gather(_transposed(), _like_ranks(size, 6, 4) if dist.get_rank() == 0 else None),
+    "scatter": lambda size: dist.scatter(_transposed(), _like_ranks(size, 6, 4) if dist.get_rank() == 0 else None),
+    "send": lambda size: dist.send(_transposed(), (dist.get_rank() + 1) % size),
+    "recv": lambda size: dist.recv(_transposed(), (dist.get_rank() + 1) % size),
+}
+
+OTHERWISE_WRONG: dict[str, tuple[str, Callable[[int], Any]]] = {
+    "output of all_gather_into_tensor is too small": (
+        "all_gather_into_tensor",
+        lambda size: dist.all_gather_into_tensor(torch.ones(3 * size - 1), torch.ones(3)),
+    ),
+    "output of all_gather_into_tensor has another dtype": (
+        "all_gather_into_tensor",
+        lambda size: dist.all_gather_into_tensor(torch.ones(3 * size, dtype=torch.float64), torch.ones(3)),
+    ),
+    "all_gather has an output too many": (
+        "all_gather",
+        lambda size: dist.all_gather(_like_ranks(size + 1, 3), torch.ones(3)),
+    ),
+    "input of reduce_scatter_tensor does not divide": (
+        "reduce_scatter_tensor",
+        lambda size: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(3 * size + 1)),
+    ),
+    "reduce_scatter has an input too few": (
+        "reduce_scatter",
+        lambda size: dist.reduce_scatter(torch.ones(3), _like_ranks(size - 1, 3) or [torch.ones(4)]),
+    ),
+    "splits of all_to_all_single exceed the input": (
+        "all_to_all_single",
+        lambda size: dist.all_to_all_single(torch.ones(2 * size), torch.ones(2 * size), [2] * size, [3] * size),
+    ),
+    "splits of all_to_all_single are too few": (
+        "all_to_all_single",
+        lambda size: dist.all_to_all_single(
+            torch.ones(2 * size), torch.ones(2 * size), [2] * size, [2] * (size - 1) or [3]
+        ),
+    ),
+    "all_to_all has an output too many": (
+        "all_to_all",
+        lambda size: dist.all_to_all(_like_ranks(size + 1, 3), _like_ranks(size, 3)),
+    ),
+    "root of broadcast is no rank": ("broadcast", lambda size: dist.broadcast(torch.ones(3), size)),
+    "root of reduce is no rank": ("reduce", lambda size: dist.reduce(torch.ones(3), size + 5)),
+    "destination of send is no rank": ("send", lambda size: dist.send(torch.ones(3), size)),
+    "destination of send is negative": ("send", lambda size: dist.send(torch.ones(3), -1)),
+    "source of recv is no rank": ("recv", lambda size: dist.recv(torch.ones(3), size)),
+}
+
+# torch.distributed refuses these itself; what matters is that the group is not harmed.
+REFUSED_BY_TORCH: dict[str, Callable[[int], Any]] = {
+    "all_gather with other dtypes": lambda size: dist.all_gather(
+        _like_ranks(size, 3, dtype=torch.float64), torch.ones(3)
+    ),
+    "all_to_all_single with another dtype": lambda size: dist.all_to_all_single(
+        torch.ones(size, dtype=torch.int64), torch.ones(size)
+    ),
+    "reduce_scatter with other dtypes": lambda size: dist.reduce_scatter(
+        torch.ones(3), _like_ranks(size, 3, dtype=torch.int32)
+    ),
+    "no tensor at all": lambda size: dist.all_reduce([1.0, 2.0]),  # type: ignore[call-overload]
+    "send to itself": lambda size: dist.send(torch.ones(3), dist.get_rank()),
+}
+
+
+def _assert_usable() -> None:
+    tensor = torch.full((3,), float(dist.get_rank()))
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [sum(range(dist.get_world_size()))] * 3
+
+
+def _assert_named(error: BaseException, operation: str) -> None:
+    message = str(error)
+    assert operation in message, message
+    assert f"rank {dist.get_rank()}" in message, message
+
+
+def _non_contiguous(operation: str) -> None:
+    with pytest.raises(ARGUMENT_ERRORS, match="contiguous") as caught:
+        NON_CONTIGUOUS[operation](dist.get_world_size())
+    _assert_named(caught.value, operation)
+    _assert_usable()
+
+
+@pytest.mark.parametrize("operation", NON_CONTIGUOUS)
+def test_non_contiguous_tensor(peers: RankPool, operation: str) -> None:
+    peers.run(_non_contiguous, operation)
+
+
+def _otherwise_wrong(case: str) -> None:
+    operation, call = OTHERWISE_WRONG[case]
+    with pytest.raises(ARGUMENT_ERRORS) as caught:
+        call(dist.get_world_size())
+    _assert_named(caught.value, operation)
+    _assert_usable()
+
+
+@pytest.mark.parametrize("case", OTHERWISE_WRONG)
+def test_wrong_sizes_dtypes_and_ranks(ranks: RankPool, case: str) -> None:
+    ranks.run(_otherwise_wrong, case)
+
+
+def _refused_by_torch(case: str) -> None:
+    with pytest.raises(ARGUMENT_ERRORS):
+        REFUSED_BY_TORCH[case](dist.get_world_size())
+    _assert_usable()
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_TORCH)
+def test_input_that_torch_refuses(ranks: RankPool, case: str) -> None:
+    ranks.run(_refused_by_torch, case)
+
+
+def _wrong_on_one_rank() -> None:
+    if dist.get_rank() == 1:
+        with pytest.raises(ARGUMENT_ERRORS, match="contiguous"):
+            dist.all_reduce(_transposed())
+    _assert_usable()
+
+
+def test_wrong_call_on_one_rank_does_not_disturb_the_others(peers: RankPool) -> None:
+    peers.run(_wrong_on_one_rank)
+
+
+def _wrong_asynchronously() -> None:
+    with pytest.raises(ARGUMENT_ERRORS, match="contiguous"):
+        dist.all_reduce(_transposed(), async_op=True).wait()
+    _assert_usable()
+
+
+def test_wrong_input_of_an_asynchronous_operation(ranks: RankPool) -> None:
+    ranks.run(_wrong_asynchronously)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inside of one rank: see ranks.py."""
+
+import faulthandler
+import functools
+import importlib.util
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+
+class Settings(NamedTuple):
+    rank: int
+    world_size: int
+    backend: str
+    env: Mapping[str, str]
+    folder: str
+    group_timeout: float
+
+
+class Reply(NamedTuple):
+    rank: int
+    when: float  # on the clock that all processes share
+    result: Any
+    error: str
+    exited: bool = False
+
+
+def output_path(settings: Settings) -> Path:
+    return Path(settings.folder, f"output-{settings.rank}.txt")
+
+
+def main(settings: Settings, connection: Connection) -> None:
+    with output_path(settings).open("w") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    os.environ.update(settings.env)
+    os.environ.update(RANK=str(settings.rank), LOCAL_RANK=str(settings.rank), WORLD_SIZE=str(settings.world_size))
+    started = False
+    while request := _next_request(connection):
+        function, arguments, timeout = pickle.loads(request)
+        # Prints the stack of every thread and ends the process: a hung rank cannot do it any other way.
+        faulthandler.dump_traceback_later(timeout, exit=True)
+        error, result = "", None
+        try:
+            if not started:
+                _initialise(settings)
+                started = True
+            result = _find(*function)(*pickle.loads(arguments))
+        except BaseException:  # even SystemExit is a failure of the test here
+            error = "\n" + traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(pickle.dumps(Reply(settings.rank, time.monotonic(), result, error)))
+    if started:
+        _destroy()
+
+
+def _next_request(connection: Connection) -> bytes:
+    try:
+        return connection.recv_bytes()
+    except EOFError:  # the parent is gone
+        return b""
+
+
+def _initialise(settings: Settings) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(settings.folder, "store")), settings.world_size)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        settings.backend,
+        store=store,
+        rank=settings.rank,
+        world_size=settings.world_size,
+        timeout=timedelta(seconds=settings.group_timeout),
+    )
+
+
+def _destroy() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@functools.cache
+def _find(module_name: str, file: str, qualified_name: str) -> Callable[..., Any]:
+    """The function, from the same file as in the parent: pytest's modules need not be importable by name."""
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    function: Any = module
+    for part in qualified_name.split("."):
+        function = getattr(function, part)
+    return cast("Callable[..., Any]", function)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names, options and types: what is refused before anything is sent."""
+
+import copy
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import bagua
+import pytest
+import torch
+from torch import nn
+
+
+def test_available_algorithms_are_sorted_names() -> None:
+    names = bagua.available_algorithms()
+    assert {"gradient_allreduce", "bytegrad"} <= set(names)
+    assert names == sorted(names)
+
+
+def test_the_list_of_algorithms_is_a_copy() -> None:
+    bagua.available_algorithms().clear()
+    assert bagua.available_algorithms()
+
+
+@pytest.mark.parametrize("name", ["", "byte_grad", "ByteGrad", "bytegrad "])
+def test_an_unknown_algorithm_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}'") as error:
+        bagua.comm_hook(name)
+    for known in bagua.available_algorithms():
+        assert known in str(error.value)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_an_unknown_option_is_refused_with_the_known_ones(algorithm: str) -> None:
+    with pytest.raises(ValueError, match=f"'{algorithm}' has no option 'averge'") as error:
+        bagua.comm_hook(algorithm, averge=True)
+    assert "average" in str(error.value)
+    assert "hierarchical" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [1, 0, 0.5, "False", None, [True], torch.tensor(True)], ids=repr)
+def test_an_option_of_a_wrong_type_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"hierarchical|incompatible"):
+        bagua.comm_hook("bytegrad", hierarchical=value)
+
+
+@pytest.mark.parametrize("name", [None, 3], ids=repr)
+def test_a_name_that_is_no_text_is_refused(name: Any) -> None:
+    with pytest.raises(TypeError):
+        bagua.comm_hook(name)
+
+
+@pytest.mark.parametrize("options", [{}, {"hierarchical": False}, {"hierarchical": False, "average": False}], ids=str)
+def test_options_of_a_right_type_are_taken(options: dict[str, bool]) -> None:
+    state, hook = bagua.comm_hook("bytegrad", **options)
+    assert state.stats() == {}
+    assert callable(hook)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), None, "model"], ids=lambda model: type(model).__name__)
+def test_a_model_that_is_not_wrapped_is_refused(model: Any) -> None:
+    with pytest.raises(TypeError, match=f"DistributedDataParallel, got {type(model).__name__}"):
+        bagua.register_comm_hook(model, "bytegrad")
+
+
+def test_names_and_options_are_checked_for_a_model_too() -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="no algorithm is named 'bytegard'"):
+        bagua.register_comm_hook(model, "bytegard")
+    with pytest.raises(ValueError, match="no option 'hierarchic'"):
+        bagua.register_comm_hook(model, "bytegrad", hierarchic=False)
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_the_state_of_a_hook_cannot_be_copied(duplicate: Any) -> None:
+    state, _ = bagua.comm_hook("bytegrad")
+    with pytest.raises(TypeError, match="cannot be pickled or deep-copied"):
+        duplicate(state)
+
+
+def test_a_hook_without_a_process_group_says_so() -> None:
+    state, _ = bagua.comm_hook("bytegrad")
+    bucket: Any = type("Bucket", (), {"buffer": lambda self: torch.zeros(3)})()
+    with pytest.raises((RuntimeError, ValueError), match="process group"):
+        state.run(bucket)
+
+
+def test_group_options_hold_what_they_are_given() -> None:
+    options = bagua.Options(timeout=timedelta(seconds=7), is_high_priority_stream=True)
+    assert options._timeout == timedelta(seconds=7)
+    assert options.is_high_priority_stream
+    assert not bagua.Options().is_high_priority_stream
+
+
+def test_a_copy_of_group_options_is_independent() -> None:
+    options = bagua.Options(is_high_priority_stream=True)
+    duplicate = copy.copy(options)
+    duplicate.is_high_priority_stream = False
+    assert options.is_high_priority_stream
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"timeout": "long"}, {"priority": 1}, {"is_high_priority_stream": "yes"}], ids=str
+)
+def test_wrong_group_options_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        bagua.Options(**arguments)
