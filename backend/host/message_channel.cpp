@@ -2,6 +2,7 @@
 #include "backend/host/message_channel.h"
 
 #include <ATen/core/jit_type.h>
+#include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
 #include <thread>
@@ -31,7 +32,8 @@ class MessageWork final : public c10d::Work {
       return true;
     }
     try {
-      transfer_->wait(timeout == kNoTimeout ? operation_.timeout : timeout);
+      const bool hasArrived = transfer_->wait(timeout == kNoTimeout ? operation_.timeout : timeout);
+      TORCH_CHECK_WITH(DistBackendError, hasArrived, "the message was aborted");
     } catch (...) {
       finish(withContext(std::current_exception(), operation_, group_));
       std::rethrow_exception(exception_);

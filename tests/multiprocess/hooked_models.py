@@ -98,11 +98,14 @@ class Spy:
 
 
 def _run_watched(spy: Spy, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    place = len(spy.given)
     spy.given.append(bucket.buffer().clone())
+    # Callbacks of several buckets come in any order.
+    spy.results.append(torch.empty(0))
 
     def keep(future: torch.futures.Future[torch.Tensor]) -> Tensor:
         result: Tensor = future.value()
-        spy.results.append(result.clone())
+        spy.results[place] = result.clone()
         return result
 
     return spy.hook(spy.state, bucket).then(keep)
