@@ -48,10 +48,10 @@ format: $(SETUP_STAMP)  ## rewrite the sources as clang-format and ruff want the
 	@scripts/lint.sh $(VENV) --format
 
 demo: build  ## train on Fashion-MNIST with 2 ranks: 8-bit gradients beside full precision
-	@$(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/fashion_mnist.py $(DEMO_ARGS)
+	@$(PY) examples/demo.py $(DEMO_ARGS)
 
 bench: build  ## measure collectives and algorithms
-	@$(PY) -m bagua.bench $(BENCH_ARGS)
+	@scripts/bench.sh $(VENV) $(BENCH_ARGS)
 
 wheel: $(SETUP_STAMP)  ## build/dist/bagua-*.whl for the torch of the set-up
 	@$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/dist .

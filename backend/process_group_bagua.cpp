@@ -24,6 +24,15 @@ bool deviceOrder(const at::Device& a, const at::Device& b) {
 
 std::string hostKey(int rank) { return "host/" + std::to_string(rank); }
 
+// The ranks whose key is not in the store yet: "1, 3".
+std::string missingRanks(c10d::Store& store, const std::vector<std::string>& keys) {
+  std::string missing;
+  for (size_t rank = 0; rank < keys.size(); ++rank) {
+    if (!store.check({keys[rank]})) missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  return missing;
+}
+
 std::shared_ptr<const HostTopology> findTopology(const StorePtr& store, int rank, int size,
                                                  std::chrono::milliseconds timeout) {
   const std::string own = localHostId();
@@ -31,7 +40,13 @@ std::shared_ptr<const HostTopology> findTopology(const StorePtr& store, int rank
   std::vector<std::string> keys;
   keys.reserve(size);
   for (int peer = 0; peer < size; ++peer) keys.push_back(hostKey(peer));
-  store->wait(keys, timeout);
+  try {
+    store->wait(keys, timeout);
+  } catch (const std::exception&) {
+    TORCH_CHECK_WITH(DistBackendError, false, "bagua: rank ", rank, " of ", size, " could not make the process group: ",
+                     messageOf(std::current_exception()), ". Not there after ", timeout.count(), " ms: rank ",
+                     missingRanks(*store, keys), ". Check that these processes have started and are alive");
+  }
   std::vector<std::string> ids;
   ids.reserve(size);
   for (const auto& value : store->multiGet(keys)) ids.emplace_back(value.begin(), value.end());

@@ -16,7 +16,7 @@ rm -f "$REPORTS"/*.xml
 status=0
 if [ -e "$BUILD/CTestTestfile.cmake" ]; then
   echo "== C++ units"
-  ctest --test-dir "$BUILD" --output-on-failure --no-tests=error --output-junit "$PWD/$REPORTS/ctest.xml" || status=1
+  ctest --test-dir "$BUILD" --parallel "$(nproc)" --output-on-failure --no-tests=error --output-junit "$PWD/$REPORTS/ctest.xml" || status=1
 else
   echo "== C++ units: skipped, GoogleTest is not installed"
 fi
