@@ -19,8 +19,8 @@ struct Bucket {
   StageSeconds seconds = {};
 };
 
-// Times one stage of a bucket for as long as it lives. A profiler that records all threads shows it by its name, which is
-// a literal.
+// Times one stage of a bucket for as long as it lives. A profiler that records all threads shows it by its name, which
+// is a literal.
 class Stage {
  public:
   Stage(Bucket& bucket, const char* name)

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <torch/csrc/distributed/c10d/comm.hpp>
-
 #include <memory>
 #include <mutex>
 #include <string>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "algorithms/algorithm.h"
 #include "algorithms/options.h"

@@ -23,7 +23,7 @@ class AlgorithmRegistry {
 }  // namespace bagua
 
 // At namespace scope of an algorithm's .cpp file.
-#define BAGUA_REGISTER_ALGORITHM(...)                                                            \
-  namespace {                                                                                    \
+#define BAGUA_REGISTER_ALGORITHM(...)                                                                              \
+  namespace {                                                                                                      \
   [[maybe_unused]] const bool kIsRegistered = ::bagua::AlgorithmRegistry::add(::bagua::AlgorithmInfo __VA_ARGS__); \
   }

@@ -2,9 +2,9 @@
 #include "backend/process_group_bagua.h"
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "backend/c10d/backend_communicator.h"
 #include "backend/host/host_communicator.h"
@@ -43,9 +43,10 @@ std::shared_ptr<const HostTopology> findTopology(const StorePtr& store, int rank
   try {
     store->wait(keys, timeout);
   } catch (const std::exception&) {
-    TORCH_CHECK_WITH(DistBackendError, false, "bagua: rank ", rank, " of ", size, " could not make the process group: ",
-                     messageOf(std::current_exception()), ". Not there after ", timeout.count(), " ms: rank ",
-                     missingRanks(*store, keys), ". Check that these processes have started and are alive");
+    TORCH_CHECK_WITH(DistBackendError, false, "bagua: rank ", rank, " of ", size,
+                     " could not make the process group: ", messageOf(std::current_exception()), ". Not there after ",
+                     timeout.count(), " ms: rank ", missingRanks(*store, keys),
+                     ". Check that these processes have started and are alive");
   }
   std::vector<std::string> ids;
   ids.reserve(size);
@@ -62,8 +63,8 @@ ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::in
       options_(std::move(options)),
       hostBackendFactory_(std::move(hostBackendFactory)),
       topology_(findTopology(store_, rank, size, options_->timeout)),
-      hostBackend_(hostBackendFactory_(c10::make_intrusive<c10d::PrefixStore>("hosts", store_), rank, size,
-                                       options_->timeout)),
+      hostBackend_(
+          hostBackendFactory_(c10::make_intrusive<c10d::PrefixStore>("hosts", store_), rank, size, options_->timeout)),
       identity_{options_->group_name, rank, size},
       executors_(deviceOrder) {
   TORCH_CHECK(hostBackend_ && hostBackend_->getRank() == rank && hostBackend_->getSize() == size,

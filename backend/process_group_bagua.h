@@ -32,8 +32,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   using StorePtr = c10::intrusive_ptr<c10d::Store>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   // Makes the backend that moves bytes between hosts for CPU tensors (Gloo, which only Python can create).
-  using HostBackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
-      const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout)>;
+  using HostBackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const StorePtr& store, int rank, int size,
+                                                                             std::chrono::milliseconds timeout)>;
 
   // Collective: returns when all `size` ranks have met in `store`.
   ProcessGroupBagua(StorePtr store, int rank, int size, c10::intrusive_ptr<Options> options,
@@ -90,9 +90,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   // `ranks` are ranks of this group. Returns nullptr on a rank that is not among them.
   c10::intrusive_ptr<c10d::Backend> split(const StorePtr& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
-  c10::intrusive_ptr<c10d::Backend> merge(const StorePtr& store,
-                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts, const int& rank,
-                                          const int& size) override;
+  c10::intrusive_ptr<c10d::Backend> merge(const StorePtr& store, const c10::intrusive_ptr<c10d::Backend::Options>& opts,
+                                          const int& rank, const int& size) override;
   void eagerConnectSingleDevice(at::Device device) override;
 
   c10d::ErrorType getError() override;

@@ -38,8 +38,7 @@ WorkPtr ProcessGroupBagua::allreduce_sparse(Tensors& tensors, const c10d::Allred
   constexpr const char* kName = "bagua:all_reduce_sparse";
   checks(kName).count(tensors.size(), 1, "tensor");
   at::Tensor tensor = tensors[0];
-  TORCH_CHECK_VALUE(tensor.is_sparse(), checks(kName).where(), ": tensor must be sparse, got layout ",
-                    tensor.layout());
+  TORCH_CHECK_VALUE(tensor.is_sparse(), checks(kName).where(), ": tensor must be sparse, got layout ", tensor.layout());
   const c10d::ReduceOp::RedOpType op = opts.reduceOp;
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
   TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG, checks(kName).where(),
@@ -72,8 +71,7 @@ WorkPtr ProcessGroupBagua::reduce(Tensors& tensors, const c10d::ReduceOptions& o
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
       .submit(operation(OpType::REDUCE, kName, tensor, opts.timeout, opts.rootRank), tensors,
-              [tensor, root = static_cast<int>(opts.rootRank), op = opts.reduceOp](
-                  Communicator& communicator) mutable {
+              [tensor, root = static_cast<int>(opts.rootRank), op = opts.reduceOp](Communicator& communicator) mutable {
                 inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.reduce(plain, root, op); });
               });
 }
@@ -85,10 +83,9 @@ WorkPtr ProcessGroupBagua::_allgather_base(at::Tensor& output, at::Tensor& input
   checks(kName).rowMajor(output, "output");
   checks(kName).numel(output, input.numel() * size_, "output");
   return executorFor(input.device())
-      .submit(operation(OpType::_ALLGATHER_BASE, kName, input, opts.timeout, -1, {input}), {output},
-              [output, input](Communicator& communicator) mutable { 
-                communicator.allGather(output, input.contiguous());
-              });
+      .submit(
+          operation(OpType::_ALLGATHER_BASE, kName, input, opts.timeout, -1, {input}), {output},
+          [output, input](Communicator& communicator) mutable { communicator.allGather(output, input.contiguous()); });
 }
 
 WorkPtr ProcessGroupBagua::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -140,22 +137,19 @@ WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
       .submit(operation(OpType::COALESCED, kName, outputs[0], opts.timeout, -1, inputs), outputs,
               [outputs, inputs, op = opts.reduceOp](Communicator& communicator) mutable {
                 for (size_t i = 0; i < inputs.size(); ++i) {
-                  inPlainOrder(outputs[i], [&](at::Tensor& plain) { communicator.reduceScatter(plain, inputs[i], op); });
+                  inPlainOrder(outputs[i],
+                               [&](at::Tensor& plain) { communicator.reduceScatter(plain, inputs[i], op); });
                 }
               });
 }
 
 WorkPtr ProcessGroupBagua::barrier(const c10d::BarrierOptions& opts) {
-  Operation barrier{.type = OpType::BARRIER,
-                    .name = "bagua:barrier",
-                    .timeout = orDefault(opts.timeout)};
+  Operation barrier{.type = OpType::BARRIER, .name = "bagua:barrier", .timeout = orDefault(opts.timeout)};
   return executorFor(at::kCPU).submit(barrier, {}, [](Communicator& communicator) { communicator.barrier(); });
 }
 
 void ProcessGroupBagua::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
-  Operation barrier{.type = OpType::BARRIER,
-                    .name = "bagua:monitored_barrier",
-                    .timeout = orDefault(opts.timeout)};
+  Operation barrier{.type = OpType::BARRIER, .name = "bagua:monitored_barrier", .timeout = orDefault(opts.timeout)};
   c10d::BarrierOptions options = opts;
   options.timeout = barrier.timeout;
   executorFor(at::kCPU)

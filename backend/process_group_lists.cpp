@@ -183,9 +183,8 @@ WorkPtr ProcessGroupBagua::scatter(Tensors& outputs, std::vector<Tensors>& input
                 outputSplits[root] = output.numel();
                 const Splits inputSplits = isRoot ? numels(input) : Splits(communicator.size(), 0);
                 const at::Tensor flat = isRoot ? flatten(input) : at::empty({0}, output.options());
-                inPlainOrder(output, [&](at::Tensor& plain) {
-                  communicator.allToAll(plain, flat, outputSplits, inputSplits);
-                });
+                inPlainOrder(output,
+                             [&](at::Tensor& plain) { communicator.allToAll(plain, flat, outputSplits, inputSplits); });
               });
 }
 
@@ -202,7 +201,8 @@ WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>
       .submit(operation(OpType::REDUCE_SCATTER, kName, output, opts.timeout, -1, inputs[0]), outputs,
               [input = inputs[0], output, op = opts.reduceOp](Communicator& communicator) mutable {
                 if (allOfEqualNumel(input)) {
-                  inPlainOrder(output, [&](at::Tensor& plain) { communicator.reduceScatter(plain, flatten(input), op); });
+                  inPlainOrder(output,
+                               [&](at::Tensor& plain) { communicator.reduceScatter(plain, flatten(input), op); });
                   return;
                 }
                 for (int root = 0; root < communicator.size(); ++root) {

@@ -34,8 +34,9 @@ class HostTopology {
   std::vector<std::vector<int>> ranksOfHost_;
 };
 
-// What identifies this process's host to its peers: BAGUA_HOST_ID where set, else the kernel's boot id with the identity
-// of the shared-memory file system, so that containers on one machine count as one host only if they share memory.
+// What identifies this process's host to its peers: BAGUA_HOST_ID where set, else the kernel's boot id with the
+// identity of the shared-memory file system, so that containers on one machine count as one host only if they share
+// memory.
 std::string localHostId();
 
 }  // namespace bagua

@@ -8,8 +8,8 @@
 
 namespace bagua {
 
-// The handle of one operation on CPU tensors. Completed once, by the executor's thread or by an abort; waited for by any
-// number of threads.
+// The handle of one operation on CPU tensors. Completed once, by the executor's thread or by an abort; waited for by
+// any number of threads.
 class WorkBagua final : public c10d::Work {
  public:
   WorkBagua(int rank, const Operation& operation, std::vector<at::Tensor> results);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "algorithms/comm_hook.h"
 #include "algorithms/registry.h"
@@ -80,10 +81,8 @@ Executors executorsOfGroup(const c10::intrusive_ptr<ProcessGroupBagua>& group) {
   return {std::shared_ptr<ExecutorProvider>(provider, std::move(release))};
 }
 
-Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend,
-                                                       const std::string& groupName,
-                                                       const std::vector<std::string>& hostIds,
-                                                       std::chrono::milliseconds timeout) {
+Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& groupName,
+                               const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout) {
   return {std::make_shared<BackendExecutors>(backend, groupName, hostIds, timeout)};
 }
 
@@ -98,12 +97,18 @@ void bindHook(py::module& module) {
              return std::make_shared<HookRunner>(algorithm, optionValues(algorithm, options), executors.provider);
            }),
            py::arg("algorithm"), py::arg("options"), py::arg("executors"))
-      .def("run", [](HookRunner& self, c10d::GradBucket& bucket) {
-             return std::make_shared<torch::jit::PythonFutureWrapper>(self.run(bucket));
-           }, py::arg("bucket"), noGil)
-      .def("check_agreement", [](HookRunner& self, const std::string& parameters, const std::string& device) {
-             self.checkAgreement(parameters, at::Device(device));
-           }, py::arg("parameters"), py::arg("device"), noGil)
+      .def(
+          "run",
+          [](HookRunner& self, c10d::GradBucket& bucket) {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(self.run(bucket));
+          },
+          py::arg("bucket"), noGil)
+      .def(
+          "check_agreement",
+          [](HookRunner& self, const std::string& parameters, const std::string& device) {
+            self.checkAgreement(parameters, at::Device(device));
+          },
+          py::arg("parameters"), py::arg("device"), noGil)
       .def("detach", &HookRunner::detach, noGil)
       .def("stats", &statsDict)
       .def_property_readonly("name", &HookRunner::name)

@@ -15,8 +15,8 @@ namespace py = pybind11;
 using Options = ProcessGroupBagua::Options;
 
 std::string optionsText(const Options& options) {
-  return c10::str("bagua.Options(timeout=", options.timeout.count(), " ms, is_high_priority_stream=",
-                  options.highPriorityStream ? "True" : "False", ")");
+  return c10::str("bagua.Options(timeout=", options.timeout.count(),
+                  " ms, is_high_priority_stream=", options.highPriorityStream ? "True" : "False", ")");
 }
 
 c10::intrusive_ptr<Options> copyOf(const Options& options) { return c10::make_intrusive<Options>(options); }
@@ -52,12 +52,12 @@ void bindProcessGroup(py::module& module) {
       .def(py::init(&createGroup), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
            py::arg("host_backend_factory"))
       // The base class has none at run time in every supported torch; split_group and new_group read it.
-      .def_property_readonly("options",
-                             [](ProcessGroupBagua& self) {
-                               return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions());
-                             })
+      .def_property_readonly(
+          "options",
+          [](ProcessGroupBagua& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
       // torch calls this on the ranks that are left out of a split. Ours needs nothing of them.
-      .def("perform_nocolor_split", [](ProcessGroupBagua&, const at::Device&) {}, py::arg("device"));
+      .def(
+          "perform_nocolor_split", [](ProcessGroupBagua&, const at::Device&) {}, py::arg("device"));
 }
 
 }  // namespace

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "backend/tensor_bytes.h"
 #include "backend/host/reduction.h"
+#include "backend/tensor_bytes.h"
 
 namespace bagua {
 namespace {
@@ -52,10 +52,9 @@ void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
   int64_t begin = 0;
   while (begin < flat.numel()) {
     const int64_t left = flat.numel() - begin;
-    const int64_t numel = left * itemSize <= kSmallBytes || left < size()
-                              ? left
-                              : std::min(pieceNumel, left / size() * size());
-    const at::Tensor piece = flat.narrow(0, begin, numel);
+    const int64_t numel =
+        left * itemSize <= kSmallBytes || left < size() ? left : std::min(pieceNumel, left / size() * size());
+    at::Tensor piece = flat.narrow(0, begin, numel);
     if (numel * itemSize <= kSmallBytes || numel < size()) {
       allReduceSmall(piece, op);
     } else {
@@ -65,15 +64,15 @@ void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
   }
 }
 
-void HostCommunicator::allReduceSmall(at::Tensor piece, const ReduceOp& op) {
+void HostCommunicator::allReduceSmall(const at::Tensor& piece, const ReduceOp& op) {
   at::Tensor own = reduction::prepare(piece, op);
   at::Tensor copies = at::empty({size() * piece.numel()}, piece.options());
   allGather(copies, own);
   reduction::reduceCopies(copies, size(), op, piece);
 }
 
-void HostCommunicator::allReducePiece(at::Tensor piece, const ReduceOp& op) {
-  at::Tensor own = reduction::prepare(piece, op);
+void HostCommunicator::allReducePiece(at::Tensor& piece, const ReduceOp& op) {
+  const at::Tensor own = reduction::prepare(piece, op);
   at::Tensor copies = at::empty_like(piece);
   allToAll(copies, own, {}, {});
   at::Tensor part = at::empty({piece.numel() / size()}, piece.options());

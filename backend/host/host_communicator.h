@@ -29,8 +29,8 @@ class HostCommunicator final : public Communicator {
   // Runs one call on the network and takes over its byte count and our deadline.
   template <typename Call>
   void onNetwork(Call&& call);
-  void allReducePiece(at::Tensor piece, const ReduceOp& op);
-  void allReduceSmall(at::Tensor piece, const ReduceOp& op);
+  void allReducePiece(at::Tensor& piece, const ReduceOp& op);
+  void allReduceSmall(const at::Tensor& piece, const ReduceOp& op);
 
   const std::unique_ptr<Communicator> network_;
 };

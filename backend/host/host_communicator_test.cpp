@@ -51,8 +51,8 @@ TEST_P(HostCommunicatorOf, ReduceScatterGivesEachRankItsPart) {
     const at::Tensor input = at::arange(size * 5, at::kInt) * (communicator.rank() + 1);
     at::Tensor output = at::empty({5}, at::kInt);
     communicator.reduceScatter(output, input, ReduceOp::SUM);
-    const at::Tensor expected = at::arange(communicator.rank() * 5, communicator.rank() * 5 + 5, at::kInt) *
-                                (size * (size + 1) / 2);
+    const at::Tensor expected =
+        at::arange(communicator.rank() * 5, communicator.rank() * 5 + 5, at::kInt) * (size * (size + 1) / 2);
     EXPECT_TRUE(at::equal(output, expected));
   });
 }
@@ -81,9 +81,9 @@ TEST_P(HostCommunicatorOf, UnevenAllToAllDeliversEveryPart) {
 TEST_P(HostCommunicatorOf, CountsTheBytesItSends) {
   testing::runRanks(GetParam(), [&](Communicator& communicator) {
     const int size = communicator.size();
-    at::Tensor tensor = at::zeros({size * 12000});
+    at::Tensor tensor = at::zeros({int64_t{size} * 12000});
     communicator.allReduce(tensor, ReduceOp::SUM);
-    EXPECT_EQ(communicator.traffic().sentBytes, 2 * (size - 1) * 12000 * 4);
+    EXPECT_EQ(communicator.traffic().sentBytes, int64_t{2} * (size - 1) * 12000 * 4);
   });
 }
 

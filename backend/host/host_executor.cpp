@@ -37,8 +37,8 @@ class HostExecutor::Queue {
   c10::intrusive_ptr<WorkBagua> push(Operation operation, std::vector<at::Tensor> results, Program program);
   // The body of the thread: until close() and the last program.
   void run();
-  // Fails what has not completed, and from now on everything.
-  void fail(const std::exception_ptr& cause);
+  // Fails what has not completed, and from now on everything. `culprit` is the work that `cause` already names.
+  void fail(const std::exception_ptr& cause, const WorkBagua* culprit = nullptr);
   void abortTransport() { communicator_->abort(); }
   // Refuses new programs.
   void refuse();
@@ -145,8 +145,11 @@ void HostExecutor::Queue::runProgram(Entry& entry) {
     failure = withContext(std::current_exception(), operation, group_);
   }
   entry.program = nullptr;
-  complete(entry.work, failure);
-  if (failure) fail(failure);
+  if (failure) {
+    fail(failure, entry.work.get());
+  } else {
+    complete(entry.work, nullptr);
+  }
 }
 
 void HostExecutor::Queue::complete(const c10::intrusive_ptr<WorkBagua>& work, const std::exception_ptr& error) {
@@ -154,7 +157,7 @@ void HostExecutor::Queue::complete(const c10::intrusive_ptr<WorkBagua>& work, co
 }
 
 // Programs that never ran are failed too: their peers will not get past this one either.
-void HostExecutor::Queue::fail(const std::exception_ptr& cause) {
+void HostExecutor::Queue::fail(const std::exception_ptr& cause, const WorkBagua* culprit) {
   std::deque<Entry> abandoned;
   c10::intrusive_ptr<WorkBagua> interrupted;
   {
@@ -163,7 +166,9 @@ void HostExecutor::Queue::fail(const std::exception_ptr& cause) {
     abandoned.swap(entries_);
     interrupted = running_;
   }
-  if (interrupted) complete(interrupted, withContext(cause, interrupted->operation(), group_));
+  if (interrupted) {
+    complete(interrupted, interrupted.get() == culprit ? cause : withContext(cause, interrupted->operation(), group_));
+  }
   for (const auto& entry : abandoned) complete(entry.work, withContext(cause, entry.work->operation(), group_));
   changed_.notify_all();
 }
@@ -207,9 +212,9 @@ HostExecutor::~HostExecutor() { stop(milliseconds(0)); }
 
 c10::intrusive_ptr<c10d::Work> HostExecutor::submit(Operation operation, std::vector<at::Tensor> results,
                                                     Program program) {
-  auto work = queue_->push(operation, std::move(results), std::move(program));
+  const auto work = queue_->push(operation, std::move(results), std::move(program));
   startThread();
-  return recordInGroup(std::move(work));
+  return recordInGroup(work);
 }
 
 void HostExecutor::startThread() {
@@ -227,7 +232,7 @@ c10::intrusive_ptr<c10d::Work> HostExecutor::receive(Operation operation, at::Te
   return recordInGroup(messages_->receive(operation, std::move(tensor), tag));
 }
 
-c10::intrusive_ptr<c10d::Work> HostExecutor::recordInGroup(c10::intrusive_ptr<c10d::Work> work) {
+c10::intrusive_ptr<c10d::Work> HostExecutor::recordInGroup(const c10::intrusive_ptr<c10d::Work>& work) {
   const std::lock_guard<std::mutex> lock(groupMutex_);
   if (inGroup_) groupParts_.push_back(work);
   return work;

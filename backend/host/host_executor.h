@@ -18,8 +18,7 @@ class HostExecutor final : public Executor {
                std::unique_ptr<MessageChannel> messages);
   ~HostExecutor() override;
 
-  c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results,
-                                        Program program) override;
+  c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
   c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) override;
   c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) override;
   void startGroup() override;
@@ -33,7 +32,7 @@ class HostExecutor final : public Executor {
   class Queue;
   void startThread();
   void stop(std::chrono::milliseconds drainTime);
-  c10::intrusive_ptr<c10d::Work> recordInGroup(c10::intrusive_ptr<c10d::Work> work);
+  c10::intrusive_ptr<c10d::Work> recordInGroup(const c10::intrusive_ptr<c10d::Work>& work);
 
   const GroupIdentity group_;
   const std::unique_ptr<MessageChannel> messages_;

@@ -47,7 +47,8 @@ class HostExecutorTest : public ::testing::Test {
 TEST_F(HostExecutorTest, ProgramsRunInTheOrderOfSubmission) {
   std::vector<int> order;
   c10::intrusive_ptr<c10d::Work> last;
-  for (int i = 0; i < 1000; ++i) last = executor_.submit(operation(), {}, [&, i](Communicator&) { order.push_back(i); });
+  for (int i = 0; i < 1000; ++i)
+    last = executor_.submit(operation(), {}, [&, i](Communicator&) { order.push_back(i); });
   last->wait(kNoTimeout);
   ASSERT_EQ(order.size(), 1000U);
   EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));

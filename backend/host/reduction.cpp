@@ -199,20 +199,20 @@ at::Tensor prepare(const at::Tensor& input, const ReduceOp& op) {
   if (static_cast<ReduceOp::RedOpType>(op) != ReduceOp::PREMUL_SUM) return input;
   const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(factor != nullptr, "reduce operation PREMUL_SUM came without its factor");
-  return factor->tensor_factor.defined() ? input * factor->tensor_factor.to(input.dtype())
-                                         : input * factor->double_factor;
+  return factor->tensor_factor.defined() ? at::mul(input, factor->tensor_factor.to(input.dtype()))
+                                         : at::mul(input, factor->double_factor);
 }
 
+// NOLINTNEXTLINE(readability-function-size): the dispatch macro expands to a block per dtype
 void reduceCopies(const at::Tensor& copies, int64_t count, const ReduceOp& op, const at::Tensor& output) {
   const int64_t numel = output.numel();
   TORCH_INTERNAL_ASSERT(copies.numel() == count * numel && copies.scalar_type() == output.scalar_type(),
                         "reduction of ", count, " copies: got ", copies.numel(), " elements for an output of ", numel);
-  AT_DISPATCH_V2(output.scalar_type(), "bagua_reduce_copies", AT_WRAP([&] {
-                   reduceTyped(copies.const_data_ptr<scalar_t>(), count, numel,
-                               output.mutable_data_ptr<scalar_t>(), op);
-                 }),
-                 AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf,
-                 at::kBFloat16, at::kBool);
+  AT_DISPATCH_V2(
+      output.scalar_type(), "bagua_reduce_copies", AT_WRAP([&] {
+        reduceTyped(copies.const_data_ptr<scalar_t>(), count, numel, output.mutable_data_ptr<scalar_t>(), op);
+      }),
+      AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16, at::kBool);
 }
 
 }  // namespace bagua::reduction

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <string>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 
 namespace bagua::reduction {
 
@@ -15,10 +15,10 @@ void checkSupported(const std::string& where, const c10d::ReduceOp& op, at::Scal
 // What a rank contributes: `input` itself, or for PREMUL_SUM a scaled copy.
 at::Tensor prepare(const at::Tensor& input, const c10d::ReduceOp& op);
 
-// `copies` holds `count` contributions of output.numel() elements each, in rank order; `output` becomes their reduction.
-// Dense CPU tensors. Contributions are combined in rank order; half and bfloat16 are accumulated in float and rounded
-// once. AVG of integers truncates towards zero. SUM and MAX of bools are "or", PRODUCT and MIN are "and". A NaN wins in
-// MIN and MAX. `output` may be one of the copies.
+// `copies` holds `count` contributions of output.numel() elements each, in rank order; `output` becomes their
+// reduction. Dense CPU tensors. Contributions are combined in rank order; half and bfloat16 are accumulated in float
+// and rounded once. AVG of integers truncates towards zero. SUM and MAX of bools are "or", PRODUCT and MIN are "and". A
+// NaN wins in MIN and MAX. `output` may be one of the copies.
 void reduceCopies(const at::Tensor& copies, int64_t count, const c10d::ReduceOp& op, const at::Tensor& output);
 
 }  // namespace bagua::reduction

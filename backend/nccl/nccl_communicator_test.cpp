@@ -110,8 +110,10 @@ TEST_F(NcclCommunicatorTest, EvenAllToAllSendsEachRankItsPart) {
   const at::Tensor input = at::ones({8}, at::kByte);
   at::Tensor output = at::ones({8}, at::kByte);
   for (int peer = 0; peer < kSize; ++peer) {
-    EXPECT_CALL(api_, send(static_cast<uint8_t*>(input.data_ptr()) + 2 * peer, 2, ncclUint8, peer, kComm, kStream));
-    EXPECT_CALL(api_, receive(static_cast<uint8_t*>(output.data_ptr()) + 2 * peer, 2, ncclUint8, peer, kComm, kStream));
+    EXPECT_CALL(
+        api_, send(static_cast<uint8_t*>(input.data_ptr()) + ptrdiff_t{2} * peer, 2, ncclUint8, peer, kComm, kStream));
+    EXPECT_CALL(api_, receive(static_cast<uint8_t*>(output.data_ptr()) + ptrdiff_t{2} * peer, 2, ncclUint8, peer, kComm,
+                              kStream));
   }
   communicator_.allToAll(output, input, {}, {});
 }

@@ -51,7 +51,7 @@ std::shared_ptr<StreamLane> makeMainLane(const GroupIdentity& group, const NcclE
 
 }  // namespace
 
-NcclExecutor::NcclExecutor(GroupIdentity group, Options options)
+NcclExecutor::NcclExecutor(const GroupIdentity& group, Options options)
     : StreamExecutor(group, makeMainLane(group, options), options.device), options_(std::move(options)) {}
 
 c10::intrusive_ptr<c10d::Work> NcclExecutor::submit(Operation operation, std::vector<at::Tensor> results,
@@ -183,7 +183,7 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::endGroup() {
   }
 }
 
-std::shared_ptr<Executor> makeNcclExecutor(GroupIdentity group, c10::intrusive_ptr<c10d::Store> store,
+std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
                                            at::Device device, std::shared_ptr<const HostTopology> topology,
                                            std::chrono::milliseconds timeout, bool highPriorityStream) {
   // A group has an executor for each device that a rank uses. Every rank makes them in the same order.
@@ -194,7 +194,7 @@ std::shared_ptr<Executor> makeNcclExecutor(GroupIdentity group, c10::intrusive_p
                                 .topology = std::move(topology),
                                 .timeout = timeout,
                                 .isHighPriority = highPriorityStream};
-  return std::make_shared<NcclExecutor>(std::move(group), std::move(options));
+  return std::make_shared<NcclExecutor>(group, std::move(options));
 }
 
 }  // namespace bagua

@@ -27,7 +27,7 @@ class NcclExecutor final : public StreamExecutor {
     bool isHighPriority;
   };
 
-  NcclExecutor(GroupIdentity group, Options options);
+  NcclExecutor(const GroupIdentity& group, Options options);
 
   c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
   // Without tags: messages between two ranks match in the order of the calls.
@@ -66,7 +66,7 @@ class NcclExecutor final : public StreamExecutor {
 };
 
 // Every rank of the group makes its executors in the same order, with the group's store. `device` has an index.
-std::shared_ptr<Executor> makeNcclExecutor(GroupIdentity group, c10::intrusive_ptr<c10d::Store> store,
+std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
                                            at::Device device, std::shared_ptr<const HostTopology> topology,
                                            std::chrono::milliseconds timeout, bool highPriorityStream);
 

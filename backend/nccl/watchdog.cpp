@@ -192,7 +192,7 @@ Watchdog::Watchdog(GroupIdentity group, std::shared_ptr<WatchedTransport> transp
 
 Watchdog::~Watchdog() { stop(kDestructorLimit); }
 
-void Watchdog::watch(c10::intrusive_ptr<WatchedWork> work) {
+void Watchdog::watch(const c10::intrusive_ptr<WatchedWork>& work) {
   std::exception_ptr error;
   {
     const std::lock_guard<std::mutex> lock(core_->mutex);

@@ -32,13 +32,15 @@ def _private_group(group: dist.ProcessGroup, device: torch.device, timeout: time
     name = dist.get_backend(group)
     if ":" in name:
         name = dict(pair.split(":") for pair in name.split(","))[device.type]
-    return dist.new_group(
+    made = dist.new_group(
         ranks=dist.get_process_group_ranks(group),
         backend=name,
         timeout=timeout,
         use_local_synchronization=True,
         group_desc="bagua_hook",
     )
+    assert isinstance(made, dist.ProcessGroup)  # every rank of `group` is a member
+    return made
 
 
 def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 import bagua_autoload
+
 from bagua._version_check import check_torch
 
 check_torch()

@@ -83,7 +83,9 @@ class Handle:
         self._refuse_background("resume")
 
     def _refuse_background(self, what: str) -> None:
-        raise RuntimeError(f"{what}() is for algorithms that communicate in the background; {self.algorithm!r} does not")
+        raise RuntimeError(
+            f"{what}() is for algorithms that communicate in the background; {self.algorithm!r} does not"
+        )
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -104,7 +106,7 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
             "torch._dynamo.config.optimize_ddp to 'ddp_optimizer' (or True) before wrapping the model"
         )
     if ddp._comm_hooks:
-        raise RuntimeError("this model already has a communication hook; DistributedDataParallel takes one, before the first step")
+        raise RuntimeError("this model already has a communication hook; DistributedDataParallel takes one")
 
 
 def _device_of(ddp: DistributedDataParallel) -> torch.device:
@@ -159,7 +161,8 @@ def register_comm_hook(
     handle = Handle(hook)
     # What torch's own method does besides: for its logs, and so that a copy of the model is noticed.
     ddp._comm_hooks.append((_run_hook, handle))
-    ddp.logger._set_comm_hook_name(f"bagua_{name}")
+    if ddp.logger is not None:
+        ddp.logger._set_comm_hook_name(f"bagua_{name}")
     ddp.register_forward_pre_hook(_refuse_uneven_division)
     return handle
 

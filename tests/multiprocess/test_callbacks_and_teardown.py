@@ -31,7 +31,9 @@ def test_a_callback_may_wait_for_a_later_operation(peers: RankPool) -> None:
 
 def _train_with_power_sgd() -> list[Gradients]:
     def register(ddp: DDP) -> None:
-        state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+        state = PowerSGDState(
+            dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
         ddp.register_comm_hook(state, powerSGD_hook)
 
     return train(perceptron(), register, steps=5, loss=loss_of)
