@@ -203,7 +203,7 @@ uint64_t HostExecutor::Queue::submitted() {
   return nextSequence_;
 }
 
-HostExecutor::HostExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
+HostExecutor::HostExecutor(const GroupIdentity& group, std::unique_ptr<Communicator> communicator,
                            std::unique_ptr<MessageChannel> messages)
     : group_(group), messages_(std::move(messages)), queue_(std::make_shared<Queue>(group, std::move(communicator))) {}
 

@@ -14,7 +14,7 @@ namespace bagua {
 // Programs on CPU tensors: one thread, started with the first program, runs them in order.
 class HostExecutor final : public Executor {
  public:
-  HostExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
+  HostExecutor(const GroupIdentity& group, std::unique_ptr<Communicator> communicator,
                std::unique_ptr<MessageChannel> messages);
   ~HostExecutor() override;
 

@@ -183,7 +183,7 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::endGroup() {
   }
 }
 
-std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
+std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Store>& store,
                                            at::Device device, std::shared_ptr<const HostTopology> topology,
                                            std::chrono::milliseconds timeout, bool highPriorityStream) {
   // A group has an executor for each device that a rank uses. Every rank makes them in the same order.

@@ -66,7 +66,7 @@ class NcclExecutor final : public StreamExecutor {
 };
 
 // Every rank of the group makes its executors in the same order, with the group's store. `device` has an index.
-std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
+std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Store>& store,
                                            at::Device device, std::shared_ptr<const HostTopology> topology,
                                            std::chrono::milliseconds timeout, bool highPriorityStream);
 
