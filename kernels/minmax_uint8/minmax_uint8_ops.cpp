@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/ATen.h>
+#include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
 #include <torch/library.h>
+
+#include <cstdlib>
 
 #include "kernels/minmax_uint8/minmax_uint8.h"
 
@@ -14,10 +18,26 @@ void checkFloating(const at::Tensor& x, const char* operation) {
                    "minmax_uint8 ", operation, " expects float32, float64, float16 or bfloat16, got ", dtype);
 }
 
+constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+// From here on the C library returns freed memory to the system, so that every result is made of fresh pages.
+constexpr int64_t kFreshPagesBytes = int64_t{4} << 20;
+
+// Fresh pages of 4 KiB cost more than the coding: 7.5 of 12 ms for 64 MiB of float32. Huge pages are a wish that the
+// system may ignore.
+at::Tensor emptyOnHugePages(int64_t bytes) {
+  const auto size = static_cast<size_t>((bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes);
+  void* memory = std::aligned_alloc(kHugePageBytes, size);
+  TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "minmax_uint8 compress cannot allocate ", bytes, " bytes");
+  madvise(memory, size, MADV_HUGEPAGE);
+  return at::from_blob(
+      memory, {bytes}, [](void* allocated) { std::free(allocated); }, at::kByte);
+}
+
 at::Tensor emptyPacked(const at::Tensor& x, int64_t chunks) {
   checkFloating(x, "compress");
-  return at::empty({packedBytes(x.numel(), chunks)},
-                   x.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
+  const int64_t bytes = packedBytes(x.numel(), chunks);
+  if (x.is_cpu() && bytes >= kFreshPagesBytes) return emptyOnHugePages(bytes);
+  return at::empty({bytes}, x.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
 }
 
 at::Tensor compressOp(const at::Tensor& x, int64_t chunks) {
