@@ -47,7 +47,7 @@ class Executor {
   virtual void shutdown() = 0;
   // The error that ended this executor, if any.
   [[nodiscard]] virtual std::exception_ptr error() const = 0;
-  // Programs and their communicator are only to be read from inside a program; these are for sequence numbers.
+  // How many programs have been accepted: the next sequence number.
   [[nodiscard]] virtual uint64_t submitted() const = 0;
 };
 

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "kernels/minmax_uint8/minmax_uint8.h"
@@ -19,10 +20,11 @@ using Splits = Communicator::Splits;
 class SlotMap {
  public:
   SlotMap(const HostLanes& lanes, int rank, int size)
-      : lanes_(lanes), first_(lanes.firstLane(rank)), end_(lanes.endLane(rank)), counts_(size, 0) {
+      : lanes_(lanes), first_(lanes.firstLane(rank)), end_(lanes.endLane(rank)), counts_(size, 0), begins_(size, 0) {
     for (int lane = first_; lane < end_; ++lane) {
       for (int host = 0; host < lanes.hostCount(); ++host) ++counts_[lanes.owner(host, lane)];
     }
+    std::exclusive_scan(counts_.begin(), counts_.end(), begins_.begin(), int64_t{0});
   }
 
   [[nodiscard]] int firstLane() const { return first_; }
@@ -38,8 +40,7 @@ class SlotMap {
   // Position, in the order of messages, of what is exchanged about `lane` with its owner on `host`.
   [[nodiscard]] int64_t position(int lane, int host) const {
     const int peer = lanes_.owner(host, lane);
-    int64_t position = 0;
-    for (int rank = 0; rank < peer; ++rank) position += counts_[rank];
+    int64_t position = begins_[peer];
     for (int other = first_; other < lane; ++other) position += lanes_.owner(host, other) == peer ? 1 : 0;
     return position;
   }
@@ -49,6 +50,8 @@ class SlotMap {
   const int first_;
   const int end_;
   Splits counts_;
+  // Where the slots of each rank begin.
+  Splits begins_;
 };
 
 // `slots` is arranged by (lane, host), messages by position. Where the two orders agree nothing is copied.
