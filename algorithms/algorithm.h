@@ -2,12 +2,14 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "algorithms/bucket.h"
 #include "algorithms/options.h"
+#include "algorithms/step_context.h"
 #include "backend/communicator.h"
 
 namespace bagua {
@@ -18,26 +20,75 @@ enum class Agreement {
   kEventual,   // ranks differ and are drawn together
 };
 
-// One way to make the ranks of a data-parallel job agree. An instance serves one model. Its methods run as programs, in
-// order, on the executor of the model's device, and issue the same calls on every rank.
+// Named tensors: what a checkpoint of one rank keeps of an algorithm.
+using AlgorithmState = std::map<std::string, at::Tensor>;
+
+// A number in a state, and back. counterOf throws ValueError where the state lacks it.
+at::Tensor counterTensor(int64_t value);
+int64_t counterOf(const AlgorithmState& state, const std::string& name);
+// Throws ValueError where the state lacks it, or holds another number of elements or dtype than `like`.
+at::Tensor tensorOf(const AlgorithmState& state, const std::string& name, const at::Tensor& like);
+
+// The momentum that the optimizer holds for a parameter, and the factor by which it decays.
+struct Momentum {
+  at::Tensor value;
+  double decay = 0;
+};
+
+// One way to make the ranks of a data-parallel job agree. An instance serves one model.
+//
+// A training step is: beforeForward, reduce for every bucket, afterBackward, afterStep. reduce() runs as a program, in
+// order, on the executor of the model's device. The others run on the thread that trains, where they may submit
+// programs and change weights; never two at a time. Every rank issues the same calls to the communicator.
 class Algorithm {
  public:
   virtual ~Algorithm() = default;
 
+  // Called once, before all else. Throws ValueError where the ranks, as they are spread over hosts, cannot take part.
+  virtual void useTopology(const HostTopology& /*topology*/) {}
+
+  // Whether the gradients of the step at hand travel. If not, the optimizer sees the rank's own.
+  [[nodiscard]] virtual bool reducesGradients() const { return true; }
   // Replaces the gradients of one bucket by what the optimizer is to see. Dense, any floating dtype.
   virtual void reduce(Bucket& bucket, Communicator& communicator) = 0;
-
   // Whether the result is the mean over the ranks (else their sum). Sparse gradients, which no codec takes, are reduced
   // in full precision accordingly.
   [[nodiscard]] virtual bool averages() const { return true; }
+
+  // The start of a forward whose backward will be synchronised.
+  virtual void beforeForward(StepContext& /*context*/) {}
+  // The end of a synchronised backward, when no gradient is outstanding.
+  virtual void afterBackward(StepContext& /*context*/) {}
+  // The end of the optimizer's step.
+  virtual void afterStep(StepContext& /*context*/) {}
+
+  // By parameter, in the order of StepContext::parameters(); empty while the optimizer takes gradients. Only asked of
+  // an algorithm that names QAdamOptimizer as its optimizer.
+  virtual void useMomenta(std::vector<Momentum> /*momenta*/) {}
+
+  // Stop and restart what runs in the background. Collective. Whether anything changed.
+  virtual bool abort(StepContext& context);
+  virtual bool resume(StepContext& context);
+  // The last call: leaves a model that plain averaging of gradients can go on with. Collective.
+  virtual void leave(StepContext& /*context*/) {}
+
+  // Between two steps.
+  [[nodiscard]] virtual AlgorithmState state() const { return {}; }
+  // Throws ValueError for a state that does not fit the model.
+  virtual void load(const AlgorithmState& state, StepContext& context);
 };
 
 struct AlgorithmInfo {
   std::string name;
   std::string summary;
+  // Where the name stands in listings.
+  int position = 0;
   Agreement agreement = Agreement::kIdentical;
-  // Acts on weights or momentum, so that the hook has to know the optimizer.
-  bool needsOptimizer = false;
+  // The class that the optimizer has to be of: "" where none is needed, "Optimizer" for any.
+  std::string optimizer = {};
+  // Ranks may take different numbers of steps: nothing may communicate in a step, and what runs in the background needs
+  // a process group of its own.
+  bool runsInBackground = false;
   std::vector<OptionInfo> options;
   std::function<std::unique_ptr<Algorithm>(const Options&)> create;
 };

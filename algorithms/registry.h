@@ -16,7 +16,7 @@ class AlgorithmRegistry {
   static bool add(AlgorithmInfo info);
   // Throws ValueError that lists the registered names.
   static const AlgorithmInfo& find(const std::string& name);
-  // In alphabetical order.
+  // In the order of their positions.
   static std::vector<std::string> names();
 };
 

@@ -16,7 +16,12 @@ namespace bagua {
 
 // Bytes that this rank handed to other ranks, whatever carried them.
 struct Traffic {
-  int64_t sentBytes = 0;
+  int64_t inHostBytes = 0;
+  int64_t betweenHostsBytes = 0;
+
+  [[nodiscard]] int64_t sentBytes() const { return inHostBytes + betweenHostsBytes; }
+  Traffic& operator+=(const Traffic& other);
+  [[nodiscard]] Traffic since(const Traffic& earlier) const;
 };
 
 // What a program may ask of the other ranks: blocking calls on CPU tensors, calls that enqueue on the current stream on
@@ -68,7 +73,13 @@ class Communicator {
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
     return std::max(left, std::chrono::milliseconds(1));
   }
-  void countSent(int64_t bytes) { traffic_.sentBytes += bytes; }
+  void countSentTo(int peer, int64_t bytes);
+  void countSentToEach(int64_t bytes);
+  // To all other ranks together, as much to one as to another.
+  void countSentEvenly(int64_t bytes);
+  // To each rank its part of `input`.
+  void countSentParts(const at::Tensor& input, const Splits& splits);
+  void countSent(const Traffic& traffic) { traffic_ += traffic; }
 
  private:
   const int rank_;

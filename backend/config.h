@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -9,5 +10,9 @@ namespace bagua::config {
 
 // BAGUA_HOST_ID: ranks with different values count as being on different hosts (as NCCL_HOSTID does for NCCL).
 std::optional<std::string> hostId();
+
+// BAGUA_DEFAULT_BUCKET_SIZE: bytes of weights that travel together where an algorithm makes buckets of its own, 10 MiB
+// by default. Throws ValueError unless it is a positive number.
+int64_t defaultBucketBytes();
 
 }  // namespace bagua::config

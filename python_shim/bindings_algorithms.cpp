@@ -5,9 +5,11 @@
 
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
+#include "algorithms/agreement.h"
 #include "algorithms/comm_hook.h"
 #include "algorithms/registry.h"
 #include "backend/c10d/backend_executors.h"
+#include "backend/config.h"
 #include "backend/process_group_bagua.h"
 #include "python_shim/bindings.h"
 
@@ -45,8 +47,11 @@ py::dict statsDict(const HookRunner& hook) {
   dict["algorithm"] = hook.name();
   dict["steps"] = stats.steps;
   dict["buckets"] = stats.buckets;
+  dict["rounds"] = stats.rounds;
   dict["logical_bytes"] = stats.logicalBytes;
-  dict["wire_bytes"] = stats.wireBytes;
+  dict["wire_bytes"] = stats.traffic.sentBytes();
+  dict["wire_bytes_in_host"] = stats.traffic.inHostBytes;
+  dict["wire_bytes_between_hosts"] = stats.traffic.betweenHostsBytes;
   dict["seconds"] = stats.seconds;
   return dict;
 }
@@ -64,7 +69,8 @@ py::dict infoDict(const std::string& name) {
   py::dict dict;
   dict["name"] = info.name;
   dict["summary"] = info.summary;
-  dict["needs_optimizer"] = info.needsOptimizer;
+  dict["optimizer"] = info.optimizer;
+  dict["runs_in_background"] = info.runsInBackground;
   dict["options"] = options;
   return dict;
 }
@@ -93,10 +99,14 @@ void bindHook(py::module& module) {
              py::arg("host_ids"), py::arg("timeout"));
   const auto noGil = py::call_guard<py::gil_scoped_release>();
   py::class_<HookRunner, std::shared_ptr<HookRunner>>(module, "Hook")
-      .def(py::init([](const std::string& algorithm, const py::dict& options, const Executors& executors) {
-             return std::make_shared<HookRunner>(algorithm, optionValues(algorithm, options), executors.provider);
+      .def(py::init([](const std::string& algorithm, const py::dict& options, const Executors& executors,
+                       const std::optional<Executors>& background, std::vector<at::Tensor> parameters) {
+             const HookRunner::Groups groups{executors.provider, background ? background->provider : nullptr};
+             return std::make_shared<HookRunner>(algorithm, optionValues(algorithm, options), groups,
+                                                 std::move(parameters));
            }),
-           py::arg("algorithm"), py::arg("options"), py::arg("executors"))
+           py::arg("algorithm"), py::arg("options"), py::arg("executors"), py::arg("background") = std::nullopt,
+           py::arg("parameters") = std::vector<at::Tensor>())
       .def(
           "run",
           [](HookRunner& self, c10d::GradBucket& bucket) {
@@ -104,12 +114,29 @@ void bindHook(py::module& module) {
           },
           py::arg("bucket"), noGil)
       .def(
-          "check_agreement",
-          [](HookRunner& self, const std::string& parameters, const std::string& device) {
-            self.checkAgreement(parameters, at::Device(device));
+          "agree",
+          [](HookRunner& self, const Executors& executors, const std::string& parameters, const std::string& device) {
+            const std::string own = self.name() + "(" + self.options().toString() + "), buckets of " +
+                                    std::to_string(config::defaultBucketBytes()) + " bytes";
+            self.useTopology(agreeOn({own, parameters}, *executors.provider, at::Device(device)));
           },
-          py::arg("parameters"), py::arg("device"), noGil)
-      .def("detach", &HookRunner::detach, noGil)
+          py::arg("executors"), py::arg("parameters"), py::arg("device"), noGil)
+      .def(
+          "before_forward",
+          [](HookRunner& self, std::vector<std::pair<at::Tensor, double>> given) {
+            std::vector<Momentum> momenta;
+            momenta.reserve(given.size());
+            for (auto& [value, decay] : given) momenta.push_back({std::move(value), decay});
+            self.beforeForward(std::move(momenta));
+          },
+          py::arg("momenta"), noGil)
+      .def("after_step", &HookRunner::afterStep, noGil)
+      .def("abort", &HookRunner::abort, noGil)
+      .def("resume", &HookRunner::resume, noGil)
+      .def("leave", &HookRunner::leave, noGil)
+      .def("state", &HookRunner::state)
+      .def("layout", &HookRunner::layout)
+      .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), noGil)
       .def("stats", &statsDict)
       .def_property_readonly("name", &HookRunner::name)
       .def_property_readonly("options", [](const HookRunner& self) { return self.options().values(); });
@@ -129,6 +156,13 @@ void bindAlgorithms(py::module& module) {
       py::arg("name"), py::arg("options"),
       "All options of an algorithm with the defaults filled in. Unknown names are a ValueError that lists the valid "
       "ones, values of a wrong type a TypeError.");
+  module.def(
+      "refuse_registration",
+      [](const Executors& executors, const std::string& device) {
+        agreeOn({}, *executors.provider, at::Device(device));
+      },
+      py::arg("executors"), py::arg("device"), py::call_guard<py::gil_scoped_release>(),
+      "Tells the ranks that are in Hook.agree() that this one will not register anything.");
   module.def(
       "register_hook",
       [](c10d::Reducer& reducer, const std::shared_ptr<HookRunner>& hook) {

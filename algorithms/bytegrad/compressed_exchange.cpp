@@ -194,28 +194,28 @@ class Exchange {
 
 }  // namespace
 
-void exchangeBetweenHosts(at::Tensor& flat, const HostLanes& lanes, float divisor, Bucket& bucket,
+void exchangeBetweenHosts(at::Tensor& flat, const HostLanes& lanes, float divisor, StageSeconds& seconds,
                           Communicator& communicator) {
   const Exchange exchange(flat, lanes, communicator);
   at::Tensor slots;
   {
-    const Stage stage(bucket, "compress");
+    const Stage stage(seconds, "compress");
     slots = exchange.compressLanes();
   }
   {
-    const Stage stage(bucket, "exchange");
+    const Stage stage(seconds, "exchange");
     slots = exchange.swap(slots);
   }
   at::Tensor reduced;
   {
-    const Stage stage(bucket, "reduce");
+    const Stage stage(seconds, "reduce");
     reduced = exchange.reduceChunks(slots, divisor);
   }
   {
-    const Stage stage(bucket, "gather");
+    const Stage stage(seconds, "gather");
     slots = exchange.spread(reduced);
   }
-  const Stage stage(bucket, "decompress");
+  const Stage stage(seconds, "decompress");
   exchange.decompressLanes(slots);
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "algorithms/bucket.h"
 #include "algorithms/host_lanes.h"
+#include "algorithms/stage.h"
 #include "backend/communicator.h"
 
 namespace bagua::bytegrad {
@@ -13,7 +13,7 @@ namespace bagua::bytegrad {
 // Per lane: compress one chunk per host, send each to the host that reduces it; decode the copies in rank order, add,
 // divide, compress once more; send the result to the owners of the lane on all hosts; decode. All owners decode the
 // same bytes, so all hosts end with the same bits. Two quantisations per element, each off by at most range / 510.
-void exchangeBetweenHosts(at::Tensor& flat, const HostLanes& lanes, float divisor, Bucket& bucket,
+void exchangeBetweenHosts(at::Tensor& flat, const HostLanes& lanes, float divisor, StageSeconds& seconds,
                           Communicator& communicator);
 
 }  // namespace bagua::bytegrad

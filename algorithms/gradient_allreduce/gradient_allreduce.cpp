@@ -10,7 +10,7 @@ class GradientAllReduce final : public Algorithm {
   explicit GradientAllReduce(bool average) : average_(average) {}
 
   void reduce(Bucket& bucket, Communicator& communicator) override {
-    const Stage stage(bucket, "allreduce");
+    const Stage stage(bucket.seconds, "allreduce");
     communicator.allReduce(bucket.flat, average_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
   }
 
@@ -25,6 +25,7 @@ class GradientAllReduce final : public Algorithm {
 BAGUA_REGISTER_ALGORITHM({
     .name = "gradient_allreduce",
     .summary = "Mean of the gradients in full precision.",
+    .position = 1,
     .agreement = Agreement::kIdentical,
     .options = {{"hierarchical", false, "Accepted for compatibility: a full-precision sum is the same either way."},
                 {"average", true, "Mean over the ranks; False: sum."}},

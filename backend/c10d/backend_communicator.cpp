@@ -27,7 +27,7 @@ void BackendCommunicator::broadcast(at::Tensor& tensor, int root) {
   options.timeout = remaining();
   std::vector<at::Tensor> tensors{flatOf(tensor)};
   wait(backend_->broadcast(tensors, options));
-  if (rank() == root) countSent(bytes(tensor) * (size() - 1));
+  if (rank() == root) countSentToEach(bytes(tensor));
 }
 
 void BackendCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
@@ -36,7 +36,7 @@ void BackendCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
   options.timeout = remaining();
   std::vector<at::Tensor> tensors{flatOf(tensor)};
   wait(backend_->allreduce(tensors, options));
-  countSent(2 * bytes(tensor) * (size() - 1) / size());
+  countSentEvenly(2 * bytes(tensor) * (size() - 1) / size());
 }
 
 void BackendCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) {
@@ -47,7 +47,7 @@ void BackendCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& o
   // Backends may use the buffers of the other ranks as scratch; ours promise to leave them alone.
   std::vector<at::Tensor> tensors{rank() == root ? flatOf(tensor) : flatOf(tensor).clone()};
   wait(backend_->reduce(tensors, options));
-  if (rank() != root) countSent(bytes(tensor));
+  if (rank() != root) countSentTo(root, bytes(tensor));
 }
 
 void BackendCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
@@ -56,7 +56,7 @@ void BackendCommunicator::allGather(at::Tensor& output, const at::Tensor& input)
   at::Tensor flatOutput = flatOf(output);
   at::Tensor flatInput = flatOf(input);
   wait(backend_->_allgather_base(flatOutput, flatInput, options));
-  countSent(bytes(input) * (size() - 1));
+  countSentToEach(bytes(input));
 }
 
 void BackendCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) {
@@ -66,7 +66,7 @@ void BackendCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& in
   at::Tensor flatOutput = flatOf(output);
   at::Tensor flatInput = flatOf(input);
   wait(backend_->_reduce_scatter_base(flatOutput, flatInput, options));
-  countSent(bytes(output) * (size() - 1));
+  countSentToEach(bytes(output));
 }
 
 void BackendCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
@@ -78,8 +78,7 @@ void BackendCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, 
   Splits mutableOutputSplits = outputSplits;
   Splits mutableInputSplits = inputSplits;
   wait(backend_->alltoall_base(flatOutput, flatInput, mutableOutputSplits, mutableInputSplits, options));
-  const int64_t own = inputSplits.empty() ? input.numel() / size() : inputSplits[rank()];
-  countSent((input.numel() - own) * static_cast<int64_t>(input.element_size()));
+  countSentParts(input, inputSplits);
 }
 
 void BackendCommunicator::barrier() {

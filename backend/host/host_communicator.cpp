@@ -32,9 +32,9 @@ HostCommunicator::HostCommunicator(std::unique_ptr<Communicator> network, std::s
 template <typename Call>
 void HostCommunicator::onNetwork(Call&& call) {
   network_->setDeadline(std::chrono::steady_clock::now() + remaining());
-  const int64_t before = network_->traffic().sentBytes;
+  const Traffic before = network_->traffic();
   call(*network_);
-  countSent(network_->traffic().sentBytes - before);
+  countSent(network_->traffic().since(before));
 }
 
 void HostCommunicator::broadcast(at::Tensor& tensor, int root) {

@@ -83,7 +83,7 @@ TEST_P(HostCommunicatorOf, CountsTheBytesItSends) {
     const int size = communicator.size();
     at::Tensor tensor = at::zeros({int64_t{size} * 12000});
     communicator.allReduce(tensor, ReduceOp::SUM);
-    EXPECT_EQ(communicator.traffic().sentBytes, int64_t{2} * (size - 1) * 12000 * 4);
+    EXPECT_EQ(communicator.traffic().sentBytes(), int64_t{2} * (size - 1) * 12000 * 4);
   });
 }
 

@@ -70,7 +70,7 @@ void NcclCommunicator::broadcast(at::Tensor& tensor, int root) {
   onComm("ncclBroadcast", [&](ncclComm_t comm, cudaStream_t stream) {
     return api_.broadcast(region.data, region.data, region.size, ncclUint8, root, comm, stream);
   });
-  if (rank() == root) countSent(bytes(tensor) * (size() - 1));
+  if (rank() == root) countSentToEach(bytes(tensor));
 }
 
 void NcclCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
@@ -80,7 +80,7 @@ void NcclCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
                  const auto count = static_cast<size_t>(tensor.numel() * reduction.valuesPerElement);
                  return api_.allReduce(data, data, count, reduction.dtype, ncclOp, comm, stream);
                });
-  countSent(2 * bytes(tensor) * (size() - 1) / size());
+  countSentEvenly(2 * bytes(tensor) * (size() - 1) / size());
 }
 
 void NcclCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) {
@@ -91,7 +91,7 @@ void NcclCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) 
                  // NCCL writes to the output of the root alone.
                  return api_.reduce(data, data, count, reduction.dtype, ncclOp, root, comm, stream);
                });
-  if (rank() != root) countSent(bytes(tensor));
+  if (rank() != root) countSentTo(root, bytes(tensor));
 }
 
 void NcclCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
@@ -100,7 +100,7 @@ void NcclCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
   onComm("ncclAllGather", [&](ncclComm_t comm, cudaStream_t stream) {
     return api_.allGather(region.data, output.data_ptr(), region.size, ncclUint8, comm, stream);
   });
-  countSent(bytes(input) * (size() - 1));
+  countSentToEach(bytes(input));
 }
 
 void NcclCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) {
@@ -110,7 +110,7 @@ void NcclCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input
                  return api_.reduceScatter(input.data_ptr(), output.data_ptr(), count, reduction.dtype, ncclOp, comm,
                                            stream);
                });
-  countSent(bytes(output) * (size() - 1));
+  countSentToEach(bytes(output));
 }
 
 std::vector<NcclCommunicator::Message> NcclCommunicator::partsOf(const at::Tensor& tensor, const Splits& splits,
@@ -153,7 +153,7 @@ void NcclCommunicator::exchange(const std::vector<Message>& messages) {
   onComm("ncclSend/ncclRecv",
          [&](ncclComm_t comm, cudaStream_t stream) { return enqueueMessages(messages, comm, stream); });
   for (const auto& message : messages) {
-    if (message.isSend && message.peer != rank()) countSent(bytes(message.tensor));
+    if (message.isSend) countSentTo(message.peer, bytes(message.tensor));
   }
 }
 

@@ -103,7 +103,7 @@ TEST_F(NcclCommunicatorTest, AllToAllIsOneGroupWithoutTheEmptyParts) {
     EXPECT_CALL(api_, groupEnd());
   }
   communicator_.allToAll(output, input, {0, 2, 2, 0}, {1, 2, 0, 3});
-  EXPECT_EQ(communicator_.traffic().sentBytes, 4 + 12);
+  EXPECT_EQ(communicator_.traffic().sentBytes(), 4 + 12);
 }
 
 TEST_F(NcclCommunicatorTest, EvenAllToAllSendsEachRankItsPart) {
@@ -196,11 +196,11 @@ TEST_F(NcclCommunicatorTest, EmptyTensorsNeedNoCall) {
 TEST_F(NcclCommunicatorTest, CountsTheBytesThatLeaveThisRank) {
   at::Tensor tensor = at::ones({8});
   communicator_.allReduce(tensor, ReduceOp::SUM);
-  EXPECT_EQ(communicator_.traffic().sentBytes, 2 * 32 * 3 / 4);
+  EXPECT_EQ(communicator_.traffic().sentBytes(), 2 * 32 * 3 / 4);
   communicator_.broadcast(tensor, 0);
-  EXPECT_EQ(communicator_.traffic().sentBytes, 48);
+  EXPECT_EQ(communicator_.traffic().sentBytes(), 48);
   communicator_.broadcast(tensor, kRank);
-  EXPECT_EQ(communicator_.traffic().sentBytes, 48 + 96);
+  EXPECT_EQ(communicator_.traffic().sentBytes(), 48 + 96);
 }
 
 }  // namespace

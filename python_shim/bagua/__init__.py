@@ -9,8 +9,10 @@ communication hooks, chosen by name:
 
 from bagua import _native
 from bagua._native import Options
-from bagua.hooks import Handle, available_algorithms, comm_hook, register_comm_hook
+from bagua.handle import Handle
+from bagua.hooks import available_algorithms, comm_hook, register_comm_hook
+from bagua.optimizers import QAdamOptimizer
 
 __version__ = _native.package_version()
 
-__all__ = ["Handle", "Options", "available_algorithms", "comm_hook", "register_comm_hook"]
+__all__ = ["Handle", "Options", "QAdamOptimizer", "available_algorithms", "comm_hook", "register_comm_hook"]

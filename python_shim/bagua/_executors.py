@@ -26,8 +26,8 @@ def _timeout_of(backend: Any) -> timedelta:
 def _private_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     """Make a second group of the same ranks and backend, for the hook alone.
 
-    Its programs run on a thread beside the user's, and one Gloo group cannot serve two threads: their operations would
-    meet in another order on each rank.
+    Its programs run beside the user's, in an order of their own; in one group they would meet in another order on each
+    rank.
     """
     name = dist.get_backend(group)
     if ":" in name:
@@ -43,15 +43,25 @@ def _private_group(group: dist.ProcessGroup, device: torch.device, timeout: time
     return made
 
 
-def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the C++ executors on which a hook for tensors on `device` runs its programs. Collective."""
+def _executors_over(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Any:
     backend = _unwrapped(group._get_backend(device))
     if isinstance(backend, _C.ProcessGroupBagua):
         return _C.executors_of_group(backend)
-    timeout = _timeout_of(backend)
-    if device.type == "cpu":
-        group = _private_group(group, device, timeout)
-        backend = _unwrapped(group._get_backend(device))
     host_ids: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(host_ids, _C.local_host_id(), group=group)
     return _C.executors_over_backend(backend, group.group_name, host_ids, timeout)
+
+
+def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the C++ executors on which a hook for tensors on `device` runs its programs. Collective."""
+    backend = _unwrapped(group._get_backend(device))
+    timeout = _timeout_of(backend)
+    if device.type == "cpu" and not isinstance(backend, _C.ProcessGroupBagua):
+        group = _private_group(group, device, timeout)
+    return _executors_over(group, device, timeout)
+
+
+def background_executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return executors whose programs run beside those of `executors_for`, in an order of their own. Collective."""
+    timeout = _timeout_of(_unwrapped(group._get_backend(device)))
+    return _executors_over(_private_group(group, device, timeout), device, timeout)

@@ -8,91 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bagua._executors import executors_for
+from bagua._attachment import Attachment, check_model, check_optimizer, trainable_parameters
+from bagua._executors import background_executors_for, executors_for
 from bagua._native import _C
-
-OptionValue = bool | int | float | str
-
-_PICKLE_ADVICE = (
-    "a model with a bagua communication hook cannot be pickled or deep-copied: the copy would train without the hook. "
-    "Save model.module.state_dict() and the handle's state_dict() instead"
-)
-
+from bagua.handle import PICKLE_ADVICE, Handle, OptionValue
 
 def available_algorithms() -> list[str]:
     """Return the names that `register_comm_hook` and `comm_hook` know."""
     return list(_C.algorithm_names())
-
-
-class Handle:
-    """What `register_comm_hook` returns: figures and control of one algorithm at work on one model."""
-
-    def __init__(self, hook: _C.Hook) -> None:
-        self._hook = hook
-
-    @property
-    def algorithm(self) -> str:
-        """The algorithm's name."""
-        return self._hook.name
-
-    @property
-    def options(self) -> dict[str, OptionValue]:
-        """All of the algorithm's options, with the defaults filled in."""
-        return self._hook.options
-
-    def stats(self) -> dict[str, Any]:
-        """Return what this rank has done so far.
-
-        Returns:
-            `algorithm`; `steps` and `buckets` (counts); `logical_bytes` (gradients handed to the hook, in bytes);
-            `wire_bytes` (bytes sent to other ranks for them); `seconds` (stage -> seconds of the communication thread;
-            on CUDA the time to enqueue the stage).
-        """
-        return self._hook.stats()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint of this rank needs: the algorithm, its options and its state."""
-        return {"algorithm": self.algorithm, "options": self.options, "state": {}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict()` returned on the same rank.
-
-        Raises:
-            ValueError: the state is of another algorithm or of other options.
-        """
-        own = self.state_dict()
-        for key in ("algorithm", "options"):
-            if state_dict.get(key) != own[key]:
-                raise ValueError(
-                    f"the checkpoint was written with {key} {state_dict.get(key)!r}, this hook has {own[key]!r}"
-                )
-
-    def remove(self) -> None:
-        """Take the algorithm off the model: from the next step on DDP averages gradients in full precision.
-
-        Collective: call it on every rank between the same two steps.
-        """
-        self._hook.detach()
-
-    def abort(self) -> None:
-        """Stop background communication. Only algorithm "async" has any."""
-        self._refuse_background("abort")
-
-    def resume(self) -> None:
-        """Start background communication again after `abort`. Only algorithm "async" has any."""
-        self._refuse_background("resume")
-
-    def _refuse_background(self, what: str) -> None:
-        raise RuntimeError(
-            f"{what}() is for algorithms that communicate in the background; {self.algorithm!r} does not"
-        )
-
-    def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return f"<bagua.Handle {self.algorithm}({options})>"
-
-    def __reduce__(self) -> str:
-        raise TypeError(_PICKLE_ADVICE)
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
@@ -109,10 +32,6 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
         raise RuntimeError("this model already has a communication hook; DistributedDataParallel takes one")
 
 
-def _device_of(ddp: DistributedDataParallel) -> torch.device:
-    return next(parameter.device for parameter in ddp.parameters() if parameter.requires_grad)
-
-
 def _refuse_uneven_division(ddp: DistributedDataParallel, args: Any) -> None:
     # torch divides by the ranks still at work only where no hook is registered; a hook divides by all of them.
     if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
@@ -122,9 +41,24 @@ def _refuse_uneven_division(ddp: DistributedDataParallel, args: Any) -> None:
         )
 
 
-def _parameters_text(ddp: DistributedDataParallel) -> str:
-    """What has to be the same on every rank: shapes and dtypes in order."""
-    return "; ".join(f"{p.dtype}{list(p.shape)}" for p in ddp.parameters() if p.requires_grad)
+def _make_hook(
+    ddp: DistributedDataParallel,
+    name: str,
+    options: dict[str, OptionValue],
+    optimizer: torch.optim.Optimizer | None,
+    executors: tuple[Any, Any],
+) -> _C.Hook:
+    """Check everything that this rank can see by itself."""
+    complete = _C.check_options(name, options)
+    info = _C.algorithm_info(name)
+    check_optimizer(ddp, optimizer, name, info["optimizer"])
+    check_model(ddp, name, info["runs_in_background"])
+    main, background = executors
+    return _C.Hook(name, complete, main, background, trainable_parameters(ddp))
+
+
+def _runs_in_background(name: str) -> bool:
+    return name in _C.algorithm_names() and bool(_C.algorithm_info(name)["runs_in_background"])
 
 
 def register_comm_hook(
@@ -134,36 +68,52 @@ def register_comm_hook(
     process_group: dist.ProcessGroup | None = None,
     **options: OptionValue,
 ) -> Handle:
-    """Let an algorithm reduce the gradients of a DDP model. Collective: every rank calls it, before the first step.
+    """Let an algorithm communicate for a DDP model. Collective: every rank calls it, before the first step.
 
     The model's process group may be of backend "bagua" or of a stock one ("gloo", "nccl").
 
     Args:
         ddp: the model, wrapped in DistributedDataParallel.
         name: one of `available_algorithms()`.
-        optimizer: the model's optimizer, for algorithms that change weights or momentum.
+        optimizer: the model's optimizer, for algorithms that change weights or momentum: "decentralized",
+            "low_precision_decentralized", "async" (any optimizer) and "qadam" (`bagua.QAdamOptimizer`).
         process_group: where to communicate; by default the model's own group.
         **options: the algorithm's options, see the table in the README.
 
     Raises:
-        ValueError: an unknown name or option (the message lists the valid ones), or ranks that disagree.
+        ValueError: an unknown name or option (the message lists the valid ones), a value out of range, an optimizer that
+            is missing or not the model's, or ranks that disagree.
         TypeError: an option of a wrong type, or a model that is not wrapped.
         RuntimeError: the model has a hook already, or would skip it.
     """
-    complete = _C.check_options(name, options)
+    if not isinstance(ddp, DistributedDataParallel):
+        _C.check_options(name, options)  # without a model no other rank can be told, so all that is wrong comes out here
     _check_ddp(ddp)
-    if optimizer is None and _C.algorithm_info(name)["needs_optimizer"]:
-        raise ValueError(f"algorithm {name!r} acts on what the optimizer does: pass it as optimizer=")
-    device = _device_of(ddp)
-    hook = _C.Hook(name, complete, executors_for(process_group or ddp.process_group, device))
-    hook.check_agreement(_parameters_text(ddp), str(device))
+    parameters = trainable_parameters(ddp)
+    device = parameters[0].device
+    group = process_group or ddp.process_group
+    main = executors_for(group, device)
+    try:
+        background = background_executors_for(group, device) if _runs_in_background(name) else None
+        hook = _make_hook(ddp, name, options, optimizer, (main, background))
+    except (ValueError, TypeError):
+        # The other ranks may have found nothing wrong and wait for this one.
+        _C.refuse_registration(main, str(device))
+        raise
+    hook.agree(main, "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters), str(device))
     _C.register_hook(ddp.reducer, hook)
-    handle = Handle(hook)
+    info = _C.algorithm_info(name)
+    attachment = None
+    if info["optimizer"]:
+        assert optimizer is not None
+        attachment = Attachment(hook, ddp, optimizer, runs_in_background=info["runs_in_background"])
+    else:
+        ddp.register_forward_pre_hook(_refuse_uneven_division)
+    handle = Handle(hook, attachment)
     # What torch's own method does besides: for its logs, and so that a copy of the model is noticed.
     ddp._comm_hooks.append((_run_hook, handle))
     if ddp.logger is not None:
         ddp.logger._set_comm_hook_name(f"bagua_{name}")
-    ddp.register_forward_pre_hook(_refuse_uneven_division)
     return handle
 
 
@@ -191,7 +141,7 @@ class HookState:
         return {} if self._hook is None else self._hook.stats()
 
     def __reduce__(self) -> str:
-        raise TypeError(_PICKLE_ADVICE)
+        raise TypeError(PICKLE_ADVICE)
 
 
 def _first_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -219,6 +169,6 @@ def comm_hook(
         ValueError, TypeError: as `register_comm_hook`.
     """
     complete = _C.check_options(name, options)
-    if _C.algorithm_info(name)["needs_optimizer"]:
+    if _C.algorithm_info(name)["optimizer"]:
         raise ValueError(f"algorithm {name!r} acts on what the optimizer does: use bagua.register_comm_hook")
     return HookState(name, complete, process_group), _run_hook

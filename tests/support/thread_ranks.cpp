@@ -72,7 +72,7 @@ class ThreadNetwork final : public Communicator {
   void broadcast(at::Tensor& tensor, int root) override {
     show(tensor, {});
     if (rank() != root) flatOf(tensor).copy_(flatOf(point_.shown[root].tensor));
-    if (rank() == root) countSent(static_cast<int64_t>(tensor.nbytes()) * (size() - 1));
+    if (rank() == root) countSentToEach(static_cast<int64_t>(tensor.nbytes()));
     point_.meet();
   }
 
@@ -82,7 +82,7 @@ class ThreadNetwork final : public Communicator {
     for (int peer = 0; peer < size(); ++peer) {
       flat.narrow(0, peer * input.numel(), input.numel()).copy_(flatOf(point_.shown[peer].tensor));
     }
-    countSent(static_cast<int64_t>(input.nbytes()) * (size() - 1));
+    countSentToEach(static_cast<int64_t>(input.nbytes()));
     point_.meet();
   }
 
@@ -101,7 +101,7 @@ class ThreadNetwork final : public Communicator {
       flat.narrow(0, begin, out[peer]).copy_(flatOf(tensor).narrow(0, from, out[peer]));
       begin += out[peer];
     }
-    countSent((input.numel() - in[rank()]) * static_cast<int64_t>(input.element_size()));
+    countSentParts(input, in);
     point_.meet();
   }
 

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/algorithm.h"
+
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+
+namespace bagua {
+namespace {
+
+const at::Tensor& entryOf(const AlgorithmState& state, const std::string& name) {
+  const auto entry = state.find(name);
+  TORCH_CHECK_VALUE(entry != state.end(), "bagua: the checkpoint lacks '", name, "' of the algorithm's state");
+  return entry->second;
+}
+
+}  // namespace
+
+at::Tensor counterTensor(int64_t value) { return at::full({}, value, at::kLong); }
+
+int64_t counterOf(const AlgorithmState& state, const std::string& name) {
+  return entryOf(state, name).item<int64_t>();
+}
+
+at::Tensor tensorOf(const AlgorithmState& state, const std::string& name, const at::Tensor& like) {
+  const at::Tensor& found = entryOf(state, name);
+  TORCH_CHECK_VALUE(found.sizes() == like.sizes() && found.scalar_type() == like.scalar_type(), "bagua: '", name,
+                    "' of the checkpoint is ", found.scalar_type(), found.sizes(), ", this model needs ",
+                    like.scalar_type(), like.sizes());
+  return found.to(like.device()).clone();
+}
+
+bool Algorithm::abort(StepContext& context) {
+  TORCH_CHECK(false, "abort() is for algorithms that communicate in the background; '", context.algorithm(),
+              "' does not");
+}
+
+bool Algorithm::resume(StepContext& context) {
+  TORCH_CHECK(false, "resume() is for algorithms that communicate in the background; '", context.algorithm(),
+              "' does not");
+}
+
+void Algorithm::load(const AlgorithmState& state, StepContext& context) {
+  TORCH_CHECK_VALUE(state.empty(), "bagua: algorithm '", context.algorithm(),
+                    "' has no state, the checkpoint holds '", state.begin()->first, "'");
+}
+
+}  // namespace bagua

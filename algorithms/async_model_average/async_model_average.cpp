@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "algorithms/registry.h"
+#include "algorithms/weights.h"
+
+namespace bagua {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// Averages the weights in rounds that no rank waits for. A round begins with a snapshot at the start of a forward; when
+// the average has come in, the start of a later forward adds what it differs by from the snapshot, so that the progress
+// made meanwhile is kept. Only there are weights read or changed: no lock, hence no deadlock, and evaluation, an
+// unfinished step or a checkpoint never see half a change. Ranks may take different numbers of steps.
+//
+// All ranks take part in every round. It carries whether a rank is in abort(); the round in which all are is the last.
+class AsyncModelAverage final : public Algorithm {
+ public:
+  AsyncModelAverage(const std::string& mode, milliseconds interval, int64_t warmupSteps)
+      : interval_(interval), warmupSteps_(warmupSteps) {
+    TORCH_CHECK_VALUE(mode == "all", "bagua: algorithm 'async' takes peer_selection_mode 'all', got '", mode, "'");
+    TORCH_CHECK_VALUE(interval.count() > 0, "bagua: sync_interval_ms must be greater than 0, got ", interval.count());
+    TORCH_CHECK_VALUE(warmupSteps >= 0, "bagua: warmup_steps must not be negative, got ", warmupSteps);
+  }
+
+  [[nodiscard]] bool reducesGradients() const override { return isWarmingUp(); }
+  void reduce(Bucket& bucket, Communicator& communicator) override {
+    const Stage stage(bucket.seconds, "allreduce");
+    communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
+  }
+
+  void beforeForward(StepContext& context) override {
+    if (isWarmingUp() || context.size() == 1) return;
+    if (warmupSteps_ > 0 && !hasStarted_) broadcastWeights(context);
+    hasStarted_ = true;
+    if (isPaused_) return;
+    if (round_ && !round_->work->isCompleted()) return;
+    if (round_) finishRound(context);
+    if (Clock::now() >= nextRound_) startRound(context, /*isAborting=*/false);
+  }
+
+  void afterBackward(StepContext& /*context*/) override { ++step_; }
+
+  bool abort(StepContext& context) override {
+    if (isPaused_ || context.size() == 1) return !std::exchange(isPaused_, true);
+    if (round_) finishRound(context);
+    bool isLast = false;
+    while (!isLast) {
+      startRound(context, /*isAborting=*/true);
+      isLast = finishRound(context);
+    }
+    isPaused_ = true;
+    return true;
+  }
+
+  bool resume(StepContext& /*context*/) override {
+    nextRound_ = Clock::now();
+    return std::exchange(isPaused_, false);
+  }
+
+  void leave(StepContext& context) override {
+    abort(context);
+    // Those who trained on after an earlier abort() are apart.
+    averageWeights(context);
+  }
+
+  [[nodiscard]] AlgorithmState state() const override {
+    const auto left = std::chrono::duration_cast<milliseconds>(nextRound_ - Clock::now());
+    return {{"step", counterTensor(step_)},
+            {"has_started", counterTensor(hasStarted_ ? 1 : 0)},
+            {"is_paused", counterTensor(isPaused_ ? 1 : 0)},
+            {"milliseconds_to_round", counterTensor(std::max<int64_t>(left.count(), 0))}};
+  }
+
+  void load(const AlgorithmState& state, StepContext& /*context*/) override {
+    step_ = counterOf(state, "step");
+    hasStarted_ = counterOf(state, "has_started") != 0;
+    isPaused_ = counterOf(state, "is_paused") != 0;
+    nextRound_ = Clock::now() + milliseconds(counterOf(state, "milliseconds_to_round"));
+  }
+
+ private:
+  // What a round's program fills in.
+  struct Outcome {
+    std::vector<at::Tensor> averages;
+    // On the model's device: whether all ranks are in abort().
+    at::Tensor isLast;
+    // When the program ended, as a count of Clock. Not a Clock::time_point: that is no atomic everywhere.
+    std::atomic<Clock::rep> end{0};
+  };
+  struct Round {
+    c10::intrusive_ptr<c10d::Work> work;
+    std::vector<at::Tensor> snapshots;
+    std::shared_ptr<Outcome> outcome;
+  };
+
+  [[nodiscard]] bool isWarmingUp() const { return step_ < warmupSteps_; }
+
+  void startRound(StepContext& context, bool isAborting) {
+    if (buckets_.empty()) buckets_ = weightBuckets(context.parameters());
+    std::vector<at::Tensor> snapshots = packAll(buckets_);
+    auto outcome = std::make_shared<Outcome>();
+    outcome->isLast = at::full({1}, isAborting ? 1 : 0, snapshots[0].options().dtype(at::kByte));
+    for (const auto& snapshot : snapshots) outcome->averages.push_back(snapshot.clone());
+    auto work = context.submitInBackground("bagua:average_weights", outcome->averages,
+                                           [outcome](Communicator& communicator, StageSeconds& seconds) {
+                                             const Stage stage(seconds, "average_weights");
+                                             communicator.allReduce(outcome->isLast, c10d::ReduceOp::MIN);
+                                             for (auto& flat : outcome->averages) {
+                                               communicator.allReduce(flat, c10d::ReduceOp::AVG);
+                                             }
+                                             outcome->end = Clock::now().time_since_epoch().count();
+                                           });
+    round_ = Round{std::move(work), std::move(snapshots), std::move(outcome)};
+  }
+
+  // Whether it was the last. Nobody has moved on from the snapshot then: the average itself makes all ranks equal.
+  bool finishRound(StepContext& context) {
+    const Round round = *std::exchange(round_, std::nullopt);
+    round.work->wait(kNoTimeout);
+    const bool isLast = round.outcome->isLast.item<uint8_t>() != 0;
+    for (size_t i = 0; i < buckets_.size(); ++i) {
+      const at::Tensor& average = round.outcome->averages[i];
+      if (isLast) {
+        buckets_[i].unpack(average);
+      } else {
+        const auto type = average.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+        buckets_[i].add(average.to(type).sub_(round.snapshots[i]));
+      }
+    }
+    nextRound_ = Clock::time_point(Clock::duration(round.outcome->end)) + interval_;
+    context.countRound();
+    return isLast;
+  }
+
+  const milliseconds interval_;
+  const int64_t warmupSteps_;
+  std::vector<WeightBucket> buckets_;
+  // Synchronised backwards so far.
+  int64_t step_ = 0;
+  // Whether warm-up has been left behind.
+  bool hasStarted_ = false;
+  bool isPaused_ = false;
+  Clock::time_point nextRound_ = Clock::now();
+  std::optional<Round> round_;
+};
+
+}  // namespace
+
+BAGUA_REGISTER_ALGORITHM({
+    .name = "async",
+    .summary = "Weights averaged in the background, at most every sync_interval_ms; no rank waits for another.",
+    .position = 6,
+    .agreement = Agreement::kEventual,
+    .optimizer = "Optimizer",
+    .runsInBackground = true,
+    .options = {{"peer_selection_mode", std::string("all"), "'all': average over all ranks."},
+                {"sync_interval_ms", int64_t{500}, "Milliseconds between the end of a round and the next."},
+                {"warmup_steps", int64_t{0}, "Steps that average gradients before that."}},
+    .create =
+        [](const Options& options) {
+          return std::make_unique<AsyncModelAverage>(options.get<std::string>("peer_selection_mode"),
+                                                     milliseconds(options.get<int64_t>("sync_interval_ms")),
+                                                     options.get<int64_t>("warmup_steps"));
+        },
+})
+
+}  // namespace bagua

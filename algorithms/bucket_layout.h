@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <unordered_map>
+#include <vector>
+
+#include "algorithms/bucket.h"
+
+namespace bagua {
+
+// Which gradients travel together and in which order, by the positions of their parameters: what the bits of a codec's
+// result depend on.
+using BucketLayout = std::vector<std::vector<int64_t>>;
+
+// Recognises the parameters of one model in the buckets that DDP hands over. DDP puts the whole model into one bucket
+// (per dtype) in the first step of a process and into others from the second on; a run that continues from a checkpoint
+// has to begin with the others, or its bits differ from those of a run that was not interrupted.
+class BucketLayouts {
+ public:
+  explicit BucketLayouts(const std::vector<at::Tensor>& parameters);
+
+  [[nodiscard]] std::vector<BucketEntry> entriesOf(const c10d::GradBucket& gradients) const;
+  // The parts of `bucket` that the wanted layout has travel apart, or else the whole. Their entries are in that order.
+  [[nodiscard]] std::vector<std::vector<BucketEntry>> partsOf(const std::vector<BucketEntry>& bucket) const;
+
+  // Notes what has travelled together; `isFirst` and `isLast` of a step.
+  void note(const std::vector<std::vector<BucketEntry>>& parts, bool isFirst, bool isLast);
+  // Of the last complete step; empty before.
+  [[nodiscard]] const BucketLayout& last() const { return last_; }
+  // Throws ValueError unless it holds parameters of this model, each once.
+  void want(BucketLayout layout);
+
+ private:
+  std::unordered_map<const c10::TensorImpl*, int64_t> positions_;
+  BucketLayout wanted_;
+  BucketLayout current_;
+  BucketLayout last_;
+};
+
+// A flat copy of the gradients of `part`, to be written back after it was reduced.
+Bucket gatherPart(const std::vector<BucketEntry>& part);
+void scatterPart(const Bucket& bucket, const std::vector<BucketEntry>& part);
+
+}  // namespace bagua

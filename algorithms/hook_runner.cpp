@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/hook_runner.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include "algorithms/profiler_handover.h"
+#include "algorithms/registry.h"
+#include "backend/sparse_reduction.h"
+
+namespace bagua {
+namespace {
+
+std::unique_ptr<Algorithm> create(const std::string& name, const std::map<std::string, OptionValue>& options) {
+  const auto& info = AlgorithmRegistry::find(name);
+  return info.create(Options(name, info.options, options));
+}
+
+// What DDP waits for where nothing travels.
+c10::intrusive_ptr<c10::ivalue::Future> completedFuture(const at::Tensor& value) {
+  std::vector<c10::Device> devices;
+  if (!value.is_cpu()) devices.push_back(value.device());
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  future->markCompleted(c10::IValue(std::vector<at::Tensor>{value}));
+  return future;
+}
+
+int64_t bytesOfAll(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes += tensor.is_sparse() ? 0 : static_cast<int64_t>(tensor.nbytes());
+  return bytes;
+}
+
+}  // namespace
+
+HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options, Groups groups,
+                       std::vector<at::Tensor> parameters)
+    : name_(algorithm),
+      options_(algorithm, AlgorithmRegistry::find(algorithm).options, options),
+      groups_(std::move(groups)),
+      parameters_(std::move(parameters)),
+      actsOnWeights_(!AlgorithmRegistry::find(algorithm).optimizer.empty()),
+      layouts_(parameters_),
+      algorithm_(create(algorithm, options)) {}
+
+c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradients) {
+  at::Tensor buffer = gradients.getBufferRef();
+  const bool isLast = gradients.isLast();
+  const auto parts = layouts_.partsOf(layouts_.entriesOf(gradients));
+  layouts_.note(parts, gradients.getIndex() == 0, isLast);
+  const bool travels = algorithm_->reducesGradients();
+  {
+    const std::lock_guard<std::mutex> lock(ledger_->mutex);
+    ++ledger_->stats.buckets;
+    if (isLast) ++ledger_->stats.steps;
+    if (isLast && travels) ++ledger_->stats.rounds;
+  }
+  if (isLast && actsOnWeights_) queueAfterBackward();
+  if (!travels) return completedFuture(buffer);
+  return submit("bagua:reduce_bucket", {buffer},
+                [algorithm = algorithm_, buffer, parts](Communicator& communicator, StageSeconds& seconds) mutable {
+                  reduce(*algorithm, buffer, parts, communicator, seconds);
+                })
+      ->getFuture();
+}
+
+void HookRunner::reduce(Algorithm& algorithm, at::Tensor& gradients,
+                        const std::vector<std::vector<BucketEntry>>& parts, Communicator& communicator,
+                        StageSeconds& seconds) {
+  if (gradients.is_sparse()) {
+    const Stage stage(seconds, "sparse_allreduce");
+    return allReduceSparse(communicator, gradients, algorithm.averages());
+  }
+  if (parts.size() == 1) {
+    Bucket bucket{.flat = gradients, .entries = parts[0]};
+    algorithm.reduce(bucket, communicator);
+    return addTo(seconds, bucket.seconds);
+  }
+  for (const auto& part : parts) {
+    Bucket bucket = gatherPart(part);
+    algorithm.reduce(bucket, communicator);
+    scatterPart(bucket, part);
+    addTo(seconds, bucket.seconds);
+  }
+}
+
+// Runs before DDP's own end of backward, which is queued after the last bucket.
+void HookRunner::queueAfterBackward() {
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
+    const at::NoGradGuard noGrad;
+    self->algorithm_->afterBackward(*self);
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> HookRunner::submit(const char* name, const std::vector<at::Tensor>& tensors,
+                                                  Task task) {
+  return submitTo(*groups_.main, name, tensors, std::move(task));
+}
+
+c10::intrusive_ptr<c10d::Work> HookRunner::submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
+                                                              Task task) {
+  TORCH_INTERNAL_ASSERT(groups_.background != nullptr);
+  return submitTo(*groups_.background, name, tensors, std::move(task));
+}
+
+c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, const char* name,
+                                                    const std::vector<at::Tensor>& tensors, Task task) {
+  const at::Tensor& first = tensors.front();
+  int64_t numel = 0;
+  for (const auto& tensor : tensors) numel += tensor.numel();
+  {
+    const std::lock_guard<std::mutex> lock(ledger_->mutex);
+    ledger_->stats.logicalBytes += bytesOfAll(tensors);
+  }
+  const Operation operation{.type = c10d::OpType::ALLREDUCE,
+                            .name = name,
+                            .dtype = first.scalar_type(),
+                            .numel = numel,
+                            .timeout = group.timeout()};
+  auto program = [ledger = ledger_, handover = ProfilerHandover::ofThisThread(),
+                  task = std::move(task)](Communicator& communicator) {
+    const ProfilerHandover::Scope profiled(handover);
+    const Traffic before = communicator.traffic();
+    StageSeconds seconds;
+    task(communicator, seconds);
+    const std::lock_guard<std::mutex> lock(ledger->mutex);
+    ledger->stats.traffic += communicator.traffic().since(before);
+    addTo(ledger->stats.seconds, seconds);
+  };
+  return group.executorFor(first.device()).submit(operation, tensors, std::move(program));
+}
+
+void HookRunner::countRound() {
+  const std::lock_guard<std::mutex> lock(ledger_->mutex);
+  ++ledger_->stats.rounds;
+}
+
+void HookRunner::beforeForward(std::vector<Momentum> momenta) {
+  const at::NoGradGuard noGrad;
+  algorithm_->useMomenta(std::move(momenta));
+  algorithm_->beforeForward(*this);
+}
+
+void HookRunner::afterStep() {
+  const at::NoGradGuard noGrad;
+  algorithm_->afterStep(*this);
+}
+
+bool HookRunner::abort() {
+  const at::NoGradGuard noGrad;
+  return algorithm_->abort(*this);
+}
+
+bool HookRunner::resume() { return algorithm_->resume(*this); }
+
+void HookRunner::leave() {
+  const at::NoGradGuard noGrad;
+  algorithm_->leave(*this);
+  algorithm_ = create("gradient_allreduce", {});
+}
+
+void HookRunner::load(const AlgorithmState& state, BucketLayout layout) {
+  algorithm_->load(state, *this);
+  layouts_.want(std::move(layout));
+}
+
+HookStats HookRunner::stats() const {
+  const std::lock_guard<std::mutex> lock(ledger_->mutex);
+  return ledger_->stats;
+}
+
+}  // namespace bagua

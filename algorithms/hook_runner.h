@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include "algorithms/algorithm.h"
+#include "algorithms/bucket_layout.h"
+#include "backend/executor.h"
+
+namespace bagua {
+
+struct HookStats {
+  // Synchronised backwards, and buckets in them.
+  int64_t steps = 0;
+  int64_t buckets = 0;
+  // Times that the ranks communicated for the sake of a step.
+  int64_t rounds = 0;
+  // Bytes of gradients or weights that this rank had to communicate.
+  int64_t logicalBytes = 0;
+  // What this rank sent to other ranks for them.
+  Traffic traffic;
+  StageSeconds seconds;
+};
+
+// An algorithm at work on one model: turns each bucket that DDP hands over into a program, tells the algorithm how far a
+// step has come, and counts what it costs. Shared by the Reducer's hook and the handle that the user holds. run() and
+// stats() may be called from any thread, the others from the one that trains.
+class HookRunner final : public std::enable_shared_from_this<HookRunner>, private StepContext {
+ public:
+  struct Groups {
+    std::shared_ptr<ExecutorProvider> main;
+    // For algorithms that declare runsInBackground.
+    std::shared_ptr<ExecutorProvider> background = nullptr;
+  };
+  // Without `parameters` it serves algorithms that only know gradients.
+  HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options, Groups groups,
+             std::vector<at::Tensor> parameters);
+
+  // Called by DDP for every bucket of every step, on an autograd thread. The future holds the tensor that DDP copies
+  // the gradients from: the bucket's own buffer.
+  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& gradients);
+
+  void useTopology(const HostTopology& topology) { algorithm_->useTopology(topology); }
+  void beforeForward(std::vector<Momentum> momenta);
+  void afterStep();
+  bool abort();
+  bool resume();
+  // From the next bucket on the gradients are averaged in full precision, as by DDP without a hook. Collective.
+  void leave();
+
+  [[nodiscard]] AlgorithmState state() const { return algorithm_->state(); }
+  [[nodiscard]] const BucketLayout& layout() const { return layouts_.last(); }
+  void load(const AlgorithmState& state, BucketLayout layout);
+
+  [[nodiscard]] HookStats stats() const;
+  [[nodiscard]] const std::string& name() const { return name_; }
+  [[nodiscard]] const Options& options() const { return options_; }
+
+ private:
+  // Programs in flight hold this, and not the runner: it owns the executor that they run on.
+  struct Ledger {
+    std::mutex mutex;
+    HookStats stats;
+  };
+
+  [[nodiscard]] const std::string& algorithm() const override { return name_; }
+  [[nodiscard]] const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  [[nodiscard]] int rank() const override { return groups_.main->identity().rank; }
+  [[nodiscard]] int size() const override { return groups_.main->identity().size; }
+  c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Task task) override;
+  c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
+                                                    Task task) override;
+  void countRound() override;
+
+  c10::intrusive_ptr<c10d::Work> submitTo(ExecutorProvider& group, const char* name,
+                                          const std::vector<at::Tensor>& tensors, Task task);
+  // Reduces what DDP handed over; `parts` as BucketLayouts::partsOf makes them.
+  static void reduce(Algorithm& algorithm, at::Tensor& gradients, const std::vector<std::vector<BucketEntry>>& parts,
+                     Communicator& communicator, StageSeconds& seconds);
+  void queueAfterBackward();
+
+  const std::string name_;
+  const Options options_;
+  const Groups groups_;
+  const std::vector<at::Tensor> parameters_;
+  const bool actsOnWeights_;
+  const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
+  BucketLayouts layouts_;
+  std::shared_ptr<Algorithm> algorithm_;
+};
+
+}  // namespace bagua

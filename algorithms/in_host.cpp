@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/in_host.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <c10/util/Exception.h>
+
+namespace bagua {
+
+void reduceInHost(at::Tensor& flat, const HostLanes& lanes, float divisor, Communicator& communicator) {
+  const int rank = communicator.rank();
+  const int64_t own = lanes.ownLength(rank);
+  at::Tensor copies = at::empty({lanes.localSize(), own}, flat.options());
+  communicator.allToAll(copies, flat, lanes.ownedBySelf(), lanes.ownedByPeers());
+  const bool isDouble = flat.scalar_type() == at::kDouble;
+  const at::Tensor sum = copies.sum(0, false, isDouble ? at::kDouble : at::kFloat).div_(divisor);
+  flat.narrow(0, lanes.begin(lanes.firstLane(rank)), own).copy_(sum);
+}
+
+void gatherInHost(at::Tensor& flat, const HostLanes& lanes, Communicator& communicator) {
+  const int rank = communicator.rank();
+  const at::Tensor own = flat.narrow(0, lanes.begin(lanes.firstLane(rank)), lanes.ownLength(rank));
+  const at::Tensor sent = own.repeat({lanes.localSize()});
+  communicator.allToAll(flat, sent, lanes.ownedByPeers(), lanes.ownedBySelf());
+}
+
+std::vector<std::vector<at::Tensor>> swapLanes(const std::vector<at::Tensor>& messages,
+                                               const std::vector<int>& partners, const HostLanes& lanes,
+                                               Communicator& communicator) {
+  const int first = lanes.firstLane(communicator.rank());
+  const auto count = static_cast<int>(messages.size());
+  // Every rank owns a lane, see HostLanes.
+  TORCH_INTERNAL_ASSERT(count == lanes.endLane(communicator.rank()) - first && count > 0 && !partners.empty());
+  // Both sides order what they exchange by lane: two ranks never share a lane through more than one pair of hosts.
+  std::vector<at::Tensor> sent;
+  Communicator::Splits splits(communicator.size(), 0);
+  for (int peer = 0; peer < communicator.size(); ++peer) {
+    for (int lane = 0; lane < count; ++lane) {
+      for (const int host : partners) {
+        if (lanes.owner(host, first + lane) != peer) continue;
+        sent.push_back(messages[lane]);
+        splits[peer] += messages[lane].numel();
+      }
+    }
+  }
+  const at::Tensor outgoing = at::cat(sent);
+  at::Tensor incoming = at::empty_like(outgoing);
+  communicator.allToAll(incoming, outgoing, splits, splits);
+
+  std::vector<std::vector<at::Tensor>> received(count, std::vector<at::Tensor>(partners.size()));
+  int64_t begin = 0;
+  for (int peer = 0; peer < communicator.size(); ++peer) {
+    for (int lane = 0; lane < count; ++lane) {
+      for (size_t partner = 0; partner < partners.size(); ++partner) {
+        if (lanes.owner(partners[partner], first + lane) != peer) continue;
+        received[lane][partner] = incoming.narrow(0, begin, messages[lane].numel());
+        begin += messages[lane].numel();
+      }
+    }
+  }
+  return received;
+}
+
+}  // namespace bagua

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <vector>
+
+#include "algorithms/host_lanes.h"
+#include "backend/communicator.h"
+
+namespace bagua {
+
+// The two steps of a hierarchical exchange inside a host; see HostLanes. Nothing to do where lanes.count() == 1.
+
+// Each owner's lanes become the sum over the host divided by `divisor`, in full precision.
+void reduceInHost(at::Tensor& flat, const HostLanes& lanes, float divisor, Communicator& communicator);
+// Everybody on the host receives the lanes of everybody else.
+void gatherInHost(at::Tensor& flat, const HostLanes& lanes, Communicator& communicator);
+
+// The step between hosts where a host has few partners: the owners of each lane swap messages with the owners of the
+// same lane on the `partners` of their host, which are the same on all ranks of a host and have this host as a partner.
+// `messages` holds one per owned lane, of one length on all hosts. Returns, per owned lane, what each partner sent.
+std::vector<std::vector<at::Tensor>> swapLanes(const std::vector<at::Tensor>& messages,
+                                               const std::vector<int>& partners, const HostLanes& lanes,
+                                               Communicator& communicator);
+
+}  // namespace bagua

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "algorithms/low_precision_decentralized/ring_exchange.h"
+#include "algorithms/registry.h"
+#include "algorithms/weights.h"
+#include "backend/config.h"
+
+namespace bagua {
+namespace {
+
+// Draws the weights of neighbours in a ring together after every step, by differences of 8 bits against replicas that
+// both ends hold.
+class LowPrecisionDecentralized final : public Algorithm {
+ public:
+  LowPrecisionDecentralized(bool hierarchical, int64_t interval) : hierarchical_(hierarchical), interval_(interval) {
+    TORCH_CHECK_VALUE(interval >= 1, "bagua: communication_interval must be at least 1, got ", interval);
+  }
+
+  void useTopology(const HostTopology& topology) override {
+    topology_ = hierarchical_ ? topology : HostTopology::oneRankPerHost(topology.size());
+  }
+
+  [[nodiscard]] bool reducesGradients() const override { return false; }
+  void reduce(Bucket& /*bucket*/, Communicator& /*communicator*/) override {
+    TORCH_INTERNAL_ASSERT(false, "low_precision_decentralized leaves gradients alone");
+  }
+
+  void beforeForward(StepContext& context) override { prepare(context); }
+
+  void afterStep(StepContext& context) override {
+    prepare(context);
+    if (step_++ % interval_ != 0 || context.size() == 1) return;
+    const std::vector<at::Tensor> weights = packAll(buckets_);
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    for (size_t i = 0; i < buckets_.size(); ++i) works.push_back(submitStep(weights[i], i, context));
+    for (const auto& work : works) work->wait(kNoTimeout);
+    unpackAll(buckets_, weights);
+    context.countRound();
+  }
+
+  void leave(StepContext& context) override { averageWeights(context); }
+
+  [[nodiscard]] AlgorithmState state() const override {
+    AlgorithmState state{{"step", counterTensor(step_)}};
+    for (size_t i = 0; i < replicas_.size(); ++i) {
+      for (const auto& [name, member] : kReplicas) state.emplace(name + std::to_string(i), (replicas_[i].*member).clone());
+    }
+    return state;
+  }
+
+  void load(const AlgorithmState& state, StepContext& context) override {
+    const int64_t step = counterOf(state, "step");
+    if (state.size() > 1) {
+      std::vector<RingReplicas> replicas;
+      const auto buckets = bucketsOf(context);
+      for (size_t i = 0; i < buckets.size(); ++i) {
+        const at::Tensor like = buckets[i].pack().narrow(
+            0, 0, RingExchange(*topology_, context.rank(), buckets[i].numel()).ownLength(context.rank()));
+        RingReplicas& replica = replicas.emplace_back();
+        for (const auto& [name, member] : kReplicas) replica.*member = tensorOf(state, name + std::to_string(i), like);
+      }
+      replicas_ = std::move(replicas);
+    }
+    step_ = step;
+  }
+
+ private:
+  using ReplicaMember = at::Tensor RingReplicas::*;
+  inline static const std::vector<std::pair<std::string, ReplicaMember>> kReplicas = {
+      {"replica.self.", &RingReplicas::self},
+      {"replica.left.", &RingReplicas::left},
+      {"replica.right.", &RingReplicas::right}};
+
+  // Between several hosts, or ranks: on a single host there is nothing to compress.
+  [[nodiscard]] bool isRing() const { return topology_->hostCount() > 1; }
+
+  static std::vector<WeightBucket> bucketsOf(const StepContext& context) {
+    return weightBuckets(context.parameters(), config::defaultBucketBytes());
+  }
+
+  // The replicas start from the weights before the first step, which the neighbours tell in full precision: ranks may
+  // have loaded checkpoints of their own.
+  void prepare(StepContext& context) {
+    if (buckets_.empty()) buckets_ = bucketsOf(context);
+    if (!isRing() || !replicas_.empty()) return;
+    std::vector<RingReplicas> replicas(buckets_.size());
+    std::vector<at::Tensor> weights = packAll(buckets_);
+    context
+        .submit("bagua:start_replicas", weights,
+                [&replicas, &weights, &topology = *topology_](Communicator& communicator, StageSeconds& seconds) {
+                  for (size_t i = 0; i < weights.size(); ++i) {
+                    const RingExchange ring(topology, communicator.rank(), weights[i].numel());
+                    replicas[i] = ring.start(weights[i], seconds, communicator);
+                  }
+                })
+        ->wait(kNoTimeout);
+    replicas_ = std::move(replicas);
+  }
+
+  c10::intrusive_ptr<c10d::Work> submitStep(const at::Tensor& weights, size_t bucket, StepContext& context) {
+    if (!isRing()) {
+      return context.submit("bagua:average_weights", {weights},
+                            [flat = weights](Communicator& communicator, StageSeconds& seconds) mutable {
+                              const Stage stage(seconds, "allreduce");
+                              communicator.allReduce(flat, c10d::ReduceOp::AVG);
+                            });
+    }
+    return context.submit("bagua:exchange_differences", {weights},
+                          [flat = weights, replicas = replicas_[bucket], topology = *topology_](
+                              Communicator& communicator, StageSeconds& seconds) mutable {
+                            const RingExchange ring(topology, communicator.rank(), flat.numel());
+                            ring.step(flat, replicas, seconds, communicator);
+                          });
+  }
+
+  const bool hierarchical_;
+  const int64_t interval_;
+  // The participants as hosts.
+  std::optional<HostTopology> topology_;
+  std::vector<WeightBucket> buckets_;
+  std::vector<RingReplicas> replicas_;
+  // Steps of the optimizer so far.
+  int64_t step_ = 0;
+};
+
+}  // namespace
+
+BAGUA_REGISTER_ALGORITHM({
+    .name = "low_precision_decentralized",
+    .summary = "Weights of neighbours in a ring drawn together by 8-bit differences after every step.",
+    .position = 4,
+    .agreement = Agreement::kEventual,
+    .optimizer = "Optimizer",
+    .options = {{"hierarchical", true,
+                 "A ring of hosts, after an average inside each (on a single host: that average alone); False: a ring "
+                 "of ranks."},
+                {"communication_interval", int64_t{1}, "Exchange after every n-th step."}},
+    .create =
+        [](const Options& options) {
+          return std::make_unique<LowPrecisionDecentralized>(options.get<bool>("hierarchical"),
+                                                             options.get<int64_t>("communication_interval"));
+        },
+})
+
+}  // namespace bagua

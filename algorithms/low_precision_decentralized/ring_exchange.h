@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "algorithms/host_lanes.h"
+#include "algorithms/stage.h"
+#include "backend/communicator.h"
+
+namespace bagua {
+
+// What a participant of the ring remembers of one bucket of weights: its own as of the last exchange and its
+// neighbours', of which it holds the same bits as they do. Flat tensors of the lanes that this rank owns.
+struct RingReplicas {
+  at::Tensor self;
+  at::Tensor left;
+  at::Tensor right;
+};
+
+// A ring of hosts (of ranks, where each is a host of its own) in which the differences between weights travel with 8
+// bits. `topology` says who the participants are; every method is called by all ranks.
+class RingExchange {
+ public:
+  RingExchange(const HostTopology& topology, int rank, int64_t numel) : lanes_(topology, rank, numel) {}
+
+  // Elements in the replicas of this rank.
+  [[nodiscard]] int64_t ownLength(int rank) const { return lanes_.ownLength(rank); }
+  // Sets the replicas from weights in full precision: the mean over the host of `flat`, and what the neighbours have.
+  [[nodiscard]] RingReplicas start(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const;
+
+  // With x the weights in `flat` after a local step (the mean over the host):
+  //   d = x + left / 3 + right / 3 - 5 / 3 self, coded with 8 bits as one chunk, goes to both neighbours;
+  //   self += d, left += d of the left one, right += d of the right one; x = self.
+  void step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& seconds, Communicator& communicator) const;
+
+ private:
+  void enterHost(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const;
+  void leaveHost(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const;
+  [[nodiscard]] at::Tensor ownPart(const at::Tensor& flat, int rank) const;
+  // One tensor per owned lane.
+  [[nodiscard]] std::vector<at::Tensor> lanesOf(const at::Tensor& own, int rank) const;
+  // {left, right}, or the one other host.
+  [[nodiscard]] std::vector<int> neighbours() const;
+
+  const HostLanes lanes_;
+};
+
+}  // namespace bagua

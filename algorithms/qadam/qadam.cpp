@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <c10/util/Exception.h>
+
+#include "algorithms/bytegrad/compressed_mean.h"
+#include "algorithms/registry.h"
+
+namespace bagua {
+namespace {
+
+// Adam with 8-bit messages. While the optimizer warms up the gradients are averaged in full precision; after that each
+// rank updates the momentum by its own gradient, the momenta are averaged with 8-bit messages, and the optimizer, whose
+// variance is frozen, finds them in place of the gradients.
+class QAdam final : public Algorithm {
+ public:
+  explicit QAdam(bool hierarchical) : hierarchical_(hierarchical) {}
+
+  void useMomenta(std::vector<Momentum> momenta) override { momenta_ = std::move(momenta); }
+
+  void reduce(Bucket& bucket, Communicator& communicator) override {
+    if (momenta_.empty()) {
+      const Stage stage(bucket.seconds, "allreduce");
+      communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
+      return;
+    }
+    {
+      const Stage stage(bucket.seconds, "update_momentum");
+      for (const auto& entry : bucket.entries) updateMomentum(entry);
+    }
+    bytegrad::reduceCompressed(bucket, {.hierarchical = hierarchical_}, communicator);
+  }
+
+ private:
+  // The gradient's place takes the momentum that it leads to. The optimizer's own copy stays until its step: a step that
+  // is skipped leaves no trace.
+  void updateMomentum(const BucketEntry& entry) const {
+    TORCH_INTERNAL_ASSERT(entry.parameter >= 0 && entry.parameter < static_cast<int64_t>(momenta_.size()));
+    const Momentum& momentum = momenta_[entry.parameter];
+    entry.gradient.copy_(momentum.value.mul(momentum.decay).add_(entry.gradient, 1 - momentum.decay));
+  }
+
+  const bool hierarchical_;
+  // Set between two steps, read by the programs of a step.
+  std::vector<Momentum> momenta_;
+};
+
+}  // namespace
+
+BAGUA_REGISTER_ALGORITHM({
+    .name = "qadam",
+    .summary = "Adam whose momentum travels with 8 bits once its variance is frozen.",
+    .position = 5,
+    .agreement = Agreement::kIdentical,
+    .optimizer = "QAdamOptimizer",
+    .options = {{"hierarchical", true,
+                 "After warm-up: full precision inside a host, 8 bits between hosts (on a single host nothing is "
+                 "compressed); False: 8 bits between all ranks."}},
+    .create = [](const Options& options) { return std::make_unique<QAdam>(options.get<bool>("hierarchical")); },
+})
+
+}  // namespace bagua

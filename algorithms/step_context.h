@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "algorithms/stage.h"
+#include "backend/communicator.h"
+
+namespace bagua {
+
+// What an algorithm may do on the thread that trains: reach the model's weights and submit programs.
+class StepContext {
+ public:
+  using Task = std::function<void(Communicator&, StageSeconds&)>;
+
+  virtual ~StepContext() = default;
+
+  // The name that the algorithm is registered under.
+  [[nodiscard]] virtual const std::string& algorithm() const = 0;
+  // The trainable parameters, in the model's order.
+  [[nodiscard]] virtual const std::vector<at::Tensor>& parameters() const = 0;
+  [[nodiscard]] virtual int rank() const = 0;
+  [[nodiscard]] virtual int size() const = 0;
+
+  // Runs `task` after all earlier programs of the model's group. What it sends and how long its stages take is counted,
+  // and `tensors` as what it carries. `name` is a literal.
+  virtual c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors,
+                                                Task task) = 0;
+  // The same on a group of its own, which waits for nobody. Only for algorithms that declare runsInBackground.
+  virtual c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
+                                                            Task task) = 0;
+  // One more round of communication in the statistics.
+  virtual void countRound() = 0;
+};
+
+}  // namespace bagua

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "algorithms/step_context.h"
+
+namespace bagua {
+
+// Weights that travel together: parameters of one dtype on one device, as one flat tensor and back.
+class WeightBucket {
+ public:
+  explicit WeightBucket(std::vector<at::Tensor> parameters);
+
+  [[nodiscard]] int64_t numel() const { return numel_; }
+  // A new flat tensor with the values of the parameters, one after another.
+  [[nodiscard]] at::Tensor pack() const;
+  // Overwrites the parameters.
+  void unpack(const at::Tensor& flat) const;
+  // Adds to the parameters; rounds once, to their dtype, whatever the dtype of `flat`.
+  void add(const at::Tensor& flat) const;
+
+ private:
+  template <typename Visit>
+  void forEachPart(const at::Tensor& flat, Visit&& visit) const;
+
+  const std::vector<at::Tensor> parameters_;
+  int64_t numel_ = 0;
+};
+
+// The parameters in reversed order, roughly that of their gradients; a bucket is closed when it has reached
+// `bucketBytes`. Reduced the same way on every rank.
+std::vector<WeightBucket> weightBuckets(const std::vector<at::Tensor>& parameters, int64_t bucketBytes);
+// One bucket per dtype and device.
+std::vector<WeightBucket> weightBuckets(const std::vector<at::Tensor>& parameters);
+
+std::vector<at::Tensor> packAll(const std::vector<WeightBucket>& buckets);
+void unpackAll(const std::vector<WeightBucket>& buckets, const std::vector<at::Tensor>& flats);
+
+// Blocks until all ranks hold the mean of their weights, or those of rank 0. Collective.
+void averageWeights(StepContext& context);
+void broadcastWeights(StepContext& context);
+
+// Counts the changes made to the parameters: another number, other weights.
+int64_t versionOf(const std::vector<at::Tensor>& parameters);
+
+}  // namespace bagua

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/communicator.h"
+
+namespace bagua {
+
+Traffic& Traffic::operator+=(const Traffic& other) {
+  inHostBytes += other.inHostBytes;
+  betweenHostsBytes += other.betweenHostsBytes;
+  return *this;
+}
+
+Traffic Traffic::since(const Traffic& earlier) const {
+  return {.inHostBytes = inHostBytes - earlier.inHostBytes,
+          .betweenHostsBytes = betweenHostsBytes - earlier.betweenHostsBytes};
+}
+
+void Communicator::countSentTo(int peer, int64_t bytes) {
+  if (peer == rank_) return;
+  const bool isLocal = topology_->hostOf(peer) == topology_->hostOf(rank_);
+  (isLocal ? traffic_.inHostBytes : traffic_.betweenHostsBytes) += bytes;
+}
+
+void Communicator::countSentToEach(int64_t bytes) { countSentEvenly(bytes * (size_ - 1)); }
+
+void Communicator::countSentEvenly(int64_t bytes) {
+  if (size_ == 1) return;
+  const auto local = static_cast<int64_t>(topology_->ranksOf(topology_->hostOf(rank_)).size()) - 1;
+  const int64_t inHost = bytes * local / (size_ - 1);
+  traffic_ += {.inHostBytes = inHost, .betweenHostsBytes = bytes - inHost};
+}
+
+void Communicator::countSentParts(const at::Tensor& input, const Splits& splits) {
+  const auto itemSize = static_cast<int64_t>(input.element_size());
+  if (splits.empty()) return countSentToEach(input.numel() / size_ * itemSize);
+  for (int peer = 0; peer < size_; ++peer) countSentTo(peer, splits[peer] * itemSize);
+}
+
+}  // namespace bagua

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "algorithms/step_context.h"
+
+namespace bagua::testing {
+
+// Weights of a rank whose programs run at once, on the thread that submits them.
+class ImmediateSteps final : public StepContext {
+ public:
+  ImmediateSteps(Communicator& communicator, const std::vector<at::Tensor>& parameters)
+      : communicator_(communicator), parameters_(parameters) {}
+
+  [[nodiscard]] const std::string& algorithm() const override { return name_; }
+  [[nodiscard]] const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  [[nodiscard]] int rank() const override { return communicator_.rank(); }
+  [[nodiscard]] int size() const override { return communicator_.size(); }
+  c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Task task) override;
+  c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
+                                                    Task task) override {
+    return submit(name, tensors, std::move(task));
+  }
+  void countRound() override {}
+
+ private:
+  const std::string name_ = "under test";
+  Communicator& communicator_;
+  const std::vector<at::Tensor>& parameters_;
+};
+
+}  // namespace bagua::testing
