@@ -25,7 +25,8 @@ std::vector<int64_t> positionsOf(const std::vector<BucketEntry>& entries) {
 
 }  // namespace
 
-BucketLayouts::BucketLayouts(const std::vector<at::Tensor>& parameters) {
+BucketLayouts::BucketLayouts(const std::vector<at::Tensor>& parameters, int64_t unusualSteps)
+    : unusualSteps_(unusualSteps) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     positions_.emplace(parameters[i].unsafeGetTensorImpl(), static_cast<int64_t>(i));
   }
@@ -72,10 +73,12 @@ void BucketLayouts::note(const std::vector<std::vector<BucketEntry>>& parts, boo
   for (const auto& part : parts) {
     if (!part.empty()) current_.push_back(positionsOf(part));
   }
-  if (isLast) last_ = current_;
+  if (!isLast) return;
+  last_ = current_;
+  ++steps_;
 }
 
-void BucketLayouts::want(BucketLayout layout) {
+void BucketLayouts::check(const BucketLayout& layout) const {
   std::set<int64_t> seen;
   for (const auto& group : layout) {
     for (const int64_t position : group) {
@@ -85,7 +88,10 @@ void BucketLayouts::want(BucketLayout layout) {
                         positions_.size(), " trainable parameters (position ", position, ")");
     }
   }
-  wanted_ = std::move(layout);
+}
+
+bool isSameOrder(const std::vector<BucketEntry>& one, const std::vector<BucketEntry>& other) {
+  return positionsOf(one) == positionsOf(other);
 }
 
 Bucket gatherPart(const std::vector<BucketEntry>& part) {

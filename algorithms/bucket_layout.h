@@ -20,7 +20,8 @@ using BucketLayout = std::vector<std::vector<int64_t>>;
 // has to begin with the others, or its bits differ from those of a run that was not interrupted.
 class BucketLayouts {
  public:
-  explicit BucketLayouts(const std::vector<at::Tensor>& parameters);
+  // `unusualSteps`: how many steps of a process come before DDP has rebuilt its buckets.
+  BucketLayouts(const std::vector<at::Tensor>& parameters, int64_t unusualSteps);
 
   [[nodiscard]] std::vector<BucketEntry> entriesOf(const c10d::GradBucket& gradients) const;
   // The parts of `bucket` that the wanted layout has travel apart, or else the whole. Their entries are in that order.
@@ -28,17 +29,23 @@ class BucketLayouts {
 
   // Notes what has travelled together; `isFirst` and `isLast` of a step.
   void note(const std::vector<std::vector<BucketEntry>>& parts, bool isFirst, bool isLast);
-  // Of the last complete step; empty before.
-  [[nodiscard]] const BucketLayout& last() const { return last_; }
+  // Of the last complete step; the wanted one until DDP has rebuilt its buckets.
+  [[nodiscard]] const BucketLayout& last() const { return steps_ <= unusualSteps_ ? wanted_ : last_; }
   // Throws ValueError unless it holds parameters of this model, each once.
-  void want(BucketLayout layout);
+  void check(const BucketLayout& layout) const;
+  void want(BucketLayout layout) { wanted_ = std::move(layout); }
 
  private:
   std::unordered_map<const c10::TensorImpl*, int64_t> positions_;
+  const int64_t unusualSteps_;
   BucketLayout wanted_;
   BucketLayout current_;
   BucketLayout last_;
+  int64_t steps_ = 0;
 };
+
+// Whether both hold the same parameters in the same order.
+bool isSameOrder(const std::vector<BucketEntry>& one, const std::vector<BucketEntry>& other);
 
 // A flat copy of the gradients of `part`, to be written back after it was reduced.
 Bucket gatherPart(const std::vector<BucketEntry>& part);

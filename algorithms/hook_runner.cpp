@@ -34,21 +34,42 @@ int64_t bytesOfAll(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options, Groups groups,
-                       std::vector<at::Tensor> parameters)
+HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options,
+                       std::shared_ptr<ExecutorProvider> group, std::vector<at::Tensor> parameters,
+                       bool isStaticGraph)
     : name_(algorithm),
       options_(algorithm, AlgorithmRegistry::find(algorithm).options, options),
-      groups_(std::move(groups)),
+      group_(std::move(group)),
       parameters_(std::move(parameters)),
       actsOnWeights_(!AlgorithmRegistry::find(algorithm).optimizer.empty()),
-      layouts_(parameters_),
+      isFirstStatic_(isStaticGraph),
+      layouts_(parameters_, isStaticGraph ? 2 : 1),
       algorithm_(create(algorithm, options)) {}
 
+// The first program connects the ranks, for which they wait for each other: here and not in a training step.
+void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
+  background_ = std::move(group);
+  submitInBackground("bagua:connect", {parameters_.front()}, [](Communicator& communicator, StageSeconds&) {
+    communicator.barrier();
+  })->wait(kNoTimeout);
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradients) {
-  at::Tensor buffer = gradients.getBufferRef();
-  const bool isLast = gradients.isLast();
-  const auto parts = layouts_.partsOf(layouts_.entriesOf(gradients));
-  layouts_.note(parts, gradients.getIndex() == 0, isLast);
+  TORCH_CHECK(isAnnounced_ || !actsOnWeights_, "bagua: algorithm '", name_, "' has not seen the forward of this ",
+              "backward on rank ", rank(), ": call the DistributedDataParallel model itself, not its forward(), and in "
+              "training mode (to freeze parts of it, put those in evaluation mode)");
+  const at::Tensor buffer = gradients.getBuffer();
+  const bool isLast = gradients.isLast() || isFirstStatic_;
+  isFirstStatic_ = false;
+  if (isLast && actsOnWeights_) queueAfterBackward();
+  const auto work = reduceBucket(buffer, layouts_.entriesOf(gradients), gradients.getIndex() == 0, isLast);
+  return work ? work->getFuture() : completedFuture(buffer);
+}
+
+c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
+                                                        bool isFirst, bool isLast) {
+  const auto parts = layouts_.partsOf(entries);
+  layouts_.note(parts, isFirst, isLast);
   const bool travels = algorithm_->reducesGradients();
   {
     const std::lock_guard<std::mutex> lock(ledger_->mutex);
@@ -56,24 +77,24 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradie
     if (isLast) ++ledger_->stats.steps;
     if (isLast && travels) ++ledger_->stats.rounds;
   }
-  if (isLast && actsOnWeights_) queueAfterBackward();
-  if (!travels) return completedFuture(buffer);
-  return submit("bagua:reduce_bucket", {buffer},
-                [algorithm = algorithm_, buffer, parts](Communicator& communicator, StageSeconds& seconds) mutable {
-                  reduce(*algorithm, buffer, parts, communicator, seconds);
-                })
-      ->getFuture();
+  if (!travels) return {};
+  // The end of backward waits for it.
+  return submit("bagua:reduce_bucket", {flat}, Wait::kNow,
+                [algorithm = algorithm_, gradients = flat, entries, parts](Communicator& communicator,
+                                                                           StageSeconds& seconds) mutable {
+                  reduce(*algorithm, gradients, entries, parts, communicator, seconds);
+                });
 }
 
-void HookRunner::reduce(Algorithm& algorithm, at::Tensor& gradients,
+void HookRunner::reduce(Algorithm& algorithm, at::Tensor& gradients, const std::vector<BucketEntry>& whole,
                         const std::vector<std::vector<BucketEntry>>& parts, Communicator& communicator,
                         StageSeconds& seconds) {
   if (gradients.is_sparse()) {
     const Stage stage(seconds, "sparse_allreduce");
     return allReduceSparse(communicator, gradients, algorithm.averages());
   }
-  if (parts.size() == 1) {
-    Bucket bucket{.flat = gradients, .entries = parts[0]};
+  if (parts.size() == 1 && isSameOrder(parts[0], whole)) {
+    Bucket bucket{.flat = gradients, .entries = whole};
     algorithm.reduce(bucket, communicator);
     return addTo(seconds, bucket.seconds);
   }
@@ -85,27 +106,30 @@ void HookRunner::reduce(Algorithm& algorithm, at::Tensor& gradients,
   }
 }
 
-// Runs before DDP's own end of backward, which is queued after the last bucket.
+// Before DDP's own end of backward, which is queued after the last bucket; after it in the first step of a static graph.
 void HookRunner::queueAfterBackward() {
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
-    const at::NoGradGuard noGrad;
-    self->algorithm_->afterBackward(*self);
-  });
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->afterBackward(); });
 }
 
-c10::intrusive_ptr<c10d::Work> HookRunner::submit(const char* name, const std::vector<at::Tensor>& tensors,
+void HookRunner::afterBackward() {
+  const at::NoGradGuard noGrad;
+  isAnnounced_ = false;
+  algorithm_->afterBackward(*this);
+}
+
+c10::intrusive_ptr<c10d::Work> HookRunner::submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                                   Task task) {
-  return submitTo(*groups_.main, name, tensors, std::move(task));
+  return submitTo(*group_, name, tensors, wait, std::move(task));
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
                                                               Task task) {
-  TORCH_INTERNAL_ASSERT(groups_.background != nullptr);
-  return submitTo(*groups_.background, name, tensors, std::move(task));
+  TORCH_INTERNAL_ASSERT(background_ != nullptr);
+  return submitTo(*background_, name, tensors, Wait::kLater, std::move(task));
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, const char* name,
-                                                    const std::vector<at::Tensor>& tensors, Task task) {
+                                                    const std::vector<at::Tensor>& tensors, Wait wait, Task task) {
   const at::Tensor& first = tensors.front();
   int64_t numel = 0;
   for (const auto& tensor : tensors) numel += tensor.numel();
@@ -117,9 +141,10 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
                             .name = name,
                             .dtype = first.scalar_type(),
                             .numel = numel,
-                            .timeout = group.timeout()};
-  auto program = [ledger = ledger_, handover = ProfilerHandover::ofThisThread(),
-                  task = std::move(task)](Communicator& communicator) {
+                            .timeout = group.timeout(),
+                            .isProfiled = wait == Wait::kNow};
+  const auto handover = wait == Wait::kNow ? ProfilerHandover::ofThisThread() : ProfilerHandover();
+  auto program = [ledger = ledger_, handover, task = std::move(task)](Communicator& communicator) {
     const ProfilerHandover::Scope profiled(handover);
     const Traffic before = communicator.traffic();
     StageSeconds seconds;
@@ -140,6 +165,7 @@ void HookRunner::beforeForward(std::vector<Momentum> momenta) {
   const at::NoGradGuard noGrad;
   algorithm_->useMomenta(std::move(momenta));
   algorithm_->beforeForward(*this);
+  isAnnounced_ = true;
 }
 
 void HookRunner::afterStep() {
@@ -161,6 +187,7 @@ void HookRunner::leave() {
 }
 
 void HookRunner::load(const AlgorithmState& state, BucketLayout layout) {
+  layouts_.check(layout);
   algorithm_->load(state, *this);
   layouts_.want(std::move(layout));
 }

@@ -30,18 +30,21 @@ struct HookStats {
 // stats() may be called from any thread, the others from the one that trains.
 class HookRunner final : public std::enable_shared_from_this<HookRunner>, private StepContext {
  public:
-  struct Groups {
-    std::shared_ptr<ExecutorProvider> main;
-    // For algorithms that declare runsInBackground.
-    std::shared_ptr<ExecutorProvider> background = nullptr;
-  };
-  // Without `parameters` it serves algorithms that only know gradients.
-  HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options, Groups groups,
-             std::vector<at::Tensor> parameters);
+  // Without `parameters` it serves algorithms that only know gradients. `isStaticGraph`: of the DDP model.
+  HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options,
+             std::shared_ptr<ExecutorProvider> group, std::vector<at::Tensor> parameters, bool isStaticGraph = false);
+  // For algorithms that declare runsInBackground, before the first step. Collective.
+  void useBackground(std::shared_ptr<ExecutorProvider> group);
 
   // Called by DDP for every bucket of every step, on an autograd thread. The future holds the tensor that DDP copies
   // the gradients from: the bucket's own buffer.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& gradients);
+
+  // The same for gradients of another source than DDP: `isFirst` and `isLast` of a step. No work where the gradients stay
+  // as they are. The end of backward has then to be told through afterBackward().
+  c10::intrusive_ptr<c10d::Work> reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
+                                              bool isFirst, bool isLast);
+  void afterBackward();
 
   void useTopology(const HostTopology& topology) { algorithm_->useTopology(topology); }
   void beforeForward(std::vector<Momentum> momenta);
@@ -68,25 +71,32 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
 
   [[nodiscard]] const std::string& algorithm() const override { return name_; }
   [[nodiscard]] const std::vector<at::Tensor>& parameters() const override { return parameters_; }
-  [[nodiscard]] int rank() const override { return groups_.main->identity().rank; }
-  [[nodiscard]] int size() const override { return groups_.main->identity().size; }
-  c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Task task) override;
+  [[nodiscard]] int rank() const override { return group_->identity().rank; }
+  [[nodiscard]] int size() const override { return group_->identity().size; }
+  c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
+                                        Task task) override;
   c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
                                                     Task task) override;
   void countRound() override;
 
   c10::intrusive_ptr<c10d::Work> submitTo(ExecutorProvider& group, const char* name,
-                                          const std::vector<at::Tensor>& tensors, Task task);
+                                          const std::vector<at::Tensor>& tensors, Wait wait, Task task);
   // Reduces what DDP handed over; `parts` as BucketLayouts::partsOf makes them.
-  static void reduce(Algorithm& algorithm, at::Tensor& gradients, const std::vector<std::vector<BucketEntry>>& parts,
-                     Communicator& communicator, StageSeconds& seconds);
+  static void reduce(Algorithm& algorithm, at::Tensor& gradients, const std::vector<BucketEntry>& whole,
+                     const std::vector<std::vector<BucketEntry>>& parts, Communicator& communicator,
+                     StageSeconds& seconds);
   void queueAfterBackward();
 
   const std::string name_;
   const Options options_;
-  const Groups groups_;
+  const std::shared_ptr<ExecutorProvider> group_;
+  std::shared_ptr<ExecutorProvider> background_;
   const std::vector<at::Tensor> parameters_;
   const bool actsOnWeights_;
+  // In the first step of a static graph DDP hands over all buckets, none of them as the last, at the end of backward.
+  bool isFirstStatic_;
+  // Whether the coming backward is one of a forward that the algorithm has seen.
+  bool isAnnounced_ = false;
   const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
   BucketLayouts layouts_;
   std::shared_ptr<Algorithm> algorithm_;

@@ -81,7 +81,7 @@ void replaceWeights(StepContext& context, const char* name, Call call) {
   const auto buckets = weightBuckets(context.parameters());
   std::vector<at::Tensor> flats = packAll(buckets);
   context
-      .submit(name, flats,
+      .submit(name, flats, StepContext::Wait::kNow,
               [flats, name, call](Communicator& communicator, StageSeconds& seconds) mutable {
                 const Stage stage(seconds, name);
                 for (auto& flat : flats) call(flat, communicator);

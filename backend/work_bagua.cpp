@@ -9,7 +9,8 @@
 namespace bagua {
 
 WorkBagua::WorkBagua(int rank, const Operation& operation, std::vector<at::Tensor> results)
-    : Work(rank, operation.type, operation.name, operation.inputs.empty() ? results : operation.inputs),
+    : Work(rank, operation.type, operation.isProfiled ? operation.name : nullptr,
+           operation.inputs.empty() ? results : operation.inputs),
       operation_(withoutInputs(operation)),
       results_(std::move(results)) {}
 

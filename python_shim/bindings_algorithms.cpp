@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "algorithms/agreement.h"
+#include "algorithms/bucket_operations.h"
 #include "algorithms/comm_hook.h"
 #include "algorithms/registry.h"
 #include "backend/c10d/backend_executors.h"
@@ -92,6 +93,32 @@ Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend,
   return {std::make_shared<BackendExecutors>(backend, groupName, hostIds, timeout)};
 }
 
+void bindBucketOperations(py::module& module) {
+  const auto noGil = py::call_guard<py::gil_scoped_release>();
+  module.def(
+      "reduce_flat",
+      [](const Executors& executors, const at::Tensor& flat, bool hierarchical, bool average, bool isCompressed) {
+        return bucket_operations::reduce(*executors.provider, flat, isCompressed,
+                                         {.hierarchical = hierarchical, .average = average});
+      },
+      py::arg("executors"), py::arg("flat"), py::arg("hierarchical"), py::arg("average"), py::arg("is_compressed"), noGil);
+  module.def(
+      "average_peers",
+      [](const Executors& executors, const at::Tensor& flat, int64_t exchange, bool hierarchical,
+         const std::string& mode) {
+        return bucket_operations::averagePeers(*executors.provider, flat, exchange, hierarchical, mode);
+      },
+      py::arg("executors"), py::arg("flat"), py::arg("exchange"), py::arg("hierarchical"), py::arg("mode"), noGil);
+  module.def(
+      "exchange_in_ring",
+      [](const Executors& executors, const at::Tensor& flat, const at::Tensor& self, const at::Tensor& left,
+         const at::Tensor& right, bool hierarchical) {
+        return bucket_operations::exchangeInRing(*executors.provider, flat, {self, left, right}, hierarchical);
+      },
+      py::arg("executors"), py::arg("flat"), py::arg("self"), py::arg("left"), py::arg("right"),
+      py::arg("hierarchical"), noGil);
+}
+
 void bindHook(py::module& module) {
   py::class_<Executors>(module, "Executors");
   module.def("executors_of_group", &executorsOfGroup, py::arg("group"));
@@ -100,13 +127,16 @@ void bindHook(py::module& module) {
   const auto noGil = py::call_guard<py::gil_scoped_release>();
   py::class_<HookRunner, std::shared_ptr<HookRunner>>(module, "Hook")
       .def(py::init([](const std::string& algorithm, const py::dict& options, const Executors& executors,
-                       const std::optional<Executors>& background, std::vector<at::Tensor> parameters) {
-             const HookRunner::Groups groups{executors.provider, background ? background->provider : nullptr};
-             return std::make_shared<HookRunner>(algorithm, optionValues(algorithm, options), groups,
-                                                 std::move(parameters));
+                       std::vector<at::Tensor> parameters, bool isStaticGraph) {
+             return std::make_shared<HookRunner>(algorithm, optionValues(algorithm, options), executors.provider,
+                                                 std::move(parameters), isStaticGraph);
            }),
-           py::arg("algorithm"), py::arg("options"), py::arg("executors"), py::arg("background") = std::nullopt,
-           py::arg("parameters") = std::vector<at::Tensor>())
+           py::arg("algorithm"), py::arg("options"), py::arg("executors"),
+           py::arg("parameters") = std::vector<at::Tensor>(), py::arg("is_static_graph") = false)
+      .def(
+          "use_background",
+          [](HookRunner& self, const Executors& executors) { self.useBackground(executors.provider); },
+          py::arg("executors"), noGil)
       .def(
           "run",
           [](HookRunner& self, c10d::GradBucket& bucket) {
@@ -114,13 +144,25 @@ void bindHook(py::module& module) {
           },
           py::arg("bucket"), noGil)
       .def(
+          "reduce_bucket",
+          [](HookRunner& self, const at::Tensor& flat, const std::vector<std::pair<int64_t, at::Tensor>>& gradients,
+             bool isFirst, bool isLast) {
+            std::vector<BucketEntry> entries;
+            entries.reserve(gradients.size());
+            for (const auto& [parameter, gradient] : gradients) entries.push_back({parameter, gradient});
+            return self.reduceBucket(flat, entries, isFirst, isLast);
+          },
+          py::arg("flat"), py::arg("gradients"), py::arg("is_first"), py::arg("is_last"), noGil)
+      .def("after_backward", &HookRunner::afterBackward, noGil)
+      .def(
           "agree",
-          [](HookRunner& self, const Executors& executors, const std::string& parameters, const std::string& device) {
-            const std::string own = self.name() + "(" + self.options().toString() + "), buckets of " +
+          [](HookRunner& self, const Executors& executors, const std::string& parameters, const std::string& optimizer,
+             const std::string& device) {
+            const std::string own = self.name() + "(" + self.options().toString() + ")" + optimizer + ", buckets of " +
                                     std::to_string(config::defaultBucketBytes()) + " bytes";
             self.useTopology(agreeOn({own, parameters}, *executors.provider, at::Device(device)));
           },
-          py::arg("executors"), py::arg("parameters"), py::arg("device"), noGil)
+          py::arg("executors"), py::arg("parameters"), py::arg("optimizer"), py::arg("device"), noGil)
       .def(
           "before_forward",
           [](HookRunner& self, std::vector<std::pair<at::Tensor, double>> given) {
@@ -146,6 +188,7 @@ void bindHook(py::module& module) {
 
 void bindAlgorithms(py::module& module) {
   bindHook(module);
+  bindBucketOperations(module);
   module.def("algorithm_names", &AlgorithmRegistry::names);
   module.def("algorithm_info", &infoDict, py::arg("name"));
   module.def(

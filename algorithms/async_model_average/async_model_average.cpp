@@ -40,8 +40,7 @@ class AsyncModelAverage final : public Algorithm {
 
   void beforeForward(StepContext& context) override {
     if (isWarmingUp() || context.size() == 1) return;
-    if (warmupSteps_ > 0 && !hasStarted_) broadcastWeights(context);
-    hasStarted_ = true;
+    finishWarmup(context);
     if (isPaused_) return;
     if (round_ && !round_->work->isCompleted()) return;
     if (round_) finishRound(context);
@@ -52,6 +51,7 @@ class AsyncModelAverage final : public Algorithm {
 
   bool abort(StepContext& context) override {
     if (isPaused_ || context.size() == 1) return !std::exchange(isPaused_, true);
+    if (!isWarmingUp()) finishWarmup(context);
     if (round_) finishRound(context);
     bool isLast = false;
     while (!isLast) {
@@ -85,6 +85,8 @@ class AsyncModelAverage final : public Algorithm {
     step_ = counterOf(state, "step");
     hasStarted_ = counterOf(state, "has_started") != 0;
     isPaused_ = counterOf(state, "is_paused") != 0;
+    // It knows nothing of the weights that were loaded.
+    if (round_) round_->isStale = true;
     nextRound_ = Clock::now() + milliseconds(counterOf(state, "milliseconds_to_round"));
   }
 
@@ -101,9 +103,19 @@ class AsyncModelAverage final : public Algorithm {
     c10::intrusive_ptr<c10d::Work> work;
     std::vector<at::Tensor> snapshots;
     std::shared_ptr<Outcome> outcome;
+    bool isAborting = false;
+    // Not to be added to the weights.
+    bool isStale = false;
   };
 
   [[nodiscard]] bool isWarmingUp() const { return step_ < warmupSteps_; }
+
+  // Once, whatever comes first after warm-up: a rank may be in abort() while another goes on training.
+  void finishWarmup(StepContext& context) {
+    if (hasStarted_) return;
+    if (warmupSteps_ > 0) broadcastWeights(context);
+    hasStarted_ = true;
+  }
 
   void startRound(StepContext& context, bool isAborting) {
     if (buckets_.empty()) buckets_ = weightBuckets(context.parameters());
@@ -120,15 +132,16 @@ class AsyncModelAverage final : public Algorithm {
                                              }
                                              outcome->end = Clock::now().time_since_epoch().count();
                                            });
-    round_ = Round{std::move(work), std::move(snapshots), std::move(outcome)};
+    round_ = Round{std::move(work), std::move(snapshots), std::move(outcome), isAborting};
   }
 
   // Whether it was the last. Nobody has moved on from the snapshot then: the average itself makes all ranks equal.
   bool finishRound(StepContext& context) {
     const Round round = *std::exchange(round_, std::nullopt);
     round.work->wait(kNoTimeout);
-    const bool isLast = round.outcome->isLast.item<uint8_t>() != 0;
-    for (size_t i = 0; i < buckets_.size(); ++i) {
+    // The minimum over the ranks; looking at it waits for the device.
+    const bool isLast = round.isAborting && round.outcome->isLast.item<uint8_t>() != 0;
+    for (size_t i = 0; i < buckets_.size() && !round.isStale; ++i) {
       const at::Tensor& average = round.outcome->averages[i];
       if (isLast) {
         buckets_[i].unpack(average);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <optional>
@@ -37,7 +38,7 @@ class Decentralized final : public Algorithm {
     }
     std::vector<at::Tensor> averages = packAll(buckets_);
     auto work =
-        context.submit("bagua:average_weights", averages,
+        context.submit("bagua:average_weights", averages, StepContext::Wait::kLater,
                        [average = average_, number = exchanges_, averages](Communicator& communicator,
                                                                            StageSeconds& seconds) mutable {
                          for (auto& flat : averages) average.reduce(flat, number, seconds, communicator);
@@ -49,7 +50,10 @@ class Decentralized final : public Algorithm {
     ++step_;
     if (!exchange_) return;
     const Exchange exchange = *std::exchange(exchange_, std::nullopt);
-    exchange.work->wait(kNoTimeout);
+    {
+      RECORD_USER_SCOPE("bagua:wait_for_weights");
+      exchange.work->wait(kNoTimeout);
+    }
     unpackAll(buckets_, exchange.averages);
     ++exchanges_;
     context.countRound();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <c10/util/Exception.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -55,8 +56,8 @@ class LowPrecisionDecentralized final : public Algorithm {
 
   void load(const AlgorithmState& state, StepContext& context) override {
     const int64_t step = counterOf(state, "step");
+    std::vector<RingReplicas> replicas;
     if (state.size() > 1) {
-      std::vector<RingReplicas> replicas;
       const auto buckets = bucketsOf(context);
       for (size_t i = 0; i < buckets.size(); ++i) {
         const at::Tensor like = buckets[i].pack().narrow(
@@ -64,8 +65,9 @@ class LowPrecisionDecentralized final : public Algorithm {
         RingReplicas& replica = replicas.emplace_back();
         for (const auto& [name, member] : kReplicas) replica.*member = tensorOf(state, name + std::to_string(i), like);
       }
-      replicas_ = std::move(replicas);
     }
+    // None in a checkpoint from before the first step: they start then.
+    replicas_ = std::move(replicas);
     step_ = step;
   }
 
@@ -88,29 +90,30 @@ class LowPrecisionDecentralized final : public Algorithm {
   void prepare(StepContext& context) {
     if (buckets_.empty()) buckets_ = bucketsOf(context);
     if (!isRing() || !replicas_.empty()) return;
-    std::vector<RingReplicas> replicas(buckets_.size());
+    // Shared: a program that is abandoned may outlive us.
+    const auto replicas = std::make_shared<std::vector<RingReplicas>>(buckets_.size());
     std::vector<at::Tensor> weights = packAll(buckets_);
     context
-        .submit("bagua:start_replicas", weights,
-                [&replicas, &weights, &topology = *topology_](Communicator& communicator, StageSeconds& seconds) {
+        .submit("bagua:start_replicas", weights, StepContext::Wait::kNow,
+                [replicas, weights, topology = *topology_](Communicator& communicator, StageSeconds& seconds) mutable {
                   for (size_t i = 0; i < weights.size(); ++i) {
                     const RingExchange ring(topology, communicator.rank(), weights[i].numel());
-                    replicas[i] = ring.start(weights[i], seconds, communicator);
+                    replicas->at(i) = ring.start(weights[i], seconds, communicator);
                   }
                 })
         ->wait(kNoTimeout);
-    replicas_ = std::move(replicas);
+    replicas_ = *replicas;
   }
 
   c10::intrusive_ptr<c10d::Work> submitStep(const at::Tensor& weights, size_t bucket, StepContext& context) {
     if (!isRing()) {
-      return context.submit("bagua:average_weights", {weights},
+      return context.submit("bagua:average_weights", {weights}, StepContext::Wait::kNow,
                             [flat = weights](Communicator& communicator, StageSeconds& seconds) mutable {
                               const Stage stage(seconds, "allreduce");
                               communicator.allReduce(flat, c10d::ReduceOp::AVG);
                             });
     }
-    return context.submit("bagua:exchange_differences", {weights},
+    return context.submit("bagua:exchange_differences", {weights}, StepContext::Wait::kNow,
                           [flat = weights, replicas = replicas_[bucket], topology = *topology_](
                               Communicator& communicator, StageSeconds& seconds) mutable {
                             const RingExchange ring(topology, communicator.rank(), flat.numel());

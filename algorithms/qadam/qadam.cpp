@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <c10/util/Exception.h>
 
+#include <memory>
+#include <mutex>
+
 #include "algorithms/bytegrad/compressed_mean.h"
 #include "algorithms/registry.h"
 
@@ -14,17 +17,22 @@ class QAdam final : public Algorithm {
  public:
   explicit QAdam(bool hierarchical) : hierarchical_(hierarchical) {}
 
-  void useMomenta(std::vector<Momentum> momenta) override { momenta_ = std::move(momenta); }
+  void useMomenta(std::vector<Momentum> momenta) override {
+    auto shared = std::make_shared<const std::vector<Momentum>>(std::move(momenta));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    momenta_.swap(shared);
+  }
 
   void reduce(Bucket& bucket, Communicator& communicator) override {
-    if (momenta_.empty()) {
+    const auto momenta = currentMomenta();
+    if (momenta->empty()) {
       const Stage stage(bucket.seconds, "allreduce");
       communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
       return;
     }
     {
       const Stage stage(bucket.seconds, "update_momentum");
-      for (const auto& entry : bucket.entries) updateMomentum(entry);
+      for (const auto& entry : bucket.entries) updateMomentum(entry, *momenta);
     }
     bytegrad::reduceCompressed(bucket, {.hierarchical = hierarchical_}, communicator);
   }
@@ -32,15 +40,21 @@ class QAdam final : public Algorithm {
  private:
   // The gradient's place takes the momentum that it leads to. The optimizer's own copy stays until its step: a step that
   // is skipped leaves no trace.
-  void updateMomentum(const BucketEntry& entry) const {
-    TORCH_INTERNAL_ASSERT(entry.parameter >= 0 && entry.parameter < static_cast<int64_t>(momenta_.size()));
-    const Momentum& momentum = momenta_[entry.parameter];
+  static void updateMomentum(const BucketEntry& entry, const std::vector<Momentum>& momenta) {
+    TORCH_INTERNAL_ASSERT(entry.parameter >= 0 && entry.parameter < static_cast<int64_t>(momenta.size()));
+    const Momentum& momentum = momenta[entry.parameter];
     entry.gradient.copy_(momentum.value.mul(momentum.decay).add_(entry.gradient, 1 - momentum.decay));
   }
 
+  std::shared_ptr<const std::vector<Momentum>> currentMomenta() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return momenta_;
+  }
+
   const bool hierarchical_;
-  // Set between two steps, read by the programs of a step.
-  std::vector<Momentum> momenta_;
+  std::mutex mutex_;
+  // Replaced before a forward, while a program of a step that failed may still read the old ones.
+  std::shared_ptr<const std::vector<Momentum>> momenta_ = std::make_shared<const std::vector<Momentum>>();
 };
 
 }  // namespace

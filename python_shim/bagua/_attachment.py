@@ -11,13 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
+from bagua._eager import eager
 from bagua._native import _C
 from bagua.optimizers import QAdamOptimizer
 
+PICKLE_ADVICE = (
+    "a model with a bagua communication hook cannot be pickled or deep-copied: the copy would train without the hook. "
+    "Save model.module.state_dict() and the handle's state_dict() instead"
+)
 _logger = logging.getLogger("bagua")
-_OPTIMIZER_CLASSES = {"Optimizer": Optimizer, "QAdamOptimizer": QAdamOptimizer}
+_OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {"Optimizer": Optimizer, "QAdamOptimizer": QAdamOptimizer}
 
 
 def trainable_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
@@ -26,16 +31,36 @@ def trainable_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
     return [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
 
 
+def refuse_uneven_division(ddp: nn.Module, args: Any) -> None:
+    """Refuse, as a forward pre-hook, what a hook that divides by the number of all ranks cannot do."""
+    # torch divides by the ranks still at work only where no hook is registered.
+    assert isinstance(ddp, DistributedDataParallel)
+    if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+        raise RuntimeError(
+            "join(divide_by_initial_world_size=False) is not supported with a bagua communication hook, which divides "
+            "by the number of all ranks: use the default"
+        )
+
+
+def facts_of(optimizer: Optimizer | None) -> str:
+    """Return what has to be the same of the optimizers of all ranks."""
+    if not isinstance(optimizer, QAdamOptimizer):
+        return ""
+    return f" with QAdamOptimizer(warmup_steps={optimizer.warmup_steps})"
+
+
 def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str, expected: str) -> None:
     """Refuse an optimizer that is missing, of another class than `expected`, or not that of the model."""
-    if not expected:
-        return
     if optimizer is None:
         raise ValueError(f"algorithm {algorithm!r} acts on what the optimizer does: pass it as optimizer=")
     if not isinstance(optimizer, _OPTIMIZER_CLASSES[expected]):
         kind = "bagua.QAdamOptimizer" if expected == "QAdamOptimizer" else "torch.optim.Optimizer"
         raise ValueError(
             f"algorithm {algorithm!r} needs an optimizer of class {kind}, got {type(optimizer).__qualname__}"
+        )
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            f"algorithm {algorithm!r} cannot work with LBFGS, which takes another number of backwards in each step"
         )
     known = {p for group in optimizer.param_groups for p in group["params"]}
     names = {p: name for name, p in ddp.module.named_parameters()}
@@ -47,7 +72,16 @@ def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str
         )
 
 
-def _check_for_background(ddp: DistributedDataParallel, algorithm: str) -> None:
+def check_model(ddp: DistributedDataParallel, algorithm: str, *, runs_in_background: bool) -> None:
+    """Refuse a model whose weights cannot be exchanged, or one that communicates where the algorithm must not."""
+    parameters = trainable_parameters(ddp)
+    if any(p.is_complex() for p in parameters):
+        raise ValueError(f"algorithm {algorithm!r} does not take complex parameters")
+    devices = {p.device for p in parameters}
+    if len(devices) > 1:
+        raise ValueError(f"algorithm {algorithm!r} takes a model on one device, got {sorted(map(str, devices))}")
+    if not runs_in_background:
+        return
     reason = f"ranks may take different numbers of steps with algorithm {algorithm!r}"
     if ddp.find_unused_parameters and not ddp.static_graph:
         raise ValueError(f"{reason}, but find_unused_parameters=True communicates in every step: switch it off")
@@ -55,23 +89,25 @@ def _check_for_background(ddp: DistributedDataParallel, algorithm: str) -> None:
         raise ValueError(f"{reason}, but SyncBatchNorm communicates in every forward: use BatchNorm")
 
 
-def check_model(ddp: DistributedDataParallel, algorithm: str, runs_in_background: bool) -> None:
-    """Refuse a model that communicates where the algorithm must not."""
-    if runs_in_background:
-        _check_for_background(ddp, algorithm)
-
-
 class Attachment:
     """The hooks on one model and its optimizer, for as long as the algorithm is at work."""
 
     def __init__(
-        self, hook: _C.Hook, ddp: DistributedDataParallel, optimizer: Optimizer, *, runs_in_background: bool
+        self,
+        hook: _C.Hook,
+        executors: Any,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizer,
+        *,
+        runs_in_background: bool,
     ) -> None:
         self._hook = hook
+        self._executors = executors
         # Not the model itself, which holds us.
         self._ddp = weakref.ref(ddp)
         self._parameters = trainable_parameters(ddp)
         self._momentum_optimizer = optimizer if isinstance(optimizer, QAdamOptimizer) else None
+        self._is_first_forward = True
         self._broadcasts_buffers = ddp.broadcast_buffers
         self._runs_in_background = runs_in_background
         if runs_in_background and ddp.broadcast_buffers:
@@ -86,8 +122,13 @@ class Attachment:
             ddp.register_forward_pre_hook(self._before_forward),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        # The model may be wrapped once more, for another fit: the optimizer then works for the later one.
+        former = getattr(optimizer, "_bagua_attachment", None)
+        if former is not None:
+            former.detach()
+        optimizer._bagua_attachment = self  # type: ignore[attr-defined]
 
-    @torch.compiler.disable
+    @eager
     def _before_forward(self, ddp: nn.Module, args: Any) -> None:
         assert isinstance(ddp, DistributedDataParallel)
         if ddp._join_config.enable:
@@ -95,13 +136,28 @@ class Attachment:
                 f"join() does not work with algorithm {self._hook.name!r}: ranks that have run out of data would spoil "
                 "its state. Give all ranks the same number of steps"
             )
-        if ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
-            optimizer = self._momentum_optimizer
-            self._hook.before_forward([] if optimizer is None else optimizer.momenta(self._parameters))
+        if not (ddp.training and torch.is_grad_enabled()):
+            return
+        optimizer, is_synchronised = self._momentum_optimizer, bool(ddp.require_backward_grad_sync)
+        momenta = [] if optimizer is None else optimizer.momenta(self._parameters, is_synchronised=is_synchronised)
+        if is_synchronised:
+            self._check_first_forward()
+            self._hook.before_forward(momenta)
 
-    @torch.compiler.disable
+    def _check_first_forward(self) -> None:
+        """Find ranks whose optimizers have come differently far, of which some would send momenta and others not."""
+        if self._is_first_forward and self._momentum_optimizer is not None:
+            steps = f" with an optimizer that has taken {self._momentum_optimizer.steps_done} steps"
+            self._hook.agree(self._executors, "", steps, str(self._parameters[0].device))
+        self._is_first_forward = False
+
+    @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._hook.after_step()
+
+    def state_loaded(self) -> None:
+        """Have the ranks compared again at the next forward."""
+        self._is_first_forward = True
 
     def broadcast_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, as DDP does before a forward. Collective."""
@@ -109,13 +165,22 @@ class Attachment:
         if ddp is None or not (self._runs_in_background and self._broadcasts_buffers):
             return
         root = dist.get_global_rank(ddp.process_group, 0)
-        for buffer in ddp.module.buffers():
-            dist.broadcast(buffer, root, group=ddp.process_group)
+        for name, buffer in ddp.module.named_buffers():
+            if name not in ddp.parameters_to_ignore:
+                dist.broadcast(buffer, root, group=ddp.process_group)
 
-    def remove(self) -> None:
+    def detach(self) -> None:
         """Take all hooks off again."""
         for handle in self._removable:
             handle.remove()
+
+    def remove(self) -> None:
+        """Take all hooks off again and leave the model to plain averaging of gradients."""
+        self.detach()
         ddp = self._ddp()
         if ddp is not None:
             ddp.broadcast_buffers = self._broadcasts_buffers
+            ddp.register_forward_pre_hook(refuse_uneven_division)
+
+    def __reduce__(self) -> str:
+        raise TypeError(PICKLE_ADVICE)

@@ -5,15 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bagua._attachment import Attachment
+from bagua._attachment import PICKLE_ADVICE, Attachment
 from bagua._native import _C
 
 OptionValue = bool | int | float | str
-
-PICKLE_ADVICE = (
-    "a model with a bagua communication hook cannot be pickled or deep-copied: the copy would train without the hook. "
-    "Save model.module.state_dict() and the handle's state_dict() instead"
-)
 
 
 class Handle:
@@ -22,6 +17,7 @@ class Handle:
     def __init__(self, hook: _C.Hook, attachment: Attachment | None) -> None:
         self._hook = hook
         self._attachment = attachment
+        self._is_removed = False
 
     @property
     def algorithm(self) -> str:
@@ -50,6 +46,7 @@ class Handle:
 
         Every rank has its own. Call it between two steps, and save model and optimizer at the same time.
         """
+        self._check_at_work()
         return {
             "algorithm": self.algorithm,
             "options": self.options,
@@ -63,11 +60,16 @@ class Handle:
         Raises:
             ValueError: the state is of another algorithm, of other options or of another model.
         """
+        self._check_at_work()
         own = {"algorithm": self.algorithm, "options": self.options}
         for key, value in own.items():
             if state_dict.get(key) != value:
-                raise ValueError(f"the checkpoint was written with {key} {state_dict.get(key)!r}, this hook has {value!r}")
+                raise ValueError(
+                    f"the checkpoint was written with {key} {state_dict.get(key)!r}, this hook has {value!r}"
+                )
         self._hook.load(state_dict["state"], state_dict["layout"])
+        if self._attachment is not None:
+            self._attachment.state_loaded()
 
     def remove(self) -> None:
         """Take the algorithm off the model: from the next step on DDP averages gradients in full precision.
@@ -75,7 +77,10 @@ class Handle:
         Collective: call it on every rank between the same two steps. Where ranks hold different weights these are
         averaged first.
         """
+        if self._is_removed:
+            return
         self._hook.leave()
+        self._is_removed = True
         if self._attachment is not None:
             self._attachment.remove()
 
@@ -85,6 +90,7 @@ class Handle:
         Collective: returns when all ranks have called it, with the same weights on all of them, and the buffers of rank
         0. Does nothing where communication is stopped already.
         """
+        self._check_at_work()
         if self._hook.abort() and self._attachment is not None:
             self._attachment.broadcast_buffers()
 
@@ -93,7 +99,12 @@ class Handle:
 
         Every rank has to call it, but does not wait for the others.
         """
+        self._check_at_work()
         self._hook.resume()
+
+    def _check_at_work(self) -> None:
+        if self._is_removed:
+            raise RuntimeError(f"algorithm {self.algorithm!r} has been removed from its model")
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())

@@ -8,10 +8,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bagua._attachment import Attachment, check_model, check_optimizer, trainable_parameters
+from bagua._attachment import (
+    PICKLE_ADVICE,
+    Attachment,
+    check_model,
+    check_optimizer,
+    facts_of,
+    refuse_uneven_division,
+    trainable_parameters,
+)
 from bagua._executors import background_executors_for, executors_for
 from bagua._native import _C
-from bagua.handle import PICKLE_ADVICE, Handle, OptionValue
+from bagua.handle import Handle, OptionValue
+
 
 def available_algorithms() -> list[str]:
     """Return the names that `register_comm_hook` and `comm_hook` know."""
@@ -19,10 +28,6 @@ def available_algorithms() -> list[str]:
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"expected a model wrapped in torch.nn.parallel.DistributedDataParallel, got {type(ddp).__qualname__}"
-        )
     if getattr(ddp, "_use_python_reducer", False):
         raise RuntimeError(
             "torch.compile's python_reducer skips C++ communication hooks without a word: set "
@@ -32,33 +37,21 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
         raise RuntimeError("this model already has a communication hook; DistributedDataParallel takes one")
 
 
-def _refuse_uneven_division(ddp: DistributedDataParallel, args: Any) -> None:
-    # torch divides by the ranks still at work only where no hook is registered; a hook divides by all of them.
-    if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
-        raise RuntimeError(
-            "join(divide_by_initial_world_size=False) is not supported with a bagua communication hook, which divides "
-            "by the number of all ranks: use the default"
-        )
-
-
 def _make_hook(
     ddp: DistributedDataParallel,
     name: str,
     options: dict[str, OptionValue],
     optimizer: torch.optim.Optimizer | None,
-    executors: tuple[Any, Any],
+    executors: Any,
 ) -> _C.Hook:
     """Check everything that this rank can see by itself."""
     complete = _C.check_options(name, options)
+    _check_ddp(ddp)
     info = _C.algorithm_info(name)
-    check_optimizer(ddp, optimizer, name, info["optimizer"])
-    check_model(ddp, name, info["runs_in_background"])
-    main, background = executors
-    return _C.Hook(name, complete, main, background, trainable_parameters(ddp))
-
-
-def _runs_in_background(name: str) -> bool:
-    return name in _C.algorithm_names() and bool(_C.algorithm_info(name)["runs_in_background"])
+    if info["optimizer"]:
+        check_optimizer(ddp, optimizer, name, info["optimizer"])
+        check_model(ddp, name, runs_in_background=info["runs_in_background"])
+    return _C.Hook(name, complete, executors, trainable_parameters(ddp), ddp.static_graph)
 
 
 def register_comm_hook(
@@ -81,34 +74,39 @@ def register_comm_hook(
         **options: the algorithm's options, see the table in the README.
 
     Raises:
-        ValueError: an unknown name or option (the message lists the valid ones), a value out of range, an optimizer that
-            is missing or not the model's, or ranks that disagree.
+        ValueError: an unknown name or option (the message lists the valid ones), a value out of range, an optimizer
+            that is missing or not the model's, or ranks that disagree.
         TypeError: an option of a wrong type, or a model that is not wrapped.
         RuntimeError: the model has a hook already, or would skip it.
     """
     if not isinstance(ddp, DistributedDataParallel):
-        _C.check_options(name, options)  # without a model no other rank can be told, so all that is wrong comes out here
-    _check_ddp(ddp)
+        # Without a model no other rank can be told: all that is wrong comes out here.
+        _C.check_options(name, options)
+        raise TypeError(
+            f"expected a model wrapped in torch.nn.parallel.DistributedDataParallel, got {type(ddp).__qualname__}"
+        )
     parameters = trainable_parameters(ddp)
     device = parameters[0].device
     group = process_group or ddp.process_group
     main = executors_for(group, device)
     try:
-        background = background_executors_for(group, device) if _runs_in_background(name) else None
-        hook = _make_hook(ddp, name, options, optimizer, (main, background))
-    except (ValueError, TypeError):
+        hook = _make_hook(ddp, name, options, optimizer, main)
+    except Exception:
         # The other ranks may have found nothing wrong and wait for this one.
         _C.refuse_registration(main, str(device))
         raise
-    hook.agree(main, "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters), str(device))
-    _C.register_hook(ddp.reducer, hook)
+    text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
+    hook.agree(main, text, facts_of(optimizer), str(device))
     info = _C.algorithm_info(name)
+    if info["runs_in_background"]:
+        hook.use_background(background_executors_for(group, device))
+    _C.register_hook(ddp.reducer, hook)
     attachment = None
     if info["optimizer"]:
         assert optimizer is not None
-        attachment = Attachment(hook, ddp, optimizer, runs_in_background=info["runs_in_background"])
+        attachment = Attachment(hook, main, ddp, optimizer, runs_in_background=info["runs_in_background"])
     else:
-        ddp.register_forward_pre_hook(_refuse_uneven_division)
+        ddp.register_forward_pre_hook(refuse_uneven_division)
     handle = Handle(hook, attachment)
     # What torch's own method does besides: for its logs, and so that a copy of the model is noticed.
     ddp._comm_hooks.append((_run_hook, handle))

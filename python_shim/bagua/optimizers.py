@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ class QAdamOptimizer(Optimizer):
     """Adam whose variance is frozen after warm-up, for algorithm "qadam".
 
     In step k (from 1): while k < warmup_steps, m and v are updated by the gradient as in Adam, to the bit. In step
-    warmup_steps both rest. From then on v is frozen and m is what the algorithm made of it, in the place of the gradient:
-    the mean over the ranks of `beta1 m + (1 - beta1) g`. Where no algorithm does that, m is updated here. Always:
+    warmup_steps both rest. From then on v is frozen and m is what the algorithm made of it, in the place of the
+    gradient: the mean over the ranks of `beta1 m + (1 - beta1) g`. Where no algorithm does that, m is updated here.
+    Always:
     `p -= lr / (1 - beta1^k) m / (sqrt(v) / sqrt(1 - beta2^k) + eps)`.
 
     Weight decay is added to the gradient, as in Adam; it thus acts during warm-up only (as in the original Bagua).
@@ -33,6 +35,8 @@ class QAdamOptimizer(Optimizer):
 
     # Has GradScaler hand its scale to step(), which refuses it, instead of changing the gradients unseen.
     _step_supports_amp_scaling = True
+    # Whether the last forward was one whose backward is synchronised; of the step at hand.
+    _was_synchronised = False
 
     def __init__(
         self,
@@ -49,13 +53,34 @@ class QAdamOptimizer(Optimizer):
         _check("betas[1]", betas[1], 0 <= betas[1] < 1)
         _check("weight_decay", weight_decay, weight_decay >= 0)
         _check("warmup_steps", warmup_steps, warmup_steps > 0)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.warmup_steps = warmup_steps
-        # Parameters whose gradient will be a momentum in the step to come.
-        self._handed_out: set[Tensor] = set()
+        if warmup_steps == 1:
+            warnings.warn(
+                "QAdamOptimizer with warmup_steps=1 never sees a variance and divides by eps: use 2 at least, better 15 % "
+                "of all steps",
+                stacklevel=2,
+            )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
+        super().__init__(params, defaults)
+        if any(p.is_complex() for group in self.param_groups for p in group["params"]):
+            raise ValueError("QAdamOptimizer does not take complex parameters")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
         for group in self.param_groups:
-            for p in group["params"]:
-                self._state_of(p)
+            group.setdefault("warmup_steps", self.defaults["warmup_steps"])
+        self._handed_out.clear()
+
+    @property
+    def warmup_steps(self) -> int:
+        """The first step that does not update the variance."""
+        steps: int = self.param_groups[0]["warmup_steps"]
+        return steps
+
+    @property
+    def _handed_out(self) -> dict[Tensor, Tensor]:
+        """For parameters whose gradient will be a momentum in the step to come: what the momentum starts from."""
+        handed_out: dict[Tensor, Tensor] = self.__dict__.setdefault("_bagua_handed_out", {})
+        return handed_out
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
@@ -65,31 +90,56 @@ class QAdamOptimizer(Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return state
 
+    def _steps_of(self, p: Tensor) -> int:
+        return int(self._state_of(p)["step"])
+
     @property
     def steps_done(self) -> int:
         """Steps so far; of the parameter that has taken most of them."""
-        return max(int(self._state_of(p)["step"]) for group in self.param_groups for p in group["params"])
+        return max(self._steps_of(p) for group in self.param_groups for p in group["params"])
 
-    def momenta(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, float]]:
-        """For the algorithm: what it has to add the gradients of the coming backward to, and the factor of decay.
+    def momenta(self, parameters: Sequence[Tensor], *, is_synchronised: bool = True) -> list[tuple[Tensor, float]]:
+        """For the algorithm, before a forward: what the gradients of its backward are to be added to.
+
+        Args:
+            parameters: those whose gradients the algorithm will see.
+            is_synchronised: whether it will see them after this forward; if not, nothing is handed out.
 
         Returns:
-            (momentum, beta1) for each of `parameters`; nothing while the optimizer warms up.
+            (momentum, beta1) for each of `parameters`; nothing while the optimizer warms up. A parameter that came
+            late, and warms up by itself, has (zeros, 0): its gradient stays one.
         """
-        if self.steps_done < self.warmup_steps:
+        self._note_accumulation()
+        self._was_synchronised = is_synchronised
+        if not is_synchronised or self.steps_done < self.warmup_steps:
             return []
         beta1_of = {p: float(group["betas"][0]) for group in self.param_groups for p in group["params"]}
-        momenta = [(self._momentum_before_backward(p), beta1_of[p]) for p in parameters]
-        self._handed_out.update(parameters)
+        momenta = []
+        for p in parameters:
+            if self._steps_of(p) < self.warmup_steps:
+                momenta.append((torch.zeros_like(p), 0.0))
+                continue
+            start = self._handed_out.setdefault(p, self._state_of(p)["exp_avg"])
+            momenta.append((start, beta1_of[p]))
         return momenta
 
-    def _momentum_before_backward(self, p: Tensor) -> Tensor:
-        momentum: Tensor = self._state_of(p)["exp_avg"]
-        # A second backward before the step (gradient accumulation without no_sync) finds the momentum of the first in
-        # the gradient, adds to it, and has to go on from there: b m + (1 - b)(m + g) = m + (1 - b) g.
-        if p in self._handed_out and p.grad is not None and bool(p.grad.any()) and bool(p.grad.isfinite().all()):
-            return p.grad.detach().clone()
-        return momentum
+    def _note_accumulation(self) -> None:
+        # A synchronised backward since the last step has left a momentum in the gradient. The next one, of gradient
+        # accumulation, adds to it and has to go on from there: b m + (1 - b)(m + g) = m + (1 - b) g. It is noted before
+        # any other gradient is added. One that is not finite is to be skipped, not gone on from.
+        if not self._was_synchronised:
+            return
+        for p in self._handed_out:
+            has_momentum = p.grad is not None and bool(p.grad.any()) and bool(p.grad.isfinite().all())
+            self._handed_out[p] = _gradient(p).detach().clone() if has_momentum else self._state_of(p)["exp_avg"]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. Gradients that were accumulated for a step that is not taken leave no trace."""
+        for p, start in self._handed_out.items():
+            momentum = self._state_of(p)["exp_avg"]
+            if start is not momentum:
+                start.copy_(momentum)  # the algorithm may hold it already
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -103,43 +153,50 @@ class QAdamOptimizer(Optimizer):
                 "QAdamOptimizer cannot be used with a GradScaler, for its momentum would mix loss scales: train in "
                 "bfloat16, which needs none"
             )
-        number = self.steps_done + 1
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            if any(p.grad.is_sparse for p in parameters):
+            if any(_gradient(p).is_sparse for p in parameters):
                 raise RuntimeError("QAdamOptimizer takes dense gradients only")
-            self._step_group(group, parameters, number)
+            if parameters:
+                self._update_moments(group, parameters)
+                self._update_parameters(group, parameters)
         self._handed_out.clear()
+        self._was_synchronised = False
         return loss
 
-    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], number: int) -> None:
-        if not parameters:
-            return
+    def _update_moments(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         beta1, beta2 = group["betas"]
-        states = [self._state_of(p) for p in parameters]
-        for state in states:
-            state["step"] += 1
-        momenta = [state["exp_avg"] for state in states]
-        variances = [state["exp_avg_sq"] for state in states]
-        if number < self.warmup_steps:
-            gradients = [_gradient(p) for p in parameters]
-            if group["weight_decay"] != 0:
-                gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
-            torch._foreach_lerp_(momenta, gradients, 1 - beta1)
-            torch._foreach_mul_(variances, beta2)
-            torch._foreach_addcmul_(variances, gradients, gradients, 1 - beta2)
-        elif number > self.warmup_steps:
-            for p, momentum in zip(parameters, momenta, strict=True):
+        warming_up: list[Tensor] = []
+        for p in parameters:
+            state = self._state_of(p)
+            state["step"] = int(state["step"]) + 1
+            if state["step"] < self.warmup_steps:
+                warming_up.append(p)
+            elif state["step"] > self.warmup_steps:
                 if p in self._handed_out:
-                    momentum.copy_(_gradient(p))
+                    state["exp_avg"].copy_(_gradient(p))
                 else:
-                    momentum.lerp_(_gradient(p), 1 - beta1)
+                    state["exp_avg"].lerp_(_gradient(p), 1 - beta1)
+        if not warming_up:
+            return
+        gradients = [_gradient(p) for p in warming_up]
+        momenta = [self.state[p]["exp_avg"] for p in warming_up]
+        variances = [self.state[p]["exp_avg_sq"] for p in warming_up]
+        if group["weight_decay"] != 0:
+            gradients = list(torch._foreach_add(gradients, warming_up, alpha=group["weight_decay"]))
+        torch._foreach_lerp_(momenta, gradients, 1 - beta1)
+        torch._foreach_mul_(variances, beta2)
+        torch._foreach_addcmul_(variances, gradients, gradients, 1 - beta2)
+
+    def _update_parameters(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        steps = [self._steps_of(p) for p in parameters]
         # The order of these operations is torch's, for the same bits.
-        denominators = list(torch._foreach_sqrt(variances))
-        torch._foreach_div_(denominators, [(1 - beta2 ** state["step"]) ** 0.5 for state in states])
+        denominators = list(torch._foreach_sqrt([self.state[p]["exp_avg_sq"] for p in parameters]))
+        torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
         torch._foreach_add_(denominators, group["eps"])
-        sizes = [-(group["lr"] / (1 - beta1 ** state["step"])) for state in states]
-        torch._foreach_addcdiv_(parameters, momenta, denominators, sizes)
+        sizes = [-(float(group["lr"]) / (1 - beta1**step)) for step in steps]
+        torch._foreach_addcdiv_(parameters, [self.state[p]["exp_avg"] for p in parameters], denominators, sizes)
 
 
 def _gradient(p: Tensor) -> Tensor:

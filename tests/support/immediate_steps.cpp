@@ -6,7 +6,7 @@
 namespace bagua::testing {
 
 c10::intrusive_ptr<c10d::Work> ImmediateSteps::submit(const char* name, const std::vector<at::Tensor>& tensors,
-                                                      Task task) {
+                                                      Wait /*wait*/, Task task) {
   StageSeconds seconds;
   task(communicator_, seconds);
   auto work = c10::make_intrusive<WorkBagua>(rank(), Operation{.name = name}, tensors);

@@ -18,10 +18,11 @@ class ImmediateSteps final : public StepContext {
   [[nodiscard]] const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   [[nodiscard]] int rank() const override { return communicator_.rank(); }
   [[nodiscard]] int size() const override { return communicator_.size(); }
-  c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Task task) override;
+  c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
+                                        Task task) override;
   c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
                                                     Task task) override {
-    return submit(name, tensors, std::move(task));
+    return submit(name, tensors, Wait::kLater, std::move(task));
   }
   void countRound() override {}
 

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "algorithms/bytegrad/compressed_mean.h"
+#include "algorithms/low_precision_decentralized/ring_exchange.h"
+#include "backend/executor.h"
+
+// What the algorithms do to one flat tensor, as single programs, for algorithms that are written in Python. All methods
+// are collective and asynchronous; tensors are changed in place.
+namespace bagua::bucket_operations {
+
+// Mean or sum over the ranks; `isCompressed`: with 8-bit messages (then `options.hierarchical` counts).
+c10::intrusive_ptr<c10d::Work> reduce(ExecutorProvider& executors, const at::Tensor& flat, bool isCompressed,
+                                      const bytegrad::CompressedMean& options);
+
+// Exchange number `exchange` of weights, see PeerAverage.
+c10::intrusive_ptr<c10d::Work> averagePeers(ExecutorProvider& executors, const at::Tensor& flat, int64_t exchange,
+                                            bool hierarchical, const std::string& mode);
+
+// See RingExchange::step. The replicas are of the size of `flat`; a rank uses the part that it owns. On a single host
+// with `hierarchical` the weights are averaged in full precision.
+c10::intrusive_ptr<c10d::Work> exchangeInRing(ExecutorProvider& executors, const at::Tensor& flat,
+                                              const RingReplicas& replicas, bool hierarchical);
+
+}  // namespace bagua::bucket_operations

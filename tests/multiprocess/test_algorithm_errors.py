@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong use of the algorithms that own weights or momentum: an error on every rank, before the first step."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from hooked_models import Leaves, emulated_hosts, loss_of, perceptron
+from ranks import RankPool
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+OWNERS = ["decentralized", "low_precision_decentralized", "qadam", "async"]
+of_each_owner = pytest.mark.parametrize("algorithm", OWNERS)
+SECONDS = 20.0  # for a test that takes one: a rank that waits for another which raised is a failure
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gradient_allreduce": {"hierarchical": False, "average": True},
+    "bytegrad": {"hierarchical": True, "average": True},
+    "decentralized": {"hierarchical": True, "peer_selection_mode": "all", "communication_interval": 1},
+    "low_precision_decentralized": {"hierarchical": True, "communication_interval": 1},
+    "qadam": {"hierarchical": True},
+    "async": {"peer_selection_mode": "all", "sync_interval_ms": 500, "warmup_steps": 0},
+}
+
+
+def make_optimizer(algorithm: str, params: Any) -> torch.optim.Optimizer:
+    if algorithm == "qadam":
+        optimizer: torch.optim.Optimizer = bagua.QAdamOptimizer(params, warmup_steps=2)
+        return optimizer
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def hook(ddp: DDP, algorithm: str, **options: Any) -> bagua.Handle:
+    optimizer = make_optimizer(algorithm, ddp.parameters())
+    return bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
+
+
+def _still_trains(ddp: DDP, algorithm: str, **options: Any) -> None:
+    """Nothing is left of a registration that failed, on this rank or between the ranks."""
+    optimizer = make_optimizer(algorithm, ddp.parameters())
+    handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(ddp, step).backward()
+        optimizer.step()
+    assert handle.stats()["steps"] == 4
+    if algorithm == "async":
+        handle.abort()
+
+
+def test_the_six_algorithms_are_available() -> None:
+    assert bagua.available_algorithms() == list(OPTIONS)
+
+
+def _defaults(algorithm: str) -> dict[str, Any]:
+    handle = hook(DDP(perceptron()), algorithm)
+    options: dict[str, Any] = handle.options
+    assert handle.algorithm == algorithm
+    assert algorithm in repr(handle)
+    if algorithm == "async":
+        handle.abort()
+    return options
+
+
+@pytest.mark.parametrize("algorithm", OPTIONS)
+def test_options_have_the_documented_defaults(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    assert rank_pools[2].run(_defaults, algorithm, timeout=SECONDS) == [OPTIONS[algorithm]] * 2
+
+
+# --- names and values ---
+
+
+def _refuse(algorithm: str, options: dict[str, Any], errors: tuple[type[Exception], ...]) -> str:
+    ddp = DDP(perceptron())
+    with pytest.raises(errors) as error:
+        hook(ddp, algorithm, **options)
+    _still_trains(ddp, algorithm)
+    return str(error.value)
+
+
+@of_each_owner
+def test_an_unknown_option_is_refused_with_the_known_ones(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    for message in rank_pools[2].run(_refuse, algorithm, {"interval": 3}, (ValueError,), timeout=SECONDS):
+        assert "'interval'" in message
+        for known in OPTIONS[algorithm]:
+            assert known in message
+
+
+WRONG_VALUES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("decentralized", {"peer_selection_mode": "ring"}, ["ring", "all", "shift_one"]),
+    ("decentralized", {"peer_selection_mode": ""}, ["all", "shift_one"]),
+    ("decentralized", {"communication_interval": 0}, ["communication_interval"]),
+    ("decentralized", {"communication_interval": -1}, ["communication_interval"]),
+    ("low_precision_decentralized", {"communication_interval": 0}, ["communication_interval"]),
+    ("low_precision_decentralized", {"communication_interval": -7}, ["communication_interval"]),
+    ("async", {"peer_selection_mode": "shift_one"}, ["shift_one", "all"]),
+    ("async", {"sync_interval_ms": 0}, ["sync_interval_ms"]),
+    ("async", {"sync_interval_ms": -1}, ["sync_interval_ms"]),
+    ("async", {"warmup_steps": -1}, ["warmup_steps"]),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "options", "words"), WRONG_VALUES, ids=str)
+def test_a_wrong_value_is_refused(
+    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any], words: list[str]
+) -> None:
+    for message in rank_pools[2].run(_refuse, algorithm, options, (ValueError,), timeout=SECONDS):
+        for word in words:
+            assert word in message
+
+
+WRONG_TYPES: list[tuple[str, dict[str, Any]]] = [
+    ("decentralized", {"communication_interval": 1.5}),
+    ("decentralized", {"communication_interval": "2"}),
+    ("decentralized", {"peer_selection_mode": 1}),
+    ("decentralized", {"hierarchical": 1}),
+    ("low_precision_decentralized", {"communication_interval": None}),
+    ("qadam", {"hierarchical": "no"}),
+    ("async", {"sync_interval_ms": "500"}),
+    ("async", {"warmup_steps": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "options"), WRONG_TYPES, ids=str)
+def test_a_value_of_a_wrong_type_is_refused(
+    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any]
+) -> None:
+    (name,) = options
+    for message in rank_pools[2].run(_refuse, algorithm, options, (TypeError,), timeout=SECONDS):
+        assert name in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"warmup_steps": 0},
+        {"warmup_steps": -3},
+        {"lr": -1e-3},
+        {"eps": -1e-8},
+        {"betas": (1.0, 0.999)},
+        {"betas": (0.9, 1.0)},
+        {"betas": (-0.1, 0.999)},
+        {"weight_decay": -0.1},
+    ],
+    ids=str,
+)
+def test_wrong_options_of_the_qadam_optimizer_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match={"lr": "learning rate", "betas": "(?i)beta"}.get(name, name.split("_")[0])):
+        bagua.QAdamOptimizer(perceptron().parameters(), **options)
+
+
+# --- the number of peers ---
+
+
+def _pair_off(hosts: str, hierarchical: bool) -> str:
+    with emulated_hosts(hosts) as group:
+        ddp = DDP(perceptron(), process_group=group)
+        try:
+            hook(ddp, "decentralized", peer_selection_mode="shift_one", hierarchical=hierarchical)
+        except ValueError as error:
+            _still_trains(ddp, "decentralized")
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "hierarchical", "odd"),
+    [
+        ("AAA", False, 3),
+        ("AAA", True, 3),
+        ("AAB", False, 3),
+        ("AABC", True, 3),
+        ("AAB", True, 0),
+        ("AABC", False, 0),
+        ("AA", True, 0),
+    ],
+)
+def test_shift_one_needs_an_even_number_of_peers(
+    rank_pools: dict[int, RankPool], hosts: str, hierarchical: bool, odd: int
+) -> None:
+    messages = rank_pools[len(hosts)].run(_pair_off, hosts, hierarchical, timeout=SECONDS)
+    for message in messages:
+        assert ("even" in message and str(odd) in message) if odd else message == ""
+
+
+# --- the optimizer ---
+
+
+def _without_optimizer(algorithm: str) -> None:
+    ddp = DDP(perceptron())
+    with pytest.raises(ValueError, match="optimizer=") as error:
+        bagua.register_comm_hook(ddp, algorithm)
+    assert algorithm in str(error.value)
+    _still_trains(ddp, algorithm)
+
+
+@of_each_owner
+def test_the_optimizer_is_asked_for(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_without_optimizer, algorithm, timeout=SECONDS)
+
+
+def _foreign_optimizer(algorithm: str, only_rank: int | None) -> None:
+    ddp = DDP(perceptron())
+    odd = only_rank in (None, dist.get_rank())
+    parameters = list(ddp.parameters())
+    for wrong in (parameters[:-1], list(perceptron().parameters())):
+        optimizer = make_optimizer(algorithm, wrong if odd else parameters)
+        with pytest.raises(ValueError, match="optimizer" if only_rank is None else f"optimizer|rank {only_rank}"):
+            bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer)
+    _still_trains(ddp, algorithm)
+
+
+@pytest.mark.parametrize("only_rank", [None, 1], ids=["everywhere", "on_one_rank"])
+@of_each_owner
+def test_an_optimizer_of_other_parameters_is_refused(
+    rank_pools: dict[int, RankPool], algorithm: str, only_rank: int | None
+) -> None:
+    rank_pools[2].run(_foreign_optimizer, algorithm, only_rank, timeout=SECONDS)
+
+
+def _optimizer_of_another_kind() -> None:
+    ddp = DDP(perceptron())
+    for wrong in (torch.optim.Adam(ddp.parameters()), "adam", list(ddp.parameters())):
+        with pytest.raises((TypeError, ValueError), match="QAdamOptimizer"):
+            bagua.register_comm_hook(ddp, "qadam", optimizer=wrong)  # type: ignore[arg-type]
+    _still_trains(ddp, "qadam")
+
+
+def test_qadam_takes_its_own_optimizer_only(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_optimizer_of_another_kind, timeout=SECONDS)
+
+
+def _scale_gradients() -> None:
+    ddp = DDP(perceptron())
+    optimizer = make_optimizer("qadam", ddp.parameters())
+    bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(ddp, 0)).backward()
+    before = [p.detach().clone() for p in ddp.parameters()]
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, ddp.parameters()))
+
+
+def test_qadam_refuses_scaled_gradients(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_scale_gradients, timeout=SECONDS)
+
+
+# --- ranks that disagree ---
+
+DISAGREEMENTS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("decentralized", {}, "low_precision_decentralized", {}),
+    ("qadam", {}, "gradient_allreduce", {}),
+    ("async", {}, "decentralized", {}),
+    ("decentralized", {}, "decentralized", {"communication_interval": 2}),
+    ("decentralized", {}, "decentralized", {"peer_selection_mode": "shift_one"}),
+    ("low_precision_decentralized", {}, "low_precision_decentralized", {"hierarchical": False}),
+    ("async", {}, "async", {"warmup_steps": 3}),
+]
+
+
+def _disagree(algorithm: str, options: dict[str, Any], other: str, other_options: dict[str, Any]) -> None:
+    last = dist.get_world_size() - 1
+    ddp = DDP(perceptron())
+    name, chosen = (other, other_options) if dist.get_rank() == last else (algorithm, options)
+    with pytest.raises(ValueError, match=f"rank {last} (has|registered)") as error:
+        hook(ddp, name, **chosen)
+    for words in (algorithm, other, *other_options):
+        assert words in str(error.value)
+    _still_trains(ddp, algorithm, **options)
+
+
+@pytest.mark.parametrize(("algorithm", "options", "other", "other_options"), DISAGREEMENTS, ids=str)
+def test_ranks_that_disagree_raise_everywhere(
+    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any], other: str, other_options: dict[str, Any]
+) -> None:
+    rank_pools[4].run(_disagree, algorithm, options, other, other_options, timeout=SECONDS)
+
+
+def _disagree_about_the_warm_up() -> None:
+    ddp = DDP(perceptron())
+    optimizer = bagua.QAdamOptimizer(ddp.parameters(), warmup_steps=3 + dist.get_rank())
+    with pytest.raises(ValueError, match=r"rank 1 (has|registered).*warmup_steps"):
+        bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer)
+    _still_trains(ddp, "qadam")
+
+
+def test_qadam_optimizers_that_disagree_about_the_warm_up_raise(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_disagree_about_the_warm_up, timeout=SECONDS)
+
+
+# --- one hook, one model, one process ---
+
+
+def _register_twice(algorithm: str) -> None:
+    ddp = DDP(perceptron())
+    handle = hook(ddp, algorithm)
+    for second in ("bytegrad", algorithm):
+        with pytest.raises(RuntimeError, match="already has a communication hook"):
+            hook(ddp, second)
+    loss_of(ddp, 0).backward()
+    if algorithm == "async":
+        handle.abort()
+
+
+@of_each_owner
+def test_a_second_hook_raises(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_register_twice, algorithm, timeout=SECONDS)
+
+
+def _join(algorithm: str) -> None:
+    ddp = DDP(Leaves(3))
+    handle = hook(ddp, algorithm)
+    with pytest.raises(RuntimeError, match=rf"(?s)join.*{algorithm}|{algorithm}.*join"), ddp.join():
+        ddp([torch.ones(3)]).backward()
+    if algorithm == "async":
+        handle.abort()
+
+
+@of_each_owner
+def test_join_raises(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_join, algorithm, timeout=SECONDS)
+
+
+def _copy_hooked(algorithm: str) -> None:
+    ddp = DDP(perceptron())
+    handle = hook(ddp, algorithm)
+    for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
+            duplicate(ddp)
+    copy.deepcopy(ddp.module)
+    pickle.dumps(ddp.module.state_dict())
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(handle)
+    loss_of(ddp, 0).backward()
+    if algorithm == "async":
+        handle.abort()
+
+
+@of_each_owner
+def test_a_hooked_model_cannot_be_copied_without_its_hook(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_copy_hooked, algorithm, timeout=SECONDS)
+
+
+def _control(algorithm: str) -> None:
+    handle = hook(DDP(perceptron()), algorithm)
+    for control in (handle.abort, handle.resume):
+        with pytest.raises(RuntimeError, match=f"background.*'{algorithm}'"):
+            control()
+
+
+@pytest.mark.parametrize("algorithm", OWNERS[:-1])
+def test_algorithms_without_rounds_cannot_be_aborted(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_control, algorithm, timeout=SECONDS)
+
+
+def _find_unused_parameters() -> None:
+    ddp = DDP(perceptron(), find_unused_parameters=True)
+    with pytest.raises(ValueError, match="find_unused_parameters"):
+        hook(ddp, "async")
+    loss_of(ddp, 0).backward()
+
+
+def test_async_refuses_to_look_for_unused_parameters(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_find_unused_parameters, timeout=SECONDS)

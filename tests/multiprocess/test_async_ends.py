@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""async at the end of a process or a group; its weights of every dtype; buffers."""
+
+import io
+import logging
+import os
+import time
+from pathlib import Path
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from async_drift import LENGTH, PAUSE, SECONDS, Drift
+from hooked_models import Leaves, new_group, same
+from ranks import RankPool, run_ranks
+from test_registration import _run_script
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+# --- the end of a process ---
+
+_SCRIPT = """
+import os, time
+import bagua, torch, torch.distributed as dist
+dist.init_process_group("bagua", init_method="file://" + os.environ["STORE"],
+                        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+handle = bagua.register_comm_hook(model, "async", optimizer=optimizer, sync_interval_ms=1)
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+dist.barrier()
+{end}
+print("finished", time.time(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"], ids=["exits", "destroys_its_group"])
+def test_a_process_may_end_without_abort(tmp_path: Path, end: str) -> None:
+    outputs = _run_script(_SCRIPT.format(end=end), 2, tmp_path, timeout=60.0)
+    for output in outputs:
+        last = output.strip().splitlines()[-1]
+        assert last.startswith("finished"), output
+        assert time.time() - float(last.split()[1]) < 10.0
+        assert "terminate" not in output
+
+
+def _lose_a_rank() -> str:
+    trained = Drift()
+    trained.steps(5)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    try:
+        for _ in range(500):
+            trained.step()
+        trained.handle.abort()
+    except RuntimeError as error:
+        return str(error)
+    return "finished"
+
+
+def test_the_death_of_a_rank_raises_on_the_others() -> None:
+    errors = run_ranks(3, _lose_a_rank, group_timeout=4.0, timeout=SECONDS, dying={1})
+    for rank in (0, 2):
+        assert errors[rank] != "finished"
+        assert f"rank {rank}" in errors[rank]
+
+
+def _group_of_its_own(steps: int) -> list[Tensor]:
+    """The hook outlives its group and is let go in the middle of a round."""
+    with new_group() as group:
+        ddp = DDP(Leaves(LENGTH), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        bagua.register_comm_hook(ddp, "async", optimizer=optimizer, sync_interval_ms=1)
+        for _ in range(steps):
+            ddp([torch.ones(LENGTH)]).backward()
+            optimizer.step()
+    del ddp, optimizer, group
+    with new_group() as group:
+        total = torch.ones(3)
+        dist.all_reduce(total, group=group)
+        return [total]
+
+
+def test_a_group_may_be_destroyed_without_abort(peers: RankPool) -> None:
+    for (total,) in peers.run(_group_of_its_own, 7, timeout=SECONDS):
+        assert total.tolist() == [peers.world_size] * 3
+
+
+# --- weights and buffers ---
+
+
+def _converge(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    trained = Drift(dtype)
+    trained.steps(6)
+    trained.gradient.zero_()  # from here on nothing pulls the ranks apart
+    trained.steps(8)
+    before = trained.copy()
+    trained.handle.abort()
+    return before, trained.copy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_weights_of_every_dtype_converge(peers: RankPool, dtype: torch.dtype) -> None:
+    before, after = zip(*peers.run(_converge, dtype, timeout=SECONDS), strict=True)
+    mean = -6 * (peers.world_size + 1) / 2
+    # About fourteen rounds and six steps, each rounding numbers of at most 24 to the dtype.
+    tolerance = 24 * 20 * torch.finfo(dtype).eps
+    for weight in (*before, *after):
+        assert weight.dtype == dtype
+        torch.testing.assert_close(weight.double(), torch.full((LENGTH,), mean).double(), rtol=0, atol=tolerance)
+    assert all(torch.equal(weight, after[0]) for weight in after)
+
+
+def _batch_normalisation() -> tuple[list[Tensor], list[Tensor], str]:
+    """Weights and buffers before abort() and after it; what registering warned of."""
+    rank, log = dist.get_rank(), io.StringIO()
+    torch.manual_seed(3)
+    normalisation = nn.BatchNorm1d(4)
+    ddp = DDP(nn.Sequential(nn.Linear(5, 4), normalisation, nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    logging.getLogger().addHandler(handler := logging.StreamHandler(log))
+    handle = bagua.register_comm_hook(ddp, "async", optimizer=optimizer, sync_interval_ms=1)
+    logging.getLogger().removeHandler(handler)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(6 + 4 * rank):  # broadcasting the buffers at a forward would wait for ranks that take no more
+        optimizer.zero_grad()
+        (ddp(torch.randn(8, 5, generator=generator) + rank).square().mean()).backward()
+        optimizer.step()
+        time.sleep(PAUSE)
+    history = []
+    for action in (lambda: None, handle.abort):
+        action()
+        history.append(torch.cat([p.detach().reshape(-1) for p in ddp.parameters()]))
+        history.append(torch.cat([buffer.reshape(-1) for buffer in normalisation.buffers()]))
+    return history[::2], history[1::2], log.getvalue()
+
+
+def test_buffers_are_the_rank_s_own_until_abort(peers: RankPool) -> None:
+    weights, buffers, warned = zip(*peers.run(_batch_normalisation, timeout=SECONDS), strict=True)
+    assert not same(buffers[0][0], buffers[1][0])
+    for rank in range(peers.world_size):
+        assert same(weights[rank][1], weights[0][1])
+        assert same(buffers[rank][1], buffers[0][0]), "those of rank 0"
+        assert "broadcast_buffers" in warned[rank]
+
+
+def _no_buffers_no_warning() -> None:
+    log = io.StringIO()
+    logging.getLogger().addHandler(handler := logging.StreamHandler(log))
+    Drift().handle.abort()
+    logging.getLogger().removeHandler(handler)
+    assert not log.getvalue()
+
+
+def test_a_model_without_buffers_warns_of_nothing(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_no_buffers_no_warning, timeout=SECONDS)
+
+
+def _frozen_weights() -> tuple[Tensor, Tensor]:
+    """Weights without gradients are not exchanged; weights the optimizer leaves alone would be refused."""
+    torch.manual_seed(3)
+    frozen, trained = nn.Linear(5, 4), nn.Linear(4, 2)
+    frozen.requires_grad_(False)
+    ddp = DDP(nn.Sequential(frozen, trained))
+    frozen.weight.fill_(dist.get_rank())
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+    handle = bagua.register_comm_hook(ddp, "async", optimizer=optimizer, sync_interval_ms=1)
+    for _ in range(4):
+        ddp(torch.full((3, 5), dist.get_rank() + 1.0)).sum().backward()
+        optimizer.step()
+        time.sleep(PAUSE)
+    handle.abort()
+    return frozen.weight, trained.weight.detach()
+
+
+def test_frozen_weights_stay_what_they_are(peers: RankPool) -> None:
+    results = peers.run(_frozen_weights, timeout=SECONDS)
+    for rank, (frozen, trained) in enumerate(results):
+        assert torch.equal(frozen, torch.full((4, 5), float(rank)))
+        assert torch.equal(trained, results[0][1])

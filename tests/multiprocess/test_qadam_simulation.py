@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""qadam under stock DDP: step by step against simulations.py, and against torch's Adam while it warms up."""
+
+import copy
+from typing import Any
+
+import bagua
+import pytest
+import simulations as sim
+import torch
+import torch.distributed as dist
+from followed_training import ONE_BUCKET, SEVERAL_BUCKETS, STEPS, Run, Training, assert_follows, take_step, train_rank
+from hooked_models import SMALL_BUCKETS, new_group, perceptron, same
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+WARMUP = 5
+FLAT: dict[str, Any] = {"hierarchical": False}
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """What differs between them must not be mixed up in the buckets that they share."""
+    parameters = list(model.parameters())
+    return [
+        {"params": parameters[::2], "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.01},
+        {"params": parameters[1::2], "lr": 3e-3, "betas": (0.8, 0.999), "eps": 1e-7},
+    ]
+
+
+def qadam(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = bagua.QAdamOptimizer(two_groups(model), warmup_steps=WARMUP)
+    return optimizer
+
+
+def _simulate(run: Run, size: int, layout: sim.Layout) -> list[list[Tensor]]:
+    models = sim.copies(run.model, size)
+    optimizers = [sim.ReferenceQAdam(two_groups(model), WARMUP) for model in models]
+    places = sim.participants(size, run.hosts, run.options.get("hierarchical", True))
+    return sim.simulate(models, optimizers, sim.QAdam(optimizers, places, layout), run.plan)
+
+
+def _note_bucket(noted: list[list[Tensor]], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    noted.append(bucket.parameters())
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _ddp_layout(model: nn.Module, ddp_options: dict[str, Any]) -> list[list[int]]:
+    """DDP's own buckets once it has rebuilt them, in its second step or, of a static graph, in its third."""
+    ddp = DDP(model, **ddp_options)
+    noted: list[list[Tensor]] = []
+    ddp.register_comm_hook(noted, _note_bucket)
+    for step in range(3):
+        noted.clear()
+        sim.batch_loss(ddp, step, dist.get_rank()).backward()
+    place = {id(parameter): index for index, parameter in enumerate(ddp.module.parameters())}
+    return [[place[id(parameter)] for parameter in bucket] for bucket in noted]
+
+
+def _qadam(options: dict[str, Any], **settings: Any) -> Run:
+    return Run(sim.narrow_model(), "qadam", options, qadam, **settings)
+
+
+def _follow(pool: RankPool, run: Run, tolerance: float = ONE_BUCKET) -> list[Training]:
+    layout = pool.run(_ddp_layout, run.model, run.ddp_options or {})[0]
+    assert (len(layout) > 2) == (run.ddp_options == SMALL_BUCKETS)
+    trainings = pool.run(train_rank, run)
+    assert_follows(trainings, _simulate(run, pool.world_size, layout), tolerance)
+    for training in trainings:
+        assert same(training.weights, trainings[0].weights), "ranks hold the same bits after every step"
+    return trainings
+
+
+def test_simulated_qadam_is_adam_until_the_warm_up_is_over() -> None:
+    models = sim.copies(sim.narrow_model(), 1)
+    optimizer = sim.ReferenceQAdam(models[0].parameters(), warmup=100, weight_decay=0.01)
+    history = sim.simulate(models, [optimizer], sim.QAdam([optimizer], [[0]], []), sim.one_batch_a_step(STEPS))
+    alone = sim.narrow_model()
+    adam = torch.optim.Adam(alone.parameters(), lr=1e-3, weight_decay=0.01)
+    for step in range(STEPS):
+        adam.zero_grad()
+        sim.batch_loss(alone, step, 0).backward()
+        adam.step()
+        # Each step of about 1e-3 is a result of a dozen operations that round to 6e-8 of it; weights are below 1.
+        torch.testing.assert_close(history[step][0], sim.flat(alone.parameters()), rtol=0, atol=1e-7 * (step + 1))
+
+
+@pytest.mark.parametrize("options", [FLAT, {}], ids=str)
+def test_qadam_on_one_host(ranks: RankPool, options: dict[str, Any]) -> None:
+    _follow(ranks, _qadam(options))
+
+
+@pytest.mark.parametrize("hosts", ["AAB", "AABB", "ABAB", "ABCC", "ABCD"])
+def test_qadam_between_hosts(rank_pools: dict[int, RankPool], hosts: str) -> None:
+    # A code of a host's share may be its neighbour's, because the share is scaled in another place: range / 255 of a
+    # moment below 10, times the learning rate, over the square root of the second moment.
+    _follow(rank_pools[len(hosts)], _qadam({}, hosts=hosts), SEVERAL_BUCKETS)
+
+
+@pytest.mark.parametrize("options", [FLAT, {}], ids=str)
+def test_qadam_under_several_buckets(peers: RankPool, options: dict[str, Any]) -> None:
+    _follow(peers, _qadam(options, ddp_options=SMALL_BUCKETS)._replace(model=perceptron()), SEVERAL_BUCKETS)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "closure": {"habit": "closure"},
+    "evaluation": {"habit": "evaluation"},
+    "no_sync": {"plan": sim.accumulating(STEPS, synchronised=False)},
+    "accumulation": {"plan": sim.accumulating(STEPS, synchronised=True)},
+    "bucket_views": {"ddp_options": {"gradient_as_bucket_view": True}},
+    "static_graph": {"ddp_options": {"static_graph": True}},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("options", [FLAT, {}], ids=str)
+def test_qadam_in_other_loops(rank_pools: dict[int, RankPool], setting: str, options: dict[str, Any]) -> None:
+    _follow(rank_pools[2], _qadam(options, **SETTINGS[setting]))
+
+
+def _zeroed_in_place(set_to_none: bool) -> list[Tensor]:
+    ddp = DDP(sim.narrow_model())
+    optimizer = bagua.QAdamOptimizer(two_groups(ddp), warmup_steps=2)
+    bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer, **FLAT)
+    history = []
+    for number in range(10):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        sim.batch_loss(ddp, number, dist.get_rank()).backward()
+        optimizer.step()
+        history.append(sim.flat(ddp.parameters()))
+    return history
+
+
+def test_gradients_set_to_zero_or_to_none_give_the_same_bits(rank_pools: dict[int, RankPool]) -> None:
+    assert same(rank_pools[2].run(_zeroed_in_place, True), rank_pools[2].run(_zeroed_in_place, False))
+
+
+def _halves_and_whole(synchronised: bool) -> tuple[Tensor, Tensor]:
+    """Two batches of the same numbers in one step, and a loss of twice the size in another's: the same gradients."""
+    ddp = [DDP(sim.narrow_model()) for _ in range(2)]
+    finals = []
+    for model in ddp:
+        optimizer = bagua.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=3)
+        bagua.register_comm_hook(model, "qadam", optimizer=optimizer)  # one host: nothing is coded
+        for number in range(8):
+            if model is ddp[0]:
+                take_step(model, optimizer, [sim.Batch(number, synchronised), sim.Batch(number)])
+            else:
+                optimizer.zero_grad()
+                (2 * sim.batch_loss(model, number, dist.get_rank())).backward()
+                optimizer.step()
+        finals.append(sim.flat(model.parameters()))
+    return finals[0], finals[1]
+
+
+@pytest.mark.parametrize("synchronised", [False, True], ids=["no_sync", "synchronised"])
+def test_accumulated_gradients_are_the_gradients_of_the_whole(peers: RankPool, synchronised: bool) -> None:
+    for accumulated, whole in peers.run(_halves_and_whole, synchronised):
+        # Adam moves a weight by about 1e-3 a step, and a dozen operations round to 6e-8 of what they yield; a moment
+        # that is a hundred times larger than its root mean square may enlarge that.
+        torch.testing.assert_close(accumulated, whole, rtol=0, atol=1e-6)
+
+
+def _warm_up(dtype: torch.dtype, ddp_options: dict[str, Any], warmup: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Of qadam, and of stock DDP with torch's Adam."""
+    model = perceptron().to(dtype)
+    histories: list[list[Tensor]] = []
+    with new_group(backend="gloo") as gloo:
+        for hooked in (True, False):
+            ddp = DDP(copy.deepcopy(model), process_group=None if hooked else gloo, **ddp_options)
+            optimizer: torch.optim.Optimizer
+            if hooked:
+                optimizer = bagua.QAdamOptimizer(two_groups(ddp), warmup_steps=warmup)
+                bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer)
+            else:
+                optimizer = torch.optim.Adam(two_groups(ddp))
+            histories.append([])
+            for step in range(STEPS):
+                take_step(ddp, optimizer, [sim.Batch(step)])
+                histories[-1].append(sim.flat(ddp.parameters()))
+    return histories[0], histories[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("ddp_options", [{}, SMALL_BUCKETS], ids=["one_bucket", "several_buckets"])
+def test_the_warm_up_is_adam_to_the_bit(
+    rank_pools: dict[int, RankPool], dtype: torch.dtype, ddp_options: dict[str, Any]
+) -> None:
+    # Two ranks: adding two halves is halving their sum, so that DDP's own mean has the same bits.
+    for ours, stock in rank_pools[2].run(_warm_up, dtype, ddp_options, STEPS + 1):
+        assert ours[0].dtype == dtype
+        assert same(ours, stock)
+
+
+def test_the_warm_up_ends_one_step_before_the_number_given(rank_pools: dict[int, RankPool]) -> None:
+    # Kept from the original: step `warmup_steps` moves the weights by the moments of the step before.
+    for ours, stock in rank_pools[2].run(_warm_up, torch.float32, {}, 10):
+        assert same(ours[:9], stock[:9])
+        assert not same(ours[9], stock[9])
+
+
+def _local_momentum() -> tuple[list[Tensor], list[Tensor]]:
+    """Without a hook: after the warm-up the second moments rest, the first go on."""
+    ours, reference = sim.narrow_model(), sim.narrow_model()
+    optimizer = bagua.QAdamOptimizer(two_groups(ours), warmup_steps=WARMUP)
+    expected = sim.ReferenceQAdam(two_groups(reference), WARMUP)
+    histories: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for number in range(STEPS):
+        for model, opt in ((ours, optimizer), (reference, expected)):
+            opt.zero_grad()
+            sim.batch_loss(model, number, 0).backward()
+        if number >= WARMUP:
+            for group in expected.param_groups:
+                for p in group["params"]:
+                    assert p.grad is not None
+                    p.grad = group["betas"][0] * expected.moments(p)[0] + (1 - group["betas"][0]) * p.grad
+        optimizer.step()
+        expected.step()
+        histories[0].append(sim.flat(ours.parameters()))
+        histories[1].append(sim.flat(reference.parameters()))
+    return histories
+
+
+def test_without_a_hook_the_moments_go_on_locally() -> None:
+    for ours, expected in zip(*_local_momentum(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=ONE_BUCKET)
+
+
+def test_a_closure_is_called_once_and_its_loss_returned() -> None:
+    model = sim.narrow_model()
+    optimizer = bagua.QAdamOptimizer(model.parameters(), warmup_steps=2)
+    for number in range(4):
+        losses: list[Tensor] = []
+
+        def closure(number: int = number, losses: list[Tensor] = losses) -> Tensor:
+            optimizer.zero_grad()
+            losses.append(sim.batch_loss(model, number, 0))
+            losses[-1].backward()
+            return losses[-1]
+
+        assert optimizer.step(closure) is losses[0]
+        assert len(losses) == 1

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initialisation, process groups and communicators of bagua.torch_api."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import bagua.torch_api as api
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api import communication, env
+from bagua.torch_api.communication import BaguaProcessGroup, CommMember, Communicator
+from bagua.torch_api.exceptions import RepeatedInitializationError
+from ranks import RankPool, run_ranks
+
+
+def _started() -> tuple[int, int]:
+    if not api.is_initialized():
+        api.init_process_group()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _sum_over(comm: Any, value: float) -> float:
+    tensor = torch.tensor([value])
+    api.allreduce(tensor, comm=comm)
+    return tensor.item()
+
+
+def _destroy(group: BaguaProcessGroup) -> None:
+    """Leave the ranks, which other tests use too, as they were."""
+    if communication._rank_not_in_group(group):
+        return
+    made = {group.torch_group}
+    made |= {comm.torch_group for comm in group._communicators.values() if isinstance(comm, Communicator)}
+    for one in made:
+        dist.destroy_process_group(one)
+
+
+@contextmanager
+def _hosts(hosts: str) -> Iterator[BaguaProcessGroup]:
+    """A group of all ranks in which rank r is on host hosts[r]."""
+    _started()
+    with mock.patch.dict(os.environ, BAGUA_HOST_ID=hosts[dist.get_rank()]):
+        group = communication.new_group()
+    yield group
+    _destroy(group)
+
+
+def _initialise_by_hand(folder: str) -> None:
+    """As a user would, in ranks whose torch group is not there yet."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    assert not api.is_initialized()
+    with pytest.raises(RuntimeError, match=r"call bagua\.torch_api\.init_process_group"):
+        api.allreduce(torch.ones(1))
+    with pytest.raises(RuntimeError, match="not initialised"):
+        communication._get_default_group()
+    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=rf"rank {size}, world_size {size} and local_world_size 1"):
+        api.init_process_group(store, size, size, 1)
+    with pytest.raises(ValueError, match="local_world_size -1"):
+        api.init_process_group(store, rank, size)
+    assert not dist.is_initialized()
+
+    api.init_process_group(store, rank, size, local_world_size=2)
+    assert api.is_initialized()
+    assert dist.get_backend() == "bagua"
+    assert (env.get_rank(), env.get_world_size()) == (rank, size)
+    assert (env.get_local_rank(), env.get_local_size()) == (rank % 2, 2)
+    assert _sum_over(None, 1.0) == size
+
+
+def test_initialisation_with_a_store(tmp_path: object) -> None:
+    run_ranks(3, _initialise_by_hand, str(tmp_path))
+
+
+def _initialise_from_environment(port: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    api.init_process_group()
+    assert (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == ("bagua", rank, size)
+    # To begin again, the group is destroyed as one of torch is.
+    dist.destroy_process_group()
+    assert not api.is_initialized()
+    os.environ.update(MASTER_PORT=str(port + 1))
+    api.init_process_group()
+    assert _sum_over(None, 1.0) == size
+
+
+def test_initialisation_from_the_environment_again_after_destruction() -> None:
+    run_ranks(2, _initialise_from_environment, env.find_free_network_port())
+
+
+def _initialise_twice() -> None:
+    assert dist.is_initialized()
+    assert not api.is_initialized()
+    rank = dist.get_rank()
+    for wrong in ({"rank": rank + 1}, {"world_size": 7}):
+        with pytest.raises(ValueError, match="torch's default process group has"):
+            api.init_process_group(**wrong)
+    assert not api.is_initialized()
+    api.init_process_group()
+    assert api.is_initialized()
+    with pytest.raises(RepeatedInitializationError, match="initialize the default process group twice!"):
+        api.init_process_group()
+    assert issubclass(RepeatedInitializationError, RuntimeError)
+    group = communication._get_default_group()
+    assert group.torch_group is dist.group.WORLD
+    assert group.ranks == [0, 1]
+    assert _sum_over(None, 1.0) == 2
+
+
+@pytest.mark.parametrize("backend", ["bagua", "gloo"])
+def test_group_of_torch_is_taken_over_once(backend: str) -> None:
+    run_ranks(2, _initialise_twice, backend=backend)
+
+
+def _subgroups() -> None:
+    rank, size = _started()
+    members = [size - 1, 0]
+    group = communication.new_group(members)
+    assert group.ranks == sorted(members)
+    comm = group.get_global_communicator()
+    assert communication._rank_not_in_group(group) is (rank not in members)
+    assert communication._rank_not_in_comm(comm) is (rank not in members)
+    tensor = torch.tensor([float(rank)])
+    if rank in members:
+        assert isinstance(comm, Communicator)
+        assert (comm.rank(), comm.nranks()) == (sorted(members).index(rank), 2)
+        assert dist.get_process_group_ranks(group.torch_group) == sorted(members)
+        assert communication._pg_group_ranks[group] == {0: 0, size - 1: 1}
+        assert communication.from_torch_group(group.torch_group) is group
+    else:
+        assert comm is CommMember.NON_COMM_MEMBER
+        with pytest.raises(RuntimeError, match=rf"rank {rank} is not in this group"):
+            _ = group.torch_group
+    # Rank 1 inside the group.
+    api.broadcast(tensor, 1, comm)
+    assert tensor.item() == (size - 1 if rank in members else rank)
+    _destroy(group)
+
+
+def test_ranks_are_those_inside_the_communicator(peers: RankPool) -> None:
+    peers.run(_subgroups)
+
+
+def _silence_of_others() -> None:
+    """Every operation, with arguments that would be wrong for a member."""
+    none: Any = CommMember.NON_COMM_MEMBER
+    tensor: Any = torch.tensor([1.0, 2.0])
+    for operation, arguments in (
+        (api.allreduce, (tensor,)),
+        (api.allreduce, (tensor, torch.zeros(5))),
+        (api.allreduce_inplace, (tensor, "no op")),
+        (api.allreduce_coalesced_inplace, ([tensor],)),
+        (api.reduce, (tensor, 99)),
+        (api.reduce_inplace, (tensor, 99)),
+        (api.reduce_scatter, (tensor, tensor)),
+        (api.reduce_scatter_inplace, (tensor,)),
+        (api.broadcast, (tensor, 99)),
+        (api.broadcast_coalesced, ([tensor], 99)),
+        (api.broadcast_object, ("object", 99)),
+        (api.allgather, (tensor, None)),
+        (api.allgather_inplace, (tensor,)),
+        (api.gather, (tensor, None, 99)),
+        (api.gather_inplace, (tensor, 7, 99)),
+        (api.scatter, (None, tensor, 99)),
+        (api.scatter_inplace, (tensor, 7, 99)),
+        (api.alltoall, (tensor, None)),
+        (api.alltoall_inplace, (tensor,)),
+        (api.alltoall_v, (tensor, [], [], tensor, [], [])),
+        (api.alltoall_v_inplace, (tensor, [], [])),
+        (api.send, (tensor, 99)),
+        (api.recv, (tensor, 99)),
+        (api.barrier, ()),
+    ):
+        assert operation(*arguments, comm=none) is None, operation
+    assert tensor.tolist() == [1.0, 2.0]
+
+
+def test_ranks_outside_a_communicator_do_nothing(rank_pools: dict[int, RankPool]) -> None:
+    # One rank of two: it waits for nobody.
+    rank_pools[2].run(_silence_of_others)
+
+
+def _wrong_groups() -> None:
+    _, size = _started()
+    for ranks in ([], [0, 0], [0, size], [-1]):
+        with pytest.raises(ValueError, match=f"one or more of 0 to {size - 1}, each once, got"):
+            communication.new_group(ranks)
+    with pytest.raises(TypeError, match="got 'world'"):
+        communication.from_torch_group("world")  # type: ignore[arg-type]
+    name = communication._get_default_group().group_name
+    with pytest.raises(ValueError, match="global, inter, intra, got 'leader'"):
+        communication.get_communicator(name, "leader")
+    with pytest.raises(ValueError, match="no group is called 'nobody'"):
+        communication.get_communicator("nobody", "global")
+    with pytest.raises(ValueError, match="no model is called 'resnet'"):
+        api.get_backend("resnet")
+    with pytest.raises(TypeError, match="communicator of a BaguaProcessGroup, got"):
+        api.allreduce(torch.ones(1), comm=communication._get_default_group())  # type: ignore[call-overload]
+    assert _sum_over(None, 1.0) == size
+
+
+def test_wrong_ranks_and_names_are_refused(ranks: RankPool) -> None:
+    ranks.run(_wrong_groups)
+
+
+def _groups_of_torch() -> None:
+    rank, size = _started()
+    group: Any = dist.new_group([0, size - 1])
+    # As in the original's tests: all ranks call, members or not.
+    over = communication.from_torch_group(group)
+    comm = over.get_global_communicator()
+    if rank not in (0, size - 1):
+        assert over.ranks == []
+        assert comm is CommMember.NON_COMM_MEMBER
+        return
+    assert isinstance(comm, Communicator)
+    assert (comm.rank(), comm.nranks()) == (dist.get_rank(group), dist.get_world_size(group))
+    assert comm.torch_group is group
+    assert over.group_name == group.group_name
+    assert communication.from_torch_group(group) is over
+    assert communication._torch_to_bagua_pg_map[group] is over
+    assert communication.get_communicator(over.group_name, "global") is comm
+    assert _sum_over(comm, float(rank)) == sum({0, size - 1})
+    # The cache does not keep a group alive that torch has let go of.
+    name = over.group_name
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        _ = comm.torch_group
+    del over
+    gc.collect()
+    assert name not in communication._pg_map
+
+
+def test_group_over_a_group_of_torch(peers: RankPool) -> None:
+    peers.run(_groups_of_torch)
+
+
+def _communicators_of_hosts(hosts: str, asks_inter_first: bool) -> None:
+    rank = dist.get_rank()
+    local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    leaders = [hosts.index(host) for host in sorted(set(hosts), key=hosts.index)]
+    with _hosts(hosts) as group:
+        if asks_inter_first == (rank % 2 == 0):  # the order need not be the same on all ranks
+            inter, intra = group.get_inter_node_communicator(), group.get_intra_node_communicator()
+        else:
+            intra, inter = group.get_intra_node_communicator(), group.get_inter_node_communicator()
+        assert isinstance(intra, Communicator)
+        assert (intra.rank(), intra.nranks()) == (local.index(rank), len(local))
+        assert _sum_over(intra, 2.0**rank) == sum(2.0**one for one in local)
+        assert group.get_intra_node_communicator() is intra
+        assert communication.get_communicator(group.group_name, "intra") is intra
+        assert isinstance(inter, Communicator) is (rank in leaders)
+        if isinstance(inter, Communicator):
+            assert (inter.rank(), inter.nranks()) == (leaders.index(rank), len(leaders))
+        assert _sum_over(inter, 2.0**rank) == (sum(2.0**one for one in leaders) if rank in leaders else 2.0**rank)
+        # Groups that are made later, by all, still form.
+        later: Any = dist.new_group()
+        dist.all_reduce(torch.ones(1), group=later)
+        dist.destroy_process_group(later)
+
+
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abab", "abba", "abbb", "abcd", "aab", "aba", "abb", "ab", "aa"])
+def test_communicators_of_a_host_and_between_hosts(rank_pools: dict[int, RankPool], hosts: str) -> None:
+    rank_pools[len(hosts)].run(_communicators_of_hosts, hosts, True)
+
+
+def _members_alone() -> None:
+    """Only the ranks of host a ask; nobody else has to take part."""
+    rank = dist.get_rank()
+    with _hosts("aab") as group:
+        if rank != 2:
+            assert _sum_over(group.get_intra_node_communicator(), 1.0) == 2.0
+        api.barrier()
+
+
+def test_communicator_needs_no_rank_outside(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[3].run(_members_alone)
+
+
+def _abort() -> None:
+    rank, _ = _started()
+    comm = communication.new_group().get_global_communicator()
+    assert isinstance(comm, Communicator)
+    assert comm.device_id() == (torch.cuda.current_device() if torch.cuda.is_available() else -1)
+    assert not comm.check_abort()
+    if rank == 0:
+        # Waits for a peer that does not call; another thread ends it.
+        failures: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                api.allreduce(torch.ones(1000), comm=comm)
+            except RuntimeError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.5)
+        assert thread.is_alive()
+        comm.abort()
+        thread.join(timeout=30)
+        assert len(failures) == 1
+        comm.abort()
+    api.barrier()
+    if rank == 1:
+        comm.abort()
+    assert comm.check_abort()
+    with pytest.raises(RuntimeError):
+        api.allreduce(torch.ones(1), comm=comm)
+    # Others are not touched.
+    assert _sum_over(None, 1.0) == 2
+
+
+def test_abort_ends_what_is_in_flight_and_leaves_other_groups_alone() -> None:
+    run_ranks(2, _abort)
+
+
+def _debug_level() -> None:
+    with _hosts("aab") as group:
+        intra = group.get_intra_node_communicator()
+        assert _sum_over(intra, 1.0) == (1.0 if dist.get_rank() == 2 else 2.0)
+    tensor = torch.tensor([1, 2])
+    api.allgather(tensor, torch.empty(6, dtype=torch.int64))
+
+
+def test_torch_s_checking_wrapper_is_no_obstacle() -> None:
+    run_ranks(3, _debug_level, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})

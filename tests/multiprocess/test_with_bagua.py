@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""module.with_bagua() and data_parallel.DistributedDataParallel beside bagua's hooks on stock DDP."""
+
+import copy
+from typing import Any
+
+import bagua.torch_api
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from hooked_models import loss_of, perceptron
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+
+WARMUP = 3
+# Algorithm, options: those that have the same definition whatever the buckets are.
+ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
+    ("gradient_allreduce", {}),
+    ("bytegrad", {"hierarchical": False}),
+    ("decentralized", {"hierarchical": False}),
+    ("decentralized", {"hierarchical": False, "peer_selection_mode": "shift_one", "communication_interval": 2}),
+    ("low_precision_decentralized", {"hierarchical": False}),
+    ("qadam", {"hierarchical": False}),
+]
+
+
+def _start() -> None:
+    if not bagua.torch_api.is_initialized():
+        bagua.torch_api.init_process_group()
+
+
+def _optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "qadam":
+        return bagua.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=WARMUP)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _algorithm(name: str, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Algorithm:
+    if name == "qadam":
+        return Algorithm.init(name, q_adam_optimizer=optimizer, **options)
+    return Algorithm.init(name, **options)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 8) -> list[Tensor]:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _through_both_doors(name: str, options: dict[str, Any]) -> None:
+    _start()
+    hooked = StockDDP(perceptron())
+    optimizer = _optimizer_for(name, hooked)
+    handle = bagua.register_comm_hook(hooked, name, optimizer=optimizer, **options)
+    # One bucket, last parameter first: codecs depend on it, and DDP has orders of its own.
+    state = handle.state_dict() | {"layout": [[5, 4, 3, 2, 1, 0]]}
+    handle.load_state_dict(state)
+    reference = _train(hooked, optimizer)
+    for do_flatten in (True, False):
+        model = perceptron()
+        optimizer = _optimizer_for(name, model)
+        model.with_bagua([optimizer], _algorithm(name, optimizer, options), do_flatten=do_flatten)  # type: ignore[operator]
+        for one, other in zip(_train(model, optimizer), reference, strict=True):
+            # The same buckets, hence the same bits.
+            assert torch.equal(one, other)
+    model = perceptron()
+    optimizer = _optimizer_for(name, model)
+    ddp = DistributedDataParallel(
+        model, optimizers=[optimizer], algorithm=_algorithm(name, optimizer, options), broadcast_buffers=False, dim=0
+    )
+    assert ddp.module is model
+    for one, other in zip(_train(ddp, optimizer), reference, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=lambda value: str(value))
+def test_both_doors_lead_to_the_same_algorithm(
+    rank_pools: dict[int, RankPool], name: str, options: dict[str, Any]
+) -> None:
+    rank_pools[2].run(_through_both_doors, name, options)
+
+
+def _async() -> None:
+    _start()
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=1, warmup_steps=2))  # type: ignore[operator]
+    _train(model, optimizer, 5)
+    model.bagua_algorithm.abort(model)  # type: ignore[operator, union-attr]
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    everywhere = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, weights)
+    assert all(torch.equal(weights, other) for other in everywhere)
+    model.bagua_algorithm.resume(model)  # type: ignore[operator, union-attr]
+    _train(model, optimizer, 3)
+    model.bagua_algorithm.abort(model)  # type: ignore[operator, union-attr]
+
+
+def test_async_is_aborted_and_resumed_through_the_module(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_async)
+
+
+class Rooted(nn.Module):
+    """Has a parameter of its own, one that is never used, and one that only rank 0 uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.scale = nn.Parameter(torch.ones(3))
+        self.layer = nn.Linear(3, 3)
+        self.unused = nn.Linear(2, 2)
+        self.sometimes = nn.Linear(3, 3)
+        self.ignored = nn.Linear(3, 3)
+        self._bagua_params_and_buffers_to_ignore = ["ignored.weight", "ignored.bias"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * self.scale + self.ignored(x)
+        return y + self.sometimes(x) if dist.get_rank() == 0 else y
+
+
+def _unusual_parameters() -> None:
+    _start()
+    model = Rooted()
+    ignored = model.ignored.weight.detach().clone()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
+    assert torch.equal(model.ignored.weight, ignored), "not even broadcast"
+    trained = [(n, p) for n, p in model.named_parameters() if not n.startswith("ignored")]
+    with torch.no_grad():
+        for (_, p), q in zip(trained, [q for n, q in reference.named_parameters() if "ignored" not in n], strict=True):
+            q.copy_(p)
+    for step in range(3):
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        reference.zero_grad()
+        reference(x).square().mean().backward()
+        for name, parameter in trained:
+            local = reference.get_parameter(name).grad
+            mean = torch.zeros_like(parameter) if local is None else local.clone()
+            dist.all_reduce(mean)
+            torch.testing.assert_close(parameter.grad, mean / dist.get_world_size(), rtol=1e-6, atol=1e-7)
+        assert torch.equal(model.ignored.weight.grad, reference.ignored.weight.grad)  # type: ignore[arg-type]
+
+
+def test_parameters_of_the_root_unused_and_ignored_ones(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_unusual_parameters)
+
+
+def _accumulate() -> None:
+    _start()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for with_no_sync in (True, False):
+        model = perceptron()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
+        expected = perceptron()
+        for peer in range(size):
+            for step in range(2):
+                generator = torch.Generator().manual_seed(1000 * step + peer)
+                (expected(torch.randn(6, 23, generator=generator)).square().mean() / size).backward()
+        if with_no_sync:
+            with model.no_sync():  # type: ignore[operator]
+                loss_of(model, 0).backward()
+            local = model[0].bias.grad.clone()  # type: ignore[index, union-attr]
+            dist.all_reduce(local)
+            assert not torch.equal(local, size * model[0].bias.grad), f"rank {rank} communicated"  # type: ignore[index]
+        else:
+            loss_of(model, 0).backward()
+        loss_of(model, 1).backward()
+        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+            # Sums of the same four float32 gradients in another order.
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_accumulate_with_and_without_no_sync(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_accumulate)
+
+
+def _rewrap() -> None:
+    _start()
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for name, options in ALGORITHMS[:5]:
+        before = len(model._forward_pre_hooks)
+        assert model.with_bagua([optimizer], Algorithm.init(name, **options)) is model  # type: ignore[operator]
+        assert len(model._forward_pre_hooks) == max(before, 1), "the former algorithm's hooks are gone"
+        weights = _train(model, optimizer, 2)
+    assert all(weight.isfinite().all() for weight in weights)
+    with torch.no_grad():
+        assert model.eval()(torch.ones(1, 23)).shape == (1, 7)
+
+
+def test_a_module_can_be_wrapped_again_with_another_algorithm(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_rewrap)
+
+
+def _optimizer_state() -> None:
+    _start()
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    for _ in range(rank + 1):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    if rank == 1:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.5)  # a rank without state takes rank 0's
+    model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        assert float(state["step"]) == 1
+        for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]):
+            everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+            dist.all_gather(everywhere, tensor.contiguous())
+            assert all(torch.equal(tensor, other) for other in everywhere)
+
+
+def test_weights_and_optimizer_state_become_those_of_rank_0(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_optimizer_state)
+
+
+def _several_models() -> None:
+    _start()
+    models = [perceptron(), perceptron()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    for model, optimizer, name in zip(models, optimizers, ("gradient_allreduce", "decentralized"), strict=True):
+        model.with_bagua([optimizer], Algorithm.init(name))  # type: ignore[operator]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (loss_of(models[0], step) + loss_of(models[1], step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    alone = perceptron()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    alone.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
+    for one, other in zip(_train(alone, optimizer, 3), models[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_several_models_with_algorithms_of_their_own(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_several_models)
+
+
+def _mistakes() -> None:
+    _start()
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        frozen.with_bagua([], Algorithm.init("bytegrad"))  # type: ignore[operator]
+    with pytest.raises(NotImplementedError, match="sparse gradients"):
+        nn.Embedding(3, 2, sparse=True).with_bagua([], Algorithm.init("bytegrad"))  # type: ignore[operator]
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="LBFGS"):
+        model.with_bagua([torch.optim.LBFGS(model.parameters())], Algorithm.init("bytegrad"))  # type: ignore[operator]
+    with pytest.raises(KeyError, match=r"'nonsense' not found.*bytegrad"):
+        Algorithm.init("nonsense")
+    with pytest.raises(TypeError):
+        Algorithm.init("bytegrad", averge=True)
+    model.with_bagua([], Algorithm.init("bytegrad"))  # type: ignore[operator]
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        copy.deepcopy(model)
+
+
+def test_mistakes_are_told(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[1].run(_mistakes)
