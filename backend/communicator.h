@@ -61,6 +61,8 @@ class Communicator {
   virtual void barrier() = 0;
   // Unblocks a call in progress where the transport can; callable from any thread.
   virtual void abort() {}
+  // Whether abort() unblocks every call at once. Then a thread of the user's may make them.
+  [[nodiscard]] virtual bool canBeInterrupted() const { return false; }
 
   // All calls made from now on together may take until `deadline`; set by the executor before each program.
   void setDeadline(std::chrono::steady_clock::time_point deadline) { deadline_ = deadline; }

@@ -14,6 +14,8 @@ std::optional<std::string> hostId() {
   return value;
 }
 
+bool usesSharedMemory() { return c10::utils::get_env("BAGUA_SHARED_MEMORY") != "0"; }
+
 int64_t defaultBucketBytes() {
   const auto text = c10::utils::get_env("BAGUA_DEFAULT_BUCKET_SIZE");
   if (!text || text->empty()) return int64_t{10} << 20;

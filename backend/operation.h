@@ -27,6 +27,8 @@ struct Operation {
   uint64_t sequence = 0;
   // What the profiler shows as inputs, where that is not the results. The Work drops them once it has told it.
   std::vector<at::Tensor> inputs = {};
+  // Whether the caller waits at once, so that it may run the operation itself.
+  bool isAwaited = false;
   // Whether the profiler of the submitting thread times it as a whole. Not one that may outlast the profiler, which
   // would then be told of the end of something that it has freed.
   bool isProfiled = true;

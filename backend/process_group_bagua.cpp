@@ -85,15 +85,16 @@ void ProcessGroupBagua::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 Operation ProcessGroupBagua::operation(c10d::OpType type, const char* name, const at::Tensor& like,
-                                       std::chrono::milliseconds timeout, int64_t peer,
+                                       const CallOptions& options, int64_t peer,
                                        std::vector<at::Tensor> inputs) const {
   return {.type = type,
           .name = name,
           .dtype = like.scalar_type(),
           .numel = like.numel(),
           .peer = static_cast<int>(peer),
-          .timeout = orDefault(timeout),
-          .inputs = std::move(inputs)};
+          .timeout = orDefault(options.timeout),
+          .inputs = std::move(inputs),
+          .isAwaited = options.isAwaited};
 }
 
 std::chrono::milliseconds ProcessGroupBagua::orDefault(std::chrono::milliseconds timeout) const {

@@ -105,8 +105,18 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   [[nodiscard]] const HostTopology& topology() const { return *topology_; }
 
  private:
+  // What all options of c10d's collectives have in common.
+  struct CallOptions {
+    template <typename Options>
+    CallOptions(const Options& options)  // NOLINT(google-explicit-constructor): any of c10d's serves
+        : timeout(options.timeout), isAwaited(!options.asyncOp) {}
+    CallOptions(std::chrono::milliseconds limit)  // NOLINT(google-explicit-constructor): messages have only this
+        : timeout(limit), isAwaited(false) {}
+    std::chrono::milliseconds timeout;
+    bool isAwaited;
+  };
   // An operation of ours under construction. A negative timeout is the group's.
-  Operation operation(c10d::OpType type, const char* name, const at::Tensor& like, std::chrono::milliseconds timeout,
+  Operation operation(c10d::OpType type, const char* name, const at::Tensor& like, const CallOptions& options,
                       int64_t peer = -1, std::vector<at::Tensor> inputs = {}) const;
   [[nodiscard]] std::chrono::milliseconds orDefault(std::chrono::milliseconds timeout) const;
   [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity_}; }

@@ -16,7 +16,7 @@ WorkPtr ProcessGroupBagua::broadcast(Tensors& tensors, const c10d::BroadcastOpti
   at::Tensor tensor = checks(kName).single(tensors);
   checks(kName).rank(opts.rootRank, "root");
   return executorFor(tensor.device())
-      .submit(operation(OpType::BROADCAST, kName, tensor, opts.timeout, opts.rootRank), tensors,
+      .submit(operation(OpType::BROADCAST, kName, tensor, opts, opts.rootRank), tensors,
               [tensor, root = static_cast<int>(opts.rootRank)](Communicator& communicator) mutable {
                 inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.broadcast(plain, root); });
               });
@@ -28,7 +28,7 @@ WorkPtr ProcessGroupBagua::allreduce(Tensors& tensors, const c10d::AllreduceOpti
   at::Tensor tensor = checks(kName).single(tensors);
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
-      .submit(operation(OpType::ALLREDUCE, kName, tensor, opts.timeout), tensors,
+      .submit(operation(OpType::ALLREDUCE, kName, tensor, opts), tensors,
               [tensor, op = opts.reduceOp](Communicator& communicator) mutable {
                 inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.allReduce(plain, op); });
               });
@@ -44,7 +44,7 @@ WorkPtr ProcessGroupBagua::allreduce_sparse(Tensors& tensors, const c10d::Allred
   TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG, checks(kName).where(),
                     ": sparse tensors can be reduced with SUM and AVG only");
   return executorFor(tensor.device())
-      .submit(operation(c10d::OpType::_ALLREDUCE_SPARSE, kName, tensor, opts.timeout), tensors,
+      .submit(operation(c10d::OpType::_ALLREDUCE_SPARSE, kName, tensor, opts), tensors,
               [tensor, average = op == c10d::ReduceOp::AVG](Communicator& communicator) mutable {
                 allReduceSparse(communicator, tensor, average);
               });
@@ -56,7 +56,7 @@ WorkPtr ProcessGroupBagua::allreduce_coalesced(Tensors& tensors, const c10d::All
   checks(kName).alike(tensors, tensors[0], "tensor");
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensors[0].scalar_type());
   return executorFor(tensors[0].device())
-      .submit(operation(OpType::ALLREDUCE_COALESCED, kName, tensors[0], opts.timeout), tensors,
+      .submit(operation(OpType::ALLREDUCE_COALESCED, kName, tensors[0], opts), tensors,
               [tensors, op = opts.reduceOp](Communicator& communicator) mutable {
                 for (auto& tensor : tensors) {
                   inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.allReduce(plain, op); });
@@ -70,7 +70,7 @@ WorkPtr ProcessGroupBagua::reduce(Tensors& tensors, const c10d::ReduceOptions& o
   checks(kName).rank(opts.rootRank, "root");
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
-      .submit(operation(OpType::REDUCE, kName, tensor, opts.timeout, opts.rootRank), tensors,
+      .submit(operation(OpType::REDUCE, kName, tensor, opts, opts.rootRank), tensors,
               [tensor, root = static_cast<int>(opts.rootRank), op = opts.reduceOp](Communicator& communicator) mutable {
                 inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.reduce(plain, root, op); });
               });
@@ -84,7 +84,7 @@ WorkPtr ProcessGroupBagua::_allgather_base(at::Tensor& output, at::Tensor& input
   checks(kName).numel(output, input.numel() * size_, "output");
   return executorFor(input.device())
       .submit(
-          operation(OpType::_ALLGATHER_BASE, kName, input, opts.timeout, -1, {input}), {output},
+          operation(OpType::_ALLGATHER_BASE, kName, input, opts, -1, {input}), {output},
           [output, input](Communicator& communicator) mutable { communicator.allGather(output, input.contiguous()); });
 }
 
@@ -100,7 +100,7 @@ WorkPtr ProcessGroupBagua::allgather_into_tensor_coalesced(Tensors& outputs, Ten
     checks(kName).numel(outputs[i], inputs[i].numel() * size_, "output");
   }
   return executorFor(inputs[0].device())
-      .submit(operation(OpType::COALESCED, kName, inputs[0], opts.timeout, -1, inputs), outputs,
+      .submit(operation(OpType::COALESCED, kName, inputs[0], opts, -1, inputs), outputs,
               [outputs, inputs](Communicator& communicator) mutable {
                 for (size_t i = 0; i < inputs.size(); ++i) communicator.allGather(outputs[i], inputs[i].contiguous());
               });
@@ -115,7 +115,7 @@ WorkPtr ProcessGroupBagua::_reduce_scatter_base(at::Tensor& output, at::Tensor& 
   checks(kName).numel(input, output.numel() * size_, "input");
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, input.scalar_type());
   return executorFor(output.device())
-      .submit(operation(OpType::_REDUCE_SCATTER_BASE, kName, output, opts.timeout, -1, {input}), {output},
+      .submit(operation(OpType::_REDUCE_SCATTER_BASE, kName, output, opts, -1, {input}), {output},
               [output, input, op = opts.reduceOp](Communicator& communicator) mutable {
                 inPlainOrder(output, [&](at::Tensor& plain) { communicator.reduceScatter(plain, input, op); });
               });
@@ -134,7 +134,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
     reduction::checkSupported(checks(kName).where(), opts.reduceOp, inputs[i].scalar_type());
   }
   return executorFor(outputs[0].device())
-      .submit(operation(OpType::COALESCED, kName, outputs[0], opts.timeout, -1, inputs), outputs,
+      .submit(operation(OpType::COALESCED, kName, outputs[0], opts, -1, inputs), outputs,
               [outputs, inputs, op = opts.reduceOp](Communicator& communicator) mutable {
                 for (size_t i = 0; i < inputs.size(); ++i) {
                   inPlainOrder(outputs[i],
@@ -145,6 +145,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
 
 WorkPtr ProcessGroupBagua::barrier(const c10d::BarrierOptions& opts) {
   Operation barrier{.type = OpType::BARRIER, .name = "bagua:barrier", .timeout = orDefault(opts.timeout)};
+  barrier.isAwaited = !opts.asyncOp;
   return executorFor(at::kCPU).submit(barrier, {}, [](Communicator& communicator) { communicator.barrier(); });
 }
 

@@ -85,7 +85,7 @@ WorkPtr ProcessGroupBagua::allgather(std::vector<Tensors>& outputs, Tensors& inp
   checks(kName).alike(outputs[0], input, "output");
   checks(kName).sameShape(outputs[0][rank_], input, "output of this rank");
   return executorFor(input.device())
-      .submit(operation(OpType::ALLGATHER, kName, input, opts.timeout, -1, inputs), outputs[0],
+      .submit(operation(OpType::ALLGATHER, kName, input, opts, -1, inputs), outputs[0],
               [output = outputs[0], input](Communicator& communicator) mutable {
                 gatherToAll(communicator, output, input);
               });
@@ -107,7 +107,7 @@ WorkPtr ProcessGroupBagua::allgather_coalesced(std::vector<Tensors>& outputs, Te
     }
   }
   return executorFor(inputs[0].device())
-      .submit(operation(OpType::ALLGATHER_COALESCED, kName, inputs[0], opts.timeout, -1, inputs), std::move(all),
+      .submit(operation(OpType::ALLGATHER_COALESCED, kName, inputs[0], opts, -1, inputs), std::move(all),
               [outputs, inputs](Communicator& communicator) {
                 for (size_t i = 0; i < inputs.size(); ++i) {
                   Tensors ofInput;
@@ -131,7 +131,7 @@ WorkPtr ProcessGroupBagua::gather(std::vector<Tensors>& outputs, Tensors& inputs
     checks(kName).sameShape(output[rank_], input, "output of this rank");
   }
   return executorFor(input.device())
-      .submit(operation(OpType::GATHER, kName, input, opts.timeout, root, inputs), output,
+      .submit(operation(OpType::GATHER, kName, input, opts, root, inputs), output,
               [output, input, root](Communicator& communicator) {
                 const bool isRoot = communicator.rank() == root;
                 Splits inputSplits(communicator.size(), 0);
@@ -176,7 +176,7 @@ WorkPtr ProcessGroupBagua::scatter(Tensors& outputs, std::vector<Tensors>& input
     checks(kName).sameShape(input[rank_], output, "input of this rank");
   }
   return executorFor(output.device())
-      .submit(operation(OpType::SCATTER, kName, output, opts.timeout, root, input), outputs,
+      .submit(operation(OpType::SCATTER, kName, output, opts, root, input), outputs,
               [input, output, root](Communicator& communicator) mutable {
                 const bool isRoot = communicator.rank() == root;
                 Splits outputSplits(communicator.size(), 0);
@@ -198,7 +198,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>
   checks(kName).sameShape(inputs[0][rank_], output, "input of this rank");
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, output.scalar_type());
   return executorFor(output.device())
-      .submit(operation(OpType::REDUCE_SCATTER, kName, output, opts.timeout, -1, inputs[0]), outputs,
+      .submit(operation(OpType::REDUCE_SCATTER, kName, output, opts, -1, inputs[0]), outputs,
               [input = inputs[0], output, op = opts.reduceOp](Communicator& communicator) mutable {
                 if (allOfEqualNumel(input)) {
                   inPlainOrder(output,
@@ -227,7 +227,7 @@ WorkPtr ProcessGroupBagua::alltoall_base(at::Tensor& output, at::Tensor& input, 
   TORCH_CHECK_VALUE(sent[rank_] == received[rank_], checks(kName).where(), ": this rank sends itself ", sent[rank_],
                     " elements of input and expects ", received[rank_], " in output");
   return executorFor(input.device())
-      .submit(operation(OpType::ALLTOALL_BASE, kName, input, opts.timeout, -1, {input}), {output},
+      .submit(operation(OpType::ALLTOALL_BASE, kName, input, opts, -1, {input}), {output},
               [output, input, sent, received](Communicator& communicator) mutable {
                 communicator.allToAll(output, input, received, sent);
               });
@@ -241,7 +241,7 @@ WorkPtr ProcessGroupBagua::alltoall(Tensors& outputs, Tensors& inputs, const c10
   checks(kName).alike(outputs, inputs[0], "output");
   checks(kName).numel(outputs[rank_], inputs[rank_].numel(), "output of this rank");
   return executorFor(inputs[0].device())
-      .submit(operation(OpType::ALLTOALL, kName, inputs[0], opts.timeout, -1, inputs), outputs,
+      .submit(operation(OpType::ALLTOALL, kName, inputs[0], opts, -1, inputs), outputs,
               [outputs, inputs](Communicator& communicator) {
                 at::Tensor received = flatSpaceFor(outputs);
                 communicator.allToAll(received, flatten(inputs), numels(outputs), numels(inputs));

@@ -4,7 +4,9 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "backend/config.h"
 #include "backend/host/reduction.h"
 #include "backend/tensor_bytes.h"
 
@@ -29,6 +31,16 @@ Splits inBytes(const Splits& elements, int64_t itemSize) {
 HostCommunicator::HostCommunicator(std::unique_ptr<Communicator> network, std::shared_ptr<const HostTopology> topology)
     : Communicator(network->rank(), network->size(), std::move(topology)), network_(std::move(network)) {}
 
+SharedMemoryExchange* HostCommunicator::sharedMemory() {
+  if (!std::exchange(hasLookedForSharedMemory_, true) && size() > 1 && topology().hostCount() == 1 &&
+      config::usesSharedMemory()) {
+    auto made = SharedMemoryExchange::make(*network_, deadline());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    sharedMemory_ = std::move(made);
+  }
+  return sharedMemory_.get();
+}
+
 template <typename Call>
 void HostCommunicator::onNetwork(Call&& call) {
   network_->setDeadline(std::chrono::steady_clock::now() + remaining());
@@ -40,6 +52,10 @@ void HostCommunicator::onNetwork(Call&& call) {
 void HostCommunicator::broadcast(at::Tensor& tensor, int root) {
   if (size() == 1 || tensor.numel() == 0) return;
   at::Tensor bytes = bytesOf(tensor);
+  if (auto* const shared = sharedMemory()) {
+    if (rank() == root) countSentToEach(bytes.numel());
+    return shared->broadcast(bytes, root, deadline());
+  }
   onNetwork([&](Communicator& network) { network.broadcast(bytes, root); });
 }
 
@@ -47,6 +63,10 @@ void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
   if (tensor.numel() == 0) return;
   at::Tensor flat = flatOf(tensor);
   const auto itemSize = static_cast<int64_t>(flat.element_size());
+  if (auto* const shared = sharedMemory()) {
+    countSentEvenly(2 * flat.numel() * itemSize * (size() - 1) / size());
+    return shared->allReduce(flat, reduction::prepare(flat, op), op, deadline());
+  }
   // Whole parts only, so that every rank reduces the same number of elements; the rest is small.
   const int64_t pieceNumel = std::max<int64_t>(kPieceBytes / itemSize / size(), 1) * size();
   int64_t begin = 0;
@@ -84,6 +104,11 @@ void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) 
   if (tensor.numel() == 0) return;
   const at::Tensor flat = flatOf(tensor);
   const at::Tensor own = reduction::prepare(flat, op);
+  if (auto* const shared = sharedMemory()) {
+    countSentTo(root, static_cast<int64_t>(flat.nbytes()));
+    at::Tensor result = flat;
+    return shared->reduce(result, own, root, op, deadline());
+  }
   Splits inputSplits(size(), 0);
   inputSplits[root] = flat.numel();
   const bool isRoot = rank() == root;
@@ -100,12 +125,21 @@ void HostCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
     outputBytes.copy_(inputBytes);
     return;
   }
+  if (auto* const shared = sharedMemory()) {
+    countSentToEach(inputBytes.numel());
+    return shared->allGather(outputBytes, inputBytes, deadline());
+  }
   onNetwork([&](Communicator& network) { network.allGather(outputBytes, inputBytes); });
 }
 
 void HostCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) {
   if (output.numel() == 0) return;
   const at::Tensor own = reduction::prepare(flatOf(input), op);
+  if (auto* const shared = sharedMemory()) {
+    countSentToEach(static_cast<int64_t>(output.nbytes()));
+    at::Tensor result = flatOf(output);
+    return shared->reduceScatter(result, own, op, deadline());
+  }
   at::Tensor copies = at::empty_like(own);
   allToAll(copies, own, {}, {});
   reduction::reduceCopies(copies, size(), op, flatOf(output));
@@ -120,6 +154,11 @@ void HostCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, con
     return;
   }
   const auto itemSize = static_cast<int64_t>(input.element_size());
+  if (auto* const shared = sharedMemory()) {
+    countSentParts(input, inputSplits);
+    return shared->allToAll(outputBytes, inputBytes, inBytes(outputSplits, itemSize), inBytes(inputSplits, itemSize),
+                            deadline());
+  }
   // Not skipped when this rank has nothing to send or receive: the others may have.
   onNetwork([&](Communicator& network) {
     network.allToAll(outputBytes, inputBytes, inBytes(outputSplits, itemSize), inBytes(inputSplits, itemSize));
@@ -127,9 +166,17 @@ void HostCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, con
 }
 
 void HostCommunicator::barrier() {
-  if (size() > 1) onNetwork([](Communicator& network) { network.barrier(); });
+  if (size() == 1) return;
+  if (auto* const shared = sharedMemory()) return shared->barrier(deadline());
+  onNetwork([](Communicator& network) { network.barrier(); });
 }
 
-void HostCommunicator::abort() { network_->abort(); }
+void HostCommunicator::abort() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (sharedMemory_) sharedMemory_->abort();
+  }
+  network_->abort();
+}
 
 }  // namespace bagua

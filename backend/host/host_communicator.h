@@ -2,15 +2,18 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 
 #include "backend/communicator.h"
+#include "backend/host/shared_memory/shared_memory_exchange.h"
 
 namespace bagua {
 
-// CPU tensors. A network that only has to move bytes (Gloo) carries the data; reductions are done here, in rank order
-// and with 16-bit floats accumulated in 32 bits, so that the result is the same bits on every rank and every run, for
-// every dtype and operation. Steps and bytes per rank of an allreduce of N bytes: all-to-all of N (n-1)/n, reduction of
-// the own part, all-gather of N (n-1)/n.
+// CPU tensors. Ranks of one host exchange them through shared memory, found at the first call. Otherwise a network that
+// only has to move bytes (Gloo) carries the data; steps and bytes per rank of an allreduce of N bytes: all-to-all of
+// N (n-1)/n, reduction of the own part, all-gather of N (n-1)/n. Reductions are done here either way, in rank order and
+// with 16-bit floats accumulated in 32 bits, so that the result is the same bits on every rank and every run, for every
+// dtype and operation.
 class HostCommunicator final : public Communicator {
  public:
   explicit HostCommunicator(std::unique_ptr<Communicator> network, std::shared_ptr<const HostTopology> topology);
@@ -24,6 +27,7 @@ class HostCommunicator final : public Communicator {
                 const Splits& inputSplits) override;
   void barrier() override;
   void abort() override;
+  [[nodiscard]] bool canBeInterrupted() const override { return sharedMemory_ != nullptr; }
 
  private:
   // Runs one call on the network and takes over its byte count and our deadline.
@@ -32,7 +36,17 @@ class HostCommunicator final : public Communicator {
   void allReducePiece(at::Tensor& piece, const ReduceOp& op);
   void allReduceSmall(const at::Tensor& piece, const ReduceOp& op);
 
+  // Null where tensors go through the network.
+  SharedMemoryExchange* sharedMemory();
+  [[nodiscard]] SharedMemoryExchange::Deadline deadline() const {
+    return std::chrono::steady_clock::now() + remaining();
+  }
+
   const std::unique_ptr<Communicator> network_;
+  bool hasLookedForSharedMemory_ = false;
+  // Guards the pointer, which abort() follows from another thread.
+  std::mutex mutex_;
+  std::unique_ptr<SharedMemoryExchange> sharedMemory_;
 };
 
 }  // namespace bagua

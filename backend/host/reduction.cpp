@@ -53,6 +53,9 @@ bool isReducible(at::ScalarType dtype) {
   }
 }
 
+// Where the contribution of each rank begins.
+using Parts = std::vector<const void*>;
+
 // 16-bit floats accumulate in float; everything else in itself.
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, at::Half> || std::is_same_v<T, at::BFloat16>, float, T>;
@@ -125,14 +128,15 @@ A quotient(A sum, int64_t count) {
 }
 
 template <typename T, typename Combine, typename Finish>
-void reduceBlocks(const T* copies, int64_t count, int64_t numel, T* output, Combine combine, Finish finish) {
+void reduceBlocks(const Parts& parts, int64_t numel, T* output, Combine combine, Finish finish) {
   using A = Accumulator<T>;
   std::array<A, kBlock> total;
+  const T* first = static_cast<const T*>(parts[0]);
   for (int64_t begin = 0; begin < numel; begin += kBlock) {
     const int64_t length = std::min(kBlock, numel - begin);
-    for (int64_t i = 0; i < length; ++i) total[i] = static_cast<A>(copies[begin + i]);
-    for (int64_t copy = 1; copy < count; ++copy) {
-      const T* next = copies + copy * numel + begin;
+    for (int64_t i = 0; i < length; ++i) total[i] = static_cast<A>(first[begin + i]);
+    for (size_t part = 1; part < parts.size(); ++part) {
+      const T* next = static_cast<const T*>(parts[part]) + begin;
       for (int64_t i = 0; i < length; ++i) total[i] = combine(total[i], static_cast<A>(next[i]));
     }
     for (int64_t i = 0; i < length; ++i) output[begin + i] = static_cast<T>(finish(total[i]));
@@ -140,10 +144,11 @@ void reduceBlocks(const T* copies, int64_t count, int64_t numel, T* output, Comb
 }
 
 template <typename T>
-void reduceTyped(const T* copies, int64_t count, int64_t numel, T* output, ReduceOp::RedOpType op) {
+void reduceTyped(const Parts& parts, int64_t numel, T* output, ReduceOp::RedOpType op) {
   using A = Accumulator<T>;
+  const auto count = static_cast<int64_t>(parts.size());
   const auto reduceWith = [&](auto combine) {
-    reduceBlocks(copies, count, numel, output, combine, [](A value) { return value; });
+    reduceBlocks(parts, numel, output, combine, [](A value) { return value; });
   };
   switch (op) {
     case ReduceOp::SUM:
@@ -153,7 +158,7 @@ void reduceTyped(const T* copies, int64_t count, int64_t numel, T* output, Reduc
       return reduceWith(Product<A>{});
     case ReduceOp::AVG:
       if constexpr (!std::is_same_v<T, bool>) {
-        return reduceBlocks(copies, count, numel, output, Sum<A>{},
+        return reduceBlocks(parts, numel, output, Sum<A>{},
                             [count](A value) { return quotient(value, count); });
       }
       break;
@@ -203,14 +208,23 @@ at::Tensor prepare(const at::Tensor& input, const ReduceOp& op) {
                                          : at::mul(input, factor->double_factor);
 }
 
-// NOLINTNEXTLINE(readability-function-size): the dispatch macro expands to a block per dtype
 void reduceCopies(const at::Tensor& copies, int64_t count, const ReduceOp& op, const at::Tensor& output) {
   const int64_t numel = output.numel();
   TORCH_INTERNAL_ASSERT(copies.numel() == count * numel && copies.scalar_type() == output.scalar_type(),
                         "reduction of ", count, " copies: got ", copies.numel(), " elements for an output of ", numel);
+  const auto* const bytes = static_cast<const uint8_t*>(copies.const_data_ptr());
+  Parts parts;
+  for (int64_t copy = 0; copy < count; ++copy) {
+    parts.push_back(bytes + copy * numel * static_cast<int64_t>(copies.element_size()));
+  }
+  reduceParts(parts, op, output);
+}
+
+// NOLINTNEXTLINE(readability-function-size): the dispatch macro expands to a block per dtype
+void reduceParts(const Parts& parts, const ReduceOp& op, const at::Tensor& output) {
   AT_DISPATCH_V2(
-      output.scalar_type(), "bagua_reduce_copies", AT_WRAP([&] {
-        reduceTyped(copies.const_data_ptr<scalar_t>(), count, numel, output.mutable_data_ptr<scalar_t>(), op);
+      output.scalar_type(), "bagua_reduce_parts", AT_WRAP([&] {
+        reduceTyped(parts, output.numel(), output.mutable_data_ptr<scalar_t>(), op);
       }),
       AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16, at::kBool);
 }

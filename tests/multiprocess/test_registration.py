@@ -69,7 +69,11 @@ def _disagree(what: str) -> None:
     options = {"average": not odd} if what == "options" else {}
     with pytest.raises(ValueError, match=f"rank {dist.get_world_size() - 1} registered") as error:
         bagua.register_comm_hook(ddp, name, process_group=dist.group.WORLD, **options)
-    assert f"rank {rank} has" in str(error.value)
+    if what == "models":
+        assert f"rank {rank} has" in str(error.value)
+    else:
+        # What differs, for both sides to read.
+        assert "bytegrad(" in str(error.value).split(" against ")[1]
     # Nothing was registered: the right call still works.
     same_model = DDP(Leaves(5, 4))
     bagua.register_comm_hook(same_model, "bytegrad")

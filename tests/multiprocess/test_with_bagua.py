@@ -15,7 +15,8 @@ from ranks import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
-WARMUP = 3
+# Enough for every weight to have seen a gradient: a variance of zero is divided by for ever.
+WARMUP = 7
 # Algorithm, options: those that have the same definition whatever the buckets are.
 ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
     ("gradient_allreduce", {}),
@@ -44,7 +45,7 @@ def _algorithm(name: str, optimizer: torch.optim.Optimizer, options: dict[str, A
     return Algorithm.init(name, **options)
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 8) -> list[Tensor]:
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 10) -> list[Tensor]:
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, step).backward()

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/host/shared_memory/meeting_room.h"
+
+#include <c10/util/Exception.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <ctime>
+#include <thread>
+
+namespace bagua {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Looks at a peer's counter before sleeping. About 20 us: longer than a peer takes that is about to arrive, shorter than
+// what it costs a backward pass on the same core.
+constexpr int kSpins = 2000;
+// With more ranks than cores the peer needs this core to arrive.
+constexpr int kSpinsWhenCrowded = 20;
+// How long a rank sleeps before it looks whether the other is still there.
+constexpr long kSleepNanoseconds = 50'000'000;
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
+  static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free);
+  return ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+size_t MeetingRoom::bytesFor(int ranks) { return ranks * (sizeof(Seat) + 2 * kSlotBytes); }
+
+MeetingRoom::MeetingRoom(SharedSegment segment, int rank, std::vector<std::string> names)
+    : segment_(std::move(segment)),
+      rank_(rank),
+      names_(std::move(names)),
+      spins_(size() <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : kSpinsWhenCrowded) {
+  segment_.take(rank_);
+  // Zeros of a new segment are valid seats.
+  seat(rank_).process = ::getpid();
+}
+
+MeetingRoom::~MeetingRoom() { seat(rank_).hasGivenUp = 1; }
+
+uint8_t* MeetingRoom::slot(int rank, uint32_t round) const {
+  return segment_.data() + size() * sizeof(Seat) + (2 * static_cast<int64_t>(rank) + round % 2) * kSlotBytes;
+}
+
+void MeetingRoom::meet(Clock::time_point deadline) {
+  arrive();
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank_) waitFor(peer, deadline);
+  }
+}
+
+void MeetingRoom::arrive() {
+  Seat& own = seat(rank_);
+  own.arrived.store(++round_);
+  if (own.sleepers.load() > 0) futex(own.arrived, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+void MeetingRoom::waitFor(int rank, Clock::time_point deadline) {
+  Seat& peer = seat(rank);
+  // Counters wrap; a peer is at most one meeting ahead.
+  const auto isThere = [&] { return static_cast<int32_t>(peer.arrived.load(std::memory_order_acquire) - round_) >= 0; };
+  for (int spin = 0; spin < spins_; ++spin) {
+    if (isThere()) return;
+    relax();
+  }
+  while (!isThere()) {
+    sleepOn(peer, peer.arrived.load());
+    if (isThere()) return;
+    checkAlive(rank);
+    if (Clock::now() >= deadline) fail(names_[rank] + " has not arrived in time");
+  }
+}
+
+void MeetingRoom::sleepOn(Seat& peer, uint32_t seen) const {
+  if (static_cast<int32_t>(seen - round_) >= 0) return;
+  const timespec limit{.tv_sec = 0, .tv_nsec = kSleepNanoseconds};
+  peer.sleepers.fetch_add(1);
+  // The kernel looks at the counter once more: an arrival in between is not missed.
+  futex(peer.arrived, FUTEX_WAIT, seen, &limit);
+  peer.sleepers.fetch_sub(1);
+}
+
+void MeetingRoom::checkAlive(int rank) const {
+  for (int other = 0; other < size(); ++other) {
+    TORCH_CHECK_WITH(DistNetworkError, seat(other).hasGivenUp == 0, names_[other],
+                     " has left the exchange in shared memory, after an error or because its process group was destroyed, "
+                     "while this rank waited for ",
+                     names_[rank]);
+  }
+  const int32_t process = seat(rank).process;
+  TORCH_CHECK_WITH(DistNetworkError, process == ::getpid() || segment_.isTaken(rank), "the process of ", names_[rank],
+                   " (", process, ") has ended");
+}
+
+void MeetingRoom::fail(const std::string& reason) {
+  abort();
+  C10_THROW_ERROR(DistNetworkError, reason);
+}
+
+void MeetingRoom::abort() {
+  seat(rank_).hasGivenUp = 1;
+  for (int rank = 0; rank < size(); ++rank) futex(seat(rank).arrived, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+}  // namespace bagua

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backend/host/shared_memory/shared_segment.h"
+
+namespace bagua {
+
+// Memory in which the ranks of a host show each other bytes, in rounds. In a round a rank fills its own slot, calls
+// meet(), and may then read the slots of all others until it calls meet() again.
+//
+// Every rank has two slots, used in turn. When a rank fills a slot that it used two rounds ago, all have met in the round
+// between, hence have done with what they read then: no second meeting is needed.
+class MeetingRoom {
+ public:
+  static constexpr int64_t kSlotBytes = int64_t{512} << 10;
+
+  // What the segment of `ranks` ranks takes.
+  static size_t bytesFor(int ranks);
+
+  // `rank` of `ranks`, in `segment`, which all of them have open. `names[i]` is rank i in error messages.
+  MeetingRoom(SharedSegment segment, int rank, std::vector<std::string> names);
+  ~MeetingRoom();
+  MeetingRoom(const MeetingRoom&) = delete;
+  MeetingRoom& operator=(const MeetingRoom&) = delete;
+
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int size() const { return static_cast<int>(names_.size()); }
+
+  // This rank's slot for the coming meeting.
+  [[nodiscard]] uint8_t* ownSlot() const { return slot(rank_, round_); }
+  // Returns when all ranks have called it. Throws a DistNetworkError that names who is missing: at the deadline, when a
+  // process has ended, or when a rank has given up.
+  void meet(std::chrono::steady_clock::time_point deadline);
+  // The slot of a rank as of the last meeting.
+  [[nodiscard]] const uint8_t* shown(int rank) const { return slot(rank, round_ - 1); }
+
+  // Makes meet() throw on all ranks, in this process at once. From any thread.
+  void abort();
+  // After all have opened the segment.
+  void removeName() { segment_.removeName(); }
+
+ private:
+  // One per rank, in a cache line of its own.
+  struct alignas(128) Seat {
+    // How many meetings the rank has come to; also what others sleep on.
+    std::atomic<uint32_t> arrived;
+    std::atomic<uint32_t> sleepers;
+    std::atomic<uint32_t> hasGivenUp;
+    std::atomic<int32_t> process;
+  };
+
+  [[nodiscard]] Seat& seat(int rank) const { return reinterpret_cast<Seat*>(segment_.data())[rank]; }
+  [[nodiscard]] uint8_t* slot(int rank, uint32_t round) const;
+  void arrive();
+  void waitFor(int rank, std::chrono::steady_clock::time_point deadline);
+  // Sleeps until the rank arrives, for a short while at most.
+  void sleepOn(Seat& peer, uint32_t seen) const;
+  void checkAlive(int rank) const;
+  [[noreturn]] void fail(const std::string& reason);
+
+  SharedSegment segment_;
+  const int rank_;
+  const std::vector<std::string> names_;
+  const int spins_;
+  // Meetings so far.
+  uint32_t round_ = 0;
+};
+
+}  // namespace bagua

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace bagua {
+
+// A piece of /dev/shm mapped by several processes of a host. It has a name only until all have opened it, so that nothing
+// is left behind, however they end.
+class SharedSegment {
+ public:
+  // Reserves and maps `bytes` of zeros under a new name. Empty where there is no shared memory or not enough of it.
+  static std::optional<SharedSegment> create(size_t bytes, std::string& whyNot);
+  static std::optional<SharedSegment> open(const std::string& name, size_t bytes, std::string& whyNot);
+
+  SharedSegment(SharedSegment&& other) noexcept;
+  SharedSegment& operator=(SharedSegment&&) = delete;
+  ~SharedSegment();
+
+  [[nodiscard]] const std::string& name() const { return name_; }
+  [[nodiscard]] uint8_t* data() const { return data_; }
+  // Idempotent. For the creator, once everybody has opened it.
+  void removeName();
+
+  // A process that is in `seat` keeps it until it ends or drops the segment; others can ask. Seats of this process look
+  // empty.
+  void take(int seat);
+  [[nodiscard]] bool isTaken(int seat) const;
+
+ private:
+  SharedSegment(std::string name, int file, uint8_t* data, size_t bytes, bool ownsName)
+      : name_(std::move(name)), file_(file), data_(data), bytes_(bytes), ownsName_(ownsName) {}
+  static std::optional<SharedSegment> map(const std::string& name, int file, size_t bytes, bool ownsName,
+                                          std::string& whyNot);
+
+  std::string name_;
+  int file_ = -1;
+  uint8_t* data_ = nullptr;
+  size_t bytes_ = 0;
+  bool ownsName_ = false;
+};
+
+}  // namespace bagua
