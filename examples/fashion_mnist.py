@@ -103,8 +103,17 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return right.item() / len(images)
 
 
+def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    if args.algorithm == "qadam":  # which is half optimizer, half communication
+        return bagua.QAdamOptimizer(model.parameters(), lr=args.lr or 0.006, warmup_steps=100)
+    return torch.optim.SGD(model.parameters(), lr=args.lr or 0.2, momentum=0.9, weight_decay=5e-4, nesterov=True)
+
+
 def train(
-    model: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor], args: argparse.Namespace
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: tuple[Tensor, Tensor, Tensor, Tensor],
+    args: argparse.Namespace,
 ) -> tuple[list[float], list[float]]:
     """Returns the loss of every step, the mean over the ranks, and the test accuracy after every epoch."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -113,8 +122,10 @@ def train(
     torch.manual_seed(args.seed * ranks + rank)  # while each rank mirrors other images
 
     steps = len(images) // args.batch
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * steps, pct_start=0.25)
+    highest_lr, cycle_momentum = optimizer.defaults["lr"], "momentum" in optimizer.defaults
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, highest_lr, total_steps=args.epochs * steps, pct_start=0.25, cycle_momentum=cycle_momentum
+    )
     losses: list[Tensor] = []
     accuracies: list[float] = []
     with tqdm(total=args.epochs * steps, desc=args.algorithm, unit="step", disable=rank != 0, mininterval=0.5) as bar:
@@ -143,7 +154,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch", type=int, default=256, help="images a step, over all ranks")
-    parser.add_argument("--lr", type=float, default=0.2, help="the highest learning rate of the schedule")
+    parser.add_argument("--lr", type=float, help="the highest learning rate of the schedule (0.2; qadam: 0.006)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="where rank 0 writes the result as JSON")
     return parser.parse_args()
@@ -159,11 +170,14 @@ def main() -> None:
     # ------- bagua: two lines -----------------------------------------------------------------
     dist.init_process_group(backend="bagua")
     model = DistributedDataParallel(network)
-    handle = bagua.register_comm_hook(model, args.algorithm, **args.options)
+    optimizer = make_optimizer(model, args)
+    handle = bagua.register_comm_hook(model, args.algorithm, optimizer=optimizer, **args.options)
     # ------- everything else is as in any DistributedDataParallel script -------------------------
 
     start = time.perf_counter()
-    losses, accuracies = train(model, data, args)
+    losses, accuracies = train(model, optimizer, data, args)
+    if args.algorithm == "async":
+        handle.abort()  # all ranks hold the same weights from here on
     seconds = time.perf_counter() - start
     stats = handle.stats()
     if dist.get_rank() == 0:

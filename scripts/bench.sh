@@ -15,3 +15,5 @@ for benchmark in "$BUILD"/benchmarks/*_bench; do
   echo "== $(basename "$benchmark")"
   "$benchmark" "$@"
 done
+echo "== fuse_optimizer"
+python benchmarks/fuse_optimizer.py

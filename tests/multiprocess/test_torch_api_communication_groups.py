@@ -3,10 +3,12 @@
 
 import gc
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -114,6 +116,7 @@ def _initialise_twice() -> None:
     group = communication._get_default_group()
     assert group.torch_group is dist.group.WORLD
     assert group.ranks == [0, 1]
+    assert (group.stream is None) is not torch.cuda.is_available()
     assert _sum_over(None, 1.0) == 2
 
 
@@ -337,3 +340,18 @@ def _debug_level() -> None:
 
 def test_torch_s_checking_wrapper_is_no_obstacle() -> None:
     run_ranks(3, _debug_level, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+
+
+def _example_of_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "torch_api.md").read_text()
+    (example,) = re.findall(r"^## Collectives\n\n```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    scope: dict[str, Any] = {}
+    exec(example, scope)
+    assert scope["summed"].tolist() == [8, 12]
+    # The maximum of what both have.
+    if scope["rank"] == 1:
+        assert scope["tensor"].tolist() == [4, 6]
+
+
+def test_example_of_the_documentation() -> None:
+    run_ranks(2, _example_of_the_documentation)

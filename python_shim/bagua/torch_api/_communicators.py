@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communicators: what the collectives of `bagua.torch_api.communication` take as `comm`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class CommMember(Enum):
+    """What may stand in the place of a communicator."""
+
+    WORLD = "all ranks of the default group"
+    NON_COMM_MEMBER = "this process is not in the communicator: every operation returns at once and does nothing"
+
+
+class StreamSlot:
+    """The CUDA stream of one or more groups: the one given, or one of high priority, made when it is first needed.
+
+    A process that communicates CPU tensors only thus never wakes its GPU.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream
+
+    def get(self) -> torch.cuda.Stream | None:
+        """Return the stream; None where there is no CUDA device."""
+        if self._stream is None and torch.cuda.is_available():
+            self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        return self._stream
+
+
+class Communicator:
+    """Some ranks that communicate with each other. Ranks, roots and peers are positions INSIDE the communicator.
+
+    Made by the `get_..._communicator()` methods of a `BaguaProcessGroup`. The original calls the class
+    `BaguaSingleCommunicatorPy`.
+    """
+
+    def __init__(self, torch_group: dist.ProcessGroup, stream: StreamSlot) -> None:
+        # torch keeps a group alive until it is destroyed; then we have to let it go, too.
+        self._torch_group = weakref.ref(torch_group)
+        self._rank = dist.get_rank(torch_group)
+        self._nranks = dist.get_world_size(torch_group)
+        self._stream = stream
+        self._is_aborted = False
+
+    @property
+    def torch_group(self) -> dist.ProcessGroup:
+        """The torch process group of these ranks. RuntimeError once it is destroyed."""
+        return alive(self._torch_group)
+
+    def rank(self) -> int:
+        """This process's rank, from 0."""
+        return self._rank
+
+    def nranks(self) -> int:
+        """The number of ranks."""
+        return self._nranks
+
+    def device_id(self) -> int:
+        """The index of this process's current CUDA device; -1 where there is none."""
+        return torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+    def abort(self) -> None:
+        """Fail what is in flight, on this rank and, once they notice, on its peers. Nothing can be communicated after.
+
+        Callable from any thread; a second call does nothing.
+        """
+        if not self._is_aborted:
+            self._is_aborted = True
+            self.torch_group.abort()
+
+    def check_abort(self) -> bool:
+        """True if this rank has aborted the communicator."""
+        return self._is_aborted
+
+    @contextmanager
+    def blocking(self, tensor: Tensor) -> Iterator[None]:
+        """Run the communication of `tensor` inside: after what made it, and over, for the host too, at the end.
+
+        CUDA: on this communicator's stream, which waits for the current one; then the host waits for it, as in the
+        original. CPU: torch's operations block by themselves.
+        """
+        with torch.no_grad():
+            if not tensor.is_cuda:
+                yield
+                return
+            current = torch.cuda.current_stream(tensor.device)
+            stream = self._stream.get()
+            if stream is None or stream.device != tensor.device:
+                stream = current
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                yield
+            stream.synchronize()
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self._rank}, nranks={self._nranks})"
+
+
+Comm = Communicator | CommMember | None
+
+
+def alive(torch_group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return the group, or raise RuntimeError because it has been destroyed."""
+    group = torch_group()
+    if group is None:
+        raise RuntimeError("the torch process group of this bagua group was destroyed: make a new one")
+    return group

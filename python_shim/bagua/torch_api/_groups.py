@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups: the default one, groups of some ranks, and groups over those of torch."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua._native import _C
+from bagua.torch_api._communicators import Comm, CommMember, Communicator, StreamSlot, alive
+from bagua.torch_api._named_groups import new_named_group
+from bagua.torch_api.exceptions import RepeatedInitializationError
+
+_KINDS = ("global", "inter", "intra")
+
+
+class BaguaProcessGroup:
+    """A torch process group with communicators for all its ranks, for those of a host and for one of each host.
+
+    Made by `init_process_group`, `new_group` and `from_torch_group`.
+
+    `get_global_communicator()` never waits for other ranks. The other two make a torch group of the communicator's
+    ranks at their first call. Every rank of that communicator has to make this call, no other needs to, and in any
+    order; ranks outside get `CommMember.NON_COMM_MEMBER` at once. Where a peer never makes the call, an error is
+    raised after the group's timeout.
+    """
+
+    def __init__(
+        self,
+        torch_group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        stream: StreamSlot,
+        group_name: str,
+    ) -> None:
+        self.ranks = list(ranks)
+        self.group_name = group_name
+        self._torch_group = None if torch_group is None else weakref.ref(torch_group)
+        self._stream = stream
+        self._communicators: dict[str, Communicator | CommMember] = {}
+        if torch_group is not None:
+            store = torch_group.get_group_store()
+            store.set(_host_key(dist.get_rank(torch_group)), _C.local_host_id())
+
+    @property
+    def torch_group(self) -> dist.ProcessGroup:
+        """The torch process group. RuntimeError on ranks outside it, and once it is destroyed."""
+        if self._torch_group is None:
+            raise RuntimeError(f"rank {dist.get_rank()} is not in this group, which has the ranks {self.ranks}")
+        return alive(self._torch_group)
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The CUDA stream on which CUDA tensors are communicated; None where there is no CUDA device."""
+        return self._stream.get()
+
+    def get_global_communicator(self) -> Communicator | CommMember:
+        """Return the communicator of all ranks of the group."""
+        return self._communicator("global")
+
+    def get_inter_node_communicator(self) -> Communicator | CommMember:
+        """Return the communicator of one rank per host: that of the group's lowest rank there."""
+        return self._communicator("inter")
+
+    def get_intra_node_communicator(self) -> Communicator | CommMember:
+        """Return the communicator of the group's ranks on this host."""
+        return self._communicator("intra")
+
+    def _communicator(self, kind: str) -> Communicator | CommMember:
+        if self._torch_group is None:
+            return CommMember.NON_COMM_MEMBER
+        if kind not in self._communicators:
+            self._communicators[kind] = self._make_communicator(kind)
+        return self._communicators[kind]
+
+    def _make_communicator(self, kind: str) -> Communicator | CommMember:
+        group = self.torch_group
+        if kind == "global":
+            return Communicator(group, self._stream)
+        ranks = self._intra_ranks() if kind == "intra" else self._inter_ranks()
+        if dist.get_rank(group) not in ranks:
+            return CommMember.NON_COMM_MEMBER
+        made = new_named_group(
+            f"{group.group_name}_bagua_{kind}_{ranks[0]}",
+            [self.ranks[rank] for rank in ranks],
+            dist.get_backend(group),
+            _timeout_of(group),
+        )
+        return Communicator(made, self._stream)
+
+    def _intra_ranks(self) -> list[int]:
+        hosts = self._host_ids()
+        mine = hosts[dist.get_rank(self.torch_group)]
+        return [rank for rank, host in enumerate(hosts) if host == mine]
+
+    def _inter_ranks(self) -> list[int]:
+        hosts = self._host_ids()
+        return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+
+    def _host_ids(self) -> list[str]:
+        store = self.torch_group.get_group_store()
+        return [store.get(_host_key(rank)).decode() for rank in range(len(self.ranks))]
+
+
+# The groups live as long as torch's.
+_torch_to_bagua_pg_map: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = weakref.WeakKeyDictionary()
+_pg_map: weakref.WeakValueDictionary[str, BaguaProcessGroup] = weakref.WeakValueDictionary()
+# Global rank -> rank in the group.
+_pg_group_ranks: weakref.WeakKeyDictionary[BaguaProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
+_default_torch_group: weakref.ref[dist.ProcessGroup] | None = None
+
+
+def _host_key(rank: int) -> str:
+    return f"bagua_torch_api/host/{rank}"
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    for device in group._device_types:
+        # Not every backend shows its options to Python.
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    return dist.default_pg_timeout
+
+
+def _register(group: BaguaProcessGroup) -> BaguaProcessGroup:
+    _pg_map[group.group_name] = group
+    _pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(group.ranks)}
+    return group
+
+
+def init_process_group(
+    store: dist.Store | None = None, rank: int = -1, world_size: int = -1, local_world_size: int = -1
+) -> None:
+    """Initialise torch's default process group with backend "bagua" and make it bagua's: once, and first of all.
+
+    Where the default group of torch is initialised already, by whatever backend, that one is taken. It ends with
+    `torch.distributed.destroy_process_group()`.
+
+    Args:
+        store: where the ranks meet. By default they meet as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, which
+            torchrun sets. With a store the next three arguments are needed, and RANK, WORLD_SIZE, LOCAL_RANK and
+            LOCAL_WORLD_SIZE are set from them.
+        rank: this process, from 0 to `world_size - 1`.
+        world_size: number of processes.
+        local_world_size: number of processes on a host.
+
+    Raises:
+        RepeatedInitializationError: called a second time.
+        ValueError: a store without valid `rank`, `world_size` and `local_world_size`; or torch's default group has
+            another rank or size.
+
+    Definition: `bagua.torch_api.communication` of Bagua 0.6; the arguments of Bagua 0.9.
+    """
+    if is_initialized():
+        raise RepeatedInitializationError(
+            "init_process_group: trying to initialize the default process group twice! Once per process is enough"
+        )
+    if store is not None:
+        _check_ranks(rank, world_size, local_world_size)
+    if not dist.is_initialized():
+        dist.init_process_group("bagua", store=store, rank=rank, world_size=world_size)
+    _check_default("rank", rank, dist.get_rank())
+    _check_default("world_size", world_size, dist.get_world_size())
+    if store is not None:
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(rank % local_world_size),
+            LOCAL_WORLD_SIZE=str(local_world_size),
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    global _default_torch_group
+    _default_torch_group = weakref.ref(group)
+    from_torch_group(group)
+
+
+def _check_ranks(rank: int, world_size: int, local_world_size: int) -> None:
+    if not (0 <= rank < world_size and 0 < local_world_size <= world_size):
+        raise ValueError(
+            "init_process_group: with a store, 0 <= rank < world_size and 0 < local_world_size <= world_size are "
+            f"expected, got rank {rank}, world_size {world_size} and local_world_size {local_world_size}"
+        )
+
+
+def _check_default(name: str, given: int, actual: int) -> None:
+    if given not in (-1, actual):
+        raise ValueError(f"init_process_group: torch's default process group has {name} {actual}, got {name}={given}")
+
+
+def is_initialized() -> bool:
+    """True after `init_process_group`, until torch's default group is destroyed."""
+    return dist.is_initialized() and _default_torch_group is not None and _default_torch_group() is dist.group.WORLD
+
+
+def _get_default_group() -> BaguaProcessGroup:
+    """Return the default group; RuntimeError before `init_process_group`."""
+    group = dist.group.WORLD if is_initialized() else None
+    if group is None:
+        raise RuntimeError(
+            "the default process group of bagua is not initialised: call bagua.torch_api.init_process_group() first "
+            "(it takes over the default group of torch.distributed where there is one)"
+        )
+    return from_torch_group(group)
+
+
+def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
+    """Make a group of some ranks. All ranks of the default group have to call, in the same order.
+
+    Args:
+        ranks: global ranks, in any order; all by default.
+        stream: for CUDA tensors; that of the default group by default.
+
+    Returns:
+        The group; on ranks outside it one whose communicators are `CommMember.NON_COMM_MEMBER`.
+
+    Raises:
+        ValueError: no rank, a rank named twice, or one that is no rank of the default group.
+        RuntimeError: before `init_process_group`.
+    """
+    default = _get_default_group()
+    ranks = default.ranks if ranks is None else sorted(ranks)
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(default.ranks):
+        raise ValueError(
+            f"new_group on rank {dist.get_rank()}: ranks are to be one or more of 0 to {len(default.ranks) - 1}, each "
+            f"once, got {list(ranks)}"
+        )
+    made: Any = dist.new_group(ranks=list(ranks), timeout=_timeout_of(default.torch_group))
+    if dist.get_rank() in ranks:
+        return from_torch_group(made, stream)
+    return _group_of_others(ranks, _slot(stream))
+
+
+def _slot(stream: torch.cuda.Stream | None) -> StreamSlot:
+    if stream is None and is_initialized():
+        return _get_default_group()._stream
+    return StreamSlot(stream)
+
+
+def _group_of_others(ranks: Sequence[int], stream: StreamSlot) -> BaguaProcessGroup:
+    group = BaguaProcessGroup(None, ranks, stream, "")
+    # Unique among the groups alive, and no name that torch gives.
+    group.group_name = f"bagua_not_a_member_{id(group)}"
+    return _register(group)
+
+
+def from_torch_group(
+    group: dist.ProcessGroup | int | None, stream: torch.cuda.Stream | None = None
+) -> BaguaProcessGroup:
+    """Return the bagua group over a torch group; the same one at every call. Waits for no other rank.
+
+    Args:
+        group: a torch group with ranks of the default group; None for torch's default group. What `dist.new_group`
+            returns on ranks outside its group gives a group whose communicators are `CommMember.NON_COMM_MEMBER`.
+        stream: for CUDA tensors, at the first call for this group; by default that of the default group.
+
+    Raises:
+        TypeError: `group` is no torch process group.
+    """
+    if group is None:
+        group = dist.group.WORLD
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        return _group_of_others([], _slot(stream))
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"from_torch_group: group is to be a torch.distributed.ProcessGroup, got {group!r}")
+    known = _torch_to_bagua_pg_map.get(group)
+    if known is not None:
+        return known
+    # The default group itself may be on its way to being bagua's.
+    slot = StreamSlot(stream) if group is dist.group.WORLD else _slot(stream)
+    ranks = dist.get_process_group_ranks(group)
+    made = _register(BaguaProcessGroup(group, ranks, slot, group.group_name))
+    _torch_to_bagua_pg_map[group] = made
+    return made
+
+
+def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMember:
+    """Return a communicator of the group called `group_name`; the same object at every call.
+
+    Args:
+        group_name: `BaguaProcessGroup.group_name`.
+        comm_name: "global", "inter" or "intra", as the methods of `BaguaProcessGroup`, which say who has to call.
+
+    Raises:
+        ValueError: another `comm_name`, or no group of that name.
+    """
+    if comm_name not in _KINDS:
+        raise ValueError(f"get_communicator: comm_name is to be one of {', '.join(_KINDS)}, got {comm_name!r}")
+    group = _pg_map.get(group_name)
+    if group is None:
+        raise ValueError(f"get_communicator: no group is called {group_name!r}, there are {sorted(_pg_map)}")
+    return group._communicator(comm_name)
+
+
+def _rank_not_in_group(group: BaguaProcessGroup | None) -> bool:
+    return group is not None and dist.get_rank() not in _pg_group_ranks[group]
+
+
+def _rank_not_in_comm(comm: Comm = None) -> bool:
+    return comm is CommMember.NON_COMM_MEMBER
+
+
+def resolve(comm: Comm, operation: str) -> Communicator | None:
+    """Return the communicator that is meant, None for that of others; RuntimeError before `init_process_group`."""
+    if comm is None or comm is CommMember.WORLD:
+        comm = _get_default_group().get_global_communicator()
+    if comm is CommMember.NON_COMM_MEMBER:
+        return None
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"{operation}: comm is to be a communicator of a BaguaProcessGroup, got {comm!r}")
+    return comm

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch process groups that only their own ranks have to make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def new_named_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group of `ranks`. Each of them has to call, with the same arguments, and no other needs to.
+
+    `torch.distributed.new_group` needs a call of every rank. With `use_local_synchronization=True` it does not, but the
+    ranks that call then count one group more than the others, and groups made later get other names on some ranks than
+    on the rest and never form (seen with torch 2.15; 2.11 counts otherwise, to a similar effect). Here the caller
+    chooses the name, and nothing is counted.
+
+    Args:
+        name: unique among the groups of this process, the same on all of `ranks`.
+        ranks: global ranks, ascending.
+        backend: as for `torch.distributed.new_group`.
+        timeout: of the group's operations and of its making.
+    """
+    world = distributed_c10d._get_default_group()
+    _, store = distributed_c10d._world.pg_map[world]
+    with _unbound(world):
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            backend,
+            store,
+            name,  # type: ignore[arg-type]
+            timeout=timeout,
+        )
+    assert isinstance(group, dist.ProcessGroup)  # this rank is one of `ranks`
+    distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+@contextmanager
+def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
+    """Keep torch from splitting a group that is bound to a device: all ranks would have to take part in that."""
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Algorithms: the six that come with bagua, and what one of your own derives from."""
+
+from bagua.torch_api.algorithms import (
+    async_model_average,
+    builtin,
+    bytegrad,
+    decentralized,
+    gradient_allreduce,
+    q_adam,
+)
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "GlobalAlgorithmRegistry",
+    "async_model_average",
+    "builtin",
+    "bytegrad",
+    "decentralized",
+    "gradient_allreduce",
+    "q_adam",
+]

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built-in algorithms as `AlgorithmImpl`s: the same C++ objects that work as hooks of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bagua._attachment import facts_of
+from bagua._executors import background_executors_for, executors_for
+from bagua._native import _C
+from bagua.handle import OptionValue
+from bagua.optimizers import QAdamOptimizer
+from bagua.torch_api.algorithms.base import AlgorithmImpl
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+from bagua.torch_api.tensor import as_bagua
+
+
+class _BucketReduction:
+    """The bucket operation that hands the gradients to the algorithm."""
+
+    def __init__(self, impl: NativeAlgorithmImpl) -> None:
+        self._impl = impl
+
+    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
+        return self._impl.reduce_bucket(bucket)
+
+
+class NativeAlgorithmImpl(AlgorithmImpl):
+    """One of the built-in algorithms at work on a model.
+
+    Args:
+        process_group: the ranks to work with.
+        name: one of `bagua.available_algorithms()`.
+        options: its options.
+    """
+
+    # Buckets hold weights, which the algorithm exchanges by itself, and gradients stay local.
+    takes_weights = False
+
+    def __init__(self, process_group: BaguaProcessGroup, name: str, **options: OptionValue) -> None:
+        super().__init__(process_group)
+        self._name = name
+        self._options = _C.check_options(name, options)
+        self._runs_in_background = bool(_C.algorithm_info(name)["runs_in_background"])
+        self._hook: _C.Hook | None = None
+        self._position_of: dict[Tensor, int] = {}
+        self._buckets: list[BaguaBucket] = []
+        self._stepped: set[int] = set()
+
+    @property
+    def hook(self) -> _C.Hook:
+        """The algorithm's C++ side; there once a model is wrapped."""
+        if self._hook is None:
+            raise RuntimeError(f"algorithm {self._name!r} works on no model yet: call with_bagua()")
+        return self._hook
+
+    @property
+    def runs_in_background(self) -> bool:
+        """Whether ranks may take different numbers of steps."""
+        return self._runs_in_background
+
+    def init_tensors(self, bagua_module: Any) -> list[Tensor]:
+        """See `AlgorithmImpl`. Weights for algorithms that act on them, else gradients. Collective."""
+        named = bagua_module.bagua_build_params()
+        parameters = [parameter for _, parameter in named]
+        self._position_of = {parameter: i for i, parameter in enumerate(parameters)}
+        self._attach(bagua_module, parameters)
+        self._buckets = []
+        if not self.takes_weights:
+            return super().init_tensors(bagua_module)
+        for name, parameter in named:
+            as_bagua(parameter).ensure_bagua_tensor(name, bagua_module.bagua_module_name, _itself, _set_data)
+        return parameters[::-1]
+
+    def _attach(self, bagua_module: Any, parameters: list[Tensor]) -> None:
+        group, device = self.process_group.torch_group, parameters[0].device
+        executors = executors_for(group, device)
+        hook = _C.Hook(self._name, self._options, executors, parameters)
+        text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
+        hook.agree(executors, text, self._facts(), str(device))
+        if self._runs_in_background:
+            hook.use_background(background_executors_for(group, device))
+        self._hook = hook
+
+    def _facts(self) -> str:
+        """What has to be the same on all ranks besides the options."""
+        return ""
+
+    def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
+        """See `AlgorithmImpl`."""
+        bucket.clear_ops()
+        self._buckets.append(bucket)
+        if not self.takes_weights:
+            bucket.append_operation(_BucketReduction(self))
+
+    def reduce_bucket(self, bucket: BaguaBucket) -> dist.Work | None:
+        """Hand the gradients of one bucket to the algorithm."""
+        gradients = [(self._position_of[tensor], bucket.slot_at(i)) for i, tensor in enumerate(bucket.tensors)]
+        is_first, is_last = bucket is self._buckets[0], bucket is self._buckets[-1]
+        return self.hook.reduce_bucket(bucket.backend_tensor, gradients, is_first, is_last)
+
+    def init_forward_pre_hook(self, bagua_module: Any) -> Callable[[Any], None]:
+        """See `AlgorithmImpl`."""
+
+        def hook(input: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            is_synchronised = bagua_module.bagua_ddp.require_backward_grad_sync
+            momenta = self._momenta(is_synchronised=is_synchronised)
+            if is_synchronised:
+                self.hook.before_forward(momenta)
+
+        return hook
+
+    def _momenta(self, *, is_synchronised: bool) -> list[tuple[Tensor, float]]:
+        return []
+
+    def init_backward_hook(self, bagua_module: nn.Module) -> Callable[[str, Tensor], None]:
+        """See `AlgorithmImpl`. Nothing where gradients stay local."""
+        if not self.takes_weights:
+            return super().init_backward_hook(bagua_module)
+
+        def hook(parameter_name: str, parameter: Tensor) -> None:
+            pass
+
+        return hook
+
+    def init_post_backward_hook(self, bagua_module: Any) -> Callable[[], None]:
+        """See `AlgorithmImpl`."""
+        wait = super().init_post_backward_hook(bagua_module)
+
+        def hook() -> None:
+            wait()
+            self.hook.after_backward()
+
+        return hook
+
+    def init_post_optimizer_step_hook(self, bagua_module: Any) -> Callable[[Any], None]:
+        """See `AlgorithmImpl`. A step is over when all of the module's optimizers have taken theirs."""
+
+        def hook(optimizer: Any) -> None:
+            self._stepped.add(id(optimizer))
+            if len(self._stepped) == len(bagua_module.bagua_optimizers):
+                self._stepped.clear()
+                self.hook.after_step()
+
+        return hook
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    tensor.data = value
+
+
+class MomentumAlgorithmImpl(NativeAlgorithmImpl):
+    """An algorithm that takes the momenta of a `QAdamOptimizer`."""
+
+    def __init__(
+        self, process_group: BaguaProcessGroup, name: str, optimizer: QAdamOptimizer, **options: OptionValue
+    ) -> None:
+        super().__init__(process_group, name, **options)
+        self._optimizer = optimizer
+
+    def _facts(self) -> str:
+        return f"{facts_of(self._optimizer)} that has taken {self._optimizer.steps_done} steps"
+
+    def _momenta(self, *, is_synchronised: bool) -> list[tuple[Tensor, float]]:
+        return self._optimizer.momenta(list(self._position_of), is_synchronised=is_synchronised)

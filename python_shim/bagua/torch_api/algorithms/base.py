@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an algorithm written in Python derives from. Definition: `bagua.torch_api.algorithms` of Bagua 0.8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+from bagua.torch_api.tensor import as_bagua
+
+_Value = TypeVar("_Value")
+
+
+def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient
+
+
+class Algorithm:
+    """The base class of algorithms: a recipe, made into an `AlgorithmImpl` for each model."""
+
+    def reify(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
+        """Create the instance that will work on a model.
+
+        Args:
+            process_group: the ranks to work with.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} has to implement reify()")
+
+    @classmethod
+    def init(cls, name: str, **kwargs: Any) -> Algorithm:
+        """Create a registered algorithm by its name.
+
+        Raises:
+            KeyError: no such name; the message lists those there are.
+
+        >>> Algorithm.init("bytegrad", hierarchical=False).hierarchical
+        False
+        """
+        made: Algorithm = GlobalAlgorithmRegistry.get(name)(**kwargs)
+        return made
+
+
+class AlgorithmImpl:
+    """The base class of what works on one model.
+
+    Each `init_*` method is called once when a model is wrapped and once more whenever `need_reset` tells so. What it
+    returns is called at its moment of every training step: `init_forward_pre_hook`'s before a forward in training
+    mode, `init_backward_hook`'s for every parameter whose gradient is complete (at the end of backward for those that
+    the step did not use), `init_post_backward_hook`'s then, `init_post_optimizer_step_hook`'s after an optimizer's
+    step. As it is, it gathers gradients in buckets; without operations, see `init_operations`, nothing is communicated.
+
+    Args:
+        process_group: the ranks to work with.
+    """
+
+    def __init__(self, process_group: BaguaProcessGroup) -> None:
+        self.process_group = process_group
+
+    def need_reset(self) -> bool:
+        """Return True if all `init_*` methods should be called again. Asked before every forward in training mode."""
+        return False
+
+    def init_tensors(self, bagua_module: Any) -> list[Tensor]:
+        """Return the Bagua tensors to communicate; as it is, the gradients of all parameters, last parameter first."""
+        tensors: list[Tensor] = []
+        for name, parameter in reversed(bagua_module.bagua_build_params()):
+            bagua_parameter = as_bagua(parameter).bagua_ensure_grad()
+            bagua_parameter.ensure_bagua_tensor(name, bagua_module.bagua_module_name, lambda p: p.grad, _set_gradient)
+            tensors.append(parameter)
+        return tensors
+
+    def tensors_to_buckets(self, tensors: list[list[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """Return the buckets to use, in their order.
+
+        Args:
+            tensors: what Bagua suggests to put together.
+            do_flatten: whether the buckets should be flattened.
+        """
+        return [BaguaBucket(part, name=str(index), flatten=do_flatten) for index, part in enumerate(tensors)]
+
+    def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
+        """Register the operations of one bucket; as it is, none."""
+
+    def init_forward_pre_hook(self, bagua_module: nn.Module) -> Callable[[Any], None]:
+        """Return what is called with the model's input before a forward."""
+
+        def hook(input: Any) -> None:
+            pass
+
+        return hook
+
+    def init_backward_hook(self, bagua_module: nn.Module) -> Callable[[str, Tensor], None]:
+        """Return what is called with name and parameter when a gradient is complete; as it is, marks it ready."""
+
+        def hook(parameter_name: str, parameter: Tensor) -> None:
+            if getattr(parameter, "_bagua_backend", None) is not None:
+                as_bagua(parameter).bagua_mark_communication_ready()
+
+        return hook
+
+    def init_post_backward_hook(self, bagua_module: Any) -> Callable[[], None]:
+        """Return what is called at the end of backward; as it is, waits for all buckets."""
+
+        def hook() -> None:
+            bagua_module._bagua_backend.wait_pending_comm_ops()
+
+        return hook
+
+    def init_post_optimizer_step_hook(self, bagua_module: nn.Module) -> Callable[[Any], None]:
+        """Return what is called with the optimizer after its step."""
+
+        def hook(optimizer: Any) -> None:
+            pass
+
+        return hook
+
+
+class _AlgorithmRegistry(dict[str, Any], Generic[_Value]):
+    """Algorithms by name."""
+
+    def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
+        """Add an algorithm.
+
+        Raises:
+            TypeError: the name is no text.
+            ValueError: the name is taken.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"`name` must be a str, found {name!r}")
+        if name in self:
+            raise ValueError(f"'{name}' is already present in the registry")
+        self[name] = {"algorithm": algorithm, "description": description or ""}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return what was registered under a name.
+
+        Raises:
+            KeyError: nothing was.
+        """
+        if name in self:
+            return self[name]["algorithm"]
+        raise KeyError(f"'{name}' not found in registry. Available names: {', '.join(self.available_algorithms())}")
+
+    def available_algorithms(self) -> Sequence[str]:
+        """Return all names."""
+        return list(self.keys())
+
+    def __str__(self) -> str:
+        return f"Registered Algorithms: {', '.join(self.keys())}"
+
+
+GlobalAlgorithmRegistry: _AlgorithmRegistry[Any] = _AlgorithmRegistry()

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that travel together, and what is done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bagua._executors import executors_for
+from bagua._native import _C
+from bagua.torch_api.tensor import as_bagua
+
+if TYPE_CHECKING:
+    from bagua.torch_api.communication import BaguaProcessGroup
+
+
+class Operation(Protocol):
+    """One operation of a bucket, the same on every rank."""
+
+    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
+        """Begin it; None if it is done already. `executors` are the model's, for operations without a group."""
+
+
+class _PythonOperation:
+    def __init__(self, function: Callable[[str], Any]) -> None:
+        self.function = function
+
+    def start(self, bucket: BaguaBucket, executors: Any) -> None:
+        self.function(bucket.name)
+
+
+class _GroupOperation:
+    def __init__(self, group: BaguaProcessGroup | None) -> None:
+        self._group = group
+
+    def _executors(self, bucket: BaguaBucket, model_executors: Any) -> Any:
+        if self._group is None:
+            return model_executors
+        return executors_for(self._group.torch_group, bucket.backend_tensor.device)
+
+
+class _CentralizedOperation(_GroupOperation):
+    def __init__(
+        self, group: BaguaProcessGroup | None, *, hierarchical: bool, average: bool, is_compressed: bool
+    ) -> None:
+        super().__init__(group)
+        self._settings = (hierarchical, average, is_compressed)
+
+    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
+        return _C.reduce_flat(self._executors(bucket, executors), bucket.backend_tensor, *self._settings)
+
+
+class DecentralizedOperation(_GroupOperation):
+    """Fills a buffer with the average of the weights and those of the peers."""
+
+    def __init__(self, group: BaguaProcessGroup | None, peer_weight: Tensor, hierarchical: bool, mode: str) -> None:
+        super().__init__(group)
+        self._peer_weight = peer_weight
+        self._hierarchical = hierarchical
+        self._mode = mode
+        self._exchanges = 0
+
+    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
+        """Copy the weights into the buffer and begin the exchange."""
+        flat = as_bagua(self._peer_weight).bagua_getter_closure().view(-1)
+        with torch.no_grad():
+            flat.copy_(bucket.backend_tensor)
+        exchange, self._exchanges = self._exchanges, self._exchanges + 1
+        return _C.average_peers(self._executors(bucket, executors), flat, exchange, self._hierarchical, self._mode)
+
+    def copy_back_peer_weight(self, bucket: BaguaBucket) -> None:
+        """Replace the bucket's weights by the average, once the exchange has been waited for."""
+        with torch.no_grad():
+            bucket.backend_tensor.copy_(as_bagua(self._peer_weight).bagua_getter_closure().view(-1))
+        bucket.scatter_back()
+
+
+class _RingOperation(_GroupOperation):
+    def __init__(self, group: BaguaProcessGroup | None, replicas: Sequence[Tensor], hierarchical: bool) -> None:
+        super().__init__(group)
+        self._replicas = replicas
+        self._hierarchical = hierarchical
+
+    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
+        own, left, right = (as_bagua(replica).bagua_getter_closure().view(-1) for replica in self._replicas)
+        return _C.exchange_in_ring(
+            self._executors(bucket, executors), bucket.backend_tensor, own, left, right, self._hierarchical
+        )
+
+
+class BaguaBucket:
+    """Tensors that are communicated together, by a list of operations.
+
+    Args:
+        tensors: Bagua tensors, all of one dtype and device.
+        name: unique within the model.
+        flatten: whether the effective tensors are moved into one contiguous memory (else they are copied there and back
+            for each communication).
+        alignment: the number of elements becomes a multiple of it, by a tensor of zeros at the end. The built-in
+            operations need none.
+
+    >>> tensors = [torch.ones(3), torch.full((2,), 5.0)]
+    >>> bucket = BaguaBucket(tensors, name="example", flatten=True, alignment=4)
+    >>> bucket.flattened_tensor()
+    tensor([1., 1., 1., 5., 5., 0., 0., 0.])
+    >>> bucket.check_flatten(), bucket.bytes()
+    (True, 20)
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], name: str, flatten: bool, alignment: int = 1) -> None:
+        if not tensors:
+            raise ValueError(f"bucket {name!r} has no tensor")
+        for tensor in tensors:
+            if as_bagua(tensor).is_bagua_tensor() and as_bagua(tensor).bagua_getter_closure() is None:
+                as_bagua(tensor).bagua_ensure_grad()
+        effective = [as_bagua(tensor).bagua_getter_closure() for tensor in tensors]
+        kinds: set[tuple[torch.dtype, torch.device]] = {(tensor.dtype, tensor.device) for tensor in effective}
+        if len(kinds) > 1:
+            raise ValueError(f"tensors of bucket {name!r} are not of one dtype and device: {kinds}")
+        self.tensors = list(tensors)
+        self.name = name
+        self.flatten = flatten
+        self.operations: list[Operation] = []
+        self._offsets = [0]
+        for tensor in effective:
+            self._offsets.append(self._offsets[-1] + tensor.numel())
+        padding = -self._offsets[-1] % alignment
+        dtype, device = kinds.pop()
+        self.padding_tensor: Tensor | None = torch.zeros(padding, dtype=dtype, device=device) if padding else None
+        # The effective tensors, one after another.
+        self.backend_tensor: Tensor = torch.zeros(self._offsets[-1] + padding, dtype=dtype, device=device)
+        for tensor in self.tensors:
+            self.gather(tensor)
+        if flatten and padding:
+            self.padding_tensor = self.backend_tensor.narrow(0, self._offsets[-1], padding)
+
+    @property
+    def backend_bucket(self) -> BaguaBucket:
+        """What the backend knows of this bucket: the bucket itself."""
+        return self
+
+    def slot(self, tensor: Tensor) -> Tensor:
+        """Return the place of one of the tensors in `backend_tensor`, with its shape."""
+        index = next(i for i, member in enumerate(self.tensors) if member is tensor)
+        return self.slot_at(index)
+
+    def slot_at(self, index: int) -> Tensor:
+        """As `slot`, by position."""
+        begin, end = self._offsets[index : index + 2]
+        return self.backend_tensor.narrow(0, begin, end - begin).view(self.tensors[index].shape)
+
+    @torch.no_grad()
+    def gather(self, tensor: Tensor) -> None:
+        """Bring the effective tensor's values into place, where it does not lie there anyway."""
+        effective, slot = as_bagua(tensor).bagua_getter_closure(), self.slot(tensor)
+        if effective.is_sparse:
+            raise NotImplementedError(f"bucket {self.name!r}: sparse tensors cannot be communicated in a bucket")
+        if not _is_same_memory(effective, slot):
+            slot.copy_(effective)
+            if self.flatten:
+                as_bagua(tensor).bagua_setter_closure(slot)
+
+    @torch.no_grad()
+    def scatter_back(self) -> None:
+        """Bring the values back to the effective tensors that lie elsewhere."""
+        for index, tensor in enumerate(self.tensors):
+            effective, slot = as_bagua(tensor).bagua_getter_closure(), self.slot_at(index)
+            if effective is not None and not _is_same_memory(effective, slot):
+                effective.copy_(slot)
+
+    def flattened_tensor(self) -> Tensor:
+        """Return a copy of the effective tensors as one, with the padding."""
+        parts = [as_bagua(tensor).bagua_getter_closure().detach().reshape(-1) for tensor in self.tensors]
+        return torch.cat([*parts, *([self.padding_tensor] if self.padding_tensor is not None else [])])
+
+    def check_flatten(self) -> bool:
+        """Return whether the effective tensors lie one after another in memory."""
+        return all(
+            _is_same_memory(as_bagua(tensor).bagua_getter_closure(), self.slot_at(index))
+            for index, tensor in enumerate(self.tensors)
+        )
+
+    def bytes(self) -> int:
+        """Return the size of the effective tensors in bytes, without padding."""
+        size: int = self._offsets[-1] * self.backend_tensor.element_size()
+        return size
+
+    def clear_ops(self) -> BaguaBucket:
+        """Drop all operations."""
+        self.operations.clear()
+        return self
+
+    def append_operation(self, operation: Operation) -> BaguaBucket:
+        """Add an operation after those that are there."""
+        self.operations.append(operation)
+        return self
+
+    def append_python_op(
+        self, python_function: Callable[[str], Any], group: BaguaProcessGroup | None = None
+    ) -> BaguaBucket:
+        """Append a function that takes the bucket's name.
+
+        It runs on a thread of the model's own, in the order of buckets and operations, with the effects of the
+        operations before it complete.
+        """
+        return self.append_operation(_PythonOperation(python_function))
+
+    def append_centralized_synchronous_op(
+        self,
+        hierarchical: bool = False,
+        average: bool = True,
+        scattergather: bool = False,
+        compression: str | None = None,
+        group: BaguaProcessGroup | None = None,
+    ) -> BaguaBucket:
+        """Append the mean (or sum) over the ranks of the group.
+
+        Args:
+            hierarchical: with compression: full precision inside a host.
+            average: mean; False: sum.
+            scattergather: accepted for compatibility; the result is the same.
+            compression: None, or "MinMaxUInt8" for 8-bit messages.
+            group: the ranks that take part; by default the model's.
+        """
+        if compression not in (None, "MinMaxUInt8"):
+            raise ValueError(f"compression is None or 'MinMaxUInt8', got {compression!r}")
+        return self.append_operation(
+            _CentralizedOperation(
+                group, hierarchical=hierarchical, average=average, is_compressed=compression is not None
+            )
+        )
+
+    def append_decentralized_synchronous_op(
+        self,
+        peer_weight: Tensor,
+        hierarchical: bool = True,
+        peer_selection_mode: str = "all",
+        group: BaguaProcessGroup | None = None,
+    ) -> DecentralizedOperation:
+        """Append an exchange of weights, whose result goes to `peer_weight` (see algorithm "decentralized").
+
+        Returns:
+            the operation; `operation.copy_back_peer_weight(bucket)` then makes the result the bucket's weights.
+        """
+        operation = DecentralizedOperation(group, peer_weight, hierarchical, peer_selection_mode)
+        self.append_operation(operation)
+        return operation
+
+    def append_low_precision_decentralized_synchronous_op(
+        self,
+        weight: Tensor,
+        left_peer_weight: Tensor,
+        right_peer_weight: Tensor,
+        hierarchical: bool = True,
+        compression: str = "MinMaxUInt8",
+        group: BaguaProcessGroup | None = None,
+    ) -> BaguaBucket:
+        """Append an exchange of 8-bit differences in a ring (see algorithm "low_precision_decentralized").
+
+        Args:
+            weight: the rank's own weights as of the last exchange, of the size of the bucket.
+            left_peer_weight, right_peer_weight: those of its neighbours, to the bit.
+            hierarchical: hosts form the ring.
+            compression: "MinMaxUInt8".
+            group: the ranks that take part; by default the model's.
+        """
+        if compression != "MinMaxUInt8":
+            raise ValueError(f"compression is 'MinMaxUInt8', got {compression!r}")
+        return self.append_operation(_RingOperation(group, (weight, left_peer_weight, right_peer_weight), hierarchical))
+
+    @property
+    def has_python_ops(self) -> bool:
+        """Whether any operation runs Python code."""
+        return any(isinstance(operation, _PythonOperation) for operation in self.operations)
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups and collectives of the original's module `bagua.torch_api.communication`, over torch.distributed.
+
+All operations block: when they return, the result is there, for the host too. Ranks are ranks inside the communicator.
+With `CommMember.NON_COMM_MEMBER` as communicator they do nothing. Errors are raised before anything is communicated
+where an argument is wrong, and name operation, rank, what was expected and what came.
+
+Definition: `bagua.torch_api.communication` of Bagua 0.6, whose `allreduce` and `reduce` work in place, with the
+additions of Bagua 0.7 to 0.9.
+"""
+
+from bagua.torch_api._backends import get_backend
+from bagua.torch_api._communicators import CommMember, Communicator
+from bagua.torch_api._exchanges import (
+    allgather,
+    allgather_inplace,
+    alltoall,
+    alltoall_inplace,
+    alltoall_v,
+    alltoall_v_inplace,
+    gather,
+    gather_inplace,
+    scatter,
+    scatter_inplace,
+)
+from bagua.torch_api._groups import (
+    BaguaProcessGroup,
+    _get_default_group,
+    _pg_group_ranks,
+    _pg_map,
+    _rank_not_in_comm,
+    _rank_not_in_group,
+    _torch_to_bagua_pg_map,
+    from_torch_group,
+    get_communicator,
+    init_process_group,
+    is_initialized,
+    new_group,
+)
+from bagua.torch_api._messages import barrier, broadcast, broadcast_coalesced, broadcast_object, recv, send
+from bagua.torch_api._reductions import (
+    allreduce,
+    allreduce_coalesced_inplace,
+    allreduce_inplace,
+    reduce,
+    reduce_inplace,
+    reduce_scatter,
+    reduce_scatter_inplace,
+)
+from bagua.torch_api.exceptions import RepeatedInitializationError
+from bagua.torch_api.reduce_op import ReduceOp
+
+__all__ = [
+    "BaguaProcessGroup",
+    "CommMember",
+    "Communicator",
+    "ReduceOp",
+    "RepeatedInitializationError",
+    "_get_default_group",
+    "_pg_group_ranks",
+    "_pg_map",
+    "_rank_not_in_comm",
+    "_rank_not_in_group",
+    "_torch_to_bagua_pg_map",
+    "allgather",
+    "allgather_inplace",
+    "allreduce",
+    "allreduce_coalesced_inplace",
+    "allreduce_inplace",
+    "alltoall",
+    "alltoall_inplace",
+    "alltoall_v",
+    "alltoall_v_inplace",
+    "barrier",
+    "broadcast",
+    "broadcast_coalesced",
+    "broadcast_object",
+    "from_torch_group",
+    "gather",
+    "gather_inplace",
+    "get_backend",
+    "get_communicator",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_inplace",
+    "reduce_scatter",
+    "reduce_scatter_inplace",
+    "scatter",
+    "scatter_inplace",
+    "send",
+]

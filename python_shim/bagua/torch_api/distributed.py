@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`module.with_bagua(...)`: the methods that `import bagua.torch_api` adds to `torch.nn.Module`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
+    from bagua.torch_api.communication import BaguaProcessGroup
+
+
+def _engine_of(module: Any) -> BaguaDistributedDataParallel:
+    engine = vars(module).get("bagua_ddp")
+    if engine is None:
+        raise AttributeError(f"{type(module).__name__} has not been wrapped by with_bagua()")
+    return cast("BaguaDistributedDataParallel", engine)
+
+
+class BaguaModule:
+    """The methods that `import bagua.torch_api` adds to `torch.nn.Module`."""
+
+    def with_bagua(
+        self,
+        optimizers: Sequence[Optimizer],
+        algorithm: Algorithm,
+        process_group: BaguaProcessGroup | None = None,
+        do_flatten: bool = True,
+    ) -> nn.Module:
+        """Let an algorithm communicate for this module. Collective.
+
+        Parameters and the optimizers' state become those of rank 0. Wrapping again takes the former algorithm off.
+        Gradients are communicated in every backward but inside `module.no_sync()`.
+
+        Args:
+            optimizers: all optimizers of the module's parameters.
+            algorithm: the recipe, one of `bagua.torch_api.algorithms` or your own.
+            process_group: the ranks to work with; by default all.
+            do_flatten: whether each bucket's tensors are moved into contiguous memory.
+
+        Returns:
+            this module itself.
+
+        Raises:
+            RuntimeError: `init_process_group` has not been called.
+            ValueError, NotImplementedError: see `BaguaDistributedDataParallel`.
+
+        >>> from bagua.torch_api.algorithms import bytegrad
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model.with_bagua([optimizer], bytegrad.ByteGradAlgorithm()) is model
+        True
+        >>> model(torch.ones(3, 4)).sum().backward()  # gradients are the mean over the ranks now
+        >>> optimizer.step()
+        """
+        module = cast("nn.Module", self)
+        name = getattr(self, "_bagua_module_name", None)
+        former = vars(self).get("bagua_ddp")
+        if former is not None:
+            name = former.bagua_module_name
+            former.close()
+        engine = BaguaDistributedDataParallel(module, optimizers, algorithm, process_group, name, do_flatten)
+        # In the instance, not the class: trainers look for a method of this name to tell what a model can do.
+        module.no_sync = engine.no_sync  # type: ignore[assignment]
+        return module
+
+    @property
+    def bagua_module_name(self) -> str:
+        """What identifies the module; by default class name and a number. To be set before `with_bagua`."""
+        engine = vars(self).get("bagua_ddp")
+        default = getattr(self, "_bagua_module_name", f"{type(self).__name__}_{id(self)}")
+        return default if engine is None else cast("str", engine.bagua_module_name)
+
+    @bagua_module_name.setter
+    def bagua_module_name(self, name: str) -> None:
+        self._bagua_module_name = name
+
+    @property
+    def bagua_algorithm(self) -> AlgorithmImpl:
+        """The algorithm at work."""
+        return _engine_of(self).bagua_algorithm
+
+    @property
+    def bagua_optimizers(self) -> list[Optimizer]:
+        """The optimizers given to `with_bagua`."""
+        return _engine_of(self).bagua_optimizers
+
+    @property
+    def bagua_buckets(self) -> list[BaguaBucket]:
+        """The buckets in use, in their order."""
+        return _engine_of(self).bagua_buckets
+
+    @property
+    def bagua_train_step_counter(self) -> int:
+        """Forwards in training mode so far."""
+        return _engine_of(self).bagua_train_step_counter
+
+    @property
+    def _bagua_backend(self) -> Any:
+        return _engine_of(self)._bagua_backend
+
+    def bagua_build_params(self) -> list[tuple[str, nn.Parameter]]:
+        """Return name and parameter of what is trained, in the module's order."""
+        return _engine_of(self).bagua_build_params()
+
+
+def install() -> None:
+    """Add the methods of `BaguaModule` to `torch.nn.Module`."""
+    for name, member in vars(BaguaModule).items():
+        if not name.startswith("__"):
+            setattr(nn.Module, name, member)
+
+
+def bagua_init(
+    module: nn.Module, optimizer: Optimizer, distributed_algorithm: Algorithm | str | None = None, **kwargs: Any
+) -> tuple[nn.Module, Optimizer]:
+    """`with_bagua` for a module and one optimizer, as in Bagua 0.4.
+
+    Args:
+        module: the module.
+        optimizer: its optimizer.
+        distributed_algorithm: an algorithm or the name of one; by default GradientAllReduceAlgorithm.
+        **kwargs: `process_group` and `do_flatten` of `with_bagua`; other options of 0.4 have no counterpart.
+
+    Returns:
+        the same module and the same optimizer.
+
+    >>> model = nn.Linear(4, 2)
+    >>> model, optimizer = bagua_init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> len(model.bagua_buckets)
+    1
+    """
+    unknown = set(kwargs) - {"process_group", "do_flatten"}
+    if unknown:
+        raise TypeError(
+            f"bagua_init() does not know {', '.join(sorted(unknown))}: it takes process_group and do_flatten"
+        )
+    if isinstance(distributed_algorithm, str):
+        distributed_algorithm = Algorithm.init(distributed_algorithm)
+    algorithm = distributed_algorithm or GradientAllReduceAlgorithm()
+    return cast("BaguaModule", module).with_bagua([optimizer], algorithm, **kwargs), optimizer

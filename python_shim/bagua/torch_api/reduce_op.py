@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reduce operations under the numbers of the original, and their translation to torch's."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch.distributed as dist
+
+
+class ReduceOp(IntEnum):
+    """Element-wise reductions, with the original's values (which are those of its communication library).
+
+    >>> int(ReduceOp.AVG)
+    10
+    """
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    BOR = 7
+    BAND = 8
+    BXOR = 9
+    AVG = 10
+
+
+def to_torch(op: Any, where: str) -> Any:
+    """Return torch's reduce operation for `op`: a `ReduceOp`, its number, or already one of torch's.
+
+    Args:
+        op: what the caller gave.
+        where: begins the message of the error.
+
+    Raises:
+        ValueError: a number that is no `ReduceOp`, or something else altogether.
+    """
+    if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        return op
+    # A bool is an int, and True would be PRODUCT: `allreduce(tensor, True)` meant "average" in version 0.5.
+    if isinstance(op, int) and not isinstance(op, bool) and op in ReduceOp._value2member_map_:
+        return getattr(dist.ReduceOp, ReduceOp(op).name)
+    names = ", ".join(f"{one.name} ({one.value})" for one in ReduceOp)
+    raise ValueError(
+        f"{where}: op is to be a bagua.torch_api.ReduceOp ({names}) or a torch.distributed.ReduceOp, got {op!r}"
+    )

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes all ranks start from rank 0's weights and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite tensors by those of the group's first rank. Collective."""
+    root = dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), root, group=group)
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+    """Give an optimizer the state and hyper-parameters of the group's first rank. Collective.
+
+    Raises:
+        ValueError: the optimizer is LBFGS, whose state is not one of its parameters.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("the state of LBFGS cannot be broadcast: use another optimizer")
+    if dist.get_world_size(group) == 1:
+        return
+    is_root = dist.get_rank(group) == 0
+    tensors: list[Tensor] = []
+    # The state with a place in `tensors` for each tensor, and what it takes to make an empty one.
+    message: list[Any] = [None]
+    if is_root:
+        skeleton = _without_tensors(optimizer.state_dict(), tensors)
+        message = [(skeleton, [(tuple(t.shape), t.dtype, t.device.type) for t in tensors])]
+    dist.broadcast_object_list(message, dist.get_global_rank(group, 0), group=group)
+    skeleton, kinds = message[0]
+    device = _device_of(optimizer)
+    if not is_root:
+        tensors = [
+            torch.empty(shape, dtype=dtype, device="cpu" if kind == "cpu" else device) for shape, dtype, kind in kinds
+        ]
+    for i, tensor in enumerate(tensors):
+        travelling = tensor.detach().to(device)
+        broadcast_tensors([travelling], group)
+        tensors[i] = travelling.to(tensor.device)
+    if not is_root:
+        optimizer.load_state_dict(_with_tensors(skeleton, tensors))
+
+
+class _Place(int):
+    """Where a tensor was taken out."""
+
+
+def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_without_tensors(item, tensors) for item in value)
+    return value
+
+
+def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value]
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_tensors(item, tensors) for item in value)
+    return value
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    device: torch.device = optimizer.param_groups[0]["params"][0].device
+    return device

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that algorithms communicate.
+
+A parameter stands for the tensor that really travels, its gradient for instance: the former is the proxy, the latter
+the effective tensor. `install()`, called by `import bagua.torch_api`, gives every `torch.Tensor` the methods of
+`BaguaTensor`, as the original Bagua (0.8) did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    Getter = Callable[[Tensor], Tensor | None]
+    Setter = Callable[[Tensor, Tensor], None]
+
+
+class _Backend(Protocol):
+    def mark_communication_ready(self, tensor: Tensor) -> None: ...
+
+
+class BaguaTensor:
+    """The methods that `import bagua.torch_api` adds to `torch.Tensor`."""
+
+    bagua_tensor_name: str
+    bagua_module_name: str
+
+    def is_bagua_tensor(self) -> bool:
+        """Return whether `ensure_bagua_tensor` has been called."""
+        return hasattr(self, "bagua_tensor_name")
+
+    def ensure_bagua_tensor(
+        self,
+        name: str | None = None,
+        module_name: str | None = None,
+        getter_closure: Getter | None = None,
+        setter_closure: Setter | None = None,
+    ) -> BaguaTensor:
+        """Make this tensor one that can be communicated.
+
+        Args:
+            name: unique within the model; "" by default.
+            module_name: the model that it belongs to.
+            getter_closure: takes this tensor, returns the effective one; by default this tensor itself.
+            setter_closure: takes this tensor and a new effective one, which has to replace the present one.
+
+        Raises:
+            ValueError: it has another name or belongs to another model already.
+        """
+        wanted = (name or "", module_name or "")
+        if self.is_bagua_tensor():
+            present = (self.bagua_tensor_name, self.bagua_module_name)
+            if name is not None and present != wanted:
+                raise ValueError(f"the tensor is {present[0]!r} of model {present[1]!r}, cannot make it {wanted[0]!r}")
+        else:
+            self.bagua_tensor_name, self.bagua_module_name = wanted
+        if getter_closure is not None or not hasattr(self, "_bagua_getter"):
+            self._bagua_getter = getter_closure
+            self._bagua_setter = setter_closure
+        return self
+
+    def to_bagua_tensor(
+        self,
+        name: str | None = None,
+        module_name: str | None = None,
+        getter_closure: Getter | None = None,
+        setter_closure: Setter | None = None,
+    ) -> BaguaTensor:
+        """As `ensure_bagua_tensor`, for a new tensor that shares this one's memory."""
+        view = cast("BaguaTensor", cast("Tensor", self).detach().view(cast("Tensor", self).shape))
+        return view.ensure_bagua_tensor(name, module_name, getter_closure, setter_closure)
+
+    def bagua_getter_closure(self) -> Tensor:
+        """Return the effective tensor. None where there is none yet, such as a gradient before the first backward."""
+        tensor = cast("Tensor", self)
+        getter = getattr(self, "_bagua_getter", None)
+        return tensor if getter is None else getter(tensor)
+
+    def bagua_setter_closure(self, tensor: Tensor) -> None:
+        """Replace the effective tensor."""
+        setter = getattr(self, "_bagua_setter", None)
+        if setter is not None:
+            setter(cast("Tensor", self), tensor)
+        elif getattr(self, "_bagua_getter", None) is None:
+            with torch.no_grad():
+                cast("Tensor", self).data = tensor
+        else:
+            raise RuntimeError(f"tensor {self.bagua_tensor_name!r} has a getter_closure but no setter_closure")
+
+    def bagua_backend_tensor(self) -> Tensor:
+        """Return what the backend communicates: the effective tensor."""
+        return self.bagua_getter_closure()
+
+    def bagua_ensure_grad(self) -> BaguaTensor:
+        """Give a parameter without gradient one of zeros."""
+        if not isinstance(self, torch.nn.Parameter):
+            raise NotImplementedError("bagua_ensure_grad() is for parameters")
+        if self.grad is None:
+            self.grad = torch.zeros_like(self)
+        return cast("BaguaTensor", self)
+
+    def bagua_mark_communication_ready(self) -> None:
+        """Tell that the effective tensor may be communicated. Its bucket goes once all of its tensors may.
+
+        Raises:
+            RuntimeError: the tensor is in no bucket, or is marked for the second time in one step.
+        """
+        backend: _Backend | None = getattr(self, "_bagua_backend", None)
+        if backend is None:
+            name = getattr(self, "bagua_tensor_name", "")
+            raise RuntimeError(f"tensor {name!r} is in no bucket: tensors_to_buckets() has to put it in one")
+        backend.mark_communication_ready(cast("Tensor", self))
+
+    def bagua_mark_communication_ready_without_synchronization(self) -> None:
+        """As `bagua_mark_communication_ready`: nothing is synchronised there either."""
+        self.bagua_mark_communication_ready()
+
+    def bagua_set_storage(self, storage: torch.UntypedStorage, storage_offset: int = 0) -> None:
+        """Move the effective tensor to `storage`, contiguous from element `storage_offset` on, with its values."""
+        effective = self.bagua_getter_closure()
+        with torch.no_grad():
+            moved = torch.empty(0, dtype=effective.dtype, device=effective.device)
+            strides = torch.empty(effective.shape, device="meta").stride()
+            moved.set_(storage, storage_offset, effective.shape, strides)
+            moved.copy_(effective)
+            self.bagua_setter_closure(moved)
+
+
+def install() -> None:
+    """Add the methods of `BaguaTensor` to `torch.Tensor`."""
+    for name, member in vars(BaguaTensor).items():
+        if not name.startswith("__"):
+            setattr(torch.Tensor, name, member)
+
+
+def as_bagua(tensor: Any) -> BaguaTensor:
+    """For type checkers: a tensor with the methods that `install` has added."""
+    return cast("BaguaTensor", tensor)

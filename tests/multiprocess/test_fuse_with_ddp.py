@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused optimizers inside DistributedDataParallel, with bagua's hooks, and with with_bagua()."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import bagua
+import bagua.torch_api
+import pytest
+import torch
+from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.contrib import fuse_optimizer
+from bagua.torch_api.contrib.fuse.optimizer import is_fused_optimizer
+from hooked_models import SMALL_BUCKETS, loss_of, perceptron, same
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+STEPS = 20
+WARMUP = 5
+MODES: dict[str, dict[str, Any]] = {
+    "one_bucket": {},
+    "small_buckets": SMALL_BUCKETS,
+    "gradient_as_bucket_view": {**SMALL_BUCKETS, "gradient_as_bucket_view": True},
+    "static_graph_as_view": {**SMALL_BUCKETS, "static_graph": True, "gradient_as_bucket_view": True},
+    "find_unused_parameters": {**SMALL_BUCKETS, "find_unused_parameters": True},
+}
+# Algorithm, options. Rounds of "async" depend on time, so that only its warm-up can be compared.
+ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
+    ("gradient_allreduce", {}),
+    ("bytegrad", {"hierarchical": False}),
+    ("decentralized", {"hierarchical": False}),
+    ("decentralized", {"hierarchical": False, "peer_selection_mode": "shift_one", "communication_interval": 2}),
+    ("low_precision_decentralized", {"hierarchical": False}),
+    ("qadam", {"hierarchical": False}),
+    ("async", {"warmup_steps": 2 * STEPS}),
+]
+in_both_modes = pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
+Fuse = Callable[[torch.optim.Optimizer], Any]
+
+
+def _optimizer_for(model: nn.Module, name: str = "") -> torch.optim.Optimizer:
+    # Weights and biases in groups of their own, as they often are for the sake of weight decay.
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases}]
+    if name == "qadam":
+        return bagua.QAdamOptimizer(groups, lr=0.01, warmup_steps=WARMUP)
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def _train(model: nn.Module, optimizer: Any, set_to_none: bool) -> list[Any]:
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(model, step).backward()
+        # Plain steps in between, too.
+        fuses = is_fused_optimizer(optimizer) and step % 5 != 3
+        optimizer.fuse_step() if fuses else optimizer.step()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return [weights, gradients, optimizer.state_dict()["state"]]
+
+
+def _is_same_training(run: Callable[[Fuse], tuple[nn.Module, Any]], set_to_none: bool) -> None:
+    """`run` builds a model and an optimizer, which it hands through the function that it is given."""
+    model, optimizer = run(lambda optimizer: optimizer)
+    expected = _train(model, optimizer, set_to_none)
+    assert all(weight.isfinite().all() for weight in expected[0].values())
+    model, optimizer = run(fuse_optimizer)
+    results = _train(model, optimizer, set_to_none)
+    for result, other in zip(results, expected, strict=True):
+        assert _same(result, other)
+    # In 4 of 20 steps the plain step was taken.
+    assert optimizer._bagua_fused_count == 2 * (STEPS - 4)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return same(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+def _in_ddp(mode: str, fuse_first: bool, set_to_none: bool) -> None:
+    def run(fuse: Fuse) -> tuple[nn.Module, Any]:
+        model = perceptron()
+        if fuse_first:
+            optimizer = fuse(_optimizer_for(model))
+            return DDP(model, **MODES[mode]), optimizer
+        ddp = DDP(model, **MODES[mode])
+        return ddp, fuse(_optimizer_for(ddp))
+
+    _is_same_training(run, set_to_none)
+
+
+@in_both_modes
+@pytest.mark.parametrize("fuse_first", [True, False], ids=["fused-before-ddp", "fused-after-ddp"])
+@pytest.mark.parametrize("mode", MODES)
+def test_fused_steps_in_ddp_are_plain_steps(peers: RankPool, mode: str, fuse_first: bool, set_to_none: bool) -> None:
+    peers.run(_in_ddp, mode, fuse_first, set_to_none)
+
+
+def _with_hook(name: str, options: dict[str, Any], mode: str, fuse_first: bool, set_to_none: bool) -> None:
+    handles = []
+
+    def run(fuse: Fuse) -> tuple[nn.Module, Any]:
+        for handle in handles:
+            handle.remove()
+        ddp = DDP(perceptron(), **MODES[mode])
+        optimizer = _optimizer_for(ddp, name)
+        if fuse_first:
+            optimizer = fuse(optimizer)
+        handles[:] = [bagua.register_comm_hook(ddp, name, optimizer=optimizer, **options)]
+        return ddp, optimizer if fuse_first else fuse(optimizer)
+
+    _is_same_training(run, set_to_none)
+    # A hook that had not heard of the fused steps would not have communicated in them.
+    assert handles[0].stats()["steps"] == STEPS
+    handles[0].remove()
+
+
+@in_both_modes
+@pytest.mark.parametrize("fuse_first", [True, False], ids=["fused-before-hook", "fused-after-hook"])
+@pytest.mark.parametrize("mode", ["small_buckets", "gradient_as_bucket_view"])
+@pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=[name for name, _ in ALGORITHMS])
+def test_hooks_and_fused_steps_work_together(
+    rank_pools: dict[int, RankPool], name: str, options: dict[str, Any], mode: str, fuse_first: bool, set_to_none: bool
+) -> None:
+    rank_pools[2].run(_with_hook, name, options, mode, fuse_first, set_to_none)
+
+
+def _with_bagua(do_flatten: bool, fuse_first: bool, set_to_none: bool) -> None:
+    if not bagua.torch_api.is_initialized():
+        bagua.torch_api.init_process_group()
+
+    def run(fuse: Fuse) -> tuple[nn.Module, Any]:
+        model: Any = perceptron()
+        optimizer = _optimizer_for(model)
+        algorithm = partial(Algorithm.init, "gradient_allreduce")
+        if fuse_first:
+            optimizer = fuse(optimizer)
+        model = model.with_bagua([optimizer], algorithm(), do_flatten=do_flatten)
+        return model, optimizer if fuse_first else fuse(optimizer)
+
+    _is_same_training(run, set_to_none)
+
+
+@in_both_modes
+@pytest.mark.parametrize("fuse_first", [True, False], ids=["fused-before", "fused-after"])
+@pytest.mark.parametrize("do_flatten", [False, True])
+def test_with_bagua_and_fused_steps_work_together(
+    rank_pools: dict[int, RankPool], do_flatten: bool, fuse_first: bool, set_to_none: bool
+) -> None:
+    rank_pools[2].run(_with_bagua, do_flatten, fuse_first, set_to_none)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bagua.torch_api.env and the numbers of ReduceOp; the examples in the docstrings of bagua.torch_api."""
+
+import doctest
+import importlib
+import inspect
+import pickle
+import pkgutil
+import socket
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import bagua.torch_api as api
+import pytest
+import torch.distributed as dist
+from bagua.torch_api import communication, env, reduce_op
+
+# Getter -> variable, default, a value and what it reads as.
+VARIABLES: dict[Callable[[], Any], tuple[str, Any, str, Any]] = {
+    env.get_world_size: ("WORLD_SIZE", 1, "8", 8),
+    env.get_rank: ("RANK", 0, "3", 3),
+    env.get_local_rank: ("LOCAL_RANK", 0, "2", 2),
+    env.get_local_size: ("LOCAL_WORLD_SIZE", 1, "4", 4),
+    env.get_default_bucket_size: ("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 2**20, "1024", 1024),
+    env.get_master_addr: ("MASTER_ADDR", "127.0.0.1", "10.0.0.7", "10.0.0.7"),
+    env.get_bagua_service_port: ("BAGUA_SERVICE_PORT", -1, "29501", 29501),
+    env.is_report_metrics_switch_on: ("BAGUA_REPORT_METRICS", False, "1", True),
+    env.get_autotune_level: ("BAGUA_AUTOTUNE", 0, "1", 1),
+    env.get_autotune_max_samples: ("BAGUA_AUTOTUNE_MAX_SAMPLES", 60, "5", 5),
+    env.get_autotune_sampling_confidence_time_s: ("BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S", 5.0, "0.5", 0.5),
+    env.get_autotune_warmup_time_s: ("BAGUA_AUTOTUNE_WARMUP_TIME_S", 30.0, "1", 1.0),
+    env.get_is_output_autotune_log: ("BAGUA_IS_OUTPUT_AUTOTUNE_LOG", False, "1", True),
+    env.get_autotune_server_wait_time: ("BAGUA_AUTOTUNE_SERVER_WAIT_TIME", 300, "30", 30),
+}
+
+
+@pytest.mark.parametrize("getter", VARIABLES, ids=lambda getter: getter.__name__)
+def test_getter_reads_its_variable_at_each_call(getter: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, default, text, value = VARIABLES[getter]
+    monkeypatch.delenv(name, raising=False)
+    assert getter() == default
+    monkeypatch.setenv(name, text)
+    assert getter() == value
+    assert type(getter()) is type(value)
+    monkeypatch.setenv(name, "")
+    assert getter() in (default, "")
+
+
+def test_number_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(ValueError, match="WORLD_SIZE is to be a number, got 'many'"):
+        env.get_world_size()
+
+
+def test_node_rank_is_torchrun_s_where_torchrun_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert env.get_node_rank() == 0
+    monkeypatch.setenv("NODE_RANK", "5")
+    monkeypatch.setenv("GROUP_RANK", "2")
+    assert env.get_node_rank() == 5
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert env.get_node_rank() == 2
+
+
+def test_free_port_can_be_bound() -> None:
+    with socket.socket() as server:
+        server.bind(("", env.find_free_network_port()))
+
+
+def test_reduce_op_has_the_numbers_of_the_original() -> None:
+    assert {one.name: int(one) for one in api.ReduceOp} == {
+        "SUM": 0,
+        "PRODUCT": 1,
+        "MIN": 2,
+        "MAX": 3,
+        "BOR": 7,
+        "BAND": 8,
+        "BXOR": 9,
+        "AVG": 10,
+    }
+
+
+def test_reduce_op_is_translated_by_name_not_by_number() -> None:
+    for one in api.ReduceOp:
+        # torch's numbers mean something else: its 1 is AVG, ours PRODUCT.
+        assert reduce_op.to_torch(one, "test") == getattr(dist.ReduceOp, one.name)
+        assert reduce_op.to_torch(int(one), "test") == getattr(dist.ReduceOp, one.name)
+    assert reduce_op.to_torch(dist.ReduceOp.AVG, "test") == dist.ReduceOp.AVG
+    for wrong in (4, -1, True, 1.0, None, "SUM"):
+        with pytest.raises(ValueError, match=r"^test: op is to be a bagua\.torch_api\.ReduceOp"):
+            reduce_op.to_torch(wrong, "test")
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        (communication.allreduce, "(tensor, op=<RedOpType.SUM: 0>, comm=None)"),
+        (communication.broadcast, "(tensor, root=0, comm=None, *, src=None)"),
+        (communication.reduce, "(tensor, dst, op=<RedOpType.SUM: 0>, comm=None)"),
+        (communication.init_process_group, "(store=None, rank=-1, world_size=-1, local_world_size=-1)"),
+    ],
+    ids=["allreduce", "broadcast", "reduce", "init_process_group"],
+)
+def test_signature_is_the_documented_one(function: Callable[..., Any], signature: str) -> None:
+    shown = inspect.signature(function)
+    plain = [one.replace(annotation=inspect.Parameter.empty) for one in shown.parameters.values()]
+    assert str(shown.replace(parameters=plain, return_annotation=inspect.Signature.empty)) == signature
+
+
+def test_stand_ins_for_communicators_keep_their_identity() -> None:
+    for member in communication.CommMember:
+        assert pickle.loads(pickle.dumps(member)) is member
+
+
+def test_nothing_is_initialised_by_the_import() -> None:
+    assert not dist.is_initialized()
+    assert not api.is_initialized()
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first"):
+        api.barrier()
+
+
+def _modules() -> list[ModuleType]:
+    """Those whose examples need no process group; the others are in tests/multiprocess."""
+    names = [
+        one.name.removeprefix("bagua.torch_api.") for one in pkgutil.walk_packages(api.__path__, "bagua.torch_api.")
+    ]
+    alone = [name for name in names if name.split(".")[0] in ("checkpoint", "contrib", "env", "reduce_op")]
+    return [importlib.import_module(f"bagua.torch_api.{name}") for name in alone]
+
+
+@pytest.mark.parametrize(
+    "module", [one for one in _modules() if ">>>" in inspect.getsource(one)], ids=lambda module: module.__name__
+)
+def test_examples_in_docstrings(module: ModuleType) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
