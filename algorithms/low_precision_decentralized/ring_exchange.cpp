@@ -4,6 +4,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include "algorithms/blocks.h"
 #include "algorithms/in_host.h"
 #include "kernels/minmax_uint8/minmax_uint8.h"
 
@@ -90,10 +91,15 @@ void RingExchange::step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& 
   {
     const Stage stage(seconds, "compress");
     const auto type = computeType(flat);
-    const at::Tensor difference = own.to(type, /*non_blocking=*/false, /*copy=*/true)
-                                      .add_(replicas.left, 1.0F / 3.0F)
-                                      .add_(replicas.right, 1.0F / 3.0F)
-                                      .add_(replicas.self, -5.0F / 3.0F);
+    const at::Tensor difference = at::empty(own.sizes(), own.options().dtype(type));
+    inBlocks(own.numel(), own.device(), [&](int64_t begin, int64_t length) {
+      const auto block = [&](const at::Tensor& tensor) { return tensor.narrow(0, begin, length); };
+      block(difference)
+          .copy_(block(own))
+          .add_(block(replicas.left), 1.0F / 3.0F)
+          .add_(block(replicas.right), 1.0F / 3.0F)
+          .add_(block(replicas.self), -5.0F / 3.0F);
+    });
     for (const auto& lane : lanesOf(difference, rank)) packed.push_back(compress(lane));
   }
   std::vector<std::vector<at::Tensor>> received;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 
+#include "algorithms/blocks.h"
 #include "algorithms/bytegrad/compressed_mean.h"
 #include "algorithms/registry.h"
 
@@ -43,7 +44,18 @@ class QAdam final : public Algorithm {
   static void updateMomentum(const BucketEntry& entry, const std::vector<Momentum>& momenta) {
     TORCH_INTERNAL_ASSERT(entry.parameter >= 0 && entry.parameter < static_cast<int64_t>(momenta.size()));
     const Momentum& momentum = momenta[entry.parameter];
-    entry.gradient.copy_(momentum.value.mul(momentum.decay).add_(entry.gradient, 1 - momentum.decay));
+    const auto update = [&momentum](const at::Tensor& gradient, const at::Tensor& value) {
+      gradient.copy_(value.mul(momentum.decay).add_(gradient, 1 - momentum.decay));
+    };
+    const bool areAlike =
+        entry.gradient.is_non_overlapping_and_dense() && entry.gradient.strides() == momentum.value.strides();
+    if (!areAlike) return update(entry.gradient, momentum.value);
+    const int64_t numel = entry.gradient.numel();
+    const at::Tensor gradient = entry.gradient.as_strided({numel}, {1});
+    const at::Tensor value = momentum.value.as_strided({numel}, {1});
+    inBlocks(numel, gradient.device(), [&](int64_t begin, int64_t length) {
+      update(gradient.narrow(0, begin, length), value.narrow(0, begin, length));
+    });
   }
 
   std::shared_ptr<const std::vector<Momentum>> currentMomenta() {

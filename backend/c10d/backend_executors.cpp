@@ -3,7 +3,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "backend/c10d/backend_communicator.h"
+#include "backend/c10d/piecewise_communicator.h"
 #include "backend/host/host_communicator.h"
 #include "backend/host/host_executor.h"
 #if BAGUA_WITH_CUDA
@@ -31,14 +31,14 @@ Executor& BackendExecutors::executorFor(at::Device device) {
                       device);
     return *executor_;
   }
-  auto communicator = std::make_unique<BackendCommunicator>(backend_, topology_);
   if (device.is_cpu()) {
+    auto network = std::make_unique<PiecewiseCommunicator>(backend_, topology_);
     executor_ = std::make_shared<HostExecutor>(identity_,
-                                               std::make_unique<HostCommunicator>(std::move(communicator), topology_),
+                                               std::make_unique<HostCommunicator>(std::move(network), topology_),
                                                std::make_unique<MessageChannel>(identity_, backend_));
   } else {
 #if BAGUA_WITH_CUDA
-    executor_ = makeStreamExecutor(identity_, std::move(communicator), device);
+    executor_ = makeStreamExecutor(identity_, std::make_unique<BackendCommunicator>(backend_, topology_), device);
 #else
     TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate gradients on ", device);
 #endif

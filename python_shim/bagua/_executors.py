@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua._named_groups import new_named_group
 from bagua._native import _C
 
 
@@ -32,15 +33,10 @@ def _private_group(group: dist.ProcessGroup, device: torch.device, timeout: time
     name = dist.get_backend(group)
     if ":" in name:
         name = dict(pair.split(":") for pair in name.split(","))[device.type]
-    made = dist.new_group(
-        ranks=dist.get_process_group_ranks(group),
-        backend=name,
-        timeout=timeout,
-        use_local_synchronization=True,
-        group_desc="bagua_hook",
-    )
-    assert isinstance(made, dist.ProcessGroup)  # every rank of `group` is a member
-    return made
+    ranks = dist.get_process_group_ranks(group)
+    # Every rank comes once for each private group, and waits for the others before it comes for the next.
+    number = (group.get_group_store().add("bagua_private_groups", 1) - 1) // len(ranks)
+    return new_named_group(f"{group.group_name}_bagua_hook_{number}", ranks, name, timeout)
 
 
 def _executors_over(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Any:

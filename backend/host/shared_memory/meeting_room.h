@@ -68,7 +68,7 @@ class MeetingRoom {
   SharedSegment segment_;
   const int rank_;
   const std::vector<std::string> names_;
-  const int spins_;
+  const std::chrono::microseconds spinTime_;
   // Meetings so far.
   uint32_t round_ = 0;
 };

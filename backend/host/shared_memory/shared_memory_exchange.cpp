@@ -38,18 +38,32 @@ std::vector<std::string> namesOf(const Communicator& network) {
   return names;
 }
 
+// What every rank says, in rank order. Every rank hears every other directly: where one has died, all find out.
+std::vector<std::string> tellAll(Communicator& network, const std::string& text) {
+  const int size = network.size();
+  at::Tensor sent = at::zeros({size, kNameBytes}, at::kByte);
+  for (int peer = 0; peer < size; ++peer) {
+    std::memcpy(bytesAt(sent) + peer * kNameBytes, text.data(), std::min<size_t>(text.size(), kNameBytes - 1));
+  }
+  at::Tensor received = at::empty_like(sent);
+  const SharedMemoryExchange::Splits splits(size, kNameBytes);
+  network.allToAll(received, sent, splits, splits);
+  std::vector<std::string> texts;
+  for (int peer = 0; peer < size; ++peer) {
+    texts.emplace_back(reinterpret_cast<const char*>(constBytesAt(received) + peer * kNameBytes));
+  }
+  return texts;
+}
+
 // Rank 0 makes the segment and tells its name; an empty name if it could not.
 std::optional<SharedSegment> openTogether(Communicator& network, std::string& whyNot) {
   const size_t bytes = MeetingRoom::bytesFor(network.size());
-  at::Tensor message = at::zeros({kNameBytes}, at::kByte);
   if (network.rank() == 0) {
     auto own = SharedSegment::create(bytes, whyNot);
-    if (own) std::memcpy(bytesAt(message), own->name().data(), std::min<size_t>(own->name().size(), kNameBytes - 1));
-    network.broadcast(message, 0);
+    tellAll(network, own ? own->name() : "");
     return own;
   }
-  network.broadcast(message, 0);
-  const std::string name(reinterpret_cast<const char*>(constBytesAt(message)));
+  const std::string name = tellAll(network, "")[0];
   if (name.empty()) {
     whyNot = "rank 0 could not make it";
     return std::nullopt;
@@ -63,11 +77,8 @@ std::unique_ptr<SharedMemoryExchange> SharedMemoryExchange::make(Communicator& n
   network.setDeadline(deadline);
   std::string whyNot;
   auto segment = openTogether(network, whyNot);
-  const at::Tensor mine = at::empty({1}, at::kByte).fill_(segment ? 1 : 0);
-  at::Tensor all = at::empty({network.size()}, at::kByte);
-  network.allGather(all, mine);
-  const bool areAllIn = all.all().item<bool>();
-  if (!areAllIn) {
+  const auto answers = tellAll(network, segment ? "in" : "");
+  if (std::find(answers.begin(), answers.end(), "") != answers.end()) {
     LOG(WARNING) << "bagua: rank " << network.rank() << " exchanges CPU tensors through the network although all ranks "
                  << "share a host, because there is no shared memory for them"
                  << (whyNot.empty() ? "" : " (" + whyNot + ")") << ": is /dev/shm too small?";
@@ -75,7 +86,7 @@ std::unique_ptr<SharedMemoryExchange> SharedMemoryExchange::make(Communicator& n
   }
   auto room = std::make_unique<MeetingRoom>(std::move(*segment), network.rank(), namesOf(network));
   // Seats are taken before anybody may look whether they are.
-  network.barrier();
+  tellAll(network, "seated");
   room->removeName();
   return std::make_unique<SharedMemoryExchange>(std::move(room));
 }

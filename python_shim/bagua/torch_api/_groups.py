@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua._named_groups import new_named_group
 from bagua._native import _C
 from bagua.torch_api._communicators import Comm, CommMember, Communicator, StreamSlot, alive
-from bagua.torch_api._named_groups import new_named_group
 from bagua.torch_api.exceptions import RepeatedInitializationError
 
 _KINDS = ("global", "inter", "intra")

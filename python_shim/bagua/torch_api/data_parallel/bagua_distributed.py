@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from bagua._attachment import PICKLE_ADVICE
 from bagua._eager import eager
 from bagua._executors import background_executors_for, executors_for
+from bagua.torch_api._backends import register_backend
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup, _get_default_group
@@ -67,6 +68,7 @@ class BaguaDistributedDataParallel:
         self._do_flatten = gradient_as_bucket_view
         self._bucket_bytes = bucket_bytes or get_default_bucket_size()
         self._bagua_backend = Scheduler(self._make_executors)
+        register_backend(self.bagua_module_name, self._bagua_backend)
         self._parameters = _trainable(module)
         # Parameters that the backward pass at work has come to.
         self._visited: set[Tensor] = set()

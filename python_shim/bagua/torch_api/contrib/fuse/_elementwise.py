@@ -65,7 +65,7 @@ def cpu_kernels_keep_bits(dtype: torch.dtype) -> bool:
     the code for single elements rounds twice.
     """
     # 384 values: a difference of rounding, where there is one, shows in about one value of ten.
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(device="cpu").manual_seed(7)
     x, y, z = (torch.randn(384, generator=generator, dtype=torch.float64, device="cpu").to(dtype) for _ in range(3))
     z = z.abs() + 1
     # Of 3 elements, no piece fills a vector.

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace bagua {
+
+// On the CPU a chain of element-wise operations is bound by memory: block by block, what one writes the next finds in
+// cache. Calls visit(begin, length) for blocks of `numel` elements on `device`; elsewhere for all of them at once.
+template <typename Visit>
+void inBlocks(int64_t numel, at::Device device, Visit&& visit) {
+  constexpr int64_t kBlock = int64_t{32} << 10;
+  const int64_t most = device.is_cpu() ? kBlock : std::max<int64_t>(numel, 1);
+  for (int64_t begin = 0; begin < numel; begin += most) visit(begin, std::min(most, numel - begin));
+}
+
+}  // namespace bagua
