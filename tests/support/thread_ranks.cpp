@@ -107,7 +107,15 @@ class ThreadNetwork final : public Communicator {
 
   void barrier() override { point_.meet(); }
 
-  void allReduce(at::Tensor&, const ReduceOp&) override { movesBytesOnly(); }
+  void allReduce(at::Tensor& tensor, const ReduceOp& op) override {
+    TORCH_CHECK(op == ReduceOp::SUM, "the network below a host communicator only knows sums");
+    show(tensor, {});
+    at::Tensor sum = flatOf(point_.shown[0].tensor).clone();
+    for (int peer = 1; peer < size(); ++peer) sum += flatOf(point_.shown[peer].tensor);
+    countSentEvenly(2 * static_cast<int64_t>(tensor.nbytes()) * (size() - 1) / size());
+    point_.meet();
+    flatOf(tensor).copy_(sum);
+  }
   void reduce(at::Tensor&, int, const ReduceOp&) override { movesBytesOnly(); }
   void reduceScatter(at::Tensor&, const at::Tensor&, const ReduceOp&) override { movesBytesOnly(); }
 
@@ -116,7 +124,7 @@ class ThreadNetwork final : public Communicator {
     point_.shown[rank()] = {tensor, std::move(splits)};
     point_.meet();
   }
-  static void movesBytesOnly() { TORCH_CHECK(false, "the network below a host communicator only moves bytes"); }
+  static void movesBytesOnly() { TORCH_CHECK(false, "the network below a host communicator moves bytes and adds them up"); }
 
   MeetingPoint& point_;
 };
