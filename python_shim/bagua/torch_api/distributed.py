@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
 
 if TYPE_CHECKING:
-    from bagua.torch_api.bucket import BaguaBucket
     from bagua.torch_api.communication import BaguaProcessGroup
 
 
@@ -68,7 +67,8 @@ class BaguaModule:
             name = former.bagua_module_name
             former.close()
         engine = BaguaDistributedDataParallel(module, optimizers, algorithm, process_group, name, do_flatten)
-        # In the instance, not the class: trainers look for a method of this name to tell what a model can do.
+        # In the instance, not the class: trainers look for a method of this name to tell what a model can do, and
+        # torch.compile reads all attributes of classes.
         module.no_sync = engine.no_sync  # type: ignore[assignment]
         return module
 
@@ -82,30 +82,6 @@ class BaguaModule:
     @bagua_module_name.setter
     def bagua_module_name(self, name: str) -> None:
         self._bagua_module_name = name
-
-    @property
-    def bagua_algorithm(self) -> AlgorithmImpl:
-        """The algorithm at work."""
-        return _engine_of(self).bagua_algorithm
-
-    @property
-    def bagua_optimizers(self) -> list[Optimizer]:
-        """The optimizers given to `with_bagua`."""
-        return _engine_of(self).bagua_optimizers
-
-    @property
-    def bagua_buckets(self) -> list[BaguaBucket]:
-        """The buckets in use, in their order."""
-        return _engine_of(self).bagua_buckets
-
-    @property
-    def bagua_train_step_counter(self) -> int:
-        """Forwards in training mode so far."""
-        return _engine_of(self).bagua_train_step_counter
-
-    @property
-    def _bagua_backend(self) -> Any:
-        return _engine_of(self)._bagua_backend
 
     def bagua_build_params(self) -> list[tuple[str, nn.Parameter]]:
         """Return name and parameter of what is trained, in the module's order."""

@@ -118,8 +118,13 @@ class BaguaDistributedDataParallel:
         """Run the stages of an algorithm, in the order of the original."""
         algorithm = self.bagua_algorithm
         module.bagua_ddp = self  # type: ignore[assignment]
+        module.bagua_algorithm = algorithm  # type: ignore[assignment]
+        module.bagua_optimizers = self.bagua_optimizers  # type: ignore[assignment]
+        module.bagua_train_step_counter = self.bagua_train_step_counter  # type: ignore[assignment]
+        module._bagua_backend = self._bagua_backend  # type: ignore[assignment]
         tensors = algorithm.init_tensors(module)
         self.bagua_buckets = algorithm.tensors_to_buckets(self._suggest(tensors), self._do_flatten)
+        module.bagua_buckets = self.bagua_buckets  # type: ignore[assignment]
         for bucket in self.bagua_buckets:
             algorithm.init_operations(module, bucket)
         self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
@@ -157,6 +162,7 @@ class BaguaDistributedDataParallel:
         if not module.training:
             return
         self.bagua_train_step_counter += 1
+        module.bagua_train_step_counter = self.bagua_train_step_counter  # type: ignore[assignment]
         if self.bagua_algorithm.need_reset():
             self._bagua_backend.wait_pending_comm_ops()
             self._broadcast_state()
