@@ -17,9 +17,7 @@ const at::Tensor& entryOf(const AlgorithmState& state, const std::string& name) 
 
 at::Tensor counterTensor(int64_t value) { return at::full({}, value, at::kLong); }
 
-int64_t counterOf(const AlgorithmState& state, const std::string& name) {
-  return entryOf(state, name).item<int64_t>();
-}
+int64_t counterOf(const AlgorithmState& state, const std::string& name) { return entryOf(state, name).item<int64_t>(); }
 
 at::Tensor tensorOf(const AlgorithmState& state, const std::string& name, const at::Tensor& like) {
   const at::Tensor& found = entryOf(state, name);
@@ -40,8 +38,8 @@ bool Algorithm::resume(StepContext& context) {
 }
 
 void Algorithm::load(const AlgorithmState& state, StepContext& context) {
-  TORCH_CHECK_VALUE(state.empty(), "bagua: algorithm '", context.algorithm(),
-                    "' has no state, the checkpoint holds '", state.begin()->first, "'");
+  TORCH_CHECK_VALUE(state.empty(), "bagua: algorithm '", context.algorithm(), "' has no state, the checkpoint holds '",
+                    state.begin()->first, "'");
 }
 
 }  // namespace bagua

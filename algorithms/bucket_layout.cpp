@@ -82,10 +82,10 @@ void BucketLayouts::check(const BucketLayout& layout) const {
   std::set<int64_t> seen;
   for (const auto& group : layout) {
     for (const int64_t position : group) {
-      TORCH_CHECK_VALUE(position >= 0 && position < static_cast<int64_t>(positions_.size()) &&
-                            seen.insert(position).second,
-                        "bagua: the bucket layout of the checkpoint does not fit this model, which has ",
-                        positions_.size(), " trainable parameters (position ", position, ")");
+      TORCH_CHECK_VALUE(
+          position >= 0 && position < static_cast<int64_t>(positions_.size()) && seen.insert(position).second,
+          "bagua: the bucket layout of the checkpoint does not fit this model, which has ", positions_.size(),
+          " trainable parameters (position ", position, ")");
     }
   }
 }

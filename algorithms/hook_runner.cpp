@@ -35,8 +35,7 @@ int64_t bytesOfAll(const std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options,
-                       std::shared_ptr<ExecutorProvider> group, std::vector<at::Tensor> parameters,
-                       bool isStaticGraph)
+                       std::shared_ptr<ExecutorProvider> group, std::vector<at::Tensor> parameters, bool isStaticGraph)
     : name_(algorithm),
       options_(algorithm, AlgorithmRegistry::find(algorithm).options, options),
       group_(std::move(group)),
@@ -56,7 +55,8 @@ void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
 
 c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradients) {
   TORCH_CHECK(isAnnounced_ || !actsOnWeights_, "bagua: algorithm '", name_, "' has not seen the forward of this ",
-              "backward on rank ", rank(), ": call the DistributedDataParallel model itself, not its forward(), and in "
+              "backward on rank ", rank(),
+              ": call the DistributedDataParallel model itself, not its forward(), and in "
               "training mode (to freeze parts of it, put those in evaluation mode)");
   const at::Tensor buffer = gradients.getBuffer();
   const bool isLast = gradients.isLast() || isFirstStatic_;
@@ -106,7 +106,8 @@ void HookRunner::reduce(Algorithm& algorithm, at::Tensor& gradients, const std::
   }
 }
 
-// Before DDP's own end of backward, which is queued after the last bucket; after it in the first step of a static graph.
+// Before DDP's own end of backward, which is queued after the last bucket; after it in the first step of a static
+// graph.
 void HookRunner::queueAfterBackward() {
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->afterBackward(); });
 }

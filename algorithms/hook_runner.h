@@ -25,8 +25,8 @@ struct HookStats {
   StageSeconds seconds;
 };
 
-// An algorithm at work on one model: turns each bucket that DDP hands over into a program, tells the algorithm how far a
-// step has come, and counts what it costs. Shared by the Reducer's hook and the handle that the user holds. run() and
+// An algorithm at work on one model: turns each bucket that DDP hands over into a program, tells the algorithm how far
+// a step has come, and counts what it costs. Shared by the Reducer's hook and the handle that the user holds. run() and
 // stats() may be called from any thread, the others from the one that trains.
 class HookRunner final : public std::enable_shared_from_this<HookRunner>, private StepContext {
  public:
@@ -40,8 +40,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // the gradients from: the bucket's own buffer.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& gradients);
 
-  // The same for gradients of another source than DDP: `isFirst` and `isLast` of a step. No work where the gradients stay
-  // as they are. The end of backward has then to be told through afterBackward().
+  // The same for gradients of another source than DDP: `isFirst` and `isLast` of a step. No work where the gradients
+  // stay as they are. The end of backward has then to be told through afterBackward().
   c10::intrusive_ptr<c10d::Work> reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
                                               bool isFirst, bool isLast);
   void afterBackward();

@@ -27,8 +27,8 @@ class StepContext {
   [[nodiscard]] virtual int size() const = 0;
 
   // Runs `task` after all earlier programs of the model's group. What it sends and how long its stages take is counted,
-  // and `tensors` as what it carries. `name` is a literal. The profiler of this thread sees the stages of a program that
-  // is `kNow` to be waited for; one that outlasts the caller may outlast the profiler.
+  // and `tensors` as what it carries. `name` is a literal. The profiler of this thread sees the stages of a program
+  // that is `kNow` to be waited for; one that outlasts the caller may outlast the profiler.
   enum class Wait { kNow, kLater };
   virtual c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                                 Task task) = 0;

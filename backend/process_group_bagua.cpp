@@ -85,8 +85,7 @@ void ProcessGroupBagua::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 Operation ProcessGroupBagua::operation(c10d::OpType type, const char* name, const at::Tensor& like,
-                                       const CallOptions& options, int64_t peer,
-                                       std::vector<at::Tensor> inputs) const {
+                                       const CallOptions& options, int64_t peer, std::vector<at::Tensor> inputs) const {
   return {.type = type,
           .name = name,
           .dtype = like.scalar_type(),

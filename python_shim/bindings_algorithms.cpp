@@ -101,7 +101,8 @@ void bindBucketOperations(py::module& module) {
         return bucket_operations::reduce(*executors.provider, flat, isCompressed,
                                          {.hierarchical = hierarchical, .average = average});
       },
-      py::arg("executors"), py::arg("flat"), py::arg("hierarchical"), py::arg("average"), py::arg("is_compressed"), noGil);
+      py::arg("executors"), py::arg("flat"), py::arg("hierarchical"), py::arg("average"), py::arg("is_compressed"),
+      noGil);
   module.def(
       "average_peers",
       [](const Executors& executors, const at::Tensor& flat, int64_t exchange, bool hierarchical,

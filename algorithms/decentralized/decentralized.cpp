@@ -37,12 +37,11 @@ class Decentralized final : public Algorithm {
       exchange_->work->wait(kNoTimeout);
     }
     std::vector<at::Tensor> averages = packAll(buckets_);
-    auto work =
-        context.submit("bagua:average_weights", averages, StepContext::Wait::kLater,
-                       [average = average_, number = exchanges_, averages](Communicator& communicator,
-                                                                           StageSeconds& seconds) mutable {
-                         for (auto& flat : averages) average.reduce(flat, number, seconds, communicator);
-                       });
+    auto work = context.submit(
+        "bagua:average_weights", averages, StepContext::Wait::kLater,
+        [average = average_, number = exchanges_, averages](Communicator& communicator, StageSeconds& seconds) mutable {
+          for (auto& flat : averages) average.reduce(flat, number, seconds, communicator);
+        });
     exchange_ = Exchange{std::move(work), averages, version};
   }
 

@@ -49,7 +49,8 @@ class LowPrecisionDecentralized final : public Algorithm {
   [[nodiscard]] AlgorithmState state() const override {
     AlgorithmState state{{"step", counterTensor(step_)}};
     for (size_t i = 0; i < replicas_.size(); ++i) {
-      for (const auto& [name, member] : kReplicas) state.emplace(name + std::to_string(i), (replicas_[i].*member).clone());
+      for (const auto& [name, member] : kReplicas)
+        state.emplace(name + std::to_string(i), (replicas_[i].*member).clone());
     }
     return state;
   }

@@ -39,8 +39,8 @@ class QAdam final : public Algorithm {
   }
 
  private:
-  // The gradient's place takes the momentum that it leads to. The optimizer's own copy stays until its step: a step that
-  // is skipped leaves no trace.
+  // The gradient's place takes the momentum that it leads to. The optimizer's own copy stays until its step: a step
+  // that is skipped leaves no trace.
   static void updateMomentum(const BucketEntry& entry, const std::vector<Momentum>& momenta) {
     TORCH_INTERNAL_ASSERT(entry.parameter >= 0 && entry.parameter < static_cast<int64_t>(momenta.size()));
     const Momentum& momentum = momenta[entry.parameter];

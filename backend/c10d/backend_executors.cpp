@@ -33,9 +33,9 @@ Executor& BackendExecutors::executorFor(at::Device device) {
   }
   if (device.is_cpu()) {
     auto network = std::make_unique<PiecewiseCommunicator>(backend_, topology_);
-    executor_ = std::make_shared<HostExecutor>(identity_,
-                                               std::make_unique<HostCommunicator>(std::move(network), topology_),
-                                               std::make_unique<MessageChannel>(identity_, backend_));
+    executor_ =
+        std::make_shared<HostExecutor>(identity_, std::make_unique<HostCommunicator>(std::move(network), topology_),
+                                       std::make_unique<MessageChannel>(identity_, backend_));
   } else {
 #if BAGUA_WITH_CUDA
     executor_ = makeStreamExecutor(identity_, std::make_unique<BackendCommunicator>(backend_, topology_), device);

@@ -12,8 +12,8 @@ namespace bagua {
 // CPU tensors. Ranks of one host exchange them through shared memory, found at the first call. Otherwise a network that
 // only has to move bytes (Gloo) carries the data; steps and bytes per rank of an allreduce of N bytes: all-to-all of
 // N (n-1)/n, reduction of the own part, all-gather of N (n-1)/n. Reductions are done here either way, in rank order and
-// with 16-bit floats accumulated in 32 bits, but for large sums of 32- and 64-bit floats over a network, which it adds up
-// itself. The result is the same bits on every rank and every run, for every dtype and operation.
+// with 16-bit floats accumulated in 32 bits, but for large sums of 32- and 64-bit floats over a network, which it adds
+// up itself. The result is the same bits on every rank and every run, for every dtype and operation.
 class HostCommunicator final : public Communicator {
  public:
   explicit HostCommunicator(std::unique_ptr<Communicator> network, std::shared_ptr<const HostTopology> topology);

@@ -158,8 +158,7 @@ void reduceTyped(const Parts& parts, int64_t numel, T* output, ReduceOp::RedOpTy
       return reduceWith(Product<A>{});
     case ReduceOp::AVG:
       if constexpr (!std::is_same_v<T, bool>) {
-        return reduceBlocks(parts, numel, output, Sum<A>{},
-                            [count](A value) { return quotient(value, count); });
+        return reduceBlocks(parts, numel, output, Sum<A>{}, [count](A value) { return quotient(value, count); });
       }
       break;
     case ReduceOp::MIN:
@@ -222,11 +221,10 @@ void reduceCopies(const at::Tensor& copies, int64_t count, const ReduceOp& op, c
 
 // NOLINTNEXTLINE(readability-function-size): the dispatch macro expands to a block per dtype
 void reduceParts(const Parts& parts, const ReduceOp& op, const at::Tensor& output) {
-  AT_DISPATCH_V2(
-      output.scalar_type(), "bagua_reduce_parts", AT_WRAP([&] {
-        reduceTyped(parts, output.numel(), output.mutable_data_ptr<scalar_t>(), op);
-      }),
-      AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16, at::kBool);
+  AT_DISPATCH_V2(output.scalar_type(), "bagua_reduce_parts",
+                 AT_WRAP([&] { reduceTyped(parts, output.numel(), output.mutable_data_ptr<scalar_t>(), op); }),
+                 AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16,
+                 at::kBool);
 }
 
 }  // namespace bagua::reduction

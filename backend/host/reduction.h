@@ -4,8 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
-#include <vector>
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <vector>
 
 namespace bagua::reduction {
 
@@ -21,7 +21,6 @@ at::Tensor prepare(const at::Tensor& input, const c10d::ReduceOp& op);
 // and rounded once. AVG of integers truncates towards zero. SUM and MAX of bools are "or", PRODUCT and MIN are "and". A
 // NaN wins in MIN and MAX. `output` may be one of the copies.
 void reduceCopies(const at::Tensor& copies, int64_t count, const c10d::ReduceOp& op, const at::Tensor& output);
-
 
 // The same for contributions that lie apart: `parts[i]` is where rank i's begins.
 void reduceParts(const std::vector<const void*>& parts, const c10d::ReduceOp& op, const at::Tensor& output);

@@ -45,7 +45,9 @@ std::string nameOf(const ::testing::TestParamInfo<Case>& info) {
 class AlgorithmContract : public ::testing::TestWithParam<Case> {
  protected:
   [[nodiscard]] static const AlgorithmInfo& info() { return AlgorithmRegistry::find(GetParam().algorithm); }
-  [[nodiscard]] static std::unique_ptr<Algorithm> create() { return info().create(Options(info().name, info().options, {})); }
+  [[nodiscard]] static std::unique_ptr<Algorithm> create() {
+    return info().create(Options(info().name, info().options, {}));
+  }
   [[nodiscard]] int size() const { return static_cast<int>(GetParam().hosts.size()); }
 
   // The gradients of every rank after one bucket.

@@ -124,7 +124,9 @@ class ThreadNetwork final : public Communicator {
     point_.shown[rank()] = {tensor, std::move(splits)};
     point_.meet();
   }
-  static void movesBytesOnly() { TORCH_CHECK(false, "the network below a host communicator moves bytes and adds them up"); }
+  static void movesBytesOnly() {
+    TORCH_CHECK(false, "the network below a host communicator moves bytes and adds them up");
+  }
 
   MeetingPoint& point_;
 };

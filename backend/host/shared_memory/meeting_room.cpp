@@ -100,10 +100,11 @@ void MeetingRoom::sleepOn(Seat& peer, uint32_t seen) const {
 
 void MeetingRoom::checkAlive(int rank) const {
   for (int other = 0; other < size(); ++other) {
-    TORCH_CHECK_WITH(DistNetworkError, seat(other).hasGivenUp == 0, names_[other],
-                     " has left the exchange in shared memory, after an error or because its process group was destroyed, "
-                     "while this rank waited for ",
-                     names_[rank]);
+    TORCH_CHECK_WITH(
+        DistNetworkError, seat(other).hasGivenUp == 0, names_[other],
+        " has left the exchange in shared memory, after an error or because its process group was destroyed, "
+        "while this rank waited for ",
+        names_[rank]);
   }
   const int32_t process = seat(rank).process;
   TORCH_CHECK_WITH(DistNetworkError, process == ::getpid() || segment_.isTaken(rank), "the process of ", names_[rank],

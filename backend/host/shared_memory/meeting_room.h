@@ -15,8 +15,8 @@ namespace bagua {
 // Memory in which the ranks of a host show each other bytes, in rounds. In a round a rank fills its own slot, calls
 // meet(), and may then read the slots of all others until it calls meet() again.
 //
-// Every rank has two slots, used in turn. When a rank fills a slot that it used two rounds ago, all have met in the round
-// between, hence have done with what they read then: no second meeting is needed.
+// Every rank has two slots, used in turn. When a rank fills a slot that it used two rounds ago, all have met in the
+// round between, hence have done with what they read then: no second meeting is needed.
 class MeetingRoom {
  public:
   static constexpr int64_t kSlotBytes = int64_t{512} << 10;

@@ -209,8 +209,8 @@ void SharedMemoryExchange::reduceScatter(at::Tensor& output, const at::Tensor& p
   inPieces(partNumel, most, [&](int64_t begin, int64_t length) {
     const int64_t bytes = length * itemSize(output);
     for (int peer = 0; peer < room_->size(); ++peer) {
-      std::memcpy(room_->ownSlot() + peer * bytes, constBytesAt(prepared) + (peer * partNumel + begin) * itemSize(output),
-                  bytes);
+      std::memcpy(room_->ownSlot() + peer * bytes,
+                  constBytesAt(prepared) + (peer * partNumel + begin) * itemSize(output), bytes);
     }
     room_->meet(deadline);
     reduceShown(output.narrow(0, begin, length), room_->rank() * length, op);

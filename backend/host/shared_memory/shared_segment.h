@@ -8,8 +8,8 @@
 
 namespace bagua {
 
-// A piece of /dev/shm mapped by several processes of a host. It has a name only until all have opened it, so that nothing
-// is left behind, however they end.
+// A piece of /dev/shm mapped by several processes of a host. It has a name only until all have opened it, so that
+// nothing is left behind, however they end.
 class SharedSegment {
  public:
   // Reserves and maps `bytes` of zeros under a new name. Empty where there is no shared memory or not enough of it.
