@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the same parameters with a plain and with a fused optimizer."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from bagua.torch_api.contrib import fuse_optimizer
 from bagua.torch_api.contrib.fuse.optimizer import is_fused_optimizer
@@ -15,6 +16,8 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHAPES = ((7, 5), (5,), (64,), (3, 7, 2, 2), (1,), (33, 3), (1, 1))
 
 Factory = Callable[[Any], Optimizer]
+
+in_both_modes = pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 
 
 def parameters_of(
@@ -35,7 +38,12 @@ def backward(parameters: Sequence[Tensor], step: int, without: Collection[int] =
         if i not in without and p.requires_grad:
             loss = loss + (p - target).square().sum().double()
     if loss.requires_grad:
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def storages_of(tensors: Iterable[Any]) -> set[int]:
+    """Their addresses."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def two_groups(parameters: Sequence[Tensor], **second: Any) -> list[dict[str, Any]]:
@@ -73,7 +81,7 @@ def train(
         take_step(optimizer, fusing=fusing(step))
 
 
-def assert_same(one: Any, other: Any, where: str = "") -> None:
+def assert_same(one: Any, other: Any, *, where: str = "") -> None:
     """Two structures with tensors are equal, to the bit."""
     assert type(one) is type(other), where
     if isinstance(one, Tensor):
@@ -82,13 +90,32 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
     elif isinstance(one, dict):
         assert list(one) == list(other), where
         for key in one:
-            assert_same(one[key], other[key], f"{where}[{key!r}]")
+            assert_same(one[key], other[key], where=f"{where}[{key!r}]")
     elif isinstance(one, (list, tuple)):
         assert len(one) == len(other), where
         for i, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{where}[{i}]")
+            assert_same(a, b, where=f"{where}[{i}]")
     else:
         assert one == other, where
+
+
+def assert_same_both_ways(
+    factory: Factory,
+    run: Callable[[Factory], tuple[Sequence[Tensor], Any]],
+    *,
+    fuse: Callable[[Factory], Factory] = fused,
+) -> Any:
+    """`run` trains with the factory it is given, and returns parameters and optimizer: the same, plain and fused.
+
+    Returns the fused optimizer.
+    """
+    (plain, plain_optimizer), (weights, optimizer) = (run(kind) for kind in (factory, fuse(factory)))
+    # A weight that is not finite would hide differences.
+    assert all(p.isfinite().all() for p in plain)
+    assert_same([p.detach() for p in weights], [p.detach() for p in plain], where="weights")
+    assert_same([p.grad for p in weights], [p.grad for p in plain], where="gradients")
+    assert_same(optimizer.state_dict(), plain_optimizer.state_dict(), where="state")
+    return optimizer
 
 
 def assert_same_training(
@@ -99,17 +126,12 @@ def assert_same_training(
     steps: int = 24,
     **options: Any,
 ) -> Any:
-    """Train both ways, compare weights, gradients and state; return the fused optimizer."""
-    results = []
-    for kind in (factory, fuse(factory)):
+    """Train two groups both ways, see `train` for the options; returns the fused optimizer."""
+
+    def run(kind: Factory) -> tuple[Sequence[Tensor], Any]:
         parameters = make()
         optimizer = kind(two_groups(parameters, lr=0.02))
         train(optimizer, parameters, range(steps), **options)
-        # A weight that is not finite would hide differences.
-        assert all(p.isfinite().all() for p in parameters)
-        results.append((parameters, optimizer))
-    (plain, plain_optimizer), (weights, optimizer) = results
-    assert_same([p.detach() for p in weights], [p.detach() for p in plain], "weights")
-    assert_same([p.grad for p in weights], [p.grad for p in plain], "gradients")
-    assert_same(optimizer.state_dict(), plain_optimizer.state_dict(), "state")
-    return optimizer
+        return parameters, optimizer
+
+    return assert_same_both_ways(factory, run, fuse=fuse)

@@ -9,7 +9,16 @@ import torch
 from bagua import QAdamOptimizer
 from bagua.torch_api.contrib import fuse_optimizer
 from bagua.torch_api.contrib.fuse._elementwise import cpu_kernels_keep_bits
-from fused_training import DEVICES, assert_same, assert_same_training, backward, fused, parameters_of, take_step
+from fused_training import (
+    DEVICES,
+    Factory,
+    assert_same_both_ways,
+    assert_same_training,
+    backward,
+    fused,
+    parameters_of,
+    take_step,
+)
 from torch import nn, optim
 from torch.profiler import ProfilerActivity, profile
 
@@ -50,6 +59,17 @@ FURTHER: list[Any] = [
     partial(optim.RAdam, weight_decay=0.1, decoupled_weight_decay=True),
     partial(QAdamOptimizer, warmup_steps=6, weight_decay=0.1),
 ]
+# Flags that are for GPUs, or whose kernels keep their bits only there.
+ON_GPUS: list[Any] = [
+    partial(optim.Adam, weight_decay=0.1, foreach=False),
+    partial(optim.Adam, weight_decay=0.1, fused=True),
+    partial(optim.Adam, amsgrad=True, capturable=True),
+    partial(optim.SGD, lr=0.05, momentum=0.9, fused=True),
+    partial(optim.Adagrad, fused=True),
+    partial(optim.NAdam, capturable=True),
+    partial(optim.ASGD, capturable=True),
+]
+CASES = [(device, config) for device in DEVICES for config in ORIGINAL + FURTHER + ON_GPUS * (device == "cuda")]
 
 
 def _name(config: Any) -> str:
@@ -57,8 +77,7 @@ def _name(config: Any) -> str:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
-@pytest.mark.parametrize("config", ORIGINAL + FURTHER, ids=_name)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "config"), CASES, ids=[f"{device}-{_name(config)}" for device, config in CASES])
 def test_fused_steps_are_plain_steps_to_the_bit(device: str, config: Any, set_to_none: bool) -> None:
     optimizer = assert_same_training(config, make=lambda: parameters_of(device=device), set_to_none=set_to_none)
     assert optimizer._bagua_fused_count == 24 * 2  # each step, each group
@@ -66,14 +85,29 @@ def test_fused_steps_are_plain_steps_to_the_bit(device: str, config: Any, set_to
 
 @pytest.mark.parametrize("config", [ORIGINAL[0], ORIGINAL[9], FURTHER[-1]], ids=_name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_types_keep_their_bits_and_are_fused_where_the_kernels_allow_it(config: Any, dtype: torch.dtype) -> None:
-    optimizer = assert_same_training(config, make=lambda: parameters_of(dtype=dtype))
-    assert optimizer._bagua_fused_count == (24 * 2 if cpu_kernels_keep_bits(dtype) else 0)
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_types_keep_their_bits_and_are_fused_where_the_kernels_allow_it(
+    device: str, config: Any, dtype: torch.dtype
+) -> None:
+    optimizer = assert_same_training(config, make=lambda: parameters_of(device=device, dtype=dtype))
+    assert optimizer._bagua_fused_count == (24 * 2 if device == "cuda" or cpu_kernels_keep_bits(dtype) else 0)
 
 
 def test_types_of_64_and_32_bits_are_fused_on_this_cpu() -> None:
     assert cpu_kernels_keep_bits(torch.float64)
     assert cpu_kernels_keep_bits(torch.float32)
+
+
+@pytest.mark.parametrize("config", [ORIGINAL[0], FURTHER[1]], ids=_name)
+def test_bits_do_not_depend_on_how_threads_share_a_tensor(config: Any) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        # torch gives a thread 32768 values at least; none of these sizes and their sums can be divided evenly.
+        optimizer = assert_same_training(config, make=lambda: parameters_of([(40001,), (7,), (65521,), (33333,), (5,)]))
+    finally:
+        torch.set_num_threads(threads)
+    assert optimizer._bagua_fused_count == 24 * 2
 
 
 def _mixed_parameters() -> list[nn.Parameter]:
@@ -161,7 +195,7 @@ def test_a_class_that_declares_itself_elementwise_is_fused(set_to_none: bool) ->
 class _RowSums(optim.SGD):
     bagua_elementwise = True
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["sums"] = torch.zeros(2, 2)
@@ -187,16 +221,30 @@ def test_the_cpu_kernels_of_fused_optimizers_which_would_change_bits_are_left_al
     assert optimizer._bagua_fused_count == 0
 
 
+def test_a_flag_that_is_set_in_between_counts() -> None:
+    def run(kind: Factory) -> tuple[Any, Any]:
+        parameters = parameters_of()
+        optimizer: Any = kind(parameters)
+        for step in range(12):
+            # A checkpoint may bring it, too.
+            optimizer.param_groups[0]["fused"] = True if 4 <= step < 8 else None
+            optimizer.zero_grad()
+            backward(parameters, step)
+            take_step(optimizer)
+        return parameters, optimizer
+
+    assert assert_same_both_ways(partial(optim.Adam, lr=0.05), run)._bagua_fused_count == 8
+
+
 def test_a_differentiable_step_is_left_alone() -> None:
-    results = []
-    for kind in (optim.Adam, fused(optim.Adam)):
+    def run(kind: Factory) -> tuple[Any, Any]:
         parameters = [torch.ones(3), torch.ones(4)]
         addresses = [p.data_ptr() for p in parameters]
         for p in parameters:
             p.grad = torch.full_like(p, 0.5)
-        optimizer: Any = kind([{"params": parameters, "differentiable": True}])
+        optimizer = kind([{"params": parameters, "differentiable": True}])
         take_step(optimizer)
         assert addresses == [p.data_ptr() for p in parameters]
-        results.append(parameters)
-    assert optimizer._bagua_fused_count == 0
-    assert_same(*results)
+        return parameters, optimizer
+
+    assert assert_same_both_ways(optim.Adam, run)._bagua_fused_count == 0

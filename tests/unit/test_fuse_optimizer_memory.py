@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where fused optimizers put weights, gradients and state, and what they leave where it is."""
+"""Where fused optimizers put parameters, and what they leave where it is."""
 
-import copy
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,11 +13,15 @@ from bagua.torch_api.contrib.fuse import _chunk, _fusion
 from bagua.torch_api.contrib.fuse.optimizer import calculate_mutual_groups
 from fused_training import (
     DEVICES,
+    Factory,
     assert_same,
+    assert_same_both_ways,
     assert_same_training,
     backward,
     fused,
+    in_both_modes,
     parameters_of,
+    storages_of,
     take_step,
     train,
     two_groups,
@@ -29,22 +31,6 @@ from torch import Tensor, nn, optim
 adam = partial(optim.Adam, lr=0.05, weight_decay=0.1)
 sgd = partial(optim.SGD, lr=0.05, momentum=0.9)
 with_either = pytest.mark.parametrize("config", [adam, sgd], ids=["Adam", "SGD"])
-in_both_modes = pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
-
-
-def _storages(tensors: Any) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def _trained(config: Any, make: Callable[[], list[Tensor]], steps: int = 20, **options: Any) -> tuple[Any, Any, Any]:
-    """The parameters after plain and after fused training, and the fused optimizer."""
-    results = []
-    for kind in (config, fused(config)):
-        parameters = make()
-        optimizer = kind(parameters)
-        train(optimizer, parameters, range(steps), **options)
-        results.append([p.detach() for p in parameters])
-    return *results, optimizer
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -59,7 +45,7 @@ def test_flattening_moves_parameters_together_and_keeps_all_else(device: str) ->
     assert [p.stride() for p in parameters] == [stride for *_, stride in before]
     assert [p.data_ptr() % 64 for p in parameters] == [0] * 7
     assert parameters[3].is_contiguous(memory_format=torch.channels_last)
-    assert len(_storages(parameters[:4])) == len(_storages(parameters[4:])) == 1
+    assert len(storages_of(parameters[:4])) == len(storages_of(parameters[4:])) == 1
     assert all(p.requires_grad and p.is_leaf for p in parameters)
 
 
@@ -98,14 +84,13 @@ def test_parameters_side_by_side_are_fused_where_they_are(
     assert_same(shared, expected)
     assert_same([shared[:3], shared[22:]], [start[:3], start[22:]])  # the rest of the memory is untouched
     assert optimizer._bagua_fused_count == 20
-    assert _storages(parameters) == _storages([shared])
+    assert storages_of(parameters) == storages_of([shared])
 
 
 @in_both_modes
 @with_either
 def test_gradients_side_by_side_are_used_where_they_are(config: Any, set_to_none: bool) -> None:
-    results = []
-    for kind in (config, fused(config, do_flatten=False)):
+    def run(kind: Factory) -> tuple[Any, Any]:
         weights, gradients = torch.ones(30), torch.zeros(30)
         parameters = _slices(weights)
         optimizer: Any = kind(parameters)
@@ -114,9 +99,10 @@ def test_gradients_side_by_side_are_used_where_they_are(config: Any, set_to_none
             for p, g in zip(parameters, _slices(gradients), strict=True):
                 p.grad = g.data
             take_step(optimizer)
-        assert _storages(p.grad for p in parameters) == _storages([gradients])
-        results.append(weights)
-    assert_same(*results)
+        assert storages_of(p.grad for p in parameters) == storages_of([gradients])
+        return [weights], optimizer
+
+    optimizer = assert_same_both_ways(config, run)
     assert all(
         chunk.gradients._buffer is None for plan in optimizer._bagua_fused_optimizer._plans for chunk in plan.chunks
     )
@@ -150,22 +136,26 @@ def test_parameters_on_the_same_memory_are_stepped_one_after_the_other(config: A
             *parameters[2:],
         ]
 
-    expected, weights, optimizer = _trained(config, make, set_to_none=set_to_none)
-    assert_same(weights, expected)
+    def run(kind: Factory) -> tuple[Any, Any]:
+        parameters = make()
+        optimizer = kind(parameters)
+        train(optimizer, parameters, range(20), set_to_none=set_to_none)
+        return parameters, optimizer
+
+    optimizer = assert_same_both_ways(config, run)
     assert optimizer._bagua_fused_count == 20
     tied = optimizer.param_groups[0]["params"]
     assert tied[0].data_ptr() == tied[2].data_ptr()
 
 
 def test_a_parameter_that_is_used_twice_in_the_model_is_stepped_once() -> None:
-    def model() -> nn.Module:
+    def model() -> nn.Sequential:
         torch.manual_seed(2)
         first, last = nn.Linear(5, 5), nn.Linear(5, 5)
         last.weight = first.weight
         return nn.Sequential(first, nn.Tanh(), last)
 
-    results = []
-    for kind in (adam, fused(adam)):
+    def run(kind: Factory) -> tuple[Any, Any]:
         net = model()
         optimizer: Any = kind(net.parameters())
         for step in range(10):
@@ -173,8 +163,9 @@ def test_a_parameter_that_is_used_twice_in_the_model_is_stepped_once() -> None:
             net(torch.full((2, 5), float(step))).square().sum().backward()
             take_step(optimizer)
         assert net[2].weight is net[0].weight
-        results.append([p.detach() for p in net.parameters()])
-    assert_same(*results)
+        return list(net.parameters()), optimizer
+
+    optimizer = assert_same_both_ways(adam, run)
     assert optimizer._bagua_fused_count == 10
 
 
@@ -185,16 +176,16 @@ def test_a_parameter_that_is_given_twice_is_stepped_twice(config: Any) -> None:
         parameters = parameters_of()
         return [*parameters, parameters[1]]
 
-    results = []
-    for kind in (config, fused(config)):
+    def run(kind: Factory) -> tuple[Any, Any]:
         parameters = make()
         optimizer: Any = kind(parameters)
         for step in range(10):
             optimizer.zero_grad()
             backward(parameters[:-1], step)
             take_step(optimizer)
-        results.append([p.detach() for p in parameters])
-    assert_same(*results)
+        return parameters, optimizer
+
+    optimizer = assert_same_both_ways(config, run)
     assert optimizer._bagua_fused_count == 10
 
 
@@ -217,7 +208,7 @@ def _arrays() -> tuple[list[nn.Parameter], Any]:
 def _shared_by_processes() -> tuple[list[nn.Parameter], Any]:
     parameters = parameters_of([(3,), (4,), (5,), (6,)])
     for p in parameters[:2]:
-        p.share_memory_()
+        p.share_memory_()  # type: ignore[no-untyped-call]
     return parameters, []
 
 
@@ -254,8 +245,7 @@ def _odd_parameters() -> list[Tensor]:
 @in_both_modes
 @with_either
 def test_parameters_of_other_kinds_are_stepped_by_themselves(config: Any, set_to_none: bool) -> None:
-    results = []
-    for kind in (config, fused(config)):
+    def run(kind: Factory) -> tuple[Any, Any]:
         parameters = _odd_parameters()
         strides = [p.stride() for p in parameters]
         optimizer: Any = kind(parameters)
@@ -265,15 +255,15 @@ def test_parameters_of_other_kinds_are_stepped_by_themselves(config: Any, set_to
             parameters[-1].grad = torch.tensor([0.3 - step * 1j, 0.1])
             take_step(optimizer)
         assert strides == [p.stride() for p in parameters]
-        results.append(([p.detach() for p in parameters], optimizer.state_dict()))
-    assert_same(*results)
+        return parameters, optimizer
+
+    optimizer = assert_same_both_ways(config, run)
     assert optimizer._bagua_fused_count == 20
 
 
 @with_either
 def test_a_gradient_in_another_order_of_memory_is_stepped_by_itself(config: Any) -> None:
-    results = []
-    for kind in (config, fused(config)):
+    def run(kind: Factory) -> tuple[Any, Any]:
         parameters = parameters_of()
         optimizer: Any = kind(parameters)
         for step in range(6):
@@ -284,8 +274,9 @@ def test_a_gradient_in_another_order_of_memory_is_stepped_by_itself(config: Any)
             if step % 2:
                 parameters[3].grad = grad.contiguous()  # the weight is channels_last
             take_step(optimizer)
-        results.append([p.detach() for p in parameters])
-    assert_same(*results)
+        return parameters, optimizer
+
+    optimizer = assert_same_both_ways(config, run)
     assert optimizer._bagua_fused_count == 6
 
 
@@ -294,194 +285,12 @@ def test_parts_of_limited_size_are_moved_one_after_the_other(config: Any, monkey
     monkeypatch.setattr(_fusion, "_CHUNK_BYTES", 200)
     optimizer = assert_same_training(config)
     assert optimizer._bagua_fused_count == 24 * 2
-    assert len(_storages(optimizer.param_groups[0]["params"])) > 1
-
-
-def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records]
-    assert all(record.name == "bagua" and record.levelno == logging.WARNING for record in caplog.records)
-    caplog.clear()
-    return found
-
-
-@pytest.mark.parametrize("check_flatten", [True, False])
-@in_both_modes
-@with_either
-def test_weights_that_were_moved_are_moved_back(
-    config: Any, set_to_none: bool, check_flatten: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = parameters_of()
-    train(config(expected), expected, range(12), set_to_none=set_to_none)
-    parameters = parameters_of()
-    optimizer = fuse_optimizer(config(parameters), check_flatten=check_flatten)
-    train(optimizer, parameters, range(4), set_to_none=set_to_none)
-    for p in parameters[2:4]:
-        p.data = p.data.clone()
-    train(optimizer, parameters, [4], set_to_none=set_to_none)
-    messages = _messages(caplog)
-    assert [message[:40] for message in messages] == ["fuse_step: the weights of 2 parameters w"] * check_flatten
-    assert len(_storages(parameters)) == 1
-    train(optimizer, parameters, range(5, 12), set_to_none=set_to_none)
-    assert not _messages(caplog)
-    assert_same([p.detach() for p in parameters], [p.detach() for p in expected])
-    assert optimizer._bagua_fused_count == 12
-
-
-@with_either
-def test_weights_that_were_moved_to_memory_of_others_stay_there(config: Any, caplog: pytest.LogCaptureFixture) -> None:
-    results = []
-    for kind in (config, fused(config)):
-        parameters = parameters_of()
-        optimizer: Any = kind(parameters)
-        train(optimizer, parameters, range(4))
-        elsewhere = parameters[2].data.clone()
-        parameters[2].data = elsewhere
-        parameters[1].data = parameters[5].data[1]  # now tied, without a word to anybody
-        tied = parameters[:1] + parameters[2:]
-        train(optimizer, tied, range(4, 10))
-        assert parameters[2].data_ptr() == elsewhere.data_ptr()
-        results.append([p.detach() for p in parameters])
-    assert_same(*results)
-    assert [message[:40] for message in _messages(caplog)] == ["fuse_step: the weights of 2 parameters w"]
-    assert optimizer._bagua_fused_count == 10
-
-
-@pytest.mark.parametrize("change", ["type", "order", "assigned"])
-@with_either
-def test_a_model_that_changes_altogether_is_flattened_again(config: Any, change: str) -> None:
-    results = []
-    for kind in (config, fused(config)):
-        torch.manual_seed(4)
-        model = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Conv2d(5, 3, 2))
-        images = torch.randn(2, 3, 4, 4)
-        optimizer: Any = kind(model.parameters())
-        for step in range(10):
-            if step == 5:
-                if change == "type":
-                    model.double()
-                    images = images.double()
-                elif change == "order":
-                    model.to(memory_format=torch.channels_last)
-                else:
-                    for p in model.parameters():
-                        p.data = p.data.clone()
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            optimizer.zero_grad()
-            model(images).square().sum().backward()
-            take_step(optimizer)
-        results.append([p.detach() for p in model.parameters()])
-    assert_same(*results)
-    assert optimizer._bagua_fused_count == 10
-    # Biases have no order, and stay where they are.
-    assert len(_storages(model.parameters())) == (2 if change == "order" else 1)
-
-
-@pytest.mark.parametrize("check_flatten", [True, False])
-def test_state_that_was_replaced_is_moved_back(check_flatten: bool, caplog: pytest.LogCaptureFixture) -> None:
-    expected = parameters_of()
-    plain = adam(expected)
-    parameters = parameters_of()
-    optimizer = fuse_optimizer(adam(parameters), check_flatten=check_flatten)
-    for own, weights in ((plain, expected), (optimizer, parameters)):
-        train(own, weights, range(4))
-        own.state[weights[1]]["exp_avg"] = torch.full((5,), 0.25)
-        own.state[weights[2]]["exp_avg"].data = torch.full((64,), 0.5)
-        own.state[weights[5]]["step"] += 3
-        own.state[weights[6]] = {**own.state[weights[6]], "step": torch.tensor(9.0)}
-        train(own, weights, [4])
-    assert [message[:38] for message in _messages(caplog)] == ["fuse_step: the optimizer's state of 3 "] * check_flatten
-    train(plain, expected, range(5, 12))
-    train(optimizer, parameters, range(5, 12))
-    assert not _messages(caplog)
-    assert_same([p.detach() for p in parameters], [p.detach() for p in expected])
-    assert_same(optimizer.state_dict(), plain.state_dict())
-    assert optimizer._bagua_fused_count == 12
-
-
-@pytest.mark.parametrize("check_flatten", [True, False])
-@with_either
-def test_kept_gradients_live_side_by_side_until_they_are_replaced(
-    config: Any, check_flatten: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = parameters_of()
-    train(config(expected), expected, range(12))
-    parameters = parameters_of()
-    optimizer = fuse_optimizer(config(parameters), check_flatten=check_flatten)
-    train(optimizer, parameters, [0], set_to_none=False)
-    kept = [p.grad for p in parameters]
-    train(optimizer, parameters, range(1, 4), set_to_none=False)
-    assert all(p.grad is grad for p, grad in zip(parameters, kept, strict=True))
-    assert len(_storages(kept)) == 1
-    values = [grad.clone() for grad in kept if grad is not None]
-    train(optimizer, parameters, [4])
-    messages = _messages(caplog)
-    assert [message[:42] for message in messages] == ["fuse_step: the gradients of 7 parameters w"] * check_flatten
-    train(optimizer, parameters, range(5, 9), set_to_none=False)
-    train(optimizer, parameters, range(9, 12))
-    assert not _messages(caplog)
-    assert_same(kept, values)  # those who hold old gradients find them as they were
-    assert_same([p.detach() for p in parameters], [p.detach() for p in expected])
-    assert optimizer._bagua_fused_count == 12
-
-
-def test_gradients_that_somebody_keeps_are_not_overwritten() -> None:
-    parameters = parameters_of()
-    optimizer = fuse_optimizer(adam(parameters))
-    kept: list[tuple[Tensor, Tensor]] = []
-    for step in range(6):
-        optimizer.zero_grad()
-        backward(parameters, step)
-        kept += [(p.grad, p.grad.clone()) for p in parameters if p.grad is not None]
-        optimizer.fuse_step()
-    assert_same(*zip(*kept, strict=True))
-
-
-def test_gradients_that_are_part_of_something_larger_stay_there() -> None:
-    parameters = parameters_of([(3,), (4,), (5,)])
-    optimizer = fuse_optimizer(adam(parameters))
-    bucket = torch.zeros(12)
-    for p, part in zip(parameters, bucket.split([3, 4, 5]), strict=True):
-        p.grad = part
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=False)
-        backward(parameters, step)
-        optimizer.fuse_step()
-    assert _storages(p.grad for p in parameters) == _storages([bucket])
-    assert bucket.count_nonzero() == 12
-    assert optimizer._bagua_fused_count == 4
-
-
-class _Decaying(optim.SGD):
-    bagua_elementwise = True
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad.add_(p, alpha=0.1)  # as many optimizers do it
-                p.sub_(p.grad, alpha=group["lr"])
-
-
-@in_both_modes
-def test_what_the_optimizer_does_to_gradients_is_seen(set_to_none: bool) -> None:
-    optimizer = assert_same_training(partial(_Decaying, lr=0.1), set_to_none=set_to_none)
-    assert optimizer._bagua_fused_count == 48
-
-
-def test_a_model_and_its_optimizer_can_be_copied_together() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    optimizer = fuse_optimizer(adam(model.parameters()))
-    twin = copy.deepcopy(model)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.fuse_step()
-    assert not _storages(model.parameters()) & _storages(twin.parameters())
-    assert not torch.equal(model[0].weight, twin[0].weight)
+    assert len(storages_of(optimizer.param_groups[0]["params"])) > 1
 
 
 # The original's own cases.
 def test_mutual_groups_are_those_that_are_whole_in_all_lists() -> None:
-    pieces = torch.rand(100).split(10)
+    pieces = torch.split(torch.rand(100), 10)
     scattered = [torch.rand(10) for _ in range(7)]
     places = [pieces[i] for i in (3, 1, 2, 0, 8, 9)]
     all_but_last = [*places, scattered[0]]
@@ -503,13 +312,60 @@ def test_on_the_cpu_large_parameters_stay_where_they_are_and_runs_fit_the_cache(
     def make() -> list[nn.Parameter]:
         return parameters_of([(70,), (30,), (64,), (65,), (40,), (5,), (10,)])
 
-    for set_to_none in (True, False):
-        expected, weights, optimizer = _trained(adam, make, set_to_none=set_to_none)
-        assert_same(weights, expected)
-        parameters = optimizer.param_groups[0]["params"]
-        assert _storages(parameters[:1]).isdisjoint(_storages(parameters[1:]))
-        assert len(_storages(parameters)) == 3
-        backward(parameters, 0)
-        runs = optimizer._bagua_fused_optimizer.runs(optimizer)
-        # 30 + 64 fill a run; with the gaps of alignment so do 40 + 5 + 10.
-        assert [[p.numel() for p in run.parameters] for run in runs[0]] == [[30, 64], [40, 5, 10]]
+    optimizer = assert_same_training(adam, make=make)
+    assert optimizer._bagua_fused_count == 24 * 2
+    parameters = make()
+    optimizer = fuse_optimizer(adam(parameters))
+    assert len(storages_of(parameters)) == 3
+    assert len(storages_of([parameters[0], parameters[3]])) == 2
+    backward(parameters, 0)
+    runs = optimizer._bagua_fused_optimizer.runs(optimizer)
+    # 30 + 64 fill a run; with the gaps of alignment so do 40 + 5 + 10.
+    assert [[p.numel() for p in run.parameters] for run in runs[0]] == [[30, 64], [40, 5, 10]]
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+def test_separate_memory_that_lies_side_by_side_by_chance_is_not_taken_for_one(do_flatten: bool) -> None:
+    def pieces(array: Any) -> list[Tensor]:
+        return [torch.from_numpy(part) for part in (array[:16], array[16:48])]
+
+    weights, gradients = np.ones(48, np.float32), np.ones(48, np.float32)
+    fixed = [nn.Parameter(piece) for piece in pieces(weights)]
+    free = parameters_of([(16,), (32,)])
+    optimizer = fuse_optimizer(optim.SGD([{"params": fixed}, {"params": free}], lr=0.5), do_flatten=do_flatten)
+    before = [p.detach().clone() for p in free]
+    for p, gradient in zip([*fixed, *free], pieces(gradients) * 2, strict=True):
+        p.grad = gradient
+    optimizer.fuse_step()
+    assert weights.tolist() == [0.5] * 48
+    assert_same([p.detach() for p in free], [value - 0.5 for value in before])
+    assert optimizer._bagua_fused_count == do_flatten  # the second group
+
+
+def test_offsets_in_different_memory_are_not_compared() -> None:
+    array = np.ones(80, np.float32)
+    first, second = torch.from_numpy(array[:16]), torch.from_numpy(array[20:])[16:48]
+    parameters = [nn.Parameter(first), nn.Parameter(second)]
+    optimizer = fuse_optimizer(optim.SGD(parameters, lr=0.5), do_flatten=False)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.fuse_step()
+    assert array.tolist() == [0.5] * 16 + [1.0] * 20 + [0.5] * 32 + [1.0] * 12
+    assert optimizer._bagua_fused_count == 0
+
+
+def test_gradients_side_by_side_in_another_order_are_not_taken_as_they_are() -> None:
+    def run(kind: Factory) -> tuple[Any, Any]:
+        weights, gradients = torch.ones(34), torch.arange(34.0)
+        image = weights[:24].as_strided((2, 3, 2, 2), (12, 1, 6, 3))
+        parameters = [nn.Parameter(image), nn.Parameter(weights[24:29]), nn.Parameter(weights[29:])]
+        parts = torch.split(gradients, [24, 5, 5])
+        for p, part in zip(parameters, parts, strict=True):
+            p.grad = part.view(p.shape)
+        optimizer = kind(parameters)
+        take_step(optimizer)
+        take_step(optimizer)
+        return parameters, optimizer
+
+    optimizer = assert_same_both_ways(adam, run, fuse=partial(fused, do_flatten=False))
+    assert optimizer._bagua_fused_count == 2  # the other two

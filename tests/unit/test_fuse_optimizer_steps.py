@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused steps between plain ones, with gradients that come and go, and with what else takes part in training."""
+"""Fused steps between plain ones, with gradients that come and go, and around checkpoints."""
 
 import copy
-import gc
 import pickle
-import weakref
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -12,22 +10,20 @@ from typing import Any
 import pytest
 import torch
 from bagua import QAdamOptimizer
-from bagua.torch_api.contrib import fuse_optimizer
-from bagua.torch_api.contrib.fuse.optimizer import fuse_step, is_fused_optimizer
+from bagua.torch_api.contrib.fuse.optimizer import is_fused_optimizer
 from fused_training import (
     DEVICES,
+    Factory,
     assert_same,
+    assert_same_both_ways,
     assert_same_training,
-    backward,
     fused,
+    in_both_modes,
     parameters_of,
-    take_step,
     train,
     two_groups,
 )
-from torch import nn, optim
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch import optim
 
 CONFIGS: list[Any] = [
     partial(optim.SGD, lr=0.05, momentum=0.9),
@@ -43,11 +39,11 @@ CONFIGS: list[Any] = [
 
 
 def _name(config: Any) -> str:
-    return getattr(config, "func", config).__name__
+    name: str = getattr(config, "func", config).__name__
+    return name
 
 
 in_each_way = pytest.mark.parametrize("config", CONFIGS, ids=_name)
-in_both_modes = pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 
 MIXTURES: dict[str, Callable[[int], bool]] = {
     "alternating": lambda step: step % 2 == 0,
@@ -64,6 +60,15 @@ def test_plain_and_fused_steps_can_be_mixed(config: Any, mixture: str, set_to_no
     fusing = MIXTURES[mixture]
     optimizer = assert_same_training(config, set_to_none=set_to_none, fusing=fusing)
     assert optimizer._bagua_fused_count == 2 * sum(map(fusing, range(24)))
+
+
+@in_each_way
+def test_numbers_that_part_in_plain_steps_are_noticed(config: Any) -> None:
+    assert_same_training(
+        config,
+        without=lambda step: {1, 5} if step in (8, 9) else (),
+        fusing=lambda step: step not in (8, 9),
+    )
 
 
 ABSENCES: dict[str, Callable[[int], Collection[int]]] = {
@@ -117,8 +122,7 @@ def test_numbers_of_steps_that_agree_again_are_fused_again(device: str, config: 
 @in_both_modes
 @in_each_way
 def test_frozen_parameters_join_when_they_are_trained(config: Any, set_to_none: bool) -> None:
-    results = []
-    for kind in (config, fused(config)):
+    def run(kind: Factory) -> tuple[Any, Any]:
         parameters = parameters_of()
         for p in parameters[:3]:
             p.requires_grad = False
@@ -127,26 +131,25 @@ def test_frozen_parameters_join_when_they_are_trained(config: Any, set_to_none: 
         for p in parameters[:3]:
             p.requires_grad = True
         train(optimizer, parameters, range(8, 24), set_to_none=set_to_none)
-        results.append((parameters, optimizer))
-    assert_same(*([p.detach() for p in parameters] for parameters, _ in results))
-    assert_same(*(optimizer.state_dict() for _, optimizer in results))
+        return parameters, optimizer
+
+    optimizer = assert_same_both_ways(config, run)
     # In the first group only one parameter and a half are left at first.
-    assert results[1][1]._bagua_fused_count >= 8 + 2 * 16
+    assert optimizer._bagua_fused_count >= 8 + 2 * 16
 
 
 @in_each_way
 def test_a_parameter_group_may_be_added(config: Any) -> None:
-    results = []
-    for kind in (config, fused(config)):
+    def run(kind: Factory) -> tuple[Any, Any]:
         parameters = parameters_of()
         optimizer: Any = kind(parameters[:4])
         train(optimizer, parameters, range(8))
         optimizer.add_param_group({"params": parameters[4:], "lr": 0.3})
         train(optimizer, parameters, range(8, 24))
-        results.append((parameters, optimizer))
-    assert_same(*([p.detach() for p in parameters] for parameters, _ in results))
-    assert_same(*(optimizer.state_dict() for _, optimizer in results))
-    assert results[1][1]._bagua_fused_count == 8 + 2 * 16
+        return parameters, optimizer
+
+    optimizer = assert_same_both_ways(config, run)
+    assert optimizer._bagua_fused_count == 8 + 2 * 16
 
 
 @in_both_modes
@@ -195,255 +198,3 @@ def test_a_checkpoint_of_another_type_of_numbers_is_fused_too() -> None:
     train(optimizer, parameters, range(3, 6))
     assert optimizer._bagua_fused_count == 6  # type: ignore[attr-defined]
     assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float64}
-
-
-def _schedules(optimizer: Any) -> list[Any]:
-    schedule = OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
-    return [schedule, LambdaLR(optimizer, lambda step: 0.9**step)]
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("replacing", ["never", "before", "after"])
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]], ids=_name)
-def test_learning_rate_schedules_act_and_see_the_steps(config: Any, replacing: str) -> None:
-    results = []
-    for kind in (config, fused(config)):
-        parameters = parameters_of()
-        optimizer: Any = kind(two_groups(parameters))
-        is_fused = is_fused_optimizer(optimizer)
-        if is_fused and replacing == "before":
-            optimizer.step = optimizer.fuse_step
-        schedules = _schedules(optimizer)
-        if is_fused and replacing == "after":
-            optimizer.step = optimizer.fuse_step
-        for step in range(24):
-            optimizer.zero_grad()
-            backward(parameters, step)
-            take_step(optimizer, fusing=replacing == "never")
-            for schedule in schedules:
-                schedule.step()
-        results.append((parameters, optimizer))
-    assert_same(*([p.detach() for p in parameters] for parameters, _ in results))
-    assert_same(*(optimizer.state_dict() for _, optimizer in results))
-    assert results[1][1]._bagua_fused_count == 48
-
-
-@in_both_modes
-@pytest.mark.parametrize("by_hand", [True, False], ids=["fuse_step", "scaler.step"])
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]], ids=_name)
-def test_a_gradient_scaler_skips_steps_with_infinite_gradients(config: Any, by_hand: bool, set_to_none: bool) -> None:
-    results = []
-    for kind in (config, fused(config)):
-        parameters = parameters_of()
-        optimizer: Any = kind(two_groups(parameters))
-        is_fused = is_fused_optimizer(optimizer)
-        if is_fused and not by_hand:
-            optimizer.step = optimizer.fuse_step
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
-        for step in range(24):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            scale = scaler.get_scale() if step % 5 != 3 else float("inf")
-            scaler.scale(torch.ones(()))
-            backward(parameters, step)
-            for p in parameters:
-                assert p.grad is not None
-                p.grad.mul_(scale)
-            scaler.unscale_(optimizer)
-            if is_fused and by_hand:
-                # What scaler.step() does for a plain step.
-                has_inf = any(not p.grad.isfinite().all() for p in parameters if p.grad is not None)
-                if not has_inf:
-                    optimizer.fuse_step()
-            else:
-                scaler.step(optimizer)
-            scaler.update()
-        assert all(p.isfinite().all() for p in parameters)
-        results.append((parameters, optimizer))
-    assert_same(*([p.detach() for p in parameters] for parameters, _ in results))
-    assert_same(*(optimizer.state_dict() for _, optimizer in results))
-    # Of 24 steps, 3, 8, 13, 18 and 23 are skipped.
-    assert results[1][1]._bagua_fused_count == 19 * 2
-
-
-def test_qadam_keeps_refusing_a_gradient_scaler() -> None:
-    parameters = parameters_of()
-    optimizer = fuse_optimizer(QAdamOptimizer(parameters))
-    optimizer.step = optimizer.fuse_step
-    backward(parameters, 0)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    weights = [p.detach().clone() for p in parameters]
-    with pytest.raises(RuntimeError, match="cannot be used with a GradScaler"):
-        scaler.step(optimizer)
-    assert_same([p.detach() for p in parameters], weights)
-    assert optimizer.param_groups[0]["params"] == parameters
-
-
-@pytest.mark.parametrize("handed_out", [range(7), (0, 1, 4)], ids=["all", "some"])
-def test_qadam_takes_over_the_momenta_of_an_algorithm(handed_out: Collection[int]) -> None:
-    results = []
-    config = partial(QAdamOptimizer, lr=0.1, warmup_steps=3)
-    for kind in (config, fused(config)):
-        parameters = parameters_of()
-        optimizer: Any = kind(parameters)
-        for step in range(12):
-            optimizer.zero_grad()
-            momenta = optimizer.momenta([parameters[i] for i in handed_out])
-            starts = [(start.clone(), beta) for start, beta in momenta]
-            backward(parameters, step)
-            for i, (start, beta) in zip(handed_out, starts, strict=bool(starts)):
-                grad = parameters[i].grad
-                assert grad is not None
-                parameters[i].grad = beta * start + (1 - beta) * grad
-            take_step(optimizer)
-        results.append((parameters, optimizer))
-    assert_same(*([p.detach() for p in parameters] for parameters, _ in results))
-    assert_same(*(optimizer.state_dict() for _, optimizer in results))
-    assert results[1][1]._bagua_fused_count == 12
-    assert not results[1][1]._handed_out
-
-
-def test_step_hooks_run_once_with_the_optimizer_itself() -> None:
-    calls: list[Any] = []
-    parameters = parameters_of()
-    optimizer = fuse_optimizer(optim.AdamW(parameters))
-    optimizer.register_step_pre_hook(lambda own, args, kwargs: calls.append(("before", own, args, kwargs)))
-    optimizer.register_step_post_hook(lambda own, args, kwargs: calls.append(("after", own, args, kwargs)))
-    everywhere = register_optimizer_step_post_hook(lambda own, args, kwargs: calls.append(own))
-    try:
-        backward(parameters, 0)
-        optimizer.fuse_step()
-    finally:
-        everywhere.remove()
-    assert calls == [("before", optimizer, (optimizer,), {}), ("after", optimizer, (optimizer,), {}), optimizer]
-
-
-def test_a_hook_before_the_step_may_change_gradients() -> None:
-    results = []
-    for kind in (CONFIGS[0], fused(CONFIGS[0])):
-        parameters = parameters_of()
-        optimizer = kind(parameters)
-        optimizer.register_step_pre_hook(lambda *_, ps=parameters: nn.utils.clip_grad_norm_(ps, 1.0) and None)
-        train(optimizer, parameters, range(5))
-        results.append([p.detach() for p in parameters])
-    assert_same(*results)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_the_loss_of_the_closure_is_returned(set_to_none: bool) -> None:
-    results = []
-    for kind in (CONFIGS[2], fused(CONFIGS[2])):
-        parameters = parameters_of()
-        optimizer: Any = kind(parameters)
-        losses = []
-
-        def closure(optimizer: Any = optimizer, parameters: Any = parameters) -> torch.Tensor:
-            optimizer.zero_grad(set_to_none=set_to_none)
-            assert torch.is_grad_enabled()
-            loss: torch.Tensor = sum((p**2).sum() for p in parameters)
-            loss.backward()
-            return loss
-
-        for _ in range(5):
-            step = optimizer.fuse_step if is_fused_optimizer(optimizer) else optimizer.step
-            with torch.no_grad():
-                losses.append(step(closure))
-        results.append((losses, [p.detach() for p in parameters]))
-    assert_same(*results)
-    assert results[0][0][0] > results[0][0][-1] > 0
-
-
-def test_a_step_without_closure_returns_nothing() -> None:
-    parameters = parameters_of()
-    optimizer = fuse_optimizer(optim.SGD(parameters))
-    assert optimizer.fuse_step() is None
-    backward(parameters, 0)
-    assert fuse_step(optimizer) is None
-
-
-def test_an_optimizer_that_is_not_fused_has_no_fused_step() -> None:
-    optimizer = optim.SGD(parameters_of())
-    fuse_optimizer(optim.SGD(parameters_of()))
-    assert not is_fused_optimizer(optimizer)
-    with pytest.raises(RuntimeError, match=r"needs an optimizer that went through fuse_optimizer\(\)"):
-        fuse_step(optimizer)
-
-
-def test_the_method_keeps_its_optimizer() -> None:
-    parameters = parameters_of([(3,), (4,)])
-    weights = [p.detach().clone() for p in parameters]
-    step = fuse_optimizer(optim.SGD(parameters, lr=1.0)).fuse_step
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    step()
-    assert_same([p.detach() for p in parameters], [weight - 1 for weight in weights])
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
-def test_a_copy_is_a_plain_optimizer_with_the_same_state(duplicate: Callable[[Any], Any]) -> None:
-    parameters = parameters_of()
-    optimizer = fuse_optimizer(CONFIGS[2](parameters))
-    train(optimizer, parameters, range(4))
-    twin = duplicate(optimizer)
-    assert not is_fused_optimizer(twin)
-    assert_same(twin.state_dict(), optimizer.state_dict())
-    own = twin.param_groups[0]["params"]
-    train(fuse_optimizer(twin), own, range(4, 8))
-    train(optimizer, parameters, range(4, 8))
-    assert_same([p.detach() for p in own], [p.detach() for p in parameters])
-
-
-def test_autograd_notices_that_weights_have_changed() -> None:
-    parameters = parameters_of([(3,), (4,)])
-    optimizer = fuse_optimizer(optim.SGD(parameters, lr=0.1))
-    loss = sum((p**2).sum() for p in parameters)
-    assert isinstance(loss, torch.Tensor)
-    loss.backward(retain_graph=True)
-    optimizer.fuse_step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_an_error_in_the_step_leaves_the_optimizer_as_it_was() -> None:
-    parameters = parameters_of()
-    optimizer = fuse_optimizer(optim.NAdam(two_groups(parameters)))
-    train(optimizer, parameters, range(3))
-    state = copy.deepcopy(optimizer.state_dict())
-    backward(parameters, 3)
-    parameters[1].grad = torch.ones(5).to_sparse()
-    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
-        optimizer.fuse_step()
-    assert_same(optimizer.state_dict(), state)
-    assert [p for group in optimizer.param_groups for p in group["params"]] == parameters
-    train(optimizer, parameters, range(3, 5))
-    assert optimizer._bagua_fused_count == 10
-
-
-def test_a_sparse_gradient_is_stepped_by_itself() -> None:
-    results = []
-    for kind in (CONFIGS[1], fused(CONFIGS[1])):
-        table, parameters = nn.Embedding(10, 3, sparse=True), parameters_of()
-        with torch.no_grad():
-            table.weight.copy_(torch.arange(30.0).view(10, 3))
-        optimizer: Any = kind([*parameters, *table.parameters()])
-        for step in range(5):
-            optimizer.zero_grad()
-            backward(parameters, step)
-            table(torch.tensor([1, 4])).sum().backward()
-            take_step(optimizer)
-        results.append([p.detach() for p in [*parameters, table.weight]])
-    assert_same(*results)
-    assert optimizer._bagua_fused_count == 5
-
-
-def test_an_optimizer_goes_when_its_last_user_does() -> None:
-    parameters = parameters_of()
-    optimizer = fuse_optimizer(optim.Adam(parameters))
-    train(optimizer, parameters, range(2))
-    reference = weakref.ref(optimizer)
-    gc.disable()
-    try:
-        del optimizer
-        assert reference() is None
-    finally:
-        gc.enable()

@@ -104,7 +104,7 @@ class GroupPlan:
     def update(self, group: dict[str, Any], tied: set[int]) -> None:
         """Find chunks for what is in none. `tied` are the ids of parameters that share memory with others."""
         parameters = group["params"]
-        present = {id(p) for p in parameters} - tied
+        present = {id(p) for p in parameters if keeps_bits(group, p.device, p.dtype)} - tied
         for chunk in self.chunks:
             chunk.keep(present)
         self.chunks = [chunk for chunk in self.chunks if len(chunk.members) > 1]
@@ -212,12 +212,7 @@ class Fusion:
         moved = self.gather(optimizer)
         key_of = _key_function(optimizer)
         runs = [[run for chunk in plan.chunks for run in chunk.runs(key_of)] for plan in self._plans]
-        for group_runs in runs:
-            for run in group_runs:
-                run.attach(optimizer.state)
-        for group_runs in runs:
-            for run in group_runs:
-                run.watch_gradient()
+        _attach([run for group_runs in runs for run in group_runs], optimizer)
         for plan in self._plans:
             for chunk in plan.chunks:
                 moved["gradients"] += chunk.gradients.lost
@@ -233,6 +228,18 @@ class Fusion:
         for plan in self._plans:
             for chunk in plan.chunks:
                 chunk.after_step()
+
+
+def _attach(runs: Sequence[Run], optimizer: Optimizer) -> None:
+    try:
+        for run in runs:
+            run.attach(optimizer.state)
+    except BaseException:  # such as a lack of memory
+        for run in runs:
+            optimizer.state.pop(run.flat, None)
+        raise
+    for run in runs:
+        run.watch_gradient()
 
 
 def _key_function(optimizer: Optimizer) -> Callable[[Tensor], Hashable]:

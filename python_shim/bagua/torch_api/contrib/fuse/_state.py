@@ -71,12 +71,13 @@ class FlatState:
         """Move in whatever lies elsewhere. Returns how many parameters had lain here before."""
         elsewhere = [i for i, state in enumerate(states) if not self._is_in_place(i, state)]
         moved = sum(self._held[i] is not None for i in elsewhere)
-        for i in elsewhere:
-            self._held[i], self._labels[i] = None, _NEW
+        self.forget(elsewhere)
         if moved and not any(self._held):
             # All new, as after load_state_dict(): the types may differ too.
             self._flats.clear()
             self._rows.clear()
+        for i in elsewhere:
+            self._copy_out(states[i] or {})
         for i in elsewhere:
             self._take_in(i, states[i])
         if elsewhere or self._may_have_changed():
@@ -157,6 +158,15 @@ class FlatState:
             if state.get(name) is not tensor or tensor.data_ptr() != address:
                 return False
         return True
+
+    def _copy_out(self, state: State) -> None:
+        """Copy what already lies here, maybe in the place of another parameter, where it would be overwritten."""
+        parts: list[_Parts] = [*self._flats.values(), *self._rows.values()]
+        here = {part.tensor.untyped_storage().data_ptr() for part in parts}
+        for name, value in state.items():
+            is_strided = isinstance(value, Tensor) and value.layout == torch.strided
+            if is_strided and value.untyped_storage().data_ptr() in here:
+                state[name] = value.clone()
 
     def _take_in(self, index: int, state: State | None) -> None:
         if not state:

@@ -87,9 +87,10 @@ def fuse_optimizer(optimizer: Any, do_flatten: bool = True, check_flatten: bool 
 
 
 def fuse_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Take one step, with as many parameters as possible treated as one. The storage of parameters is not changed.
+    """Take one step, with as many parameters as possible treated as one.
 
-    Where nothing can be fused this is `step()`. Step hooks run as in `step()`.
+    Where nothing can be fused this is `step()`. Step hooks run as in `step()`. Parameters keep their storage, but for
+    those that have joined the optimizer, or have been moved by others, since the step before.
 
     Args:
         optimizer: a fused optimizer.
@@ -197,7 +198,7 @@ def _in_place_of_parameters(optimizer: Any, runs: Sequence[Sequence[Run]]) -> It
 
 def _sort_new(optimizer: Optimizer, known: set[Any]) -> None:
     """Put states that are new in the order in which step() would have made them."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p in optimizer.state and p not in known:
-                optimizer.state[p] = optimizer.state.pop(p)
+    # A parameter may be given twice.
+    for p in dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]):
+        if p in optimizer.state and p not in known:
+            optimizer.state[p] = optimizer.state.pop(p)
