@@ -33,6 +33,7 @@ at::Tensor messageOf(const Facts& facts) {
   bytes[0] = facts.algorithm.empty() ? 1 : 0;
   const std::array<int64_t, 2> hashes{stableHash(facts.algorithm), stableHash(facts.parameters)};
   std::memcpy(bytes + 1, hashes.data(), sizeof(hashes));
+  // NOLINTNEXTLINE(bugprone-not-null-terminated-result): the message is all zeros, and at least one of them stays
   std::memcpy(bytes + 1 + sizeof(hashes), facts.algorithm.data(),
               std::min<size_t>(facts.algorithm.size(), kTextBytes - 1));
   return message;
@@ -40,7 +41,7 @@ at::Tensor messageOf(const Facts& facts) {
 
 class Found {
  public:
-  explicit Found(at::Tensor messages) : messages_(messages.cpu()) {}
+  explicit Found(const at::Tensor& messages) : messages_(messages.cpu()) {}
 
   [[nodiscard]] bool isRefusal(int rank) const { return of(rank)[0] != 0; }
   [[nodiscard]] bool isSame(int rank, int hash) const {

@@ -64,6 +64,7 @@ class Algorithm {
 
   // By parameter, in the order of StepContext::parameters(); empty while the optimizer takes gradients. Only asked of
   // an algorithm that names QAdamOptimizer as its optimizer.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): those who override it keep it
   virtual void useMomenta(std::vector<Momentum> /*momenta*/) {}
 
   // Stop and restart what runs in the background. Collective. Whether anything changed.

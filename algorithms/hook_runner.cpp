@@ -58,7 +58,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradie
               "backward on rank ", rank(),
               ": call the DistributedDataParallel model itself, not its forward(), and in "
               "training mode (to freeze parts of it, put those in evaluation mode)");
-  const at::Tensor buffer = gradients.getBuffer();
+  const at::Tensor& buffer = gradients.getBuffer();
   const bool isLast = gradients.isLast() || isFirstStatic_;
   isFirstStatic_ = false;
   if (isLast && actsOnWeights_) queueAfterBackward();

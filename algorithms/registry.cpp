@@ -36,7 +36,7 @@ std::vector<std::string> AlgorithmRegistry::names() {
   std::vector<std::string> all;
   all.reserve(algorithms().size());
   for (const auto& [name, info] : algorithms()) all.push_back(name);
-  std::stable_sort(all.begin(), all.end(), [](const std::string& one, const std::string& other) {
+  std::sort(all.begin(), all.end(), [](const std::string& one, const std::string& other) {
     return algorithms().at(one).position < algorithms().at(other).position;
   });
   return all;

@@ -120,14 +120,31 @@ void bindBucketOperations(py::module& module) {
       py::arg("hierarchical"), noGil);
 }
 
+using HookClass = py::class_<HookRunner, std::shared_ptr<HookRunner>>;
+
+// What the user's handle asks for.
+void bindControl(HookClass& hook) {
+  const auto noGil = py::call_guard<py::gil_scoped_release>();
+  hook.def("after_step", &HookRunner::afterStep, noGil)
+      .def("abort", &HookRunner::abort, noGil)
+      .def("resume", &HookRunner::resume, noGil)
+      .def("leave", &HookRunner::leave, noGil)
+      .def("state", &HookRunner::state)
+      .def("layout", &HookRunner::layout)
+      .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), noGil)
+      .def("stats", &statsDict)
+      .def_property_readonly("name", &HookRunner::name)
+      .def_property_readonly("options", [](const HookRunner& self) { return self.options().values(); });
+}
+
 void bindHook(py::module& module) {
   py::class_<Executors>(module, "Executors");
   module.def("executors_of_group", &executorsOfGroup, py::arg("group"));
   module.def("executors_over_backend", &executorsOverBackend, py::arg("backend"), py::arg("group_name"),
              py::arg("host_ids"), py::arg("timeout"));
   const auto noGil = py::call_guard<py::gil_scoped_release>();
-  py::class_<HookRunner, std::shared_ptr<HookRunner>>(module, "Hook")
-      .def(py::init([](const std::string& algorithm, const py::dict& options, const Executors& executors,
+  HookClass hook(module, "Hook");
+  hook.def(py::init([](const std::string& algorithm, const py::dict& options, const Executors& executors,
                        std::vector<at::Tensor> parameters, bool isStaticGraph) {
              return std::make_shared<HookRunner>(algorithm, optionValues(algorithm, options), executors.provider,
                                                  std::move(parameters), isStaticGraph);
@@ -172,17 +189,8 @@ void bindHook(py::module& module) {
             for (auto& [value, decay] : given) momenta.push_back({std::move(value), decay});
             self.beforeForward(std::move(momenta));
           },
-          py::arg("momenta"), noGil)
-      .def("after_step", &HookRunner::afterStep, noGil)
-      .def("abort", &HookRunner::abort, noGil)
-      .def("resume", &HookRunner::resume, noGil)
-      .def("leave", &HookRunner::leave, noGil)
-      .def("state", &HookRunner::state)
-      .def("layout", &HookRunner::layout)
-      .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), noGil)
-      .def("stats", &statsDict)
-      .def_property_readonly("name", &HookRunner::name)
-      .def_property_readonly("options", [](const HookRunner& self) { return self.options().values(); });
+          py::arg("momenta"), noGil);
+  bindControl(hook);
 }
 
 }  // namespace
