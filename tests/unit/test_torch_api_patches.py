@@ -10,7 +10,9 @@ from torch import nn
 
 
 def test_bagua_alone_patches_nothing() -> None:
-    code = "import bagua, torch; print(hasattr(torch.nn.Module, 'with_bagua'), hasattr(torch.Tensor, 'is_bagua_tensor'))"
+    code = (
+        "import bagua, torch; print(hasattr(torch.nn.Module, 'with_bagua'), hasattr(torch.Tensor, 'is_bagua_tensor'))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint of Lightning holds of an algorithm: an entry "bagua" with the state of every rank.
+
+Lightning has rank 0 write one file. Where all ranks hold the same weights, an algorithm's state is a few numbers per
+rank. Where they differ, an exact continuation needs each rank's weights and optimizer as well. The entry holds plain
+containers and tensors only, so that `torch.load(weights_only=True)` reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from bagua.handle import Handle
+
+_KEY = "bagua"
+_PARTS_OF_A_RANK = ("state_dict", "optimizer_states")
+
+
+def to_cpu(tree: Any) -> Any:
+    """Return the same containers with their tensors on the CPU."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
+
+
+def add_states_of_all_ranks(checkpoint: dict[str, Any], state: dict[str, Any], *, with_weights: bool) -> None:
+    """Put the states of all ranks into the checkpoint of rank 0. Collective.
+
+    Args:
+        checkpoint: what Lightning has put together on this rank.
+        state: this rank's `Handle.state_dict()`.
+        with_weights: whether weights and optimizers of the other ranks are kept too.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = {"state": state["state"], "layout": state["layout"]}
+    if with_weights and rank != 0:
+        own |= {part: checkpoint[part] for part in _PARTS_OF_A_RANK}
+    everyones: list[Any] | None = [None] * ranks if rank == 0 else None
+    dist.gather_object(to_cpu(own), everyones)
+    if everyones is not None:
+        checkpoint[_KEY] = {"algorithm": state["algorithm"], "options": state["options"], "ranks": everyones}
+
+
+def why_not_exact(checkpoint: dict[str, Any], handle: Handle) -> str:
+    """Return why the algorithm cannot go on where the checkpoint was written, or "" if it can."""
+    entry = checkpoint.get(_KEY)
+    if entry is None:
+        return "holds no state of an algorithm"
+    if entry["algorithm"] != handle.algorithm:
+        return f"was written with algorithm {entry['algorithm']!r}"
+    if entry["options"] != handle.options:
+        return f"was written with the options {entry['options']}"
+    if len(entry["ranks"]) != dist.get_world_size():
+        return f"was written by {len(entry['ranks'])} ranks"
+    return ""
+
+
+def of_this_rank(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the checkpoint with this rank's weights and optimizers in it, and the rank's `Handle.state_dict()`."""
+    entry = checkpoint[_KEY]
+    own = entry["ranks"][dist.get_rank()]
+    state = {"algorithm": entry["algorithm"], "options": entry["options"]}
+    state |= {"state": own["state"], "layout": own["layout"]}
+    return {**checkpoint, **{part: own[part] for part in _PARTS_OF_A_RANK if part in own}}, state

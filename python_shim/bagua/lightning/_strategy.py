@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy's part that is the same for both of Lightning's packages."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from bagua._native import _C
+from bagua.handle import Handle
+from bagua.hooks import available_algorithms, register_comm_hook
+from bagua.lightning._checkpoint import add_states_of_all_ranks, of_this_rank, to_cpu, why_not_exact
+from bagua.lightning._packages import OfTheUsersPackage
+from bagua.optimizers import QAdamOptimizer
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+_MEANS = (None, "mean", "avg")
+_REDUCE_OPS = (
+    ReduceOp.AVG,
+    ReduceOp.SUM,
+    ReduceOp.PRODUCT,
+    ReduceOp.MIN,
+    ReduceOp.MAX,
+    ReduceOp.BAND,
+    ReduceOp.BOR,
+    ReduceOp.BXOR,
+)
+# Backends that know ReduceOp.AVG.
+_AVERAGING_BACKENDS = ("bagua", "nccl")
+# What the strategy itself says to DDP, and what would be a second hook.
+_NOT_FOR_DDP = {"self", "module", "device_ids", "output_device", "dim"}
+_HOOKS_OF_TORCH = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}
+
+
+class StrategyParts(_Base, metaclass=OfTheUsersPackage):
+    """Lightning's DDPStrategy with one of our algorithms as its communication hook, on CPU and on CUDA devices.
+
+    In the registry as "bagua" and "bagua_<algorithm>", with the default options.
+
+    A checkpoint of the whole training state holds the algorithm's state, of every rank, and a run that continues from
+    it with the same algorithm, options and number of ranks gives the bits that it would have given without the break
+    (async: the rounds aside). Where ranks hold different weights ("decentralized", "low_precision_decentralized",
+    "async") that takes the weights and optimizers of all ranks: the file grows with their number.
+    With `save_every_rank=False` it holds those of rank 0 only; all ranks then continue from these and the algorithm
+    starts afresh. It does so too, with a warning, from a checkpoint of another algorithm, other options or another
+    number of ranks. In all cases the checkpoint's `state_dict` is the model of rank 0.
+
+    With "async", background averaging pauses during validation and ends with training: all ranks then hold the same
+    weights.
+
+    Args:
+        algorithm: one of `bagua.available_algorithms()`.
+        flatten: whether gradients are views into DDP's buckets (DDP's `gradient_as_bucket_view`).
+        accelerator: as in DDPStrategy, with the four that follow.
+        parallel_devices: see there.
+        cluster_environment: see there.
+        checkpoint_io: see there.
+        precision_plugin: see there.
+        **bagua_kwargs: the algorithm's options, `save_every_rank` (True), and what DDPStrategy and
+            DistributedDataParallel take by name, such as `process_group_backend` ("bagua"), `timeout`, `start_method`,
+            `find_unused_parameters` and `bucket_cap_mb`.
+
+    Raises:
+        ValueError: an unknown algorithm or option (the message lists the valid ones), or a value out of range.
+        TypeError: an option of a wrong type.
+        MisconfigurationException: a communication hook of torch was given; when training starts, optimizers that the
+            algorithm cannot work with.
+    """
+
+    _Misconfiguration: type[Exception]
+
+    def __init__(
+        self,
+        algorithm: str = "gradient_allreduce",
+        flatten: bool = True,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **bagua_kwargs: Any,
+    ) -> None:
+        hooks = sorted(_HOOKS_OF_TORCH & bagua_kwargs.keys())
+        if hooks:
+            raise self._Misconfiguration(
+                f"DistributedDataParallel takes one communication hook, the algorithm's: leave out {', '.join(hooks)}"
+            )
+        self._saves_every_rank = bool(bagua_kwargs.pop("save_every_rank", True))
+        others = bagua_kwargs.keys() & self._names_of_the_base()
+        self._options = {name: value for name, value in bagua_kwargs.items() if name not in others}
+        self._algorithm = algorithm
+        # Names first: the value of an unknown one may be of any type.
+        known = {option["name"] for option in _C.algorithm_info(algorithm)["options"]}
+        _C.check_options(algorithm, dict.fromkeys(self._options.keys() - known, 0))
+        _C.check_options(algorithm, self._options)
+        self._handle: Handle | None = None
+        # Of a training that has ended, for checkpoints that are saved afterwards.
+        self._last_state: dict[str, Any] | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            **{
+                "process_group_backend": "bagua",
+                "gradient_as_bucket_view": flatten,
+                **{name: bagua_kwargs[name] for name in others},
+            },
+        )
+
+    @classmethod
+    def _names_of_the_base(cls) -> set[str]:
+        ddp_strategy = next(base for base in cls.__mro__ if base.__name__ == "DDPStrategy")
+        names = signature(ddp_strategy).parameters.keys() | signature(DistributedDataParallel).parameters.keys()
+        return names - _NOT_FOR_DDP - {"kwargs"}
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm's name."""
+        return self._algorithm
+
+    @property
+    def handle(self) -> Handle | None:
+        """The algorithm at work, for its `stats()`; None while nothing is trained."""
+        return self._handle
+
+    # --- Training -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """As DDPStrategy; when training, the algorithm is registered once model and optimizers are there."""
+        self._handle = self._last_state = None
+        super().setup(trainer)
+        if trainer.state.fn == "fit":
+            assert isinstance(self.model, DistributedDataParallel)
+            self._handle = register_comm_hook(self.model, self._algorithm, self._optimizer(), **self._options)
+
+    def _register_ddp_hooks(self) -> None:
+        # Called before there are optimizers; on CPU devices Lightning's own would do nothing at all.
+        pass
+
+    def _optimizer(self) -> Optimizer | None:
+        """Return the optimizer that the algorithm needs, if it does."""
+        expected = _C.algorithm_info(self._algorithm)["optimizer"]
+        if not expected:
+            return None
+        if expected == "QAdamOptimizer":
+            is_qadam = len(self.optimizers) == 1 and isinstance(self.optimizers[0], QAdamOptimizer)
+            if not is_qadam or len(self.lr_scheduler_configs) > 1:
+                raise self._Misconfiguration("Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler.")
+        if len(self.optimizers) != 1:
+            raise self._Misconfiguration(
+                f"algorithm {self._algorithm!r} acts on what the optimizer does and takes one optimizer for all "
+                f"parameters, but configure_optimizers() returned {len(self.optimizers)}"
+            )
+        return self.optimizers[0]
+
+    def _runs_in_background(self) -> bool:
+        return bool(_C.algorithm_info(self._algorithm)["runs_in_background"])
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As DDPStrategy."""
+        # Validation puts DDP's wrapper into evaluation mode, and afterwards Lightning takes only the module out of it.
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.training = True
+        return super().training_step(*args, **kwargs)
+
+    def on_train_start(self) -> None:
+        """Let background communication begin; a checkpoint may have been written during a pause."""
+        super().on_train_start()
+        if self._handle is not None and self._runs_in_background():
+            self._handle.resume()
+
+    def on_validation_start(self) -> None:
+        """Pause background communication, so that all ranks validate, and then save, the same weights."""
+        super().on_validation_start()
+        if self._handle is not None and self._runs_in_background():
+            self._handle.abort()
+
+    def on_validation_end(self) -> None:
+        """Let background communication go on."""
+        super().on_validation_end()
+        if self._handle is not None and self._runs_in_background():
+            self._handle.resume()
+
+    def on_train_end(self) -> None:
+        """End background communication and keep the algorithm's state for a checkpoint saved later."""
+        super().on_train_end()
+        if self._handle is None:
+            return
+        if self._runs_in_background():
+            self._handle.abort()
+        self._last_state = to_cpu(self._handle.state_dict())
+
+    def teardown(self) -> None:
+        """As DDPStrategy; the algorithm is let go. Not collective: after an error other ranks may never come here."""
+        self._handle = None
+        super().teardown()
+
+    # --- Checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As DDPStrategy, with the states of all ranks. Collective, as `Trainer.save_checkpoint` is."""
+        weights_differ = _C.algorithm_info(self._algorithm)["optimizer"] == "Optimizer"
+        if "optimizer_states" in checkpoint and (self._saves_every_rank or not weights_differ):
+            state = self._last_state if self._handle is None else self._handle.state_dict()
+            if state is not None:
+                add_states_of_all_ranks(checkpoint, state, with_weights=weights_differ)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """As DDPStrategy, of this rank; with its weights, which differ from those of rank 0, and the algorithm's state.
+
+        The model is wrapped by now, so that DDP has no more reason to make the ranks' weights the same.
+        """
+        if self._handle is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        reason = why_not_exact(checkpoint, self._handle)
+        if reason:
+            super().load_optimizer_state_dict(checkpoint)
+            if self.is_global_zero and "bagua" in checkpoint:
+                warnings.warn(
+                    f"the checkpoint {reason}: all ranks continue from the weights of its rank 0, and algorithm "
+                    f"{self._algorithm!r} starts afresh",
+                    stacklevel=2,
+                )
+            return
+        checkpoint, state = of_this_rank(checkpoint)
+        super().load_model_state_dict(checkpoint)
+        super().load_optimizer_state_dict(checkpoint)
+        self._handle.load_state_dict(state)
+
+    # --- Collectives --------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all processes, in place.
+
+        Args:
+            tensor: what to reduce; anything else than a tensor is returned as it is.
+            group: has to be None.
+            reduce_op: None, "mean" or "avg" (mean; of integers, rounded towards zero), "sum", or a
+                `torch.distributed.ReduceOp`.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            ValueError: a group, or another operation.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if group is not None:
+            raise ValueError("`BaguaStrategy` reduces over all processes only. Unset `group`.")
+        # self.log(..., reduce_fx="max", sync_dist=True) comes with a name that the documented interface does not take.
+        is_from_log = sys._getframe(1).f_globals.get("__name__", "").endswith(".logger_connector.result")
+        op = _reduce_op(reduce_op, with_limits=is_from_log)
+        if not dist.is_initialized():
+            return tensor
+        if op != ReduceOp.AVG or dist.get_backend() in _AVERAGING_BACKENDS:
+            dist.all_reduce(tensor, op)
+            return tensor
+        dist.all_reduce(tensor)
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        return tensor.div_(dist.get_world_size(), rounding_mode="trunc" if is_whole else None)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Enter "bagua", and "bagua_" with each algorithm's name, into Lightning's registry."""
+        strategy_registry.register("bagua", cls, description="DDP with an algorithm of bagua", override=True)
+        for algorithm in available_algorithms():
+            strategy_registry.register(
+                f"bagua_{algorithm}",
+                cls,
+                description=f"DDP with bagua's algorithm {algorithm!r}",
+                override=True,
+                algorithm=algorithm,
+            )
+
+
+def _reduce_op(reduce_op: Any, *, with_limits: bool) -> Any:
+    if reduce_op in _MEANS:
+        return ReduceOp.AVG
+    if reduce_op == "sum":
+        return ReduceOp.SUM
+    if with_limits and reduce_op in ("min", "max"):
+        return ReduceOp.MIN if reduce_op == "min" else ReduceOp.MAX
+    if isinstance(reduce_op, (ReduceOp, ReduceOp.RedOpType)) and reduce_op in _REDUCE_OPS:
+        return reduce_op
+    raise ValueError(f"Unrecognized `reduce_op` for `BaguaStrategy`: {reduce_op}")

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that continues from a checkpoint gives the bits that it would have given without the break."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning_runs as runs
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.lightning import BaguaStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
+from ranks import RankPool
+
+ALGORITHMS = tuple(runs.DETERMINISTIC)
+
+
+def _resumes(algorithm: str, path: str) -> None:
+    runs.fit(algorithm, max_epochs=1).save_checkpoint(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the checkpoint ")
+        continued = runs.fit(algorithm, max_epochs=2, ckpt_path=path)
+    assert continued.global_step == 2 * runs.STEPS_PER_EPOCH
+    expected = runs.weights_by_hand(algorithm, epochs=2)
+    runs.assert_same_bits(runs.weights_of(continued.lightning_module), expected)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_resume_from_a_checkpoint_saved_after_training(pair: RankPool, tmp_path: Path, algorithm: str) -> None:
+    pair.run(_resumes, algorithm, str(tmp_path / "end.ckpt"))
+
+
+def _resumes_from_a_callbacks(algorithm: str, folder: str) -> None:
+    saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    runs.fit(algorithm, max_epochs=3, enable_checkpointing=True, callbacks=[saves])
+    continued = runs.fit(algorithm, max_epochs=3, ckpt_path=f"{folder}/epoch=1.ckpt")
+    assert len(continued.lightning_module.losses) == runs.STEPS_PER_EPOCH  # type: ignore[arg-type]
+    expected = runs.weights_by_hand(algorithm, epochs=3)
+    runs.assert_same_bits(runs.weights_of(continued.lightning_module), expected)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_resume_from_a_checkpoint_saved_during_training(pair: RankPool, tmp_path: Path, algorithm: str) -> None:
+    pair.run(_resumes_from_a_callbacks, algorithm, str(tmp_path))
+
+
+def _holds_what_differs(path: str) -> None:
+    trainer = runs.fit("low_precision_decentralized")
+    trainer.save_checkpoint(path)
+    weights = runs.everyones(runs.weights_of(trainer.lightning_module))
+    checkpoint = torch.load(path, weights_only=True)
+    runs.assert_same_bits(checkpoint["state_dict"], weights[0])
+    first, second = checkpoint["bagua"]["ranks"]
+    assert first.keys() == {"state", "layout"}
+    runs.assert_same_bits(second["state_dict"], weights[1])
+    assert any(name.startswith("replica.") for name in second["state"])
+
+
+def test_checkpoint_holds_weights_of_every_rank_where_they_differ(pair: RankPool, tmp_path: Path) -> None:
+    pair.run(_holds_what_differs, str(tmp_path / "low.ckpt"))
+
+
+def _holds_no_copies(path: str) -> None:
+    runs.fit("qadam").save_checkpoint(path)
+    ranks = torch.load(path, weights_only=True)["bagua"]["ranks"]
+    assert [rank.keys() for rank in ranks] == [{"state", "layout"}] * 2
+
+
+def test_checkpoint_holds_one_copy_of_weights_that_are_the_same(pair: RankPool, tmp_path: Path) -> None:
+    pair.run(_holds_no_copies, str(tmp_path / "qadam.ckpt"))
+
+
+class _Start(runs.Module):
+    def on_train_start(self) -> None:
+        self.start = runs.weights_of(self)
+
+
+def _continues_from_rank_0(path: str, **options: Any) -> None:
+    strategy = BaguaStrategy("decentralized", save_every_rank=False, hierarchical=False)
+    trainer = runs.quiet_trainer(strategy)
+    trainer.fit(runs.Module(), runs.loader())
+    trainer.save_checkpoint(path)
+    dist.barrier()
+    checkpoint = torch.load(path, weights_only=True)
+    assert "bagua" not in checkpoint
+    continued = _Start()
+    runs.fit("decentralized", continued, max_epochs=2, ckpt_path=path)
+    runs.assert_same_bits(continued.start, checkpoint["state_dict"])
+    assert len(continued.losses) == runs.STEPS_PER_EPOCH
+
+
+def test_save_every_rank_false_holds_rank_0_only(pair: RankPool, tmp_path: Path) -> None:
+    pair.run(_continues_from_rank_0, str(tmp_path / "first.ckpt"))
+
+
+def _starts_afresh(path: str, how: str, expected: str) -> None:
+    runs.fit("decentralized").save_checkpoint(path)
+    if how == "ranks" and dist.get_rank() == 0:
+        checkpoint = torch.load(path, weights_only=True)
+        del checkpoint["bagua"]["ranks"][1]
+        torch.save(checkpoint, path)
+    dist.barrier()
+    name = "decentralized" if how == "ranks" else how
+    options = {"communication_interval": 3} if how == "decentralized" else runs.DETERMINISTIC[name]
+    continued = _Start(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = runs.quiet_trainer(BaguaStrategy(name, **options), max_epochs=2)
+        trainer.fit(continued, runs.loader(), ckpt_path=path)
+    texts = [str(warning.message) for warning in caught if "starts afresh" in str(warning.message)]
+    assert len(texts) == (dist.get_rank() == 0)
+    assert all(expected in text for text in texts)
+    runs.assert_same_bits(continued.start, torch.load(path, weights_only=True)["state_dict"])
+    assert len(continued.losses) == runs.STEPS_PER_EPOCH
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("bytegrad", "was written with algorithm 'decentralized'"),
+        ("decentralized", "was written with the options {"),
+        ("ranks", "was written by 1 ranks"),
+    ],
+)
+def test_another_run_starts_from_rank_0_with_a_warning(pair: RankPool, tmp_path: Path, how: str, expected: str) -> None:
+    pair.run(_starts_afresh, str(tmp_path / "other.ckpt"), how, expected)
+
+
+class _Rounds(runs.Module):
+    rounds = 0
+
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.log("loss", self.loss(batch))
+
+    def on_train_end(self) -> None:
+        self.rounds = self.trainer.strategy.handle.stats()["rounds"]  # type: ignore[attr-defined]
+
+
+def _communicates_again(folder: str) -> None:
+    # Written while validation has communication paused, and read where no validation ends a pause.
+    saves = ModelCheckpoint(folder, filename="paused", save_on_train_epoch_end=False)
+    strategy = BaguaStrategy("async", sync_interval_ms=1)
+    trainer = runs.quiet_trainer(strategy, enable_checkpointing=True, callbacks=[saves])
+    trainer.fit(_Rounds(), runs.loader(), runs.loader(shuffle=False))
+    path = f"{folder}/paused.ckpt"
+    dist.barrier()
+    state = torch.load(path, weights_only=True)["bagua"]["ranks"][1]["state"]
+    assert state["is_paused"].item() == 1
+    continued = _Rounds()
+    trainer = runs.quiet_trainer(BaguaStrategy("async", sync_interval_ms=1), max_epochs=4)
+    trainer.fit(continued, runs.loader(), ckpt_path=path)
+    assert continued.rounds > 0
+
+
+def test_async_communicates_again_after_a_checkpoint_written_in_a_pause(pair: RankPool, tmp_path: Path) -> None:
+    pair.run(_communicates_again, str(tmp_path))
+
+
+def _continues_stock(path: str) -> None:
+    trainer = runs.quiet_trainer("ddp")
+    trainer.fit(runs.Module(), runs.loader())
+    trainer.save_checkpoint(path)
+    continued = _Start()
+    runs.fit("bytegrad", continued, max_epochs=2, ckpt_path=path)
+    runs.assert_same_bits(continued.start, torch.load(path, weights_only=True)["state_dict"])
+    # And the other way: stock DDP reads ours.
+    runs.fit("bytegrad").save_checkpoint(path)
+    stock = runs.quiet_trainer("ddp", max_epochs=2)
+    stock.fit(runs.Module(), runs.loader(), ckpt_path=path)
+    assert stock.global_step == 2 * runs.STEPS_PER_EPOCH
+
+
+def test_checkpoints_are_exchanged_with_stock_ddp(pair: RankPool, tmp_path: Path) -> None:
+    pair.run(_continues_stock, str(tmp_path / "stock.ckpt"))
+
+
+def _saves_weights_only(path: str) -> None:
+    runs.fit("decentralized").save_checkpoint(path, weights_only=True)
+    assert "bagua" not in torch.load(path, weights_only=True)
+
+
+def test_checkpoint_of_the_weights_alone(pair: RankPool, tmp_path: Path) -> None:
+    pair.run(_saves_weights_only, str(tmp_path / "weights.ckpt"))

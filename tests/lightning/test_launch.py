@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts as users start them: by themselves, and with torchrun on several hosts."""
+
+import csv
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install lightning")
+
+FOLDER = Path(__file__).parent
+EXAMPLE = FOLDER.parents[1] / "examples" / "lightning_fashion_mnist.py"
+# Two processes import torch and Lightning, on cores that others use too.
+SECONDS = 150
+
+
+def _environment(**changes: str) -> dict[str, str]:
+    without_ranks = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return {**without_ranks, "OMP_NUM_THREADS": "1", **changes}
+
+
+def _figures(folder: Path) -> list[dict[str, str]]:
+    (path,) = folder.glob("**/metrics.csv")
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_torchrun_on_two_hosts_with_pytorch_lightning(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port()), "--node-rank"]
+    script = str(FOLDER / "train_script.py")
+    nodes = [
+        subprocess.Popen(
+            [*torchrun, str(node), script, how, str(tmp_path)],
+            env=_environment(BAGUA_HOST_ID=f"host-{node}"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        # The two ways to choose the strategy come to the same.
+        for node, how in enumerate(("bagua_bytegrad", "instance"))
+    ]
+    outputs = [node.communicate(timeout=SECONDS)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
+    lines = [line for output in outputs for line in output.splitlines() if line.startswith('{"rank"')]
+    first, second = sorted((json.loads(line) for line in lines), key=lambda result: result["rank"])
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["weights"] == second["weights"]
+    steps, parameters = 8, 40 * 40 + 40
+    stats = first["stats"]
+    assert (stats["algorithm"], stats["steps"]) == ("bytegrad", steps)
+    # Two ranks: each sends two messages of half the parameters, in bytes up to a multiple of 32, with 32 bytes ahead.
+    message = 32 + -(-parameters // 2 // 32) * 32
+    assert stats["wire_bytes_between_hosts"] == stats["wire_bytes"] == steps * 2 * message
+    last = _figures(tmp_path)[-1]
+    # An allreduce between two ranks sends each parameter once, in four bytes.
+    saved = 4 * parameters * steps - stats["wire_bytes"]
+    assert float(last["bagua/bytes_saved"]) == saved
+    assert float(last["bagua/bytes_saved_per_step"]) == 4 * parameters - float(last["bagua/bytes_sent_per_step"])
+    assert any(float(value) > 0 for name, value in last.items() if name.startswith("bagua/seconds_per_step/"))
+
+
+def _write_idx(path: Path, array: Any) -> None:
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(int(size).to_bytes(4, "big") for size in array.shape)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+def test_the_example_starts_its_own_ranks(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for part, images in (("train", 32), ("t10k", 8)):
+        _write_idx(tmp_path / f"{part}-images-idx3-ubyte", generator.integers(0, 256, (images, 28, 28)))
+        _write_idx(tmp_path / f"{part}-labels-idx1-ubyte", generator.integers(0, 10, images))
+    command = [sys.executable, str(EXAMPLE), "--data", str(tmp_path), "--logs", str(tmp_path / "logs"), "--batch", "4"]
+    command += ["--epochs", "1", "--algorithm", "low_precision_decentralized", "--options", '{"hierarchical": false}']
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=SECONDS, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("logs/**/*.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    assert (checkpoint["global_step"], checkpoint["bagua"]["algorithm"]) == (4, "low_precision_decentralized")
+    assert len(checkpoint["bagua"]["ranks"]) == 2
+    assert any("accuracy" in row and row["accuracy"] for row in _figures(tmp_path / "logs"))

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Construction, the registry, what is refused, and the strategy's own collectives."""
+
+import inspect
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import bagua
+import lightning_runs as runs
+import pytest
+import torch
+from bagua.lightning import BaguaStatsCallback, BaguaStrategy, _packages
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from ranks import RankPool
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+DOCUMENTED = ["algorithm", "flatten", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"]
+DOCUMENTED += ["precision_plugin", "bagua_kwargs"]
+
+
+def test_constructor_is_the_documented_one() -> None:
+    assert issubclass(BaguaStrategy, DDPStrategy)
+    parameters = inspect.signature(BaguaStrategy).parameters
+    assert list(parameters) == DOCUMENTED
+    defaults = [p.default for p in parameters.values()][:-1]
+    assert defaults == ["gradient_allreduce", True, None, None, None, None, None]
+
+
+@pytest.mark.parametrize("algorithm", ["", *bagua.available_algorithms()])
+def test_strategies_by_name(algorithm: str) -> None:
+    name = f"bagua_{algorithm}" if algorithm else "bagua"
+    trainer = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+    assert isinstance(trainer.strategy, BaguaStrategy)
+    assert trainer.strategy.algorithm == (algorithm or "gradient_allreduce")
+    assert trainer.strategy.process_group_backend == "bagua"
+    assert name in StrategyRegistry.available_strategies()
+
+
+def test_unknown_algorithm_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'nope'.*gradient_allreduce, bytegrad, .*async"):
+        BaguaStrategy("nope")
+
+
+def test_unknown_and_wrong_options_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="'warmup_steps'; its options are: hierarchical, average"):
+        BaguaStrategy("bytegrad", warmup_steps=3)
+    with pytest.raises(ValueError, match="'device_ids'"):
+        BaguaStrategy(device_ids=[0])
+    with pytest.raises(TypeError, match="sync_interval_ms"):
+        BaguaStrategy("async", sync_interval_ms="soon")
+    with pytest.raises(MisconfigurationException, match="leave out ddp_comm_hook"):
+        BaguaStrategy(ddp_comm_hook=lambda state, bucket: None)
+
+
+def test_strategy_can_be_sent_to_spawned_ranks() -> None:
+    copy = pickle.loads(pickle.dumps(BaguaStrategy("async", warmup_steps=7, start_method="spawn")))
+    assert (copy.algorithm, copy._options, copy._start_method) == ("async", {"warmup_steps": 7}, "spawn")
+
+
+class _Optimizers(runs.Module):
+    def __init__(self, *kinds: str, schedulers: int = 0) -> None:
+        super().__init__()
+        self.kinds, self.schedulers = kinds, schedulers
+        self.automatic_optimization = len(kinds) == 1
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [runs.optimizer_for(kind, self) for kind in self.kinds]
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizers[0], 1) for _ in range(self.schedulers)]
+        return optimizers, schedulers
+
+
+QADAM_RULE = r"Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler\."
+
+
+def _refuses(algorithm: str, kinds: tuple[str, ...], schedulers: int, text: str) -> None:
+    trainer = runs.quiet_trainer(BaguaStrategy(algorithm))
+    with pytest.raises(MisconfigurationException, match=text):
+        trainer.fit(_Optimizers(*kinds, schedulers=schedulers), runs.loader())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kinds", "schedulers", "text"),
+    [
+        ("qadam", ("sgd",), 0, QADAM_RULE),
+        ("qadam", ("qadam", "qadam"), 0, QADAM_RULE),
+        ("qadam", ("qadam",), 2, QADAM_RULE),
+        ("decentralized", ("sgd", "sgd"), 0, "takes one optimizer for all parameters, but .* returned 2"),
+    ],
+)
+def test_optimizers_that_the_algorithm_cannot_work_with(
+    pair: RankPool, algorithm: str, kinds: tuple[str, ...], schedulers: int, text: str
+) -> None:
+    pair.run(_refuses, algorithm, kinds, schedulers, text)
+
+
+def _takes_one_scheduler() -> None:
+    module = _Optimizers("qadam", schedulers=1)
+    runs.quiet_trainer(BaguaStrategy("qadam", hierarchical=False), max_epochs=2).fit(module, runs.loader())
+    assert module.optimizers().param_groups[0]["lr"] == pytest.approx(0.01 * 0.1 * 0.1)  # type: ignore[union-attr]
+
+
+def test_qadam_takes_a_scheduler(pair: RankPool) -> None:
+    pair.run(_takes_one_scheduler)
+
+
+def _strategy() -> Any:
+    """As it is while a Trainer works with it."""
+    return runs.quiet_trainer("bagua").strategy
+
+
+def _reduces(op: Any, values: list[float], expected: float, dtype: torch.dtype) -> None:
+    strategy = _strategy()
+    tensor = torch.tensor([values[strategy.global_rank]], dtype=dtype)
+    assert strategy.reduce(tensor, reduce_op=op) is tensor
+    assert tensor.item() == expected
+
+
+REDUCTIONS: list[tuple[Any, float]] = [
+    *[(op, 4.5) for op in (None, "mean", "avg", ReduceOp.AVG)],
+    *[(op, 9) for op in ("sum", ReduceOp.SUM)],
+    (ReduceOp.PRODUCT, 18),
+    (ReduceOp.MIN, 3),
+    (ReduceOp.MAX, 6),
+]
+BITWISE = [(ReduceOp.BAND, 2), (ReduceOp.BOR, 7), (ReduceOp.BXOR, 5)]
+
+
+@pytest.mark.parametrize(("op", "expected"), REDUCTIONS, ids=[str(op) for op, _ in REDUCTIONS])
+def test_reduce_maps_operations(pair: RankPool, op: Any, expected: float) -> None:
+    pair.run(_reduces, op, [3, 6], expected, torch.float32)
+
+
+@pytest.mark.parametrize(("op", "expected"), [*BITWISE, ("mean", 4)], ids=str)
+def test_reduce_of_integers(pair: RankPool, op: Any, expected: int) -> None:
+    pair.run(_reduces, op, [3, 6], expected, torch.int64)
+
+
+@pytest.mark.parametrize("op", ["min", "max", "SUM", "product", "nope", 0, [], ReduceOp.PREMUL_SUM], ids=str)
+def test_reduce_refuses_other_operations(op: Any) -> None:
+    with pytest.raises(ValueError, match=r"Unrecognized `reduce_op` for `BaguaStrategy`: "):
+        BaguaStrategy().reduce(torch.ones(1), reduce_op=op)
+
+
+def test_reduce_refuses_groups_and_leaves_other_objects_alone() -> None:
+    strategy = BaguaStrategy()
+    with pytest.raises(ValueError, match="Unset `group`"):
+        strategy.reduce(torch.ones(1), group=object())
+    assert strategy.reduce({"a": 1}, group=object(), reduce_op="nope") == {"a": 1}
+    alone = torch.ones(1)
+    assert strategy.reduce(alone, None, "sum") is alone
+
+
+class _Logs(runs.Module):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        rank = float(self.global_rank)
+        for fx in ("min", "max", "sum", "mean"):
+            self.log(fx, rank, reduce_fx=fx, sync_dist=True, on_step=False, on_epoch=True)
+        return super().training_step(batch, index)
+
+
+def _logs() -> None:
+    trainer = runs.quiet_trainer("bagua", limit_train_batches=1)
+    trainer.fit(_Logs(), runs.loader())
+    logged = {fx: trainer.logged_metrics[fx].item() for fx in ("min", "max", "sum", "mean")}  # type: ignore[union-attr]
+    assert logged == {"min": 0.0, "max": 1.0, "sum": 1.0, "mean": 0.5}
+
+
+def test_what_lightning_logs_is_reduced_in_every_way(pair: RankPool) -> None:
+    pair.run(_logs)
+
+
+def _broadcasts() -> None:
+    strategy = _strategy()
+    strategy.barrier("here")
+    sent = {"rank": strategy.global_rank, "tensor": torch.full((2,), float(strategy.global_rank))}
+    for src in (0, 1):
+        got = strategy.broadcast(sent, src)
+        assert (got["rank"], got["tensor"].tolist()) == (src, [src, src])
+    assert strategy.broadcast(sent)["rank"] == 0
+
+
+def test_barrier_and_broadcast(pair: RankPool) -> None:
+    pair.run(_broadcasts)
+
+
+def test_without_a_process_group_nothing_is_waited_for() -> None:
+    strategy = BaguaStrategy()
+    strategy.barrier()
+    assert strategy.broadcast("it") == "it"
+
+
+def _callback_needs(folder: str) -> None:
+    trainer = runs.quiet_trainer("ddp", callbacks=[BaguaStatsCallback()], logger=CSVLogger(folder))
+    with pytest.raises(MisconfigurationException, match="needs Trainer"):
+        trainer.fit(runs.Module(), runs.loader())
+    with pytest.raises(MisconfigurationException, match="logger=False"):
+        runs.quiet_trainer("bagua", callbacks=[BaguaStatsCallback()]).fit(runs.Module(), runs.loader())
+
+
+def test_callback_says_what_it_needs(pair: RankPool, tmp_path: Path) -> None:
+    pair.run(_callback_needs, str(tmp_path))
+
+
+def test_one_sentence_where_lightning_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_packages, "PACKAGES", {"no_such_lightning": ""})
+    with pytest.raises(ImportError, match=r"^bagua.lightning needs Lightning, which is not installed: type 'pip "):
+        _packages.load()
+    old = ModuleType("no_such_lightning")
+    old.__version__ = "1.9.5"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "no_such_lightning", old)
+    with pytest.raises(ImportError, match=r"2.0 or later, but no_such_lightning is of version 1.9.5"):
+        _packages.load()
+
+
+def test_the_other_package_is_served_when_it_is_imported_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "imported_later.py").write_text("WORD = 'executed'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+    follower = _packages._Follower("imported_later", lambda: seen.append(sys.modules["imported_later"].WORD))
+    sys.meta_path.insert(0, follower)
+    import imported_later  # type: ignore[import-not-found]
+
+    assert imported_later.WORD == "executed"
+    assert seen == ["executed"]
+    assert follower not in sys.meta_path

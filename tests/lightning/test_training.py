@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with Lightning is the same training as a loop over DDP with the same algorithm, to the bit."""
+
+from typing import Any
+
+import bagua
+import lightning_runs as runs
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.lightning import BaguaStrategy
+from lightning.pytorch.strategies import DDPStrategy
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ALGORITHMS = tuple(runs.DETERMINISTIC)
+
+
+def _trains_as_by_hand(algorithm: str) -> None:
+    trainer = runs.fit(algorithm, max_epochs=2)
+    assert trainer.global_step == 2 * runs.STEPS_PER_EPOCH
+    weights = runs.weights_of(trainer.lightning_module)
+    runs.assert_same_bits(weights, runs.weights_by_hand(algorithm, epochs=2))
+    first, second = runs.everyones(weights)
+    are_same = all(torch.equal(first[name], second[name]) for name in first)
+    assert are_same == (algorithm not in runs.WEIGHTS_DIFFER)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_trains_as_in_a_loop_by_hand(pair: RankPool, algorithm: str) -> None:
+    pair.run(_trains_as_by_hand, algorithm)
+
+
+def _accumulates_as_by_hand(algorithm: str) -> None:
+    trainer = runs.fit(algorithm, accumulate_grad_batches=2)
+    assert trainer.global_step == runs.STEPS_PER_EPOCH // 2
+    expected = runs.weights_by_hand(algorithm, accumulate=2)
+    runs.assert_same_bits(runs.weights_of(trainer.lightning_module), expected)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradients_accumulate_without_communication(pair: RankPool, algorithm: str) -> None:
+    pair.run(_accumulates_as_by_hand, algorithm)
+
+
+class _Manual(runs.Module):
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def _manual_is_automatic(algorithm: str) -> None:
+    manual = runs.fit(algorithm, _Manual(algorithm), max_epochs=2).lightning_module
+    runs.assert_same_bits(runs.weights_of(manual), runs.weights_by_hand(algorithm, epochs=2))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_manual_optimisation_gives_the_same_bits(pair: RankPool, algorithm: str) -> None:
+    pair.run(_manual_is_automatic, algorithm)
+
+
+class _TwoOptimizers(runs.Module):
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(9, 3)
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:  # type: ignore[override]
+        x, y = batch
+        for optimizer, part in zip(self.optimizers(), (self.network, self.other), strict=True):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            loss = (part(x) - y).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.network, self.other)]
+
+
+def _two_optimizers(algorithm: str) -> None:
+    strategy = BaguaStrategy(algorithm, find_unused_parameters=True, hierarchical=False)
+    module = _TwoOptimizers()
+    before = runs.weights_of(module)
+    runs.quiet_trainer(strategy).fit(module, runs.loader())
+    after = runs.weights_of(module)
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    first, second = runs.everyones(after)
+    runs.assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_two_optimizers_take_turns(pair: RankPool, algorithm: str) -> None:
+    pair.run(_two_optimizers, algorithm)
+
+
+class _Unused(runs.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(5, 5)
+
+
+def _trains_with_unused() -> None:
+    module = _Unused()
+    # Not with bytegrad: zeros of unused parameters are coded with the rest of their bucket.
+    strategy = BaguaStrategy(find_unused_parameters=True)
+    runs.quiet_trainer(strategy).fit(module, runs.loader())
+    trained = {name: tensor for name, tensor in runs.weights_of(module).items() if "unused" not in name}
+    runs.assert_same_bits(trained, runs.weights_by_hand("gradient_allreduce"))
+
+
+def test_find_unused_parameters_reaches_ddp(pair: RankPool) -> None:
+    pair.run(_trains_with_unused)
+
+
+class _DtypeOfActivations(runs.Module):
+    dtypes: set[torch.dtype]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        out = self(x)
+        self.dtypes = {out.dtype}
+        loss: Tensor = (out - y).float().square().mean()
+        return loss
+
+
+def _trains_in(precision: Any, activations: torch.dtype, weights: torch.dtype, algorithm: str) -> None:
+    module = _DtypeOfActivations(algorithm)
+    runs.fit(algorithm, module, precision=precision, max_epochs=4)
+    assert module.dtypes == {activations}
+    assert {p.dtype for p in module.parameters()} == {weights}
+    early, late = sum(module.losses[:8]), sum(module.losses[-8:])
+    assert late < early
+    if algorithm not in runs.WEIGHTS_DIFFER:
+        first, second = runs.everyones(runs.weights_of(module))
+        runs.assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_bf16_mixed(pair: RankPool, algorithm: str) -> None:
+    pair.run(_trains_in, "bf16-mixed", torch.bfloat16, torch.float32, algorithm)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("algorithm", ["bytegrad", "decentralized", "low_precision_decentralized"])
+def test_weights_and_gradients_of_16_bits(pair: RankPool, precision: str, algorithm: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float16
+    pair.run(_trains_in, precision, dtype, dtype, algorithm)
+
+
+def _refuses_sync_batch_norm_on_cpu() -> None:
+    trainer = runs.quiet_trainer(BaguaStrategy("bytegrad"), sync_batchnorm=True)
+    # torch has it for CUDA only: the refusal shows that the layers were converted, and before DDP wrapped the model.
+    with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
+        trainer.fit(runs.Module(norm=True), runs.loader())
+
+
+def test_sync_batchnorm_is_applied_before_the_model_is_wrapped(pair: RankPool) -> None:
+    pair.run(_refuses_sync_batch_norm_on_cpu)
+
+
+def _trains_with_stock_strategy() -> None:
+    trainer = runs.quiet_trainer(DDPStrategy(process_group_backend="bagua"))
+    module = runs.Module()
+    trainer.fit(module, runs.loader())
+    assert dist.get_backend() == "bagua"
+    expected = runs.weights_by_hand("gradient_allreduce", register=lambda ddp, optimizer: None)
+    runs.assert_same_bits(runs.weights_of(module), expected)
+
+
+def test_stock_ddp_strategy_on_our_backend(pair: RankPool) -> None:
+    pair.run(_trains_with_stock_strategy)
+
+
+def _fits_twice() -> None:
+    module = runs.Module("decentralized")
+    trainer = runs.fit("decentralized", module)
+    assert trainer.strategy.handle is None  # type: ignore[attr-defined]
+    first = runs.weights_of(module)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, runs.loader())
+    assert trainer.global_step == 2 * runs.STEPS_PER_EPOCH
+    assert not torch.equal(first["network.0.weight"], runs.weights_of(module)["network.0.weight"])
+
+
+def test_a_trainer_fits_again(pair: RankPool) -> None:
+    pair.run(_fits_twice)
+
+
+def _passes_ddp_options() -> None:
+    seen: list[DDP] = []
+    module = runs.Module()
+    module.on_train_start = lambda: seen.append(module.trainer.strategy.model)  # type: ignore[method-assign,arg-type]
+    strategy = BaguaStrategy(flatten=False, bucket_cap_mb=3, broadcast_buffers=False)
+    runs.quiet_trainer(strategy).fit(module, runs.loader())
+    assert (seen[0].gradient_as_bucket_view, seen[0].bucket_bytes_cap) == (False, 3 * 2**20)
+    assert not seen[0].broadcast_buffers
+    assert not isinstance(strategy.model, DDP)
+    assert strategy.lightning_module is module
+
+
+def test_flatten_and_ddp_options_reach_ddp_and_teardown_unwraps(pair: RankPool) -> None:
+    pair.run(_passes_ddp_options)
+
+
+class _Validated(runs.Module):
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+        assert not self.network.training
+
+
+def _validates(algorithm: str) -> None:
+    trainer = runs.quiet_trainer(BaguaStrategy(algorithm, **runs.DETERMINISTIC[algorithm]), val_check_interval=3)
+    module = _Validated(algorithm)
+    trainer.fit(module, runs.loader(), runs.loader(shuffle=False))
+    runs.assert_same_bits(runs.weights_of(module), runs.weights_by_hand(algorithm))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_validation_inside_training_changes_nothing(pair: RankPool, algorithm: str) -> None:
+    pair.run(_validates, algorithm)
+
+
+class _Watched(runs.Module):
+    """Notes its weights at the validations, and whether they change while one goes on."""
+
+    def __init__(self) -> None:
+        super().__init__("async")
+        self.seen: list[dict[str, Tensor]] = []
+        self.rounds = 0
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.seen.append(runs.weights_of(self))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        # Ranks at different paces, as async is for.
+        torch.ops.aten.randn([200 * (1 + dist.get_rank()), 200]).square()
+        self.rounds = self.trainer.strategy.handle.stats()["rounds"]  # type: ignore[attr-defined]
+
+
+def _async_validates() -> None:
+    module = _Watched()
+    strategy = BaguaStrategy("async", sync_interval_ms=1)
+    # The last three steps are after the last validation.
+    trainer = runs.quiet_trainer(strategy, max_epochs=3, limit_train_batches=7, val_check_interval=4)
+    trainer.fit(module, runs.loader(), runs.loader(shuffle=False))
+    first, second = runs.everyones(module.seen[2:])  # without the two of the sanity check
+    assert len(first) == len(second) == 3 * 8
+    for mine, other in zip(first, second, strict=True):
+        runs.assert_same_bits(mine, other)
+    assert module.rounds > 0
+    first, second = runs.everyones(runs.weights_of(module))
+    runs.assert_same_bits(first, second)
+
+
+def test_async_pauses_for_validation_and_ends_with_equal_weights(pair: RankPool) -> None:
+    pair.run(_async_validates)
+
+
+def test_the_hook_is_one_of_ours(pair: RankPool) -> None:
+    pair.run(_has_a_handle)
+
+
+def _has_a_handle() -> None:
+    module = runs.Module()
+    handles: list[bagua.Handle] = []
+    module.on_train_batch_end = lambda *_: handles.append(module.trainer.strategy.handle)  # type: ignore
+    runs.quiet_trainer("bagua_bytegrad").fit(module, runs.loader())
+    stats = handles[-1].stats()
+    assert (stats["algorithm"], stats["steps"]) == ("bytegrad", runs.STEPS_PER_EPOCH)
