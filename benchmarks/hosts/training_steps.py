@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import bagua
@@ -27,7 +28,7 @@ def convolutional_network() -> tuple[nn.Module, Callable[[], Tensor]]:
     """10.6 million parameters, 42 MB of float32, most of them in few layers."""
     widths = [3, 64, 128, 256, 512, 512, 512]
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.ReLU()]
     model = nn.Sequential(
         *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 8192), nn.ReLU(), nn.Linear(8192, 10)

@@ -55,8 +55,8 @@ class QAdamOptimizer(Optimizer):
         _check("warmup_steps", warmup_steps, warmup_steps > 0)
         if warmup_steps == 1:
             warnings.warn(
-                "QAdamOptimizer with warmup_steps=1 never sees a variance and divides by eps: use 2 at least, better 15 "
-                "% of all steps",
+                "QAdamOptimizer with warmup_steps=1 never sees a variance and divides by eps: use 2 at least, better "
+                "15 % of all steps",
                 stacklevel=2,
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
