@@ -7,6 +7,7 @@
 
 #include "algorithms/agreement.h"
 #include "algorithms/bucket_operations.h"
+#include "algorithms/bucket_splitting.h"
 #include "algorithms/comm_hook.h"
 #include "algorithms/registry.h"
 #include "backend/c10d/backend_executors.h"
@@ -134,6 +135,7 @@ void bindControl(HookClass& hook) {
       .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), noGil)
       .def("stats", &statsDict)
       .def_property_readonly("name", &HookRunner::name)
+      .def_property_readonly("wants_small_buckets", &HookRunner::wantsSmallBuckets)
       .def_property_readonly("options", [](const HookRunner& self) { return self.options().values(); });
 }
 
@@ -221,6 +223,8 @@ void bindAlgorithms(py::module& module) {
         reducer.register_comm_hook(std::make_unique<CommHook>(hook));
       },
       py::arg("reducer"), py::arg("hook"));
+  module.def("split_buckets", &splitBuckets, py::arg("reducer"), py::arg("logger"), py::arg("parameters"),
+             py::arg("most_bytes"), "Cuts DDP's buckets into smaller ones, between two steps.");
 }
 
 }  // namespace bagua

@@ -17,6 +17,7 @@ from bagua._attachment import (
     refuse_uneven_division,
     trainable_parameters,
 )
+from bagua._buckets import BucketSplitter
 from bagua._executors import background_executors_for, executors_for
 from bagua._native import _C
 from bagua.handle import Handle, OptionValue
@@ -101,6 +102,8 @@ def register_comm_hook(
     if info["runs_in_background"]:
         hook.use_background(background_executors_for(group, device))
     _C.register_hook(ddp.reducer, hook)
+    if hook.wants_small_buckets:
+        BucketSplitter(ddp, parameters)
     attachment = None
     if info["optimizer"]:
         assert optimizer is not None
