@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "algorithms/host_lanes.h"
+#include "backend/host_lanes.h"
 #include "algorithms/stage.h"
 #include "backend/communicator.h"
 
