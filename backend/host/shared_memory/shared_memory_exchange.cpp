@@ -164,7 +164,9 @@ void SharedMemoryExchange::allReduce(at::Tensor& flat, const at::Tensor& prepare
   inPieces(flat.numel(), most, [&](int64_t begin, int64_t length) {
     at::Tensor piece = flat.narrow(0, begin, length);
     const at::Tensor own = prepared.narrow(0, begin, length);
-    if (length * itemSize(flat) <= kOneStepBytes) {
+    // With two ranks as many bytes go from one core to the other either way: 64 MiB took 8.2 ms in one step, 15.8 in
+    // two.
+    if (size() == 2 || length * itemSize(flat) <= kOneStepBytes) {
       allReduceInOneStep(piece, own, op, deadline);
     } else {
       allReduceInTwoSteps(piece, own, op, deadline);
