@@ -50,7 +50,9 @@ std::vector<std::string> tellAll(Communicator& network, const std::string& text)
   network.allToAll(received, sent, splits, splits);
   std::vector<std::string> texts;
   for (int peer = 0; peer < size; ++peer) {
-    texts.emplace_back(reinterpret_cast<const char*>(constBytesAt(received) + peer * kNameBytes));
+    // A peer's: it need not end with a zero.
+    const auto* const begin = reinterpret_cast<const char*>(constBytesAt(received) + peer * kNameBytes);
+    texts.emplace_back(begin, ::strnlen(begin, kNameBytes));
   }
   return texts;
 }
