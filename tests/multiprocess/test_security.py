@@ -3,13 +3,13 @@
 
 import os
 import subprocess
-import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import RankPool, run_ranks
 
 _NOBODY = 65534
 
@@ -44,53 +44,30 @@ def test_another_user_cannot_reach_the_memory_through_proc(rank_pools: dict[int,
     rank_pools[2].run(_ask_as_nobody)
 
 
-_MEMBER_OF_A_JOB = """
-import sys
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
-
-file, job, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-store = dist.PrefixStore(job, dist.FileStore(file, -1))
-dist.init_process_group("bagua", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=float(sys.argv[4])))
-tensor = torch.full((1000,), float(rank + 1))
-dist.all_reduce(tensor)
-print(job, tensor.unique().tolist())
-"""
-
-
-def _members(folder: Path, jobs: list[tuple[str, int]], timeout: float) -> list[tuple[int, str]]:
-    """Exit status and output of processes that come as rank `rank` of `job`, all with the same store."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _MEMBER_OF_A_JOB, str(folder / "store"), job, str(rank), str(timeout)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for job, rank in jobs
-    ]
-    results = []
+def _join(file: str, jobs: list[tuple[str, int]], timeout: float) -> list[float] | str:
+    """Come as another member of another job, all with the same store: what a sum over the job is, or the error."""
+    job, rank = jobs[dist.get_rank()]
+    dist.destroy_process_group()
+    store = dist.PrefixStore(job, dist.FileStore(file, -1))  # type: ignore[attr-defined]
+    limit = timedelta(seconds=timeout)
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=120)
-            results.append((process.returncode, output))
-    finally:
-        for process in processes:
-            process.kill()
-    return results
+        dist.init_process_group("bagua", store=store, rank=rank, world_size=2, timeout=limit)
+    except Exception as error:
+        return str(error)
+    tensor = torch.full((1000,), float(rank + 1))
+    dist.all_reduce(tensor)
+    sums: list[float] = tensor.unique().tolist()
+    return sums
 
 
 def test_a_process_with_another_job_id_cannot_join(tmp_path: Path) -> None:
-    results = _members(tmp_path, [("job-1", 0), ("job-2", 1)], timeout=4)
-    for status, output in results:
-        assert status != 0
-        assert "rank" in output
-        assert "[3.0]" not in output
+    jobs = [("job-1", 0), ("job-2", 1)]
+    errors = run_ranks(2, _join, str(tmp_path / "store"), jobs, 3.0)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, str), f"rank {rank} was let in, and got {error}"
+        assert f"rank {1 - rank}" in error
 
 
 def test_two_jobs_of_one_store_do_not_mix(tmp_path: Path) -> None:
-    results = _members(tmp_path, [("job-1", 0), ("job-1", 1), ("job-2", 0), ("job-2", 1)], timeout=60)
-    assert [status for status, _ in results] == [0, 0, 0, 0], results
-    assert [output.splitlines()[-1] for _, output in results] == ["job-1 [3.0]"] * 2 + ["job-2 [3.0]"] * 2
+    jobs = [("job-1", 0), ("job-1", 1), ("job-2", 0), ("job-2", 1)]
+    assert run_ranks(4, _join, str(tmp_path / "store"), jobs, 60.0) == [[3.0]] * 4
