@@ -82,11 +82,13 @@ class Communicator {
   [[nodiscard]] const Traffic& traffic() const { return traffic_; }
 
  protected:
-  // What is left until the deadline, at least 1 ms (transports take 0 for "no limit").
+  // What is left until the deadline, at least 1 ms (transports take 0 for "no limit"), and at most what can be added to
+  // the present.
   [[nodiscard]] std::chrono::milliseconds remaining() const {
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
-    return std::max(left, std::chrono::milliseconds(1));
+    constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
+    return std::clamp(left, std::chrono::milliseconds(1), kLongest);
   }
   void countSentTo(int peer, int64_t bytes);
   void countSentToEach(int64_t bytes);

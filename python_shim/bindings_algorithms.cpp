@@ -85,13 +85,17 @@ struct Executors {
 // The executors of a group of ours, kept alive with it.
 Executors executorsOfGroup(const c10::intrusive_ptr<ProcessGroupBagua>& group) {
   ProcessGroupBagua* provider = group.get();
-  auto release = [owner = c10::intrusive_ptr<ProcessGroupBagua>(group)](ExecutorProvider*) mutable { owner.reset(); };
+  auto release = [owner = c10::intrusive_ptr<ProcessGroupBagua>(group)](ExecutorProvider*) mutable {
+    withoutGil([&owner] { owner.reset(); });
+  };
   return {std::shared_ptr<ExecutorProvider>(provider, std::move(release))};
 }
 
 Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& groupName,
                                const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout) {
-  return {std::make_shared<BackendExecutors>(backend, groupName, hostIds, timeout)};
+  return {
+      std::shared_ptr<BackendExecutors>(new BackendExecutors(backend, groupName, hostIds, timeout),
+                                        [](BackendExecutors* executors) { withoutGil([=] { delete executors; }); })};
 }
 
 void bindBucketOperations(py::module& module) {

@@ -44,6 +44,7 @@ std::vector<std::string> tellAll(Wire& wire, const std::vector<int>& members, co
   wire.swap(exchanges, deadline);
   std::vector<std::string> texts;
   for (const auto& exchange : exchanges) {
+    // A peer's: it need not end with a zero.
     const auto* const begin = reinterpret_cast<const char*>(constBytesAt(exchange.received));
     texts.emplace_back(begin, ::strnlen(begin, kNameBytes));
   }
