@@ -268,10 +268,13 @@ class BaguaDistributedDataParallel:
                 if as_bagua(parameter).is_bagua_tensor() and as_bagua(parameter).bagua_getter_closure() is None:
                     as_bagua(parameter).bagua_ensure_grad()
                 self._backward_hook(name, parameter)
+        apart = [parameter for _, parameter in self._parameters if self._is_apart(parameter)]
+        if apart:
+            # Operations in Python may run beside this thread: only what is over has the same order on every rank.
+            self._bagua_backend.wait_pending_comm_ops()
+        for parameter in apart:
+            self._reduce_sparse(parameter)
         self._post_backward_hook()
-        for _, parameter in self._parameters:
-            if self._is_apart(parameter):
-                self._reduce_sparse(parameter)
 
     def _is_apart(self, parameter: Tensor) -> bool:
         """Whether its sparse gradient travels by itself. (Its weights may be in a bucket instead.)"""
