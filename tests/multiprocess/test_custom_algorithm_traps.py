@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from hooked_models import loss_of, perceptron
-from ranks import RankPool
+from ranks import RankPool, run_ranks
 from torch import Tensor, nn
 
 
@@ -165,6 +165,28 @@ def _failing_operation() -> None:
 
 def test_an_operation_that_raises_ends_the_backward_and_not_the_training(rank_pools: dict[int, RankPool]) -> None:
     rank_pools[2].run(_failing_operation)
+
+
+class GroupedImpl(AlgorithmImpl):
+    """The mean, over a group that is named."""
+
+    def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
+        bucket.clear_ops().append_centralized_synchronous_op(group=self.process_group)
+
+
+def _operations_over_gloo() -> None:
+    _start()
+    model = perceptron()
+    _wrap(GroupedImpl, model)
+    loss_of(model, 0).backward()
+    groups = len(dist.distributed_c10d._world.pg_map)
+    for step in range(3):
+        loss_of(model, step).backward()
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+
+
+def test_operations_on_a_group_of_another_backend_make_no_group_per_step() -> None:
+    run_ranks(2, _operations_over_gloo, backend="gloo")
 
 
 class BackgroundImpl(AlgorithmImpl):

@@ -2,6 +2,7 @@
 """Backward passes out of the ordinary under with_bagua(): checkpoints, sparse gradients, errors."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import bagua.torch_api
@@ -36,6 +37,14 @@ def _weights(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
+@dataclass
+class Outputs:
+    """What a model may return instead of a tensor; cannot be made by replace()."""
+
+    found: dict[str, list[Tensor]]
+    label: str = field(init=False, default="")
+
+
 class Checkpointed(nn.Module):
     """Its last parameters are under a checkpoint: their gradients are the first to come."""
 
@@ -45,11 +54,11 @@ class Checkpointed(nn.Module):
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
         self.how = how
 
-    def forward(self, x: Tensor) -> dict[str, list[Tensor]]:
+    def forward(self, x: Tensor) -> Outputs:
         run: Callable[..., Any] = lambda part, *args: part(*args)  # noqa: E731
         if self.how != "plain":
             run = lambda part, *args: checkpoint(part, *args, use_reentrant=self.how == "reentrant")  # noqa: E731
-        return {"outputs": [run(self.c, run(self.b, self.a(x)))]}
+        return Outputs({"inside": [run(self.c, run(self.b, self.a(x)))]})
 
 
 def _checkpoints(name: str) -> None:
@@ -60,7 +69,7 @@ def _checkpoints(name: str) -> None:
         optimizer = _wrap(model, name, hierarchical=False)
         for step in range(3):
             optimizer.zero_grad()
-            model(_x(step))["outputs"][0].square().mean().backward()
+            model(_x(step)).found["inside"][0].square().mean().backward()
             optimizer.step()
         results.append(_weights(model))
     assert torch.equal(results[0], results[1])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +19,17 @@ from bagua.torch_api.tensor import as_bagua
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
     from bagua.torch_api.communication import BaguaProcessGroup
+
+
+# Made once for each group: with a backend other than "bagua" that makes another group.
+_known_executors: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Any]] = weakref.WeakKeyDictionary()
+
+
+def _executors_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    known = _known_executors.setdefault(group, {})
+    if device not in known:
+        known[device] = executors_for(group, device)
+    return known[device]
 
 
 class Operation(Protocol):
@@ -53,7 +65,7 @@ class _GroupOperation:
     def _executors(self, bucket: BaguaBucket, model_executors: Any) -> Any:
         if self._group is None:
             return model_executors
-        return executors_for(self._group.torch_group, bucket.backend_tensor.device)
+        return _executors_of(self._group.torch_group, bucket.backend_tensor.device)
 
 
 class CentralizedOperation(_GroupOperation):

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.utils import _apply_to_tensors
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -224,13 +224,11 @@ class BaguaDistributedDataParallel:
     def _after_forward(self, module: nn.Module, input: Any, output: Any) -> None:
         # The first gradient to come is that of an output, and belongs to the whole backward. That of a parameter may
         # belong to a backward inside it, of reentrant checkpointing, which ends before the others have come.
-        if torch.is_grad_enabled():
-            _apply_to_tensors(self._watch_output, output)
-
-    def _watch_output(self, output: Tensor) -> Tensor:
-        if output.requires_grad:
-            output.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
-        return output
+        if not torch.is_grad_enabled():
+            return
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
     @eager
     def _begin_backward(self, gradient: Tensor | None = None) -> None:
@@ -305,6 +303,18 @@ def close_engine_of(module: nn.Module) -> None:
     for name in _ATTRIBUTES:
         vars(module).pop(name, None)
     engine.close()
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_in(list(output.values()))
+    elif isinstance(output, list | tuple | set):
+        for part in output:
+            yield from _tensors_in(part)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        yield from _tensors_in([getattr(output, field.name, None) for field in dataclasses.fields(output)])
 
 
 def _gradient_hook(engine: weakref.ref[BaguaDistributedDataParallel], name: str) -> Callable[[Tensor], None]:
