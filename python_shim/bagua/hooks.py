@@ -73,7 +73,7 @@ def register_comm_hook(
             "low_precision_decentralized", "async" (any optimizer) and "qadam" (`bagua.QAdamOptimizer`). One that
             accelerate or Lightning has wrapped will do.
         process_group: where to communicate; by default the model's own group.
-        **options: the algorithm's options, see the table in the README.
+        **options: the algorithm's options, see each algorithm's page.
 
     Raises:
         ValueError: an unknown name or option (the message lists the valid ones), a value out of range, an optimizer
