@@ -22,7 +22,7 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build test test-asan test-tsan fuzz soak lint format demo bench convergence wheel clean distclean FORCE
+.PHONY: help setup build test test-asan test-tsan fuzz soak lint format demo bench convergence docs wheel clean distclean FORCE
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -67,6 +67,10 @@ bench: build  ## measure collectives and algorithms
 
 convergence: build  ## train with every algorithm and seed, rewrite docs/convergence.md (about 25 minutes on two cores)
 	@PYTHONPATH=examples OMP_NUM_THREADS=1 $(PY) benchmarks/convergence/run.py $(CONVERGENCE_ARGS)
+
+docs: build  ## the documentation site, build/site/index.html
+	@$(PY) docs/site/build.py build/site
+	@echo build/site/index.html
 
 wheel: $(SETUP_STAMP)  ## build/dist/bagua-*.whl for the torch of the set-up
 	@$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/dist .

@@ -133,7 +133,8 @@ install_python_packages() {
   # uv installs torch and its CUDA libraries in seconds; pip takes minutes and does the same.
   local installer
   if "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check uv; then
-    installer=("$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python")
+    # Byte code too: elsewhere it is made at the first import, unless PYTHONDONTWRITEBYTECODE has each process make its own.
+    installer=("$VENV/bin/uv" pip install --quiet --compile-bytecode --python "$VENV/bin/python")
   else
     say "uv cannot be installed; going on with pip"
     "$VENV/bin/python" -m pip install --quiet --upgrade "pip>=25.1"

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 # A token bucket passes this much at once: 2 ms of a link of 1 Gbit/s, and a packet of loopback size at least.
 BURST_SECONDS = 0.002
 MINIMUM_BURST = 128 << 10
 INTERFACE = "eth0"
+# `ip netns exec` lays the files of a folder here, of the namespace's name, over those in /etc.
+OVERLAYS = Path("/etc/netns")
 
 
 class NoEmulatedHosts(RuntimeError):
@@ -59,9 +63,11 @@ def emulated_hosts(count: int, bits_per_second: float | None) -> Iterator[list[H
         _run("ip", "link", "set", switch, "up")
         for i, host in enumerate(hosts):
             _attach(host, f"{tag}v{i}", switch, bits_per_second)
+            _name(host, hosts)
         yield hosts
     finally:
         for host in hosts:
+            shutil.rmtree(OVERLAYS / host.namespace, ignore_errors=True)
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", switch], capture_output=True, check=False)
 
@@ -78,3 +84,13 @@ def _attach(host: Host, port: str, switch: str, bits_per_second: float | None) -
         burst = max(int(bits_per_second / 8 * BURST_SECONDS), MINIMUM_BURST)
         limit = ["rate", f"{int(bits_per_second)}bit", "burst", f"{burst}b", "latency", "50ms"]
         _run("tc", "-n", host.namespace, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)
+
+
+def _name(host: Host, hosts: Sequence[Host]) -> None:
+    """Let names be found: the machine's own means this host here. Without, each look-up waits for a distant server."""
+    folder = OVERLAYS / host.namespace
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ["127.0.0.1 localhost", f"{host.address} {socket.gethostname()}"]
+    names += [f"{other.address} {other.namespace}" for other in hosts]
+    (folder / "hosts").write_text("\n".join(names) + "\n")
+    (folder / "resolv.conf").write_text("")

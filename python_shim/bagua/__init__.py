@@ -2,7 +2,7 @@
 """Communication for PyTorch training when the network is the bottleneck.
 
 A c10d backend (`init_process_group(backend="bagua")`) and algorithms that run inside stock DistributedDataParallel as
-communication hooks, chosen by name:
+communication hooks, chosen by name::
 
     handle = bagua.register_comm_hook(ddp_model, "bytegrad")
 """

@@ -49,6 +49,13 @@ def facts_of(optimizer: Optimizer | None) -> str:
     return f" with QAdamOptimizer(warmup_steps={optimizer.warmup_steps})"
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside a trainer's wrapper, such as accelerate's, whose hooks torch would never call."""
+    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str, expected: str) -> None:
     """Refuse an optimizer that is missing, of another class than `expected`, or not that of the model."""
     if optimizer is None:

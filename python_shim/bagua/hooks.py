@@ -16,6 +16,7 @@ from bagua._attachment import (
     facts_of,
     refuse_uneven_division,
     trainable_parameters,
+    unwrapped,
 )
 from bagua._buckets import BucketSplitter
 from bagua._executors import background_executors_for, executors_for
@@ -70,9 +71,10 @@ def register_comm_hook(
         ddp: the model, wrapped in DistributedDataParallel.
         name: one of `available_algorithms()`.
         optimizer: the model's optimizer, for algorithms that change weights or momentum: "decentralized",
-            "low_precision_decentralized", "async" (any optimizer) and "qadam" (`bagua.QAdamOptimizer`).
+            "low_precision_decentralized", "async" (any optimizer) and "qadam" (`bagua.QAdamOptimizer`). One that
+            accelerate or Lightning has wrapped will do.
         process_group: where to communicate; by default the model's own group.
-        **options: the algorithm's options, see the table in the README.
+        **options: the algorithm's options, see each algorithm's page.
 
     Raises:
         ValueError: an unknown name or option (the message lists the valid ones), a value out of range, an optimizer
@@ -86,6 +88,7 @@ def register_comm_hook(
         raise TypeError(
             f"expected a model wrapped in torch.nn.parallel.DistributedDataParallel, got {type(ddp).__qualname__}"
         )
+    optimizer = unwrapped(optimizer)
     parameters = trainable_parameters(ddp)
     device = parameters[0].device
     group = process_group or ddp.process_group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning: a strategy that trains with any of our algorithms, and a callback that logs what they do.
+"""Lightning: a strategy that trains with any of our algorithms, and a callback that logs what they do::
 
     import bagua.lightning
     from lightning import Trainer

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of the Python interface, from docstrings and from the registry of algorithms."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+import bagua
+from bagua._native import _C
+
+_OPERATORS = """# torch.ops.bagua
+
+```{eval-rst}
+.. py:function:: torch.ops.bagua.minmax_uint8_compress(x: Tensor, n_chunks: int) -> Tensor
+
+   Code a tensor in `n_chunks` equal chunks with 8 bits, each by its own minimum and maximum, and return the packed
+   bytes (uint8). See :doc:`/developers/kernels` for the layout.
+
+.. py:function:: torch.ops.bagua.minmax_uint8_decompress(packed: Tensor, out: Tensor, n_chunks: int) -> None
+
+   Decode packed bytes into `out`.
+```
+"""
+
+
+def options_table(algorithm: str) -> str:
+    """Return the section about the options of an algorithm."""
+    info = _C.algorithm_info(algorithm)
+    lines = ["## Options", "", "| name | default | meaning |", "|---|---|---|"]
+    lines += [f"| `{o['name']}` | `{o['default']!r}` | {o['summary']} |" for o in info["options"]]
+    return "\n".join(lines)
+
+
+def _members(module: str, listed: set[str], described: set[int]) -> list[str]:
+    """Return directives for the names that a module exports, or defines, unless they are described elsewhere."""
+    loaded = importlib.import_module(module)
+    lines = [f".. automodule:: {module}"]
+    exported = getattr(loaded, "__all__", None)
+    if exported is None:
+        return [*lines, "   :members:", ""]
+    lines.append("")
+    for name in exported:
+        value = getattr(loaded, name)
+        home = getattr(value, "__module__", module)
+        if isinstance(value, ModuleType) or id(value) in described or (home != module and home in listed):
+            continue
+        described.add(id(value))
+        kind = "autoclass" if isinstance(value, type) else "autofunction" if callable(value) else "autodata"
+        lines += [f".. {kind}:: {module}.{name}", *(["   :members:"] if kind == "autoclass" else []), ""]
+    return lines
+
+
+def _page(title: str, modules: list[str], described: set[int]) -> str:
+    lines = [f"# {title}", ""]
+    for module in modules:
+        if module != title:
+            lines += [f"## {module}", ""]
+        lines += ["```{eval-rst}", *_members(module, set(modules), described), "```", ""]
+    return "\n".join(lines)
+
+
+def _public_modules(package: str) -> list[str]:
+    """Return a package and the modules in it whose names have no underscore in front."""
+    loaded = importlib.import_module(package)
+    found = [package]
+    for module in pkgutil.walk_packages(loaded.__path__, f"{package}."):
+        if not any(part.startswith("_") for part in module.name.split(".")):
+            found.append(module.name)
+    return found
+
+
+def interface_pages() -> dict[str, str]:
+    """Return page -> text."""
+    described: set[int] = set()
+    pages = {name: _page(name, [name], described) for name in ("bagua", "bagua.lightning")}
+    # What the package re-exports is described where it is defined.
+    modules = [module for module in _public_modules("bagua.torch_api") if module != "bagua.torch_api"]
+    pages["bagua.torch_api"] = _page("bagua.torch_api", modules, described)
+    pages["operators"] = _OPERATORS
+    listed = "\n".join(pages)
+    said = f"Of version {bagua.__version__}, from its docstrings. Modules with a leading underscore may change."
+    pages["index"] = f"# Python interface\n\n{said}\n\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"
+    return pages

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An ordinary DistributedDataParallel script; the lines marked `bagua` are the change.
+
+torchrun --standalone --nproc-per-node 2 examples/ddp.py
+"""
+
+import bagua
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group(backend="bagua")  # bagua: in place of "gloo" or "nccl"
+torch.manual_seed(dist.get_rank())
+
+model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)))
+# bagua: 8-bit gradients. hierarchical=False codes them inside a host too; between machines leave it out.
+handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
+optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+for step in range(100):
+    images = torch.randn(32, 64)
+    labels = images[:, :10].argmax(dim=1)
+    loss = cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if dist.get_rank() == 0 and step % 33 == 0:
+        print(f"step {step}: loss {loss.item():.3f}")
+
+if dist.get_rank() == 0:
+    stats = handle.stats()  # bagua: bytes and seconds of this rank
+    print(f"{stats['logical_bytes']:,} bytes of gradients, {stats['wire_bytes']:,} bytes sent")
+dist.destroy_process_group()

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the ranks, or takes part as one that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from bagua._native import _C
+from bagua.bench.measure import Measurement, Result, environment
+from bagua.bench.options import Settings, is_under_a_launcher
+from bagua.bench.plot import write_plot
+from bagua.bench.report import header, line, write_json
+
+_WRONG = 1
+
+
+def run(settings: Settings) -> int:
+    """Return the exit status: 0 where all results were right."""
+    if is_under_a_launcher():
+        dist.init_process_group("bagua")
+        return _measure(settings)
+    # Each rank would take every core for itself.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // settings.ranks, 1)))
+    with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
+        try:
+            mp.spawn(_rank, args=(settings, folder), nprocs=settings.ranks)  # type: ignore[no-untyped-call]
+        except KeyboardInterrupt:
+            return 130
+        except mp.ProcessExitedException as error:
+            return error.exit_code if error.exit_code > 0 else _failed(str(error))
+        except mp.ProcessRaisedException as error:
+            return _failed(str(error).strip())
+    return 0
+
+
+def _failed(message: str) -> int:
+    print(f"bagua.bench: {message}", file=sys.stderr)
+    return 1
+
+
+def _rank(rank: int, settings: Settings, folder: str) -> None:
+    """Be one of the ranks that `run` starts."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    if settings.hosts > 1:
+        os.environ["BAGUA_HOST_ID"] = f"host-{rank * settings.hosts // settings.ranks}"
+    store = Path(folder, "store")
+    dist.init_process_group("bagua", init_method=f"file://{store}", rank=rank, world_size=settings.ranks)
+    status = _measure(settings)
+    if status:
+        sys.exit(status)
+
+
+def _measure(settings: Settings) -> int:
+    device = torch.device("cpu")
+    if settings.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    options = settings.options
+    facts = environment(settings, device)
+    if facts["hosts"] == 1:
+        options = facts["options"] = {**_flat(settings), **options}
+    measurement = Measurement(settings.with_options(options), device)
+    is_first = dist.get_rank() == 0
+    if is_first:
+        print(header(facts), flush=True)
+    results: list[Result] = []
+    for result in measurement.results():
+        results.append(result)
+        if is_first:
+            print(line(result), flush=True)
+    wrong = sum(bool(result.check) for result in results)
+    if is_first:
+        if settings.json:
+            write_json(settings.json, facts, results)
+        if settings.plot:
+            write_plot(settings.plot, facts, results)
+        if wrong:
+            print(f"{wrong} of {len(results)} results are WRONG", file=sys.stderr)
+    dist.destroy_process_group()
+    return _WRONG if wrong else 0
+
+
+def _flat(settings: Settings) -> dict[str, bool]:
+    """On a single host hierarchical algorithms would compress nothing."""
+    names = set(settings.tests) & set(_C.algorithm_names())
+    known = {option["name"] for name in names for option in _C.algorithm_info(name)["options"]}
+    return {"hierarchical": False} if "hierarchical" in known else {}

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times what was asked for, on every rank; rank 0 gets the figures."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from bagua._native import _C
+from bagua.bench.collectives import COLLECTIVES, Collective, Place
+from bagua.bench.options import Settings, options_of
+from bagua.bench.progress import Progress
+from bagua.bench.training_step import TrainingStep, algorithm
+
+
+class _Case(Protocol):
+    place: Place
+
+    def step(self) -> None: ...
+    def check(self) -> str: ...
+    @staticmethod
+    def bus_factor(ranks: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one call, each that of the slowest rank."""
+
+    minimum: float
+    median: float
+    maximum: float
+
+    @staticmethod
+    def of(seconds: list[float]) -> Times:
+        """Sum up the iterations."""
+        return Times(min(seconds), statistics.median(seconds), max(seconds))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table."""
+
+    test: str
+    size: int
+    dtype: str
+    count: int
+    seconds: Times
+    algbw: float
+    busbw: float
+    wire_bytes: float | None
+    check: str | None
+    vs: Times | None
+    vs_missing: str | None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as long the other backend takes."""
+        return None if self.vs is None else self.vs.median / self.seconds.median
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures in units of bytes and seconds."""
+        return {**asdict(self), "ratio": self.ratio}
+
+
+class Measurement:
+    """All tests at all sizes. Every rank goes through them in the same order."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+        world = dist.group.WORLD
+        assert world is not None
+        self._world = world
+        other = dist.new_group(backend=settings.vs) if settings.vs else None
+        assert other is None or isinstance(other, dist.ProcessGroup)
+        self._other = other
+        self._cases = [
+            (test, dtype, size)
+            for test in settings.tests
+            for dtype in (settings.dtypes if test != "barrier" else settings.dtypes[:1])
+            for size in (settings.sizes if test != "barrier" else (0,))
+        ]
+        self._progress = Progress(len(self._cases), is_shown=dist.get_rank() == 0)
+
+    def results(self) -> Iterator[Result]:
+        """Yield one result after another. Collective."""
+        for number, (test, dtype, size) in enumerate(self._cases):
+            self._number, self._what = number, f"{test} of {size:,} bytes"
+            result = self._result(test, dtype, size)
+            self._progress.clear()
+            yield result
+
+    def _make(self, test: str) -> tuple[Callable[[Place], _Case], Callable[[Place], _Case]]:
+        """Return what makes the test, and what makes its like on another backend."""
+        if test in COLLECTIVES:
+            return COLLECTIVES[test], COLLECTIVES[test]
+        return algorithm(test, options_of(test, self._settings.options)), TrainingStep
+
+    def _result(self, test: str, dtype: str, size: int) -> Result:
+        ranks = dist.get_world_size()
+        kind = getattr(torch, dtype)
+        # As in nccl-tests, every rank has a part of the same size.
+        count = max(size // kind.itemsize // ranks, 1) * ranks if size else 0
+        ours, others = self._make(test)
+        case = ours(Place(self._world, self._device, kind, count))
+        other, missing = self._rival(others, kind, count)
+        # A check of algorithms on weights needs their whole way, that of a collective spares a useless measurement.
+        check = case.check() if self._settings.is_checked and isinstance(case, Collective) else ""
+        sent_before = _sent(case)
+        times = self._times([case, *([other] if other else [])])
+        sent = _sent(case)
+        wire_bytes = None
+        if sent is not None and sent_before is not None:
+            wire_bytes = _mean_over_ranks((sent - sent_before) / (self._settings.warmup + self._settings.iterations))
+        if self._settings.is_checked and isinstance(case, TrainingStep):
+            check = case.check()
+        if isinstance(case, TrainingStep):
+            case.close()
+        seconds = Times.of(times[0])
+        size = count * kind.itemsize
+        return Result(
+            test=test,
+            size=size,
+            dtype=dtype if size else "",
+            count=count,
+            seconds=seconds,
+            algbw=size / seconds.median,
+            busbw=size / seconds.median * case.bus_factor(ranks),
+            wire_bytes=wire_bytes,
+            check=self._first_wrong(check) if self._settings.is_checked else None,
+            vs=Times.of(times[1]) if other else None,
+            vs_missing=missing,
+        )
+
+    def _rival(self, make: Callable[[Place], _Case], dtype: torch.dtype, count: int) -> tuple[_Case | None, str | None]:
+        """Return the same on the other backend, or why that does not have it."""
+        if self._other is None:
+            return None, None
+        try:
+            case = make(Place(self._other, self._device, dtype, count))
+            case.step()
+        except (RuntimeError, ValueError, TypeError) as error:  # found out before anything is sent, on all ranks
+            return None, str(error).splitlines()[0]
+        return case, None
+
+    def _times(self, cases: list[_Case]) -> list[list[float]]:
+        """Return the seconds of each case's iterations, taken in turn, each from a common start to the last rank."""
+        warmup, iterations = self._settings.warmup, self._settings.iterations
+        seconds = torch.zeros(len(cases), iterations, dtype=torch.float64)
+        for iteration in range(-warmup, iterations):
+            done = (iteration + warmup) / (warmup + iterations)
+            self._progress.at(self._number + done, self._what)
+            for index, case in enumerate(cases):
+                dist.barrier()
+                self._synchronise()
+                begin = time.perf_counter()
+                case.step()
+                self._synchronise()
+                if iteration >= 0:
+                    seconds[index, iteration] = time.perf_counter() - begin
+        seconds = seconds.to(self._device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.tolist()  # type: ignore[no-any-return]
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _first_wrong(self, own: str) -> str:
+        everyones: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(everyones, own)
+        return next((f"rank {rank}: {wrong}" for rank, wrong in enumerate(everyones) if wrong), "")
+
+
+def _sent(case: _Case) -> int | None:
+    return case.wire_bytes() if isinstance(case, TrainingStep) else None
+
+
+def _mean_over_ranks(value: float) -> float:
+    everyones: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(everyones, value)
+    return sum(everyones) / len(everyones)
+
+
+def environment(settings: Settings, device: torch.device) -> dict[str, Any]:
+    """Return what figures depend on. Collective."""
+    import bagua
+
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, _C.local_host_id())
+    return {
+        "bagua": bagua.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "ranks": len(hosts),
+        "hosts": len(set(hosts)),
+        "threads": torch.get_num_threads(),
+        "vs": settings.vs,
+        "options": settings.options,
+        "iterations": settings.iterations,
+        "warmup": settings.warmup,
+    }

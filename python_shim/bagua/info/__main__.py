@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from bagua.info import ranks
+from bagua.info.facts import advice, facts, table
+
+
+def main() -> int:
+    """Print facts and advice; the exit status is 1 where ranks do not reach each other."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bagua.info",
+        description="Prints versions, devices, what was built, what carries data, and what is missing with the remedy.",
+        epilog="Under torchrun it prints which ranks share a host and tries whether they reach each other:\n"
+        "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m bagua.info",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds that ranks wait for each other (30)")
+    timeout = parser.parse_args().timeout
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return ranks.report(timeout)
+    own = facts()
+    print(table(own))
+    for sentence in advice(own):
+        print(f"note: {sentence}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

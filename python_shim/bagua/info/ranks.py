@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under torchrun: which ranks share a host, in what hosts differ, and whether they reach each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from bagua import _build_info
+from bagua.info.facts import advice, facts, table
+
+# Facts that may differ between the hosts of a healthy job.
+_OF_ONE_HOST = {"host id", "interfaces", "CPU tensors, in a host", "CPU tensors, between hosts"}
+_TRIED_BYTES = 1 << 20
+
+
+def report(timeout: float) -> int:
+    """Print, on rank 0, what `bagua.info` says of one machine, and then what it takes all ranks to know.
+
+    Returns:
+        1 on ranks that could not communicate, else 0.
+    """
+    limit = timedelta(seconds=timeout)
+    # The launcher's store alone: it works also where the ranks do not reach each other's data ports.
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    own = facts()
+    store.set(f"bagua.info/{rank}", json.dumps({"host": socket.gethostname(), "facts": own, "notes": [*advice(own)]}))
+    if rank == 0:
+        everyones = [json.loads(store.get(f"bagua.info/{other}")) for other in range(ranks)]
+        print(table(own))
+        for text in summary(everyones):
+            print(text, flush=True)
+    return _try(dist.PrefixStore("bagua.info/group", store), rank, ranks, limit)
+
+
+def hosts_of(host_ids: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each host, hosts in the order of their lowest rank."""
+    found: dict[str, list[int]] = {}
+    for rank, host_id in enumerate(host_ids):
+        found.setdefault(host_id, []).append(rank)
+    return list(found.values())
+
+
+def summary(everyones: Sequence[dict[str, object]]) -> Iterator[str]:
+    """Yield the hosts with their ranks, what differs between them, and everybody's notes."""
+    all_facts = [entry["facts"] for entry in everyones]
+    maps = [found for found in all_facts if isinstance(found, dict)]
+    hosts = hosts_of([found["host id"] for found in maps])
+    yield f"\n{len(maps)} ranks on {len(hosts)} host{'s' if len(hosts) > 1 else ''}"
+    for number, ranks in enumerate(hosts):
+        first = everyones[ranks[0]]
+        carrier = maps[ranks[0]]["CPU tensors, between hosts"]
+        yield f"host {number}  {first['host']}, ranks {', '.join(map(str, ranks))}; {carrier}"
+    for name in maps[0].keys() - _OF_ONE_HOST:
+        others = {found[name]: rank for rank, found in reversed(list(enumerate(maps)))}
+        if len(others) > 1:
+            values = "; ".join(f"rank {rank} has {value}" for value, rank in sorted(others.items(), key=lambda i: i[1]))
+            yield f"note: {name} is not the same everywhere: {values}"
+    notes: dict[str, list[int]] = {}
+    for rank, entry in enumerate(everyones):
+        said = entry["notes"]
+        assert isinstance(said, list)
+        for note in said:
+            notes.setdefault(note, []).append(rank)
+    for note, ranks in notes.items():
+        where = "" if len(ranks) == len(everyones) else f"ranks {', '.join(map(str, ranks))}: "
+        yield f"note: {where}{note}"
+
+
+def _try(store: dist.Store, rank: int, ranks: int, limit: timedelta) -> int:
+    """Add a MiB up over all ranks, as the proof of the whole."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and _build_info.CUDA_VERSION is not None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group("bagua", store=store, rank=rank, world_size=ranks, timeout=limit)
+        tensor = torch.ones(_TRIED_BYTES // 4, device=device)
+        dist.all_reduce(tensor)
+        begin = time.perf_counter()
+        dist.all_reduce(tensor)
+        seconds = time.perf_counter() - begin
+        if tensor[0].item() != float(ranks) ** 2:
+            raise RuntimeError(f"ones added up over {ranks} ranks, twice, gave {tensor[0].item()}")
+    except (RuntimeError, ValueError) as error:
+        print(f"rank {rank}: the ranks cannot communicate: {error}", flush=True)
+        return 1
+    if rank == 0:
+        print(
+            f"all ranks reach each other: all_reduce of 1 MiB ({device.type}) took {1e3 * seconds:.2f} ms", flush=True
+        )
+    dist.destroy_process_group()
+    return 0

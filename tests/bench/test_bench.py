@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bagua.bench`, as a user types it."""
+
+import json
+import os
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.bench.collectives import COLLECTIVES, AllReduce, Barrier, Collective, Place
+from bagua.bench.measure import Result, Times
+from bagua.bench.options import Settings, parse, size_in_bytes, sizes_between
+from bagua.bench.pattern import difference, fill, sums, values
+from bagua.bench.progress import Progress
+from bagua.bench.report import line
+from bagua.bench.training_step import TrainingStep, algorithm
+from ranks import RankPool
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+# Ranks import torch, on cores that others use too.
+SECONDS = 240
+
+
+def _bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    command = [sys.executable, *launcher, "-m", "bagua.bench", *arguments]
+    return subprocess.run(
+        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=SECONDS
+    )
+
+
+def test_every_test_is_right_and_compared_with_gloo(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install matplotlib")
+    file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    size = 48_000
+    command = f"collectives algorithms --device cpu --ranks 3 -b {size} -e {size} -n 3 -w 1 --vs gloo"
+    done = _bench(*command.split(), "--json", str(file), "--plot", str(picture))
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(file.read_text())
+    results: dict[str, dict[str, Any]] = {result["test"]: result for result in content["results"]}
+    assert list(results) == [*COLLECTIVES, *bagua.available_algorithms()]
+    assert content["environment"]["ranks"] == 3
+    assert content["environment"]["hosts"] == 1
+    for result in results.values():
+        assert result["check"] == "", result
+        seconds = result["seconds"]
+        assert 0 < seconds["minimum"] <= seconds["median"] <= seconds["maximum"]
+        assert result["ratio"] == pytest.approx(result["vs"]["median"] / seconds["median"])
+        assert result["algbw"] == pytest.approx(result["size"] / seconds["median"])
+    assert results["barrier"]["size"] == 0
+    for test, factor in {"all_reduce": 4 / 3, "all_gather": 2 / 3, "broadcast": 1, "bytegrad": 4 / 3}.items():
+        assert results[test]["busbw"] == pytest.approx(factor * results[test]["algbw"])
+    # Three ranks: two thirds of the gradient are sent twice, in four bytes or in one and 32 ahead of each chunk.
+    assert results["gradient_allreduce"]["wire_bytes"] == pytest.approx(4 / 3 * size, rel=0.001)
+    assert results["bytegrad"]["wire_bytes"] == 4 * (size // 4 // 3 + 32)
+    assert picture.stat().st_size > 10_000
+    assert "hierarchical=False" in done.stdout.splitlines()[0]
+
+
+def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    arguments = ["all_reduce", "--device", "cpu", "-b", "1K", "-e", "4K", "-f", "2", "-n", "2", "-w", "0"]
+    done = _bench(*arguments, "-d", "bfloat16", "int8", "--json", str(file), launcher=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(file.read_text())["results"]
+    expected = [(dtype, size) for dtype in ("bfloat16", "int8") for size in (1024, 2048, 4096)]
+    assert [(result["dtype"], result["size"]) for result in results] == expected
+    assert all(result["check"] == "" and result["vs"] is None for result in results)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("all_reduc", "choose from collectives, algorithms, all_reduce, "),
+        ("-b 12Q", "is not a size: write bytes, such as 512, 4K"),
+        ("-b 2K -e 1K", "no size lies between them"),
+        ("-f 1", "take more than 1"),
+        ("--ranks 1", "at least two ranks"),
+        ("--ranks 2 --hosts 3", "raise --ranks"),
+        ("bytegrad -d int8", "leave int8 to the collectives"),
+        ("bytegrad -o hierarchy=1", "hierarchical"),
+        ("bytegrad -o hierarchical=3", "hierarchical"),
+        ("all_reduce -o hierarchical=false", "collectives have no options"),
+        ("bytegrad -o hierarchical", "write name=value"),
+        ("--vs glou", "choose from gloo"),
+        ("--vs nccl --device cpu", "nccl takes CUDA tensors only"),
+        ("--json /no/such/folder/file", "make the folder"),
+    ],
+)
+def test_mistakes_are_named_before_any_rank_starts(
+    arguments: str, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as error:
+        parse(arguments.split())
+    assert error.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_ranks_that_contradict_the_launcher_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse(["--device", "cpu"]).ranks == 4
+    with pytest.raises(SystemExit):
+        parse(["--device", "cpu", "--ranks", "2"])
+    assert "leave --ranks out" in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert [size_in_bytes(text) for text in ("8", "4K", "4k", "2M", "1GiB")] == [8, 4096, 4096, 2 << 20, 1 << 30]
+    assert sizes_between(1024, 5000, 2) == (1024, 2048, 4096)
+    assert sizes_between(8, 8, 2) == (8,)
+
+
+def test_options_are_values_or_words() -> None:
+    settings: Settings = parse(
+        ["algorithms", "--device", "cpu", "-o", "peer_selection_mode=shift_one", "-o", "hierarchical=true"]
+    )
+    assert settings.options == {"peer_selection_mode": "shift_one", "hierarchical": True}
+
+
+def test_data_are_the_same_in_pieces_and_differences_are_found() -> None:
+    whole = torch.zeros(5000, dtype=torch.int16)
+    fill(whole, 3)
+    assert torch.equal(whole[1000:2000].long(), values(3, 1000, 2000))
+    assert not torch.equal(values(0, 0, 100), values(1, 0, 100))
+    assert torch.equal(sums(3, 7, 90), values(0, 7, 90) + values(1, 7, 90) + values(2, 7, 90))
+    assert difference(whole, lambda start, stop: values(3, start, stop)) == ""
+    whole[4321] += 1
+    assert difference(whole, lambda start, stop: values(3, start, stop)).startswith("element 4321 is ")
+
+
+class _Forgetful(AllReduce):
+    def step(self) -> None:
+        """Do nothing."""
+
+
+class _Open(Barrier):
+    def step(self) -> None:
+        """Let everybody through."""
+
+
+def _place(count: int = 3000) -> Place:
+    assert dist.group.WORLD is not None
+    return Place(dist.group.WORLD, torch.device("cpu"), torch.float32, count)
+
+
+def _wrong_results_are_found() -> None:
+    rank = dist.get_rank()
+    for name, kind in COLLECTIVES.items():
+        case: Collective = kind(_place())
+        assert case.check() == "", name
+    assert _Forgetful(_place()).check().startswith("element ")
+    # The first to come to a barrier that lets everybody through leaves it before the others have come.
+    if rank == 0:
+        assert _Open(_place()).check() == f"left when 1 of {dist.get_world_size()} ranks had come"
+    dist.barrier()
+
+
+def test_wrong_results_of_collectives_are_found(peers: RankPool) -> None:
+    peers.run(_wrong_results_are_found)
+
+
+def _algorithms_that_do_not_communicate_are_found() -> None:
+    class Nothing:
+        algorithm = "decentralized"
+
+        def stats(self) -> dict[str, Any]:
+            return {"wire_bytes": 0}
+
+    def register(ddp: Any, optimizer: Any) -> Any:
+        ddp.register_comm_hook(None, noop_hook)
+        return Nothing()
+
+    assert "the mean is off by" in TrainingStep(_place(), register).check()
+    assert "from their mean" in TrainingStep(_place(), register, "Optimizer").check()
+    assert algorithm("bytegrad", {"hierarchical": False})(_place()).check() == ""
+
+
+def test_wrong_results_of_algorithms_are_found(peers: RankPool) -> None:
+    peers.run(_algorithms_that_do_not_communicate_are_found)
+
+
+def test_a_line_shows_what_is_wrong_and_what_the_other_backend_lacks() -> None:
+    times = Times.of([3e-6, 1e-6, 2e-6])
+    result = Result("reduce", 4096, "int8", 4096, times, 2e9, 2e9, None, "rank 1: element 0 is 1", None, "no int8")
+    text = line(result)
+    assert "4 KiB" in text
+    assert "1.0       2.0       3.0" in text
+    assert "WRONG" in text
+    assert "no int8" in text
+    assert text.endswith("rank 1: element 0 is 1")
+
+
+class _Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_drawn_on_a_terminal_after_a_while_and_never_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("bagua.bench.progress.time.monotonic", lambda: now)
+    terminal, file = _Terminal(), StringIO()
+    bars = [Progress(8, is_shown=True, stream=stream) for stream in (terminal, file)]
+    for now in (1.0, 10.0):  # noqa: B007  the clock reads it
+        for bar in bars:
+            bar.at(2, "all_reduce")
+    assert terminal.getvalue() == "\r\x1b[K[#######.......................] 2/8 all_reduce, about 30 s left"
+    assert file.getvalue() == ""

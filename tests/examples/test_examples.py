@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every short example, as its first lines say that it is started, with two ranks."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples"
+# An agent and two ranks import torch, on cores that others use too.
+SECONDS = 180
+COMPRESSED = ["ddp", "with_accelerate", "with_compile", "with_transformers"]
+
+
+def _output(name: str) -> str:
+    for package in ("accelerate", "transformers"):
+        if name.endswith(package) and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install {package}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, str(FOLDER / f"{name}.py")], env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _losses(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss'?:? '?(\d+\.\d+)", text)]
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_training_with_compressed_gradients(name: str) -> None:
+    text = _output(name)
+    losses = _losses(text)
+    assert losses[-1] < losses[0] / 2, text
+    figures = re.search(r"([\d,]+) bytes of gradients, ([\d,]+) bytes sent", text)
+    assert figures is not None, text
+    gradients, sent = (int(figure.replace(",", "")) for figure in figures.groups())
+    # Two ranks: a byte for every parameter of four, and a few for the ranges.
+    assert 0.25 <= sent / gradients < 0.27
+
+
+def test_training_with_fsdp() -> None:
+    text = _output("with_fsdp")
+    losses = _losses(text)
+    assert losses[-1] < losses[0] / 2, text
+
+
+def test_tensor_parallelism_over_a_device_mesh() -> None:
+    text = _output("with_device_mesh")
+    difference = re.search(r"network on one rank: (\S+)", text)
+    assert difference is not None, text
+    # Sums of 512 numbers near 0.1 in another order.
+    assert float(difference.group(1)) < 1e-5
+    assert "holds 16,384 of 32,768 weights" in text
+
+
+def test_every_example_is_tested() -> None:
+    elsewhere = {"demo", "fashion_mnist", "lightning_fashion_mnist"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*COMPRESSED, "with_fsdp", "with_device_mesh", *elsewhere}

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchrun on two hosts with a network of their own each, as docs/several_machines.md describes it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulated_hosts import Host, NoEmulatedHosts, emulated_hosts
+
+SCRIPT = Path(__file__).parent / "train_script.py"
+STEPS = 20
+# Agents and ranks import torch, on cores that others use too.
+SECONDS = 400
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    try:
+        network = emulated_hosts(2, bits_per_second=None)
+        made = network.__enter__()
+    except NoEmulatedHosts as error:
+        pytest.skip(f"no emulated hosts on this machine: {error}")
+    try:
+        yield made
+    finally:
+        network.__exit__(None, None, None)
+
+
+def _run(hosts: list[Host], ranks_per_host: int, meeting: list[list[str]]) -> list[dict[str, Any]]:
+    """What each rank printed, by rank."""
+    agents = []
+    for host, own in zip(hosts, meeting, strict=True):
+        torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks_per_host}"]
+        command = host.command([sys.executable, *torchrun, *own, str(SCRIPT)])
+        environment = {**host.environment(), "OMP_NUM_THREADS": "1"}
+        agents.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    try:
+        outputs = [agent.communicate(timeout=SECONDS)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGTERM)  # the agent ends its ranks
+                agent.wait(timeout=SECONDS)
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+    lines = [line for output in outputs for line in output.splitlines() if line.startswith('{"rank"')]
+    return sorted((json.loads(line) for line in lines), key=lambda result: int(result["rank"]))
+
+
+def _check(results: list[dict[str, Any]], ranks_per_host: int) -> None:
+    assert [result["rank"] for result in results] == list(range(2 * ranks_per_host))
+    assert all(result["weights"] == results[0]["weights"] for result in results)
+    for result in results:
+        assert sum(result["losses"][-5:]) < 0.85 * sum(result["losses"][:5])
+    # Two hosts: every parameter leaves each of them twice by half, in one byte; the ranges add a little.
+    parameters = results[0]["parameters"]
+    for ranks in (results[:ranks_per_host], results[ranks_per_host:]):
+        between = sum(result["wire_bytes_between_hosts"] for result in ranks)
+        assert STEPS * parameters <= between < 1.01 * STEPS * parameters
+        # The kernel counts headers, acknowledgements and heartbeats too; full precision would be four times as much.
+        seen = max(result["seen_on_the_wire"] for result in ranks)
+        assert between <= seen < 1.3 * between
+
+
+def test_static_rendezvous(hosts: list[Host]) -> None:
+    address = ["--master-addr", hosts[0].address, "--master-port", "29517"]
+    _check(_run(hosts, 2, [["--node-rank", "0", *address], ["--node-rank", "1", *address]]), 2)
+
+
+def test_elastic_rendezvous(hosts: list[Host]) -> None:
+    endpoint = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{hosts[0].address}:29518"]
+    # Both hosts have the machine's name, by which the ranks would be told to meet.
+    _check(_run(hosts, 1, [[*endpoint, "--local-addr", host.address] for host in hosts]), 1)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types as a user's mypy sees them."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import bagua
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SECONDS = 300
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
+
+
+def _checked(folder: Path, *command: str) -> str:
+    environment = {**os.environ, "MYPYPATH": str(ROOT / "python_shim"), "MYPY_CACHE_DIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=SECONDS, cwd=folder
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_scripts_of_users_are_strictly_typed(tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install lightning")
+    scripts = [HERE / "user_script.py", *(ROOT / "examples" / f"{name}.py" for name in ("ddp", "with_compile"))]
+    # As torch re-exports most of torch.distributed without saying so, a strict user has to allow it, too.
+    strict = ["--strict", "--implicit-reexport", "--config-file=", "--follow-imports=silent"]
+    _checked(tmp_path, "mypy", *strict, *map(str, scripts))
+
+
+def test_the_stub_of_the_compiled_module_agrees_with_it(tmp_path: Path) -> None:
+    allowed = tmp_path / "allowed.txt"
+    # What pybind11 adds to every class.
+    allowed.write_text("bagua\\._C\\..*\\.__pybind11_module_local_.*__\nbagua\\._C\\..*_pybind11_conduit_v1_\n")
+    _checked(tmp_path, "mypy.stubtest", "--allowlist", str(allowed), "--ignore-unused-allowlist", "bagua._C")
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert bagua.__file__ is not None
+    assert Path(bagua.__file__).with_name("py.typed").exists()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bagua.info`: the facts, and the advice for machines that lack something."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bagua
+import pytest
+import torch
+from bagua.info import facts as facts_module
+from bagua.info import network
+from bagua.info.facts import advice, facts, table
+from bagua.info.ranks import hosts_of, summary
+
+SECONDS = 150
+
+
+def _advice() -> str:
+    return "\n".join(advice(facts()))
+
+
+def test_facts_name_versions_devices_transports_and_algorithms() -> None:
+    found = facts()
+    assert found["bagua"] == bagua.__version__
+    assert found["torch"] == torch.__version__
+    assert "lo 127.0.0.1" in found["interfaces"]
+    assert found["CPU tensors, between hosts"].startswith("Gloo at ")
+    assert found["algorithms"].split(", ") == bagua.available_algorithms()
+    lines = table(found).splitlines()
+    assert len(lines) == len(found)
+    assert len({line.index(value) for line, value in zip(lines, found.values(), strict=True)}) == 1
+
+
+def test_gloo_listens_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert network.gloo_address() == ("127.0.0.1", "GLOO_SOCKET_IFNAME=lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    assert "GLOO_SOCKET_IFNAME=nosuch0 names an interface without an address" in _advice()
+
+
+def test_a_host_name_that_leads_nowhere_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    address, reason = network.gloo_address()
+    assert address == "127.0.0.1"
+    assert reason == "the host name 'no-such-host.invalid' does not resolve to an address of this machine"
+    monkeypatch.setattr(network, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": "10.1.2.3"})
+    assert "type 'export GLOO_SOCKET_IFNAME=eth7' on each" in _advice()
+
+
+def test_several_ways_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(network, "gloo_address", lambda: ("10.0.0.1", "what the host name 'a' resolves to"))
+    monkeypatch.setattr(network, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.9.0.1"})
+    assert "one of eth0, ib0" in _advice()
+
+
+def test_shared_memory_that_is_small_missing_or_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = SimpleNamespace(free=3 << 20, total=64 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert "(3 of 64 MiB of /dev/shm are free)" in facts()["CPU tensors, in a host"]
+    assert "--shm-size=1g" in _advice()
+    monkeypatch.setattr(facts_module, "_SHARED_MEMORY", tmp_path / "none")
+    assert facts()["CPU tensors, in a host"].startswith("Gloo, because")
+    monkeypatch.setenv("BAGUA_SHARED_MEMORY", "0")
+    assert "type 'unset BAGUA_SHARED_MEMORY'" in _advice()
+    assert "BAGUA_SHARED_MEMORY=0" in facts()["settings"]
+
+
+def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], built: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    gpu = SimpleNamespace(name="GPU", total_memory=8 << 30, major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(facts_module._build_info, "CUDA_VERSION", "13.0" if built else None)
+    monkeypatch.setattr(facts_module._build_info, "CUDA_ARCHS", built)
+
+
+def test_a_gpu_without_cuda_in_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_gpu(monkeypatch, (9, 0), [])
+    assert "bagua was built without CUDA" in _advice()
+    assert facts()["CUDA tensors"] == "nothing"
+
+
+def test_a_gpu_of_an_architecture_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_gpu(monkeypatch, (7, 5), ["sm_80", "sm_90"])
+    assert "cmake.define.BAGUA_CUDA_ARCHS=75" in _advice()
+    assert facts()["CUDA tensors"] == "NCCL"
+    _pretend_gpu(monkeypatch, (8, 6), ["sm_80", "sm_90"])
+    assert "BAGUA_CUDA_ARCHS" not in _advice()
+
+
+def test_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts_module, "_has_distribution", lambda name: name != "matplotlib")
+    text = _advice()
+    assert "pip install matplotlib" in text
+    assert "pip install lightning" not in text
+
+
+def _rank(host: str, notes: list[str], **changes: str) -> dict[str, Any]:
+    found = {"host id": host, "torch": "2.15.0", "interfaces": host, "CPU tensors, between hosts": "Gloo at 10.0.0.1"}
+    return {"host": f"name-{host}", "facts": {**found, **changes}, "notes": notes}
+
+
+def test_summary_names_hosts_differences_and_whose_notes_they_are() -> None:
+    assert hosts_of(["b", "a", "b", "c"]) == [[0, 2], [1], [3]]
+    lines = list(summary([_rank("a", ["both"]), _rank("b", ["both", "one"], torch="2.14.0"), _rank("a", ["both"])]))
+    assert lines[0] == "\n3 ranks on 2 hosts"
+    assert lines[1] == "host 0  name-a, ranks 0, 2; Gloo at 10.0.0.1"
+    assert lines[2].startswith("host 1  name-b, ranks 1;")
+    assert lines[3:] == [
+        "note: torch is not the same everywhere: rank 0 has 2.15.0; rank 1 has 2.14.0",
+        "note: both",
+        "note: ranks 1: one",
+    ]
+
+
+def _torchrun(**changes: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "bagua.info", "--timeout", "60"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **changes}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+
+
+def test_ranks_of_torchrun_try_whether_they_reach_each_other() -> None:
+    done = _torchrun()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on 1 host" in done.stdout
+    assert "all ranks reach each other: all_reduce of 1 MiB" in done.stdout
+    assert done.stdout.count("algorithms ") == 1  # rank 0 speaks for all
+
+
+def test_ranks_that_do_not_reach_each_other_say_so_and_fail() -> None:
+    done = _torchrun(GLOO_SOCKET_IFNAME="nosuch0", BAGUA_SHARED_MEMORY="0")
+    assert done.returncode != 0
+    assert "the ranks cannot communicate" in done.stdout
+    assert "GLOO_SOCKET_IFNAME=nosuch0 names an interface without an address" in done.stdout
+
+
+def test_help_says_what_it_does() -> None:
+    command = [sys.executable, "-m", "bagua.info", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0
+    assert "what is missing with the remedy" in done.stdout
