@@ -22,7 +22,7 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build test test-cpp test-python lint format demo bench convergence docs wheel clean distclean FORCE
+.PHONY: help setup build test test-asan test-tsan fuzz soak lint format demo bench convergence docs wheel clean distclean FORCE
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -40,6 +40,18 @@ build: $(SETUP_STAMP)  ## build what changed
 
 test: build  ## C++ units, Python tests, PyTorch's own suite
 	@scripts/test.sh $(VENV)
+
+test-asan: $(SETUP_STAMP)  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@scripts/sanitize.sh $(VENV) asan
+
+test-tsan: $(SETUP_STAMP)  ## C++ tests under ThreadSanitizer
+	@scripts/sanitize.sh $(VENV) tsan
+
+fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 a target (needs clang)
+	@scripts/fuzz.sh $(VENV) $(or $(FUZZ_SECONDS),60)
+
+soak: build  ## SOAK_OPERATIONS=200000 random operations on 2 to 8 ranks, each checked
+	@OMP_NUM_THREADS=1 $(PY) tests/soak/soak.py --operations $(or $(SOAK_OPERATIONS),200000) $(SOAK_ARGS)
 
 lint: $(SETUP_STAMP)  ## clang-format, clang-tidy, ruff, mypy
 	@scripts/lint.sh $(VENV)

@@ -48,8 +48,10 @@ class Found {
     const int64_t offset = 1 + hash * kHashBytes;
     return std::memcmp(of(rank) + offset, of(0) + offset, kHashBytes) == 0;
   }
+  // A peer's: it need not end with a zero.
   [[nodiscard]] std::string text(int rank) const {
-    return reinterpret_cast<const char*>(of(rank) + 1 + 2 * kHashBytes);
+    const auto* const begin = reinterpret_cast<const char*>(of(rank) + 1 + 2 * kHashBytes);
+    return {begin, ::strnlen(begin, kTextBytes)};
   }
 
  private:

@@ -4,6 +4,8 @@
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
+#include <limits>
+
 namespace bagua {
 namespace {
 
@@ -17,7 +19,16 @@ const at::Tensor& entryOf(const AlgorithmState& state, const std::string& name) 
 
 at::Tensor counterTensor(int64_t value) { return at::full({}, value, at::kLong); }
 
-int64_t counterOf(const AlgorithmState& state, const std::string& name) { return entryOf(state, name).item<int64_t>(); }
+int64_t counterOf(const AlgorithmState& state, const std::string& name) {
+  const at::Tensor& entry = entryOf(state, name);
+  TORCH_CHECK_VALUE(entry.numel() == 1 && entry.scalar_type() == at::kLong, "bagua: '", name,
+                    "' of the checkpoint is to be a number, got ", entry.scalar_type(), entry.sizes());
+  const auto value = entry.item<int64_t>();
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 2;
+  TORCH_CHECK_VALUE(0 <= value && value <= kMost, "bagua: '", name, "' of the checkpoint is to be from 0 to ", kMost,
+                    ", got ", value);
+  return value;
+}
 
 at::Tensor tensorOf(const AlgorithmState& state, const std::string& name, const at::Tensor& like) {
   const at::Tensor& found = entryOf(state, name);

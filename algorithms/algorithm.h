@@ -23,7 +23,7 @@ enum class Agreement {
 // Named tensors: what a checkpoint of one rank keeps of an algorithm.
 using AlgorithmState = std::map<std::string, at::Tensor>;
 
-// A number in a state, and back. counterOf throws ValueError where the state lacks it.
+// A number in a state, and back. counterOf throws ValueError where the state lacks it or holds no number from 0 on.
 at::Tensor counterTensor(int64_t value);
 int64_t counterOf(const AlgorithmState& state, const std::string& name);
 // Throws ValueError where the state lacks it, or holds another number of elements or dtype than `like`.

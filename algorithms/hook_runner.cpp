@@ -53,6 +53,11 @@ void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
   })->wait(kNoTimeout);
 }
 
+void HookRunner::useTopology(const HostTopology& topology) {
+  spansHosts_ = topology.hostCount() > 1;
+  algorithm_->useTopology(topology);
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradients) {
   TORCH_CHECK(isAnnounced_ || !actsOnWeights_, "bagua: algorithm '", name_, "' has not seen the forward of this ",
               "backward on rank ", rank(),

@@ -46,7 +46,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
                                               bool isFirst, bool isLast);
   void afterBackward();
 
-  void useTopology(const HostTopology& topology) { algorithm_->useTopology(topology); }
+  void useTopology(const HostTopology& topology);
+  // Whether gradients travel between hosts, where they had better leave early and in small buckets.
+  [[nodiscard]] bool wantsSmallBuckets() const { return spansHosts_ && algorithm_->reducesGradients(); }
   void beforeForward(std::vector<Momentum> momenta);
   void afterStep();
   bool abort();
@@ -97,6 +99,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool isFirstStatic_;
   // Whether the coming backward is one of a forward that the algorithm has seen.
   bool isAnnounced_ = false;
+  bool spansHosts_ = false;
   const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
   BucketLayouts layouts_;
   std::shared_ptr<Algorithm> algorithm_;

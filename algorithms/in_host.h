@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "algorithms/host_lanes.h"
+#include "backend/host_lanes.h"
 #include "backend/communicator.h"
 
 namespace bagua {

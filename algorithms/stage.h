@@ -6,6 +6,8 @@
 #include <chrono>
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace bagua {
 
@@ -31,6 +33,36 @@ class Stage {
   StageSeconds& seconds_;
   const char* name_;
   at::RecordFunction record_;
+  const std::chrono::steady_clock::time_point begin_;
+};
+
+// Times what is left of its life after other stages inside it.
+class Elapsed {
+ public:
+  Elapsed(StageSeconds& seconds, const char* name, std::vector<std::string> others)
+      : seconds_(seconds),
+        name_(name),
+        others_(std::move(others)),
+        before_(ofOthers()),
+        begin_(std::chrono::steady_clock::now()) {}
+  ~Elapsed() {
+    const double total = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
+    seconds_[name_] += total - (ofOthers() - before_);
+  }
+  Elapsed(const Elapsed&) = delete;
+  Elapsed& operator=(const Elapsed&) = delete;
+
+ private:
+  [[nodiscard]] double ofOthers() const {
+    double sum = 0;
+    for (const auto& other : others_) sum += seconds_[other];
+    return sum;
+  }
+
+  StageSeconds& seconds_;
+  const char* name_;
+  const std::vector<std::string> others_;
+  const double before_;
   const std::chrono::steady_clock::time_point begin_;
 };
 

@@ -14,6 +14,22 @@ Traffic Traffic::since(const Traffic& earlier) const {
           .betweenHostsBytes = betweenHostsBytes - earlier.betweenHostsBytes};
 }
 
+void Communicator::allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline) {
+  pipeline.beforeSending(0, input.numel());
+  allGather(output, input);
+  pipeline.afterReceiving(0, input.numel());
+}
+
+void Communicator::allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
+                                    const Splits& inputSplits, const Pipeline& pipeline) {
+  const auto longestPart = [this](const at::Tensor& tensor, const Splits& splits) {
+    return splits.empty() ? tensor.numel() / size() : *std::max_element(splits.begin(), splits.end());
+  };
+  pipeline.beforeSending(0, longestPart(input, inputSplits));
+  allToAll(output, input, outputSplits, inputSplits);
+  pipeline.afterReceiving(0, longestPart(output, outputSplits));
+}
+
 void Communicator::countSentTo(int peer, int64_t bytes) {
   if (peer == rank_) return;
   const bool isLocal = topology_->hostOf(peer) == topology_->hostOf(rank_);

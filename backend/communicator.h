@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -22,6 +23,15 @@ struct Traffic {
   [[nodiscard]] int64_t sentBytes() const { return inHostBytes + betweenHostsBytes; }
   Traffic& operator+=(const Traffic& other);
   [[nodiscard]] Traffic since(const Traffic& earlier) const;
+};
+
+// What a program does with the parts of an exchange, piece by piece, while other pieces are on their way: it makes bytes
+// [begin, end) of every part just before they leave, and uses those of every part that have arrived. A part that is
+// shorter has fewer. In ascending order, on the program's thread.
+struct Pipeline {
+  using Step = std::function<void(int64_t begin, int64_t end)>;
+  Step beforeSending;
+  Step afterReceiving;
 };
 
 // What a program may ask of the other ranks: blocking calls on CPU tensors, calls that enqueue on the current stream on
@@ -57,23 +67,28 @@ class Communicator {
   // Part j of `input` goes to rank j, part i of `output` comes from rank i. Parts may be empty.
   virtual void allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                         const Splits& inputSplits) = 0;
+  // The same two of byte tensors, with a pipeline where the transport has one; elsewhere its steps are taken once, before
+  // and after. Of the ranks of one host either all have parts for each other or none has.
+  virtual void allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline);
+  virtual void allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
+                                const Splits& inputSplits, const Pipeline& pipeline);
   // Returns when every rank has entered.
   virtual void barrier() = 0;
-  // Unblocks a call in progress where the transport can; callable from any thread.
+  // Has a call in progress throw; callable from any thread.
   virtual void abort() {}
-  // Whether abort() unblocks every call at once. Then a thread of the user's may make them.
-  [[nodiscard]] virtual bool canBeInterrupted() const { return false; }
 
   // All calls made from now on together may take until `deadline`; set by the executor before each program.
   void setDeadline(std::chrono::steady_clock::time_point deadline) { deadline_ = deadline; }
   [[nodiscard]] const Traffic& traffic() const { return traffic_; }
 
  protected:
-  // What is left until the deadline, at least 1 ms (transports take 0 for "no limit").
+  // What is left until the deadline, at least 1 ms (transports take 0 for "no limit"), and at most what can be added to
+  // the present.
   [[nodiscard]] std::chrono::milliseconds remaining() const {
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
-    return std::max(left, std::chrono::milliseconds(1));
+    constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
+    return std::clamp(left, std::chrono::milliseconds(1), kLongest);
   }
   void countSentTo(int peer, int64_t bytes);
   void countSentToEach(int64_t bytes);

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "backend/c10d/piecewise_communicator.h"
+#include "backend/c10d/backend_wire.h"
 #include "backend/host/host_communicator.h"
 #include "backend/host/host_executor.h"
 #if BAGUA_WITH_CUDA
@@ -103,8 +103,8 @@ std::chrono::milliseconds ProcessGroupBagua::orDefault(std::chrono::milliseconds
 
 std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device) {
   if (device.is_cpu()) {
-    auto network = std::make_unique<PiecewiseCommunicator>(hostBackend_, topology_);
-    return std::make_shared<HostExecutor>(identity_, std::make_unique<HostCommunicator>(std::move(network), topology_),
+    auto wire = std::make_unique<BackendWire>(hostBackend_);
+    return std::make_shared<HostExecutor>(identity_, std::make_unique<HostCommunicator>(std::move(wire), topology_),
                                           std::make_unique<MessageChannel>(identity_, hostBackend_));
   }
 #if BAGUA_WITH_CUDA

@@ -7,6 +7,7 @@
 
 #include "algorithms/agreement.h"
 #include "algorithms/bucket_operations.h"
+#include "algorithms/bucket_splitting.h"
 #include "algorithms/comm_hook.h"
 #include "algorithms/registry.h"
 #include "backend/c10d/backend_executors.h"
@@ -84,13 +85,17 @@ struct Executors {
 // The executors of a group of ours, kept alive with it.
 Executors executorsOfGroup(const c10::intrusive_ptr<ProcessGroupBagua>& group) {
   ProcessGroupBagua* provider = group.get();
-  auto release = [owner = c10::intrusive_ptr<ProcessGroupBagua>(group)](ExecutorProvider*) mutable { owner.reset(); };
+  auto release = [owner = c10::intrusive_ptr<ProcessGroupBagua>(group)](ExecutorProvider*) mutable {
+    withoutGil([&owner] { owner.reset(); });
+  };
   return {std::shared_ptr<ExecutorProvider>(provider, std::move(release))};
 }
 
 Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& groupName,
                                const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout) {
-  return {std::make_shared<BackendExecutors>(backend, groupName, hostIds, timeout)};
+  return {
+      std::shared_ptr<BackendExecutors>(new BackendExecutors(backend, groupName, hostIds, timeout),
+                                        [](BackendExecutors* executors) { withoutGil([=] { delete executors; }); })};
 }
 
 void bindBucketOperations(py::module& module) {
@@ -134,6 +139,7 @@ void bindControl(HookClass& hook) {
       .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), noGil)
       .def("stats", &statsDict)
       .def_property_readonly("name", &HookRunner::name)
+      .def_property_readonly("wants_small_buckets", &HookRunner::wantsSmallBuckets)
       .def_property_readonly("options", [](const HookRunner& self) { return self.options().values(); });
 }
 
@@ -221,6 +227,8 @@ void bindAlgorithms(py::module& module) {
         reducer.register_comm_hook(std::make_unique<CommHook>(hook));
       },
       py::arg("reducer"), py::arg("hook"));
+  module.def("split_buckets", &splitBuckets, py::arg("reducer"), py::arg("logger"), py::arg("parameters"),
+             py::arg("most_bytes"), "Cuts DDP's buckets into smaller ones, between two steps.");
 }
 
 }  // namespace bagua

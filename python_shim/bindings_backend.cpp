@@ -47,7 +47,7 @@ c10::intrusive_ptr<ProcessGroupBagua> createGroup(const c10::intrusive_ptr<c10d:
 }
 
 void bindProcessGroup(py::module& module) {
-  py::class_<ProcessGroupBagua, c10d::Backend, c10::intrusive_ptr<ProcessGroupBagua>>(
+  py::class_<ProcessGroupBagua, c10d::Backend, DroppedWithoutGil<ProcessGroupBagua>>(
       module, "ProcessGroupBagua", "The c10d backend 'bagua' of one process group.")
       .def(py::init(&createGroup), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
            py::arg("host_backend_factory"))

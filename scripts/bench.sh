@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds and runs the benchmarks in C++: bench.sh VENV [arguments of Google Benchmark]
+# Builds and runs the benchmarks, about 20 minutes on two cores: bench.sh VENV [arguments of Google Benchmark]
+# Those between emulated hosts need root and iproute2, and write benchmarks/results/ and docs/figures/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,3 +18,12 @@ for benchmark in "$BUILD"/benchmarks/*_bench; do
 done
 echo "== fuse_optimizer"
 python benchmarks/fuse_optimizer.py
+echo "== training steps between emulated hosts"
+if [ "$(id -u)" != 0 ] || ! command -v tc >/dev/null; then
+  echo "skipped: they need root and iproute2 (sudo make bench)"
+  exit 0
+fi
+python benchmarks/hosts/run.py
+echo "== time to accuracy between emulated hosts"
+python benchmarks/hosts/accuracy.py
+python benchmarks/hosts/plots.py benchmarks/results docs/figures

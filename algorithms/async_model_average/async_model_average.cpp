@@ -82,12 +82,17 @@ class AsyncModelAverage final : public Algorithm {
   }
 
   void load(const AlgorithmState& state, StepContext& /*context*/) override {
-    step_ = counterOf(state, "step");
-    hasStarted_ = counterOf(state, "has_started") != 0;
-    isPaused_ = counterOf(state, "is_paused") != 0;
+    // A state that is refused changes nothing.
+    const int64_t step = counterOf(state, "step");
+    const bool hasStarted = counterOf(state, "has_started") != 0;
+    const bool isPaused = counterOf(state, "is_paused") != 0;
+    const milliseconds left = std::min(milliseconds(counterOf(state, "milliseconds_to_round")), interval_);
+    step_ = step;
+    hasStarted_ = hasStarted;
+    isPaused_ = isPaused;
     // It knows nothing of the weights that were loaded.
     if (round_) round_->isStale = true;
-    nextRound_ = Clock::now() + milliseconds(counterOf(state, "milliseconds_to_round"));
+    nextRound_ = Clock::now() + left;
   }
 
  private:

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/minmax_uint8/minmax_uint8.h"
+#include "kernels/minmax_uint8/minmax_uint8_pieces.h"
 
 namespace bagua::bytegrad {
 namespace {
@@ -192,10 +193,125 @@ class Exchange {
   const int64_t slotBytes_;
 };
 
+// The same on CPU tensors, with a single lane: codes of one piece while others are on their way.
+class PipelinedExchange {
+ public:
+  PipelinedExchange(at::Tensor& flat, const HostLanes& lanes, StageSeconds& seconds, Communicator& communicator)
+      : values_(flat.narrow(0, lanes.begin(lanes.firstLane(communicator.rank())),
+                            lanes.length(lanes.firstLane(communicator.rank())))),
+        lanes_(lanes),
+        seconds_(seconds),
+        communicator_(communicator),
+        map_(lanes, communicator.rank(), communicator.size()),
+        hosts_(lanes.hostCount()),
+        chunkLength_(minmax_uint8::chunkLength(lanes.length(0), hosts_)),
+        slotBytes_(minmax_uint8::packedChunkBytes(chunkLength_)) {}
+
+  // The same on every rank: each owns one lane, and messages to the owners are in the order of their hosts.
+  static bool isPossible(const at::Tensor& flat, const HostLanes& lanes) {
+    if (!flat.is_cpu() || !flat.is_contiguous() || !lanes.isEven()) return false;
+    for (int lane = 0; lane < lanes.count(); ++lane) {
+      const auto owners = lanes.owners(lane);
+      if (!std::is_sorted(owners.begin(), owners.end())) return false;
+    }
+    return true;
+  }
+
+  // Returns the sum of all copies of our chunk, divided.
+  [[nodiscard]] at::Tensor reduce(float divisor) {
+    at::Tensor sent = newSlots();
+    {
+      const Stage stage(seconds_, "compress");
+      for (int host = 0; host < hosts_; ++host) {
+        at::Tensor slot = sent[host];
+        minmax_uint8::startChunk(chunk(host), slot);
+      }
+    }
+    const auto compress = [&](int64_t begin, int64_t end) {
+      const Stage stage(seconds_, "compress");
+      for (int host = 0; host < hosts_; ++host) {
+        at::Tensor slot = sent[host];
+        const at::Tensor values = chunk(host);
+        minmax_uint8::compressPiece(values, pieceOf(begin, end, values), slot);
+      }
+    };
+    at::Tensor received = newSlots();
+    at::Tensor sum = at::empty_like(chunk(lanes_.ownHost()));
+    const auto add = [&](int64_t begin, int64_t end) {
+      const Stage stage(seconds_, "reduce");
+      minmax_uint8::reducePiece(received.view({-1}), hosts_, pieceOf(begin, end, sum), divisor, sum);
+    };
+    const Elapsed exchange(seconds_, "exchange", {"compress", "reduce"});
+    at::Tensor receivedBytes = received.view({-1});
+    communicator_.allToAllInPieces(receivedBytes, sent.view({-1}), map_.splits(slotBytes_), map_.splits(slotBytes_),
+                                   {.beforeSending = compress, .afterReceiving = add});
+    return sum;
+  }
+
+  // The owners of all chunks tell each other what has become of them.
+  void spread(const at::Tensor& sum) {
+    const bool isToAll = hosts_ == communicator_.size();
+    at::Tensor sent = at::empty({isToAll ? 1 : hosts_, slotBytes_}, values_.options().dtype(at::kByte));
+    at::Tensor own = sent[0];
+    {
+      const Stage stage(seconds_, "reduce");
+      minmax_uint8::startChunk(sum, own);
+    }
+    const auto compress = [&](int64_t begin, int64_t end) {
+      const Stage stage(seconds_, "reduce");
+      minmax_uint8::compressPiece(sum, pieceOf(begin, end, sum), own);
+      for (int64_t copy = 1; copy < sent.size(0); ++copy) {
+        sent[copy].narrow(0, begin, end - begin).copy_(own.narrow(0, begin, end - begin));
+      }
+    };
+    const at::Tensor received = newSlots();
+    const auto decompress = [&](int64_t begin, int64_t end) {
+      const Stage stage(seconds_, "decompress");
+      for (int host = 0; host < hosts_; ++host) {
+        at::Tensor values = chunk(host);
+        minmax_uint8::decompressPiece(received[host], pieceOf(begin, end, values), values);
+      }
+    };
+    const Elapsed gather(seconds_, "gather", {"reduce", "decompress"});
+    const Pipeline pipeline{.beforeSending = compress, .afterReceiving = decompress};
+    at::Tensor receivedBytes = received.view({-1});
+    if (isToAll) return communicator_.allGatherInPieces(receivedBytes, own, pipeline);
+    communicator_.allToAllInPieces(receivedBytes, sent.view({-1}), map_.splits(slotBytes_), map_.splits(slotBytes_),
+                                   pipeline);
+  }
+
+ private:
+  [[nodiscard]] at::Tensor newSlots() const {
+    return at::empty({hosts_, slotBytes_}, values_.options().dtype(at::kByte));
+  }
+
+  [[nodiscard]] at::Tensor chunk(int host) const {
+    const int64_t begin = std::min(host * chunkLength_, values_.numel());
+    return values_.narrow(0, begin, std::min(chunkLength_, values_.numel() - begin));
+  }
+
+  [[nodiscard]] static minmax_uint8::Piece pieceOf(int64_t begin, int64_t end, const at::Tensor& values) {
+    return minmax_uint8::pieceIn(begin, end, values.numel());
+  }
+
+  const at::Tensor values_;
+  const HostLanes& lanes_;
+  StageSeconds& seconds_;
+  Communicator& communicator_;
+  const SlotMap map_;
+  const int hosts_;
+  const int64_t chunkLength_;
+  const int64_t slotBytes_;
+};
+
 }  // namespace
 
 void exchangeBetweenHosts(at::Tensor& flat, const HostLanes& lanes, float divisor, StageSeconds& seconds,
                           Communicator& communicator) {
+  if (PipelinedExchange::isPossible(flat, lanes)) {
+    PipelinedExchange exchange(flat, lanes, seconds, communicator);
+    return exchange.spread(exchange.reduce(divisor));
+  }
   const Exchange exchange(flat, lanes, communicator);
   at::Tensor slots;
   {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "algorithms/host_lanes.h"
+#include "backend/host_lanes.h"
 #include "algorithms/stage.h"
 #include "backend/communicator.h"
 

@@ -3,10 +3,14 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
 
 #include "algorithms/blocks.h"
 #include "algorithms/in_host.h"
 #include "kernels/minmax_uint8/minmax_uint8.h"
+#include "kernels/minmax_uint8/minmax_uint8_pieces.h"
 
 namespace bagua {
 namespace {
@@ -82,24 +86,42 @@ RingReplicas RingExchange::start(at::Tensor& flat, StageSeconds& seconds, Commun
   return {own, at::cat(left), at::cat(right)};
 }
 
+at::Tensor RingExchange::differenceOf(const at::Tensor& own, const RingReplicas& replicas) {
+  const at::Tensor difference = at::empty(own.sizes(), own.options().dtype(computeType(own)));
+  inBlocks(own.numel(), own.device(), [&](int64_t begin, int64_t length) {
+    const auto block = [&](const at::Tensor& tensor) { return tensor.narrow(0, begin, length); };
+    block(difference)
+        .copy_(block(own))
+        .add_(block(replicas.left), 1.0F / 3.0F)
+        .add_(block(replicas.right), 1.0F / 3.0F)
+        .add_(block(replicas.self), -5.0F / 3.0F);
+  });
+  return difference;
+}
+
 void RingExchange::step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& seconds,
                         Communicator& communicator) const {
   enterHost(flat, seconds, communicator);
+  const at::Tensor own = ownPart(flat, communicator.rank());
+  at::Tensor difference;
+  {
+    const Stage stage(seconds, "compress");
+    difference = differenceOf(own, replicas);
+  }
+  if (flat.is_cpu() && lanes_.isEven()) {
+    exchangeInPieces(difference, own, replicas, seconds, communicator);
+  } else {
+    exchangeWhole(difference, own, replicas, seconds, communicator);
+  }
+  leaveHost(flat, seconds, communicator);
+}
+
+void RingExchange::exchangeWhole(const at::Tensor& difference, const at::Tensor& own, RingReplicas& replicas,
+                                 StageSeconds& seconds, Communicator& communicator) const {
   const int rank = communicator.rank();
-  const at::Tensor own = ownPart(flat, rank);
   std::vector<at::Tensor> packed;
   {
     const Stage stage(seconds, "compress");
-    const auto type = computeType(flat);
-    const at::Tensor difference = at::empty(own.sizes(), own.options().dtype(type));
-    inBlocks(own.numel(), own.device(), [&](int64_t begin, int64_t length) {
-      const auto block = [&](const at::Tensor& tensor) { return tensor.narrow(0, begin, length); };
-      block(difference)
-          .copy_(block(own))
-          .add_(block(replicas.left), 1.0F / 3.0F)
-          .add_(block(replicas.right), 1.0F / 3.0F)
-          .add_(block(replicas.self), -5.0F / 3.0F);
-    });
     for (const auto& lane : lanesOf(difference, rank)) packed.push_back(compress(lane));
   }
   std::vector<std::vector<at::Tensor>> received;
@@ -107,19 +129,69 @@ void RingExchange::step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& 
     const Stage stage(seconds, "exchange");
     received = swapLanes(packed, neighbours(), lanes_, communicator);
   }
-  {
-    const Stage stage(seconds, "decompress");
-    const auto self = lanesOf(replicas.self, rank);
-    const auto left = lanesOf(replicas.left, rank);
-    const auto right = lanesOf(replicas.right, rank);
-    for (size_t lane = 0; lane < packed.size(); ++lane) {
-      addDecoded(self[lane], packed[lane]);
-      addDecoded(left[lane], received[lane].front());
-      addDecoded(right[lane], received[lane].back());
-    }
-    own.copy_(replicas.self);
+  const Stage stage(seconds, "decompress");
+  const auto self = lanesOf(replicas.self, rank);
+  const auto left = lanesOf(replicas.left, rank);
+  const auto right = lanesOf(replicas.right, rank);
+  for (size_t lane = 0; lane < packed.size(); ++lane) {
+    addDecoded(self[lane], packed[lane]);
+    addDecoded(left[lane], received[lane].front());
+    addDecoded(right[lane], received[lane].back());
   }
-  leaveHost(flat, seconds, communicator);
+  own.copy_(replicas.self);
+}
+
+// A piece of `difference` is of no use once it is coded: what is decoded later takes its place.
+void RingExchange::exchangeInPieces(at::Tensor& difference, const at::Tensor& own, RingReplicas& replicas,
+                                    StageSeconds& seconds, Communicator& communicator) const {
+  const int lane = lanes_.firstLane(communicator.rank());
+  std::vector<int> peers;
+  for (const int host : neighbours()) peers.push_back(lanes_.owner(host, lane));
+  const int leftPeer = peers.front();
+  const int rightPeer = peers.back();
+  // A row for each peer; messages are in the order of ranks.
+  std::sort(peers.begin(), peers.end());
+  const auto rows = static_cast<int64_t>(peers.size());
+  const int64_t bytes = minmax_uint8::packedBytes(difference.numel(), 1);
+  const at::Tensor sent = at::empty({rows, bytes}, own.options().dtype(at::kByte));
+  const at::Tensor received = at::empty_like(sent);
+  Communicator::Splits splits(communicator.size(), 0);
+  for (const int peer : peers) splits[peer] = bytes;
+  const auto rowOf = [&](int peer) { return received[peers.front() == peer ? 0 : 1]; };
+  const at::Tensor left = rowOf(leftPeer);
+  const at::Tensor right = rowOf(rightPeer);
+  at::Tensor packed = sent[0];
+  {
+    const Stage stage(seconds, "compress");
+    minmax_uint8::startChunk(difference, packed);
+  }
+  const auto make = [&](int64_t begin, int64_t end) {
+    const Stage stage(seconds, "compress");
+    minmax_uint8::compressPiece(difference, minmax_uint8::pieceIn(begin, end, difference.numel()), packed);
+    for (int64_t row = 1; row < rows; ++row) {
+      sent[row].narrow(0, begin, end - begin).copy_(packed.narrow(0, begin, end - begin));
+    }
+  };
+  const auto use = [&](int64_t beginByte, int64_t endByte) {
+    const Stage stage(seconds, "decompress");
+    const auto piece = minmax_uint8::pieceIn(beginByte, endByte, difference.numel());
+    inBlocks(piece.end - piece.begin, own.device(), [&](int64_t begin, int64_t length) {
+      const minmax_uint8::Piece block{piece.begin + begin, piece.begin + begin + length};
+      const auto within = [&](const at::Tensor& tensor) { return tensor.narrow(0, block.begin, length); };
+      const auto add = [&](const at::Tensor& replica, const at::Tensor& codes) {
+        minmax_uint8::decompressPiece(codes, block, difference);
+        within(replica).add_(within(difference));
+      };
+      add(replicas.self, packed);
+      add(replicas.left, left);
+      add(replicas.right, right);
+      within(own).copy_(within(replicas.self));
+    });
+  };
+  const Elapsed exchange(seconds, "exchange", {"compress", "decompress"});
+  at::Tensor receivedBytes = received.view({-1});
+  communicator.allToAllInPieces(receivedBytes, sent.view({-1}), splits, splits,
+                                {.beforeSending = make, .afterReceiving = use});
 }
 
 }  // namespace bagua

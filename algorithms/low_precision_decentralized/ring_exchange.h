@@ -5,9 +5,9 @@
 
 #include <vector>
 
-#include "algorithms/host_lanes.h"
 #include "algorithms/stage.h"
 #include "backend/communicator.h"
+#include "backend/host_lanes.h"
 
 namespace bagua {
 
@@ -40,6 +40,14 @@ class RingExchange {
  private:
   void enterHost(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const;
   void leaveHost(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const;
+  // d above, as a flat tensor of this rank's lanes.
+  [[nodiscard]] static at::Tensor differenceOf(const at::Tensor& own, const RingReplicas& replicas);
+  // The exchange of `difference` and the update of the replicas and of `own`; all lanes at once, or the single lane of
+  // every rank piece by piece.
+  void exchangeWhole(const at::Tensor& difference, const at::Tensor& own, RingReplicas& replicas, StageSeconds& seconds,
+                     Communicator& communicator) const;
+  void exchangeInPieces(at::Tensor& difference, const at::Tensor& own, RingReplicas& replicas, StageSeconds& seconds,
+                        Communicator& communicator) const;
   [[nodiscard]] at::Tensor ownPart(const at::Tensor& flat, int rank) const;
   // One tensor per owned lane.
   [[nodiscard]] std::vector<at::Tensor> lanesOf(const at::Tensor& own, int rank) const;

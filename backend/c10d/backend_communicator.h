@@ -10,7 +10,7 @@ namespace bagua {
 
 // A Communicator over any c10d backend (Gloo, NCCL, ...), through the virtuals of c10d::Backend alone. Waits for every
 // operation: for CPU tensors that blocks, for CUDA tensors it orders the current stream behind it.
-class BackendCommunicator : public Communicator {
+class BackendCommunicator final : public Communicator {
  public:
   BackendCommunicator(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<const HostTopology> topology);
 
@@ -23,9 +23,6 @@ class BackendCommunicator : public Communicator {
                 const Splits& inputSplits) override;
   void barrier() override;
   void abort() override;
-
- protected:
-  [[nodiscard]] c10d::Backend& backend() const { return *backend_; }
 
  private:
   void wait(const c10::intrusive_ptr<c10d::Work>& work);

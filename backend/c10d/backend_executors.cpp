@@ -3,7 +3,8 @@
 
 #include <c10/util/Exception.h>
 
-#include "backend/c10d/piecewise_communicator.h"
+#include "backend/c10d/backend_communicator.h"
+#include "backend/c10d/backend_wire.h"
 #include "backend/host/host_communicator.h"
 #include "backend/host/host_executor.h"
 #if BAGUA_WITH_CUDA
@@ -32,9 +33,9 @@ Executor& BackendExecutors::executorFor(at::Device device) {
     return *executor_;
   }
   if (device.is_cpu()) {
-    auto network = std::make_unique<PiecewiseCommunicator>(backend_, topology_);
+    auto wire = std::make_unique<BackendWire>(backend_);
     executor_ =
-        std::make_shared<HostExecutor>(identity_, std::make_unique<HostCommunicator>(std::move(network), topology_),
+        std::make_shared<HostExecutor>(identity_, std::make_unique<HostCommunicator>(std::move(wire), topology_),
                                        std::make_unique<MessageChannel>(identity_, backend_));
   } else {
 #if BAGUA_WITH_CUDA

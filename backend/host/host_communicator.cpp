@@ -2,8 +2,11 @@
 #include "backend/host/host_communicator.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Logging.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "backend/config.h"
@@ -13,178 +16,502 @@
 namespace bagua {
 namespace {
 
-// Bounds the scratch memory of an allreduce (one bucket can be the whole model in the first iteration of DDP).
-constexpr int64_t kPieceBytes = int64_t{32} << 20;
+// Bounds the scratch memory of a reduction (one bucket can be the whole model in the first iteration of DDP).
+constexpr int64_t kScratchBytes = int64_t{32} << 20;
 // Up to this size one exchange of everything is faster than two of parts.
-constexpr int64_t kSmallBytes = int64_t{8} << 10;
+constexpr int64_t kSmallBytes = int64_t{16} << 10;
+// From this size on a broadcast to more than two hosts sends each a part, which they pass on to each other.
+constexpr int64_t kScatteredBroadcastBytes = int64_t{256} << 10;
 
-using Splits = Communicator::Splits;
+int64_t itemSize(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
 
-// From this size on a network's own sum is faster than ours over it, for it sends one part while it adds another: 42 MB
-// between two hosts at 1 Gbit/s took 440 ms instead of 680 ms in a training step.
-constexpr int64_t kNetworkSumBytes = int64_t{256} << 10;
+const uint8_t* addressOf(const at::Tensor& tensor) { return static_cast<const uint8_t*>(tensor.const_data_ptr()); }
 
-// Where rounding is as good as ours: it is not for 16-bit floats, which a network would round at every rank.
-bool isForTheNetwork(const at::Tensor& flat, const c10d::ReduceOp& op) {
-  const bool isSum = op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG;
-  const bool isExact = flat.scalar_type() == at::kFloat || flat.scalar_type() == at::kDouble;
-  return isSum && isExact && static_cast<int64_t>(flat.nbytes()) >= kNetworkSumBytes;
+at::Tensor nothing() { return at::empty({0}, at::kByte); }
+
+// Equal parts of a flat tensor, the last ones shorter or empty.
+class Parts {
+ public:
+  Parts(const at::Tensor& flat, int count) : flat_(flat), length_((flat.numel() + count - 1) / count) {}
+
+  [[nodiscard]] int64_t begin(int part) const { return std::min(part * length_, flat_.numel()); }
+  [[nodiscard]] at::Tensor operator[](int part) const {
+    return flat_.narrow(0, begin(part), begin(part + 1) - begin(part));
+  }
+
+ private:
+  const at::Tensor& flat_;
+  const int64_t length_;
+};
+
+// The part of an all-to-all that goes to, or comes from, each rank; as bytes.
+std::vector<at::Tensor> partsOf(const at::Tensor& tensor, const Communicator::Splits& splits, int size) {
+  const at::Tensor bytes = bytesOf(tensor);
+  const int64_t item = itemSize(tensor);
+  std::vector<at::Tensor> parts;
+  int64_t begin = 0;
+  for (int peer = 0; peer < size; ++peer) {
+    const int64_t length = (splits.empty() ? tensor.numel() / size : splits[peer]) * item;
+    parts.push_back(bytes.narrow(0, begin, length));
+    begin += length;
+  }
+  return parts;
 }
 
-Splits inBytes(const Splits& elements, int64_t itemSize) {
-  Splits bytes(elements);
-  for (auto& count : bytes) count *= itemSize;
-  return bytes;
+int indexIn(const std::vector<int>& ranks, int rank) {
+  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
 }  // namespace
 
-HostCommunicator::HostCommunicator(std::unique_ptr<Communicator> network, std::shared_ptr<const HostTopology> topology)
-    : Communicator(network->rank(), network->size(), std::move(topology)), network_(std::move(network)) {}
+HostCommunicator::HostCommunicator(std::unique_ptr<Wire> wire, std::shared_ptr<const HostTopology> topology)
+    : Communicator(wire->rank(), wire->size(), std::move(topology)), wire_(std::move(wire)) {}
 
-SharedMemoryExchange* HostCommunicator::sharedMemory() {
-  if (!std::exchange(hasLookedForSharedMemory_, true) && size() > 1 && topology().hostCount() == 1 &&
-      config::usesSharedMemory()) {
-    auto made = SharedMemoryExchange::make(*network_, deadline());
+// --- Who shares memory with whom -------------------------------------------------------------------------------------
+
+void HostCommunicator::connect() {
+  if (hosts_) return;
+  HostTopology alone = HostTopology::oneRankPerHost(size());
+  if (topology().maxRanksPerHost() == 1) {
+    hosts_ = std::move(alone);
+  } else {
+    shareMemory();
+  }
+}
+
+void HostCommunicator::shareMemory() {
+  const auto wants = tellAll(config::usesSharedMemory());
+  const auto& local = topology().ranksOf(topology().hostOf(rank()));
+  const bool isWanted = local.size() > 1 && std::all_of(local.begin(), local.end(), [&](int r) { return wants[r]; });
+  std::string whyNot;
+  if (isWanted) {
+    auto made = SharedMemoryExchange::make(*wire_, local, deadline(), whyNot);
     const std::lock_guard<std::mutex> lock(mutex_);
     sharedMemory_ = std::move(made);
   }
-  return sharedMemory_.get();
+  if (isWanted && !sharedMemory_) {
+    LOG(WARNING) << "bagua: rank " << rank() << " exchanges CPU tensors with the ranks of its own host through the "
+                 << "network, because there is no shared memory for them" << (whyNot.empty() ? "" : " (" + whyNot + ")")
+                 << ": is /dev/shm too small?";
+  }
+  const auto shares = tellAll(sharedMemory_ != nullptr);
+  std::vector<std::string> ids;
+  for (int peer = 0; peer < size(); ++peer) {
+    ids.push_back(shares[peer] ? "host " + std::to_string(topology().hostOf(peer)) : "rank " + std::to_string(peer));
+  }
+  hosts_.emplace(ids);
 }
 
-template <typename Call>
-void HostCommunicator::onNetwork(Call&& call) {
-  network_->setDeadline(std::chrono::steady_clock::now() + remaining());
-  const Traffic before = network_->traffic();
-  call(*network_);
-  countSent(network_->traffic().since(before));
+std::vector<bool> HostCommunicator::tellAll(bool flag) {
+  const at::Tensor sent = at::full({1}, flag ? 1 : 0, at::kByte);
+  Exchanges exchanges;
+  for (int peer = 0; peer < size(); ++peer) exchanges.push_back({peer, sent, at::empty({1}, at::kByte)});
+  wire_->swap(exchanges, deadline());
+  std::vector<bool> flags;
+  for (const auto& exchange : exchanges) flags.push_back(*addressOf(exchange.received) == 1);
+  return flags;
 }
+
+int HostCommunicator::deputyOn(int host, int rank) const {
+  const auto& ranks = hosts_->ranksOf(host);
+  return ranks[hosts_->localRank(rank) % static_cast<int>(ranks.size())];
+}
+
+void HostCommunicator::swap(const Exchanges& exchanges, const Pipeline& pipeline) {
+  for (const auto& exchange : exchanges) countSentTo(exchange.peer, exchange.sent.numel());
+  wire_->swapInPieces(exchanges, pipeline, deadline());
+}
+
+// For the others of the host to read.
+void HostCommunicator::countShown(int64_t bytes) { countSent({.inHostBytes = bytes, .betweenHostsBytes = 0}); }
+
+// --- Steps -----------------------------------------------------------------------------------------------------------
+
+void HostCommunicator::allReduceAmong(const Owners& owners, at::Tensor& flat, const ReduceOp& op) {
+  const auto count = static_cast<int64_t>(owners.size());
+  if (static_cast<int64_t>(flat.nbytes()) <= kSmallBytes || flat.numel() < count) {
+    return allReduceWhole(owners, flat, op);
+  }
+  const int64_t most = kScratchBytes / itemSize(flat);
+  for (int64_t begin = 0; begin < flat.numel(); begin += most) {
+    at::Tensor piece = flat.narrow(0, begin, std::min(most, flat.numel() - begin));
+    allReduceInParts(owners, piece, op);
+  }
+}
+
+void HostCommunicator::allReduceWhole(const Owners& owners, at::Tensor& flat, const ReduceOp& op) {
+  if (flat.numel() == 0) return;
+  const at::Tensor sent = bytesOf(flat);
+  Exchanges exchanges;
+  std::vector<const void*> parts;
+  for (const int owner : owners) {
+    exchanges.push_back({owner, sent, at::empty_like(sent)});
+    parts.push_back(addressOf(exchanges.back().received));
+  }
+  swap(exchanges);
+  reduction::reduceParts(parts, op, size(), flat);
+}
+
+void HostCommunicator::allReduceInParts(const Owners& owners, at::Tensor& flat, const ReduceOp& op) {
+  const auto count = static_cast<int>(owners.size());
+  const int own = indexIn(owners, rank());
+  const Parts parts(flat, count);
+  const at::Tensor ownPart = parts[own];
+  const int64_t item = itemSize(flat);
+
+  // In turn, so that not all send to the same one first.
+  Exchanges exchanges;
+  std::vector<const void*> copies(count, ownPart.const_data_ptr());
+  for (int step = 1; step < count; ++step) {
+    const int index = (own + step) % count;
+    exchanges.push_back({owners[index], bytesOf(parts[index]), at::empty({ownPart.numel() * item}, at::kByte)});
+    copies[index] = exchanges.back().received.const_data_ptr();
+  }
+  const auto reduceArrived = [&](int64_t beginBytes, int64_t endBytes) {
+    const int64_t begin = beginBytes / item;
+    const int64_t end = std::min(endBytes / item, ownPart.numel());
+    if (begin >= end) return;
+    std::vector<const void*> arrived;
+    for (const void* copy : copies) arrived.push_back(static_cast<const uint8_t*>(copy) + begin * item);
+    reduction::reduceParts(arrived, op, size(), ownPart.narrow(0, begin, end - begin));
+  };
+  swap(exchanges, {.beforeSending = {}, .afterReceiving = reduceArrived});
+
+  for (int step = 1; step < count; ++step) {
+    const int index = (own + step) % count;
+    exchanges[step - 1] = {owners[index], bytesOf(ownPart), bytesOf(parts[index])};
+  }
+  swap(exchanges);
+}
+
+void HostCommunicator::reduceTo(int host, const Owners& owners, at::Tensor& flat, const ReduceOp& op) {
+  const bool isReceiver = owners[host] == rank();
+  const int64_t item = itemSize(flat);
+  const int64_t most = kScratchBytes / item;
+  for (int64_t begin = 0; begin < flat.numel(); begin += most) {
+    const at::Tensor piece = flat.narrow(0, begin, std::min(most, flat.numel() - begin));
+    if (!isReceiver) {
+      swap({{owners[host], bytesOf(piece), nothing()}});
+      continue;
+    }
+    Exchanges exchanges;
+    std::vector<const void*> copies;
+    for (const int owner : owners) {
+      if (owner == rank()) {
+        copies.push_back(piece.const_data_ptr());
+      } else {
+        exchanges.push_back({owner, nothing(), at::empty({piece.numel() * item}, at::kByte)});
+        copies.push_back(exchanges.back().received.const_data_ptr());
+      }
+    }
+    swap(exchanges);
+    reduction::reduceParts(copies, op, size(), piece);
+  }
+}
+
+void HostCommunicator::broadcastAmong(const Owners& owners, int root, at::Tensor& bytes) {
+  const auto count = static_cast<int>(owners.size());
+  const bool isRoot = rank() == root;
+  if (count == 2 || bytes.numel() < kScatteredBroadcastBytes) {
+    Exchanges exchanges;
+    for (const int owner : owners) {
+      if (isRoot && owner != root) exchanges.push_back({owner, bytes, nothing()});
+    }
+    if (!isRoot) exchanges.push_back({root, nothing(), bytes});
+    return swap(exchanges);
+  }
+  const Parts parts(bytes, count);
+  const int own = indexIn(owners, rank());
+  Exchanges scatter;
+  for (int index = 0; index < count; ++index) {
+    if (isRoot && owners[index] != root) scatter.push_back({owners[index], parts[index], nothing()});
+  }
+  if (!isRoot) scatter.push_back({root, nothing(), parts[own]});
+  swap(scatter);
+  Exchanges gather;
+  for (int step = 1; step < count; ++step) {
+    const int index = (own + step) % count;
+    // The root has everything, and its own part is still to be had.
+    if (owners[index] == root) {
+      gather.push_back({root, nothing(), parts[index]});
+    } else {
+      gather.push_back({owners[index], parts[own], isRoot ? nothing() : parts[index]});
+    }
+  }
+  swap(gather);
+}
+
+std::vector<HostCommunicator::Span> HostCommunicator::spansOf(const HostLanes& lanes) const {
+  std::vector<Span> spans;
+  for (const int member : members()) spans.push_back({lanes.begin(lanes.firstLane(member)), lanes.ownLength(member)});
+  return spans;
+}
+
+void HostCommunicator::reduceInHost(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes,
+                                    const ReduceOp& op) {
+  at::Tensor own = flat.narrow(0, lanes.begin(lanes.firstLane(rank())), lanes.ownLength(rank()));
+  if (sharedMemory_) {
+    countShown((flat.numel() - own.numel()) * itemSize(flat));
+    return sharedMemory_->reduceSpans(own, prepared, spansOf(lanes), op, size(), deadline());
+  }
+  if (op == ReduceOp::AVG || !prepared.is_same(flat)) {
+    reduction::reduceParts({prepared.const_data_ptr()}, op, size(), flat);
+  }
+}
+
+void HostCommunicator::gatherInHost(at::Tensor& flat, const HostLanes& lanes) {
+  if (!sharedMemory_) return;
+  countShown(lanes.ownLength(rank()) * itemSize(flat) * (sharedMemory_->size() - 1));
+  sharedMemory_->gather(flat, spansOf(lanes), deadline());
+}
+
+std::vector<std::vector<int>> HostCommunicator::partsOfMembers() const {
+  std::vector<std::vector<int>> parts;
+  for (const int member : members()) {
+    auto& own = parts.emplace_back(1, member);
+    for (int peer = 0; peer < size(); ++peer) {
+      if (hosts_->hostOf(peer) != ownHost() && deputyOn(ownHost(), peer) == member) own.push_back(peer);
+    }
+  }
+  return parts;
+}
+
+// --- Collectives -----------------------------------------------------------------------------------------------------
 
 void HostCommunicator::broadcast(at::Tensor& tensor, int root) {
   if (size() == 1 || tensor.numel() == 0) return;
+  connect();
   at::Tensor bytes = bytesOf(tensor);
-  if (auto* const shared = sharedMemory()) {
-    if (rank() == root) countSentToEach(bytes.numel());
-    return shared->broadcast(bytes, root, deadline());
+  Owners leaders;
+  for (int host = 0; host < hosts_->hostCount(); ++host) {
+    leaders.push_back(host == hosts_->hostOf(root) ? root : hosts_->ranksOf(host).front());
   }
-  onNetwork([&](Communicator& network) { network.broadcast(bytes, root); });
+  const int leader = leaders[ownHost()];
+  if (!isOneHost() && rank() == leader) broadcastAmong(leaders, root, bytes);
+  if (!sharedMemory_) return;
+  if (rank() == leader) countShown(bytes.numel() * (sharedMemory_->size() - 1));
+  sharedMemory_->broadcast(bytes, indexIn(members(), leader), deadline());
 }
 
 void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
   if (tensor.numel() == 0) return;
+  connect();
   at::Tensor flat = flatOf(tensor);
-  const auto itemSize = static_cast<int64_t>(flat.element_size());
-  if (auto* const shared = sharedMemory()) {
-    countSentEvenly(2 * flat.numel() * itemSize * (size() - 1) / size());
-    return shared->allReduce(flat, reduction::prepare(flat, op), op, deadline());
+  const at::Tensor prepared = reduction::prepare(flat, op);
+  if (isOneHost() && sharedMemory_) {
+    countShown(2 * static_cast<int64_t>(flat.nbytes()) * (size() - 1) / size());
+    return sharedMemory_->allReduce(flat, prepared, op, deadline());
   }
-  if (isForTheNetwork(flat, op)) {
-    onNetwork([&](Communicator& network) { network.allReduce(flat, ReduceOp::SUM); });
-    if (op == ReduceOp::AVG) flat.div_(size());
-    return;
+  const HostLanes lanes(*hosts_, rank(), flat.numel());
+  ReduceOp betweenHosts = op;
+  if (lanes.count() > 1) {
+    const auto steps = reduction::inTwoSteps(op, flat.scalar_type());
+    reduceInHost(flat, prepared, lanes, steps.first);
+    betweenHosts = steps.second;
+  } else if (!prepared.is_same(flat)) {
+    flat.copy_(prepared);
   }
-  // Whole parts only, so that every rank reduces the same number of elements; the rest is small.
-  const int64_t pieceNumel = std::max<int64_t>(kPieceBytes / itemSize / size(), 1) * size();
-  int64_t begin = 0;
-  while (begin < flat.numel()) {
-    const int64_t left = flat.numel() - begin;
-    const int64_t numel =
-        left * itemSize <= kSmallBytes || left < size() ? left : std::min(pieceNumel, left / size() * size());
-    at::Tensor piece = flat.narrow(0, begin, numel);
-    if (numel * itemSize <= kSmallBytes || numel < size()) {
-      allReduceSmall(piece, op);
-    } else {
-      allReducePiece(piece, op);
-    }
-    begin += numel;
+  for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
+    at::Tensor own = flat.narrow(0, lanes.begin(lane), lanes.length(lane));
+    allReduceAmong(lanes.owners(lane), own, betweenHosts);
   }
-}
-
-void HostCommunicator::allReduceSmall(const at::Tensor& piece, const ReduceOp& op) {
-  at::Tensor own = reduction::prepare(piece, op);
-  at::Tensor copies = at::empty({size() * piece.numel()}, piece.options());
-  allGather(copies, own);
-  reduction::reduceCopies(copies, size(), op, piece);
-}
-
-void HostCommunicator::allReducePiece(at::Tensor& piece, const ReduceOp& op) {
-  const at::Tensor own = reduction::prepare(piece, op);
-  at::Tensor copies = at::empty_like(piece);
-  allToAll(copies, own, {}, {});
-  at::Tensor part = at::empty({piece.numel() / size()}, piece.options());
-  reduction::reduceCopies(copies, size(), op, part);
-  allGather(piece, part);
+  gatherInHost(flat, lanes);
 }
 
 void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) {
   if (tensor.numel() == 0) return;
-  const at::Tensor flat = flatOf(tensor);
-  const at::Tensor own = reduction::prepare(flat, op);
-  if (auto* const shared = sharedMemory()) {
-    countSentTo(root, static_cast<int64_t>(flat.nbytes()));
-    at::Tensor result = flat;
-    return shared->reduce(result, own, root, op, deadline());
+  connect();
+  at::Tensor flat = flatOf(tensor);
+  const at::Tensor prepared = reduction::prepare(flat, op);
+  if (isOneHost() && sharedMemory_) {
+    if (rank() != root) countShown(static_cast<int64_t>(flat.nbytes()));
+    return sharedMemory_->reduce(flat, prepared, indexIn(members(), root), op, deadline());
   }
-  Splits inputSplits(size(), 0);
-  inputSplits[root] = flat.numel();
-  const bool isRoot = rank() == root;
-  at::Tensor copies = at::empty({isRoot ? size() * flat.numel() : 0}, flat.options());
-  allToAll(copies, own, Splits(size(), isRoot ? flat.numel() : 0), inputSplits);
-  if (isRoot) reduction::reduceCopies(copies, size(), op, flat);
+  const HostLanes lanes(*hosts_, rank(), flat.numel());
+  // Only the root's own tensor may change.
+  at::Tensor result = rank() == root ? flat : at::empty_like(flat);
+  ReduceOp betweenHosts = op;
+  if (lanes.count() > 1) {
+    const auto steps = reduction::inTwoSteps(op, flat.scalar_type());
+    reduceInHost(result, prepared, lanes, steps.first);
+    betweenHosts = steps.second;
+  } else if (!prepared.is_same(result)) {
+    result.copy_(prepared);
+  }
+  const int host = hosts_->hostOf(root);
+  for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
+    at::Tensor own = result.narrow(0, lanes.begin(lane), lanes.length(lane));
+    reduceTo(host, lanes.owners(lane), own, betweenHosts);
+  }
+  if (ownHost() == host) gatherInHost(result, lanes);
 }
 
 void HostCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
   if (input.numel() == 0) return;
-  at::Tensor outputBytes = bytesOf(output);
-  const at::Tensor inputBytes = bytesOf(input);
-  if (size() == 1) {
-    outputBytes.copy_(inputBytes);
-    return;
+  connect();
+  at::Tensor all = bytesOf(output);
+  const at::Tensor own = bytesOf(input);
+  const int64_t bytes = own.numel();
+  const auto partOf = [&](int peer) { return all.narrow(0, peer * bytes, bytes); };
+  Exchanges exchanges{{rank(), own, partOf(rank())}};
+  for (int step = 1; step < size(); ++step) {
+    const int peer = (rank() + step) % size();
+    if (hosts_->hostOf(peer) == ownHost()) continue;
+    const bool isSent = deputyOn(hosts_->hostOf(peer), rank()) == peer;
+    const bool isReceived = deputyOn(ownHost(), peer) == rank();
+    if (isSent || isReceived) {
+      exchanges.push_back({peer, isSent ? own : nothing(), isReceived ? partOf(peer) : nothing()});
+    }
   }
-  if (auto* const shared = sharedMemory()) {
-    countSentToEach(inputBytes.numel());
-    return shared->allGather(outputBytes, inputBytes, deadline());
+  swap(exchanges);
+  if (!sharedMemory_) return;
+  // The n-th part of every member at a time.
+  const auto parts = partsOfMembers();
+  size_t most = 0;
+  for (const auto& ofMember : parts) most = std::max(most, ofMember.size());
+  for (size_t turn = 0; turn < most; ++turn) {
+    std::vector<Span> spans;
+    for (const auto& ofMember : parts) {
+      spans.push_back(turn < ofMember.size() ? Span{ofMember[turn] * bytes, bytes} : Span{});
+    }
+    sharedMemory_->gather(all, spans, deadline());
+    countShown(spans[sharedMemory_->rank()].length * (sharedMemory_->size() - 1));
   }
-  onNetwork([&](Communicator& network) { network.allGather(outputBytes, inputBytes); });
+}
+
+void HostCommunicator::reducePartsInHost(std::vector<at::Tensor>& reduced, const at::Tensor& prepared,
+                                         const std::vector<std::vector<int>>& parts, const ReduceOp& op) {
+  const int64_t length = reduced.front().numel();
+  size_t most = 0;
+  for (const auto& ofMember : parts) most = std::max(most, ofMember.size());
+  for (size_t turn = 0; turn < most; ++turn) {
+    std::vector<Span> spans;
+    int64_t shown = 0;
+    for (const auto& ofMember : parts) {
+      spans.push_back(turn < ofMember.size() ? Span{ofMember[turn] * length, length} : Span{});
+      shown += spans.back().length;
+    }
+    shown -= spans[sharedMemory_->rank()].length;
+    countShown(shown * itemSize(prepared));
+    at::Tensor target = turn < reduced.size() ? reduced[turn] : reduced.front().narrow(0, 0, 0);
+    sharedMemory_->reduceSpans(target, prepared, spans, op, size(), deadline());
+  }
 }
 
 void HostCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) {
   if (output.numel() == 0) return;
-  const at::Tensor own = reduction::prepare(flatOf(input), op);
-  if (auto* const shared = sharedMemory()) {
-    countSentToEach(static_cast<int64_t>(output.nbytes()));
-    at::Tensor result = flatOf(output);
-    return shared->reduceScatter(result, own, op, deadline());
+  connect();
+  const at::Tensor prepared = reduction::prepare(flatOf(input), op);
+  at::Tensor result = flatOf(output);
+  const int64_t length = result.numel();
+  const int64_t item = itemSize(result);
+  const bool isHierarchical = hosts_->maxRanksPerHost() > 1;
+  const auto steps =
+      isHierarchical && !isOneHost() ? reduction::inTwoSteps(op, result.scalar_type()) : reduction::TwoSteps{op, op};
+  // What this host has of the parts that this rank deals with, its own first.
+  const auto parts = partsOfMembers();
+  const auto& own = parts[hosts_->localRank(rank())];
+  std::vector<at::Tensor> reduced;
+  for (const int part : own) {
+    const at::Tensor contribution = prepared.narrow(0, part * length, length);
+    const bool isLeft = !sharedMemory_ && (!isHierarchical || steps.first != ReduceOp::AVG);
+    reduced.push_back(isLeft ? contribution : at::empty_like(contribution));
+    if (!sharedMemory_ && !isLeft) {
+      reduction::reduceParts({contribution.const_data_ptr()}, steps.first, size(), reduced.back());
+    }
   }
-  at::Tensor copies = at::empty_like(own);
-  allToAll(copies, own, {}, {});
-  reduction::reduceCopies(copies, size(), op, flatOf(output));
+  if (sharedMemory_) reducePartsInHost(reduced, prepared, parts, steps.first);
+  if (isOneHost() && sharedMemory_) {
+    result.copy_(reduced.front());
+    return;
+  }
+  Exchanges exchanges;
+  for (size_t turn = 1; turn < own.size(); ++turn) exchanges.push_back({own[turn], bytesOf(reduced[turn]), nothing()});
+  std::vector<const void*> copies;
+  for (int host = 0; host < hosts_->hostCount(); ++host) {
+    if (host == ownHost()) {
+      copies.push_back(reduced.front().const_data_ptr());
+    } else {
+      exchanges.push_back({deputyOn(host, rank()), nothing(), at::empty({length * item}, at::kByte)});
+      copies.push_back(exchanges.back().received.const_data_ptr());
+    }
+  }
+  swap(exchanges);
+  reduction::reduceParts(copies, steps.second, size(), result);
+}
+
+void HostCommunicator::allToAllInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) {
+  std::vector<at::Tensor> to;
+  std::vector<at::Tensor> from;
+  for (const int member : members()) {
+    from.push_back(sent[member]);
+    to.push_back(received[member]);
+    if (member != rank()) countShown(sent[member].numel());
+  }
+  sharedMemory_->allToAll(to, from, deadline());
 }
 
 void HostCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                                 const Splits& inputSplits) {
-  at::Tensor outputBytes = bytesOf(output);
-  const at::Tensor inputBytes = bytesOf(input);
-  if (size() == 1) {
-    outputBytes.copy_(inputBytes);
-    return;
+  connect();
+  const auto sent = partsOf(input, inputSplits, size());
+  const auto received = partsOf(output, outputSplits, size());
+  Exchanges exchanges;
+  for (int step = 0; step < size(); ++step) {
+    const int peer = (rank() + step) % size();
+    if (hosts_->hostOf(peer) != ownHost() || !sharedMemory_) exchanges.push_back({peer, sent[peer], received[peer]});
   }
-  const auto itemSize = static_cast<int64_t>(input.element_size());
-  if (auto* const shared = sharedMemory()) {
-    countSentParts(input, inputSplits);
-    return shared->allToAll(outputBytes, inputBytes, inBytes(outputSplits, itemSize), inBytes(inputSplits, itemSize),
-                            deadline());
-  }
+  swap(exchanges);
   // Not skipped when this rank has nothing to send or receive: the others may have.
-  onNetwork([&](Communicator& network) {
-    network.allToAll(outputBytes, inputBytes, inBytes(outputSplits, itemSize), inBytes(inputSplits, itemSize));
-  });
+  if (sharedMemory_) allToAllInHost(received, sent);
+}
+
+void HostCommunicator::allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline) {
+  connect();
+  if (sharedMemory_ || hosts_->maxRanksPerHost() > 1) {
+    return Communicator::allGatherInPieces(output, input, pipeline);
+  }
+  Exchanges exchanges;
+  for (int step = 0; step < size(); ++step) {
+    const int peer = (rank() + step) % size();
+    exchanges.push_back({peer, input, output.narrow(0, peer * input.numel(), input.numel())});
+  }
+  swap(exchanges, pipeline);
+}
+
+void HostCommunicator::allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
+                                        const Splits& inputSplits, const Pipeline& pipeline) {
+  connect();
+  const auto sent = partsOf(input, inputSplits, size());
+  const auto received = partsOf(output, outputSplits, size());
+  for (const int member : members()) {
+    // All of them or none have parts for each other.
+    if (member != rank() && (sent[member].numel() > 0 || received[member].numel() > 0)) {
+      return Communicator::allToAllInPieces(output, input, outputSplits, inputSplits, pipeline);
+    }
+  }
+  Exchanges exchanges;
+  for (int step = 0; step < size(); ++step) {
+    const int peer = (rank() + step) % size();
+    exchanges.push_back({peer, sent[peer], received[peer]});
+  }
+  swap(exchanges, pipeline);
 }
 
 void HostCommunicator::barrier() {
   if (size() == 1) return;
-  if (auto* const shared = sharedMemory()) return shared->barrier(deadline());
-  onNetwork([](Communicator& network) { network.barrier(); });
+  connect();
+  if (sharedMemory_) sharedMemory_->barrier(deadline());
+  if (isOneHost()) return;
+  if (rank() == members().front()) {
+    const at::Tensor sent = at::empty({1}, at::kByte);
+    Exchanges exchanges;
+    for (int host = 0; host < hosts_->hostCount(); ++host) {
+      if (host != ownHost()) exchanges.push_back({hosts_->ranksOf(host).front(), sent, at::empty({1}, at::kByte)});
+    }
+    wire_->swap(exchanges, deadline());
+  }
+  if (sharedMemory_) sharedMemory_->barrier(deadline());
 }
 
 void HostCommunicator::abort() {
@@ -192,7 +519,7 @@ void HostCommunicator::abort() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (sharedMemory_) sharedMemory_->abort();
   }
-  network_->abort();
+  wire_->abort();
 }
 
 }  // namespace bagua

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/allclose.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/randn.h>
+#include <ATen/ops/sin.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+
+#include <atomic>
+#include <set>
 
 #include "backend/host/reduction.h"
 #include "tests/support/thread_ranks.h"
@@ -15,79 +20,197 @@ namespace {
 
 using c10d::ReduceOp;
 
-class HostCommunicatorOf : public ::testing::TestWithParam<int> {};
+// The host of every rank.
+using Hosts = std::vector<std::string>;
+
+class HostCommunicatorOf : public ::testing::TestWithParam<Hosts> {
+ protected:
+  static int size() { return static_cast<int>(GetParam().size()); }
+  static void runRanks(const std::function<void(Communicator&)>& body) { testing::runRanks(size(), body, GetParam()); }
+};
 
 // Below and above the size where the way of reducing changes, and sizes that no rank count divides.
 const std::vector<int64_t> kSizes = {0, 1, 2, 1000, 5003, 100003};
 
-TEST_P(HostCommunicatorOf, AllReduceAddsInRankOrderOnEveryRank) {
+// The contribution of a rank: small integers, so that every order of additions gives the same.
+at::Tensor contribution(int rank, int64_t numel, at::ScalarType dtype = at::kFloat) {
+  return ((at::arange(numel, at::kLong) * 7 + rank * 3) % 11 - 5).to(dtype);
+}
+
+at::Tensor sumOf(int size, int64_t numel, at::ScalarType dtype = at::kFloat) {
+  at::Tensor sum = at::zeros({numel}, dtype);
+  for (int rank = 0; rank < size; ++rank) sum += contribution(rank, numel, dtype);
+  return sum;
+}
+
+TEST_P(HostCommunicatorOf, AllReduceAddsOnEveryRank) {
   for (const int64_t numel : kSizes) {
-    at::manual_seed(3);
-    std::vector<at::Tensor> inputs;
-    for (int rank = 0; rank < GetParam(); ++rank) inputs.push_back(at::randn({numel}));
-    at::Tensor expected = inputs[0].clone();
-    for (int rank = 1; rank < GetParam(); ++rank) expected += inputs[rank];
-    testing::runRanks(GetParam(), [&](Communicator& communicator) {
-      at::Tensor tensor = inputs[communicator.rank()].clone();
-      communicator.allReduce(tensor, ReduceOp::SUM);
-      EXPECT_TRUE(at::equal(tensor, expected)) << numel << " elements on rank " << communicator.rank();
+    for (const auto dtype : {at::kFloat, at::kHalf, at::kLong}) {
+      const at::Tensor expected = sumOf(size(), numel, dtype);
+      runRanks([&](Communicator& communicator) {
+        at::Tensor tensor = contribution(communicator.rank(), numel, dtype);
+        communicator.allReduce(tensor, ReduceOp::SUM);
+        EXPECT_TRUE(at::equal(tensor, expected)) << numel << " elements on rank " << communicator.rank();
+      });
+    }
+  }
+}
+
+TEST_P(HostCommunicatorOf, AllReduceGivesAllRanksTheSameBits) {
+  std::vector<at::Tensor> results(size());
+  runRanks([&](Communicator& communicator) {
+    at::Tensor tensor = at::sin(at::arange(200003, at::kFloat) * (communicator.rank() + 1));
+    communicator.allReduce(tensor, ReduceOp::SUM);
+    results[communicator.rank()] = tensor;
+  });
+  for (const auto& result : results) EXPECT_TRUE(at::equal(result, results[0]));
+}
+
+TEST_P(HostCommunicatorOf, MeansDivideByTheNumberOfAllRanks) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kInt}) {
+    for (const int64_t numel : {int64_t{5}, int64_t{40001}}) {
+      runRanks([&](Communicator& communicator) {
+        at::Tensor tensor = at::full({numel}, 6 * (communicator.rank() + 1), dtype);
+        communicator.allReduce(tensor, ReduceOp::AVG);
+        EXPECT_TRUE(at::allclose(tensor.to(at::kDouble), at::full({numel}, 3.0 * (size() + 1), at::kDouble), 0.02));
+      });
+    }
+  }
+}
+
+TEST_P(HostCommunicatorOf, AMeanOfHalvesDoesNotOverflow) {
+  runRanks([&](Communicator& communicator) {
+    at::Tensor tensor = at::full({3000}, 40000.0, at::kHalf);
+    communicator.allReduce(tensor, ReduceOp::AVG);
+    EXPECT_TRUE(at::allclose(tensor.to(at::kDouble), at::full({3000}, 40000.0, at::kDouble), 0.01));
+  });
+}
+
+TEST_P(HostCommunicatorOf, ReduceLeavesTheOtherRanksAlone) {
+  for (int root = 0; root < size(); ++root) {
+    runRanks([&](Communicator& communicator) {
+      at::Tensor tensor = at::full({30001}, communicator.rank() + 1, at::kLong);
+      communicator.reduce(tensor, root, ReduceOp::MAX);
+      const int64_t expected = communicator.rank() == root ? communicator.size() : communicator.rank() + 1;
+      EXPECT_TRUE(tensor.eq(expected).all().item<bool>());
     });
   }
 }
 
-TEST_P(HostCommunicatorOf, ReduceLeavesTheOtherRanksAlone) {
-  testing::runRanks(GetParam(), [&](Communicator& communicator) {
-    const int root = communicator.size() - 1;
-    at::Tensor tensor = at::full({3001}, communicator.rank() + 1, at::kLong);
-    communicator.reduce(tensor, root, ReduceOp::MAX);
-    const int64_t expected = communicator.rank() == root ? communicator.size() : communicator.rank() + 1;
-    EXPECT_TRUE(tensor.eq(expected).all().item<bool>());
-  });
+TEST_P(HostCommunicatorOf, BroadcastGivesAllWhatTheRootHas) {
+  for (int root = 0; root < size(); ++root) {
+    for (const int64_t numel : {int64_t{3}, int64_t{100001}}) {
+      runRanks([&](Communicator& communicator) {
+        at::Tensor tensor = contribution(communicator.rank(), numel, at::kDouble);
+        communicator.broadcast(tensor, root);
+        EXPECT_TRUE(at::equal(tensor, contribution(root, numel, at::kDouble)));
+      });
+    }
+  }
+}
+
+TEST_P(HostCommunicatorOf, AllGatherArrangesByRank) {
+  for (const int64_t numel : {int64_t{1}, int64_t{70001}}) {
+    runRanks([&](Communicator& communicator) {
+      at::Tensor output = at::zeros({size() * numel});
+      communicator.allGather(output, contribution(communicator.rank(), numel));
+      for (int rank = 0; rank < size(); ++rank) {
+        EXPECT_TRUE(at::equal(output.narrow(0, rank * numel, numel), contribution(rank, numel)));
+      }
+    });
+  }
 }
 
 TEST_P(HostCommunicatorOf, ReduceScatterGivesEachRankItsPart) {
-  testing::runRanks(GetParam(), [&](Communicator& communicator) {
-    const int size = communicator.size();
-    const at::Tensor input = at::arange(size * 5, at::kInt) * (communicator.rank() + 1);
-    at::Tensor output = at::empty({5}, at::kInt);
-    communicator.reduceScatter(output, input, ReduceOp::SUM);
-    const at::Tensor expected =
-        at::arange(communicator.rank() * 5, communicator.rank() * 5 + 5, at::kInt) * (size * (size + 1) / 2);
-    EXPECT_TRUE(at::equal(output, expected));
-  });
+  for (const int64_t numel : {int64_t{5}, int64_t{50021}}) {
+    for (const auto& op : {ReduceOp(ReduceOp::SUM), ReduceOp(ReduceOp::AVG)}) {
+      const at::Tensor total = sumOf(size(), size() * numel, at::kDouble);
+      runRanks([&](Communicator& communicator) {
+        at::Tensor output = at::empty({numel}, at::kDouble);
+        communicator.reduceScatter(output, contribution(communicator.rank(), size() * numel, at::kDouble), op);
+        const at::Tensor sum = total.narrow(0, communicator.rank() * numel, numel);
+        EXPECT_TRUE(at::allclose(output, op == ReduceOp::AVG ? sum / size() : sum));
+      });
+    }
+  }
 }
 
 TEST_P(HostCommunicatorOf, UnevenAllToAllDeliversEveryPart) {
-  testing::runRanks(GetParam(), [&](Communicator& communicator) {
-    const int size = communicator.size();
-    const int rank = communicator.rank();
-    // Rank i sends i + j elements of value 10 i + j to rank j.
-    std::vector<int64_t> inputSplits;
-    std::vector<int64_t> outputSplits;
-    std::vector<double> sent;
-    std::vector<double> expected;
-    for (int peer = 0; peer < size; ++peer) {
-      inputSplits.push_back(rank + peer);
-      outputSplits.push_back(rank + peer);
-      sent.insert(sent.end(), rank + peer, 10 * rank + peer);
-      expected.insert(expected.end(), rank + peer, 10 * peer + rank);
-    }
-    at::Tensor output = at::zeros({static_cast<int64_t>(expected.size())}, at::kDouble);
-    communicator.allToAll(output, at::tensor(sent, at::kDouble), outputSplits, inputSplits);
-    EXPECT_TRUE(at::equal(output, at::tensor(expected, at::kDouble)));
+  for (const int64_t scale : {1, 9001}) {
+    runRanks([&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      // Rank i sends (i + j) times `scale` elements of value 10 i + j to rank j.
+      std::vector<int64_t> splits;
+      std::vector<at::Tensor> sent;
+      std::vector<at::Tensor> expected;
+      for (int peer = 0; peer < size(); ++peer) {
+        splits.push_back((rank + peer) * scale);
+        sent.push_back(at::full({splits.back()}, 10 * rank + peer, at::kDouble));
+        expected.push_back(at::full({splits.back()}, 10 * peer + rank, at::kDouble));
+      }
+      at::Tensor output = at::zeros({at::cat(expected).numel()}, at::kDouble);
+      communicator.allToAll(output, at::cat(sent), splits, splits);
+      EXPECT_TRUE(at::equal(output, at::cat(expected)));
+    });
+  }
+}
+
+TEST_P(HostCommunicatorOf, PiecesAreMadeBeforeTheyLeaveAndUsedAfterTheyArrive) {
+  constexpr int64_t kBytes = 100'003;
+  runRanks([&](Communicator& communicator) {
+    at::Tensor sent = at::zeros({kBytes}, at::kByte);
+    at::Tensor received = at::zeros({size() * kBytes}, at::kByte);
+    const auto valueOf = [](int rank, int64_t begin) { return static_cast<int64_t>(rank + 1 + begin % 7); };
+    int64_t made = 0;
+    int64_t used = 0;
+    const auto make = [&](int64_t begin, int64_t end) {
+      EXPECT_EQ(begin, made);
+      made = end;
+      sent.narrow(0, begin, end - begin).fill_(valueOf(communicator.rank(), begin));
+    };
+    const auto use = [&](int64_t begin, int64_t end) {
+      EXPECT_EQ(begin, used);
+      used = end;
+      for (int peer = 0; peer < size(); ++peer) {
+        const at::Tensor piece = received.narrow(0, peer * kBytes + begin, end - begin);
+        EXPECT_TRUE(piece.eq(valueOf(peer, begin)).all().item<bool>()) << "from rank " << peer << " at " << begin;
+      }
+    };
+    communicator.allGatherInPieces(received, sent, {.beforeSending = make, .afterReceiving = use});
+    EXPECT_EQ(made, kBytes);
+    EXPECT_EQ(used, kBytes);
   });
 }
 
-TEST_P(HostCommunicatorOf, CountsTheBytesItSends) {
-  testing::runRanks(GetParam(), [&](Communicator& communicator) {
-    const int size = communicator.size();
-    at::Tensor tensor = at::zeros({int64_t{size} * 12000});
+TEST_P(HostCommunicatorOf, EachByteCrossesTheNetworkOncePerHost) {
+  const std::set<std::string> names(GetParam().begin(), GetParam().end());
+  const auto hosts = static_cast<int64_t>(names.size());
+  std::atomic<int64_t> allReduce{0};
+  std::atomic<int64_t> allGather{0};
+  std::atomic<int64_t> broadcast{0};
+  const int64_t numel = int64_t{12} * 4096;
+  runRanks([&](Communicator& communicator) {
+    at::Tensor tensor = at::zeros({numel});
     communicator.allReduce(tensor, ReduceOp::SUM);
-    EXPECT_EQ(communicator.traffic().sentBytes(), int64_t{2} * (size - 1) * 12000 * 4);
+    const Traffic first = communicator.traffic();
+    allReduce += first.betweenHostsBytes;
+    at::Tensor output = at::zeros({size() * numel});
+    communicator.allGather(output, tensor);
+    const Traffic second = communicator.traffic();
+    allGather += second.since(first).betweenHostsBytes;
+    communicator.broadcast(tensor, 0);
+    broadcast += communicator.traffic().since(second).betweenHostsBytes;
   });
+  EXPECT_EQ(allReduce, 2 * (hosts - 1) * numel * 4);
+  EXPECT_EQ(allGather, (hosts - 1) * size() * numel * 4);
+  EXPECT_EQ(broadcast, (hosts - 1) * numel * 4);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, HostCommunicatorOf, ::testing::Values(1, 2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(Ranks, HostCommunicatorOf,
+                         ::testing::Values(Hosts{"a"}, Hosts{"a", "a"}, Hosts{"a", "a", "a"}, Hosts{"a", "a", "a", "a"},
+                                           Hosts{"a", "b"}, Hosts{"a", "b", "c", "d"}, Hosts{"a", "a", "b", "b"},
+                                           Hosts{"a", "b", "a", "b"}, Hosts{"a", "b", "a"},
+                                           Hosts{"a", "a", "a", "b", "b", "c"}));
 
 at::Tensor reduced(const at::Tensor& copies, int64_t count, const ReduceOp& op) {
   at::Tensor output = at::empty({copies.numel() / count}, copies.options());

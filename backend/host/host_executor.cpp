@@ -35,8 +35,8 @@ class HostExecutor::Queue {
       : group_(std::move(group)), communicator_(std::move(communicator)) {}
 
   c10::intrusive_ptr<WorkBagua> push(Operation operation, std::vector<at::Tensor> results, Program program);
-  // Runs the program at once, on this thread, if nothing else is running or waiting and an abort could end it; null
-  // otherwise. It saves two changes of threads, which take longer than a small exchange in shared memory.
+  // Runs the program at once, on this thread, if nothing else is running or waiting; null otherwise. It saves two
+  // changes of threads, which take longer than a small exchange in shared memory.
   c10::intrusive_ptr<WorkBagua> runHere(const Operation& operation, const std::vector<at::Tensor>& results,
                                         Program& program);
   // The body of the thread: until close() and the last program.
@@ -139,7 +139,7 @@ c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::runHere(const Operation& oper
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     checkUsableLocked(operation.name);
-    if (isBusy_ || !entries_.empty() || !communicator_->canBeInterrupted()) return {};
+    if (isBusy_ || !entries_.empty()) return {};
     Operation numbered = operation;
     numbered.sequence = nextSequence_++;
     entry = {c10::make_intrusive<WorkBagua>(group_.rank, numbered, results), std::move(program)};

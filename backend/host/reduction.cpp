@@ -116,22 +116,42 @@ struct Max {
   }
 };
 
+// Division by `count`. By a power of two it is a multiplication, with the same result and several times faster.
 template <typename A>
-A quotient(A sum, int64_t count) {
-  if constexpr (std::is_integral_v<A>) {
-    return static_cast<A>(sum / static_cast<std::conditional_t<std::is_signed_v<A>, int64_t, uint64_t>>(count));
-  } else if constexpr (kIsComplex<A>) {
-    return sum / static_cast<typename A::value_type>(count);
-  } else {
-    return sum / static_cast<A>(count);
-  }
-}
+class Mean {
+ public:
+  explicit Mean(int64_t count) : count_(count), isPowerOfTwo_((count & (count - 1)) == 0) {}
 
+  A operator()(A sum) const {
+    if constexpr (std::is_integral_v<A>) {
+      return static_cast<A>(sum / static_cast<std::conditional_t<std::is_signed_v<A>, int64_t, uint64_t>>(count_));
+    } else if constexpr (kIsComplex<A>) {
+      return sum / static_cast<typename A::value_type>(count_);
+    } else {
+      return sum / static_cast<A>(count_);
+    }
+  }
+  [[nodiscard]] bool isProduct() const { return isPowerOfTwo_; }
+  [[nodiscard]] A factor() const { return static_cast<A>(1.0 / static_cast<double>(count_)); }
+
+ private:
+  const int64_t count_;
+  const bool isPowerOfTwo_;
+};
+
+// `output` may be one of the parts.
 template <typename T, typename Combine, typename Finish>
 void reduceBlocks(const Parts& parts, int64_t numel, T* output, Combine combine, Finish finish) {
   using A = Accumulator<T>;
-  std::array<A, kBlock> total;
   const T* first = static_cast<const T*>(parts[0]);
+  if (parts.size() == 2) {
+    const T* second = static_cast<const T*>(parts[1]);
+    for (int64_t i = 0; i < numel; ++i) {
+      output[i] = static_cast<T>(finish(combine(static_cast<A>(first[i]), static_cast<A>(second[i]))));
+    }
+    return;
+  }
+  std::array<A, kBlock> total;
   for (int64_t begin = 0; begin < numel; begin += kBlock) {
     const int64_t length = std::min(kBlock, numel - begin);
     for (int64_t i = 0; i < length; ++i) total[i] = static_cast<A>(first[begin + i]);
@@ -144,9 +164,21 @@ void reduceBlocks(const Parts& parts, int64_t numel, T* output, Combine combine,
 }
 
 template <typename T>
-void reduceTyped(const Parts& parts, int64_t numel, T* output, ReduceOp::RedOpType op) {
+void averageTyped(const Parts& parts, int64_t numel, T* output, int64_t contributors) {
   using A = Accumulator<T>;
-  const auto count = static_cast<int64_t>(parts.size());
+  const Mean<A> mean(contributors);
+  if constexpr (std::is_floating_point_v<A>) {
+    if (mean.isProduct()) {
+      const A factor = mean.factor();
+      return reduceBlocks(parts, numel, output, Sum<A>{}, [factor](A value) { return value * factor; });
+    }
+  }
+  reduceBlocks(parts, numel, output, Sum<A>{}, mean);
+}
+
+template <typename T>
+void reduceTyped(const Parts& parts, int64_t numel, T* output, ReduceOp::RedOpType op, int64_t contributors) {
+  using A = Accumulator<T>;
   const auto reduceWith = [&](auto combine) {
     reduceBlocks(parts, numel, output, combine, [](A value) { return value; });
   };
@@ -157,9 +189,7 @@ void reduceTyped(const Parts& parts, int64_t numel, T* output, ReduceOp::RedOpTy
     case ReduceOp::PRODUCT:
       return reduceWith(Product<A>{});
     case ReduceOp::AVG:
-      if constexpr (!std::is_same_v<T, bool>) {
-        return reduceBlocks(parts, numel, output, Sum<A>{}, [count](A value) { return quotient(value, count); });
-      }
+      if constexpr (!std::is_same_v<T, bool>) return averageTyped(parts, numel, output, contributors);
       break;
     case ReduceOp::MIN:
       if constexpr (!kIsComplex<A>) return reduceWith(Min<A>{});
@@ -216,15 +246,21 @@ void reduceCopies(const at::Tensor& copies, int64_t count, const ReduceOp& op, c
   for (int64_t copy = 0; copy < count; ++copy) {
     parts.push_back(bytes + copy * numel * static_cast<int64_t>(copies.element_size()));
   }
-  reduceParts(parts, op, output);
+  reduceParts(parts, op, count, output);
+}
+
+TwoSteps inTwoSteps(const ReduceOp& op, at::ScalarType dtype) {
+  if (op != ReduceOp::AVG) return {op, op};
+  if (dtype == at::kHalf || dtype == at::kBFloat16) return {ReduceOp::AVG, ReduceOp::SUM};
+  return {ReduceOp::SUM, ReduceOp::AVG};
 }
 
 // NOLINTNEXTLINE(readability-function-size): the dispatch macro expands to a block per dtype
-void reduceParts(const Parts& parts, const ReduceOp& op, const at::Tensor& output) {
-  AT_DISPATCH_V2(output.scalar_type(), "bagua_reduce_parts",
-                 AT_WRAP([&] { reduceTyped(parts, output.numel(), output.mutable_data_ptr<scalar_t>(), op); }),
-                 AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16,
-                 at::kBool);
+void reduceParts(const Parts& parts, const ReduceOp& op, int64_t contributors, const at::Tensor& output) {
+  AT_DISPATCH_V2(
+      output.scalar_type(), "bagua_reduce_parts",
+      AT_WRAP([&] { reduceTyped(parts, output.numel(), output.mutable_data_ptr<scalar_t>(), op, contributors); }),
+      AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16, at::kBool);
 }
 
 }  // namespace bagua::reduction

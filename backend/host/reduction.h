@@ -22,7 +22,17 @@ at::Tensor prepare(const at::Tensor& input, const c10d::ReduceOp& op);
 // NaN wins in MIN and MAX. `output` may be one of the copies.
 void reduceCopies(const at::Tensor& copies, int64_t count, const c10d::ReduceOp& op, const at::Tensor& output);
 
-// The same for contributions that lie apart: `parts[i]` is where rank i's begins.
-void reduceParts(const std::vector<const void*>& parts, const c10d::ReduceOp& op, const at::Tensor& output);
+// The same for contributions that lie apart: `parts[i]` is where the i-th begins. AVG divides by `contributors`: a part
+// may be the sum of several.
+void reduceParts(const std::vector<const void*>& parts, const c10d::ReduceOp& op, int64_t contributors,
+                 const at::Tensor& output);
+
+// How a reduction is done in two steps, the first of which leaves partial results of the tensor's own dtype.
+struct TwoSteps {
+  c10d::ReduceOp first;
+  c10d::ReduceOp second;
+};
+// A mean of 16-bit floats is divided in the first step, for their sum could overflow; others in the second.
+TwoSteps inTwoSteps(const c10d::ReduceOp& op, at::ScalarType dtype);
 
 }  // namespace bagua::reduction

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the benchmark: times steps of DistributedDataParallel under each way to communicate, in turn.
 
-Started by run.py on every emulated host. Rank 0 prints a line of JSON per way: the median and all times in seconds.
+Started by run.py on every emulated host: training_steps.py MODEL HOSTS SECONDS WAY... Rank 0 prints a line of JSON per
+way: all times in seconds, and the bytes that one rank sends to other hosts in a step. Every way is given about SECONDS.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of a hook with the types themselves.
@@ -21,7 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 ROUNDS = 5
-STEPS = 3
+FEWEST_STEPS = 1
+MOST_STEPS = 6
 
 
 def convolutional_network() -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -55,9 +57,9 @@ def _power_sgd(ddp: DistributedDataParallel, optimizer: Any) -> None:
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def _ours(name: str, **options: Any) -> Callable[[DistributedDataParallel, Any], None]:
-    def register(ddp: DistributedDataParallel, optimizer: Any) -> None:
-        bagua.register_comm_hook(ddp, name, optimizer=optimizer, **options)
+def _ours(name: str, **options: Any) -> Callable[[DistributedDataParallel, Any], bagua.Handle]:
+    def register(ddp: DistributedDataParallel, optimizer: Any) -> bagua.Handle:
+        return bagua.register_comm_hook(ddp, name, optimizer=optimizer, **options)
 
     return register
 
@@ -67,20 +69,32 @@ WAYS: dict[str, tuple[str, Callable[[DistributedDataParallel, Any], Any]]] = {
     "gloo": ("gloo", lambda ddp, optimizer: None),
     "gloo, fp16 hook": ("gloo", _torch_hook(default_hooks.fp16_compress_hook)),
     "gloo, bf16 hook": ("gloo", _torch_hook(default_hooks.bf16_compress_hook)),
+    "gloo, PowerSGD hook": ("gloo", _power_sgd),
     "gradient_allreduce": ("bagua", _ours("gradient_allreduce")),
     "bytegrad": ("bagua", _ours("bytegrad")),
     "decentralized": ("bagua", _ours("decentralized")),
     "low_precision_decentralized": ("bagua", _ours("low_precision_decentralized")),
     "qadam": ("bagua", _ours("qadam")),
-    "async": ("bagua", _ours("async", sync_interval_ms=200)),
-    "no communication": ("gloo", _torch_hook(None)),
+    "async": ("bagua", _ours("async", sync_interval_ms=200, warmup_steps=0)),
+    "no communication": ("gloo", lambda ddp, optimizer: None),
 }
+# Bytes of a parameter as these send it, twice (n - 1) / n times; the others count for themselves.
+STOCK_BYTES = {"gloo": 4, "gloo, fp16 hook": 2, "gloo, bf16 hook": 2}
 
 
-def _local(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+class LocalHook:
+    """Leaves every bucket as it is, and notes when the first one of a step was ready."""
+
+    def __init__(self) -> None:
+        self.begin = 0.0
+        self.leads: list[float] = []
+
+    def reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            self.leads.append(time.perf_counter() - self.begin)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
 
 class Contender:
@@ -91,50 +105,88 @@ class Contender:
         network, self._input = MODELS[model]()
         backend, register = WAYS[name]
         self.name = name
+        self.parameters = sum(p.numel() for p in network.parameters())
         self.ddp = DistributedDataParallel(network, process_group=groups[backend])
         if name == "qadam":
             self.optimizer: Any = bagua.QAdamOptimizer(network.parameters(), lr=1e-6, warmup_steps=2)
         else:
             self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-6)
+        self.handle: Any = None
+        self.local = LocalHook()
         if name == "no communication":
-            self.ddp.register_comm_hook(None, _local)
+            self.ddp.register_comm_hook(None, self.local.reduce)
         else:
-            register(self.ddp, self.optimizer)
+            self.handle = register(self.ddp, self.optimizer)
         self.times: list[float] = []
+        self.counted_steps = 0
+        self.counted_bytes = 0.0
 
-    def steps(self, count: int, *, is_timed: bool) -> None:
-        """Take some steps; all ranks begin each at the same time."""
-        for _ in range(count):
-            x = self._input()
-            dist.barrier()
-            begin = time.perf_counter()
-            self.optimizer.zero_grad()
-            self.ddp(x).square().mean().backward()
-            self.optimizer.step()
-            if is_timed:
-                self.times.append(time.perf_counter() - begin)
+    def step(self) -> float:
+        """Take a step, which all ranks begin at the same time; return its seconds."""
+        x = self._input()
+        dist.barrier()
+        begin = self.local.begin = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.ddp(x).square().mean().backward()
+        self.optimizer.step()
+        return time.perf_counter() - begin
+
+    def round(self, steps: int) -> None:
+        """Take one step to warm the caches, and then those that count."""
+        self.step()
+        before = self._sent()
+        self.times += [self.step() for _ in range(steps)]
+        self.counted_bytes += self._sent() - before
+        self.counted_steps += steps
+
+    def _sent(self) -> float:
+        return self.handle.stats()["wire_bytes_between_hosts"] if self.handle else 0.0
+
+    def bytes_per_step(self, hosts: int) -> float:
+        """Return what one rank sends to other hosts."""
+        if self.name in STOCK_BYTES:
+            ranks_of_host = dist.get_world_size() / hosts
+            return 2 * (hosts - 1) / hosts * self.parameters * STOCK_BYTES[self.name] / ranks_of_host
+        return self.counted_bytes / self.counted_steps
+
+
+def _measure(contenders: list[Contender], seconds: float) -> None:
+    """Let all take turns, so that they see the same machine."""
+    for contender in contenders:
+        for _ in range(4):  # DDP rebuilds its buckets, qadam ends its warm-up
+            estimate = contender.step()
+    for _ in range(ROUNDS):
+        for contender in contenders:
+            wanted = torch.tensor([seconds / ROUNDS / (contender.times or [estimate])[-1]])
+            dist.broadcast(wanted, 0)  # ranks take the same number of steps
+            contender.round(min(max(int(wanted), FEWEST_STEPS), MOST_STEPS))
 
 
 def main() -> None:
-    """Interleave the ways named on the command line (model, names...), so that all see the same machine."""
-    model, *names = sys.argv[1:]
+    """Measure the ways named on the command line."""
+    model, hosts, seconds, *names = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("bagua")
     gloo = dist.new_group(backend="gloo")
     assert isinstance(gloo, dist.ProcessGroup)
     assert dist.group.WORLD is not None
     groups = {"bagua": dist.group.WORLD, "gloo": gloo}
-    contenders = [Contender(name, model, groups) for name in names]
-    for contender in contenders:
-        contender.steps(4, is_timed=False)  # DDP rebuilds its buckets, qadam ends its warm-up
-    for _ in range(ROUNDS):
-        for contender in contenders:
-            contender.steps(1, is_timed=False)
-            contender.steps(STEPS, is_timed=True)
-    for contender in contenders:
+    # One that communicates in the background would disturb the others: on its own.
+    together = [Contender(name, model, groups) for name in names if name != "async"]
+    _measure(together, float(seconds))
+    alone = [Contender(name, model, groups) for name in names if name == "async"]
+    _measure(alone, float(seconds))
+    for contender in alone:
+        contender.handle.abort()
+    for contender in together + alone:
         if dist.get_rank() == 0:
-            median = sorted(contender.times)[len(contender.times) // 2]
-            print(json.dumps({"way": contender.name, "median": median, "times": contender.times}), flush=True)
+            result = {
+                "way": contender.name,
+                "times": contender.times,
+                "bytes_between_hosts": contender.bytes_per_step(int(hosts)),
+                "leads": contender.local.leads,
+            }
+            print(json.dumps(result), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+
 #include "kernels/minmax_uint8/minmax_uint8_cpu.h"
 #include "kernels/minmax_uint8/minmax_uint8_kernels.h"
 #if BAGUA_WITH_CUDA
@@ -58,6 +60,12 @@ void checkDevices(const at::Tensor& a, const at::Tensor& b, const char* operatio
 #endif
 }
 
+int64_t bytesOfChunks(int64_t chunks, int64_t chunkBytes, int64_t length) {
+  TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int64_t>::max() / chunkBytes, "minmax_uint8: ", chunks,
+                    " chunks for ", length, " elements are too many");
+  return chunks * chunkBytes;
+}
+
 #if BAGUA_WITH_CUDA
 // Taken from ATen's allocator before the launch, on the current stream, which also makes it safe under graph capture.
 template <class Element>
@@ -74,13 +82,15 @@ int64_t chunkLength(int64_t length, int64_t chunks) {
   return length / chunks + (length % chunks != 0 ? 1 : 0);
 }
 
-int64_t packedChunkBytes(int64_t chunkLength) { return kHeaderBytes + roundUp(chunkLength, kAlignment); }
+int64_t packedChunkBytes(int64_t chunkLength) {
+  constexpr int64_t kLongest = std::numeric_limits<int64_t>::max() - kHeaderBytes - kAlignment;
+  TORCH_CHECK_VALUE(0 <= chunkLength && chunkLength <= kLongest, "minmax_uint8 expects a chunk length from 0 to ",
+                    kLongest, ", got ", chunkLength);
+  return kHeaderBytes + roundUp(chunkLength, kAlignment);
+}
 
 int64_t packedBytes(int64_t length, int64_t chunks) {
-  const int64_t chunkBytes = packedChunkBytes(chunkLength(length, chunks));
-  TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int64_t>::max() / chunkBytes, "minmax_uint8: ", chunks,
-                    " chunks for ", length, " elements are too many");
-  return chunks * chunkBytes;
+  return bytesOfChunks(chunks, packedChunkBytes(chunkLength(length, chunks)), length);
 }
 
 void compress(const at::Tensor& input, int64_t chunks, at::Tensor& packed) {
@@ -135,7 +145,8 @@ void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t lengt
   TORCH_CHECK_VALUE(0 <= length && length <= strideLength, "minmax_uint8 reduceAndCompress expects a length from 0 to ",
                     strideLength, ", got ", length);
   const Layout layout = {length, 1, strideLength};
-  checkPacked(received, copies * packedChunkBytes(strideLength), operation, strideLength, copies);
+  checkPacked(received, bytesOfChunks(copies, packedChunkBytes(strideLength), strideLength), operation, strideLength,
+              copies);
   checkPacked(packed, packedChunkBytes(strideLength), operation, strideLength, 1);
   withElement(dtype, operation, [&](auto element) {
     using Element = decltype(element);

@@ -53,9 +53,10 @@ void forBlocks(int64_t count, const F& f) {
                    [&](int64_t first, int64_t last) { f(first * kBlock, std::min(last * kBlock, count)); });
 }
 
+// Writes the header and the padding of a chunk; rangeOf(begin, end) may make the elements while it looks at them.
 template <class Element, class RangeOf>
-void compressChunk(const ElementLoops<Element>& loops, const Element* x, int64_t count, int64_t packedStride,
-                   uint8_t* packed, const RangeOf& rangeOf) {
+Grid<typename ElementLoops<Element>::T> writeFrame(int64_t count, int64_t packedStride, uint8_t* packed,
+                                                   const RangeOf& rangeOf) {
   using T = ElementLoops<Element>::T;
   const int64_t blocks = (count + kBlock - 1) / kBlock;
   const Range<T> all = at::parallel_reduce(
@@ -66,13 +67,40 @@ void compressChunk(const ElementLoops<Element>& loops, const Element* x, int64_t
       [](Range<T> a, Range<T> b) { return merge(a, b); });
   const Range<T> header = headerRange(all, count);
   writeHeader<Element>(header, packed);
-  const auto grid = makeGrid<Element>(header);
+  clearPadding(packed + kHeaderBytes, count, packedStride);
+  return makeGrid<Element>(header);
+}
+
+template <class Element, class RangeOf>
+void compressChunk(const ElementLoops<Element>& loops, const Element* x, int64_t count, int64_t packedStride,
+                   uint8_t* packed, const RangeOf& rangeOf) {
+  const auto grid = writeFrame<Element>(count, packedStride, packed, rangeOf);
   uint8_t* codes = packed + kHeaderBytes;
   const bool bypassCache = bypassesCache<Element>(count);
   forBlocks(count, [&](int64_t begin, int64_t end) {
     quantizeBackwards(loops, x + begin, end - begin, grid, bypassCache, codes + begin);
   });
-  clearPadding(codes, count, packedStride);
+}
+
+template <class Element>
+void decodeBlock(const ElementLoops<Element>& loops, const uint8_t* codes, Element* x, int64_t count,
+                 const Grid<typename ElementLoops<Element>::T>& grid, bool bypassCache) {
+  if (grid.finite()) {
+    loops.dequantize(codes, x, count, grid, bypassCache);
+  } else {
+    std::fill(x, x + count, ElementTraits<Element>::nan());
+  }
+}
+
+// One grid per copy.
+template <class Element>
+std::vector<Grid<typename ElementLoops<Element>::T>> gridsOf(const Received& received, int64_t packedStride) {
+  std::vector<Grid<typename ElementLoops<Element>::T>> grids;
+  grids.reserve(static_cast<size_t>(received.copies));
+  for (int64_t copy = 0; copy < received.copies; ++copy) {
+    grids.push_back(makeGrid<Element>(readHeader<Element>(received.packed + copy * packedStride)));
+  }
+  return grids;
 }
 
 // Chunks go to threads whole, which keeps a small one in that thread's cache, unless there are too few to share out.
@@ -126,11 +154,7 @@ void decompress(const Loops& loops, const uint8_t* packed, const Layout& layout,
     const auto grid = makeGrid<Element>(readHeader<Element>(header));
     Element* x = output + layout.begin(chunk);
     forBlocks(layout.size(chunk), [&](int64_t begin, int64_t end) {
-      if (grid.finite()) {
-        elementLoops.dequantize(header + kHeaderBytes + begin, x + begin, end - begin, grid, bypassCache);
-      } else {
-        std::fill(x + begin, x + end, ElementTraits<Element>::nan());
-      }
+      decodeBlock(elementLoops, header + kHeaderBytes + begin, x + begin, end - begin, grid, bypassCache);
     });
   });
 }
@@ -140,11 +164,7 @@ void reduceAndCompress(const Loops& loops, const Received& received, const Layou
                        uint8_t* packed) {
   using T = ElementLoops<Element>::T;
   const ElementLoops<Element>& elementLoops = loops.of<Element>();
-  std::vector<Grid<T>> grids;
-  grids.reserve(static_cast<size_t>(received.copies));
-  for (int64_t copy = 0; copy < received.copies; ++copy) {
-    grids.push_back(makeGrid<Element>(readHeader<Element>(received.packed + copy * layout.packedStride())));
-  }
+  const auto grids = gridsOf<Element>(received, layout.packedStride());
   const auto reduceRange = [&](int64_t begin, int64_t end) {
     Range<T> range = emptyRange<T>();
     for (int64_t first = begin; first < end; first += kBlock) {
@@ -159,11 +179,54 @@ void reduceAndCompress(const Loops& loops, const Received& received, const Layou
   compressChunk(elementLoops, sum, layout.length, layout.packedStride(), packed, reduceRange);
 }
 
+template <class Element>
+void startChunk(const Loops& loops, const Element* x, int64_t count, uint8_t* packed, int64_t packedStride) {
+  const ElementLoops<Element>& elementLoops = loops.of<Element>();
+  writeFrame<Element>(count, packedStride, packed,
+                      [&](int64_t begin, int64_t end) { return elementLoops.range(x + begin, end - begin); });
+}
+
+template <class Element>
+void compressPiece(const Loops& loops, const Element* x, const Piece& piece, uint8_t* packed) {
+  const ElementLoops<Element>& elementLoops = loops.of<Element>();
+  const auto grid = makeGrid<Element>(readHeader<Element>(packed));
+  forBlocks(piece.end - piece.begin, [&](int64_t begin, int64_t end) {
+    quantizeBackwards(elementLoops, x + piece.begin + begin, end - begin, grid, false,
+                      packed + kHeaderBytes + piece.begin + begin);
+  });
+}
+
+template <class Element>
+void decompressPiece(const Loops& loops, const uint8_t* packed, const Piece& piece, Element* x) {
+  const ElementLoops<Element>& elementLoops = loops.of<Element>();
+  const auto grid = makeGrid<Element>(readHeader<Element>(packed));
+  forBlocks(piece.end - piece.begin, [&](int64_t begin, int64_t end) {
+    decodeBlock(elementLoops, packed + kHeaderBytes + piece.begin + begin, x + piece.begin + begin, end - begin, grid,
+                false);
+  });
+}
+
+template <class Element>
+void reducePiece(const Loops& loops, const Received& received, int64_t packedStride, const Piece& piece, Element* sum) {
+  using T = ElementLoops<Element>::T;
+  const ElementLoops<Element>& elementLoops = loops.of<Element>();
+  const auto grids = gridsOf<Element>(received, packedStride);
+  forBlocks(piece.end - piece.begin, [&](int64_t begin, int64_t end) {
+    const ReduceSource<T> source = {received.packed + kHeaderBytes + piece.begin + begin, packedStride, received.copies,
+                                    grids.data(), static_cast<T>(received.divisor)};
+    elementLoops.reduce(source, sum + piece.begin + begin, end - begin);
+  });
+}
+
 // NOLINTBEGIN(bugprone-macro-parentheses): the argument is a type.
-#define BAGUA_INSTANTIATE(Element)                                                          \
-  template void compress<Element>(const Loops&, const Element*, const Layout&, uint8_t*);   \
-  template void decompress<Element>(const Loops&, const uint8_t*, const Layout&, Element*); \
-  template void reduceAndCompress<Element>(const Loops&, const Received&, const Layout&, Element*, uint8_t*);
+#define BAGUA_INSTANTIATE(Element)                                                                            \
+  template void compress<Element>(const Loops&, const Element*, const Layout&, uint8_t*);                     \
+  template void decompress<Element>(const Loops&, const uint8_t*, const Layout&, Element*);                   \
+  template void reduceAndCompress<Element>(const Loops&, const Received&, const Layout&, Element*, uint8_t*); \
+  template void startChunk<Element>(const Loops&, const Element*, int64_t, uint8_t*, int64_t);                \
+  template void compressPiece<Element>(const Loops&, const Element*, const Piece&, uint8_t*);                 \
+  template void decompressPiece<Element>(const Loops&, const uint8_t*, const Piece&, Element*);               \
+  template void reducePiece<Element>(const Loops&, const Received&, int64_t, const Piece&, Element*);
 // NOLINTEND(bugprone-macro-parentheses)
 BAGUA_INSTANTIATE(float)
 BAGUA_INSTANTIATE(double)

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/minmax_uint8/minmax_uint8_kernels.h"
+#include "kernels/minmax_uint8/minmax_uint8_pieces.h"
 
 // The codec on host memory. No pointer needs an alignment beyond its element's.
 namespace bagua::minmax_uint8::cpu {
@@ -74,5 +75,18 @@ void decompress(const Loops& loops, const uint8_t* packed, const Layout& layout,
 template <class Element>
 void reduceAndCompress(const Loops& loops, const Received& received, const Layout& layout, Element* sum,
                        uint8_t* packed);
+
+// One chunk piece by piece, see minmax_uint8_pieces.h.
+template <class Element>
+void startChunk(const Loops& loops, const Element* x, int64_t count, uint8_t* packed, int64_t packedStride);
+
+template <class Element>
+void compressPiece(const Loops& loops, const Element* x, const Piece& piece, uint8_t* packed);
+
+template <class Element>
+void decompressPiece(const Loops& loops, const uint8_t* packed, const Piece& piece, Element* x);
+
+template <class Element>
+void reducePiece(const Loops& loops, const Received& received, int64_t packedStride, const Piece& piece, Element* sum);
 
 }  // namespace bagua::minmax_uint8::cpu

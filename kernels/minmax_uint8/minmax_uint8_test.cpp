@@ -297,5 +297,15 @@ TEST(MinMaxUint8, NamesWhatIsWrongWithItsArguments) {
   EXPECT_NE(messageOf([] { packedBytes(1, std::numeric_limits<int64_t>::max()); }).find("too many"), std::string::npos);
 }
 
+TEST(MinMaxUint8, RefusesSizesWhoseBytesCannotBeCounted) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  auto bytes = at::empty({64}, at::kByte);
+  EXPECT_THROW(packedChunkBytes(kMost), c10::ValueError);
+  EXPECT_THROW(packedChunkBytes(-1), c10::ValueError);
+  EXPECT_THROW(packedBytes(kMost, 1), c10::ValueError);
+  EXPECT_THROW(reduceAndCompress(bytes, 1, 1, kMost, at::kFloat, 1.F, bytes), c10::ValueError);
+  EXPECT_THROW(reduceAndCompress(bytes, kMost, 1, 32, at::kFloat, 1.F, bytes), c10::ValueError);
+}
+
 }  // namespace
 }  // namespace bagua::minmax_uint8

@@ -18,6 +18,7 @@ from bagua._attachment import (
     trainable_parameters,
     unwrapped,
 )
+from bagua._buckets import BucketSplitter
 from bagua._executors import background_executors_for, executors_for
 from bagua._native import _C
 from bagua.handle import Handle, OptionValue
@@ -104,6 +105,8 @@ def register_comm_hook(
     if info["runs_in_background"]:
         hook.use_background(background_executors_for(group, device))
     _C.register_hook(ddp.reducer, hook)
+    if hook.wants_small_buckets:
+        BucketSplitter(ddp, parameters)
     attachment = None
     if info["optimizer"]:
         assert optimizer is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import RankPool
 
-MODULES = ["algorithms.base", "bucket", "data_parallel.functional", "distributed"]
+MODULES = ["_checks", "algorithms.base", "bucket", "data_parallel.functional", "distributed", "utils"]
 
 
 def _run(name: str) -> None:

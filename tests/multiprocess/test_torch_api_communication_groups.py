@@ -250,6 +250,27 @@ def test_group_over_a_group_of_torch(peers: RankPool) -> None:
     peers.run(_groups_of_torch)
 
 
+def _patched_group() -> None:
+    _started()
+    group: Any = dist.new_group(list(range(dist.get_world_size())))
+    assert not hasattr(group, "bagua_pg")
+    assert group.bagua_patch() is group
+    assert group.bagua_pg is communication.from_torch_group(group)
+    assert _sum_over(group.bagua_get_global_communicator(), 1.0) == dist.get_world_size()
+    assert group.bagua_get_intra_node_communicator().nranks() == dist.get_world_size()
+    inter = group.bagua_get_inter_node_communicator()
+    assert (inter is CommMember.NON_COMM_MEMBER) == (dist.get_rank() > 0)
+    known = len(communication._torch_to_bagua_pg_map)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert len(communication._torch_to_bagua_pg_map) == known - 1
+
+
+def test_groups_of_torch_have_the_methods_of_the_original(peers: RankPool) -> None:
+    peers.run(_patched_group)
+
+
 def _communicators_of_hosts(hosts: str, asks_inter_first: bool) -> None:
     rank = dist.get_rank()
     local = [other for other, host in enumerate(hosts) if host == hosts[rank]]

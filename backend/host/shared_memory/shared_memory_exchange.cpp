@@ -2,13 +2,10 @@
 #include "backend/host/shared_memory/shared_memory_exchange.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/Logging.h>
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "backend/host/reduction.h"
 
@@ -17,7 +14,11 @@ namespace {
 
 constexpr int64_t kSlotBytes = MeetingRoom::kSlotBytes;
 // Up to this size every rank reduces everything, which saves a meeting.
-constexpr int64_t kOneStepBytes = int64_t{64} << 10;
+constexpr int64_t kOneStepBytes = int64_t{32} << 10;
+// What an allreduce takes at a time: with the slots it stays in the second-level cache.
+constexpr int64_t kPieceBytes = int64_t{256} << 10;
+// What a rank reduces before it shows the result: then it is still in the first-level cache.
+constexpr int64_t kBlockBytes = int64_t{8} << 10;
 // Length of a name on its way, and of the flags.
 constexpr int64_t kNameBytes = 64;
 
@@ -32,40 +33,36 @@ void inPieces(int64_t total, int64_t most, Visit&& visit) {
   for (int64_t begin = 0; begin < total; begin += most) visit(begin, std::min(most, total - begin));
 }
 
-std::vector<std::string> namesOf(const Communicator& network) {
-  std::vector<std::string> names;
-  for (int rank = 0; rank < network.size(); ++rank) names.push_back("rank " + std::to_string(rank));
-  return names;
-}
-
-// What every rank says, in rank order. Every rank hears every other directly: where one has died, all find out.
-std::vector<std::string> tellAll(Communicator& network, const std::string& text) {
-  const int size = network.size();
-  at::Tensor sent = at::zeros({size, kNameBytes}, at::kByte);
-  for (int peer = 0; peer < size; ++peer) {
-    std::memcpy(bytesAt(sent) + peer * kNameBytes, text.data(), std::min<size_t>(text.size(), kNameBytes - 1));
-  }
-  at::Tensor received = at::empty_like(sent);
-  const SharedMemoryExchange::Splits splits(size, kNameBytes);
-  network.allToAll(received, sent, splits, splits);
+// What every member says, in their order. Every one hears every other directly: where one has died, all find out.
+std::vector<std::string> tellAll(Wire& wire, const std::vector<int>& members, const std::string& text,
+                                 SharedMemoryExchange::Deadline deadline) {
+  at::Tensor sent = at::zeros({kNameBytes}, at::kByte);
+  std::memcpy(bytesAt(sent), text.data(), std::min<size_t>(text.size(), kNameBytes - 1));
+  std::vector<Wire::Exchange> exchanges;
+  exchanges.reserve(members.size());
+  for (const int member : members) exchanges.push_back({member, sent, at::empty({kNameBytes}, at::kByte)});
+  wire.swap(exchanges, deadline);
   std::vector<std::string> texts;
-  for (int peer = 0; peer < size; ++peer) {
-    texts.emplace_back(reinterpret_cast<const char*>(constBytesAt(received) + peer * kNameBytes));
+  for (const auto& exchange : exchanges) {
+    // A peer's: it need not end with a zero.
+    const auto* const begin = reinterpret_cast<const char*>(constBytesAt(exchange.received));
+    texts.emplace_back(begin, ::strnlen(begin, kNameBytes));
   }
   return texts;
 }
 
-// Rank 0 makes the segment and tells its name; an empty name if it could not.
-std::optional<SharedSegment> openTogether(Communicator& network, std::string& whyNot) {
-  const size_t bytes = MeetingRoom::bytesFor(network.size());
-  if (network.rank() == 0) {
+// The first member makes the segment and tells its name; an empty name if it could not.
+std::optional<SharedSegment> openTogether(Wire& wire, const std::vector<int>& members,
+                                          SharedMemoryExchange::Deadline deadline, std::string& whyNot) {
+  const size_t bytes = MeetingRoom::bytesFor(static_cast<int>(members.size()));
+  if (wire.rank() == members.front()) {
     auto own = SharedSegment::create(bytes, whyNot);
-    tellAll(network, own ? own->name() : "");
+    tellAll(wire, members, own ? own->name() : "", deadline);
     return own;
   }
-  const std::string name = tellAll(network, "")[0];
+  const std::string name = tellAll(wire, members, "", deadline)[0];
   if (name.empty()) {
-    whyNot = "rank 0 could not make it";
+    whyNot = "rank " + std::to_string(members.front()) + " could not make it";
     return std::nullopt;
   }
   return SharedSegment::open(name, bytes, whyNot);
@@ -73,147 +70,176 @@ std::optional<SharedSegment> openTogether(Communicator& network, std::string& wh
 
 }  // namespace
 
-std::unique_ptr<SharedMemoryExchange> SharedMemoryExchange::make(Communicator& network, Deadline deadline) {
-  network.setDeadline(deadline);
-  std::string whyNot;
-  auto segment = openTogether(network, whyNot);
-  const auto answers = tellAll(network, segment ? "in" : "");
-  if (std::find(answers.begin(), answers.end(), "") != answers.end()) {
-    LOG(WARNING) << "bagua: rank " << network.rank() << " exchanges CPU tensors through the network although all ranks "
-                 << "share a host, because there is no shared memory for them"
-                 << (whyNot.empty() ? "" : " (" + whyNot + ")") << ": is /dev/shm too small?";
-    return nullptr;
-  }
-  auto room = std::make_unique<MeetingRoom>(std::move(*segment), network.rank(), namesOf(network));
+std::unique_ptr<SharedMemoryExchange> SharedMemoryExchange::make(Wire& wire, const std::vector<int>& members,
+                                                                 Deadline deadline, std::string& whyNot) {
+  auto segment = openTogether(wire, members, deadline, whyNot);
+  const auto answers = tellAll(wire, members, segment ? "in" : "", deadline);
+  if (std::find(answers.begin(), answers.end(), "") != answers.end()) return nullptr;
+  std::vector<std::string> names;
+  for (const int member : members) names.push_back("rank " + std::to_string(member));
+  const auto own = std::find(members.begin(), members.end(), wire.rank()) - members.begin();
+  auto room = std::make_unique<MeetingRoom>(std::move(*segment), static_cast<int>(own), std::move(names));
   // Seats are taken before anybody may look whether they are.
-  tellAll(network, "seated");
+  tellAll(wire, members, "seated", deadline);
   room->removeName();
   return std::make_unique<SharedMemoryExchange>(std::move(room));
 }
 
 void SharedMemoryExchange::broadcast(at::Tensor& tensor, int root, Deadline deadline) {
-  const bool isRoot = room_->rank() == root;
-  inPieces(tensor.numel(), kSlotBytes, [&](int64_t begin, int64_t length) {
+  const bool isRoot = rank() == root;
+  inPieces(tensor.numel(), kPieceBytes, [&](int64_t begin, int64_t length) {
     if (isRoot) std::memcpy(room_->ownSlot(), constBytesAt(tensor) + begin, length);
     room_->meet(deadline);
     if (!isRoot) std::memcpy(bytesAt(tensor) + begin, room_->shown(root), length);
   });
 }
 
-void SharedMemoryExchange::allGather(at::Tensor& output, const at::Tensor& input, Deadline deadline) {
-  const int64_t bytes = input.numel();
-  std::memcpy(bytesAt(output) + room_->rank() * bytes, constBytesAt(input), bytes);
-  inPieces(bytes, kSlotBytes, [&](int64_t begin, int64_t length) {
-    std::memcpy(room_->ownSlot(), constBytesAt(input) + begin, length);
+void SharedMemoryExchange::gather(at::Tensor& tensor, const std::vector<Span>& spans, Deadline deadline) {
+  int64_t longest = 0;
+  for (const auto& span : spans) longest = std::max(longest, span.length);
+  const int64_t item = itemSize(tensor);
+  inPieces(longest, kPieceBytes / item, [&](int64_t begin, int64_t most) {
+    const auto lengthOf = [&](int peer) { return std::clamp<int64_t>(spans[peer].length - begin, 0, most) * item; };
+    const auto offsetOf = [&](int peer) { return (spans[peer].begin + begin) * item; };
+    if (lengthOf(rank()) > 0) {
+      std::memcpy(room_->ownSlot(), constBytesAt(tensor) + offsetOf(rank()), lengthOf(rank()));
+    }
     room_->meet(deadline);
-    for (int peer = 0; peer < room_->size(); ++peer) {
-      if (peer != room_->rank()) std::memcpy(bytesAt(output) + peer * bytes + begin, room_->shown(peer), length);
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank() || lengthOf(peer) == 0) continue;
+      std::memcpy(bytesAt(tensor) + offsetOf(peer), room_->shown(peer), lengthOf(peer));
     }
   });
 }
 
 // A slot holds a number, the largest message that its rank sends, and a part for each receiver. The largest of these
 // numbers, known after the first meeting, tells all how many there will be.
-void SharedMemoryExchange::allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
-                                    const Splits& inputSplits, Deadline deadline) {
-  const int size = room_->size();
-  const int rank = room_->rank();
-  const Splits sent = inputSplits.empty() ? Splits(size, input.numel() / size) : inputSplits;
-  const Splits expected = outputSplits.empty() ? Splits(size, output.numel() / size) : outputSplits;
-  Splits from(size, 0);
-  Splits to(size, 0);
-  std::exclusive_scan(sent.begin(), sent.end(), from.begin(), int64_t{0});
-  std::exclusive_scan(expected.begin(), expected.end(), to.begin(), int64_t{0});
-  const int64_t partBytes = (kSlotBytes - kNameBytes) / size / kNameBytes * kNameBytes;
-  const int64_t ownLargest = *std::max_element(sent.begin(), sent.end());
+void SharedMemoryExchange::allToAll(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent,
+                                    Deadline deadline) {
+  const int64_t partBytes = (kSlotBytes - kNameBytes) / size() / kNameBytes * kNameBytes;
+  int64_t ownLargest = 0;
+  for (const auto& part : sent) ownLargest = std::max(ownLargest, part.numel());
+  const auto lengthAt = [&](const at::Tensor& part, int64_t begin) {
+    return std::clamp<int64_t>(part.numel() - begin, 0, partBytes);
+  };
 
-  std::memcpy(bytesAt(output) + to[rank], constBytesAt(input) + from[rank], sent[rank]);
+  if (sent[rank()].numel() > 0)
+    std::memcpy(bytesAt(received[rank()]), constBytesAt(sent[rank()]), sent[rank()].numel());
   int64_t largest = 0;
   int64_t begin = 0;
   do {
     uint8_t* const own = room_->ownSlot();
     std::memcpy(own, &ownLargest, sizeof(ownLargest));
-    for (int peer = 0; peer < size; ++peer) {
-      const int64_t length = std::clamp<int64_t>(sent[peer] - begin, 0, partBytes);
-      if (peer != rank && length > 0) {
-        std::memcpy(own + kNameBytes + peer * partBytes, constBytesAt(input) + from[peer] + begin, length);
+    for (int peer = 0; peer < size(); ++peer) {
+      const int64_t length = lengthAt(sent[peer], begin);
+      if (peer != rank() && length > 0) {
+        std::memcpy(own + kNameBytes + peer * partBytes, constBytesAt(sent[peer]) + begin, length);
       }
     }
     room_->meet(deadline);
-    for (int peer = 0; peer < size; ++peer) {
+    for (int peer = 0; peer < size(); ++peer) {
       int64_t peerLargest = 0;
       std::memcpy(&peerLargest, room_->shown(peer), sizeof(peerLargest));
       largest = std::max(largest, peerLargest);
-      const int64_t length = std::clamp<int64_t>(expected[peer] - begin, 0, partBytes);
-      if (peer != rank && length > 0) {
-        std::memcpy(bytesAt(output) + to[peer] + begin, room_->shown(peer) + kNameBytes + rank * partBytes, length);
+      const int64_t length = lengthAt(received[peer], begin);
+      if (peer != rank() && length > 0) {
+        std::memcpy(bytesAt(received[peer]) + begin, room_->shown(peer) + kNameBytes + rank() * partBytes, length);
       }
     }
     begin += partBytes;
   } while (begin < largest);
 }
 
-void SharedMemoryExchange::reduceShown(const at::Tensor& output, int64_t begin, const c10d::ReduceOp& op) const {
+std::vector<const void*> SharedMemoryExchange::contributions(const void* own, int64_t offset) const {
   std::vector<const void*> parts;
-  parts.reserve(room_->size());
-  for (int peer = 0; peer < room_->size(); ++peer) parts.push_back(room_->shown(peer) + begin * itemSize(output));
-  reduction::reduceParts(parts, op, output);
+  parts.reserve(size());
+  for (int peer = 0; peer < size(); ++peer) {
+    parts.push_back(peer == rank() ? own : static_cast<const void*>(room_->shown(peer) + offset));
+  }
+  return parts;
 }
 
 void SharedMemoryExchange::allReduce(at::Tensor& flat, const at::Tensor& prepared, const c10d::ReduceOp& op,
                                      Deadline deadline) {
-  const int64_t most = kSlotBytes / itemSize(flat);
+  const int64_t most = kPieceBytes / itemSize(flat);
   inPieces(flat.numel(), most, [&](int64_t begin, int64_t length) {
     at::Tensor piece = flat.narrow(0, begin, length);
-    const int64_t bytes = length * itemSize(flat);
-    std::memcpy(room_->ownSlot(), constBytesAt(prepared) + begin * itemSize(flat), bytes);
-    room_->meet(deadline);
-    // With two ranks each reads one other copy either way.
-    if (room_->size() == 2 || bytes <= kOneStepBytes) {
-      reduceShown(piece, 0, op);
+    const at::Tensor own = prepared.narrow(0, begin, length);
+    // With two ranks as many bytes go from one core to the other either way: 64 MiB took 8.2 ms in one step, 15.8 in
+    // two.
+    if (size() == 2 || length * itemSize(flat) <= kOneStepBytes) {
+      allReduceInOneStep(piece, own, op, deadline);
     } else {
-      allReduceInTwoSteps(piece, op, deadline);
+      allReduceInTwoSteps(piece, own, op, deadline);
     }
   });
 }
 
-// Each rank reduces a part of what is shown, into its next slot, and then collects all parts.
-void SharedMemoryExchange::allReduceInTwoSteps(at::Tensor& piece, const c10d::ReduceOp& op, Deadline deadline) {
-  const int64_t partLength = (piece.numel() + room_->size() - 1) / room_->size();
-  const auto beginOf = [&](int rank) { return std::min(rank * partLength, piece.numel()); };
-  const int64_t ownBegin = beginOf(room_->rank());
-  const int64_t ownLength = beginOf(room_->rank() + 1) - ownBegin;
-  const at::Tensor own = at::from_blob(room_->ownSlot(), {ownLength}, piece.options());
-  if (ownLength > 0) reduceShown(own, ownBegin, op);
+void SharedMemoryExchange::allReduceInOneStep(at::Tensor& piece, const at::Tensor& prepared, const c10d::ReduceOp& op,
+                                              Deadline deadline) {
+  std::memcpy(room_->ownSlot(), constBytesAt(prepared), prepared.nbytes());
   room_->meet(deadline);
-  for (int peer = 0; peer < room_->size(); ++peer) {
-    const int64_t begin = beginOf(peer);
-    std::memcpy(bytesAt(piece) + begin * itemSize(piece), room_->shown(peer),
-                (beginOf(peer + 1) - begin) * itemSize(piece));
+  reduction::reduceParts(contributions(constBytesAt(prepared), 0), op, size(), piece);
+}
+
+// Every rank shows the others their spans, reduces its own, and shows the result.
+void SharedMemoryExchange::allReduceInTwoSteps(at::Tensor& piece, const at::Tensor& prepared, const c10d::ReduceOp& op,
+                                               Deadline deadline) {
+  const int64_t item = itemSize(piece);
+  const int64_t stride = (piece.numel() + size() - 1) / size();
+  const auto beginOf = [&](int peer) { return std::min(peer * stride, piece.numel()); };
+  const auto lengthOf = [&](int peer) { return beginOf(peer + 1) - beginOf(peer); };
+
+  uint8_t* const shown = room_->ownSlot();
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank()) continue;
+    std::memcpy(shown + beginOf(peer) * item, constBytesAt(prepared) + beginOf(peer) * item, lengthOf(peer) * item);
+  }
+  room_->meet(deadline);
+  uint8_t* const result = room_->ownSlot();
+  inPieces(lengthOf(rank()), kBlockBytes / item, [&](int64_t begin, int64_t length) {
+    const int64_t offset = (beginOf(rank()) + begin) * item;
+    reduction::reduceParts(contributions(constBytesAt(prepared) + offset, offset), op, size(),
+                           piece.narrow(0, beginOf(rank()) + begin, length));
+    std::memcpy(result + begin * item, constBytesAt(piece) + offset, length * item);
+  });
+  room_->meet(deadline);
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank()) continue;
+    std::memcpy(bytesAt(piece) + beginOf(peer) * item, room_->shown(peer), lengthOf(peer) * item);
   }
 }
 
 void SharedMemoryExchange::reduce(at::Tensor& flat, const at::Tensor& prepared, int root, const c10d::ReduceOp& op,
                                   Deadline deadline) {
-  inPieces(flat.numel(), kSlotBytes / itemSize(flat), [&](int64_t begin, int64_t length) {
-    std::memcpy(room_->ownSlot(), constBytesAt(prepared) + begin * itemSize(flat), length * itemSize(flat));
+  const int64_t item = itemSize(flat);
+  inPieces(flat.numel(), kPieceBytes / item, [&](int64_t begin, int64_t length) {
+    const uint8_t* const own = constBytesAt(prepared) + begin * item;
+    if (rank() != root) std::memcpy(room_->ownSlot(), own, length * item);
     room_->meet(deadline);
-    if (room_->rank() == root) reduceShown(flat.narrow(0, begin, length), 0, op);
+    if (rank() == root) {
+      reduction::reduceParts(contributions(own, 0), op, size(), flat.narrow(0, begin, length));
+    }
   });
 }
 
-void SharedMemoryExchange::reduceScatter(at::Tensor& output, const at::Tensor& prepared, const c10d::ReduceOp& op,
-                                         Deadline deadline) {
-  const int64_t partNumel = output.numel();
-  const int64_t most = kSlotBytes / room_->size() / itemSize(output);
-  inPieces(partNumel, most, [&](int64_t begin, int64_t length) {
-    const int64_t bytes = length * itemSize(output);
-    for (int peer = 0; peer < room_->size(); ++peer) {
-      std::memcpy(room_->ownSlot() + peer * bytes,
-                  constBytesAt(prepared) + (peer * partNumel + begin) * itemSize(output), bytes);
+void SharedMemoryExchange::reduceSpans(at::Tensor& output, const at::Tensor& prepared, const std::vector<Span>& spans,
+                                       const c10d::ReduceOp& op, int64_t contributors, Deadline deadline) {
+  const int64_t item = itemSize(output);
+  int64_t longest = 0;
+  for (const auto& span : spans) longest = std::max(longest, span.length);
+  const int64_t stride = kPieceBytes / size() / item;
+  inPieces(longest, stride, [&](int64_t begin, int64_t most) {
+    const auto lengthOf = [&](int peer) { return std::clamp<int64_t>(spans[peer].length - begin, 0, most); };
+    const auto contributionTo = [&](int peer) { return constBytesAt(prepared) + (spans[peer].begin + begin) * item; };
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank() || lengthOf(peer) == 0) continue;
+      std::memcpy(room_->ownSlot() + peer * stride * item, contributionTo(peer), lengthOf(peer) * item);
     }
     room_->meet(deadline);
-    reduceShown(output.narrow(0, begin, length), room_->rank() * length, op);
+    if (lengthOf(rank()) == 0) return;
+    reduction::reduceParts(contributions(contributionTo(rank()), rank() * stride * item), op, contributors,
+                           output.narrow(0, begin, lengthOf(rank())));
   });
 }
 

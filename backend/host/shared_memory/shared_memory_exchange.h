@@ -3,44 +3,61 @@
 
 #include <chrono>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "backend/communicator.h"
 #include "backend/host/shared_memory/meeting_room.h"
+#include "backend/host/wire.h"
 
 namespace bagua {
 
-// The collectives of ranks that share a host, through memory that they share. Tensors are cut into pieces that stay in
-// cache; results are the same bits on all ranks. Used by one thread.
+// The collectives of the ranks of one host, through memory that they share. Ranks count from 0 in the order of
+// `members`, which are all that this class knows. Tensors are cut into pieces that stay in cache; results are the same
+// bits on all ranks. Used by one thread.
 class SharedMemoryExchange {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
-  using Splits = Communicator::Splits;
+  // Elements of a flat tensor.
+  struct Span {
+    int64_t begin = 0;
+    int64_t length = 0;
+  };
 
-  // Collective over `network`, whose ranks are all on one host. Null on all ranks unless every one of them can map the
-  // memory; the reason is logged.
-  static std::unique_ptr<SharedMemoryExchange> make(Communicator& network, Deadline deadline);
+  // Collective over `members`, ascending ranks of `wire` on one host, this one among them. Null on all of them unless
+  // every one can map the memory; then `whyNot` is the reason, where this rank knows it.
+  static std::unique_ptr<SharedMemoryExchange> make(Wire& wire, const std::vector<int>& members, Deadline deadline,
+                                                    std::string& whyNot);
 
   explicit SharedMemoryExchange(std::unique_ptr<MeetingRoom> room) : room_(std::move(room)) {}
 
+  [[nodiscard]] int rank() const { return room_->rank(); }
+  [[nodiscard]] int size() const { return room_->size(); }
+
   // Bytes. `tensor` is the root's afterwards.
   void broadcast(at::Tensor& tensor, int root, Deadline deadline);
-  void allGather(at::Tensor& output, const at::Tensor& input, Deadline deadline);
-  void allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits, const Splits& inputSplits,
-                Deadline deadline);
+  // Bytes for and from every rank.
+  void allToAll(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent, Deadline deadline);
+  // Every rank holds its own span of `tensor`, and afterwards all spans.
+  void gather(at::Tensor& tensor, const std::vector<Span>& spans, Deadline deadline);
   void barrier(Deadline deadline) { room_->meet(deadline); }
 
-  // Flat tensors; `prepared` is what reduction::prepare makes of the input.
+  // Flat tensors; `prepared` is what reduction::prepare makes of the input. AVG divides by `contributors`.
   void allReduce(at::Tensor& flat, const at::Tensor& prepared, const c10d::ReduceOp& op, Deadline deadline);
   void reduce(at::Tensor& flat, const at::Tensor& prepared, int root, const c10d::ReduceOp& op, Deadline deadline);
-  void reduceScatter(at::Tensor& output, const at::Tensor& prepared, const c10d::ReduceOp& op, Deadline deadline);
+  // Every rank receives the reduction of its own span, in `output`, which may lie in `prepared`.
+  void reduceSpans(at::Tensor& output, const at::Tensor& prepared, const std::vector<Span>& spans,
+                   const c10d::ReduceOp& op, int64_t contributors, Deadline deadline);
 
   // See MeetingRoom.
   void abort() { room_->abort(); }
 
  private:
-  // Elements [begin, begin + length) of the piece that was shown last, reduced over the ranks.
-  void reduceShown(const at::Tensor& output, int64_t begin, const c10d::ReduceOp& op) const;
-  void allReduceInTwoSteps(at::Tensor& piece, const c10d::ReduceOp& op, Deadline deadline);
+  // Where the contributions of all ranks to a piece lie: this rank's own at `own`, the others' `offset` bytes into what
+  // they have shown.
+  [[nodiscard]] std::vector<const void*> contributions(const void* own, int64_t offset) const;
+  void allReduceInOneStep(at::Tensor& piece, const at::Tensor& prepared, const c10d::ReduceOp& op, Deadline deadline);
+  void allReduceInTwoSteps(at::Tensor& piece, const at::Tensor& prepared, const c10d::ReduceOp& op, Deadline deadline);
 
   const std::unique_ptr<MeetingRoom> room_;
 };

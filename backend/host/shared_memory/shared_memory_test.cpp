@@ -3,12 +3,18 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <grp.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <set>
+#include <string>
 #include <thread>
 
 #include "backend/host/shared_memory/meeting_room.h"
@@ -70,6 +76,83 @@ TEST(SharedSegment, TellsWhyThereIsNone) {
   EXPECT_NE(whyNot.find("posix_fallocate"), std::string::npos) << whyNot;
 }
 
+mode_t modeOf(const std::string& name) {
+  struct stat status {};
+  TORCH_CHECK(::stat(("/dev/shm" + name).c_str(), &status) == 0, name, " is not in /dev/shm");
+  return status.st_mode & 07777U;
+}
+
+TEST(SharedSegment, IsItsOwnersAloneWhateverTheUmask) {
+  const mode_t before = ::umask(0);
+  const auto segment = newSegment(2);
+  ::umask(before);
+  EXPECT_EQ(modeOf(segment.name()), mode_t{S_IRUSR | S_IWUSR});
+}
+
+TEST(SharedSegment, HasANameThatNobodyCanGuess) {
+  std::set<std::string> names;
+  std::string digits;
+  for (int i = 0; i < 64; ++i) {
+    const std::string name = newSegment(1).name();
+    names.insert(name);
+    digits += name.substr(name.rfind('-') + 1);
+  }
+  EXPECT_EQ(names.size(), 64U);
+  ASSERT_EQ(digits.size(), 64U * 32);
+  // 128 digits of each of 16 kinds are to be expected; the deviation is 11.
+  for (const char digit : std::string("0123456789abcdef")) {
+    EXPECT_NEAR(static_cast<double>(std::count(digits.begin(), digits.end(), digit)), 128, 80) << digit;
+  }
+}
+
+TEST(SharedSegment, OpensNothingButASegmentOfTheSizeThatWasAgreed) {
+  const auto segment = newSegment(2);
+  std::string whyNot;
+  EXPECT_FALSE(SharedSegment::open(segment.name(), MeetingRoom::bytesFor(3), whyNot).has_value());
+  EXPECT_NE(whyNot.find("bytes instead of"), std::string::npos) << whyNot;
+  for (const std::string name : {"", "/", "/bagua-../../etc/passwd", "/sem.something", "bagua-1", "/bagua-1-zz"}) {
+    EXPECT_FALSE(SharedSegment::open(name, 4096, whyNot).has_value()) << name;
+    EXPECT_EQ(whyNot, "the name that was told is none of ours") << name;
+  }
+}
+
+TEST(SharedSegment, RefusesOneThatOtherUsersMayOpen) {
+  const auto segment = newSegment(2);
+  ASSERT_EQ(::chmod(("/dev/shm" + segment.name()).c_str(), S_IRUSR | S_IWUSR | S_IROTH), 0);
+  std::string whyNot;
+  EXPECT_FALSE(SharedSegment::open(segment.name(), MeetingRoom::bytesFor(2), whyNot).has_value());
+  EXPECT_EQ(whyNot, "it is open to other users");
+}
+
+// What a process of user "nobody" is told: 0 for success.
+int errnoOfOpeningAsNobody(const std::string& name) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    constexpr uid_t kNobody = 65534;
+    if (::setgroups(0, nullptr) != 0 || ::setgid(kNobody) != 0 || ::setuid(kNobody) != 0) ::_exit(255);
+    const int file = ::shm_open(name.c_str(), O_RDONLY, 0);
+    ::_exit(file < 0 ? errno : 0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+TEST(SharedSegment, CannotBeOpenedByAnotherUser) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  const auto segment = newSegment(2);
+  EXPECT_EQ(errnoOfOpeningAsNobody(segment.name()), EACCES);
+}
+
+TEST(SharedSegment, RefusesOneThatAnotherUserMade) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can give a file away";
+  const auto segment = newSegment(2);
+  ASSERT_EQ(::chown(("/dev/shm" + segment.name()).c_str(), 65534, 65534), 0);
+  std::string whyNot;
+  EXPECT_FALSE(SharedSegment::open(segment.name(), MeetingRoom::bytesFor(2), whyNot).has_value());
+  EXPECT_EQ(whyNot, "it belongs to user 65534");
+}
+
 TEST(MeetingRoom, ShowsEveryRoundWhatThePeersWrote) {
   constexpr int kRanks = 3;
   constexpr uint32_t kRounds = 2000;
@@ -98,6 +181,41 @@ TEST(MeetingRoom, NamesTheRankThatDoesNotCome) {
   MeetingRoom other(openAgain(segment, 2), 1, names(2));
   MeetingRoom room(std::move(segment), 0, names(2));
   EXPECT_EQ(messageOfMeeting(room, milliseconds(80)), "rank 1 has not arrived in time");
+}
+
+// A peer that is always there could otherwise keep an exchange going for ever.
+TEST(MeetingRoom, EndsAtTheDeadlineThoughAllAreThere) {
+  auto segment = newSegment(2);
+  MeetingRoom other(openAgain(segment, 2), 1, names(2));
+  // Arrived at a meeting far in the future: the first word of its seat.
+  constexpr uint32_t kFar = 1'000'000;
+  constexpr size_t kSeatBytes = 128;
+  std::memcpy(segment.data() + kSeatBytes, &kFar, sizeof(kFar));
+  MeetingRoom room(std::move(segment), 0, names(2));
+  EXPECT_EQ(messageOfMeeting(room, milliseconds(5000)), "");
+  EXPECT_EQ(messageOfMeeting(room, milliseconds(0)), "the exchange in shared memory has not ended in time");
+}
+
+TEST(MeetingRoom, ASeatIsTakenOnce) {
+  auto segment = newSegment(2);
+  const std::string name = segment.name();
+  const MeetingRoom room(std::move(segment), 0, names(2));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    // Seats are kept by processes, so it takes another one to find this one taken.
+    std::string whyNot;
+    auto again = SharedSegment::open(name, MeetingRoom::bytesFor(2), whyNot);
+    try {
+      const MeetingRoom intruder(std::move(again.value()), 0, names(2));
+    } catch (const c10::Error&) {
+      ::_exit(7);
+    }
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 7);
 }
 
 TEST(MeetingRoom, ARankThatGivesUpWakesTheOthers) {

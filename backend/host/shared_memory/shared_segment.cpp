@@ -4,23 +4,55 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <cstring>
-#include <random>
+#include <string_view>
 #include <utility>
 
 namespace bagua {
 namespace {
 
-std::string newName() {
-  std::random_device random;
-  return "/bagua-" + std::to_string(::getpid()) + "-" + std::to_string((uint64_t{random()} << 32U) | random());
-}
+constexpr std::string_view kPrefix = "/bagua-";
+constexpr std::string_view kNameCharacters = "0123456789abcdef-";
 
 std::string withErrno(const char* call, int error) { return std::string(call) + ": " + std::strerror(error); }
+
+// The process, for whoever looks into /dev/shm, and 128 random bits. Empty if the system has none.
+std::string newName(std::string& whyNot) {
+  std::array<uint8_t, 16> random{};
+  if (::getrandom(random.data(), random.size(), 0) != static_cast<ssize_t>(random.size())) {
+    whyNot = withErrno("getrandom", errno);
+    return "";
+  }
+  std::string name = std::string(kPrefix) + std::to_string(::getpid()) + "-";
+  for (const uint8_t byte : random) {
+    name += kNameCharacters[byte / 16];
+    name += kNameCharacters[byte % 16];
+  }
+  return name;
+}
+
+bool isName(const std::string& name) {
+  return name.starts_with(kPrefix) && name.find_first_not_of(kNameCharacters, kPrefix.size()) == std::string::npos;
+}
+
+// What speaks against mapping a file that a peer has named. One that is shorter would end the process by a signal.
+std::string objectionTo(int file, size_t bytes) {
+  struct stat status {};
+  if (::fstat(file, &status) != 0) return withErrno("fstat", errno);
+  if (!S_ISREG(status.st_mode)) return "it is no regular file";
+  if (status.st_uid != ::geteuid()) return "it belongs to user " + std::to_string(status.st_uid);
+  if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0) return "it is open to other users";
+  if (status.st_size != static_cast<off_t>(bytes)) {
+    return "it has " + std::to_string(status.st_size) + " bytes instead of " + std::to_string(bytes);
+  }
+  return "";
+}
 
 struct flock lockOf(int seat, short type) {
   struct flock lock {};
@@ -34,7 +66,8 @@ struct flock lockOf(int seat, short type) {
 }  // namespace
 
 std::optional<SharedSegment> SharedSegment::create(size_t bytes, std::string& whyNot) {
-  const std::string name = newName();
+  const std::string name = newName(whyNot);
+  if (name.empty()) return std::nullopt;
   const int file = ::shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR);
   if (file < 0) {
     whyNot = withErrno("shm_open", errno);
@@ -51,9 +84,18 @@ std::optional<SharedSegment> SharedSegment::create(size_t bytes, std::string& wh
 }
 
 std::optional<SharedSegment> SharedSegment::open(const std::string& name, size_t bytes, std::string& whyNot) {
+  if (!isName(name)) {
+    whyNot = "the name that was told is none of ours";
+    return std::nullopt;
+  }
   const int file = ::shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
   if (file < 0) {
     whyNot = withErrno("shm_open", errno);
+    return std::nullopt;
+  }
+  whyNot = objectionTo(file, bytes);
+  if (!whyNot.empty()) {
+    ::close(file);
     return std::nullopt;
   }
   return map(name, file, bytes, false, whyNot);

@@ -8,12 +8,13 @@
 
 namespace bagua {
 
-// A piece of /dev/shm mapped by several processes of a host. It has a name only until all have opened it, so that
-// nothing is left behind, however they end.
+// A piece of /dev/shm mapped by several processes of a host, all of one user. It has a name only until all have opened
+// it, so that nothing is left behind, however they end; the name cannot be guessed.
 class SharedSegment {
  public:
   // Reserves and maps `bytes` of zeros under a new name. Empty where there is no shared memory or not enough of it.
   static std::optional<SharedSegment> create(size_t bytes, std::string& whyNot);
+  // `name` is a peer's word: empty unless it is a segment of exactly `bytes` that create() made for this user.
   static std::optional<SharedSegment> open(const std::string& name, size_t bytes, std::string& whyNot);
 
   SharedSegment(SharedSegment&& other) noexcept;

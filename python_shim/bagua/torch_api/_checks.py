@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,6 +109,15 @@ class Checks:
         if isinstance(given, Tensor):
             raise TypeError(f"{self.where}: {name} is to be a sequence of tensors, got a tensor")
         return [self.tensor(f"{name}[{index}]", tensor) for index, tensor in enumerate(given)]
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few of these names, for a message.
+
+    >>> some(["a", "b", "c", "d"])
+    "'a', 'b', 'c', ..."
+    """
+    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def _numbers(given: Any) -> list[int]:

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -297,6 +297,43 @@ def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMemb
     if group is None:
         raise ValueError(f"get_communicator: no group is called {group_name!r}, there are {sorted(_pg_map)}")
     return group._communicator(comm_name)
+
+
+class _ProcessGroupPatch:
+    """The methods that `import bagua.torch_api` adds to `torch.distributed.ProcessGroup`."""
+
+    def bagua_patch(self, stream: torch.cuda.Stream | None = None) -> dist.ProcessGroup:
+        """Make the Bagua group over this one, as `from_torch_group`; returns this group itself."""
+        group = cast("dist.ProcessGroup", self)
+        from_torch_group(group, stream)
+        return group
+
+    @property
+    def bagua_pg(self) -> BaguaProcessGroup:
+        """The Bagua group over this one. AttributeError before `bagua_patch` or `from_torch_group`."""
+        made = _torch_to_bagua_pg_map.get(cast("dist.ProcessGroup", self))
+        if made is None:
+            raise AttributeError("no Bagua group was made over this torch process group: call bagua_patch() first")
+        return made
+
+    def bagua_get_global_communicator(self) -> Communicator | CommMember:
+        """See `BaguaProcessGroup`."""
+        return self.bagua_pg.get_global_communicator()
+
+    def bagua_get_inter_node_communicator(self) -> Communicator | CommMember:
+        """See `BaguaProcessGroup`."""
+        return self.bagua_pg.get_inter_node_communicator()
+
+    def bagua_get_intra_node_communicator(self) -> Communicator | CommMember:
+        """See `BaguaProcessGroup`."""
+        return self.bagua_pg.get_intra_node_communicator()
+
+
+def install() -> None:
+    """Add the methods of the original to torch.distributed.ProcessGroup."""
+    for name, member in vars(_ProcessGroupPatch).items():
+        if not name.startswith("__"):
+            setattr(dist.ProcessGroup, name, member)
 
 
 def _rank_not_in_group(group: BaguaProcessGroup | None) -> bool:

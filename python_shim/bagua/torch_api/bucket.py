@@ -4,92 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bagua._executors import executors_for
-from bagua._native import _C
+from bagua.torch_api._bucket_operations import (
+    AsynchronousAverageOperation,
+    CentralizedOperation,
+    DecentralizedOperation,
+    Operation,
+    PythonOperation,
+    RingOperation,
+)
 from bagua.torch_api.tensor import as_bagua
 
 if TYPE_CHECKING:
     from bagua.torch_api.communication import BaguaProcessGroup
-
-
-class Operation(Protocol):
-    """One operation of a bucket, the same on every rank."""
-
-    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
-        """Begin it; None if it is done already. `executors` are the model's, for operations without a group."""
-
-
-class _PythonOperation:
-    def __init__(self, function: Callable[[str], Any]) -> None:
-        self.function = function
-
-    def start(self, bucket: BaguaBucket, executors: Any) -> None:
-        self.function(bucket.name)
-
-
-class _GroupOperation:
-    def __init__(self, group: BaguaProcessGroup | None) -> None:
-        self._group = group
-
-    def _executors(self, bucket: BaguaBucket, model_executors: Any) -> Any:
-        if self._group is None:
-            return model_executors
-        return executors_for(self._group.torch_group, bucket.backend_tensor.device)
-
-
-class _CentralizedOperation(_GroupOperation):
-    def __init__(
-        self, group: BaguaProcessGroup | None, *, hierarchical: bool, average: bool, is_compressed: bool
-    ) -> None:
-        super().__init__(group)
-        self._settings = (hierarchical, average, is_compressed)
-
-    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
-        return _C.reduce_flat(self._executors(bucket, executors), bucket.backend_tensor, *self._settings)
-
-
-class DecentralizedOperation(_GroupOperation):
-    """Fills a buffer with the average of the weights and those of the peers."""
-
-    def __init__(self, group: BaguaProcessGroup | None, peer_weight: Tensor, hierarchical: bool, mode: str) -> None:
-        super().__init__(group)
-        self._peer_weight = peer_weight
-        self._hierarchical = hierarchical
-        self._mode = mode
-        self._exchanges = 0
-
-    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
-        """Copy the weights into the buffer and begin the exchange."""
-        flat = as_bagua(self._peer_weight).bagua_getter_closure().view(-1)
-        with torch.no_grad():
-            flat.copy_(bucket.backend_tensor)
-        exchange, self._exchanges = self._exchanges, self._exchanges + 1
-        return _C.average_peers(self._executors(bucket, executors), flat, exchange, self._hierarchical, self._mode)
-
-    def copy_back_peer_weight(self, bucket: BaguaBucket) -> None:
-        """Replace the bucket's weights by the average, once the exchange has been waited for."""
-        with torch.no_grad():
-            bucket.backend_tensor.copy_(as_bagua(self._peer_weight).bagua_getter_closure().view(-1))
-        bucket.scatter_back()
-
-
-class _RingOperation(_GroupOperation):
-    def __init__(self, group: BaguaProcessGroup | None, replicas: Sequence[Tensor], hierarchical: bool) -> None:
-        super().__init__(group)
-        self._replicas = replicas
-        self._hierarchical = hierarchical
-
-    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
-        own, left, right = (as_bagua(replica).bagua_getter_closure().view(-1) for replica in self._replicas)
-        return _C.exchange_in_ring(
-            self._executors(bucket, executors), bucket.backend_tensor, own, left, right, self._hierarchical
-        )
 
 
 class BaguaBucket:
@@ -114,6 +45,9 @@ class BaguaBucket:
     def __init__(self, tensors: Sequence[Tensor], name: str, flatten: bool, alignment: int = 1) -> None:
         if not tensors:
             raise ValueError(f"bucket {name!r} has no tensor")
+        self._index_of = {tensor: index for index, tensor in enumerate(tensors)}
+        if len(self._index_of) < len(tensors):
+            raise ValueError(f"bucket {name!r} has a tensor twice")
         for tensor in tensors:
             if as_bagua(tensor).is_bagua_tensor() and as_bagua(tensor).bagua_getter_closure() is None:
                 as_bagua(tensor).bagua_ensure_grad()
@@ -128,13 +62,15 @@ class BaguaBucket:
         self._offsets = [0]
         for tensor in effective:
             self._offsets.append(self._offsets[-1] + tensor.numel())
+        # Those of the effective tensors where they leave no gaps (channels_last), else contiguous.
+        self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in effective]
         padding = -self._offsets[-1] % alignment
         dtype, device = kinds.pop()
         self.padding_tensor: Tensor | None = torch.zeros(padding, dtype=dtype, device=device) if padding else None
         # The effective tensors, one after another.
         self.backend_tensor: Tensor = torch.zeros(self._offsets[-1] + padding, dtype=dtype, device=device)
-        for tensor in self.tensors:
-            self.gather(tensor)
+        for index in range(len(self.tensors)):
+            self.gather_at(index)
         if flatten and padding:
             self.padding_tensor = self.backend_tensor.narrow(0, self._offsets[-1], padding)
 
@@ -145,18 +81,23 @@ class BaguaBucket:
 
     def slot(self, tensor: Tensor) -> Tensor:
         """Return the place of one of the tensors in `backend_tensor`, with its shape."""
-        index = next(i for i, member in enumerate(self.tensors) if member is tensor)
-        return self.slot_at(index)
+        return self.slot_at(self._index_of[tensor])
 
     def slot_at(self, index: int) -> Tensor:
         """As `slot`, by position."""
         begin, end = self._offsets[index : index + 2]
-        return self.backend_tensor.narrow(0, begin, end - begin).view(self.tensors[index].shape)
+        return self.backend_tensor.narrow(0, begin, end - begin).as_strided(
+            self.tensors[index].shape, self._strides[index]
+        )
 
     @torch.no_grad()
-    def gather(self, tensor: Tensor) -> None:
+    def gather_at(self, index: int) -> None:
         """Bring the effective tensor's values into place, where it does not lie there anyway."""
-        effective, slot = as_bagua(tensor).bagua_getter_closure(), self.slot(tensor)
+        tensor = self.tensors[index]
+        effective, slot = as_bagua(tensor).bagua_getter_closure(), self.slot_at(index)
+        if effective is None:
+            name = as_bagua(tensor).bagua_tensor_name
+            raise RuntimeError(f"tensor {name!r} of bucket {self.name!r} has nothing to communicate: is it a gradient?")
         if effective.is_sparse:
             raise NotImplementedError(f"bucket {self.name!r}: sparse tensors cannot be communicated in a bucket")
         if not _is_same_memory(effective, slot):
@@ -174,8 +115,12 @@ class BaguaBucket:
 
     def flattened_tensor(self) -> Tensor:
         """Return a copy of the effective tensors as one, with the padding."""
-        parts = [as_bagua(tensor).bagua_getter_closure().detach().reshape(-1) for tensor in self.tensors]
-        return torch.cat([*parts, *([self.padding_tensor] if self.padding_tensor is not None else [])])
+        copy = torch.zeros_like(self.backend_tensor)
+        for index, tensor in enumerate(self.tensors):
+            slot = self.slot_at(index)
+            place = copy.as_strided(slot.shape, slot.stride(), self._offsets[index])
+            place.copy_(as_bagua(tensor).bagua_getter_closure().detach())
+        return copy
 
     def check_flatten(self) -> bool:
         """Return whether the effective tensors lie one after another in memory."""
@@ -207,7 +152,7 @@ class BaguaBucket:
         It runs on a thread of the model's own, in the order of buckets and operations, with the effects of the
         operations before it complete.
         """
-        return self.append_operation(_PythonOperation(python_function))
+        return self.append_operation(PythonOperation(python_function))
 
     def append_centralized_synchronous_op(
         self,
@@ -229,7 +174,7 @@ class BaguaBucket:
         if compression not in (None, "MinMaxUInt8"):
             raise ValueError(f"compression is None or 'MinMaxUInt8', got {compression!r}")
         return self.append_operation(
-            _CentralizedOperation(
+            CentralizedOperation(
                 group, hierarchical=hierarchical, average=average, is_compressed=compression is not None
             )
         )
@@ -270,12 +215,42 @@ class BaguaBucket:
         """
         if compression != "MinMaxUInt8":
             raise ValueError(f"compression is 'MinMaxUInt8', got {compression!r}")
-        return self.append_operation(_RingOperation(group, (weight, left_peer_weight, right_peer_weight), hierarchical))
+        return self.append_operation(RingOperation(group, (weight, left_peer_weight, right_peer_weight), hierarchical))
+
+    def append_asynchronous_model_average_op(
+        self, peer_selection_mode: str, group: BaguaProcessGroup | None = None
+    ) -> AsynchronousAverageOperation:
+        """Append an average of weights that goes on while the model trains (see algorithm "async").
+
+        Args:
+            peer_selection_mode: "all": the average over all ranks of the group.
+            group: the ranks that take part; by default the model's.
+
+        Returns:
+            the operation, with `lock_weight()`, `unlock_weight()`, `abort()`, `reset()` and `get_status()`.
+
+        Raises:
+            ValueError: another mode, or a bucket that is not flattened: a copy of the weights could not be changed in
+                the place of the weights.
+        """
+        if peer_selection_mode != "all":
+            raise ValueError(f"peer_selection_mode is 'all', got {peer_selection_mode!r}")
+        if not self.flatten:
+            raise ValueError(
+                f"bucket {self.name!r} is not flattened, which an asynchronous average needs: use do_flatten=True"
+            )
+        operation = AsynchronousAverageOperation(group, self.backend_tensor.device)
+        self.append_operation(operation)
+        return operation
 
     @property
     def has_python_ops(self) -> bool:
         """Whether any operation runs Python code."""
-        return any(isinstance(operation, _PythonOperation) for operation in self.operations)
+        return any(operation.runs_python for operation in self.operations)
+
+    def __repr__(self) -> str:
+        names = ", ".join(repr(getattr(tensor, "bagua_tensor_name", "")) for tensor in self.tensors)
+        return f"<BaguaBucket {self.name!r} of {names}>"
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:

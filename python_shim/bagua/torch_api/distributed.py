@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,18 +32,19 @@ class BaguaModule:
         self,
         optimizers: Sequence[Optimizer],
         algorithm: Algorithm,
-        process_group: BaguaProcessGroup | None = None,
+        process_group: BaguaProcessGroup | dist.ProcessGroup | None = None,
         do_flatten: bool = True,
     ) -> nn.Module:
         """Let an algorithm communicate for this module. Collective.
 
-        Parameters and the optimizers' state become those of rank 0. Wrapping again takes the former algorithm off.
+        Parameters, also those that are not trained, and the optimizers' state become those of rank 0. Wrapping again
+        takes the former algorithm off.
         Gradients are communicated in every backward but inside `module.no_sync()`.
 
         Args:
             optimizers: all optimizers of the module's parameters.
             algorithm: the recipe, one of `bagua.torch_api.algorithms` or your own.
-            process_group: the ranks to work with; by default all.
+            process_group: the ranks to work with, a group of Bagua's or of torch's; by default all.
             do_flatten: whether each bucket's tensors are moved into contiguous memory.
 
         Returns:
@@ -50,7 +52,7 @@ class BaguaModule:
 
         Raises:
             RuntimeError: `init_process_group` has not been called.
-            ValueError, NotImplementedError: see `BaguaDistributedDataParallel`.
+            TypeError, ValueError: see `BaguaDistributedDataParallel`.
 
         >>> from bagua.torch_api.algorithms import bytegrad
         >>> model = nn.Linear(4, 2)
@@ -61,12 +63,9 @@ class BaguaModule:
         >>> optimizer.step()
         """
         module = cast("nn.Module", self)
-        name = getattr(self, "_bagua_module_name", None)
-        former = vars(self).get("bagua_ddp")
-        if former is not None:
-            name = former.bagua_module_name
-            former.close()
-        engine = BaguaDistributedDataParallel(module, optimizers, algorithm, process_group, name, do_flatten)
+        engine = BaguaDistributedDataParallel(
+            module, optimizers, algorithm, process_group, gradient_as_bucket_view=do_flatten
+        )
         # In the instance, not the class: trainers look for a method of this name to tell what a model can do, and
         # torch.compile reads all attributes of classes.
         module.no_sync = engine.no_sync  # type: ignore[assignment]

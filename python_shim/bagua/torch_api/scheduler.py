@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bagua.torch_api._checks import some
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.tensor import as_bagua
+from bagua.torch_api.tensor import as_bagua, set_backend
 
 
 class Scheduler:
@@ -30,23 +31,29 @@ class Scheduler:
         self._make_executors = make_executors
         self._executors: dict[tuple[torch.device, bool], Any] = {}
         self._buckets: list[BaguaBucket] = []
-        self._bucket_of: dict[Tensor, BaguaBucket] = {}
-        self._ready: list[set[Tensor]] = []
+        # Position of its bucket and in it.
+        self._place_of: dict[Tensor, tuple[int, int]] = {}
+        self._ready: list[set[int]] = []
         self._front = 0
         self._thread: ThreadPoolExecutor | None = None
         self._launched: list[tuple[BaguaBucket, list[dist.Work] | Future[None]]] = []
 
     def register_ordered_buckets(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Replace all buckets. Collective. Nothing may be pending."""
+        """Replace all buckets. Collective. Nothing may be pending.
+
+        Raises:
+            ValueError: a tensor is in two buckets, of which one could never go.
+        """
+        places = _places(buckets)
         self.wait_pending_comm_ops()
-        for tensor in self._bucket_of:
-            as_bagua(tensor)._bagua_backend = None  # type: ignore[attr-defined]
+        for tensor in self._place_of:
+            set_backend(tensor, None)
         self._buckets = list(buckets)
         self._ready = [set() for _ in buckets]
         self._front = 0
-        self._bucket_of = {tensor: bucket for bucket in buckets for tensor in bucket.tensors}
-        for tensor in self._bucket_of:
-            as_bagua(tensor)._bagua_backend = self  # type: ignore[attr-defined]
+        self._place_of = places
+        for tensor in places:
+            set_backend(tensor, self)
         runs_python = any(bucket.has_python_ops for bucket in buckets)
         if runs_python and self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="bagua_ops")
@@ -60,23 +67,42 @@ class Scheduler:
 
     def mark_communication_ready(self, tensor: Tensor) -> None:
         """See `BaguaTensor.bagua_mark_communication_ready`."""
-        bucket = self._bucket_of[tensor]
-        ready = self._ready[self._buckets.index(bucket)]
-        if tensor in ready:
+        position, index = self._place_of[tensor]
+        ready = self._ready[position]
+        if index in ready:
             raise RuntimeError(
-                f"tensor {as_bagua(tensor).bagua_tensor_name!r} was marked ready twice before its bucket could go: does"
-                " the backward pass come to the parameter twice (reentrant checkpointing)?"
+                f"tensor {as_bagua(tensor).bagua_tensor_name!r} was marked ready twice before its bucket could go: one"
+                " of its other tensors, or of the buckets before it, has not been marked since"
             )
-        bucket.gather(tensor)
-        ready.add(tensor)
+        self._buckets[position].gather_at(index)
+        ready.add(index)
         while self._buckets and len(self._ready[self._front]) == len(self._buckets[self._front].tensors):
             self._ready[self._front].clear()
             front, self._front = self._buckets[self._front], (self._front + 1) % len(self._buckets)
             self._launch(front)
 
-    def is_ready(self, tensor: Tensor) -> bool:
-        """Whether the tensor is marked and waits for others."""
-        return tensor in self._ready[self._buckets.index(self._bucket_of[tensor])]
+    def check_none_waits(self) -> None:
+        """Raise RuntimeError where tensors are marked ready whose bucket has not gone: nothing would make it go."""
+        waiting = [self._name(position, index) for position, ready in enumerate(self._ready) for index in ready]
+        if not waiting:
+            return
+        front = self._buckets[self._front]
+        marked = self._ready[self._front]
+        missing = [self._name(self._front, index) for index in range(len(front.tensors)) if index not in marked]
+        raise RuntimeError(
+            f"tensors were marked ready but not communicated ({some(waiting)}): it is the turn of bucket "
+            f"{front.name!r}, of which {some(missing)} was not marked"
+        )
+
+    def start_over(self) -> None:
+        """Forget the marks of a backward that has not come to its end; what had gone is waited for."""
+        for ready in self._ready:
+            ready.clear()
+        self._front = 0
+        self.wait_pending_comm_ops()
+
+    def _name(self, position: int, index: int) -> str:
+        return as_bagua(self._buckets[position].tensors[index]).bagua_tensor_name
 
     def _launch(self, bucket: BaguaBucket) -> None:
         executors = self._executors[bucket.backend_tensor.device, self._thread is not None]
@@ -94,18 +120,41 @@ class Scheduler:
             how many there were. On CUDA the current stream waits, not the host, unless Python operations ran.
         """
         launched, self._launched = self._launched, []
+        failures: list[Exception] = []
         for bucket, pending in launched:
-            if isinstance(pending, Future):
-                pending.result()
-            else:
-                for work in pending:
-                    work.wait()
-            bucket.scatter_back()
+            try:
+                _finish(bucket, pending)
+            except Exception as failure:  # the buckets after it are still at work on memory of the model's
+                failures.append(failure)
+        if failures:
+            raise failures[0]
         return len(launched)
 
     def close(self) -> None:
         """Wait, let go of the buckets and end the thread."""
         self.register_ordered_buckets([])
+
+
+def _places(buckets: Sequence[BaguaBucket]) -> dict[Tensor, tuple[int, int]]:
+    places: dict[Tensor, tuple[int, int]] = {}
+    for position, bucket in enumerate(buckets):
+        for index, tensor in enumerate(bucket.tensors):
+            if tensor in places:
+                raise ValueError(
+                    f"tensor {as_bagua(tensor).bagua_tensor_name!r} is in bucket {bucket.name!r} and in bucket "
+                    f"{buckets[places[tensor][0]].name!r}: each tensor goes in one"
+                )
+            places[tensor] = position, index
+    return places
+
+
+def _finish(bucket: BaguaBucket, pending: list[dist.Work] | Future[None]) -> None:
+    if isinstance(pending, Future):
+        pending.result()
+    else:
+        for work in pending:
+            work.wait()
+    bucket.scatter_back()
 
 
 def _run(bucket: BaguaBucket, executors: Any, stream: torch.cuda.Stream | None) -> None:

@@ -11,12 +11,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from bagua.torch_api._coalescing import flattened
+
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite tensors by those of the group's first rank. Collective."""
     root = dist.get_global_rank(group, 0)
     for tensor in tensors:
-        dist.broadcast(tensor.detach(), root, group=group)
+        # Not every backend takes what is not contiguous, such as weights in channels_last.
+        travelling = tensor.detach().contiguous()
+        dist.broadcast(travelling, root, group=group)
+        if travelling.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(travelling)
+
+
+def broadcast_small_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """As `broadcast_tensors`, with one message per dtype and device. Collective."""
+    for alike in flattened(tensors):
+        flat = alike.join()
+        broadcast_tensors([flat], group)
+        with torch.no_grad():
+            alike.take_from(flat)
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup) -> None:

@@ -8,6 +8,7 @@ the effective tensor. `install()`, called by `import bagua.torch_api`, gives eve
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -21,6 +22,19 @@ if TYPE_CHECKING:
 
 class _Backend(Protocol):
     def mark_communication_ready(self, tensor: Tensor) -> None: ...
+
+
+class _BackendLink:
+    """How a tensor finds its scheduler, without keeping it: the scheduler keeps the tensor. Not part of a pickle."""
+
+    def __init__(self, backend: _Backend | None = None) -> None:
+        self._backend = None if backend is None else weakref.ref(backend)
+
+    def get(self) -> _Backend | None:
+        return None if self._backend is None else self._backend()
+
+    def __reduce__(self) -> tuple[type[_BackendLink], tuple[()]]:
+        return _BackendLink, ()
 
 
 class BaguaTensor:
@@ -48,9 +62,14 @@ class BaguaTensor:
             getter_closure: takes this tensor, returns the effective one; by default this tensor itself.
             setter_closure: takes this tensor and a new effective one, which has to replace the present one.
 
+        The closures replace those of an earlier call, and so does their absence: a parameter that stood for its
+        gradient then stands for itself.
+
         Raises:
-            ValueError: it has another name or belongs to another model already.
+            ValueError: it has another name or belongs to another model already, or there is a setter without getter.
         """
+        if setter_closure is not None and getter_closure is None:
+            raise ValueError("ensure_bagua_tensor: a setter_closure needs its getter_closure")
         wanted = (name or "", module_name or "")
         if self.is_bagua_tensor():
             present = (self.bagua_tensor_name, self.bagua_module_name)
@@ -58,9 +77,8 @@ class BaguaTensor:
                 raise ValueError(f"the tensor is {present[0]!r} of model {present[1]!r}, cannot make it {wanted[0]!r}")
         else:
             self.bagua_tensor_name, self.bagua_module_name = wanted
-        if getter_closure is not None or not hasattr(self, "_bagua_getter"):
-            self._bagua_getter = getter_closure
-            self._bagua_setter = setter_closure
+        self._bagua_getter = getter_closure
+        self._bagua_setter = setter_closure
         return self
 
     def to_bagua_tensor(
@@ -109,7 +127,7 @@ class BaguaTensor:
         Raises:
             RuntimeError: the tensor is in no bucket, or is marked for the second time in one step.
         """
-        backend: _Backend | None = getattr(self, "_bagua_backend", None)
+        backend = backend_of(cast("Tensor", self))
         if backend is None:
             name = getattr(self, "bagua_tensor_name", "")
             raise RuntimeError(f"tensor {name!r} is in no bucket: tensors_to_buckets() has to put it in one")
@@ -135,6 +153,17 @@ def install() -> None:
     for name, member in vars(BaguaTensor).items():
         if not name.startswith("__"):
             setattr(torch.Tensor, name, member)
+
+
+def backend_of(tensor: Tensor) -> _Backend | None:
+    """Return the scheduler whose buckets hold the tensor."""
+    link: _BackendLink | None = getattr(tensor, "_bagua_backend", None)
+    return None if link is None else link.get()
+
+
+def set_backend(tensor: Tensor, backend: _Backend | None) -> None:
+    """Let `backend_of` find the scheduler whose buckets hold the tensor."""
+    cast("Any", tensor)._bagua_backend = _BackendLink(backend)
 
 
 def as_bagua(tensor: Any) -> BaguaTensor:

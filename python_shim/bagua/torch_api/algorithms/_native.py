@@ -15,6 +15,7 @@ from bagua._executors import background_executors_for, executors_for
 from bagua._native import _C
 from bagua.handle import OptionValue
 from bagua.optimizers import QAdamOptimizer
+from bagua.torch_api._checks import some
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
@@ -23,6 +24,8 @@ from bagua.torch_api.tensor import as_bagua
 
 class _BucketReduction:
     """The bucket operation that hands the gradients to the algorithm."""
+
+    runs_python = False
 
     def __init__(self, impl: NativeAlgorithmImpl) -> None:
         self._impl = impl
@@ -70,6 +73,7 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         named = bagua_module.bagua_build_params()
         parameters = [parameter for _, parameter in named]
         self._position_of = {parameter: i for i, parameter in enumerate(parameters)}
+        self._check_optimizers(bagua_module)
         self._attach(bagua_module, parameters)
         self._buckets = []
         if not self.takes_weights:
@@ -78,11 +82,25 @@ class NativeAlgorithmImpl(AlgorithmImpl):
             as_bagua(parameter).ensure_bagua_tensor(name, bagua_module.bagua_module_name, _itself, _set_data)
         return parameters[::-1]
 
+    def _check_optimizers(self, bagua_module: Any) -> None:
+        """Refuse to act on weights whose optimizer nobody has named: its steps would go unseen."""
+        if not _C.algorithm_info(self._name)["optimizer"]:
+            return
+        optimizers = bagua_module.bagua_optimizers
+        held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name, parameter in bagua_module.bagua_build_params() if parameter not in held]
+        if missing:
+            raise ValueError(
+                f"algorithm {self._name!r} acts on what the optimizers do, but {len(missing)} of the trainable "
+                f"parameters ({some(missing)}) are in none of those given: pass all optimizers that train the model"
+            )
+
     def _attach(self, bagua_module: Any, parameters: list[Tensor]) -> None:
         group, device = self.process_group.torch_group, parameters[0].device
         executors = executors_for(group, device)
         hook = _C.Hook(self._name, self._options, executors, parameters)
-        text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
+        # Strides too: elements travel as they lie in memory.
+        text = "; ".join(f"{p.dtype}{list(p.shape)}{list(p.stride())}" for p in parameters)
         hook.agree(executors, text, self._facts(), str(device))
         if self._runs_in_background:
             hook.use_background(background_executors_for(group, device))
@@ -104,6 +122,22 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         gradients = [(self._position_of[tensor], bucket.slot_at(i)) for i, tensor in enumerate(bucket.tensors)]
         is_first, is_last = bucket is self._buckets[0], bucket is self._buckets[-1]
         return self.hook.reduce_bucket(bucket.backend_tensor, gradients, is_first, is_last)
+
+    def reduce_sparse_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """See `AlgorithmImpl`. In full precision, whatever the algorithm."""
+        if gradient.is_sparse:
+            self._finish(self.hook.reduce_bucket(gradient, [], False, False))
+            return
+        # The embedding's weight is also that of a layer.
+        flat = gradient.reshape(-1).clone()
+        entry = (self._position_of[parameter], flat.view(gradient.shape))
+        self._finish(self.hook.reduce_bucket(flat, [entry], False, False))
+        gradient.copy_(flat.view(gradient.shape))
+
+    @staticmethod
+    def _finish(work: dist.Work | None) -> None:
+        if work is not None:
+            work.wait()
 
     def init_forward_pre_hook(self, bagua_module: Any) -> Callable[[Any], None]:
         """See `AlgorithmImpl`."""
@@ -169,6 +203,14 @@ class MomentumAlgorithmImpl(NativeAlgorithmImpl):
     ) -> None:
         super().__init__(process_group, name, **options)
         self._optimizer = optimizer
+
+    def _check_optimizers(self, bagua_module: Any) -> None:
+        super()._check_optimizers(bagua_module)
+        if not any(optimizer is self._optimizer for optimizer in bagua_module.bagua_optimizers):
+            raise ValueError(
+                f"algorithm {self._name!r} was made for a QAdamOptimizer that is none of the module's optimizers: pass "
+                "the same one to both"
+            )
 
     def _facts(self) -> str:
         return f"{facts_of(self._optimizer)} that has taken {self._optimizer.steps_done} steps"

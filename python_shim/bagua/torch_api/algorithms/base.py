@@ -6,13 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
-from bagua.torch_api.tensor import as_bagua
+from bagua.torch_api.tensor import as_bagua, backend_of
 
 _Value = TypeVar("_Value")
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    return parameter.grad
 
 
 def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
@@ -65,11 +70,16 @@ class AlgorithmImpl:
         return False
 
     def init_tensors(self, bagua_module: Any) -> list[Tensor]:
-        """Return the Bagua tensors to communicate; as it is, the gradients of all parameters, last parameter first."""
+        """Return the Bagua tensors to communicate; as it is, the gradients of all parameters, last parameter first.
+
+        Without those of embeddings with `sparse=True`, which no bucket takes: see `reduce_sparse_gradient`.
+        """
         tensors: list[Tensor] = []
         for name, parameter in reversed(bagua_module.bagua_build_params()):
+            if parameter in bagua_module.bagua_ddp.sparse_parameters:
+                continue
             bagua_parameter = as_bagua(parameter).bagua_ensure_grad()
-            bagua_parameter.ensure_bagua_tensor(name, bagua_module.bagua_module_name, lambda p: p.grad, _set_gradient)
+            bagua_parameter.ensure_bagua_tensor(name, bagua_module.bagua_module_name, _gradient_of, _set_gradient)
             tensors.append(parameter)
         return tensors
 
@@ -97,16 +107,20 @@ class AlgorithmImpl:
         """Return what is called with name and parameter when a gradient is complete; as it is, marks it ready."""
 
         def hook(parameter_name: str, parameter: Tensor) -> None:
-            if getattr(parameter, "_bagua_backend", None) is not None:
+            if backend_of(parameter) is not None:
                 as_bagua(parameter).bagua_mark_communication_ready()
 
         return hook
 
     def init_post_backward_hook(self, bagua_module: Any) -> Callable[[], None]:
-        """Return what is called at the end of backward; as it is, waits for all buckets."""
+        """Return what is called at the end of backward; as it is, waits for all buckets.
+
+        RuntimeError where tensors were marked ready whose bucket cannot go.
+        """
 
         def hook() -> None:
             bagua_module._bagua_backend.wait_pending_comm_ops()
+            bagua_module._bagua_backend.check_none_waits()
 
         return hook
 
@@ -117,6 +131,17 @@ class AlgorithmImpl:
             pass
 
         return hook
+
+    def reduce_sparse_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Bring the gradient of an embedding with `sparse=True` together; as it is, the mean. At the end of backward.
+
+        Args:
+            parameter: the embedding's weight.
+            gradient: its sparse gradient, which is to be overwritten.
+        """
+        group = self.process_group.torch_group
+        dist.all_reduce(gradient, group=group)
+        gradient.div_(dist.get_world_size(group))
 
 
 class _AlgorithmRegistry(dict[str, Any], Generic[_Value]):

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -17,13 +19,26 @@ from bagua._attachment import PICKLE_ADVICE
 from bagua._eager import eager
 from bagua._executors import background_executors_for, executors_for
 from bagua.torch_api._backends import register_backend
+from bagua.torch_api._checks import some
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup, _get_default_group
+from bagua.torch_api.data_parallel.functional import to_bagua_process_group
 from bagua.torch_api.env import get_default_bucket_size
 from bagua.torch_api.scheduler import Scheduler
 from bagua.torch_api.state_broadcast import broadcast_optimizer_state, broadcast_tensors
-from bagua.torch_api.tensor import as_bagua
+from bagua.torch_api.tensor import as_bagua, backend_of
+
+# What a module has while an algorithm works on it.
+_ATTRIBUTES = (
+    "bagua_ddp",
+    "bagua_algorithm",
+    "bagua_optimizers",
+    "bagua_train_step_counter",
+    "bagua_buckets",
+    "_bagua_backend",
+    "no_sync",
+)
 
 
 class BaguaDistributedDataParallel:
@@ -34,16 +49,21 @@ class BaguaDistributedDataParallel:
             `_bagua_params_and_buffers_to_ignore` and `_ddp_params_and_buffers_to_ignore`.
         optimizers: all optimizers of these parameters.
         algorithm: what to do.
-        process_group: the ranks to work with; by default all.
+        process_group: the ranks to work with, a group of Bagua's or of torch's; by default all.
         bagua_module_name: identifies the module; by default class name and a number.
         gradient_as_bucket_view: whether buckets are flattened.
         find_unused_parameters: accepted for compatibility: a parameter that a backward does not come to counts with a
             gradient of zeros.
         bucket_bytes: when a suggested bucket is full; by default BAGUA_DEFAULT_BUCKET_SIZE.
+        broadcasts_state: whether parameters and optimizer state become those of rank 0 at once.
+
+    A module that an algorithm works on already is taken over: the former one is closed. Where the new one cannot be
+    started, none works on the module any more.
 
     Raises:
-        ValueError: no trainable parameter, or an optimizer whose state cannot be broadcast.
-        NotImplementedError: embeddings with sparse gradients.
+        TypeError: something else than optimizers, an algorithm or a group.
+        ValueError: no trainable parameter; an optimizer whose state cannot be broadcast; one that is missing and that
+            the algorithm needs; buckets that leave out a tensor or hold it twice.
     """
 
     def __init__(
@@ -51,16 +71,23 @@ class BaguaDistributedDataParallel:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         algorithm: Algorithm,
-        process_group: BaguaProcessGroup | None = None,
+        process_group: BaguaProcessGroup | dist.ProcessGroup | None = None,
         bagua_module_name: str | None = None,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         bucket_bytes: int | None = None,
+        broadcasts_state: bool = True,
     ) -> None:
+        _check_arguments(optimizers, algorithm)
+        self._parameters = _trainable(module)
+        # Of embeddings with sparse=True.
+        self.sparse_parameters = _sparse(module) & {parameter for _, parameter in self._parameters}
+        self._removable: list[RemovableHandle] = []
         self._module = weakref.ref(module)
-        self.bagua_module_name = bagua_module_name or f"{type(module).__name__}_{id(module)}"
+        self.bagua_module_name = bagua_module_name or cast("str", module.bagua_module_name)
         self.bagua_optimizers = list(optimizers)
-        self.process_group = process_group or _get_default_group()
+        self.process_group = _get_default_group() if process_group is None else to_bagua_process_group(process_group)
+        close_engine_of(module)
         self.bagua_algorithm: AlgorithmImpl = algorithm.reify(self.process_group)
         self.bagua_buckets: list[BaguaBucket] = []
         self.bagua_train_step_counter = 0
@@ -69,13 +96,19 @@ class BaguaDistributedDataParallel:
         self._bucket_bytes = bucket_bytes or get_default_bucket_size()
         self._bagua_backend = Scheduler(self._make_executors)
         register_backend(self.bagua_module_name, self._bagua_backend)
-        self._parameters = _trainable(module)
         # Parameters that the backward pass at work has come to.
         self._visited: set[Tensor] = set()
         self._is_in_backward = False
-        self._broadcast_state()
-        self._init_algorithm(module)
-        self._removable = self._install_hooks(module)
+        # Whether the last backward has come to its end.
+        self._is_complete = True
+        try:
+            if broadcasts_state:
+                self._broadcast_state()
+            self._init_algorithm(module)
+            self._install_hooks(module)
+        except BaseException:
+            close_engine_of(module)
+            raise
 
     @property
     def module(self) -> nn.Module:
@@ -100,9 +133,10 @@ class BaguaDistributedDataParallel:
             self.require_backward_grad_sync = before
 
     def close(self) -> None:
-        """Take all hooks off again; buckets stay in their memory."""
+        """Take all hooks off again; tensors stay in the memory of their buckets."""
         for handle in self._removable:
             handle.remove()
+        self._removable = []
         self._bagua_backend.close()
 
     def _make_executors(self, device: torch.device, is_apart: bool) -> Any:
@@ -110,7 +144,10 @@ class BaguaDistributedDataParallel:
         return background_executors_for(group, device) if is_apart else executors_for(group, device)
 
     def _broadcast_state(self) -> None:
-        broadcast_tensors([parameter for _, parameter in self._parameters], self.process_group.torch_group)
+        # With those that are not trained, which would stay different for ever.
+        ignored = _ignored_names(self.module)
+        parameters = [parameter for name, parameter in self.module.named_parameters() if name not in ignored]
+        broadcast_tensors(parameters, self.process_group.torch_group)
         for optimizer in self.bagua_optimizers:
             broadcast_optimizer_state(optimizer, self.process_group.torch_group)
 
@@ -125,6 +162,7 @@ class BaguaDistributedDataParallel:
         tensors = algorithm.init_tensors(module)
         self.bagua_buckets = algorithm.tensors_to_buckets(self._suggest(tensors), self._do_flatten)
         module.bagua_buckets = self.bagua_buckets  # type: ignore[assignment]
+        self._check_buckets_hold(tensors)
         for bucket in self.bagua_buckets:
             algorithm.init_operations(module, bucket)
         self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
@@ -132,6 +170,16 @@ class BaguaDistributedDataParallel:
         self._backward_hook = algorithm.init_backward_hook(module)
         self._post_backward_hook = algorithm.init_post_backward_hook(module)
         self._post_optimizer_step_hook = algorithm.init_post_optimizer_step_hook(module)
+
+    def _check_buckets_hold(self, tensors: Sequence[Tensor]) -> None:
+        held = {tensor for bucket in self.bagua_buckets for tensor in bucket.tensors}
+        missing = [as_bagua(tensor).bagua_tensor_name for tensor in tensors if tensor not in held]
+        if missing:
+            raise ValueError(
+                f"tensors_to_buckets() of {type(self.bagua_algorithm).__qualname__} left out {len(missing)} of the "
+                f"tensors that init_tensors() returned ({some(missing)}): what is not to be communicated is to be left "
+                "out by init_tensors() already"
+            )
 
     def _suggest(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Put tensors of one dtype and device together until a bucket is full."""
@@ -145,19 +193,22 @@ class BaguaDistributedDataParallel:
             part.append(tensor)
         return parts
 
-    def _install_hooks(self, module: nn.Module) -> list[RemovableHandle]:
-        removable = [module.register_forward_pre_hook(self._before_forward)]
+    def _install_hooks(self, module: nn.Module) -> None:
+        self._removable.append(module.register_forward_pre_hook(self._before_forward))
+        self._removable.append(module.register_forward_hook(self._after_forward))
         for name, parameter in self._parameters:
-            hook = self._gradient_hook(name)
-            removable.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            hook = _gradient_hook(weakref.ref(self), name)
+            self._removable.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         for optimizer in self.bagua_optimizers:
-            removable.append(optimizer.register_step_post_hook(self._after_step))
-        return removable
+            self._removable.append(optimizer.register_step_post_hook(self._after_step))
 
     @eager
     def _before_forward(self, module: nn.Module, input: Any) -> None:
-        # What a backward that raised, or never came, has left behind.
-        self._is_in_backward = False
+        if self._is_in_backward and torch._C._current_graph_task_id() != -1:
+            return  # The backward at work computes the module anew: it is checkpointed as a whole.
+        if not self._is_complete:
+            self._is_in_backward, self._is_complete = False, True
+            self._bagua_backend.start_over()
         self._visited.clear()
         if not module.training:
             return
@@ -169,30 +220,72 @@ class BaguaDistributedDataParallel:
             self._init_algorithm(module)
         self._forward_pre_hook(input)
 
-    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        @eager
-        def hook(parameter: Tensor) -> None:
-            if not self.require_backward_grad_sync:
-                return
-            if not self._is_in_backward:
-                self._is_in_backward = True
-                self._visited.clear()
-                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-            self._visited.add(parameter)
-            self._backward_hook(name, parameter)
+    @eager
+    def _after_forward(self, module: nn.Module, input: Any, output: Any) -> None:
+        # The first gradient to come is that of an output, and belongs to the whole backward. That of a parameter may
+        # belong to a backward inside it, of reentrant checkpointing, which ends before the others have come.
+        if not torch.is_grad_enabled():
+            return
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
-        return hook
+    @eager
+    def _begin_backward(self, gradient: Tensor | None = None) -> None:
+        if self._is_in_backward or not self.require_backward_grad_sync:
+            return
+        self._is_in_backward, self._is_complete = True, False
+        self._visited.clear()
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def come_to(self, name: str, parameter: Tensor) -> None:
+        """Take note that a gradient is complete."""
+        if not self.require_backward_grad_sync:
+            return
+        self._begin_backward()
+        if parameter in self._visited:
+            raise RuntimeError(
+                f"backward has come to parameter {name!r} twice, the second time when its gradient may be on its way "
+                "already: it is used by several checkpoints with use_reentrant=True. Use use_reentrant=False"
+            )
+        self._visited.add(parameter)
+        if not self._is_apart(parameter):
+            self._backward_hook(name, parameter)
 
     def _after_backward(self) -> None:
         if not self._is_in_backward:
             return
         self._is_in_backward = False
+        if self._visited:  # else it was autograd.grad(), which leaves parameters alone
+            self._finish_backward()
+        self._is_complete = True
+
+    def _finish_backward(self) -> None:
         for name, parameter in reversed(self._parameters):
-            if parameter not in self._visited:
+            if parameter not in self._visited and not self._is_apart(parameter):
                 if as_bagua(parameter).is_bagua_tensor() and as_bagua(parameter).bagua_getter_closure() is None:
                     as_bagua(parameter).bagua_ensure_grad()
                 self._backward_hook(name, parameter)
+        apart = [parameter for _, parameter in self._parameters if self._is_apart(parameter)]
+        if apart:
+            # Operations in Python may run beside this thread: only what is over has the same order on every rank.
+            self._bagua_backend.wait_pending_comm_ops()
+        for parameter in apart:
+            self._reduce_sparse(parameter)
         self._post_backward_hook()
+
+    def _is_apart(self, parameter: Tensor) -> bool:
+        """Whether its sparse gradient travels by itself. (Its weights may be in a bucket instead.)"""
+        return parameter in self.sparse_parameters and backend_of(parameter) is None
+
+    @torch.no_grad()
+    def _reduce_sparse(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            # As an embedding's backward makes it, with no rows.
+            rows = parameter.new_empty((0, *parameter.shape[1:]))
+            indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            parameter.grad = torch.sparse_coo_tensor(indices, rows, parameter.shape, check_invariants=False)
+        self.bagua_algorithm.reduce_sparse_gradient(parameter, parameter.grad)
 
     @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -202,18 +295,67 @@ class BaguaDistributedDataParallel:
         raise TypeError(PICKLE_ADVICE)
 
 
-def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    ignored = {
+def close_engine_of(module: nn.Module) -> None:
+    """Let no algorithm work on the module any more."""
+    engine: BaguaDistributedDataParallel | None = vars(module).get("bagua_ddp")
+    if engine is None:
+        return
+    for name in _ATTRIBUTES:
+        vars(module).pop(name, None)
+    engine.close()
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_in(list(output.values()))
+    elif isinstance(output, list | tuple | set):
+        for part in output:
+            yield from _tensors_in(part)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        yield from _tensors_in([getattr(output, field.name, None) for field in dataclasses.fields(output)])
+
+
+def _gradient_hook(engine: weakref.ref[BaguaDistributedDataParallel], name: str) -> Callable[[Tensor], None]:
+    # The parameter keeps its hook in C++, where the garbage collector does not see the way back from the engine to it.
+    @eager
+    def hook(parameter: Tensor) -> None:
+        at_work = engine()
+        if at_work is not None:
+            at_work.come_to(name, parameter)
+
+    return hook
+
+
+def _check_arguments(optimizers: Any, algorithm: Any) -> None:
+    if isinstance(optimizers, Optimizer):
+        raise TypeError(f"optimizers is to be a list of them, got a {type(optimizers).__qualname__}: write [optimizer]")
+    kinds = [type(one).__qualname__ for one in optimizers if not isinstance(one, Optimizer)]
+    if kinds:
+        raise TypeError(f"optimizers is to be a list of torch.optim.Optimizer, got one of {', '.join(kinds)}")
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            "algorithm is to be an instance of a class derived from bagua.torch_api.algorithms.Algorithm, such as "
+            f"Algorithm.init('bytegrad'), got {algorithm!r}"
+        )
+
+
+def _ignored_names(module: nn.Module) -> set[str]:
+    return {
         *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
         *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
     }
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise NotImplementedError(
-                f"embedding {name!r} has sparse gradients, which no bucket takes: use sparse=False, or "
-                "bagua.register_comm_hook with DistributedDataParallel"
-            )
+
+
+def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    ignored = _ignored_names(module)
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
     if not parameters:
         raise ValueError(f"{type(module).__name__} has no trainable parameter that is not to be ignored")
     return parameters
+
+
+def _sparse(module: nn.Module) -> set[Tensor]:
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    return {embedding.weight for embedding in embeddings if embedding.sparse}

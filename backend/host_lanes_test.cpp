@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "algorithms/host_lanes.h"
+#include "backend/host_lanes.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "algorithms/host_lanes.h"
+#include "backend/host_lanes.h"
 
 namespace bagua {
 
@@ -13,6 +13,12 @@ HostLanes::HostLanes(const HostTopology& topology, int rank, int64_t length)
 int HostLanes::owner(int host, int lane) const {
   const auto& ranks = topology_.ranksOf(host);
   return ranks[static_cast<size_t>(lane) * ranks.size() / lanes_];
+}
+
+std::vector<int> HostLanes::owners(int lane) const {
+  std::vector<int> ranks;
+  for (int host = 0; host < hostCount(); ++host) ranks.push_back(owner(host, lane));
+  return ranks;
 }
 
 int HostLanes::firstLane(int rank) const {

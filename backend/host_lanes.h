@@ -28,12 +28,16 @@ class HostLanes {
   [[nodiscard]] int64_t begin(int lane) const { return std::min<int64_t>(lane * laneLength_, length_); }
   [[nodiscard]] int64_t length(int lane) const { return begin(lane + 1) - begin(lane); }
   [[nodiscard]] int owner(int host, int lane) const;
+  // One per host.
+  [[nodiscard]] std::vector<int> owners(int lane) const;
   // Lanes that `rank` owns on its host: [firstLane(rank), endLane(rank)).
   [[nodiscard]] int firstLane(int rank) const;
   [[nodiscard]] int endLane(int rank) const;
   // Elements of all lanes that `rank` owns.
   [[nodiscard]] int64_t ownLength(int rank) const { return begin(endLane(rank)) - begin(firstLane(rank)); }
 
+  // Whether every rank owns exactly one lane.
+  [[nodiscard]] bool isEven() const { return lanes_ * hostCount() == topology_.size(); }
   // Number of ranks on this rank's host.
   [[nodiscard]] int localSize() const;
   // Splits of an all-to-all in which this rank exchanges, with each rank q of its host, what q owns...

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <torch/csrc/distributed/c10d/logger.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <vector>
+
+namespace bagua {
+
+// Cuts those buckets of a DDP model that hold more than `mostBytes` into neighbouring ones of at most that, a larger
+// parameter alone in its own; the order of the parameters stays. `parameters` are those of the reducer, in its order;
+// `logger` is the reducer's, which knows what its buckets hold. Between two steps, after DDP has built its buckets.
+//
+// DDP's default of 25 MiB suits the latency of a fast network. On a slow one the last bucket is ready when backward ends
+// and all of it travels after that: of 42 MB of gradients between two hosts at 1 Gbit/s, 23 MB.
+void splitBuckets(c10d::Reducer& reducer, c10d::Logger& logger, const std::vector<at::Tensor>& parameters,
+                  int64_t mostBytes);
+
+}  // namespace bagua

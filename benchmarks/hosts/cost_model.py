@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of what a training step costs between many hosts, fitted on what run.py measured. A model, not a measurement.
+
+    step = max(compute, lead + bytes / (efficiency * bandwidth)) + messages * latency + overhead
+
+`compute` and `lead` (until the first bucket is ready) are measured without communication. `bytes` and `messages` per
+rank follow from the algorithm and the number of hosts; `efficiency` and `overhead` of each way, and the `latency` of a
+message, are fitted by least squares to all networks with a limited line and one rank per host.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from run import Measurement, Network
+
+# Bytes per parameter and messages per bucket that a rank sends among n hosts.
+TRAFFIC: dict[str, Callable[[int], tuple[float, float]]] = {
+    # A ring: n - 1 steps of reduce-scatter, n - 1 of all-gather.
+    "gloo": lambda n: (8 * (n - 1) / n, 2 * (n - 1)),
+    "gloo, fp16 hook": lambda n: (4 * (n - 1) / n, 2 * (n - 1)),
+    "gradient_allreduce": lambda n: (8 * (n - 1) / n, 2 * (n - 1)),
+    "bytegrad": lambda n: (2 * (n - 1) / n, 2 * (n - 1)),
+    # Both neighbours, who are one and the same between two hosts.
+    "low_precision_decentralized": lambda n: (float(min(n - 1, 2)), min(n - 1, 2)),
+}
+AFTER_THE_STEP = ("low_precision_decentralized",)
+BUCKETS = 8
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a way to communicate costs beyond its bytes."""
+
+    way: str
+    efficiency: float
+    overhead: float
+    latency: float
+    # Root mean square of (model / measurement - 1).
+    error: float
+
+    def step(self, compute: float, lead: float, parameters: int, hosts: int, bits_per_second: float) -> float:
+        """Return the seconds of a step."""
+        per_parameter, messages = TRAFFIC[self.way](hosts)
+        wire = per_parameter * parameters * 8 / (self.efficiency * bits_per_second)
+        busy = compute + wire if self.way in AFTER_THE_STEP else max(compute, lead + wire)
+        return busy + messages * BUCKETS * self.latency + self.overhead
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured median and what the model has to know of it."""
+
+    network: Network
+    compute: float
+    lead: float
+    parameters: int
+    seconds: float
+
+
+def samples_of(way: str, runs: list[tuple[Network, list[Measurement]]]) -> list[Sample]:
+    """Return the medians of one way on all networks that the model describes."""
+    samples = []
+    for network, measurements in runs:
+        by_way = {m.way: m for m in measurements}
+        if way not in by_way or not network.bits_per_second or network.ranks_per_host != 1:
+            continue
+        local, gloo = by_way["no communication"], by_way["gloo"]
+        parameters = round(gloo.bytes_between_hosts / TRAFFIC["gloo"](network.hosts)[0])
+        lead = statistics.median(local.leads)
+        samples.append(Sample(network, local.median, lead, parameters, by_way[way].median))
+    return samples
+
+
+def fit(way: str, runs: list[tuple[Network, list[Measurement]]]) -> Fit:
+    """Search the grid of efficiencies and latencies; the overhead that suits them best is their mean residual."""
+    samples = samples_of(way, runs)
+    best: Fit | None = None
+    for efficiency in np.arange(0.6, 1.001, 0.02):
+        for latency in (0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3):
+            bare = Fit(way, float(efficiency), 0.0, latency, 0.0)
+            modelled = [
+                bare.step(s.compute, s.lead, s.parameters, s.network.hosts, s.network.bits_per_second) for s in samples
+            ]
+            weights = [1 / s.seconds for s in samples]
+            residuals = [s.seconds - m for s, m in zip(samples, modelled, strict=True)]
+            overhead = max(0.0, float(np.average(residuals, weights=weights)))
+            relative = [(m + overhead) / s.seconds - 1 for s, m in zip(samples, modelled, strict=True)]
+            error = float(np.sqrt(np.mean(np.square(relative))))
+            if best is None or error < best.error:
+                best = Fit(way, float(efficiency), overhead, latency, error)
+    assert best is not None
+    return best

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Smaller buckets than DDP's default, for gradients that travel between hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bagua._eager import eager
+from bagua._native import _C
+
+# Of 42 MB of gradients between two hosts at 1 Gbit/s; see docs/performance.md for what other sizes give.
+MOST_BYTES = 4 << 20
+
+
+class BucketSplitter:
+    """Cuts the buckets of a DDP model once, as soon as DDP has its final ones.
+
+    It leaves a model alone whose user has chosen a size (`bucket_cap_mb`).
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: list[Tensor]) -> None:
+        if not ddp.bucket_bytes_cap_default or ddp.logger is None:
+            return
+        self._parameters = parameters
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            # DDP never rebuilds the buckets of such a model.
+            self._split(ddp)
+        else:
+            self._removable = ddp.register_forward_pre_hook(self._after_rebuild)
+
+    def _split(self, ddp: DistributedDataParallel) -> None:
+        assert ddp.logger is not None
+        _C.split_buckets(ddp.reducer, ddp.logger, self._parameters, MOST_BYTES)
+
+    @eager
+    def _after_rebuild(self, ddp: nn.Module, args: Any) -> None:
+        assert isinstance(ddp, DistributedDataParallel)
+        # What DDP itself does next in its forward; under join() something else has to come before it.
+        if torch.is_grad_enabled() and not ddp._join_config.enable and ddp.reducer._rebuild_buckets():
+            self._split(ddp)
+            self._removable.remove()

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Fuzzes every target of tests/fuzz with libFuzzer: fuzz.sh VENV [SECONDS]
+# What is found lies in build/fuzz/findings; new inputs worth keeping are merged into tests/fuzz/corpus.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly VENV=${1:?usage: fuzz.sh VENV [SECONDS]} SECONDS_EACH=${2:-60} BUILD=build/fuzz MOST_BYTES=1024
+BIN=$(cd "$VENV" && pwd)/bin
+PATH=$BIN:$PATH
+readonly BIN
+export OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+
+command -v clang++ >/dev/null || { echo "fuzz: needs clang++ with libFuzzer (apt-get install clang)" >&2; exit 1; }
+cmake --preset fuzz -DPython_EXECUTABLE="$BIN/python" --log-level=WARNING
+cmake --build --preset fuzz --target fuzz_targets
+mkdir -p $BUILD/findings
+for source in tests/fuzz/*_fuzz.cpp; do
+  target=$(basename "$source" _fuzz.cpp)
+  corpus=tests/fuzz/corpus/$target
+  mkdir -p "$BUILD/corpus/$target" "$corpus"
+  echo "fuzz: $target, $SECONDS_EACH s"
+  $BUILD/tests/fuzz/"${target}_fuzz" -max_total_time="$SECONDS_EACH" -max_len=$MOST_BYTES -timeout=20 -rss_limit_mb=4096 \
+    -print_final_stats=1 -verbosity=1 -artifact_prefix="$BUILD/findings/$target-" "$BUILD/corpus/$target" "$corpus" \
+    2>"$BUILD/$target.log" || { tail -n 60 "$BUILD/$target.log"; echo "fuzz: $target FAILED" >&2; exit 1; }
+  grep -E "^(Done|stat::number_of_executed_units)" "$BUILD/$target.log"
+  $BUILD/tests/fuzz/"${target}_fuzz" -merge=1 -max_len=$MOST_BYTES "$corpus" "$BUILD/corpus/$target" 2>/dev/null
+done

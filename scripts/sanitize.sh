@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds and runs the C++ tests under a sanitizer: sanitize.sh VENV asan|tsan
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly VENV=${1:?usage: sanitize.sh VENV asan|tsan} PRESET=${2:?usage: sanitize.sh VENV asan|tsan}
+BIN=$(cd "$VENV" && pwd)/bin
+PATH=$BIN:$PATH
+readonly BIN
+export OMP_NUM_THREADS=1
+
+cmake --preset "$PRESET" -DPython_EXECUTABLE="$BIN/python" --log-level=WARNING
+# Not the Python module: no C++ test needs it.
+cmake --build --preset "$PRESET" --target unit_tests
+ctest --preset "$PRESET" --parallel "${JOBS:-$(nproc)}"

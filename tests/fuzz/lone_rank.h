@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "backend/executor.h"
+
+namespace bagua::fuzz {
+
+// Rank 0 of a group whose other members say whatever the fuzzer makes up. Programs run at once.
+class LoneRank final : public Executor, public ExecutorProvider {
+ public:
+  // Fills what has been received.
+  using Peers = std::function<void(void* bytes, size_t count)>;
+
+  // `hosts` names the host of each rank; empty: a host each.
+  LoneRank(int size, const std::vector<std::string>& hosts, Peers peers);
+
+  [[nodiscard]] Communicator& communicator() { return *communicator_; }
+
+  c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
+  c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) override;
+  c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) override;
+  void startGroup() override {}
+  c10::intrusive_ptr<c10d::Work> endGroup() override { return {}; }
+  void abort(const std::string& /*reason*/) override {}
+  void shutdown() override {}
+  [[nodiscard]] std::exception_ptr error() const override { return nullptr; }
+  [[nodiscard]] uint64_t submitted() const override { return 0; }
+
+  Executor& executorFor(at::Device /*device*/) override { return *this; }
+  [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return std::chrono::minutes(1); }
+
+ private:
+  const GroupIdentity identity_;
+  const std::unique_ptr<Communicator> communicator_;
+};
+
+}  // namespace bagua::fuzz

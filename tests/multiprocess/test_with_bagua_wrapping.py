@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What with_bagua() and data_parallel.DistributedDataParallel do when they wrap: state, groups, mistakes, once more."""
+
+import copy
+import gc
+import inspect
+import io
+import weakref
+from typing import Any
+
+import bagua.torch_api
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from hooked_models import loss_of, perceptron
+from ranks import RankPool
+from torch import Tensor, nn
+
+
+def _start() -> None:
+    if not bagua.torch_api.is_initialized():
+        bagua.torch_api.init_process_group()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def _allreduce() -> Algorithm:
+    return Algorithm.init("gradient_allreduce")
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(3)) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def _assert_trained_on_the_mean(model: nn.Module, steps: int = 3) -> None:
+    """Compare with SGD on the mean of the ranks' gradients, in one process."""
+    alone, size = perceptron(), dist.get_world_size()
+    optimizer = _sgd(alone)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(size):
+            generator = torch.Generator().manual_seed(1000 * step + rank)
+            (alone(torch.randn(6, 23, generator=generator)).square().mean() / size).backward()
+        optimizer.step()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        # The same additions in another order, in float32.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _assert_same_everywhere(tensor: Tensor) -> None:
+    everywhere = [torch.empty_like(tensor).contiguous() for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, tensor.detach().contiguous())
+    assert all(torch.equal(everywhere[0], other) for other in everywhere)
+
+
+def _through_several_doors() -> None:
+    _start()
+    model = perceptron()
+    optimizer = _sgd(model)
+    model.bagua_module_name = "mine"  # type: ignore[assignment]
+    ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=_allreduce())
+    assert model.bagua_module_name == "mine"
+    _train(ddp, optimizer, range(1))
+    _train(DistributedDataParallel(model, optimizers=[optimizer], algorithm=_allreduce()), optimizer, range(1, 2))
+    model.with_bagua([optimizer], _allreduce())  # type: ignore[operator]
+    _train(model, optimizer, range(2, 3))
+    _train(DistributedDataParallel(model), optimizer, range(3, 4))
+    _assert_trained_on_the_mean(model, 4)
+
+
+def test_the_last_door_is_the_one_that_counts(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_through_several_doors)
+
+
+class FailingImpl(AlgorithmImpl):
+    def init_operations(self, bagua_module: nn.Module, bucket: Any) -> None:
+        raise ArithmeticError("a mistake of the user's")
+
+
+class FailingAlgorithm(Algorithm):
+    def reify(self, process_group: Any) -> FailingImpl:
+        return FailingImpl(process_group)
+
+
+def _failure() -> None:
+    _start()
+    model = perceptron()
+    optimizer = _sgd(model)
+    model.with_bagua([optimizer], _allreduce())  # type: ignore[operator]
+    for wrong, problem in (("bytegrad", "'bytegrad'"), (type(_allreduce()), "class"), (None, "None")):
+        with pytest.raises(TypeError, match=f"algorithm is to be an instance.*{problem}"):
+            model.with_bagua([optimizer], wrong)  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"write \[optimizer\]"):
+        model.with_bagua(optimizer, _allreduce())  # type: ignore[operator]
+    with pytest.raises(TypeError, match="got one of str"):
+        model.with_bagua(["sgd"], _allreduce())  # type: ignore[operator]
+    _train(model, optimizer, range(1))  # the former algorithm is still at work
+    with pytest.raises(ArithmeticError):
+        model.with_bagua([optimizer], FailingAlgorithm())  # type: ignore[operator]
+    assert not hasattr(model, "bagua_algorithm")
+    assert not hasattr(model, "no_sync")
+    assert not model._forward_pre_hooks
+    model.with_bagua([optimizer], _allreduce())  # type: ignore[operator]
+    _train(model, optimizer, range(1, 3))
+    _assert_trained_on_the_mean(model)
+
+
+def test_a_failure_leaves_no_half_wrapped_module(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_failure)
+
+
+def _missing_optimizers() -> None:
+    _start()
+    for name in ("decentralized", "low_precision_decentralized", "async"):
+        model = perceptron()
+        some = torch.optim.SGD(model[0].parameters(), lr=0.1)  # type: ignore[index, operator]
+        for optimizers in ([], [some]):
+            with pytest.raises(ValueError, match=f"'{name}' acts on what the optimizers do.*'4.bias'|2.weight"):
+                model.with_bagua(optimizers, Algorithm.init(name))  # type: ignore[operator]
+        rest = torch.optim.Adam([p for n, p in model.named_parameters() if not n.startswith("0")])
+        model.with_bagua([some, rest], Algorithm.init(name))  # type: ignore[operator]
+        if name == "async":
+            model.bagua_algorithm.abort(model)  # type: ignore[operator, union-attr]
+    model = perceptron()
+    other = bagua.QAdamOptimizer(model.parameters())
+    with pytest.raises(ValueError, match="QAdamOptimizer that is none of the module's optimizers"):
+        model.with_bagua([_sgd(model)], Algorithm.init("qadam", q_adam_optimizer=other))  # type: ignore[operator]
+
+
+def test_algorithms_that_act_on_weights_ask_for_all_optimizers(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[1].run(_missing_optimizers)
+
+
+class Mixed(nn.Module):
+    """Has a frozen layer, weights in channels_last, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.frozen = nn.Conv2d(3, 3, 1).requires_grad_(False)
+        self.trained = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(5)
+        nn.init.constant_(self.norm.running_mean, dist.get_rank())  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.trained(self.frozen(x)))
+        return y
+
+
+def _all_state() -> None:
+    _start()
+    x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for do_flatten in (True, False):
+        model = Mixed()
+        optimizer = _sgd(model)
+        model.with_bagua([optimizer], _allreduce(), do_flatten=do_flatten)  # type: ignore[operator]
+        _assert_same_everywhere(model.frozen.weight)
+        assert float(model.norm.running_mean[0]) == dist.get_rank(), "with_bagua leaves buffers alone"  # type: ignore[index]
+        model(x).square().mean().backward()
+        assert model.trained.weight.is_contiguous(memory_format=torch.channels_last)
+        gradient = model.trained.weight.grad
+        assert gradient is not None
+        assert gradient.is_contiguous(memory_format=torch.channels_last)
+        _assert_same_everywhere(gradient)
+    for init_sync in (True, False):
+        ddp = DistributedDataParallel(Mixed(), init_sync=init_sync)
+        assert float(ddp.module.norm.running_mean[0]) == (0 if init_sync else dist.get_rank())  # type: ignore[index, union-attr]
+
+
+def test_frozen_parameters_buffers_and_memory_formats(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_all_state)
+
+
+def _layouts() -> None:
+    _start()
+    model = nn.Conv2d(3, 4, 3)
+    if dist.get_rank() == 1:
+        model.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match=r"rank.*float32\[4, 3, 3, 3\]"):
+        model.with_bagua([_sgd(model)], _allreduce())  # type: ignore[operator]
+
+
+def test_ranks_with_weights_laid_out_differently_are_told(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_layouts)
+
+
+def _groups() -> None:
+    _start()
+    everyone = list(range(dist.get_world_size()))
+    for group in (dist.new_group(everyone), bagua.torch_api.new_group(everyone)):
+        for wrap in (
+            lambda m, o, g: m.with_bagua([o], _allreduce(), process_group=g),
+            lambda m, o, g: DistributedDataParallel(m, process_group=g),
+        ):
+            model = perceptron()
+            optimizer = _sgd(model)
+            _train(wrap(model, optimizer, group), optimizer)
+            _assert_trained_on_the_mean(model)
+    with pytest.raises(TypeError, match="got 'world'"):
+        perceptron().with_bagua([], _allreduce(), process_group="world")  # type: ignore[operator]
+
+
+def test_groups_of_torch_and_of_bagua_are_taken(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_groups)
+
+
+# Arguments of torch's class of any supported version, with values that a script may give.
+TORCH_ARGUMENTS: dict[str, list[Any]] = {
+    "device_ids": [None, []],
+    "output_device": [None],
+    "dim": [0, 1],
+    "broadcast_buffers": [None, True, False],
+    "init_sync": [True, False],
+    "process_group": [None],
+    "bucket_cap_mb": [None, 0.0001, 25],
+    "find_unused_parameters": [True, False],
+    "check_reduction": [True, False],
+    "gradient_as_bucket_view": [True, False],
+    "static_graph": [True, False],
+    "delay_all_reduce_named_params": [None],
+    "param_to_hook_all_reduce": [None],
+    "mixed_precision": [None],
+    "device_mesh": [None],
+    "skip_all_reduce_unused_params": [True, False],
+    "bucket_cap_mb_list": [None, [1, 2]],
+    "batched_grad_copy": [True, False],
+    "forward_sync_buffers": [None, True, False],
+    "lazy_bucket_allocation": [True, False],
+}
+
+
+def _arguments() -> None:
+    _start()
+    known = set(inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters) - {"self", "module"}
+    assert known <= set(TORCH_ARGUMENTS), "torch's class has a new argument: what does it mean here?"
+    for name in sorted(known):
+        for value in TORCH_ARGUMENTS[name]:
+            model = perceptron()
+            optimizer = _sgd(model)
+            given: dict[str, Any] = {name: value}
+            ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=_allreduce(), **given)
+            _train(ddp, optimizer)
+            _assert_trained_on_the_mean(model)
+            assert ddp.bagua_algorithm.hook.stats()["rounds"] == 3  # type: ignore[attr-defined]
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))  # type: ignore[attr-defined]
+    model = perceptron()
+    optimizer = _sgd(model)
+    _train(DistributedDataParallel(model, device_mesh=mesh), optimizer)
+    _assert_trained_on_the_mean(model)
+    with pytest.raises(ValueError, match="device_mesh is to have one dimension"):
+        DistributedDataParallel(model, device_mesh=mesh, process_group=dist.group.WORLD)
+    with pytest.raises(TypeError, match="'find_unsed_parameters'"):
+        DistributedDataParallel(model, find_unsed_parameters=True)
+    with pytest.raises(NotImplementedError, match=r"torch\.autocast"):
+        DistributedDataParallel(model, mixed_precision=torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16))
+
+
+def test_every_argument_of_torch_s_class_leaves_the_algorithm_at_work(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_arguments)
+
+
+def _lifetime() -> None:
+    _start()
+    for name in ("gradient_allreduce", "decentralized"):
+        model = perceptron()
+        optimizer = _sgd(model)
+        model.with_bagua([optimizer], Algorithm.init(name, hierarchical=False))  # type: ignore[operator]
+        _train(model, optimizer, range(2))
+        seen = [weakref.ref(model), weakref.ref(model[0].weight)]  # type: ignore[index, arg-type]
+        buffer = io.BytesIO()
+        torch.save(list(model.parameters()), buffer)  # with the attributes that torch saves of a parameter
+        copy.deepcopy(model[0])  # type: ignore[index]
+        del model, optimizer
+        gc.collect()
+        assert [reference() for reference in seen] == [None, None]
+
+
+def test_a_wrapped_model_is_freed_with_its_last_reference(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_lifetime)
