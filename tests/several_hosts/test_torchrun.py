@@ -32,12 +32,12 @@ def hosts() -> Iterator[list[Host]]:
         network.__exit__(None, None, None)
 
 
-def _run(hosts: list[Host], ranks_per_host: int, meeting: list[list[str]]) -> list[dict[str, Any]]:
-    """What each rank printed, by rank."""
+def _run(folder: Path, hosts: list[Host], ranks_per_host: int, meeting: list[list[str]]) -> list[dict[str, Any]]:
+    """What each rank saw, by rank."""
     agents = []
     for host, own in zip(hosts, meeting, strict=True):
         torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks_per_host}"]
-        command = host.command([sys.executable, *torchrun, *own, str(SCRIPT)])
+        command = host.command([sys.executable, *torchrun, *own, str(SCRIPT), str(folder)])
         environment = {**host.environment(), "OMP_NUM_THREADS": "1"}
         agents.append(
             subprocess.Popen(
@@ -57,8 +57,8 @@ def _run(hosts: list[Host], ranks_per_host: int, meeting: list[list[str]]) -> li
                 os.killpg(agent.pid, signal.SIGTERM)  # the agent ends its ranks
                 agent.wait(timeout=SECONDS)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
-    lines = [line for output in outputs for line in output.splitlines() if line.startswith('{"rank"')]
-    return sorted((json.loads(line) for line in lines), key=lambda result: int(result["rank"]))
+    results = [json.loads(file.read_text()) for file in folder.iterdir()]
+    return sorted(results, key=lambda result: int(result["rank"]))
 
 
 def _check(results: list[dict[str, Any]], ranks_per_host: int) -> None:
@@ -76,12 +76,12 @@ def _check(results: list[dict[str, Any]], ranks_per_host: int) -> None:
         assert between <= seen < 1.3 * between
 
 
-def test_static_rendezvous(hosts: list[Host]) -> None:
+def test_static_rendezvous(hosts: list[Host], tmp_path: Path) -> None:
     address = ["--master-addr", hosts[0].address, "--master-port", "29517"]
-    _check(_run(hosts, 2, [["--node-rank", "0", *address], ["--node-rank", "1", *address]]), 2)
+    _check(_run(tmp_path, hosts, 2, [["--node-rank", "0", *address], ["--node-rank", "1", *address]]), 2)
 
 
-def test_elastic_rendezvous(hosts: list[Host]) -> None:
+def test_elastic_rendezvous(hosts: list[Host], tmp_path: Path) -> None:
     endpoint = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{hosts[0].address}:29518"]
     # Both hosts have the machine's name, by which the ranks would be told to meet.
-    _check(_run(hosts, 1, [[*endpoint, "--local-addr", host.address] for host in hosts]), 1)
+    _check(_run(tmp_path, hosts, 1, [[*endpoint, "--local-addr", host.address] for host in hosts]), 1)

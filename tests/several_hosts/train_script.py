@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's script for several machines, as torchrun starts it; each rank prints a line of JSON with what it saw."""
+"""A user's script for several machines, as torchrun starts it; each rank writes what it saw into a file of a folder."""
 
 import json
+import sys
 from pathlib import Path
 
 import bagua
@@ -49,7 +50,7 @@ def main() -> None:
         "seen_on_the_wire": bytes_out_of_this_host() - begin,
         **sent,
     }
-    print(json.dumps(result), flush=True)
+    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

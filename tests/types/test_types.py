@@ -12,13 +12,17 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SECONDS = 300
+SECONDS = 500
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 
 
+# What mypy knows of torch takes it a minute to find out; kept, and not among what `make lint` keeps with other options.
+CACHE = ROOT / ".mypy_cache" / "users"
+
+
 def _checked(folder: Path, *command: str) -> str:
-    environment = {**os.environ, "MYPYPATH": str(ROOT / "python_shim"), "MYPY_CACHE_DIR": str(folder)}
+    environment = {**os.environ, "MYPYPATH": str(ROOT / "python_shim"), "MYPY_CACHE_DIR": str(CACHE)}
     done = subprocess.run(
         [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=SECONDS, cwd=folder
     )
@@ -26,12 +30,11 @@ def _checked(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_scripts_of_users_are_strictly_typed(tmp_path: Path) -> None:
+def test_a_users_script_is_strictly_typed(tmp_path: Path) -> None:
     pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install lightning")
-    scripts = [HERE / "user_script.py", *(ROOT / "examples" / f"{name}.py" for name in ("ddp", "with_compile"))]
     # As torch re-exports most of torch.distributed without saying so, a strict user has to allow it, too.
     strict = ["--strict", "--implicit-reexport", "--config-file=", "--follow-imports=silent"]
-    _checked(tmp_path, "mypy", *strict, *map(str, scripts))
+    _checked(tmp_path, "mypy", *strict, str(HERE / "user_script.py"))
 
 
 def test_the_stub_of_the_compiled_module_agrees_with_it(tmp_path: Path) -> None:
