@@ -22,7 +22,7 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build test test-cpp test-python lint format demo bench convergence wheel clean distclean FORCE
+.PHONY: help setup build test test-cpp test-python test-faults lint format demo bench convergence wheel clean distclean FORCE
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -40,6 +40,9 @@ build: $(SETUP_STAMP)  ## build what changed
 
 test: build  ## C++ units, Python tests, PyTorch's own suite
 	@scripts/test.sh $(VENV)
+
+test-faults: build  ## kill, stop, hang and raise at random moments for BAGUA_FAULT_MINUTES (60)
+	@OMP_NUM_THREADS=1 BAGUA_FAULT_MINUTES=$${BAGUA_FAULT_MINUTES:-60} $(PY) -m pytest tests/faults -o timeout=0
 
 lint: $(SETUP_STAMP)  ## clang-format, clang-tidy, ruff, mypy
 	@scripts/lint.sh $(VENV)
