@@ -92,7 +92,8 @@ void SharedSegment::removeAbandonedNames() {
   const std::string own = namesOf(::getpid());
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(kFolder, error)) {
-    const std::string name = "/" + entry.path().filename().string();
+    std::string name = "/";
+    name += entry.path().filename().string();
     if (!isName(name) || name.starts_with(own)) continue;
     const int file = ::shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
     if (file < 0) continue;
