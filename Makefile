@@ -48,7 +48,7 @@ test-asan: $(SETUP_STAMP)  ## C++ tests under AddressSanitizer and UndefinedBeha
 test-tsan: $(SETUP_STAMP)  ## C++ tests under ThreadSanitizer
 	@scripts/sanitize.sh $(VENV) tsan
 
-fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 a target (needs clang)
+fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 a target (needs clang 16)
 	@scripts/fuzz.sh $(VENV) $(or $(FUZZ_SECONDS),60)
 
 soak: build  ## SOAK_OPERATIONS=200000 random operations on 2 to 8 ranks, each checked

@@ -11,8 +11,22 @@ PATH=$BIN:$PATH
 readonly BIN
 export OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
-command -v clang++ >/dev/null || { echo "fuzz: needs clang++ with libFuzzer (apt-get install clang)" >&2; exit 1; }
-cmake --preset fuzz -DPython_EXECUTABLE="$BIN/python" --log-level=WARNING
+# C++20 as our sources use it came with clang 16.
+find_clang() {
+  local candidate
+  for candidate in clang++-{21,20,19,18,17,16} clang++; do
+    if command -v "$candidate" >/dev/null && [ "$("$candidate" -dumpversion | cut -d. -f1)" -ge 16 ]; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "fuzz: needs clang 16 or later with libFuzzer (Debian: apt-get install clang-19 libclang-rt-19-dev)" >&2
+  return 1
+}
+
+CLANG=$(find_clang)
+readonly CLANG
+cmake --preset fuzz -DCMAKE_CXX_COMPILER="$CLANG" -DPython_EXECUTABLE="$BIN/python" --log-level=WARNING
 cmake --build --preset fuzz --target fuzz_targets
 mkdir -p $BUILD/findings
 for source in tests/fuzz/*_fuzz.cpp; do

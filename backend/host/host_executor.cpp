@@ -6,6 +6,7 @@
 #include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 
@@ -20,6 +21,9 @@ using std::chrono::milliseconds;
 constexpr milliseconds kDrainTime{5000};
 // How long an aborted transport may take to return.
 constexpr milliseconds kAbortTime{100};
+// How long the thread may take to put away a program that has returned: on a machine with many processes it may not run
+// for a while. Not without limit, because what it drops may need the GIL of whoever waits here.
+constexpr milliseconds kTidyTime{5000};
 
 std::exception_ptr makeError(const std::string& message) {
   return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, message));
@@ -50,6 +54,8 @@ class HostExecutor::Queue {
   void refuse();
   void close();
   bool waitIdle(milliseconds limit);
+  // False once the program has returned, though the executor is busy with it a little longer.
+  [[nodiscard]] bool isInProgram() const { return isInProgram_; }
   void checkUsable(const char* operation);
   std::exception_ptr error();
   uint64_t submitted();
@@ -77,6 +83,7 @@ class HostExecutor::Queue {
   std::deque<Entry> entries_;
   c10::intrusive_ptr<WorkBagua> running_;
   bool isBusy_ = false;
+  std::atomic<bool> isInProgram_ = false;
   bool isRefusing_ = false;
   bool isClosed_ = false;
   uint64_t nextSequence_ = 0;
@@ -174,6 +181,7 @@ void HostExecutor::Queue::runProgram(Entry& entry) {
   const auto token = health_->begin(operation);
   std::exception_ptr failure;
   try {
+    isInProgram_ = true;
     communicator_->setDeadline(std::chrono::steady_clock::now() + operation.timeout +
                                health_->patience(operation.timeout));
     communicator_->setProgram(fingerprintOf(operation));
@@ -181,6 +189,7 @@ void HostExecutor::Queue::runProgram(Entry& entry) {
   } catch (...) {
     failure = explain(std::current_exception(), operation);
   }
+  isInProgram_ = false;
   health_->end(token, failure == nullptr);
   entry.program = nullptr;
   if (failure) {
@@ -324,7 +333,7 @@ void HostExecutor::stop(milliseconds drainTime) {
   bool isIdle = queue_->waitIdle(drainTime);
   if (!isIdle) {
     abort("the group was shut down before the operation had completed");
-    isIdle = queue_->waitIdle(kAbortTime);
+    isIdle = queue_->waitIdle(kAbortTime) || (!queue_->isInProgram() && queue_->waitIdle(kTidyTime));
   }
   queue_->close();
   std::thread thread;

@@ -6,7 +6,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <future>
+#include <thread>
 
 namespace bagua {
 namespace {
@@ -123,6 +125,23 @@ TEST_F(HostExecutorTest, ShutdownLetsProgramsFinishAndRefusesNewOnes) {
   executor_.shutdown();
   EXPECT_EQ(ran, 10);
   EXPECT_THROW(executor_.submit(operation(), {}, [](Communicator&) {}), c10::DistBackendError);
+}
+
+// A thread that is left behind may still run when the process ends, and what it uses is gone then.
+TEST(HostExecutor, WaitsForItsThreadToPutAProgramAway) {
+  const auto wasDropped = std::make_shared<std::atomic<bool>>(false);
+  {
+    HostExecutor executor{GroupIdentity{"pg", 0, 1}, std::make_unique<Alone>(), nullptr};
+    std::promise<void> running;
+    const auto drop = [wasDropped](void*) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(400));
+      *wasDropped = true;
+    };
+    executor.submit(operation(), {},
+                    [&running, slow = std::shared_ptr<void>(nullptr, drop)](Communicator&) { running.set_value(); });
+    running.get_future().wait();
+  }
+  EXPECT_TRUE(*wasDropped);
 }
 
 TEST_F(HostExecutorTest, AGroupIsCompleteWhenAllOfItIs) {

@@ -6,6 +6,7 @@
 #include "tests/fuzz/fuzzed_bytes.h"
 #include "tests/fuzz/lone_rank.h"
 
+// NOLINTNEXTLINE(readability-identifier-naming): libFuzzer calls it so
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using bagua::fuzz::FuzzedBytes;
   FuzzedBytes input(data, size);

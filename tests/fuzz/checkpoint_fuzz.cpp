@@ -30,7 +30,7 @@ at::Tensor madeUpEntry(FuzzedBytes& input, int64_t parameters) {
     case 3:
       return at::ones({}, at::kDouble);
     default:
-      return at::ones({input.take<bool>() ? parameters : input.from(0, 2 * parameters)});
+      return at::ones({input.coin() ? parameters : input.from(0, 2 * parameters)});
   }
 }
 
@@ -113,7 +113,7 @@ void loadAndStep(FuzzedBytes& input) {
 void fuzzCheckpoint(FuzzedBytes& input) {
   const at::NoGradGuard noGrad;
   try {
-    input.take<bool>() ? checkLayouts(input) : loadAndStep(input);
+    input.coin() ? checkLayouts(input) : loadAndStep(input);
   } catch (const c10::ValueError&) {
     // It does not fit.
   }
@@ -121,6 +121,7 @@ void fuzzCheckpoint(FuzzedBytes& input) {
 
 }  // namespace bagua
 
+// NOLINTNEXTLINE(readability-identifier-naming): libFuzzer calls it so
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   bagua::fuzz::FuzzedBytes input(data, size);
   bagua::fuzzCheckpoint(input);

@@ -28,6 +28,8 @@ class FuzzedBytes {
     return value;
   }
 
+  bool coin() { return take<uint8_t>() % 2 == 1; }
+
   int64_t from(int64_t low, int64_t high) {
     return low + static_cast<int64_t>(take<uint32_t>() % static_cast<uint64_t>(high - low + 1));
   }

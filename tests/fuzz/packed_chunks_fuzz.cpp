@@ -2,6 +2,7 @@
 // Packed chunks of a peer: any bytes, with any claim about how many chunks and elements they hold. What is refused is
 // refused with an exception; what is decoded is all NaN or all finite, and the same bits on every instruction set.
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
 #include <array>
@@ -52,9 +53,10 @@ void compareSets(const at::Tensor& packed, int64_t chunks, const at::Tensor& out
 void decode(FuzzedBytes& input) {
   at::Tensor output = at::zeros({input.from(0, kMostElements)}, at::TensorOptions().dtype(dtypeOf(input)));
   const int64_t chunks = input.claim();
-  const bool fits = input.take<bool>();
+  const bool fits = input.coin();
   const at::Tensor packed = packedOf(input, fits, fits ? packedBytes(output.numel(), chunks) : 0);
   decompress(packed, chunks, output);
+  if (output.numel() == 0) return;
   checkChunks(output, chunks);
   switch (output.scalar_type()) {
     case at::kFloat:
@@ -72,9 +74,9 @@ void reduce(FuzzedBytes& input) {
   const auto dtype = dtypeOf(input);
   const int64_t copies = input.claim();
   const int64_t stride = input.claim();
-  const int64_t length = input.take<bool>() ? input.from(0, kMostElements) : input.claim();
+  const int64_t length = input.coin() ? input.from(0, kMostElements) : input.claim();
   const auto divisor = static_cast<float>(input.from(1, 64));
-  const bool fits = input.take<bool>() && copies > 0 && copies <= 64 && stride >= 0 && stride <= kMostElements;
+  const bool fits = input.coin() && copies > 0 && copies <= 64 && stride >= 0 && stride <= kMostElements;
   at::Tensor packed = at::zeros({fits ? packedChunkBytes(stride) : input.from(0, kMostElements)}, at::kByte);
   const at::Tensor received = packedOf(input, fits, fits ? copies * packedChunkBytes(stride) : 0);
   reduceAndCompress(received, copies, length, stride, dtype, divisor, packed);
@@ -87,7 +89,7 @@ void reduce(FuzzedBytes& input) {
 
 void fuzzPackedChunks(FuzzedBytes& input) {
   try {
-    input.take<bool>() ? decode(input) : reduce(input);
+    input.coin() ? decode(input) : reduce(input);
   } catch (const c10::ValueError&) {
     // What does not fit together is refused.
   }
@@ -95,6 +97,7 @@ void fuzzPackedChunks(FuzzedBytes& input) {
 
 }  // namespace bagua::minmax_uint8
 
+// NOLINTNEXTLINE(readability-identifier-naming): libFuzzer calls it so
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   bagua::fuzz::FuzzedBytes input(data, size);
   bagua::minmax_uint8::fuzzPackedChunks(input);

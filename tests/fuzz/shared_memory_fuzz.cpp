@@ -88,6 +88,7 @@ void fuzzSharedMemory(fuzz::FuzzedBytes& input) {
 
 }  // namespace bagua
 
+// NOLINTNEXTLINE(readability-identifier-naming): libFuzzer calls it so
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   bagua::fuzz::FuzzedBytes input(data, size);
   bagua::fuzzSharedMemory(input);
