@@ -15,6 +15,7 @@ class Options:
     global_ranks_in_group: list[int]
     _timeout: timedelta
     def __copy__(self) -> Options: ...
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options: ...
 
 class ProcessGroupBagua:
     def __init__(
