@@ -3,9 +3,10 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 
@@ -28,19 +29,43 @@ std::vector<at::Tensor> gatherRows(Communicator& communicator, const at::Tensor&
   return perRank;
 }
 
-std::vector<int64_t> gatherCounts(Communicator& communicator, int64_t own, at::Device device) {
-  const at::Tensor count = at::full({1}, own, at::dtype(at::kLong).device(device));
-  at::Tensor all = at::empty({communicator.size()}, count.options());
-  communicator.allGather(all, count);
+// What every rank says of its tensor: the number of rows, how many dimensions are sparse, and its shape.
+std::vector<std::vector<int64_t>> gatherFacts(Communicator& communicator, const at::Tensor& own) {
+  std::vector<int64_t> facts{own._nnz(), own.sparse_dim(), own.dim()};
+  // Shapes of any length in a message of one length: equal ones have an equal fold.
+  int64_t fold = 0;
+  for (const int64_t size : own.sizes()) fold = (fold * 1'000'003 + size) % 1'000'000'007;
+  facts.push_back(fold);
+  const at::Tensor sent = at::tensor(facts, at::kLong).to(own.device());
+  at::Tensor all = at::empty({communicator.size(), sent.numel()}, sent.options());
+  communicator.allGather(all, sent);
   const at::Tensor onHost = all.cpu();
-  return {onHost.const_data_ptr<int64_t>(), onHost.const_data_ptr<int64_t>() + onHost.numel()};
+  std::vector<std::vector<int64_t>> perRank;
+  for (int rank = 0; rank < communicator.size(); ++rank) {
+    const auto* const begin = onHost.const_data_ptr<int64_t>() + rank * sent.numel();
+    perRank.emplace_back(begin, begin + sent.numel());
+  }
+  return perRank;
+}
+
+// Rows of each rank. Throws on all ranks where they cannot be added.
+std::vector<int64_t> agreedCounts(const std::vector<std::vector<int64_t>>& facts) {
+  std::vector<int64_t> counts;
+  for (size_t rank = 0; rank < facts.size(); ++rank) {
+    const bool isEqual = std::equal(facts[rank].begin() + 1, facts[rank].end(), facts[0].begin() + 1);
+    TORCH_CHECK_VALUE(isEqual, "sparse tensors of rank 0 and rank ", rank, " cannot be added: ", facts[0][1], " and ",
+                      facts[rank][1], " sparse dimensions of ", facts[0][2], " and ", facts[rank][2],
+                      ", or different shapes");
+    counts.push_back(facts[rank][0]);
+  }
+  return counts;
 }
 
 }  // namespace
 
 void allReduceSparse(Communicator& communicator, at::Tensor& tensor, bool average) {
   const at::Tensor own = tensor.coalesce();
-  const auto counts = gatherCounts(communicator, own._nnz(), own.device());
+  const auto counts = agreedCounts(gatherFacts(communicator, own));
   // Rows of (index, ...) so that both parts are cut along dimension 0.
   const at::Tensor indices = at::cat(gatherRows(communicator, own._indices().t().contiguous(), counts)).t();
   const at::Tensor values = at::cat(gatherRows(communicator, own._values().contiguous(), counts));

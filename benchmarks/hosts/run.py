@@ -76,7 +76,7 @@ DEFAULT_NETWORKS = [
     *(Network("convolutional", 2, 1, rate) for rate in (100e6, 1e9, 10e9, 0)),
     Network("convolutional", 2, 2, 1e9),
     Network("convolutional", 4, 1, 1e9),
-    *(Network("transformer", 2, 1, rate) for rate in (100e6, 1e9)),
+    Network("transformer", 2, 1, 1e9),
 ]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-ROUNDS = 5
+ROUNDS = 3
 FEWEST_STEPS = 1
 MOST_STEPS = 6
 
