@@ -22,7 +22,8 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build test test-asan test-tsan fuzz soak lint format demo bench convergence docs wheel clean distclean FORCE
+.PHONY: help setup build test test-asan test-tsan test-faults fuzz soak lint format demo bench convergence docs wheel
+.PHONY: clean distclean FORCE
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -52,6 +53,9 @@ fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 a target (needs
 
 soak: build  ## SOAK_OPERATIONS=200000 random operations on 2 to 8 ranks, each checked
 	@OMP_NUM_THREADS=1 $(PY) tests/soak/soak.py --operations $(or $(SOAK_OPERATIONS),200000) $(SOAK_ARGS)
+
+test-faults: build  ## kill, stop, hang and raise at random moments for BAGUA_FAULT_MINUTES (60)
+	@OMP_NUM_THREADS=1 BAGUA_FAULT_MINUTES=$${BAGUA_FAULT_MINUTES:-60} $(PY) -m pytest tests/faults -o timeout=0
 
 lint: $(SETUP_STAMP)  ## clang-format, clang-tidy, ruff, mypy
 	@scripts/lint.sh $(VENV)

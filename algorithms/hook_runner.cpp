@@ -43,7 +43,8 @@ HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string,
       actsOnWeights_(!AlgorithmRegistry::find(algorithm).optimizer.empty()),
       isFirstStatic_(isStaticGraph),
       layouts_(parameters_, isStaticGraph ? 2 : 1),
-      algorithm_(create(algorithm, options)) {}
+      algorithm_(create(algorithm, options)),
+      configuration_(std::make_shared<const std::string>(name_ + "(" + options_.toString() + ")")) {}
 
 // The first program connects the ranks, for which they wait for each other: here and not in a training step.
 void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
@@ -148,7 +149,8 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
                             .dtype = first.scalar_type(),
                             .numel = numel,
                             .timeout = group.timeout(),
-                            .isProfiled = wait == Wait::kNow};
+                            .isProfiled = wait == Wait::kNow,
+                            .configuration = configuration_};
   const auto handover = wait == Wait::kNow ? ProfilerHandover::ofThisThread() : ProfilerHandover();
   auto program = [ledger = ledger_, handover, task = std::move(task)](Communicator& communicator) {
     const ProfilerHandover::Scope profiled(handover);

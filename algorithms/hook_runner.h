@@ -103,6 +103,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
   BucketLayouts layouts_;
   std::shared_ptr<Algorithm> algorithm_;
+  // As the ranks compare it in every program.
+  const std::shared_ptr<const std::string> configuration_;
 };
 
 }  // namespace bagua

@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "backend/program_fingerprint.h"
 #include "backend/topology.h"
 #include "backend/torch_compat.h"
 
@@ -25,9 +26,9 @@ struct Traffic {
   [[nodiscard]] Traffic since(const Traffic& earlier) const;
 };
 
-// What a program does with the parts of an exchange, piece by piece, while other pieces are on their way: it makes bytes
-// [begin, end) of every part just before they leave, and uses those of every part that have arrived. A part that is
-// shorter has fewer. In ascending order, on the program's thread.
+// What a program does with the parts of an exchange, piece by piece, while other pieces are on their way: it makes
+// bytes [begin, end) of every part just before they leave, and uses those of every part that have arrived. A part that
+// is shorter has fewer. In ascending order, on the program's thread.
 struct Pipeline {
   using Step = std::function<void(int64_t begin, int64_t end)>;
   Step beforeSending;
@@ -67,8 +68,8 @@ class Communicator {
   // Part j of `input` goes to rank j, part i of `output` comes from rank i. Parts may be empty.
   virtual void allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                         const Splits& inputSplits) = 0;
-  // The same two of byte tensors, with a pipeline where the transport has one; elsewhere its steps are taken once, before
-  // and after. Of the ranks of one host either all have parts for each other or none has.
+  // The same two of byte tensors, with a pipeline where the transport has one; elsewhere its steps are taken once,
+  // before and after. Of the ranks of one host either all have parts for each other or none has.
   virtual void allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline);
   virtual void allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                                 const Splits& inputSplits, const Pipeline& pipeline);
@@ -79,6 +80,10 @@ class Communicator {
 
   // All calls made from now on together may take until `deadline`; set by the executor before each program.
   void setDeadline(std::chrono::steady_clock::time_point deadline) { deadline_ = deadline; }
+  // What all calls made from now on belong to; set by the executor before each program. A transport that compares it
+  // with the peers' throws a MismatchError before it gives anything away.
+  virtual void setProgram(const ProgramFingerprint& program) { program_ = program; }
+  [[nodiscard]] const ProgramFingerprint& program() const { return program_; }
   [[nodiscard]] const Traffic& traffic() const { return traffic_; }
 
  protected:
@@ -103,6 +108,7 @@ class Communicator {
   const int size_;
   const std::shared_ptr<const HostTopology> topology_;
   std::chrono::steady_clock::time_point deadline_ = std::chrono::steady_clock::time_point::max();
+  ProgramFingerprint program_;
   Traffic traffic_;
 };
 

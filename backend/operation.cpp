@@ -4,7 +4,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include <sstream>
+#include "backend/peer_errors.h"
+#include "backend/program_fingerprint.h"
 
 namespace bagua {
 
@@ -14,15 +15,8 @@ Operation withoutInputs(Operation operation) {
 }
 
 std::string describe(const Operation& operation, const GroupIdentity& group) {
-  std::ostringstream text;
-  text << operation.name << " #" << operation.sequence;
-  if (operation.dtype != at::ScalarType::Undefined) {
-    text << " (" << at::toString(operation.dtype) << "[" << operation.numel << "]";
-    if (operation.peer >= 0) text << ", peer rank " << operation.peer;
-    text << ")";
-  }
-  text << " on rank " << group.rank << " of " << group.size << ", group '" << group.name << "'";
-  return text.str();
+  return c10::str(describe(fingerprintOf(operation)), " on rank ", group.rank, " of ", group.size, ", group '",
+                  group.name, "'");
 }
 
 std::string messageOf(const std::exception_ptr& error) {
@@ -37,10 +31,29 @@ std::string messageOf(const std::exception_ptr& error) {
   }
 }
 
+bool isSymptom(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerDiedError&) {
+    return false;
+  } catch (const MismatchError&) {
+    return false;
+  } catch (const c10::DistError&) {
+    return true;
+  } catch (const c10::Error&) {
+    return false;
+  } catch (...) {
+    // Transports below c10d throw std::runtime_error when a connection ends.
+    return true;
+  }
+}
+
 std::exception_ptr withContext(const std::exception_ptr& cause, const Operation& operation,
                                const GroupIdentity& group) {
-  return std::make_exception_ptr(
-      C10_BUILD_ERROR(DistBackendError, c10::str(describe(operation, group), " failed: ", messageOf(cause))));
+  const std::string message = messageOf(cause);
+  const std::string context = describe(operation, group) + " failed: ";
+  const bool hasContext = message.compare(0, context.size(), context) == 0;
+  return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, hasContext ? message : context + message));
 }
 
 }  // namespace bagua

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,15 @@ struct Operation {
   // Whether the profiler of the submitting thread times it as a whole. Not one that may outlast the profiler, which
   // would then be told of the end of something that it has freed.
   bool isProfiled = true;
+  // c10d::ReduceOp::RedOpType, where it reduces.
+  int reduceOp = -1;
+  // Elements that all ranks must have alike when they come to this operation.
+  static constexpr int64_t kOwnNumel = -1;  // those of `numel`
+  static constexpr int64_t kAnyNumel = -2;  // ranks may bring different sizes
+  int64_t commonNumel = kOwnNumel;
+  // What else decides how the ranks exchange, and has to be the same on all: a hook's algorithm and options. Null:
+  // nothing.
+  std::shared_ptr<const std::string> configuration = nullptr;
 };
 
 // Who runs operations: what every error message starts with.
@@ -47,7 +57,7 @@ Operation withoutInputs(Operation operation);
 // "bagua:all_reduce #12 (Float[1024]) on rank 1 of 4, group 'default_pg'"
 std::string describe(const Operation& operation, const GroupIdentity& group);
 
-// A c10::DistBackendError that says which operation failed and keeps the cause's text.
+// A c10::DistBackendError that says which operation failed, unless `cause` does already, and keeps the cause's text.
 std::exception_ptr withContext(const std::exception_ptr& cause, const Operation& operation, const GroupIdentity& group);
 
 // The text of any exception.

@@ -96,19 +96,42 @@ Operation ProcessGroupBagua::operation(c10d::OpType type, const char* name, cons
           .isAwaited = options.isAwaited};
 }
 
+Operation ProcessGroupBagua::operation(c10d::OpType type, const char* name, const at::Tensor& like,
+                                       const CallOptions& options, const c10d::ReduceOp& reduceOp, int64_t peer,
+                                       std::vector<at::Tensor> inputs) const {
+  Operation reduction = operation(type, name, like, options, peer, std::move(inputs));
+  reduction.reduceOp = static_cast<int>(reduceOp.op_);
+  return reduction;
+}
+
 std::chrono::milliseconds ProcessGroupBagua::orDefault(std::chrono::milliseconds timeout) const {
   // kUnsetTimeout is negative; 0 is a limit that nothing meets.
   return timeout.count() < 0 ? options_->timeout : timeout;
 }
 
 std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device) {
+  if (!health_) {
+    health_ = std::make_unique<GroupHealth>(
+        identity_, store_,
+        std::vector<uint64_t>(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end()));
+  }
+  const auto track = health_->addTrack(c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+  auto executor = makeExecutor(device, track);
+  track->onFailure([weak = std::weak_ptr<Executor>(executor)](const std::string& cause) {
+    if (const auto failing = weak.lock()) failing->abort(cause);
+  });
+  return executor;
+}
+
+std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device,
+                                                          const std::shared_ptr<GroupHealth::Track>& track) {
   if (device.is_cpu()) {
     auto wire = std::make_unique<BackendWire>(hostBackend_);
     return std::make_shared<HostExecutor>(identity_, std::make_unique<HostCommunicator>(std::move(wire), topology_),
-                                          std::make_unique<MessageChannel>(identity_, hostBackend_));
+                                          std::make_unique<MessageChannel>(identity_, hostBackend_, track), track);
   }
 #if BAGUA_WITH_CUDA
-  return makeNcclExecutor(identity_, store_, device, topology_, options_->timeout, options_->highPriorityStream);
+  return makeNcclExecutor(identity_, store_, device, topology_, options_->timeout, options_->highPriorityStream, track);
 #else
   TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate a tensor on ", device,
                               "; rebuild it with a torch that has CUDA (python -m bagua.info tells what was built)");
@@ -208,11 +231,23 @@ void ProcessGroupBagua::close(const std::string& reason) {
 void ProcessGroupBagua::abort() {
   close("was aborted");
   for (const auto& executor : executors()) executor->abort("the group was aborted");
+  stopHealth();
 }
 
 void ProcessGroupBagua::shutdown() {
   close("has been shut down");
   for (const auto& executor : executors()) executor->shutdown();
+  stopHealth();
+}
+
+// Not under the mutex: its thread may be about to call an executor.
+void ProcessGroupBagua::stopHealth() {
+  GroupHealth* health = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    health = health_.get();
+  }
+  if (health != nullptr) health->stop();
 }
 
 }  // namespace bagua

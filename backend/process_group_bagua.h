@@ -9,6 +9,7 @@
 
 #include "backend/argument_checks.h"
 #include "backend/executor.h"
+#include "backend/health/group_health.h"
 #include "backend/torch_compat.h"
 
 namespace bagua {
@@ -118,11 +119,16 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   // An operation of ours under construction. A negative timeout is the group's.
   Operation operation(c10d::OpType type, const char* name, const at::Tensor& like, const CallOptions& options,
                       int64_t peer = -1, std::vector<at::Tensor> inputs = {}) const;
+  // The same for one that reduces.
+  Operation operation(c10d::OpType type, const char* name, const at::Tensor& like, const CallOptions& options,
+                      const c10d::ReduceOp& reduceOp, int64_t peer = -1, std::vector<at::Tensor> inputs = {}) const;
   [[nodiscard]] std::chrono::milliseconds orDefault(std::chrono::milliseconds timeout) const;
   [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity_}; }
   std::vector<std::shared_ptr<Executor>> executors() const;
   std::shared_ptr<Executor> makeExecutor(at::Device device);
+  std::shared_ptr<Executor> makeExecutor(at::Device device, const std::shared_ptr<GroupHealth::Track>& track);
   void close(const std::string& reason);
+  void stopHealth();
   c10::intrusive_ptr<Options> optionsOf(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
 
   const StorePtr store_;
@@ -133,6 +139,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   GroupIdentity identity_;
 
   mutable std::mutex mutex_;
+  // Made with the first executor; outlives them all.
+  std::unique_ptr<GroupHealth> health_;
   std::map<at::Device, std::shared_ptr<Executor>, bool (*)(const at::Device&, const at::Device&)> executors_;
   // Why no operation is accepted any more; empty while the group is open.
   std::string closed_;

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The collectives of ProcessGroupBagua that work on one flat tensor per rank, and their coalesced forms.
+#include <functional>
+#include <numeric>
+
 #include "backend/host/reduction.h"
 #include "backend/process_group_bagua.h"
 #include "backend/sparse_reduction.h"
@@ -10,6 +13,15 @@ namespace bagua {
 using c10d::OpType;
 using WorkPtr = ProcessGroupBagua::WorkPtr;
 using Tensors = std::vector<at::Tensor>;
+
+namespace {
+
+int64_t totalNumel(const Tensors& tensors) {
+  return std::transform_reduce(tensors.begin(), tensors.end(), int64_t{0}, std::plus<>(),
+                               [](const at::Tensor& tensor) { return tensor.numel(); });
+}
+
+}  // namespace
 
 WorkPtr ProcessGroupBagua::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   constexpr const char* kName = "bagua:broadcast";
@@ -28,7 +40,7 @@ WorkPtr ProcessGroupBagua::allreduce(Tensors& tensors, const c10d::AllreduceOpti
   at::Tensor tensor = checks(kName).single(tensors);
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
-      .submit(operation(OpType::ALLREDUCE, kName, tensor, opts), tensors,
+      .submit(operation(OpType::ALLREDUCE, kName, tensor, opts, opts.reduceOp), tensors,
               [tensor, op = opts.reduceOp](Communicator& communicator) mutable {
                 inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.allReduce(plain, op); });
               });
@@ -44,7 +56,7 @@ WorkPtr ProcessGroupBagua::allreduce_sparse(Tensors& tensors, const c10d::Allred
   TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG, checks(kName).where(),
                     ": sparse tensors can be reduced with SUM and AVG only");
   return executorFor(tensor.device())
-      .submit(operation(c10d::OpType::_ALLREDUCE_SPARSE, kName, tensor, opts), tensors,
+      .submit(operation(c10d::OpType::_ALLREDUCE_SPARSE, kName, tensor, opts, opts.reduceOp), tensors,
               [tensor, average = op == c10d::ReduceOp::AVG](Communicator& communicator) mutable {
                 allReduceSparse(communicator, tensor, average);
               });
@@ -55,13 +67,14 @@ WorkPtr ProcessGroupBagua::allreduce_coalesced(Tensors& tensors, const c10d::All
   TORCH_CHECK_VALUE(!tensors.empty(), checks(kName).where(), ": got no tensors");
   checks(kName).alike(tensors, tensors[0], "tensor");
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensors[0].scalar_type());
+  Operation all = operation(OpType::ALLREDUCE_COALESCED, kName, tensors[0], opts, opts.reduceOp);
+  all.numel = totalNumel(tensors);
   return executorFor(tensors[0].device())
-      .submit(operation(OpType::ALLREDUCE_COALESCED, kName, tensors[0], opts), tensors,
-              [tensors, op = opts.reduceOp](Communicator& communicator) mutable {
-                for (auto& tensor : tensors) {
-                  inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.allReduce(plain, op); });
-                }
-              });
+      .submit(all, tensors, [tensors, op = opts.reduceOp](Communicator& communicator) mutable {
+        for (auto& tensor : tensors) {
+          inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.allReduce(plain, op); });
+        }
+      });
 }
 
 WorkPtr ProcessGroupBagua::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -70,7 +83,7 @@ WorkPtr ProcessGroupBagua::reduce(Tensors& tensors, const c10d::ReduceOptions& o
   checks(kName).rank(opts.rootRank, "root");
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
-      .submit(operation(OpType::REDUCE, kName, tensor, opts, opts.rootRank), tensors,
+      .submit(operation(OpType::REDUCE, kName, tensor, opts, opts.reduceOp, opts.rootRank), tensors,
               [tensor, root = static_cast<int>(opts.rootRank), op = opts.reduceOp](Communicator& communicator) mutable {
                 inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.reduce(plain, root, op); });
               });
@@ -99,11 +112,11 @@ WorkPtr ProcessGroupBagua::allgather_into_tensor_coalesced(Tensors& outputs, Ten
     checks(kName).rowMajor(outputs[i], "output");
     checks(kName).numel(outputs[i], inputs[i].numel() * size_, "output");
   }
-  return executorFor(inputs[0].device())
-      .submit(operation(OpType::COALESCED, kName, inputs[0], opts, -1, inputs), outputs,
-              [outputs, inputs](Communicator& communicator) mutable {
-                for (size_t i = 0; i < inputs.size(); ++i) communicator.allGather(outputs[i], inputs[i].contiguous());
-              });
+  Operation all = operation(OpType::COALESCED, kName, inputs[0], opts, -1, inputs);
+  all.numel = totalNumel(inputs);
+  return executorFor(inputs[0].device()).submit(all, outputs, [outputs, inputs](Communicator& communicator) mutable {
+    for (size_t i = 0; i < inputs.size(); ++i) communicator.allGather(outputs[i], inputs[i].contiguous());
+  });
 }
 
 WorkPtr ProcessGroupBagua::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -115,7 +128,7 @@ WorkPtr ProcessGroupBagua::_reduce_scatter_base(at::Tensor& output, at::Tensor& 
   checks(kName).numel(input, output.numel() * size_, "input");
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, input.scalar_type());
   return executorFor(output.device())
-      .submit(operation(OpType::_REDUCE_SCATTER_BASE, kName, output, opts, -1, {input}), {output},
+      .submit(operation(OpType::_REDUCE_SCATTER_BASE, kName, output, opts, opts.reduceOp, -1, {input}), {output},
               [output, input, op = opts.reduceOp](Communicator& communicator) mutable {
                 inPlainOrder(output, [&](at::Tensor& plain) { communicator.reduceScatter(plain, input, op); });
               });
@@ -133,14 +146,14 @@ WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
     checks(kName).numel(inputs[i], outputs[i].numel() * size_, "input");
     reduction::checkSupported(checks(kName).where(), opts.reduceOp, inputs[i].scalar_type());
   }
+  Operation all = operation(OpType::COALESCED, kName, outputs[0], opts, opts.reduceOp, -1, inputs);
+  all.numel = totalNumel(outputs);
   return executorFor(outputs[0].device())
-      .submit(operation(OpType::COALESCED, kName, outputs[0], opts, -1, inputs), outputs,
-              [outputs, inputs, op = opts.reduceOp](Communicator& communicator) mutable {
-                for (size_t i = 0; i < inputs.size(); ++i) {
-                  inPlainOrder(outputs[i],
-                               [&](at::Tensor& plain) { communicator.reduceScatter(plain, inputs[i], op); });
-                }
-              });
+      .submit(all, outputs, [outputs, inputs, op = opts.reduceOp](Communicator& communicator) mutable {
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          inPlainOrder(outputs[i], [&](at::Tensor& plain) { communicator.reduceScatter(plain, inputs[i], op); });
+        }
+      });
 }
 
 WorkPtr ProcessGroupBagua::barrier(const c10d::BarrierOptions& opts) {

@@ -4,6 +4,8 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include <numeric>
+
 #include "backend/host/reduction.h"
 #include "backend/process_group_bagua.h"
 #include "backend/tensor_bytes.h"
@@ -21,6 +23,11 @@ Splits numels(const Tensors& tensors) {
   counts.reserve(tensors.size());
   for (const auto& tensor : tensors) counts.push_back(tensor.numel());
   return counts;
+}
+
+int64_t totalNumel(const Tensors& tensors) {
+  const Splits counts = numels(tensors);
+  return std::reduce(counts.begin(), counts.end(), int64_t{0});
 }
 
 bool allOfEqualNumel(const Tensors& tensors) {
@@ -84,11 +91,13 @@ WorkPtr ProcessGroupBagua::allgather(std::vector<Tensors>& outputs, Tensors& inp
   checks(kName).count(outputs[0].size(), size_, "output tensors, one per rank");
   checks(kName).alike(outputs[0], input, "output");
   checks(kName).sameShape(outputs[0][rank_], input, "output of this rank");
+  Operation gathering = operation(OpType::ALLGATHER, kName, input, opts, -1, inputs);
+  // Inputs may be uneven; what all end up with is the same.
+  gathering.commonNumel = totalNumel(outputs[0]);
   return executorFor(input.device())
-      .submit(operation(OpType::ALLGATHER, kName, input, opts, -1, inputs), outputs[0],
-              [output = outputs[0], input](Communicator& communicator) mutable {
-                gatherToAll(communicator, output, input);
-              });
+      .submit(gathering, outputs[0], [output = outputs[0], input](Communicator& communicator) mutable {
+        gatherToAll(communicator, output, input);
+      });
 }
 
 WorkPtr ProcessGroupBagua::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -106,15 +115,16 @@ WorkPtr ProcessGroupBagua::allgather_coalesced(std::vector<Tensors>& outputs, Te
       all.push_back(list[i]);
     }
   }
+  Operation gathering = operation(OpType::ALLGATHER_COALESCED, kName, inputs[0], opts, -1, inputs);
+  gathering.commonNumel = totalNumel(all);
   return executorFor(inputs[0].device())
-      .submit(operation(OpType::ALLGATHER_COALESCED, kName, inputs[0], opts, -1, inputs), std::move(all),
-              [outputs, inputs](Communicator& communicator) {
-                for (size_t i = 0; i < inputs.size(); ++i) {
-                  Tensors ofInput;
-                  for (const auto& list : outputs) ofInput.push_back(list[i]);
-                  gatherToAll(communicator, ofInput, inputs[i]);
-                }
-              });
+      .submit(gathering, std::move(all), [outputs, inputs](Communicator& communicator) {
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          Tensors ofInput;
+          for (const auto& list : outputs) ofInput.push_back(list[i]);
+          gatherToAll(communicator, ofInput, inputs[i]);
+        }
+      });
 }
 
 WorkPtr ProcessGroupBagua::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
@@ -130,17 +140,17 @@ WorkPtr ProcessGroupBagua::gather(std::vector<Tensors>& outputs, Tensors& inputs
     checks(kName).alike(output, input, "output");
     checks(kName).sameShape(output[rank_], input, "output of this rank");
   }
-  return executorFor(input.device())
-      .submit(operation(OpType::GATHER, kName, input, opts, root, inputs), output,
-              [output, input, root](Communicator& communicator) {
-                const bool isRoot = communicator.rank() == root;
-                Splits inputSplits(communicator.size(), 0);
-                inputSplits[root] = input.numel();
-                const Splits outputSplits = isRoot ? numels(output) : Splits(communicator.size(), 0);
-                at::Tensor flat = isRoot ? flatSpaceFor(output) : at::empty({0}, input.options());
-                communicator.allToAll(flat, input.contiguous(), outputSplits, inputSplits);
-                if (isRoot) unflatten(flat, output);
-              });
+  Operation gathering = operation(OpType::GATHER, kName, input, opts, root, inputs);
+  gathering.commonNumel = Operation::kAnyNumel;
+  return executorFor(input.device()).submit(gathering, output, [output, input, root](Communicator& communicator) {
+    const bool isRoot = communicator.rank() == root;
+    Splits inputSplits(communicator.size(), 0);
+    inputSplits[root] = input.numel();
+    const Splits outputSplits = isRoot ? numels(output) : Splits(communicator.size(), 0);
+    at::Tensor flat = isRoot ? flatSpaceFor(output) : at::empty({0}, input.options());
+    communicator.allToAll(flat, input.contiguous(), outputSplits, inputSplits);
+    if (isRoot) unflatten(flat, output);
+  });
 }
 
 #if BAGUA_HAS_GATHER_INTO_TENSOR
@@ -175,17 +185,17 @@ WorkPtr ProcessGroupBagua::scatter(Tensors& outputs, std::vector<Tensors>& input
     checks(kName).alike(input, output, "input");
     checks(kName).sameShape(input[rank_], output, "input of this rank");
   }
+  Operation scattering = operation(OpType::SCATTER, kName, output, opts, root, input);
+  scattering.commonNumel = Operation::kAnyNumel;
   return executorFor(output.device())
-      .submit(operation(OpType::SCATTER, kName, output, opts, root, input), outputs,
-              [input, output, root](Communicator& communicator) mutable {
-                const bool isRoot = communicator.rank() == root;
-                Splits outputSplits(communicator.size(), 0);
-                outputSplits[root] = output.numel();
-                const Splits inputSplits = isRoot ? numels(input) : Splits(communicator.size(), 0);
-                const at::Tensor flat = isRoot ? flatten(input) : at::empty({0}, output.options());
-                inPlainOrder(output,
-                             [&](at::Tensor& plain) { communicator.allToAll(plain, flat, outputSplits, inputSplits); });
-              });
+      .submit(scattering, outputs, [input, output, root](Communicator& communicator) mutable {
+        const bool isRoot = communicator.rank() == root;
+        Splits outputSplits(communicator.size(), 0);
+        outputSplits[root] = output.numel();
+        const Splits inputSplits = isRoot ? numels(input) : Splits(communicator.size(), 0);
+        const at::Tensor flat = isRoot ? flatten(input) : at::empty({0}, output.options());
+        inPlainOrder(output, [&](at::Tensor& plain) { communicator.allToAll(plain, flat, outputSplits, inputSplits); });
+      });
 }
 
 WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -197,20 +207,20 @@ WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>
   checks(kName).alike(inputs[0], output, "input");
   checks(kName).sameShape(inputs[0][rank_], output, "input of this rank");
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, output.scalar_type());
+  Operation reducing = operation(OpType::REDUCE_SCATTER, kName, output, opts, opts.reduceOp, -1, inputs[0]);
+  reducing.commonNumel = totalNumel(inputs[0]);
   return executorFor(output.device())
-      .submit(operation(OpType::REDUCE_SCATTER, kName, output, opts, -1, inputs[0]), outputs,
-              [input = inputs[0], output, op = opts.reduceOp](Communicator& communicator) mutable {
-                if (allOfEqualNumel(input)) {
-                  inPlainOrder(output,
-                               [&](at::Tensor& plain) { communicator.reduceScatter(plain, flatten(input), op); });
-                  return;
-                }
-                for (int root = 0; root < communicator.size(); ++root) {
-                  at::Tensor part = input[root].clone(at::MemoryFormat::Contiguous);
-                  communicator.reduce(part, root, op);
-                  if (root == communicator.rank()) output.copy_(part);
-                }
-              });
+      .submit(reducing, outputs, [input = inputs[0], output, op = opts.reduceOp](Communicator& communicator) mutable {
+        if (allOfEqualNumel(input)) {
+          inPlainOrder(output, [&](at::Tensor& plain) { communicator.reduceScatter(plain, flatten(input), op); });
+          return;
+        }
+        for (int root = 0; root < communicator.size(); ++root) {
+          at::Tensor part = input[root].clone(at::MemoryFormat::Contiguous);
+          communicator.reduce(part, root, op);
+          if (root == communicator.rank()) output.copy_(part);
+        }
+      });
 }
 
 WorkPtr ProcessGroupBagua::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& outputSplits,
@@ -226,11 +236,13 @@ WorkPtr ProcessGroupBagua::alltoall_base(at::Tensor& output, at::Tensor& input, 
   Splits received = elementSplits(outputSplits, output, size_);
   TORCH_CHECK_VALUE(sent[rank_] == received[rank_], checks(kName).where(), ": this rank sends itself ", sent[rank_],
                     " elements of input and expects ", received[rank_], " in output");
+  Operation exchange = operation(OpType::ALLTOALL_BASE, kName, input, opts, -1, {input});
+  // A rank that gives splits may exchange with one that gives none.
+  exchange.commonNumel = Operation::kAnyNumel;
   return executorFor(input.device())
-      .submit(operation(OpType::ALLTOALL_BASE, kName, input, opts, -1, {input}), {output},
-              [output, input, sent, received](Communicator& communicator) mutable {
-                communicator.allToAll(output, input, received, sent);
-              });
+      .submit(exchange, {output}, [output, input, sent, received](Communicator& communicator) mutable {
+        communicator.allToAll(output, input, received, sent);
+      });
 }
 
 WorkPtr ProcessGroupBagua::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
@@ -240,13 +252,13 @@ WorkPtr ProcessGroupBagua::alltoall(Tensors& outputs, Tensors& inputs, const c10
   checks(kName).alike(inputs, inputs[0], "input");
   checks(kName).alike(outputs, inputs[0], "output");
   checks(kName).numel(outputs[rank_], inputs[rank_].numel(), "output of this rank");
-  return executorFor(inputs[0].device())
-      .submit(operation(OpType::ALLTOALL, kName, inputs[0], opts, -1, inputs), outputs,
-              [outputs, inputs](Communicator& communicator) {
-                at::Tensor received = flatSpaceFor(outputs);
-                communicator.allToAll(received, flatten(inputs), numels(outputs), numels(inputs));
-                unflatten(received, outputs);
-              });
+  Operation exchange = operation(OpType::ALLTOALL, kName, inputs[0], opts, -1, inputs);
+  exchange.commonNumel = Operation::kAnyNumel;
+  return executorFor(inputs[0].device()).submit(exchange, outputs, [outputs, inputs](Communicator& communicator) {
+    at::Tensor received = flatSpaceFor(outputs);
+    communicator.allToAll(received, flatten(inputs), numels(outputs), numels(inputs));
+    unflatten(received, outputs);
+  });
 }
 
 }  // namespace bagua

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "backend/c10d/backend_executors.h"
+#include "backend/health/flight_recorder.h"
 #include "backend/process_group_bagua.h"
 #include "backend/topology.h"
 #include "python_shim/bindings.h"
@@ -65,6 +66,9 @@ void bindProcessGroup(py::module& module) {
 void bindBackend(py::module& module) {
   bindOptions(module);
   bindProcessGroup(module);
+  module.def(
+      "flight_recorder_trace", [] { return py::bytes(FlightRecorder::instance().dump()); },
+      "The last operations of this process, pickled as torch's flight recorder does.");
   module.def("local_host_id", &localHostId, "What identifies this process's host to its peers.");
 }
 

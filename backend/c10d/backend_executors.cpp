@@ -14,11 +14,13 @@
 namespace bagua {
 
 BackendExecutors::BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
-                                   const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout)
+                                   const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout,
+                                   c10::intrusive_ptr<c10d::Store> store)
     : backend_(std::move(backend)),
       identity_{groupName, backend_->getRank(), backend_->getSize()},
       topology_(std::make_shared<const HostTopology>(hostIds)),
-      timeout_(timeout) {
+      timeout_(timeout),
+      health_(identity_, std::move(store)) {
   TORCH_CHECK_VALUE(topology_->size() == identity_.size, "bagua: expected ", identity_.size, " host ids, got ",
                     topology_->size());
 }
@@ -32,18 +34,23 @@ Executor& BackendExecutors::executorFor(at::Device device) {
                       device);
     return *executor_;
   }
+  const auto track = health_.addTrack(c10::DeviceTypeName(device.type(), /*lower_case=*/true));
   if (device.is_cpu()) {
     auto wire = std::make_unique<BackendWire>(backend_);
     executor_ =
         std::make_shared<HostExecutor>(identity_, std::make_unique<HostCommunicator>(std::move(wire), topology_),
-                                       std::make_unique<MessageChannel>(identity_, backend_));
+                                       std::make_unique<MessageChannel>(identity_, backend_, track), track);
   } else {
 #if BAGUA_WITH_CUDA
-    executor_ = makeStreamExecutor(identity_, std::make_unique<BackendCommunicator>(backend_, topology_), device);
+    executor_ =
+        makeStreamExecutor(identity_, std::make_unique<BackendCommunicator>(backend_, topology_), device, track);
 #else
     TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate gradients on ", device);
 #endif
   }
+  track->onFailure([weak = std::weak_ptr<Executor>(executor_)](const std::string& cause) {
+    if (const auto failing = weak.lock()) failing->abort(cause);
+  });
   device_ = device;
   return *executor_;
 }

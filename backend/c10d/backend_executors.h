@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backend/executor.h"
+#include "backend/health/group_health.h"
 
 namespace bagua {
 
@@ -16,9 +17,11 @@ namespace bagua {
 // Gloo group would interleave differently on each rank. For CUDA tensors the order of enqueueing is the order.
 class BackendExecutors final : public ExecutorProvider {
  public:
-  // `hostIds` as in HostTopology, one per rank of the backend.
+  // `hostIds` as in HostTopology, one per rank of the backend. `store` is for the ranks to tell each other of failures;
+  // nobody else writes keys there that begin with "health". May be null.
   BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
-                   const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout);
+                   const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout,
+                   c10::intrusive_ptr<c10d::Store> store);
   ~BackendExecutors() override;
 
   Executor& executorFor(at::Device device) override;
@@ -30,6 +33,7 @@ class BackendExecutors final : public ExecutorProvider {
   const GroupIdentity identity_;
   const std::shared_ptr<const HostTopology> topology_;
   const std::chrono::milliseconds timeout_;
+  GroupHealth health_;
   std::mutex mutex_;
   std::optional<at::Device> device_;
   std::shared_ptr<Executor> executor_;

@@ -6,7 +6,9 @@
 #include <c10/util/Logging.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "backend/config.h"
@@ -70,12 +72,40 @@ HostCommunicator::HostCommunicator(std::unique_ptr<Wire> wire, std::shared_ptr<c
 // --- Who shares memory with whom -------------------------------------------------------------------------------------
 
 void HostCommunicator::connect() {
-  if (hosts_) return;
-  HostTopology alone = HostTopology::oneRankPerHost(size());
-  if (topology().maxRanksPerHost() == 1) {
-    hosts_ = std::move(alone);
-  } else {
-    shareMemory();
+  if (!hosts_) {
+    HostTopology alone = HostTopology::oneRankPerHost(size());
+    if (topology().maxRanksPerHost() == 1) {
+      hosts_ = std::move(alone);
+    } else {
+      shareMemory();
+    }
+  }
+  if (!std::exchange(isCompared_, true)) comparePrograms();
+}
+
+// With a rank of every other host: the ranks of one host compare when they meet in its memory.
+void HostCommunicator::comparePrograms() {
+  if (isOneHost() || !config::checksPrograms()) return;
+  static_assert(std::is_trivially_copyable_v<ProgramFingerprint>);
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(ProgramFingerprint));
+  at::Tensor sent = at::empty({kBytes}, at::kByte);
+  std::memcpy(sent.mutable_data_ptr(), &program(), kBytes);
+  Exchanges exchanges;
+  for (int step = 1; step < size(); ++step) {
+    const int peer = (rank() + step) % size();
+    const bool isCounterpart = deputyOn(hosts_->hostOf(peer), rank()) == peer || deputyOn(ownHost(), peer) == rank();
+    if (hosts_->hostOf(peer) != ownHost() && isCounterpart) {
+      exchanges.push_back({peer, sent, at::empty({kBytes}, at::kByte)});
+    }
+  }
+  wire_->swap(exchanges, deadline());
+  for (const auto& exchange : exchanges) {
+    ProgramFingerprint theirs;
+    std::memcpy(&theirs, addressOf(exchange.received), kBytes);
+    const bool isLower = rank() < exchange.peer;
+    const auto nameOf = [](int rank) { return "rank " + std::to_string(rank); };
+    checkSameProgram(isLower ? program() : theirs, nameOf(std::min(rank(), exchange.peer)),
+                     isLower ? theirs : program(), nameOf(std::max(rank(), exchange.peer)));
   }
 }
 
@@ -86,6 +116,7 @@ void HostCommunicator::shareMemory() {
   std::string whyNot;
   if (isWanted) {
     auto made = SharedMemoryExchange::make(*wire_, local, deadline(), whyNot);
+    if (made) made->setProgram(program());
     const std::lock_guard<std::mutex> lock(mutex_);
     sharedMemory_ = std::move(made);
   }
@@ -512,6 +543,12 @@ void HostCommunicator::barrier() {
     wire_->swap(exchanges, deadline());
   }
   if (sharedMemory_) sharedMemory_->barrier(deadline());
+}
+
+void HostCommunicator::setProgram(const ProgramFingerprint& program) {
+  Communicator::setProgram(program);
+  isCompared_ = false;
+  if (sharedMemory_) sharedMemory_->setProgram(program);
 }
 
 void HostCommunicator::abort() {

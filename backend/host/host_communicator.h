@@ -36,6 +36,7 @@ class HostCommunicator final : public Communicator {
   void allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                         const Splits& inputSplits, const Pipeline& pipeline) override;
   void barrier() override;
+  void setProgram(const ProgramFingerprint& program) override;
   void abort() override;
 
  private:
@@ -45,8 +46,10 @@ class HostCommunicator final : public Communicator {
   // The ranks that exchange something between hosts, one per host in their order.
   using Owners = std::vector<int>;
 
-  // At the first call, on all ranks: finds out which ranks share memory.
+  // At the beginning of a call, on all ranks. Finds out which ranks share memory, at the first call, and whether all
+  // have come for the same program, at the first call of each.
   void connect();
+  void comparePrograms();
   void shareMemory();
   // What this rank says, of all ranks.
   std::vector<bool> tellAll(bool flag);
@@ -81,6 +84,7 @@ class HostCommunicator final : public Communicator {
   void allToAllInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent);
 
   const std::unique_ptr<Wire> wire_;
+  bool isCompared_ = true;
   // Ranks that share memory, as hosts; empty before the first call.
   std::optional<HostTopology> hosts_;
   // Guards the pointer, which abort() follows from another thread.

@@ -31,8 +31,8 @@ std::exception_ptr makeError(const std::string& message) {
 // a tensor that Python knows takes the GIL, whose owner may be waiting for the mutex.
 class HostExecutor::Queue {
  public:
-  Queue(GroupIdentity group, std::unique_ptr<Communicator> communicator)
-      : group_(std::move(group)), communicator_(std::move(communicator)) {}
+  Queue(GroupIdentity group, std::unique_ptr<Communicator> communicator, std::shared_ptr<GroupHealth::Track> health)
+      : group_(std::move(group)), communicator_(std::move(communicator)), health_(std::move(health)) {}
 
   c10::intrusive_ptr<WorkBagua> push(Operation operation, std::vector<at::Tensor> results, Program program);
   // Runs the program at once, on this thread, if nothing else is running or waiting; null otherwise. It saves two
@@ -44,6 +44,8 @@ class HostExecutor::Queue {
   // Fails what has not completed, and from now on everything. `culprit` is the work that `cause` already names.
   void fail(const std::exception_ptr& cause, const WorkBagua* culprit = nullptr);
   void abortTransport() { communicator_->abort(); }
+  // Tells the other ranks why this one ends what has not completed.
+  void reportAbort(const std::string& reason);
   // Refuses new programs.
   void refuse();
   void close();
@@ -61,11 +63,13 @@ class HostExecutor::Queue {
   bool next(Entry& entry);
   void runProgram(Entry& entry);
   void finish(Entry& entry);
+  std::exception_ptr explain(const std::exception_ptr& failure, const Operation& operation);
   void complete(const c10::intrusive_ptr<WorkBagua>& work, const std::exception_ptr& error);
   void checkUsableLocked(const char* operation) const;
 
   const GroupIdentity group_;
   const std::unique_ptr<Communicator> communicator_;
+  const std::shared_ptr<GroupHealth::Track> health_;
   CallbackThreads callbacks_;
 
   std::mutex mutex_;
@@ -167,19 +171,33 @@ bool HostExecutor::Queue::next(Entry& entry) {
 
 void HostExecutor::Queue::runProgram(Entry& entry) {
   const auto& operation = entry.work->operation();
+  const auto token = health_->begin(operation);
   std::exception_ptr failure;
   try {
-    communicator_->setDeadline(std::chrono::steady_clock::now() + operation.timeout);
+    communicator_->setDeadline(std::chrono::steady_clock::now() + operation.timeout +
+                               health_->patience(operation.timeout));
+    communicator_->setProgram(fingerprintOf(operation));
     entry.program(*communicator_);
   } catch (...) {
-    failure = withContext(std::current_exception(), operation, group_);
+    failure = explain(std::current_exception(), operation);
   }
+  health_->end(token, failure == nullptr);
   entry.program = nullptr;
   if (failure) {
     fail(failure, entry.work.get());
   } else {
     complete(entry.work, nullptr);
   }
+}
+
+std::exception_ptr HostExecutor::Queue::explain(const std::exception_ptr& failure, const Operation& operation) {
+  // Aborted: what the transport says then is a consequence.
+  if (const auto cause = error()) return withContext(cause, operation, group_);
+  return health_->explain(failure, operation);
+}
+
+void HostExecutor::Queue::reportAbort(const std::string& reason) {
+  if (!error()) health_->reportAbort(reason);
 }
 
 void HostExecutor::Queue::complete(const c10::intrusive_ptr<WorkBagua>& work, const std::exception_ptr& error) {
@@ -234,8 +252,11 @@ uint64_t HostExecutor::Queue::submitted() {
 }
 
 HostExecutor::HostExecutor(const GroupIdentity& group, std::unique_ptr<Communicator> communicator,
-                           std::unique_ptr<MessageChannel> messages)
-    : group_(group), messages_(std::move(messages)), queue_(std::make_shared<Queue>(group, std::move(communicator))) {}
+                           std::unique_ptr<MessageChannel> messages, std::shared_ptr<GroupHealth::Track> health)
+    : group_(group), messages_(std::move(messages)) {
+  if (!health) health = GroupHealth(group, nullptr).addTrack("cpu");
+  queue_ = std::make_shared<Queue>(group, std::move(communicator), std::move(health));
+}
 
 // Whoever drops an executor without shutdown() may hold the GIL, which a running program can need: no draining here.
 HostExecutor::~HostExecutor() { stop(milliseconds(0)); }
@@ -290,6 +311,7 @@ c10::intrusive_ptr<c10d::Work> HostExecutor::endGroup() {
 }
 
 void HostExecutor::abort(const std::string& reason) {
+  queue_->reportAbort(reason);
   queue_->fail(makeError(reason));
   if (messages_) messages_->abort();
   queue_->abortTransport();

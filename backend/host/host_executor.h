@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "backend/executor.h"
+#include "backend/health/group_health.h"
 #include "backend/host/message_channel.h"
 #include "backend/work_bagua.h"
 
@@ -14,8 +15,9 @@ namespace bagua {
 // Programs on CPU tensors: one thread, started with the first program, runs them in order.
 class HostExecutor final : public Executor {
  public:
+  // `health` looks after the operations; null: they are on their own.
   HostExecutor(const GroupIdentity& group, std::unique_ptr<Communicator> communicator,
-               std::unique_ptr<MessageChannel> messages);
+               std::unique_ptr<MessageChannel> messages, std::shared_ptr<GroupHealth::Track> health = nullptr);
   ~HostExecutor() override;
 
   c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
@@ -37,7 +39,7 @@ class HostExecutor final : public Executor {
   const GroupIdentity group_;
   const std::unique_ptr<MessageChannel> messages_;
   // Shared with the thread: one that is stuck in a transport outlives the executor after an abort.
-  const std::shared_ptr<Queue> queue_;
+  std::shared_ptr<Queue> queue_;
   std::mutex threadMutex_;
   std::thread thread_;
 

@@ -16,12 +16,13 @@ namespace {
 class MessageWork final : public c10d::Work {
  public:
   MessageWork(GroupIdentity group, const Operation& operation, c10::intrusive_ptr<c10d::Work> transfer,
-              at::Tensor tensor)
+              at::Tensor tensor, std::shared_ptr<GroupHealth::Track> health)
       : Work(group.rank, operation.type, operation.name, std::vector<at::Tensor>{tensor}),
         group_(std::move(group)),
         operation_(operation),
         transfer_(std::move(transfer)),
-        tensor_(std::move(tensor)) {}
+        tensor_(std::move(tensor)),
+        health_(std::move(health)) {}
 
   bool isCompleted() override { return c10d::Work::isCompleted() || transfer_->isCompleted(); }
 
@@ -31,14 +32,19 @@ class MessageWork final : public c10d::Work {
       if (exception_) std::rethrow_exception(exception_);
       return true;
     }
+    Operation operation = operation_;
+    if (timeout != kNoTimeout) operation.timeout = timeout;
+    const auto token = health_->begin(operation, GroupHealth::Track::Kind::kMessage);
+    std::exception_ptr failure;
     try {
-      const bool hasArrived = transfer_->wait(timeout == kNoTimeout ? operation_.timeout : timeout);
+      const bool hasArrived = transfer_->wait(operation.timeout + health_->patience(operation.timeout));
       TORCH_CHECK_WITH(DistBackendError, hasArrived, "the message was aborted");
     } catch (...) {
-      finish(withContext(std::current_exception(), operation_, group_));
-      std::rethrow_exception(exception_);
+      failure = health_->explain(std::current_exception(), operation);
     }
-    finish();
+    health_->end(token, failure == nullptr);
+    finish(failure);
+    if (failure) std::rethrow_exception(failure);
     return true;
   }
 
@@ -67,6 +73,7 @@ class MessageWork final : public c10d::Work {
   const Operation operation_;
   const c10::intrusive_ptr<c10d::Work> transfer_;
   const at::Tensor tensor_;
+  const std::shared_ptr<GroupHealth::Track> health_;
   std::mutex waitMutex_;
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -74,8 +81,9 @@ class MessageWork final : public c10d::Work {
 
 }  // namespace
 
-MessageChannel::MessageChannel(GroupIdentity group, c10::intrusive_ptr<c10d::Backend> backend)
-    : group_(std::move(group)), backend_(std::move(backend)) {}
+MessageChannel::MessageChannel(GroupIdentity group, c10::intrusive_ptr<c10d::Backend> backend,
+                               std::shared_ptr<GroupHealth::Track> health)
+    : group_(std::move(group)), backend_(std::move(backend)), health_(std::move(health)) {}
 
 c10::intrusive_ptr<c10d::Work> MessageChannel::send(const Operation& operation, at::Tensor tensor, int tag) {
   std::vector<at::Tensor> bytes{bytesOf(tensor)};
@@ -104,7 +112,7 @@ c10::intrusive_ptr<c10d::Work> MessageChannel::track(const Operation& operation,
     std::erase_if(transfers_, [](const auto& old) { return old.expired(); });
     transfers_.emplace_back(transfer);
   }
-  return c10::make_intrusive<MessageWork>(group_, operation, std::move(transfer), std::move(tensor));
+  return c10::make_intrusive<MessageWork>(group_, operation, std::move(transfer), std::move(tensor), health_);
 }
 
 void MessageChannel::abort() {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "backend/health/group_health.h"
 #include "backend/operation.h"
 #include "backend/torch_compat.h"
 
@@ -15,7 +16,8 @@ namespace bagua {
 // order of programs: a rank may post its receive before or after its send.
 class MessageChannel {
  public:
-  MessageChannel(GroupIdentity group, c10::intrusive_ptr<c10d::Backend> backend);
+  MessageChannel(GroupIdentity group, c10::intrusive_ptr<c10d::Backend> backend,
+                 std::shared_ptr<GroupHealth::Track> health);
 
   c10::intrusive_ptr<c10d::Work> send(const Operation& operation, at::Tensor tensor, int tag);
   // operation.peer < 0: from any rank.
@@ -29,6 +31,7 @@ class MessageChannel {
 
   const GroupIdentity group_;
   const c10::intrusive_ptr<c10d::Backend> backend_;
+  const std::shared_ptr<GroupHealth::Track> health_;
   std::mutex mutex_;
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> transfers_;
 };

@@ -51,8 +51,9 @@ std::shared_ptr<StreamLane> makeMainLane(const GroupIdentity& group, const NcclE
 
 }  // namespace
 
-NcclExecutor::NcclExecutor(const GroupIdentity& group, Options options)
-    : StreamExecutor(group, makeMainLane(group, options), options.device), options_(std::move(options)) {}
+NcclExecutor::NcclExecutor(const GroupIdentity& group, Options options, std::shared_ptr<GroupHealth::Track> health)
+    : StreamExecutor(group, makeMainLane(group, options), options.device, std::move(health)),
+      options_(std::move(options)) {}
 
 c10::intrusive_ptr<c10d::Work> NcclExecutor::submit(Operation operation, std::vector<at::Tensor> results,
                                                     Program program) {
@@ -185,7 +186,8 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::endGroup() {
 
 std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Store>& store,
                                            at::Device device, std::shared_ptr<const HostTopology> topology,
-                                           std::chrono::milliseconds timeout, bool highPriorityStream) {
+                                           std::chrono::milliseconds timeout, bool highPriorityStream,
+                                           std::shared_ptr<GroupHealth::Track> health) {
   // A group has an executor for each device that a rank uses. Every rank makes them in the same order.
   const int64_t ordinal = store->add(c10::str("nccl/executors/", group.rank), 1);
   NcclExecutor::Options options{.api = NcclApi::library(),
@@ -194,7 +196,7 @@ std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10
                                 .topology = std::move(topology),
                                 .timeout = timeout,
                                 .isHighPriority = highPriorityStream};
-  return std::make_shared<NcclExecutor>(group, std::move(options));
+  return std::make_shared<NcclExecutor>(group, std::move(options), std::move(health));
 }
 
 }  // namespace bagua

@@ -27,7 +27,7 @@ class NcclExecutor final : public StreamExecutor {
     bool isHighPriority;
   };
 
-  NcclExecutor(const GroupIdentity& group, Options options);
+  NcclExecutor(const GroupIdentity& group, Options options, std::shared_ptr<GroupHealth::Track> health = nullptr);
 
   c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
   // Without tags: messages between two ranks match in the order of the calls.
@@ -68,6 +68,7 @@ class NcclExecutor final : public StreamExecutor {
 // Every rank of the group makes its executors in the same order, with the group's store. `device` has an index.
 std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Store>& store,
                                            at::Device device, std::shared_ptr<const HostTopology> topology,
-                                           std::chrono::milliseconds timeout, bool highPriorityStream);
+                                           std::chrono::milliseconds timeout, bool highPriorityStream,
+                                           std::shared_ptr<GroupHealth::Track> health);
 
 }  // namespace bagua

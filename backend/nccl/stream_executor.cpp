@@ -31,12 +31,15 @@ void prepareWatchdogThread(at::Device device) {
 
 }  // namespace
 
-StreamExecutor::StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> lane, at::Device device)
+StreamExecutor::StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> lane, at::Device device,
+                               std::shared_ptr<GroupHealth::Track> health)
     : group_(std::move(group)),
       device_(device),
       lane_(std::move(lane)),
       lanes_(std::make_shared<LaneSet>()),
-      watchdog_(group_, lanes_, [device] { prepareWatchdogThread(device); }) {
+      health_(health ? std::move(health) : GroupHealth(group_, nullptr).addTrack("cuda")),
+      watchdog_(
+          group_, lanes_, [device] { prepareWatchdogThread(device); }, health_) {
   TORCH_CHECK(device_.is_cuda() && device_.has_index(), "expected a CUDA device with an index, got ", device_);
   lanes_->add(-1, lane_);
 }
@@ -75,7 +78,7 @@ c10::intrusive_ptr<WorkCuda> StreamExecutor::launch(StreamLane& lane, Launch lau
 
 void StreamExecutor::follow(const c10::intrusive_ptr<WorkCuda>& work, const std::exception_ptr& failure) {
   if (failure) {
-    const auto error = withContext(failure, work->operation(), group_);
+    const auto error = health_->explain(failure, work->operation());
     work->fail(error);
     watchdog_.fail(error);
   }
@@ -119,7 +122,10 @@ c10::intrusive_ptr<c10d::Work> StreamExecutor::endGroup() {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "coalescing in group '", group_.name, "' goes through its own backend");
 }
 
-void StreamExecutor::abort(const std::string& reason) { watchdog_.fail(makeError(reason)); }
+void StreamExecutor::abort(const std::string& reason) {
+  if (!watchdog_.error()) health_->reportAbort(reason);
+  watchdog_.fail(makeError(reason));
+}
 
 void StreamExecutor::shutdown() {
   if (isShutDown_.exchange(true)) return;
@@ -128,7 +134,7 @@ void StreamExecutor::shutdown() {
     if (watchdog_.waitIdle(kDrainTime)) {
       lanes_->close(std::chrono::steady_clock::now() + kCloseTime);
     } else {
-      watchdog_.fail(makeError("the group was shut down before the operation had completed"));
+      abort("the group was shut down before the operation had completed");
     }
   }
   watchdog_.stop(kStopTime);
@@ -139,10 +145,10 @@ void StreamExecutor::shutdown() {
 std::exception_ptr StreamExecutor::error() const { return watchdog_.error(); }
 
 std::shared_ptr<Executor> makeStreamExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
-                                             at::Device device) {
+                                             at::Device device, std::shared_ptr<GroupHealth::Track> health) {
   auto lane =
       std::make_shared<StreamLane>(std::move(communicator), /*owned=*/nullptr, device, /*isHighPriority=*/false);
-  return std::make_shared<StreamExecutor>(std::move(group), std::move(lane), device);
+  return std::make_shared<StreamExecutor>(std::move(group), std::move(lane), device, std::move(health));
 }
 
 }  // namespace bagua

@@ -16,7 +16,9 @@ namespace bagua {
 // as the current stream, so that all it does is enqueued there. README.md has the rules of streams and lifetimes.
 class StreamExecutor : public Executor {
  public:
-  StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> lane, at::Device device);
+  // `health` as for the Watchdog.
+  StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> lane, at::Device device,
+                 std::shared_ptr<GroupHealth::Track> health = nullptr);
   ~StreamExecutor() override;
 
   c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
@@ -59,6 +61,7 @@ class StreamExecutor : public Executor {
   const at::Device device_;
   const std::shared_ptr<StreamLane> lane_;
   const std::shared_ptr<LaneSet> lanes_;
+  const std::shared_ptr<GroupHealth::Track> health_;
   Watchdog watchdog_;
   std::atomic<uint64_t> nextSequence_ = 0;
   std::atomic<bool> isShutDown_ = false;
@@ -71,6 +74,6 @@ class StreamExecutor : public Executor {
 // Over a communicator that belongs to somebody else: for hooks on a model whose group is not ours. `device` has an
 // index.
 std::shared_ptr<Executor> makeStreamExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
-                                             at::Device device);
+                                             at::Device device, std::shared_ptr<GroupHealth::Track> health = nullptr);
 
 }  // namespace bagua

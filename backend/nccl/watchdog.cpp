@@ -40,10 +40,15 @@ struct Watchdog::Core {
   struct Entry {
     c10::intrusive_ptr<WatchedWork> work;
     Clock::time_point submitted;
+    GroupHealth::Track::Token token = 0;
   };
 
-  Core(GroupIdentity identity, std::shared_ptr<WatchedTransport> watched, std::function<void()> prepare)
-      : group(std::move(identity)), transport(std::move(watched)), prepareThread(std::move(prepare)) {}
+  Core(GroupIdentity identity, std::shared_ptr<WatchedTransport> watched, std::function<void()> prepare,
+       std::shared_ptr<GroupHealth::Track> track)
+      : group(std::move(identity)),
+        transport(std::move(watched)),
+        prepareThread(std::move(prepare)),
+        health(track ? std::move(track) : GroupHealth(group, nullptr).addTrack("cuda")) {}
 
   void run() noexcept;
   void prepare();
@@ -58,6 +63,7 @@ struct Watchdog::Core {
   const GroupIdentity group;
   const std::shared_ptr<WatchedTransport> transport;
   const std::function<void()> prepareThread;
+  const std::shared_ptr<GroupHealth::Track> health;
 
   std::mutex mutex;
   std::condition_variable wake;     // for the thread: the first entry has come, or it is to stop
@@ -137,7 +143,9 @@ void Watchdog::Core::failOnError(const std::vector<Entry>& unfinished) {
   }
   const auto now = Clock::now();
   for (const auto& entry : unfinished) {
-    if (now - entry.submitted < entry.work->operation().timeout) continue;
+    // The group's health ends it earlier where it can, and knows more.
+    const auto timeout = entry.work->operation().timeout;
+    if (now - entry.submitted < timeout + health->patience(timeout)) continue;
     return report(timeoutOf(entry, unfinished.size()), entry.work.get());
   }
 }
@@ -154,13 +162,16 @@ std::exception_ptr Watchdog::Core::timeoutOf(const Entry& entry, size_t outstand
 void Watchdog::Core::retire(const std::vector<c10::intrusive_ptr<WatchedWork>>& works) {
   for (const auto& work : works) work->retire();
   const std::lock_guard<std::mutex> lock(mutex);
-  std::erase_if(entries,
-                [&](const Entry& entry) { return std::find(works.begin(), works.end(), entry.work) != works.end(); });
+  std::erase_if(entries, [&](const Entry& entry) {
+    if (std::find(works.begin(), works.end(), entry.work) == works.end()) return false;
+    health->end(entry.token, entry.work->isSuccess());
+    return true;
+  });
 }
 
 void Watchdog::Core::report(const std::exception_ptr& cause, const WatchedWork* culprit) {
   LOG(ERROR) << "bagua: " << messageOf(cause);
-  fail(cause, culprit);
+  fail(culprit == nullptr ? cause : health->explain(cause, culprit->operation()), culprit);
 }
 
 void Watchdog::Core::fail(const std::exception_ptr& cause, const WatchedWork* culprit) {
@@ -187,17 +198,19 @@ void Watchdog::Core::fail(const std::exception_ptr& cause, const WatchedWork* cu
 }
 
 Watchdog::Watchdog(GroupIdentity group, std::shared_ptr<WatchedTransport> transport,
-                   std::function<void()> prepareThread)
-    : core_(std::make_shared<Core>(std::move(group), std::move(transport), std::move(prepareThread))) {}
+                   std::function<void()> prepareThread, std::shared_ptr<GroupHealth::Track> health)
+    : core_(std::make_shared<Core>(std::move(group), std::move(transport), std::move(prepareThread),
+                                   std::move(health))) {}
 
 Watchdog::~Watchdog() { stop(kDestructorLimit); }
 
 void Watchdog::watch(const c10::intrusive_ptr<WatchedWork>& work) {
   std::exception_ptr error;
+  const auto token = core_->health->begin(work->operation());
   {
     const std::lock_guard<std::mutex> lock(core_->mutex);
     error = core_->error;
-    core_->entries.push_back({work, Clock::now()});
+    core_->entries.push_back({work, Clock::now(), token});
     if (core_->entries.size() == 1) core_->wake.notify_one();
   }
   {

@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "backend/health/group_health.h"
 #include "backend/operation.h"
 
 namespace bagua {
@@ -39,8 +40,10 @@ class WatchedTransport {
 // All methods may be called from any thread.
 class Watchdog {
  public:
-  // `prepareThread` runs first on the thread: it must make querying the device safe there.
-  Watchdog(GroupIdentity group, std::shared_ptr<WatchedTransport> transport, std::function<void()> prepareThread);
+  // `prepareThread` runs first on the thread: it must make querying the device safe there. `health` is told of every
+  // operation and asked for the cause of every failure; null: this rank is on its own.
+  Watchdog(GroupIdentity group, std::shared_ptr<WatchedTransport> transport, std::function<void()> prepareThread,
+           std::shared_ptr<GroupHealth::Track> health = nullptr);
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;

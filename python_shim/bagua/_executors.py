@@ -45,7 +45,9 @@ def _executors_over(group: dist.ProcessGroup, device: torch.device, timeout: tim
         return _C.executors_of_group(backend)
     host_ids: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(host_ids, _C.local_host_id(), group=group)
-    return _C.executors_over_backend(backend, group.group_name, host_ids, timeout)
+    # A group for CPU tensors is the hook's own, and so is its store. NCCL has a watchdog itself.
+    store = group.get_group_store() if device.type == "cpu" else None
+    return _C.executors_over_backend(backend, group.group_name, host_ids, timeout, store)
 
 
 def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:

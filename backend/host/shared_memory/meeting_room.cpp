@@ -9,6 +9,9 @@
 #include <climits>
 #include <ctime>
 #include <thread>
+#include <utility>
+
+#include "backend/peer_errors.h"
 
 namespace bagua {
 namespace {
@@ -57,17 +60,27 @@ uint8_t* MeetingRoom::slot(int rank, uint32_t round) const {
   return segment_.data() + size() * sizeof(Seat) + (2 * static_cast<int64_t>(rank) + round % 2) * kSlotBytes;
 }
 
+void MeetingRoom::setProgram(const ProgramFingerprint& program) {
+  program_ = program;
+  programHash_ = program.hash();
+  isDescribed_ = false;
+}
+
 void MeetingRoom::meet(Clock::time_point deadline) {
   // Also where everybody is always there: how many meetings there are may be a peer's word.
   if (Clock::now() >= deadline) fail("the exchange in shared memory has not ended in time");
   arrive();
   for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank_) waitFor(peer, deadline);
+    if (peer == rank_) continue;
+    waitFor(peer, deadline);
+    checkSameProgram(peer);
   }
 }
 
 void MeetingRoom::arrive() {
   Seat& own = seat(rank_);
+  if (!std::exchange(isDescribed_, true)) own.description = program_;
+  own.program[(round_ + 1) % 2].store(programHash_, std::memory_order_relaxed);
   own.arrived.store(++round_);
   if (own.sleepers.load() > 0) futex(own.arrived, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -101,16 +114,28 @@ void MeetingRoom::sleepOn(Seat& peer, uint32_t seen) const {
 }
 
 void MeetingRoom::checkAlive(int rank) const {
-  for (int other = 0; other < size(); ++other) {
-    TORCH_CHECK_WITH(
-        DistNetworkError, seat(other).hasGivenUp == 0, names_[other],
-        " has left the exchange in shared memory, after an error or because its process group was destroyed, "
-        "while this rank waited for ",
-        names_[rank]);
-  }
   const int32_t process = seat(rank).process;
-  TORCH_CHECK_WITH(DistNetworkError, process == ::getpid() || segment_.isTaken(rank), "the process of ", names_[rank],
-                   " (", process, ") has ended");
+  if (process != ::getpid() && !segment_.isTaken(rank)) {
+    BAGUA_THROW(PeerDiedError, "the process of ", names_[rank], " (", process, ") has ended");
+  }
+  for (int other = 0; other < size(); ++other) {
+    if (seat(other).hasGivenUp == 0) continue;
+    BAGUA_THROW(PeerLeftError, names_[other],
+                " has left the exchange in shared memory, after an error or because its process group was destroyed, "
+                "while this rank waited for ",
+                names_[rank]);
+  }
+}
+
+void MeetingRoom::checkSameProgram(int rank) const {
+  const Seat& peer = seat(rank);
+  if (peer.program[round_ % 2].load(std::memory_order_relaxed) == programHash_) return;
+  const ProgramFingerprint theirs = peer.description;
+  if (rank_ < rank) {
+    bagua::checkSameProgram(program_, names_[rank_], theirs, names_[rank]);
+  } else {
+    bagua::checkSameProgram(theirs, names_[rank], program_, names_[rank_]);
+  }
 }
 
 void MeetingRoom::fail(const std::string& reason) {

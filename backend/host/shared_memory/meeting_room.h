@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backend/host/shared_memory/shared_segment.h"
+#include "backend/program_fingerprint.h"
 
 namespace bagua {
 
@@ -35,8 +36,10 @@ class MeetingRoom {
 
   // This rank's slot for the coming meeting.
   [[nodiscard]] uint8_t* ownSlot() const { return slot(rank_, round_); }
-  // Returns when all ranks have called it. Throws a DistNetworkError that names who is missing: at the deadline, when a
-  // process has ended, or when a rank has given up.
+  // What the coming meetings are for. Ranks that meet for different programs all throw a MismatchError.
+  void setProgram(const ProgramFingerprint& program);
+  // Returns when all ranks have called it. Throws an error that names who is missing: at the deadline, when a process
+  // has ended (PeerDiedError), or when a rank has given up (PeerLeftError).
   void meet(std::chrono::steady_clock::time_point deadline);
   // The slot of a rank as of the last meeting.
   [[nodiscard]] const uint8_t* shown(int rank) const { return slot(rank, round_ - 1); }
@@ -54,6 +57,10 @@ class MeetingRoom {
     std::atomic<uint32_t> sleepers;
     std::atomic<uint32_t> hasGivenUp;
     std::atomic<int32_t> process;
+    // What the rank has come for, with two meetings in turn, as the slots.
+    std::array<std::atomic<uint64_t>, 2> program;
+    // Read by others after a mismatch only, when nobody writes any more.
+    alignas(128) ProgramFingerprint description;
   };
 
   [[nodiscard]] Seat& seat(int rank) const { return reinterpret_cast<Seat*>(segment_.data())[rank]; }
@@ -63,6 +70,7 @@ class MeetingRoom {
   // Sleeps until the rank arrives, for a short while at most.
   void sleepOn(Seat& peer, uint32_t seen) const;
   void checkAlive(int rank) const;
+  void checkSameProgram(int rank) const;
   [[noreturn]] void fail(const std::string& reason);
 
   SharedSegment segment_;
@@ -71,6 +79,9 @@ class MeetingRoom {
   const std::chrono::microseconds spinTime_;
   // Meetings so far.
   uint32_t round_ = 0;
+  ProgramFingerprint program_;
+  uint64_t programHash_ = 0;
+  bool isDescribed_ = true;
 };
 
 }  // namespace bagua

@@ -50,6 +50,7 @@ class SharedMemoryExchange {
                    const c10d::ReduceOp& op, int64_t contributors, Deadline deadline);
 
   // See MeetingRoom.
+  void setProgram(const ProgramFingerprint& program) { room_->setProgram(program); }
   void abort() { room_->abort(); }
 
  private:

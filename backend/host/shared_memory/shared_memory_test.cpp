@@ -11,7 +11,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <set>
 #include <string>
@@ -68,6 +70,56 @@ TEST(SharedSegment, LeavesNoNameBehind) {
     EXPECT_NE(whyNot.find("No such file"), std::string::npos) << whyNot;
   }
   EXPECT_LT(::shm_open(name.c_str(), O_RDWR, 0), 0);
+}
+
+// Runs `body` in a process that is then killed, as by a SIGKILL from outside.
+template <typename Body>
+void inKilledProcess(Body&& body) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    body();
+    ::raise(SIGKILL);
+  }
+  ::waitpid(child, nullptr, 0);
+}
+
+// Passes the name of a segment that a killed process has made.
+std::string nameOfAbandoned(int ranks) {
+  std::array<int, 2> ends{};
+  TORCH_CHECK(::pipe(ends.data()) == 0);
+  inKilledProcess([&] {
+    auto* const segment = new SharedSegment(newSegment(ranks));  // never destroyed
+    const std::string& name = segment->name();
+    TORCH_CHECK(::write(ends[1], name.data(), name.size()) == static_cast<ssize_t>(name.size()));
+  });
+  ::close(ends[1]);
+  std::array<char, 128> name{};
+  const ssize_t length = ::read(ends[0], name.data(), name.size());
+  ::close(ends[0]);
+  return {name.data(), static_cast<size_t>(length)};
+}
+
+bool hasName(const std::string& name) {
+  const int file = ::shm_open(name.c_str(), O_RDWR, 0);
+  if (file >= 0) ::close(file);
+  return file >= 0;
+}
+
+TEST(SharedSegment, LosesItsNameWithThoseWhoHaveItWhenItsCreatorIsKilled) {
+  const std::string name = nameOfAbandoned(2);
+  ASSERT_TRUE(hasName(name));
+  std::string whyNot;
+  SharedSegment::open(name, MeetingRoom::bytesFor(2), whyNot).reset();
+  EXPECT_FALSE(hasName(name));
+}
+
+TEST(SharedSegment, KeepsItsNameWhileItsCreatorLives) {
+  const auto segment = newSegment(2);
+  inKilledProcess([&] {
+    openAgain(segment, 2).removeName();
+    newSegment(2);  // looks for abandoned names
+  });
+  EXPECT_TRUE(hasName(segment.name()));
 }
 
 TEST(SharedSegment, TellsWhyThereIsNone) {
@@ -230,6 +282,32 @@ TEST(MeetingRoom, ARankThatGivesUpWakesTheOthers) {
   EXPECT_NE(messageOfMeeting(room, milliseconds(20'000)).find("rank 1 has left"), std::string::npos);
   EXPECT_LT(Clock::now() - begin, milliseconds(2000));
   quitter.join();
+}
+
+ProgramFingerprint programOf(const char* name, int64_t numel, uint64_t sequence) {
+  Operation operation{.name = name, .dtype = at::kFloat, .numel = numel};
+  operation.sequence = sequence;
+  return fingerprintOf(operation);
+}
+
+TEST(MeetingRoom, RanksOfDifferentProgramsAreAllToldBoth) {
+  auto segment = newSegment(2);
+  MeetingRoom second(openAgain(segment, 2), 1, names(2));
+  MeetingRoom first(std::move(segment), 0, names(2));
+  first.setProgram(programOf("first", 4, 0));
+  second.setProgram(programOf("first", 4, 0));
+  std::string theirs;
+  std::thread other([&] {
+    theirs = messageOfMeeting(second, milliseconds(20'000));
+    second.setProgram(programOf("second", 5, 1));
+    theirs += messageOfMeeting(second, milliseconds(20'000));
+  });
+  EXPECT_EQ(messageOfMeeting(first, milliseconds(20'000)), "");
+  first.setProgram(programOf("second", 4, 1));
+  const std::string own = messageOfMeeting(first, milliseconds(20'000));
+  other.join();
+  EXPECT_EQ(own, theirs);
+  EXPECT_NE(own.find("rank 0 is in second #1 (Float[4]), rank 1 in second #1 (Float[5])"), std::string::npos) << own;
 }
 
 TEST(MeetingRoom, NoticesAProcessThatEnded) {

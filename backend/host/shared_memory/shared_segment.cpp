@@ -11,14 +11,25 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
+#include <filesystem>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 namespace bagua {
 namespace {
 
+constexpr const char* kFolder = "/dev/shm";
 constexpr std::string_view kPrefix = "/bagua-";
 constexpr std::string_view kNameCharacters = "0123456789abcdef-";
+// The creator of a segment holds a lock on this byte as long as it lives; those before it are the seats.
+constexpr int kCreatorSeat = 1 << 30;
+// A name without a lock that is younger may be one that is being made.
+constexpr time_t kYoungSeconds = 10;
+
+// "/bagua-<process>-", for the names of one process.
+std::string namesOf(pid_t process) { return std::string(kPrefix) + std::to_string(process) + "-"; }
 
 std::string withErrno(const char* call, int error) { return std::string(call) + ": " + std::strerror(error); }
 
@@ -29,7 +40,7 @@ std::string newName(std::string& whyNot) {
     whyNot = withErrno("getrandom", errno);
     return "";
   }
-  std::string name = std::string(kPrefix) + std::to_string(::getpid()) + "-";
+  std::string name = namesOf(::getpid());
   for (const uint8_t byte : random) {
     name += kNameCharacters[byte / 16];
     name += kNameCharacters[byte % 16];
@@ -63,14 +74,47 @@ struct flock lockOf(int seat, short type) {
   return lock;
 }
 
+bool isLocked(int file, int seat) {
+  struct flock lock = lockOf(seat, F_WRLCK);
+  return ::fcntl(file, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+bool isAbandoned(int file) {
+  struct stat status {};
+  if (::fstat(file, &status) != 0 || status.st_uid != ::geteuid()) return false;
+  return ::time(nullptr) - status.st_ctime >= kYoungSeconds && !isLocked(file, kCreatorSeat);
+}
+
 }  // namespace
 
+void SharedSegment::removeAbandonedNames() {
+  // Not the segments of this process: to close any file drops all locks that the process has on it.
+  const std::string own = namesOf(::getpid());
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(kFolder, error)) {
+    const std::string name = "/" + entry.path().filename().string();
+    if (!isName(name) || name.starts_with(own)) continue;
+    const int file = ::shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
+    if (file < 0) continue;
+    if (isAbandoned(file)) ::shm_unlink(name.c_str());
+    ::close(file);
+  }
+}
+
 std::optional<SharedSegment> SharedSegment::create(size_t bytes, std::string& whyNot) {
+  removeAbandonedNames();
   const std::string name = newName(whyNot);
   if (name.empty()) return std::nullopt;
   const int file = ::shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR);
   if (file < 0) {
     whyNot = withErrno("shm_open", errno);
+    return std::nullopt;
+  }
+  struct flock lock = lockOf(kCreatorSeat, F_WRLCK);
+  if (::fcntl(file, F_SETLK, &lock) != 0) {
+    whyNot = withErrno("fcntl", errno);
+    ::close(file);
+    ::shm_unlink(name.c_str());
     return std::nullopt;
   }
   // Reserved now: memory that is found missing later would end the process by a signal.
@@ -127,7 +171,11 @@ SharedSegment::~SharedSegment() {
 }
 
 void SharedSegment::removeName() {
-  if (std::exchange(ownsName_, false)) ::shm_unlink(name_.c_str());
+  if (file_ < 0) return;
+  // Locks of this process are invisible to it.
+  const bool isOfThisProcess = name_.starts_with(namesOf(::getpid()));
+  const bool isAbandoned = !isOfThisProcess && !isLocked(file_, kCreatorSeat);
+  if (std::exchange(ownsName_, false) || isAbandoned) ::shm_unlink(name_.c_str());
 }
 
 void SharedSegment::take(int seat) {
@@ -136,9 +184,6 @@ void SharedSegment::take(int seat) {
               " of the shared memory: ", std::strerror(errno));
 }
 
-bool SharedSegment::isTaken(int seat) const {
-  struct flock lock = lockOf(seat, F_WRLCK);
-  return ::fcntl(file_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
-}
+bool SharedSegment::isTaken(int seat) const { return isLocked(file_, seat); }
 
 }  // namespace bagua

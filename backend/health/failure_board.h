@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+namespace bagua {
+
+// Why a group is unusable: which of its ranks failed first, and what that rank says about it.
+struct Failure {
+  int rank = 0;
+  std::string message;
+};
+
+// Where the ranks of a group tell each other, through the store that they met in, what they have no other way to tell
+// once a transport has failed: who failed first, and what everybody is doing. Calls block for as long as the store does
+// and throw what it throws: for one thread only, which nobody waits for without a limit.
+class FailureBoard {
+ public:
+  // Connects anew: clients of a TCP store must not share a connection.
+  FailureBoard(c10d::Store& store, int rank);
+
+  // Reports a failure. Returns the one that was reported first, by whichever rank.
+  Failure report(const std::string& message);
+  // The failure that was reported first, if any has been.
+  std::optional<Failure> firstFailure() { return failureNumber(1); }
+
+  // A roll call asks every rank what it is doing. Returns its number, from 1 on.
+  int64_t callTheRoll();
+  // The number of the latest roll call; 0: none so far.
+  int64_t latestRollCall();
+  void answer(int64_t rollCall, const std::string& text);
+  // What the ranks in `missing` have answered by now to this roll call or a later one; they are removed from `missing`.
+  std::map<int, std::string> answers(int64_t rollCall, std::vector<int>& missing);
+
+ private:
+  std::optional<Failure> failureNumber(int64_t number);
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  int64_t seenRollCall_ = 0;
+};
+
+}  // namespace bagua

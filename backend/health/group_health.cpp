@@ -1,0 +1,565 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/health/group_health.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <c10/util/thread_name.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <thread>
+
+#include "backend/config.h"
+#include "backend/health/attendance.h"
+#include "backend/health/failure_board.h"
+#include "backend/health/flight_recorder.h"
+#include "backend/peer_errors.h"
+
+namespace bagua {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// How often the thread looks at this rank's operations, and at the store while one of them takes its time or ranks are
+// being asked. In a large group the looks at the store are rarer: it serves all ranks.
+constexpr milliseconds kTick{100};
+constexpr milliseconds kReportTick{20};
+constexpr milliseconds kBusyLook{200};
+constexpr milliseconds kIdleLook{500};
+constexpr milliseconds kLookPerRank{1};
+// How long ranks may take to answer a roll call. An idle one looks every kIdleLook.
+constexpr milliseconds kAnswerTime{1000};
+// How long before a timeout the roll is called, so that the error knows the answers.
+constexpr milliseconds kRollCallLead{2000};
+// How long a symptom waits for the rank that knows the cause, and for all to answer.
+constexpr milliseconds kCauseTime{1000};
+// How long the caller of an operation waits until the ranks have agreed on a cause.
+constexpr milliseconds kAgreementTime{3000};
+// How long a store that works may take to answer.
+constexpr milliseconds kStoreTime{2000};
+// How long a transport goes on beyond the timeout of an operation.
+constexpr milliseconds kPatience{3000};
+// How long stop() waits for the thread. Whoever calls may hold the GIL, which the thread can need to drop a tensor.
+constexpr milliseconds kStopTime{300};
+constexpr int kWarningInterval = 2;  // the next warning comes after this many times as long
+
+std::exception_ptr makeError(const std::string& message) {
+  return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, message));
+}
+
+std::vector<uint64_t> orAll(std::vector<uint64_t> ranks, int size) {
+  if (!ranks.empty()) return ranks;
+  ranks.resize(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+}  // namespace
+
+struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
+  using Token = Track::Token;
+
+  struct Running {
+    Token token = 0;
+    ProgramFingerprint program;
+    Track::Kind kind = Track::Kind::kProgram;
+    Clock::time_point begun;
+    milliseconds timeout{0};
+    Clock::time_point nextWarning;
+    uint64_t recorded = 0;
+
+    [[nodiscard]] bool isOverdue() const { return Clock::now() >= begun + timeout; }
+  };
+  struct TrackState {
+    std::string name;
+    // In the order of their beginnings.
+    std::vector<Running> running;
+    std::optional<ProgramFingerprint> completed;
+    Clock::time_point completedAt;
+    Track::Abort abort;
+  };
+  // What this rank has to say to the others.
+  struct Report {
+    std::string message;
+    bool isSymptom = false;
+    Clock::time_point since;
+  };
+  // Only the thread touches it.
+  struct RollCall {
+    int64_t number = 0;
+    Clock::time_point asked;
+    std::map<int, std::vector<Activity>> answers;
+    std::vector<int> silent;
+
+    [[nodiscard]] bool isOver() const { return silent.empty() || Clock::now() - asked >= kAnswerTime; }
+  };
+
+  // Held while the thread talks to the store, which may never answer.
+  class StoreCall {
+   public:
+    explicit StoreCall(Core& core) : core_(core) { set(Clock::now()); }
+    ~StoreCall() { set(std::nullopt); }
+    StoreCall(const StoreCall&) = delete;
+    StoreCall& operator=(const StoreCall&) = delete;
+
+   private:
+    void set(std::optional<Clock::time_point> since) {
+      const std::lock_guard<std::mutex> lock(core_.mutex);
+      core_.inStoreSince = since;
+    }
+    Core& core_;
+  };
+
+  Core(GroupIdentity identity, c10::intrusive_ptr<c10d::Store> sharedStore, std::vector<uint64_t> ranks);
+
+  void startThread();
+  void run() noexcept;
+  void step();
+  // Whether it is time to look at the store again.
+  [[nodiscard]] bool isTimeToLook();
+  void look();
+  void answerRollCall();
+  void collectAnswers();
+  void passOnReport();
+  void inspectOperations();
+  void inspect(const std::string& track, const Running& operation);
+  void endOverdue(const std::string& track, const Running& operation);
+  void warn(const std::string& track, const Running& operation);
+  // Calls the roll, unless that has been done since `notBefore`, and lately. Returns whether it is over.
+  bool askAll(Clock::time_point notBefore);
+  void setFailure(const Failure& failure);
+  // Where there is no store to agree in.
+  void failAlone(const std::string& message, const std::string& whyAlone);
+  [[nodiscard]] std::vector<Activity> ownActivities();
+  [[nodiscard]] std::string attendance(const std::string& track, const Running& operation);
+  [[nodiscard]] std::string messageOfFailure() const;
+
+  const GroupIdentity group;
+  const c10::intrusive_ptr<c10d::Store> store;
+  const uint64_t globalRank;
+  const uint64_t recorderGroup;
+  const milliseconds warnAfter;
+  const milliseconds busyLook;
+  const milliseconds idleLook;
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<TrackState> tracks;
+  Token nextToken = 1;
+  std::optional<Report> report;
+  std::optional<Failure> failure;
+  // Since when the thread has been talking to the store, if it is.
+  std::optional<Clock::time_point> inStoreSince;
+  // Why the ranks cannot agree on anything; empty while they can.
+  std::string whyAlone;
+  std::thread thread;
+  bool isStarted = false;
+  bool isStopping = false;
+  bool hasEnded = false;
+
+  // Of the thread alone.
+  std::unique_ptr<FailureBoard> board;
+  RollCall rollCall;
+  int64_t answered = 0;
+  Clock::time_point rollCallSeen;
+  Clock::time_point lastLook;
+};
+
+GroupHealth::Core::Core(GroupIdentity identity, c10::intrusive_ptr<c10d::Store> sharedStore,
+                        std::vector<uint64_t> ranks)
+    : group(std::move(identity)),
+      store(std::move(sharedStore)),
+      globalRank(ranks.at(group.rank)),
+      recorderGroup(FlightRecorder::instance().addGroup(
+          {.name = group.name, .rank = group.rank, .size = group.size, .globalRanks = std::move(ranks)})),
+      warnAfter(config::warnAfter()),
+      busyLook(std::max(kBusyLook, group.size * kLookPerRank)),
+      idleLook(std::max(kIdleLook, group.size * kLookPerRank)) {
+  if (!store) whyAlone = "the ranks have no store in common";
+}
+
+// Under the mutex.
+void GroupHealth::Core::startThread() {
+  if (isStarted || isStopping || !store || group.size == 1) return;
+  isStarted = true;
+  thread = std::thread([self = shared_from_this()] { self->run(); });
+}
+
+void GroupHealth::Core::run() noexcept {
+  c10::setThreadName("bagua_health");
+  std::unique_lock<std::mutex> lock(mutex);
+  // What there is to report is passed on also after a stop.
+  while (!failure && !(isStopping && (!report || !whyAlone.empty()))) {
+    lock.unlock();
+    try {
+      step();
+    } catch (...) {
+      failAlone("", messageOf(std::current_exception()));
+    }
+    lock.lock();
+    if (failure) break;
+    // A report is passed on at once; otherwise it is the clock that counts.
+    const bool hadReport = report.has_value();
+    const bool wasStopping = isStopping;
+    changed.wait_for(lock, hadReport ? kReportTick : kTick,
+                     [&] { return failure || isStopping != wasStopping || report.has_value() != hadReport; });
+  }
+  lock.unlock();
+  board.reset();
+  lock.lock();
+  hasEnded = true;
+  changed.notify_all();
+}
+
+void GroupHealth::Core::step() {
+  bool isAlone = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    isAlone = !whyAlone.empty();
+  }
+  if (!isAlone) {
+    const StoreCall call(*this);
+    try {
+      if (!board) board = std::make_unique<FailureBoard>(*store, group.rank);
+      if (isTimeToLook()) look();
+      passOnReport();
+    } catch (...) {
+      failAlone("", "the store does not answer: " + messageOf(std::current_exception()));
+    }
+  }
+  inspectOperations();
+}
+
+bool GroupHealth::Core::isTimeToLook() {
+  const auto now = Clock::now();
+  bool isBusy = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    isBusy = report.has_value() || std::any_of(tracks.begin(), tracks.end(), [&](const TrackState& track) {
+               return !track.running.empty() && now - track.running.front().begun >= kTick;
+             });
+  }
+  const bool isAsking = rollCall.number != 0 && !rollCall.isOver();
+  if (now - lastLook < (isBusy || isAsking ? busyLook : idleLook)) return false;
+  lastLook = now;
+  return true;
+}
+
+void GroupHealth::Core::look() {
+  if (const auto found = board->firstFailure()) return setFailure(*found);
+  answerRollCall();
+  collectAnswers();
+}
+
+void GroupHealth::Core::answerRollCall() {
+  const int64_t latest = board->latestRollCall();
+  if (latest == answered) return;
+  board->answer(latest, encode(ownActivities()));
+  answered = latest;
+  rollCallSeen = Clock::now();
+}
+
+void GroupHealth::Core::collectAnswers() {
+  if (rollCall.number == 0 || rollCall.silent.empty()) return;
+  for (const auto& [rank, text] : board->answers(rollCall.number, rollCall.silent)) {
+    rollCall.answers[rank] = decodeActivities(text);
+  }
+}
+
+bool GroupHealth::Core::askAll(Clock::time_point notBefore) {
+  const auto now = Clock::now();
+  const bool isRecent = rollCall.asked >= notBefore && now - rollCall.asked < kRollCallLead + kAnswerTime;
+  if (rollCall.number != 0 && isRecent) return rollCall.isOver();
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!whyAlone.empty()) return true;
+  }
+  // Ranks that wait for the same operation want to know at the same time: one of them asks.
+  const bool isAskedAlready = answered > 0 && rollCallSeen >= notBefore && now - rollCallSeen < kAnswerTime;
+  const int64_t number = isAskedAlready ? answered : board->callTheRoll();
+  rollCall = {.number = number, .asked = now, .answers = {}, .silent = {}};
+  for (int rank = 0; rank < group.size; ++rank) {
+    if (rank != group.rank) rollCall.silent.push_back(rank);
+  }
+  lastLook = {};
+  return false;
+}
+
+std::vector<Activity> GroupHealth::Core::ownActivities() {
+  std::vector<Activity> activities;
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& track : tracks) {
+    Activity activity{.track = track.name, .completed = {}, .current = {}};
+    if (track.completed) activity.completed = momentOf(*track.completed, track.completedAt);
+    if (!track.running.empty()) {
+      // A program tells more about where the rank is than a message that is waited for at the same time.
+      auto shown = std::find_if(track.running.begin(), track.running.end(),
+                                [](const Running& running) { return running.kind == Track::Kind::kProgram; });
+      if (shown == track.running.end()) shown = track.running.begin();
+      activity.current = momentOf(shown->program, shown->begun);
+    }
+    activities.push_back(std::move(activity));
+  }
+  return activities;
+}
+
+void GroupHealth::Core::passOnReport() {
+  std::optional<Report> due;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    due = report;
+  }
+  if (!due) return;
+  std::string message = due->message;
+  if (due->isSymptom) {
+    askAll(due->since);
+    if (Clock::now() - due->since < kCauseTime) return;
+    collectAnswers();
+    message += Attendance{.waiting = {}, .absent = {}, .silent = rollCall.silent}.describe();
+  }
+  setFailure(board->report(message));
+}
+
+std::string GroupHealth::Core::attendance(const std::string& track, const Running& operation) {
+  const bool isMessage = operation.kind == Track::Kind::kMessage;
+  auto found = attendanceOf(operation.program, isMessage, track, rollCall.answers, rollCall.silent);
+  if (isMessage) {
+    // Only the other end matters.
+    const int peer = operation.program.peer;
+    std::erase_if(found.absent, [&](const auto& entry) { return peer >= 0 && entry.first != peer; });
+    std::erase_if(found.silent, [&](int rank) { return peer >= 0 && rank != peer; });
+  }
+  return found.describe();
+}
+
+void GroupHealth::Core::inspectOperations() {
+  std::vector<std::pair<std::string, Running>> slow;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (failure) return;
+    for (const auto& track : tracks) {
+      for (const auto& operation : track.running) slow.emplace_back(track.name, operation);
+    }
+  }
+  for (const auto& [track, operation] : slow) inspect(track, operation);
+}
+
+void GroupHealth::Core::inspect(const std::string& track, const Running& operation) {
+  const auto now = Clock::now();
+  const auto lead = std::min(kRollCallLead, operation.timeout / 2);
+  if (now - operation.begun < kTick && operation.timeout > kTick) return;
+  try {
+    if (now >= operation.begun + operation.timeout - lead) {
+      if (askAll(operation.begun) && operation.isOverdue()) endOverdue(track, operation);
+    } else if (warnAfter.count() > 0 && now >= operation.nextWarning) {
+      if (askAll(operation.begun)) warn(track, operation);
+    }
+  } catch (...) {
+    failAlone("", "the store does not answer: " + messageOf(std::current_exception()));
+    if (operation.isOverdue()) endOverdue(track, operation);
+  }
+}
+
+void GroupHealth::Core::endOverdue(const std::string& track, const Running& operation) {
+  std::string why;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (failure || report) return;
+    // Done after all.
+    const auto isIt = [&](const Running& running) { return running.token == operation.token; };
+    const bool isRunning = std::any_of(tracks.begin(), tracks.end(), [&](const TrackState& state) {
+      return std::any_of(state.running.begin(), state.running.end(), isIt);
+    });
+    if (!isRunning) return;
+    why = whyAlone;
+  }
+  const std::string message =
+      c10::str(describe(operation.program), " on rank ", group.rank, " of ", group.size, ", group '", group.name,
+               "' failed: timed out after ", operation.timeout.count(), " ms.");
+  if (!why.empty()) return failAlone(message, why);
+  setFailure(board->report(message + attendance(track, operation)));
+}
+
+void GroupHealth::Core::warn(const std::string& track, const Running& operation) {
+  const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - operation.begun);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (auto& state : tracks) {
+      for (auto& running : state.running) {
+        if (running.token == operation.token) running.nextWarning = running.begun + waited * kWarningInterval;
+      }
+    }
+  }
+  const auto found = attendanceOf(operation.program, operation.kind == Track::Kind::kMessage, track, rollCall.answers,
+                                  rollCall.silent);
+  // One rank tells for all that wait.
+  if (std::any_of(found.waiting.begin(), found.waiting.end(), [&](int rank) { return rank < group.rank; })) return;
+  LOG(WARNING) << "bagua: rank " << group.rank << " of " << group.size << ", group '" << group.name << "', has been in "
+               << describe(operation.program) << " for " << waited.count() << " ms of the " << operation.timeout.count()
+               << " ms that it may take." << attendance(track, operation);
+}
+
+std::string GroupHealth::Core::messageOfFailure() const {
+  if (failure->rank == group.rank) return failure->message;
+  return c10::str("rank ", failure->rank, " failed first: ", failure->message);
+}
+
+void GroupHealth::Core::failAlone(const std::string& message, const std::string& why) {
+  bool isNews = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    isNews = whyAlone.empty();
+    if (isNews) whyAlone = why;
+    report.reset();
+  }
+  changed.notify_all();
+  if (isNews) {
+    VLOG(1) << "bagua: rank " << group.rank << " of group '" << group.name << "' is on its own: " << why;
+  }
+  if (!message.empty()) setFailure({group.rank, c10::str(message, " (The other ranks could not be told: ", why, ")")});
+}
+
+void GroupHealth::Core::setFailure(const Failure& first) {
+  std::vector<Track::Abort> aborts;
+  std::string message;
+  bool isIdle = true;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (failure) return;
+    failure = first;
+    report.reset();
+    message = messageOfFailure();
+    for (auto& track : tracks) {
+      if (track.abort) aborts.push_back(std::move(track.abort));
+      isIdle = isIdle && track.running.empty();
+    }
+  }
+  changed.notify_all();
+  for (const auto& abort : aborts) abort(message);
+  aborts.clear();
+  // After those who wait have been released: a file system can be slow.
+  std::string file;
+  try {
+    file = FlightRecorder::instance().write(globalRank);
+  } catch (...) {
+    LOG(WARNING) << "bagua: the last operations could not be written: " << messageOf(std::current_exception());
+  }
+  const std::string text = c10::str("bagua: rank ", group.rank, ", group '", group.name, "': ", message,
+                                    file.empty() ? "" : c10::str(" The last operations of this rank are in ", file));
+  // To an idle rank it is no error before it communicates again: its peers may be about to end, as it may be itself.
+  if (isIdle) {
+    LOG(INFO) << text;
+  } else {
+    LOG(ERROR) << text;
+  }
+}
+
+GroupHealth::GroupHealth(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
+                         std::vector<uint64_t> globalRanks)
+    : core_(std::make_shared<Core>(group, std::move(store), orAll(std::move(globalRanks), group.size))) {}
+
+GroupHealth::~GroupHealth() { stop(); }
+
+std::shared_ptr<GroupHealth::Track> GroupHealth::addTrack(const std::string& name) {
+  const std::lock_guard<std::mutex> lock(core_->mutex);
+  core_->tracks.push_back({.name = name, .running = {}, .completed = {}, .completedAt = {}, .abort = {}});
+  return std::make_shared<Track>(core_, core_->tracks.size() - 1);
+}
+
+void GroupHealth::stop() {
+  std::thread thread;
+  {
+    std::unique_lock<std::mutex> lock(core_->mutex);
+    core_->isStopping = true;
+    core_->changed.notify_all();
+    thread = std::move(core_->thread);
+    if (!thread.joinable()) return;
+    core_->changed.wait_for(lock, kStopTime, [this] { return core_->hasEnded; });
+    if (!core_->hasEnded || thread.get_id() == std::this_thread::get_id()) return thread.detach();
+  }
+  thread.join();
+}
+
+void GroupHealth::Track::onFailure(Abort abort) {
+  const std::lock_guard<std::mutex> lock(core_->mutex);
+  core_->tracks[index_].abort = std::move(abort);
+}
+
+GroupHealth::Track::Token GroupHealth::Track::begin(const Operation& operation, Kind kind) {
+  Core::Running running;
+  running.program = fingerprintOf(operation);
+  running.kind = kind;
+  running.begun = Clock::now();
+  running.timeout = operation.timeout;
+  running.recorded = FlightRecorder::instance().begin(core_->recorderGroup, operation);
+  running.nextWarning = running.begun + core_->warnAfter;
+  const std::lock_guard<std::mutex> lock(core_->mutex);
+  core_->startThread();
+  running.token = core_->nextToken++;
+  core_->tracks[index_].running.push_back(running);
+  return running.token;
+}
+
+void GroupHealth::Track::end(Token token, bool isSuccess) {
+  uint64_t recorded = 0;
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    auto& track = core_->tracks[index_];
+    const auto found = std::find_if(track.running.begin(), track.running.end(),
+                                    [&](const Core::Running& running) { return running.token == token; });
+    if (found == track.running.end()) return;
+    recorded = found->recorded;
+    if (isSuccess && found->kind == Kind::kProgram) {
+      track.completed = found->program;
+      track.completedAt = Clock::now();
+    }
+    track.running.erase(found);
+  }
+  FlightRecorder::instance().end(recorded, isSuccess);
+}
+
+std::exception_ptr GroupHealth::Track::explain(const std::exception_ptr& error, const Operation& operation) {
+  auto& core = *core_;
+  const auto own = withContext(error, operation, core.group);
+  std::unique_lock<std::mutex> lock(core.mutex);
+  if (!core.isStarted) return own;
+  if (!core.failure && core.whyAlone.empty()) {
+    if (!core.report) {
+      core.report.emplace(
+          Core::Report{.message = messageOf(own), .isSymptom = isSymptom(error), .since = Clock::now()});
+      core.changed.notify_all();
+    }
+    const auto isSettled = [&] { return core.failure || !core.whyAlone.empty() || core.hasEnded; };
+    const auto end = Clock::now() + kAgreementTime;
+    // In vain where the store has not answered for some time already.
+    const auto isStuck = [&] { return core.inStoreSince && Clock::now() - *core.inStoreSince >= kStoreTime; };
+    while (!isSettled() && !isStuck() && Clock::now() < end) core.changed.wait_for(lock, kTick);
+  }
+  if (core.failure) return withContext(makeError(core.messageOfFailure()), operation, core.group);
+  const std::string why = core.whyAlone.empty() ? "the store has not answered" : core.whyAlone;
+  return makeError(c10::str(messageOf(own), " (The other ranks could not be told: ", why, ")"));
+}
+
+void GroupHealth::Track::reportAbort(const std::string& reason) {
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    if (!core_->isStarted || core_->failure || core_->report) return;
+    core_->report.emplace(Core::Report{.message = c10::str("rank ", core_->group.rank, " of ", core_->group.size,
+                                                           ", group '", core_->group.name, "': ", reason),
+                                       .isSymptom = false,
+                                       .since = Clock::now()});
+  }
+  core_->changed.notify_all();
+}
+
+milliseconds GroupHealth::Track::patience(milliseconds timeout) const {
+  const bool isLookedAfter = core_->store && core_->group.size > 1 && timeout.count() > 0;
+  return isLookedAfter ? kPatience : milliseconds(0);
+}
+
+}  // namespace bagua

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/health/group_health.h"
+
+#include <c10/util/Exception.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <future>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "backend/peer_errors.h"
+
+namespace bagua {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+// Nothing here takes that long, unless it hangs.
+constexpr std::chrono::seconds kLimit{20};
+
+// One rank of a group, with one executor.
+struct Rank {
+  Rank(int rank, int size, const c10::intrusive_ptr<c10d::Store>& store)
+      : group{.name = "group", .rank = rank, .size = size}, health(group, store), track(health.addTrack("cpu")) {
+    track->onFailure([this](const std::string& cause) { aborted.set_value(cause); });
+  }
+
+  std::string causeOfAbort() {
+    auto cause = aborted.get_future();
+    TORCH_CHECK(cause.wait_for(kLimit) == std::future_status::ready, "rank ", group.rank, " was never told");
+    return cause.get();
+  }
+
+  GroupIdentity group;
+  std::promise<std::string> aborted;
+  GroupHealth health;
+  std::shared_ptr<GroupHealth::Track> track;
+};
+
+Operation allReduce(uint64_t sequence, milliseconds timeout = std::chrono::minutes(5)) {
+  Operation operation{.name = "all_reduce", .dtype = at::kFloat, .numel = 4, .timeout = timeout};
+  operation.sequence = sequence;
+  return operation;
+}
+
+template <typename Error>
+std::exception_ptr errorOf(const std::string& message) {
+  return std::make_exception_ptr(Error({__func__, __FILE__, __LINE__}, message));
+}
+
+class GroupHealthTest : public ::testing::Test {
+ protected:
+  const c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
+};
+
+TEST_F(GroupHealthTest, AFailureReachesTheOthersWithItsText) {
+  Rank first(0, 2, store_);
+  Rank second(1, 2, store_);
+  first.track->begin(allReduce(7));
+  second.track->begin(allReduce(7));
+  const std::string own = messageOf(second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
+  EXPECT_EQ(own, "all_reduce #7 (Float[4]) on rank 1 of 2, group 'group' failed: out of memory");
+  EXPECT_EQ(first.causeOfAbort(), "rank 1 failed first: " + own);
+  // Later errors of any rank name the same cause.
+  EXPECT_EQ(messageOf(first.track->explain(errorOf<PeerLeftError>("rank 1 has left"), allReduce(7))),
+            "all_reduce #7 (Float[4]) on rank 0 of 2, group 'group' failed: rank 1 failed first: " + own);
+}
+
+TEST_F(GroupHealthTest, ASymptomWaitsForTheRankThatKnowsTheCause) {
+  Rank first(0, 2, store_);
+  Rank second(1, 2, store_);
+  first.track->begin(allReduce(7));
+  second.track->begin(allReduce(7));
+  std::string seen;
+  std::thread witness([&] {
+    seen = messageOf(first.track->explain(errorOf<PeerLeftError>("rank 1 has left the exchange"), allReduce(7)));
+  });
+  const std::string cause = messageOf(second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
+  witness.join();
+  EXPECT_THAT(cause, HasSubstr("failed: out of memory"));
+  EXPECT_THAT(seen, HasSubstr("rank 1 failed first: " + cause));
+}
+
+TEST_F(GroupHealthTest, ASymptomWithoutACauseNamesTheRankThatIsSilent) {
+  Rank first(0, 3, store_);
+  Rank second(1, 3, store_);  // the third has ended
+  first.track->begin(allReduce(7));
+  second.track->begin(allReduce(7));
+  const auto seen = messageOf(first.track->explain(errorOf<c10::DistNetworkError>("connection closed"), allReduce(7)));
+  EXPECT_THAT(seen, AllOf(HasSubstr("connection closed"), HasSubstr("rank 2 (does not answer")));
+  EXPECT_THAT(seen, ::testing::Not(HasSubstr("rank 1 (")));
+  EXPECT_THAT(second.causeOfAbort(), StartsWith("rank 0 failed first: "));
+}
+
+TEST_F(GroupHealthTest, ATimeoutNamesWhoHasNotCome) {
+  Rank first(0, 2, store_);
+  Rank second(1, 2, store_);
+  second.track->end(second.track->begin(allReduce(6)), true);
+  first.track->begin(allReduce(7, milliseconds(1500)));
+  EXPECT_THAT(
+      first.causeOfAbort(),
+      AllOf(StartsWith("all_reduce #7 (Float[4]) on rank 0 of 2, group 'group' failed: timed out after 1500 ms."),
+            HasSubstr("rank 1 (has nothing under way, last completed all_reduce #6 (Float[4])")));
+}
+
+TEST_F(GroupHealthTest, AnOperationThatEndsInTimeIsLeftAlone) {
+  Rank first(0, 2, store_);
+  Rank second(1, 2, store_);
+  const auto token = first.track->begin(allReduce(7, milliseconds(400)));
+  first.track->end(token, true);
+  // Longer than the timeout, and than the ranks' looks at the store.
+  EXPECT_EQ(first.aborted.get_future().wait_for(milliseconds(1500)), std::future_status::timeout);
+}
+
+TEST_F(GroupHealthTest, AnAbortReachesTheOthers) {
+  Rank first(0, 2, store_);
+  Rank second(1, 2, store_);
+  first.track->begin(allReduce(0));
+  second.track->begin(allReduce(0));
+  first.track->reportAbort("the group was aborted");
+  first.health.stop();
+  EXPECT_THAT(second.causeOfAbort(), HasSubstr("rank 0 of 2, group 'group': the group was aborted"));
+}
+
+// A store whose server has gone away.
+class DeadStore final : public c10d::HashStore {
+ public:
+  c10::intrusive_ptr<c10d::Store> clone() override { C10_THROW_ERROR(DistNetworkError, "Connection reset by peer"); }
+};
+
+TEST_F(GroupHealthTest, AStoreThatIsGoneHidesNoError) {
+  Rank rank(0, 2, c10::make_intrusive<DeadStore>());
+  rank.track->begin(allReduce(0));
+  EXPECT_THAT(messageOf(rank.track->explain(errorOf<c10::Error>("out of memory"), allReduce(0))),
+              AllOf(HasSubstr("failed: out of memory"), HasSubstr("Connection reset by peer")));
+  rank.track->begin(allReduce(1, milliseconds(100)));
+  EXPECT_THAT(rank.causeOfAbort(), HasSubstr("timed out after 100 ms"));
+}
+
+// A store that never answers, as behind a network that drops everything.
+class SilentStore final : public c10d::HashStore {
+ public:
+  explicit SilentStore(std::shared_future<void> end) : end_(std::move(end)) {}
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    end_.wait();
+    return c10::make_intrusive<c10d::HashStore>();
+  }
+
+ private:
+  const std::shared_future<void> end_;
+};
+
+TEST_F(GroupHealthTest, AStoreThatDoesNotAnswerHoldsNobodyUp) {
+  std::promise<void> end;
+  const auto begun = std::chrono::steady_clock::now();
+  {
+    Rank rank(0, 2, c10::make_intrusive<SilentStore>(end.get_future().share()));
+    rank.track->begin(allReduce(0));
+    EXPECT_THAT(messageOf(rank.track->explain(errorOf<c10::Error>("out of memory"), allReduce(0))),
+                AllOf(HasSubstr("failed: out of memory"), HasSubstr("the store has not answered")));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begun, kLimit);
+  end.set_value();
+}
+
+}  // namespace
+}  // namespace bagua

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank on an emulated host, for test_disconnects.py: exchanges until an error or until it is told to end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    rank, size, address, timeout = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+    dist.init_process_group(
+        "bagua",
+        init_method=f"tcp://{address}:29400",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )
+    step = 0
+    end = time.monotonic() + float(sys.argv[5])
+    try:
+        while True:
+            # Whether to go on is the decision of one rank, so that all make the same calls.
+            goes_on = torch.tensor([float(time.monotonic() < end)])
+            dist.broadcast(goes_on, 0)
+            tensor = torch.ones(100_000)
+            dist.all_reduce(tensor)
+            assert tensor[0].item() == size
+            step += 1
+            if step == 3:
+                print("working", flush=True)
+            if goes_on.item() == 0.0:
+                break
+    except RuntimeError as error:
+        print(f"error {time.monotonic()} {error}", flush=True)
+        dist.destroy_process_group()
+        return
+    dist.destroy_process_group()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

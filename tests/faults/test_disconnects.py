@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts that lose their network, for good or for a while. On emulated hosts: needs root and iproute2."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from trouble import SLACK_SECONDS
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks" / "hosts"))
+
+from emulated_hosts import INTERFACE, Host, NoEmulatedHosts, emulated_hosts  # noqa: E402  found by the line above
+
+SCRIPT = Path(__file__).with_name("cut_off_rank.py")
+TIMEOUT = 4.0
+# In which the ranks find out who is missing; a rank that does not reach the store either relies on its transport.
+GRACE = 4.0
+
+
+@contextlib.contextmanager
+def _hosts(count: int) -> Iterator[list[Host]]:
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(emulated_hosts(count, None))
+        except NoEmulatedHosts as reason:
+            pytest.skip(str(reason))
+        yield hosts
+
+
+def _start(hosts: Sequence[Host], seconds: float) -> list[subprocess.Popen[str]]:
+    ranks = []
+    for rank, host in enumerate(hosts):
+        arguments = [str(rank), str(len(hosts)), hosts[0].address, str(TIMEOUT), str(seconds)]
+        ranks.append(
+            subprocess.Popen(
+                host.command([sys.executable, str(SCRIPT), *arguments]),
+                env={**host.environment(), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "working\n"
+    return ranks
+
+
+def _set_link(host: Host, state: str) -> None:
+    subprocess.run(["ip", "-n", host.namespace, "link", "set", INTERFACE, state], check=True)
+
+
+def _ends(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
+    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), texts
+    return texts
+
+
+@contextlib.contextmanager
+def _killed_at_the_end(ranks: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_a_host_that_loses_its_network_is_an_error_at_the_timeout_on_both_sides() -> None:
+    with _hosts(3) as hosts:
+        ranks = _start(hosts, 600.0)
+        with _killed_at_the_end(ranks):
+            _set_link(hosts[2], "down")
+            begun = time.monotonic()
+            texts = _ends(ranks)
+    for text in texts:
+        word, when, message = text.split(" ", 2)
+        assert word == "error", text
+        assert float(when) - begun < TIMEOUT + GRACE + SLACK_SECONDS
+        assert "bagua:" in message
+    # Those that still reach the store, which rank 0 holds, name the one that does not.
+    for text in texts[:2]:
+        assert "rank 2 (does not answer" in text
+
+
+def test_a_network_that_is_gone_for_a_while_costs_only_time() -> None:
+    with _hosts(2) as hosts:
+        ranks = _start(hosts, 4.0)
+        with _killed_at_the_end(ranks):
+            _set_link(hosts[1], "down")
+            time.sleep(1.0)
+            _set_link(hosts[1], "up")
+            texts = _ends(ranks)
+    assert texts == ["done\n", "done\n"]

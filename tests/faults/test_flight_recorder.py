@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last operations of every rank are written when a group fails, in the format that torch's analysis reads."""
+
+import os
+import pickle
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from trouble import VICTIM, expect_error, store, warm_up
+
+SIZE = 3
+TIMEOUT = 3.0
+
+
+def _time_out() -> str:
+    warm_up()
+    message = ""
+    if dist.get_rank() == VICTIM:
+        store().wait(["survivors are done"], timedelta(seconds=60))
+        # This rank learns of the failure too, and writes what it did: its file comes a moment later.
+        store().wait(["files are there"], timedelta(seconds=60))
+    else:
+        message = expect_error(lambda: dist.all_reduce(torch.ones(5))).message
+        if store().add("done", 1) == SIZE - 1:
+            store().set("survivors are done", "yes")
+            folder = Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"]).parent
+            for _ in range(200):
+                if len(list(folder.glob("trace_*"))) == SIZE:
+                    break
+                store().check(["never"])
+                dist.distributed_c10d.time.sleep(0.05)
+            store().set("files are there", "yes")
+    return message
+
+
+def test_a_timeout_writes_what_every_rank_did(tmp_path: Path) -> None:
+    prefix = tmp_path / "trace_"
+    run_ranks(SIZE, _time_out, env={"TORCH_FR_DUMP_TEMP_FILE": str(prefix)}, group_timeout=TIMEOUT)
+    dumps = {rank: pickle.loads(Path(f"{prefix}{rank}").read_bytes()) for rank in range(SIZE)}
+    for rank, dump in dumps.items():
+        names = [entry["profiling_name"] for entry in dump["entries"]]
+        states = [entry["state"] for entry in dump["entries"]]
+        assert names == ["c10d:all_reduce"] * (2 if rank == VICTIM else 3)
+        assert states == ["completed", "completed"] + ([] if rank == VICTIM else ["started"])
+    analysis = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(tmp_path), "-p", "trace_"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    text = analysis.stdout + analysis.stderr
+    assert analysis.returncode == 0, text
+    # torch's analysis finds the rank that did not come.
+    assert f"missing ranks: {{{VICTIM}}}" in text, text
+
+
+def _entries() -> list[dict[str, Any]]:
+    from bagua._native import _C
+
+    rank = dist.get_rank()
+    dist.broadcast(torch.ones(7), 0)
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+    else:
+        dist.recv(torch.ones(2), 0)
+    dist.barrier()
+    entries: list[dict[str, Any]] = pickle.loads(_C.flight_recorder_trace())["entries"]
+    return entries
+
+
+def test_operations_are_named_as_torch_names_them() -> None:
+    first, second = run_ranks(2, _entries)
+    assert [entry["profiling_name"] for entry in first] == [
+        "c10d:broadcast",
+        "c10d:send 0->1",
+        "c10d:all_reduce_barrier",
+    ]
+    assert [entry["profiling_name"] for entry in second] == [
+        "c10d:broadcast",
+        "c10d:recv 1<-0",
+        "c10d:all_reduce_barrier",
+    ]
+    assert first[0]["input_sizes"] == [[7]]
+    assert first[0]["bagua_operation"] == "bagua:broadcast #0 (Float[7], peer rank 0)"
+
+
+def _many_operations() -> int:
+    from bagua._native import _C
+
+    for _ in range(30):
+        dist.all_reduce(torch.ones(3))
+    return len(pickle.loads(_C.flight_recorder_trace())["entries"])
+
+
+def test_the_number_of_operations_kept_is_torch_s_setting() -> None:
+    assert run_ranks(2, _many_operations, env={"TORCH_FR_BUFFER_SIZE": "10"}) == [10, 10]
+    assert run_ranks(2, _many_operations, env={"TORCH_FR_BUFFER_SIZE": "0"}) == [0, 0]

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that make different calls: an error on every rank that names both calls, and nothing is executed."""
+
+import itertools
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from trouble import TRANSPORTS, Outcome, expect_error, same_cause, selection, warm_up
+
+SIZE = 3
+ODD_ONE = 1
+ReduceOp = dist.ReduceOp
+
+
+def _sum(tensor: torch.Tensor) -> Callable[[], Any]:
+    return lambda: dist.all_reduce(tensor)
+
+
+# What one rank calls, what the others call, and how the error names the two.
+MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
+    "operations": (
+        lambda: dist.broadcast(torch.ones(4), 0),
+        _sum(torch.ones(4)),
+        "bagua:broadcast #2 (Float[4], peer rank 0)",
+        "bagua:all_reduce #2 (Float[4], sum)",
+    ),
+    "sizes": (
+        _sum(torch.ones(7)),
+        _sum(torch.ones(4)),
+        "bagua:all_reduce #2 (Float[7], sum)",
+        "bagua:all_reduce #2 (Float[4], sum)",
+    ),
+    "large sizes": (
+        _sum(torch.ones(3_000_000)),
+        _sum(torch.ones(1_000_000)),
+        "(Float[3000000], sum)",
+        "(Float[1000000], sum)",
+    ),
+    "dtypes": (
+        _sum(torch.ones(4, dtype=torch.int32)),
+        _sum(torch.ones(4)),
+        "bagua:all_reduce #2 (Int[4], sum)",
+        "bagua:all_reduce #2 (Float[4], sum)",
+    ),
+    "reductions": (
+        lambda: dist.all_reduce(torch.ones(4), op=ReduceOp.MAX),
+        _sum(torch.ones(4)),
+        "(Float[4], max)",
+        "(Float[4], sum)",
+    ),
+    "roots": (
+        lambda: dist.broadcast(torch.ones(4), 1),
+        lambda: dist.broadcast(torch.ones(4), 0),
+        "(Float[4], peer rank 1)",
+        "(Float[4], peer rank 0)",
+    ),
+    "a barrier": (
+        lambda: dist.barrier(),
+        lambda: dist.all_gather([torch.ones(2) for _ in range(SIZE)], torch.ones(2)),
+        "bagua:barrier #2",
+        "bagua:all_gather #2 (Float[2])",
+    ),
+}
+
+
+def _differ(case: str) -> tuple[Outcome, bool]:
+    warm_up()
+    odd, usual, _, _ = MISMATCHES[case]
+    outcome = expect_error(odd if dist.get_rank() == ODD_ONE else usual)
+    # The ranks are out of step: later calls are refused and say why.
+    later = expect_error(lambda: dist.all_reduce(torch.ones(2)))
+    return outcome, "do not make the same call" in later.message
+
+
+@pytest.mark.parametrize(
+    ("case", "transport"),
+    selection(
+        itertools.product(MISMATCHES, TRANSPORTS),
+        [
+            ("operations", "in-host"),
+            ("large sizes", "between-hosts"),
+            ("dtypes", "in-host"),
+            ("roots", "between-hosts"),
+        ],
+    ),
+)
+def test_ranks_that_differ_are_all_told_both_calls(case: str, transport: str) -> None:
+    results = run_ranks(SIZE, _differ, case, env=TRANSPORTS[transport])
+    _, _, odd, usual = MISMATCHES[case]
+    same_cause([outcome.message for outcome, _ in results])
+    for outcome, is_refused in results:
+        assert "do not make the same call" in outcome.message
+        assert odd in outcome.message
+        assert usual in outcome.message
+        assert f"rank {ODD_ONE}" in outcome.message
+        assert is_refused
+
+
+def _nothing_is_executed() -> list[float]:
+    warm_up()
+    tensor = torch.full((4,), float(dist.get_rank()))
+    expect_error(lambda: dist.all_reduce(tensor) if dist.get_rank() else dist.broadcast(tensor, 0))
+    values: list[float] = tensor.tolist()
+    return values
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tensors_of_a_mismatch_are_as_before(transport: str) -> None:
+    assert run_ranks(2, _nothing_is_executed, env=TRANSPORTS[transport]) == [[0.0] * 4, [1.0] * 4]
+
+
+def _sizes_that_may_differ() -> bool:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    outputs = [torch.zeros(peer + 1) for peer in range(size)]
+    dist.all_gather(outputs, torch.full((rank + 1,), float(rank)))
+    gathered = all(torch.equal(output, torch.full((peer + 1,), float(peer))) for peer, output in enumerate(outputs))
+    received = torch.zeros(sum(range(1, size + 1)))
+    sent = torch.full((size * (rank + 1),), float(rank))
+    dist.all_to_all_single(received, sent, [peer + 1 for peer in range(size)], [rank + 1] * size)
+    expected = torch.cat([torch.full((peer + 1,), float(peer)) for peer in range(size)])
+    parts = [torch.zeros(peer + 1) for peer in range(size)] if rank == 0 else None
+    dist.gather(torch.full((rank + 1,), float(rank)), parts)
+    return gathered and torch.equal(received, expected)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_operations_that_take_uneven_sizes_still_do(transport: str) -> None:
+    assert all(run_ranks(SIZE, _sizes_that_may_differ, env=TRANSPORTS[transport]))
+
+
+def _with_detail() -> None:
+    """Make the default group anew: torch reads its variable only once, and these processes have torch loaded."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    folder = Path(os.environ["FAULTS_FOLDER"])
+    dist.destroy_process_group()
+    fresh = dist.FileStore(str(folder / "detail"), size)  # type: ignore[attr-defined]
+    dist.init_process_group("bagua", store=fresh, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    assert type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__ == "_ProcessGroupWrapper"
+
+
+def _train_with_detail() -> list[float]:
+    _with_detail()
+    torch.manual_seed(0)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 3))
+    import bagua
+
+    bagua.register_comm_hook(ddp, "bytegrad")
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    dist.barrier()
+    received = torch.zeros(2)
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(2), 1)
+    else:
+        dist.recv(received, 0)
+        assert received.tolist() == [1.0, 1.0]
+    weights: list[float] = next(iter(ddp.parameters())).flatten().tolist()
+    return weights
+
+
+def test_the_checking_wrapper_of_torch_works_with_bagua(tmp_path: Path) -> None:
+    results = run_ranks(2, _train_with_detail, env={"FAULTS_FOLDER": str(tmp_path)})
+    assert results[0] == results[1]
+
+
+def _detail_finds_a_mismatch() -> str:
+    _with_detail()
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(4 + dist.get_rank()))
+    return str(caught.value)
+
+
+def test_the_checking_wrapper_of_torch_finds_mismatches_first(tmp_path: Path) -> None:
+    messages = run_ranks(2, _detail_finds_a_mismatch, env={"FAULTS_FOLDER": str(tmp_path)})
+    for message in messages:
+        assert "mismatch" in message
+        assert "do not make the same call" not in message
+
+
+def _other_models() -> str:
+    import bagua
+
+    width = 3 if dist.get_rank() == ODD_ONE else 4
+    model = torch.nn.Linear(8, width)
+    # DDP compares the shapes of its ranks itself, so that it is told that they are known to agree.
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+    ddp.module = model
+    with pytest.raises(ValueError, match="other parameters") as caught:
+        bagua.register_comm_hook(ddp, "bytegrad")
+    return str(caught.value)
+
+
+def test_a_hook_on_models_of_other_shapes_is_refused_on_all_ranks() -> None:
+    for message in run_ranks(SIZE, _other_models):
+        assert f"rank {ODD_ONE}" in message

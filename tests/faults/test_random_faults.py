@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are killed, stopped, hang or raise at random moments, in random collectives and algorithms.
+
+A few rounds by default; `make test-faults` goes on for BAGUA_FAULT_MINUTES. A round that fails prints its plan, which
+BAGUA_FAULT_SEED= repeats (but for the moment of the fault, which depends on the machine).
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from random_faults import ALGORITHMS, COLLECTIVES, Plan, Report, run
+from trouble import SLACK_SECONDS, same_cause
+
+SHORT_ROUNDS = 4
+TIMEOUT = 3.0
+DEATH_SECONDS = 2.0
+# Starting ranks, and building their groups, on a busy machine.
+START_SECONDS = 90.0
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def _plans() -> Iterator[tuple[Plan, random.Random]]:
+    minutes = float(os.environ.get("BAGUA_FAULT_MINUTES", "0"))
+    end = time.monotonic() + 60 * minutes
+    seed = int(os.environ.get("BAGUA_FAULT_SEED", time.time_ns() % 1_000_000))
+    number = 0
+    while number < SHORT_ROUNDS if minutes == 0 else time.monotonic() < end:
+        generator = random.Random(seed + number)
+        size = generator.choice((2, 3, 4))
+        # The short form meets every fault.
+        faults = ("kill", "stop", "hang", "raise")
+        plan = Plan(
+            size=size,
+            workload=generator.choice(("mixed collectives", *COLLECTIVES, *ALGORITHMS)),
+            victim=generator.randrange(size),
+            fault=faults[number % len(faults)] if minutes == 0 else generator.choice(faults),
+            is_in_host=generator.random() < 0.5,
+            timeout=TIMEOUT,
+            folder="",
+            seed=seed + number,
+        )
+        yield plan, generator
+        number += 1
+
+
+def _segments() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").glob("bagua-*")}
+
+
+def _check(plan: Plan, reports: dict[int, Report], faulted: float) -> None:
+    limit = DEATH_SECONDS if plan.fault == "kill" else plan.timeout + 2.0
+    for rank, report in reports.items():
+        if rank == plan.victim:
+            continue
+        assert report.when - faulted < limit + SLACK_SECONDS, f"rank {rank} took {report.when - faulted:.1f} s"
+        assert "bagua:" in report.error, report.error
+        assert not report.threads, f"rank {rank} has left {report.threads}"
+    cause = same_cause([report.error for rank, report in reports.items() if rank != plan.victim])
+    assert f"rank {plan.victim}" in cause
+
+
+def _round(plan: Plan, generator: random.Random) -> None:
+    before = _segments()
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        plan = plan._replace(folder=folder)
+        pipes = [_context.Pipe() for _ in range(plan.size)]
+        ranks = [
+            _context.Process(target=run, args=(rank, plan, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        try:
+            for rank, (_, theirs) in zip(ranks, pipes, strict=True):
+                rank.start()
+                theirs.close()
+            connections = [ours for ours, _ in pipes]
+            for connection in connections:
+                assert connection.poll(START_SECONDS)
+                assert connection.recv() == "working"
+            time.sleep(generator.random() * 0.5)
+            victim = ranks[plan.victim]
+            assert victim.pid is not None
+            faulted = time.monotonic()
+            if plan.fault in ("kill", "stop"):
+                os.kill(victim.pid, signal.SIGKILL if plan.fault == "kill" else signal.SIGSTOP)
+            else:
+                connections[plan.victim].send(plan.fault)
+            reports = {}
+            for rank, connection in enumerate(connections):
+                if rank == plan.victim:
+                    continue
+                assert connection.poll(plan.timeout + START_SECONDS), f"rank {rank} hangs"
+                reports[rank] = connection.recv()
+            _check(plan, reports, faulted)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    assert _segments() <= before
+
+
+def test_random_faults() -> None:
+    for plan, generator in _plans():
+        print(plan, flush=True)
+        try:
+            _round(plan, generator)
+        except BaseException as error:
+            pytest.fail(f"{plan}: {type(error).__name__}: {error}")

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An operation that takes unusually long: one warning, by one rank, that names the rank that all wait for."""
+
+import os
+import tempfile
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from trouble import TAKES_ALL, TRANSPORTS, VICTIM, selection, warm_up
+
+SIZE = 3
+
+
+def _wait_for_a_slow_rank() -> str:
+    warm_up()
+    with tempfile.TemporaryFile("w+") as captured:
+        usual = os.dup(2)
+        os.dup2(captured.fileno(), 2)
+        try:
+            if dist.get_rank() == VICTIM:
+                # Longer than the others wait before they warn, and than the ranks may take to answer.
+                time.sleep(4.0)
+            dist.all_reduce(torch.ones(5))
+        finally:
+            os.dup2(usual, 2)
+            os.close(usual)
+        captured.seek(0)
+        return captured.read()
+
+
+@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["in-host"]))
+def test_the_rank_that_all_wait_for_is_named_once(transport: str) -> None:
+    texts = run_ranks(SIZE, _wait_for_a_slow_rank, env={**TRANSPORTS[transport], "BAGUA_WARN_AFTER_SECONDS": "1"})
+    warnings = [line for text in texts for line in text.splitlines() if "has been in bagua:all_reduce #2" in line]
+    # The next one would come after twice the time that the first one told.
+    assert 1 <= len(warnings) <= 2, texts
+    assert all(line in texts[0] for line in warnings)
+    assert f"Not there: rank {VICTIM} (has nothing under way, last completed bagua:all_reduce #1" in warnings[0]
+    assert "Waiting as well: rank 1." in warnings[0]
+
+
+@pytest.mark.skipif(not TAKES_ALL, reason="make test-faults takes it")
+def test_the_warning_can_be_switched_off() -> None:
+    texts = run_ranks(SIZE, _wait_for_a_slow_rank, env={"BAGUA_WARN_AFTER_SECONDS": "0"})
+    assert not any("has been in" in text for text in texts)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fault tests have in common: how a rank gets into trouble, and what its peers are to say about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# Scheduling of busy processes on two cores, beside the time that is promised.
+SLACK_SECONDS = 8.0
+# How ranks exchange CPU tensors: through memory that they share, or as between hosts.
+TRANSPORTS: dict[str, Mapping[str, str]] = {"in-host": {}, "between-hosts": {"BAGUA_SHARED_MEMORY": "0"}}
+VICTIM = 2
+# `make test-faults` takes every case, `make test` a selection.
+TAKES_ALL = "BAGUA_FAULT_MINUTES" in os.environ
+
+
+class Outcome(NamedTuple):
+    """What a surviving rank saw."""
+
+    message: str
+    when: float  # on the clock that all processes share
+
+
+def selection(cases: Iterable[Any], selected: Iterable[Any]) -> list[Any]:
+    """Return the cases that this run takes."""
+    return list(cases if TAKES_ALL else selected)
+
+
+def collectives() -> dict[str, Callable[[], Any]]:
+    """Return calls that no rank completes without the victim, by what their errors call them."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    ones = torch.ones(5)
+    many = torch.ones(300_000)
+    return {
+        "all_reduce": lambda: dist.all_reduce(many),
+        "broadcast": lambda: dist.broadcast(ones, VICTIM),
+        "reduce": lambda: (dist.reduce(ones, 0), dist.barrier()),
+        "all_gather": lambda: dist.all_gather([torch.ones(5) for _ in range(size)], ones),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.ones(5 * size), ones),
+        "gather": lambda: (
+            dist.gather(ones, [torch.ones(5) for _ in range(size)] if rank == 0 else None),
+            dist.barrier(),
+        ),
+        "scatter": lambda: dist.scatter(ones, None, src=VICTIM),
+        "reduce_scatter": lambda: dist.reduce_scatter(ones, [torch.ones(5) for _ in range(size)]),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(ones, torch.ones(5 * size)),
+        "all_to_all": lambda: dist.all_to_all(
+            [torch.ones(5) for _ in range(size)], [torch.ones(5) for _ in range(size)]
+        ),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.ones(5 * size), torch.ones(5 * size)),
+        "recv": lambda: dist.recv(ones, VICTIM),
+        "barrier": lambda: dist.barrier(),
+    }
+
+
+def store() -> dist.Store:
+    """Return the store of the default group."""
+    found: dist.Store = dist.distributed_c10d._get_default_store()
+    return found
+
+
+def warm_up() -> None:
+    """Connect the ranks: trouble is then met in an exchange and not in the making of one."""
+    for _ in range(2):
+        dist.all_reduce(torch.ones(3))
+
+
+def announce_trouble() -> None:
+    """Of the victim: note the time, and how it can be reached."""
+    store().set("victim", str(os.getpid()))
+    store().set("trouble", str(time.monotonic()))
+
+
+def time_of_trouble() -> float:
+    """Wait for the victim's announcement."""
+    return float(store().get("trouble"))
+
+
+def kill_the_victim() -> None:
+    """End a victim that cannot end itself, being stopped or stuck."""
+    os.kill(int(store().get("victim")), signal.SIGKILL)
+
+
+def expect_error(call: Callable[[], Any]) -> Outcome:
+    """Return what the call raised, and when."""
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return Outcome(str(caught.value), time.monotonic())
+
+
+def same_cause(messages: Sequence[str]) -> str:
+    """Return how the messages of all ranks end: with what the rank that failed first has said."""
+    cause = min((message.split("failed first: ")[-1] for message in messages), key=len)
+    for message in messages:
+        assert message.endswith(cause), (cause, message)
+    return cause
