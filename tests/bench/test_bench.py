@@ -24,7 +24,7 @@ from ranks import RankPool
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 # Ranks import torch, on cores that others use too.
-SECONDS = 240
+SECONDS = 400
 
 
 def _bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

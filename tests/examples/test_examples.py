@@ -12,7 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
 # An agent and two ranks import torch, on cores that others use too.
-SECONDS = 180
+SECONDS = 300
 COMPRESSED = ["ddp", "with_accelerate", "with_compile", "with_transformers"]
 
 

@@ -18,7 +18,7 @@ from bagua.info import network
 from bagua.info.facts import advice, facts, table
 from bagua.info.ranks import hosts_of, summary
 
-SECONDS = 150
+SECONDS = 300
 
 
 def _advice() -> str:
