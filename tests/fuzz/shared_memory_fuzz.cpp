@@ -15,8 +15,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kSeatBytes = 128;
-
 // One for each number of ranks, for the whole run: to make one takes longer than to open it.
 SharedSegment segmentOf(int ranks) {
   static std::map<int, SharedSegment> made;
@@ -33,8 +31,10 @@ SharedSegment segmentOf(int ranks) {
 
 void fillSeats(fuzz::FuzzedBytes& input, const SharedSegment& segment, int ranks) {
   for (int rank = 0; rank < ranks; ++rank) {
-    uint8_t* const seat = segment.data() + rank * kSeatBytes;
-    input.fill(seat, kSeatBytes / 8);
+    uint8_t* const seat = segment.data() + rank * MeetingRoom::bytesPerSeat();
+    // The counters; rarely also what the rank says it has come for.
+    input.fill(seat, 16);
+    if (input.take<uint8_t>() % 8 == 0) input.fill(seat + 16, MeetingRoom::bytesPerSeat() - 16);
     // Mostly there: a peer that never comes only costs time.
     if (input.take<uint8_t>() % 8 != 0) {
       const uint32_t arrived = 1 + input.take<uint16_t>();
@@ -75,7 +75,7 @@ void fuzzSharedMemory(fuzz::FuzzedBytes& input) {
   const int ranks = static_cast<int>(input.from(2, 4));
   SharedSegment segment = segmentOf(ranks);
   fillSeats(input, segment, ranks);
-  input.fill(segment.data() + ranks * kSeatBytes, 64);
+  input.fill(segment.data() + ranks * MeetingRoom::bytesPerSeat(), 64);
   std::vector<std::string> names(ranks, "a rank");
   SharedMemoryExchange memory(
       std::make_unique<MeetingRoom>(std::move(segment), static_cast<int>(input.from(0, ranks - 1)), names));

@@ -42,6 +42,8 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 
 }  // namespace
 
+size_t MeetingRoom::bytesPerSeat() { return sizeof(Seat); }
+
 size_t MeetingRoom::bytesFor(int ranks) { return ranks * (sizeof(Seat) + 2 * kSlotBytes); }
 
 MeetingRoom::MeetingRoom(SharedSegment segment, int rank, std::vector<std::string> names)

@@ -22,8 +22,9 @@ class MeetingRoom {
  public:
   static constexpr int64_t kSlotBytes = int64_t{512} << 10;
 
-  // What the segment of `ranks` ranks takes.
+  // What the segment of `ranks` ranks takes: their seats, one after another, and then their slots.
   static size_t bytesFor(int ranks);
+  static size_t bytesPerSeat();
 
   // `rank` of `ranks`, in `segment`, which all of them have open. `names[i]` is rank i in error messages.
   MeetingRoom(SharedSegment segment, int rank, std::vector<std::string> names);

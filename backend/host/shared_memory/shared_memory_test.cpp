@@ -241,8 +241,7 @@ TEST(MeetingRoom, EndsAtTheDeadlineThoughAllAreThere) {
   MeetingRoom other(openAgain(segment, 2), 1, names(2));
   // Arrived at a meeting far in the future: the first word of its seat.
   constexpr uint32_t kFar = 1'000'000;
-  constexpr size_t kSeatBytes = 128;
-  std::memcpy(segment.data() + kSeatBytes, &kFar, sizeof(kFar));
+  std::memcpy(segment.data() + MeetingRoom::bytesPerSeat(), &kFar, sizeof(kFar));
   MeetingRoom room(std::move(segment), 0, names(2));
   EXPECT_EQ(messageOfMeeting(room, milliseconds(5000)), "");
   EXPECT_EQ(messageOfMeeting(room, milliseconds(0)), "the exchange in shared memory has not ended in time");
