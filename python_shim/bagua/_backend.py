@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from bagua._fresh_store import fresh_part
 from bagua._native import _C
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def create_backend(dist_backend_opts: _DistributedBackendOptions, pg_options: An
     options.global_ranks_in_group = list(dist_backend_opts.global_ranks_in_group)
     _shut_down_groups_at_exit()
     return _C.ProcessGroupBagua(
-        dist_backend_opts.store,
+        fresh_part(dist_backend_opts.store, dist_backend_opts.group_size),
         dist_backend_opts.group_rank,
         dist_backend_opts.group_size,
         options,

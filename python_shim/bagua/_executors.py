@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua._fresh_store import life, turn_of
 from bagua._named_groups import new_named_group
 from bagua._native import _C
 
@@ -35,8 +36,8 @@ def _private_group(group: dist.ProcessGroup, device: torch.device, timeout: time
         name = dict(pair.split(":") for pair in name.split(","))[device.type]
     ranks = dist.get_process_group_ranks(group)
     # Every rank comes once for each private group, and waits for the others before it comes for the next.
-    number = (group.get_group_store().add("bagua_private_groups", 1) - 1) // len(ranks)
-    return new_named_group(f"{group.group_name}_bagua_hook_{number}", ranks, name, timeout)
+    number = turn_of(group.get_group_store(), "bagua_private_group", len(ranks))
+    return new_named_group(f"{group.group_name}_bagua_hook_{life()}_{number}", ranks, name, timeout)
 
 
 def _executors_over(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Any:
