@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("elastic_training.py")
 def _run(folder: Path, disturbance: str) -> tuple[dict[str, torch.Tensor], int]:
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
-    command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += ["--standalone"]
     command += ["--monitor-interval=0.1", str(SCRIPT), str(folder), "bytegrad", disturbance]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False

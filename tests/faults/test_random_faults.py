@@ -11,7 +11,8 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,8 @@ def _plans() -> Iterator[tuple[Plan, random.Random]]:
         number += 1
 
 
-def _segments() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").glob("bagua-*")}
+def _segments_of(ranks: Iterable[ForkServerProcess]) -> list[str]:
+    return [entry.name for rank in ranks for entry in Path("/dev/shm").glob(f"bagua-{rank.pid}-*")]
 
 
 def _check(plan: Plan, reports: dict[int, Report], faulted: float) -> None:
@@ -68,7 +69,6 @@ def _check(plan: Plan, reports: dict[int, Report], faulted: float) -> None:
 
 
 def _round(plan: Plan, generator: random.Random) -> None:
-    before = _segments()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         plan = plan._replace(folder=folder)
         pipes = [_context.Pipe() for _ in range(plan.size)]
@@ -103,7 +103,7 @@ def _round(plan: Plan, generator: random.Random) -> None:
             for rank in ranks:
                 rank.kill()
                 rank.join()
-    assert _segments() <= before
+    assert not _segments_of(ranks)
 
 
 def test_random_faults() -> None:
