@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "backend/host_lanes.h"
 #include "backend/communicator.h"
+#include "backend/host_lanes.h"
 
 namespace bagua {
 

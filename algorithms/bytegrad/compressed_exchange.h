@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "backend/host_lanes.h"
 #include "algorithms/stage.h"
 #include "backend/communicator.h"
+#include "backend/host_lanes.h"
 
 namespace bagua::bytegrad {
 

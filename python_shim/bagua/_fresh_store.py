@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Part of a store in which nothing is left from an earlier life of the job.
 
-torchrun starts killed ranks again, and the store of the agent may go on: addresses and errors of the ranks that are gone
-would be found in it.
+torchrun starts killed ranks again, and the store of the agent may go on: addresses and errors of the ranks that are
+gone would be found in it.
 """
 
 from __future__ import annotations

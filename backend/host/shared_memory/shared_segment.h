@@ -8,9 +8,10 @@
 
 namespace bagua {
 
-// A piece of /dev/shm mapped by several processes of a host, all of one user. It has a name, which cannot be guessed, only
-// until all have opened it. Should its creator be killed before that, the name is removed by whoever has opened it, or
-// else by the next process of the same user that makes a segment: nothing is left behind for long, however they end.
+// A piece of /dev/shm mapped by several processes of a host, all of one user. It has a name, which cannot be guessed,
+// only until all have opened it. Should its creator be killed before that, the name is removed by whoever has opened
+// it, or else by the next process of the same user that makes a segment: nothing is left behind for long, however they
+// end.
 class SharedSegment {
  public:
   // Reserves and maps `bytes` of zeros under a new name. Empty where there is no shared memory or not enough of it.
