@@ -18,16 +18,18 @@ using WorkPtr = ProcessGroupBagua::WorkPtr;
 using Tensors = std::vector<at::Tensor>;
 using Splits = Communicator::Splits;
 
+// What ranks compare of a list: never negative, and another for other sizes or another order of them.
+int64_t foldOfNumels(const Tensors& tensors) {
+  int64_t fold = 0;
+  for (const auto& tensor : tensors) fold = (fold * 31 + tensor.numel()) % (int64_t{1} << 56);
+  return fold;
+}
+
 Splits numels(const Tensors& tensors) {
   Splits counts;
   counts.reserve(tensors.size());
   for (const auto& tensor : tensors) counts.push_back(tensor.numel());
   return counts;
-}
-
-int64_t totalNumel(const Tensors& tensors) {
-  const Splits counts = numels(tensors);
-  return std::reduce(counts.begin(), counts.end(), int64_t{0});
 }
 
 bool allOfEqualNumel(const Tensors& tensors) {
@@ -93,7 +95,7 @@ WorkPtr ProcessGroupBagua::allgather(std::vector<Tensors>& outputs, Tensors& inp
   checks(kName).sameShape(outputs[0][rank_], input, "output of this rank");
   Operation gathering = operation(OpType::ALLGATHER, kName, input, opts, -1, inputs);
   // Inputs may be uneven; what all end up with is the same.
-  gathering.commonNumel = totalNumel(outputs[0]);
+  gathering.commonNumel = foldOfNumels(outputs[0]);
   return executorFor(input.device())
       .submit(gathering, outputs[0], [output = outputs[0], input](Communicator& communicator) mutable {
         gatherToAll(communicator, output, input);
@@ -116,7 +118,7 @@ WorkPtr ProcessGroupBagua::allgather_coalesced(std::vector<Tensors>& outputs, Te
     }
   }
   Operation gathering = operation(OpType::ALLGATHER_COALESCED, kName, inputs[0], opts, -1, inputs);
-  gathering.commonNumel = totalNumel(all);
+  gathering.commonNumel = foldOfNumels(all);
   return executorFor(inputs[0].device())
       .submit(gathering, std::move(all), [outputs, inputs](Communicator& communicator) {
         for (size_t i = 0; i < inputs.size(); ++i) {
@@ -208,7 +210,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>
   checks(kName).sameShape(inputs[0][rank_], output, "input of this rank");
   reduction::checkSupported(checks(kName).where(), opts.reduceOp, output.scalar_type());
   Operation reducing = operation(OpType::REDUCE_SCATTER, kName, output, opts, opts.reduceOp, -1, inputs[0]);
-  reducing.commonNumel = totalNumel(inputs[0]);
+  reducing.commonNumel = foldOfNumels(inputs[0]);
   return executorFor(output.device())
       .submit(reducing, outputs, [input = inputs[0], output, op = opts.reduceOp](Communicator& communicator) mutable {
         if (allOfEqualNumel(input)) {

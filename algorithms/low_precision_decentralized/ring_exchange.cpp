@@ -71,6 +71,17 @@ std::vector<int> RingExchange::neighbours() const {
   return {left, right};
 }
 
+bool RingExchange::canGoInPieces(const HostTopology& hosts) const {
+  if (!lanes_.isEven()) return false;
+  for (int lane = 0; lane < lanes_.count(); ++lane) {
+    const auto owners = lanes_.owners(lane);
+    for (size_t i = 0; i < owners.size(); ++i) {
+      if (hosts.hostOf(owners[i]) == hosts.hostOf(owners[(i + 1) % owners.size()])) return false;
+    }
+  }
+  return true;
+}
+
 RingReplicas RingExchange::start(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const {
   enterHost(flat, seconds, communicator);
   const int rank = communicator.rank();
@@ -108,7 +119,7 @@ void RingExchange::step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& 
     const Stage stage(seconds, "compress");
     difference = differenceOf(own, replicas);
   }
-  if (flat.is_cpu() && lanes_.isEven()) {
+  if (flat.is_cpu() && canGoInPieces(communicator.topology())) {
     exchangeInPieces(difference, own, replicas, seconds, communicator);
   } else {
     exchangeWhole(difference, own, replicas, seconds, communicator);

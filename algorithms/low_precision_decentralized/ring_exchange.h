@@ -51,6 +51,8 @@ class RingExchange {
   [[nodiscard]] at::Tensor ownPart(const at::Tensor& flat, int rank) const;
   // One tensor per owned lane.
   [[nodiscard]] std::vector<at::Tensor> lanesOf(const at::Tensor& own, int rank) const;
+  // Whether every rank owns one lane, and nobody's neighbour in the ring is on its own host: the same on all ranks.
+  [[nodiscard]] bool canGoInPieces(const HostTopology& hosts) const;
   // {left, right}, or the one other host.
   [[nodiscard]] std::vector<int> neighbours() const;
 

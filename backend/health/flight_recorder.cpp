@@ -206,6 +206,9 @@ std::string FlightRecorder::dump() const {
 
 std::string FlightRecorder::write(uint64_t globalRank) const {
   if (capacity_ == 0 || !config::writesFlightRecorder()) return "";
+  // torch's writer is one for the process, and made without a lock.
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
   auto& writer = c10d::DebugInfoWriter::getWriter(static_cast<int>(globalRank));
   writer.write(dump());
   return writer.getWriterTarget();

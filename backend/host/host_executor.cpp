@@ -6,7 +6,6 @@
 #include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
 
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 
@@ -54,8 +53,8 @@ class HostExecutor::Queue {
   void refuse();
   void close();
   bool waitIdle(milliseconds limit);
-  // False once the program has returned, though the executor is busy with it a little longer.
-  [[nodiscard]] bool isInProgram() const { return isInProgram_; }
+  // Whether all programs have returned, though the executor is busy with the last one a little longer.
+  [[nodiscard]] bool isTidying();
   void checkUsable(const char* operation);
   std::exception_ptr error();
   uint64_t submitted();
@@ -83,7 +82,7 @@ class HostExecutor::Queue {
   std::deque<Entry> entries_;
   c10::intrusive_ptr<WorkBagua> running_;
   bool isBusy_ = false;
-  std::atomic<bool> isInProgram_ = false;
+  bool isInProgram_ = false;
   bool isRefusing_ = false;
   bool isClosed_ = false;
   uint64_t nextSequence_ = 0;
@@ -156,6 +155,7 @@ c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::runHere(const Operation& oper
     entry = {c10::make_intrusive<WorkBagua>(group_.rank, numbered, results), std::move(program)};
     running_ = entry.work;
     isBusy_ = true;
+    isInProgram_ = true;
   }
   const auto work = entry.work;
   const at::NoGradGuard noGrad;
@@ -173,6 +173,7 @@ bool HostExecutor::Queue::next(Entry& entry) {
   entries_.pop_front();
   running_ = entry.work;
   isBusy_ = true;
+  isInProgram_ = true;
   return true;
 }
 
@@ -181,7 +182,6 @@ void HostExecutor::Queue::runProgram(Entry& entry) {
   const auto token = health_->begin(operation);
   std::exception_ptr failure;
   try {
-    isInProgram_ = true;
     communicator_->setDeadline(std::chrono::steady_clock::now() + operation.timeout +
                                health_->patience(operation.timeout));
     communicator_->setProgram(fingerprintOf(operation));
@@ -189,7 +189,10 @@ void HostExecutor::Queue::runProgram(Entry& entry) {
   } catch (...) {
     failure = explain(std::current_exception(), operation);
   }
-  isInProgram_ = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    isInProgram_ = false;
+  }
   health_->end(token, failure == nullptr);
   entry.program = nullptr;
   if (failure) {
@@ -248,6 +251,11 @@ void HostExecutor::Queue::close() {
 bool HostExecutor::Queue::waitIdle(milliseconds limit) {
   std::unique_lock<std::mutex> lock(mutex_);
   return changed_.wait_for(lock, limit, [this] { return entries_.empty() && !isBusy_; });
+}
+
+bool HostExecutor::Queue::isTidying() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return entries_.empty() && !isInProgram_;
 }
 
 std::exception_ptr HostExecutor::Queue::error() {
@@ -330,10 +338,11 @@ void HostExecutor::shutdown() { stop(error() ? milliseconds(0) : kDrainTime); }
 
 void HostExecutor::stop(milliseconds drainTime) {
   queue_->refuse();
-  bool isIdle = queue_->waitIdle(drainTime);
+  const auto waitWhileTidying = [this] { return queue_->isTidying() && queue_->waitIdle(kTidyTime); };
+  bool isIdle = queue_->waitIdle(drainTime) || waitWhileTidying();
   if (!isIdle) {
     abort("the group was shut down before the operation had completed");
-    isIdle = queue_->waitIdle(kAbortTime) || (!queue_->isInProgram() && queue_->waitIdle(kTidyTime));
+    isIdle = queue_->waitIdle(kAbortTime) || waitWhileTidying();
   }
   queue_->close();
   std::thread thread;

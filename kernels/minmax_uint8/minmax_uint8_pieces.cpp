@@ -80,6 +80,8 @@ void reducePiece(const at::Tensor& received, int64_t copies, const Piece& piece,
                     " bytes do not hold ", copies, " chunks");
   const int64_t stride = received.numel() / copies;
   check(sum, piece, received.narrow(0, 0, stride));
+  // A piece past the end of a short chunk begins at that end.
+  if (piece.begin == piece.end) return;
   TORCH_CHECK_VALUE(piece.begin % kAlignment == 0, "minmax_uint8: a piece of a reduction begins at a multiple of ",
                     kAlignment, ", got ", piece.begin);
   withElementOf(sum, [&](auto element) {

@@ -41,5 +41,6 @@ class BucketSplitter:
         assert isinstance(ddp, DistributedDataParallel)
         # What DDP itself does next in its forward; under join() something else has to come before it.
         if torch.is_grad_enabled() and not ddp._join_config.enable and ddp.reducer._rebuild_buckets():
+            ddp._has_rebuilt_buckets = True
             self._split(ddp)
             self._removable.remove()

@@ -101,7 +101,13 @@ void MeetingRoom::waitFor(int rank, Clock::time_point deadline) {
   while (!isThere()) {
     sleepOn(peer, peer.arrived.load());
     if (isThere()) return;
-    checkAlive(rank);
+    try {
+      checkAlive(rank);
+    } catch (const c10::DistNetworkError&) {
+      // It may have arrived and gone on to its end in between: whoever leaves has seen all arrive.
+      if (isThere()) return;
+      throw;
+    }
     if (Clock::now() >= deadline) fail(names_[rank] + " has not arrived in time");
   }
 }

@@ -79,25 +79,26 @@ bool isLocked(int file, int seat) {
   return ::fcntl(file, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
-bool isAbandoned(int file) {
+bool isOldAndOwn(const std::filesystem::path& path) {
   struct stat status {};
-  if (::fstat(file, &status) != 0 || status.st_uid != ::geteuid()) return false;
-  return ::time(nullptr) - status.st_ctime >= kYoungSeconds && !isLocked(file, kCreatorSeat);
+  if (::stat(path.c_str(), &status) != 0 || status.st_uid != ::geteuid()) return false;
+  return ::time(nullptr) - status.st_ctime >= kYoungSeconds;
 }
 
 }  // namespace
 
 void SharedSegment::removeAbandonedNames() {
-  // Not the segments of this process: to close any file drops all locks that the process has on it.
+  // To close any file drops all locks that the process has on it: not the segments that it has made, nor young ones, in
+  // which it may be taking a seat.
   const std::string own = namesOf(::getpid());
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(kFolder, error)) {
     std::string name = "/";
     name += entry.path().filename().string();
-    if (!isName(name) || name.starts_with(own)) continue;
+    if (!isName(name) || name.starts_with(own) || !isOldAndOwn(entry.path())) continue;
     const int file = ::shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
     if (file < 0) continue;
-    if (isAbandoned(file)) ::shm_unlink(name.c_str());
+    if (!isLocked(file, kCreatorSeat)) ::shm_unlink(name.c_str());
     ::close(file);
   }
 }
