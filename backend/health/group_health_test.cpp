@@ -25,17 +25,18 @@ constexpr std::chrono::seconds kLimit{20};
 struct Rank {
   Rank(int rank, int size, const c10::intrusive_ptr<c10d::Store>& store)
       : group{.name = "group", .rank = rank, .size = size}, health(group, store), track(health.addTrack("cpu")) {
-    track->onFailure([this](const std::string& cause) { aborted.set_value(cause); });
+    // The health's thread can outlive the rank, see AStoreThatDoesNotAnswerHoldsNobodyUp.
+    track->onFailure([aborted = aborted](const std::string& cause) { aborted->set_value(cause); });
   }
 
   std::string causeOfAbort() {
-    auto cause = aborted.get_future();
+    auto cause = aborted->get_future();
     TORCH_CHECK(cause.wait_for(kLimit) == std::future_status::ready, "rank ", group.rank, " was never told");
     return cause.get();
   }
 
   GroupIdentity group;
-  std::promise<std::string> aborted;
+  const std::shared_ptr<std::promise<std::string>> aborted = std::make_shared<std::promise<std::string>>();
   GroupHealth health;
   std::shared_ptr<GroupHealth::Track> track;
 };
@@ -112,7 +113,7 @@ TEST_F(GroupHealthTest, AnOperationThatEndsInTimeIsLeftAlone) {
   const auto token = first.track->begin(allReduce(7, milliseconds(400)));
   first.track->end(token, true);
   // Longer than the timeout, and than the ranks' looks at the store.
-  EXPECT_EQ(first.aborted.get_future().wait_for(milliseconds(1500)), std::future_status::timeout);
+  EXPECT_EQ(first.aborted->get_future().wait_for(milliseconds(1500)), std::future_status::timeout);
 }
 
 TEST_F(GroupHealthTest, AnAbortReachesTheOthers) {
@@ -143,7 +144,8 @@ TEST_F(GroupHealthTest, AStoreThatIsGoneHidesNoError) {
 // A store that never answers, as behind a network that drops everything.
 class SilentStore final : public c10d::HashStore {
  public:
-  explicit SilentStore(std::shared_future<void> end) : end_(std::move(end)) {}
+  SilentStore(std::shared_future<void> end, std::promise<void>& gone) : end_(std::move(end)), gone_(gone) {}
+  ~SilentStore() override { gone_.set_value(); }
   c10::intrusive_ptr<c10d::Store> clone() override {
     end_.wait();
     return c10::make_intrusive<c10d::HashStore>();
@@ -151,19 +153,22 @@ class SilentStore final : public c10d::HashStore {
 
  private:
   const std::shared_future<void> end_;
+  std::promise<void>& gone_;
 };
 
 TEST_F(GroupHealthTest, AStoreThatDoesNotAnswerHoldsNobodyUp) {
   std::promise<void> end;
+  std::promise<void> gone;
   const auto begun = std::chrono::steady_clock::now();
   {
-    Rank rank(0, 2, c10::make_intrusive<SilentStore>(end.get_future().share()));
+    Rank rank(0, 2, c10::make_intrusive<SilentStore>(end.get_future().share(), gone));
     rank.track->begin(allReduce(0));
     EXPECT_THAT(messageOf(rank.track->explain(errorOf<c10::Error>("out of memory"), allReduce(0))),
                 AllOf(HasSubstr("failed: out of memory"), HasSubstr("the store has not answered")));
   }
   EXPECT_LT(std::chrono::steady_clock::now() - begun, kLimit);
   end.set_value();
+  EXPECT_EQ(gone.get_future().wait_for(kLimit), std::future_status::ready) << "the thread has not ended";
 }
 
 }  // namespace

@@ -36,11 +36,13 @@ std::vector<Case> casesOfEveryAlgorithm() {
   return cases;
 }
 
-std::string nameOf(const ::testing::TestParamInfo<Case>& info) {
-  std::string name = info.param.algorithm + "_on";
-  for (const auto& host : info.param.hosts) name += "_" + host;
+std::string nameOf(const Case& it) {
+  std::string name = it.algorithm + "_on";
+  for (const auto& host : it.hosts) name += "_" + host;
   return name;
 }
+
+void PrintTo(const Case& it, std::ostream* stream) { *stream << nameOf(it); }
 
 class AlgorithmContract : public ::testing::TestWithParam<Case> {
  protected:
@@ -193,7 +195,8 @@ TEST_P(AlgorithmContract, StateContinuesWhereItWasTaken) {
       GetParam().hosts);
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, AlgorithmContract, ::testing::ValuesIn(casesOfEveryAlgorithm()), nameOf);
+INSTANTIATE_TEST_SUITE_P(Every, AlgorithmContract, ::testing::ValuesIn(casesOfEveryAlgorithm()),
+                         [](const auto& instance) { return nameOf(instance.param); });
 
 TEST(AlgorithmRegistry, AnUnknownNameListsTheRegisteredOnes) {
   try {
