@@ -78,7 +78,7 @@ def draw_model(runs: Runs, path: Path) -> list[str]:
         axes.plot(hosts, times, marker="o", label=way, color=COLOURS[way])
         lines.append(
             f"{way:<30} efficiency {fitted.efficiency:.2f}  overhead {1e3 * fitted.overhead:5.1f} ms  "
-            f"latency {1e3 * fitted.latency:.1f} ms  error {100 * fitted.error:.0f} %"
+            f"error {100 * fitted.error:.0f} %"
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(hosts, [str(n) for n in hosts])
