@@ -5,8 +5,8 @@
 
 `compute` and `lead` (until the first bucket is ready) are measured without communication. `bytes` and `messages` per
 rank follow from the algorithm and the number of hosts; `efficiency` and `overhead` of each way are fitted by least
-squares to the networks of two hosts with a limited line. The `latency` of a message is assumed: emulated hosts that share
-two cores tell nothing of it.
+squares to the networks of two hosts with a limited line. The `latency` of a message is assumed: emulated hosts that
+share two cores tell nothing of it.
 """
 
 from __future__ import annotations
