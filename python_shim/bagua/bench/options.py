@@ -103,7 +103,8 @@ def _option(text: str) -> tuple[str, Any]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not an option: write name=value, such as hierarchical=false")
     try:
-        return name, json.loads(value)
+        # False as Python spells it, too.
+        return name, json.loads(value.lower() if value in ("True", "False") else value)
     except json.JSONDecodeError:
         return name, value  # a word, such as peer_selection_mode=shift_one
 
