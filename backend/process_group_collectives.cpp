@@ -162,16 +162,18 @@ WorkPtr ProcessGroupBagua::barrier(const c10d::BarrierOptions& opts) {
   return executorFor(at::kCPU).submit(barrier, {}, [](Communicator& communicator) { communicator.barrier(); });
 }
 
+// Gloo's own, on the calling thread as there: it finds out by itself who has not come, and each rank has another
+// finding to report, of which none is to end the operations of the others.
 void ProcessGroupBagua::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
   Operation barrier{.type = OpType::BARRIER, .name = "bagua:monitored_barrier", .timeout = orDefault(opts.timeout)};
   c10d::BarrierOptions options = opts;
   options.timeout = barrier.timeout;
-  executorFor(at::kCPU)
-      .submit(barrier, {},
-              [backend = hostBackend_, options, waitAllRanks](Communicator&) {
-                backend->monitoredBarrier(options, waitAllRanks);
-              })
-      ->wait(kNoTimeout);
+  barrier.sequence = executorFor(at::kCPU).submitted();
+  try {
+    hostBackend_->monitoredBarrier(options, waitAllRanks);
+  } catch (...) {
+    std::rethrow_exception(withContext(std::current_exception(), barrier, identity_));
+  }
 }
 
 }  // namespace bagua

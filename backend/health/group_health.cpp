@@ -380,7 +380,7 @@ void GroupHealth::Core::endOverdue(const std::string& track, const Running& oper
   }
   const std::string message =
       c10::str(describe(operation.program), " on rank ", group.rank, " of ", group.size, ", group '", group.name,
-               "' failed: timed out after ", operation.timeout.count(), " ms.");
+               "' failed: Timed out after ", operation.timeout.count(), " ms.");
   if (!why.empty()) return failAlone(message, why);
   setFailure(board->report(message + attendance(track, operation)));
 }
@@ -525,7 +525,7 @@ void GroupHealth::Track::end(Token token, bool isSuccess) {
 
 std::exception_ptr GroupHealth::Track::explain(const std::exception_ptr& error, const Operation& operation) {
   auto& core = *core_;
-  const auto own = withContext(error, operation, core.group);
+  auto own = withContext(error, operation, core.group);
   std::unique_lock<std::mutex> lock(core.mutex);
   if (!core.isStarted) return own;
   if (!core.failure && core.whyAlone.empty()) {
@@ -540,7 +540,13 @@ std::exception_ptr GroupHealth::Track::explain(const std::exception_ptr& error, 
     const auto isStuck = [&] { return core.inStoreSince && Clock::now() - *core.inStoreSince >= kStoreTime; };
     while (!isSettled() && !isStuck() && Clock::now() < end) core.changed.wait_for(lock, kTick);
   }
-  if (core.failure) return withContext(makeError(core.messageOfFailure()), operation, core.group);
+  if (core.failure) {
+    std::string cause = core.messageOfFailure();
+    const std::string here = messageOf(error);
+    // What this rank knows for itself is not lost.
+    if (!isSymptom(error) && cause.find(here) == std::string::npos) cause += ". On this rank itself: " + here;
+    return withContext(makeError(cause), operation, core.group);
+  }
   const std::string why = core.whyAlone.empty() ? "the store has not answered" : core.whyAlone;
   return makeError(c10::str(messageOf(own), " (The other ranks could not be told: ", why, ")"));
 }

@@ -103,7 +103,7 @@ TEST_F(GroupHealthTest, ATimeoutNamesWhoHasNotCome) {
   first.track->begin(allReduce(7, milliseconds(1500)));
   EXPECT_THAT(
       first.causeOfAbort(),
-      AllOf(StartsWith("all_reduce #7 (Float[4]) on rank 0 of 2, group 'group' failed: timed out after 1500 ms."),
+      AllOf(StartsWith("all_reduce #7 (Float[4]) on rank 0 of 2, group 'group' failed: Timed out after 1500 ms."),
             HasSubstr("rank 1 (has nothing under way, last completed all_reduce #6 (Float[4])")));
 }
 
@@ -138,7 +138,7 @@ TEST_F(GroupHealthTest, AStoreThatIsGoneHidesNoError) {
   EXPECT_THAT(messageOf(rank.track->explain(errorOf<c10::Error>("out of memory"), allReduce(0))),
               AllOf(HasSubstr("failed: out of memory"), HasSubstr("Connection reset by peer")));
   rank.track->begin(allReduce(1, milliseconds(100)));
-  EXPECT_THAT(rank.causeOfAbort(), HasSubstr("timed out after 100 ms"));
+  EXPECT_THAT(rank.causeOfAbort(), HasSubstr("Timed out after 100 ms"));
 }
 
 // A store that never answers, as behind a network that drops everything.

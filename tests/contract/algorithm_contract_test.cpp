@@ -42,6 +42,8 @@ std::string nameOf(const Case& it) {
   return name;
 }
 
+// GoogleTest looks for this name.
+// NOLINTNEXTLINE(readability-identifier-naming)
 void PrintTo(const Case& it, std::ostream* stream) { *stream << nameOf(it); }
 
 class AlgorithmContract : public ::testing::TestWithParam<Case> {

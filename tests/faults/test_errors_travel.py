@@ -105,7 +105,7 @@ def _stop_in(operation: str) -> Outcome | None:
 def test_a_stopped_rank_is_named_at_the_timeout(operation: str, transport: str) -> None:
     outcomes = run_ranks(SIZE, _stop_in, operation, env=TRANSPORTS[transport], group_timeout=TIMEOUT, dying={VICTIM})
     cause = _assert_same_cause(outcomes)
-    assert f"timed out after {TIMEOUT * 1000:.0f} ms" in cause
+    assert f"Timed out after {TIMEOUT * 1000:.0f} ms" in cause
     assert f"rank {VICTIM} (does not answer" in cause
 
 
