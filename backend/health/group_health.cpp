@@ -540,13 +540,7 @@ std::exception_ptr GroupHealth::Track::explain(const std::exception_ptr& error, 
     const auto isStuck = [&] { return core.inStoreSince && Clock::now() - *core.inStoreSince >= kStoreTime; };
     while (!isSettled() && !isStuck() && Clock::now() < end) core.changed.wait_for(lock, kTick);
   }
-  if (core.failure) {
-    std::string cause = core.messageOfFailure();
-    const std::string here = messageOf(error);
-    // What this rank knows for itself is not lost.
-    if (!isSymptom(error) && cause.find(here) == std::string::npos) cause += ". On this rank itself: " + here;
-    return withContext(makeError(cause), operation, core.group);
-  }
+  if (core.failure) return withContext(makeError(core.messageOfFailure()), operation, core.group);
   const std::string why = core.whyAlone.empty() ? "the store has not answered" : core.whyAlone;
   return makeError(c10::str(messageOf(own), " (The other ranks could not be told: ", why, ")"));
 }

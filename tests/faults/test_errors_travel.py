@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_did_last(operation: str
     outcomes = run_ranks(SIZE, _hang_before, operation, env=TRANSPORTS[transport], group_timeout=TIMEOUT)
     cause = _assert_same_cause(outcomes)
     assert operation in cause or operation in ("reduce", "gather")
-    assert "timed out" in cause
+    assert "Timed out" in cause
     # The second of the two operations of the warm-up.
     assert f"rank {VICTIM} (has nothing under way, last completed bagua:all_reduce #1 (Float[3], sum)" in cause
 
