@@ -278,16 +278,21 @@ std::vector<HostCommunicator::Span> HostCommunicator::spansOf(const HostLanes& l
   return spans;
 }
 
-void HostCommunicator::reduceInHost(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes,
-                                    const ReduceOp& op) {
-  at::Tensor own = flat.narrow(0, lanes.begin(lanes.firstLane(rank())), lanes.ownLength(rank()));
+c10d::ReduceOp HostCommunicator::reduceInHost(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes,
+                                              const ReduceOp& op) {
+  if (lanes.count() == 1) {
+    if (!prepared.is_same(flat)) flat.copy_(prepared);
+    return op;
+  }
+  const auto steps = reduction::inTwoSteps(op, flat.scalar_type());
   if (sharedMemory_) {
+    at::Tensor own = flat.narrow(0, lanes.begin(lanes.firstLane(rank())), lanes.ownLength(rank()));
     countShown((flat.numel() - own.numel()) * itemSize(flat));
-    return sharedMemory_->reduceSpans(own, prepared, spansOf(lanes), op, size(), deadline());
+    sharedMemory_->reduceSpans(own, prepared, spansOf(lanes), steps.first, size(), deadline());
+  } else if (steps.first == ReduceOp::AVG || !prepared.is_same(flat)) {
+    reduction::reduceParts({prepared.const_data_ptr()}, steps.first, size(), flat);
   }
-  if (op == ReduceOp::AVG || !prepared.is_same(flat)) {
-    reduction::reduceParts({prepared.const_data_ptr()}, op, size(), flat);
-  }
+  return steps.second;
 }
 
 void HostCommunicator::gatherInHost(at::Tensor& flat, const HostLanes& lanes) {
@@ -334,14 +339,7 @@ void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
     return sharedMemory_->allReduce(flat, prepared, op, deadline());
   }
   const HostLanes lanes(*hosts_, rank(), flat.numel());
-  ReduceOp betweenHosts = op;
-  if (lanes.count() > 1) {
-    const auto steps = reduction::inTwoSteps(op, flat.scalar_type());
-    reduceInHost(flat, prepared, lanes, steps.first);
-    betweenHosts = steps.second;
-  } else if (!prepared.is_same(flat)) {
-    flat.copy_(prepared);
-  }
+  const ReduceOp betweenHosts = reduceInHost(flat, prepared, lanes, op);
   for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
     at::Tensor own = flat.narrow(0, lanes.begin(lane), lanes.length(lane));
     allReduceAmong(lanes.owners(lane), own, betweenHosts);
@@ -361,14 +359,7 @@ void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) 
   const HostLanes lanes(*hosts_, rank(), flat.numel());
   // Only the root's own tensor may change.
   at::Tensor result = rank() == root ? flat : at::empty_like(flat);
-  ReduceOp betweenHosts = op;
-  if (lanes.count() > 1) {
-    const auto steps = reduction::inTwoSteps(op, flat.scalar_type());
-    reduceInHost(result, prepared, lanes, steps.first);
-    betweenHosts = steps.second;
-  } else if (!prepared.is_same(result)) {
-    result.copy_(prepared);
-  }
+  const ReduceOp betweenHosts = reduceInHost(result, prepared, lanes, op);
   const int host = hosts_->hostOf(root);
   for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
     at::Tensor own = result.narrow(0, lanes.begin(lane), lanes.length(lane));

@@ -72,8 +72,8 @@ class HostCommunicator final : public Communicator {
   // In place on the owner that is on `host`.
   void reduceTo(int host, const Owners& owners, at::Tensor& flat, const ReduceOp& op);
   void broadcastAmong(const Owners& owners, int root, at::Tensor& bytes);
-  // First of two steps: the lanes of this rank, in `flat`, become what its host has of them.
-  void reduceInHost(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes, const ReduceOp& op);
+  // The lanes of this rank, in `flat`, become what its host has of them. Returns how the hosts are to go on.
+  ReduceOp reduceInHost(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes, const ReduceOp& op);
   void gatherInHost(at::Tensor& flat, const HostLanes& lanes);
   [[nodiscard]] std::vector<Span> spansOf(const HostLanes& lanes) const;
   // The parts of an allgather or reduce-scatter that each member deals with between hosts, its own first.

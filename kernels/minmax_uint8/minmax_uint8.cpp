@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "kernels/minmax_uint8/minmax_uint8_cpu.h"
+#include "kernels/minmax_uint8/minmax_uint8_dtypes.h"
 #include "kernels/minmax_uint8/minmax_uint8_kernels.h"
 #if BAGUA_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
@@ -17,26 +18,6 @@
 
 namespace bagua::minmax_uint8 {
 namespace {
-
-const cpu::Loops& bestLoops() { return *cpu::availableLoops().back(); }
-
-// Calls f with a value of the element type that `dtype` names.
-template <class F>
-void withElement(at::ScalarType dtype, const char* operation, const F& f) {
-  switch (dtype) {
-    case at::kFloat:
-      return f(float{});
-    case at::kDouble:
-      return f(double{});
-    case at::kHalf:
-      return f(HalfBits{});
-    case at::kBFloat16:
-      return f(BFloat16Bits{});
-    default:
-      TORCH_CHECK_TYPE(false, "minmax_uint8 ", operation, " expects float32, float64, float16 or bfloat16, got ",
-                       dtype);
-  }
-}
 
 Layout layoutOf(int64_t length, int64_t chunks) { return {length, chunks, chunkLength(length, chunks)}; }
 
@@ -111,7 +92,7 @@ void compress(const at::Tensor& input, int64_t chunks, at::Tensor& packed) {
       return;
     }
 #endif
-    cpu::compress(bestLoops(), data, layout, bytes);
+    cpu::compress(cpu::bestLoops(), data, layout, bytes);
   });
 }
 
@@ -132,7 +113,7 @@ void decompress(const at::Tensor& packed, int64_t chunks, at::Tensor& output) {
       return;
     }
 #endif
-    cpu::decompress(bestLoops(), bytes, layout, data);
+    cpu::decompress(cpu::bestLoops(), bytes, layout, data);
   });
 }
 
@@ -164,7 +145,7 @@ void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t lengt
       return;
     }
 #endif
-    cpu::reduceAndCompress(bestLoops(), source, layout, sums, result);
+    cpu::reduceAndCompress(cpu::bestLoops(), source, layout, sums, result);
   });
 }
 

@@ -63,6 +63,7 @@ inline const ElementLoops<BFloat16Bits>& Loops::of<BFloat16Bits>() const {
 
 // The sets that this machine can run, the plain one first and the fastest last.
 const std::vector<const Loops*>& availableLoops();
+inline const Loops& bestLoops() { return *availableLoops().back(); }
 
 // Runs on the intra-op threads of torch; the result does not depend on their number.
 template <class Element>

@@ -7,32 +7,15 @@
 
 #include "kernels/minmax_uint8/minmax_uint8.h"
 #include "kernels/minmax_uint8/minmax_uint8_cpu.h"
-#include "kernels/minmax_uint8/minmax_uint8_elements.h"
+#include "kernels/minmax_uint8/minmax_uint8_dtypes.h"
 
 namespace bagua::minmax_uint8 {
 namespace {
 
-// Calls f with a value of the element type of `values`.
-template <class F>
-void withElementOf(const at::Tensor& values, const F& f) {
+void check(const at::Tensor& values, const Piece& piece, const at::Tensor& packed) {
   TORCH_CHECK_VALUE(values.is_cpu() && values.is_contiguous(),
                     "minmax_uint8 codes pieces of contiguous CPU tensors, got one on ", values.device(),
                     " with strides ", values.strides());
-  switch (values.scalar_type()) {
-    case at::kFloat:
-      return f(float{});
-    case at::kDouble:
-      return f(double{});
-    case at::kHalf:
-      return f(HalfBits{});
-    case at::kBFloat16:
-      return f(BFloat16Bits{});
-    default:
-      TORCH_CHECK_TYPE(false, "minmax_uint8 expects float32, float64, float16 or bfloat16, got ", values.scalar_type());
-  }
-}
-
-void check(const at::Tensor& values, const Piece& piece, const at::Tensor& packed) {
   TORCH_CHECK_VALUE(packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.is_cpu() &&
                         packed.numel() >= packedChunkBytes(values.numel()),
                     "minmax_uint8: ", values.numel(), " elements are packed into ", packedChunkBytes(values.numel()),
@@ -50,27 +33,27 @@ Piece pieceIn(int64_t beginByte, int64_t endByte, int64_t length) {
 
 void startChunk(const at::Tensor& values, at::Tensor& packed) {
   check(values, {0, values.numel()}, packed);
-  withElementOf(values, [&](auto element) {
+  withElement(values.scalar_type(), "of pieces", [&](auto element) {
     using Element = decltype(element);
-    cpu::startChunk(*cpu::availableLoops().back(), static_cast<const Element*>(values.const_data_ptr()), values.numel(),
+    cpu::startChunk(cpu::bestLoops(), static_cast<const Element*>(values.const_data_ptr()), values.numel(),
                     packed.mutable_data_ptr<uint8_t>(), packed.numel());
   });
 }
 
 void compressPiece(const at::Tensor& values, const Piece& piece, at::Tensor& packed) {
   check(values, piece, packed);
-  withElementOf(values, [&](auto element) {
+  withElement(values.scalar_type(), "of pieces", [&](auto element) {
     using Element = decltype(element);
-    cpu::compressPiece(*cpu::availableLoops().back(), static_cast<const Element*>(values.const_data_ptr()), piece,
+    cpu::compressPiece(cpu::bestLoops(), static_cast<const Element*>(values.const_data_ptr()), piece,
                        packed.mutable_data_ptr<uint8_t>());
   });
 }
 
 void decompressPiece(const at::Tensor& packed, const Piece& piece, at::Tensor& values) {
   check(values, piece, packed);
-  withElementOf(values, [&](auto element) {
+  withElement(values.scalar_type(), "of pieces", [&](auto element) {
     using Element = decltype(element);
-    cpu::decompressPiece(*cpu::availableLoops().back(), packed.const_data_ptr<uint8_t>(), piece,
+    cpu::decompressPiece(cpu::bestLoops(), packed.const_data_ptr<uint8_t>(), piece,
                          static_cast<Element*>(values.mutable_data_ptr()));
   });
 }
@@ -84,10 +67,10 @@ void reducePiece(const at::Tensor& received, int64_t copies, const Piece& piece,
   if (piece.begin == piece.end) return;
   TORCH_CHECK_VALUE(piece.begin % kAlignment == 0, "minmax_uint8: a piece of a reduction begins at a multiple of ",
                     kAlignment, ", got ", piece.begin);
-  withElementOf(sum, [&](auto element) {
+  withElement(sum.scalar_type(), "of pieces", [&](auto element) {
     using Element = decltype(element);
-    cpu::reducePiece(*cpu::availableLoops().back(), {received.const_data_ptr<uint8_t>(), copies, divisor}, stride,
-                     piece, static_cast<Element*>(sum.mutable_data_ptr()));
+    cpu::reducePiece(cpu::bestLoops(), {received.const_data_ptr<uint8_t>(), copies, divisor}, stride, piece,
+                     static_cast<Element*>(sum.mutable_data_ptr()));
   });
 }
 
