@@ -38,7 +38,7 @@ WorkPtr ProcessGroupBagua::allreduce(Tensors& tensors, const c10d::AllreduceOpti
   constexpr const char* kName = "bagua:all_reduce";
   if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
   at::Tensor tensor = checks(kName).single(tensors);
-  reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
+  reduction::checkSupported(checks(kName), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
       .submit(operation(OpType::ALLREDUCE, kName, tensor, opts, opts.reduceOp), tensors,
               [tensor, op = opts.reduceOp](Communicator& communicator) mutable {
@@ -52,7 +52,7 @@ WorkPtr ProcessGroupBagua::allreduce_sparse(Tensors& tensors, const c10d::Allred
   at::Tensor tensor = tensors[0];
   TORCH_CHECK_VALUE(tensor.is_sparse(), checks(kName).where(), ": tensor must be sparse, got layout ", tensor.layout());
   const c10d::ReduceOp::RedOpType op = opts.reduceOp;
-  reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
+  reduction::checkSupported(checks(kName), opts.reduceOp, tensor.scalar_type());
   TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG, checks(kName).where(),
                     ": sparse tensors can be reduced with SUM and AVG only");
   return executorFor(tensor.device())
@@ -66,7 +66,7 @@ WorkPtr ProcessGroupBagua::allreduce_coalesced(Tensors& tensors, const c10d::All
   constexpr const char* kName = "bagua:all_reduce_coalesced";
   TORCH_CHECK_VALUE(!tensors.empty(), checks(kName).where(), ": got no tensors");
   checks(kName).alike(tensors, tensors[0], "tensor");
-  reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensors[0].scalar_type());
+  reduction::checkSupported(checks(kName), opts.reduceOp, tensors[0].scalar_type());
   Operation all = operation(OpType::ALLREDUCE_COALESCED, kName, tensors[0], opts, opts.reduceOp);
   all.numel = totalNumel(tensors);
   return executorFor(tensors[0].device())
@@ -81,7 +81,7 @@ WorkPtr ProcessGroupBagua::reduce(Tensors& tensors, const c10d::ReduceOptions& o
   constexpr const char* kName = "bagua:reduce";
   at::Tensor tensor = checks(kName).single(tensors);
   checks(kName).rank(opts.rootRank, "root");
-  reduction::checkSupported(checks(kName).where(), opts.reduceOp, tensor.scalar_type());
+  reduction::checkSupported(checks(kName), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
       .submit(operation(OpType::REDUCE, kName, tensor, opts, opts.reduceOp, opts.rootRank), tensors,
               [tensor, root = static_cast<int>(opts.rootRank), op = opts.reduceOp](Communicator& communicator) mutable {
@@ -126,7 +126,7 @@ WorkPtr ProcessGroupBagua::_reduce_scatter_base(at::Tensor& output, at::Tensor& 
   checks(kName).alike({input}, output, "input");
   checks(kName).rowMajor(input, "input");
   checks(kName).numel(input, output.numel() * size_, "input");
-  reduction::checkSupported(checks(kName).where(), opts.reduceOp, input.scalar_type());
+  reduction::checkSupported(checks(kName), opts.reduceOp, input.scalar_type());
   return executorFor(output.device())
       .submit(operation(OpType::_REDUCE_SCATTER_BASE, kName, output, opts, opts.reduceOp, -1, {input}), {output},
               [output, input, op = opts.reduceOp](Communicator& communicator) mutable {
@@ -144,7 +144,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
     checks(kName).alike({inputs[i]}, outputs[i], "input");
     checks(kName).rowMajor(inputs[i], "input");
     checks(kName).numel(inputs[i], outputs[i].numel() * size_, "input");
-    reduction::checkSupported(checks(kName).where(), opts.reduceOp, inputs[i].scalar_type());
+    reduction::checkSupported(checks(kName), opts.reduceOp, inputs[i].scalar_type());
   }
   Operation all = operation(OpType::COALESCED, kName, outputs[0], opts, opts.reduceOp, -1, inputs);
   all.numel = totalNumel(outputs);

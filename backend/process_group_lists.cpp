@@ -208,7 +208,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>
   checks(kName).count(inputs[0].size(), size_, "input tensors, one per rank");
   checks(kName).alike(inputs[0], output, "input");
   checks(kName).sameShape(inputs[0][rank_], output, "input of this rank");
-  reduction::checkSupported(checks(kName).where(), opts.reduceOp, output.scalar_type());
+  reduction::checkSupported(checks(kName), opts.reduceOp, output.scalar_type());
   Operation reducing = operation(OpType::REDUCE_SCATTER, kName, output, opts, opts.reduceOp, -1, inputs[0]);
   reducing.commonNumel = foldOfNumels(inputs[0]);
   return executorFor(output.device())

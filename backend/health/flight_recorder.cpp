@@ -144,7 +144,9 @@ uint64_t FlightRecorder::addGroup(Group group) {
   return id;
 }
 
-uint64_t FlightRecorder::begin(uint64_t group, const Operation& operation) {
+uint64_t FlightRecorder::begin(uint64_t group, const Operation& operation, const ProgramFingerprint& program) {
+  // Not asked of the kernel each time.
+  static const thread_local auto kThread = static_cast<uint64_t>(::gettid());
   if (capacity_ == 0) return 0;
   const int64_t created = now();
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -152,11 +154,11 @@ uint64_t FlightRecorder::begin(uint64_t group, const Operation& operation) {
   Entry entry{.id = next_,
               .group = group,
               .type = operation.type,
-              .program = fingerprintOf(operation),
+              .program = program,
               .messages = messagesOf_[group],
               .created = created,
               .timeout = operation.timeout.count(),
-              .thread = static_cast<uint64_t>(::gettid())};
+              .thread = kThread};
   if (entries_.size() < capacity_) {
     entries_.push_back(entry);
   } else {

@@ -43,7 +43,7 @@ class FlightRecorder {
   // Returns what begin() calls the group.
   uint64_t addGroup(Group group);
   // Returns what end() calls the operation.
-  uint64_t begin(uint64_t group, const Operation& operation);
+  uint64_t begin(uint64_t group, const Operation& operation, const ProgramFingerprint& program);
   void end(uint64_t id, bool isSuccess);
 
   // A pickle, as of torch's recorder.

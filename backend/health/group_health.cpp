@@ -490,13 +490,14 @@ void GroupHealth::Track::onFailure(Abort abort) {
   core_->tracks[index_].abort = std::move(abort);
 }
 
-GroupHealth::Track::Token GroupHealth::Track::begin(const Operation& operation, Kind kind) {
+GroupHealth::Track::Token GroupHealth::Track::begin(const Operation& operation, const ProgramFingerprint& program,
+                                                    Kind kind) {
   Core::Running running;
-  running.program = fingerprintOf(operation);
+  running.program = program;
   running.kind = kind;
   running.begun = Clock::now();
   running.timeout = operation.timeout;
-  running.recorded = FlightRecorder::instance().begin(core_->recorderGroup, operation);
+  running.recorded = FlightRecorder::instance().begin(core_->recorderGroup, operation, program);
   running.nextWarning = running.begun + core_->warnAfter;
   const std::lock_guard<std::mutex> lock(core_->mutex);
   core_->startThread();

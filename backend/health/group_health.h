@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backend/operation.h"
+#include "backend/program_fingerprint.h"
 
 namespace bagua {
 
@@ -58,7 +59,10 @@ class GroupHealth::Track {
 
   // The operation's timeout counts from here. A message between two ranks has no place in the order of programs.
   enum class Kind { kProgram, kMessage };
-  Token begin(const Operation& operation, Kind kind = Kind::kProgram);
+  Token begin(const Operation& operation, Kind kind = Kind::kProgram) {
+    return begin(operation, fingerprintOf(operation), kind);
+  }
+  Token begin(const Operation& operation, const ProgramFingerprint& program, Kind kind = Kind::kProgram);
   void end(Token token, bool isSuccess);
   // What the caller of the operation is to be told when `error` has ended it: the group's first failure, which this may
   // be. Blocks until the ranks have agreed on it, for a few seconds at most.

@@ -243,11 +243,13 @@ TEST(Reduction, BoolsAddAsOrAndMultiplyAsAnd) {
 }
 
 TEST(Reduction, RefusesWhatHasNoMeaning) {
-  EXPECT_THROW(reduction::checkSupported("op", ReduceOp::BAND, at::kFloat), c10::ValueError);
-  EXPECT_THROW(reduction::checkSupported("op", ReduceOp::MAX, at::kComplexFloat), c10::ValueError);
-  EXPECT_THROW(reduction::checkSupported("op", ReduceOp::AVG, at::kBool), c10::ValueError);
-  EXPECT_THROW(reduction::checkSupported("op", ReduceOp::SUM, at::kFloat8_e4m3fn), c10::TypeError);
-  EXPECT_NO_THROW(reduction::checkSupported("op", ReduceOp::BXOR, at::kBool));
+  const GroupIdentity group;
+  const ArgumentChecks checks("op", group);
+  EXPECT_THROW(reduction::checkSupported(checks, ReduceOp::BAND, at::kFloat), c10::ValueError);
+  EXPECT_THROW(reduction::checkSupported(checks, ReduceOp::MAX, at::kComplexFloat), c10::ValueError);
+  EXPECT_THROW(reduction::checkSupported(checks, ReduceOp::AVG, at::kBool), c10::ValueError);
+  EXPECT_THROW(reduction::checkSupported(checks, ReduceOp::SUM, at::kFloat8_e4m3fn), c10::TypeError);
+  EXPECT_NO_THROW(reduction::checkSupported(checks, ReduceOp::BXOR, at::kBool));
 }
 
 }  // namespace

@@ -78,7 +78,10 @@ class HostExecutor::Queue {
   CallbackThreads callbacks_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;
+  // For the thread: there is a program for it, or no more will come.
+  std::condition_variable forThread_;
+  // For waitIdle().
+  std::condition_variable idle_;
   std::deque<Entry> entries_;
   c10::intrusive_ptr<WorkBagua> running_;
   bool isBusy_ = false;
@@ -99,7 +102,7 @@ c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::push(Operation operation, std
     work = c10::make_intrusive<WorkBagua>(group_.rank, operation, std::move(results));
     entries_.push_back({work, std::move(program)});
   }
-  changed_.notify_all();
+  forThread_.notify_one();
   return work;
 }
 
@@ -136,11 +139,15 @@ void HostExecutor::Queue::finish(Entry& entry) {
   // All that the program held goes before anybody learns that the executor is idle.
   finished.reset();
   entry = Entry{};
+  bool isForThread = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     isBusy_ = false;
+    isForThread = isClosed_ || !entries_.empty();
   }
-  changed_.notify_all();
+  // Not in vain: the thread would take the processor from a peer.
+  if (isForThread) forThread_.notify_one();
+  idle_.notify_all();
 }
 
 c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::runHere(const Operation& operation,
@@ -167,7 +174,7 @@ c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::runHere(const Operation& oper
 bool HostExecutor::Queue::next(Entry& entry) {
   std::unique_lock<std::mutex> lock(mutex_);
   // Busy: a caller runs a program itself.
-  changed_.wait(lock, [this] { return !isBusy_ && (isClosed_ || !entries_.empty()); });
+  forThread_.wait(lock, [this] { return !isBusy_ && (isClosed_ || !entries_.empty()); });
   if (entries_.empty()) return false;
   entry = std::move(entries_.front());
   entries_.pop_front();
@@ -179,12 +186,13 @@ bool HostExecutor::Queue::next(Entry& entry) {
 
 void HostExecutor::Queue::runProgram(Entry& entry) {
   const auto& operation = entry.work->operation();
-  const auto token = health_->begin(operation);
+  const auto fingerprint = fingerprintOf(operation);
+  const auto token = health_->begin(operation, fingerprint);
   std::exception_ptr failure;
   try {
     communicator_->setDeadline(std::chrono::steady_clock::now() + operation.timeout +
                                health_->patience(operation.timeout));
-    communicator_->setProgram(fingerprintOf(operation));
+    communicator_->setProgram(fingerprint);
     entry.program(*communicator_);
   } catch (...) {
     failure = explain(std::current_exception(), operation);
@@ -230,7 +238,7 @@ void HostExecutor::Queue::fail(const std::exception_ptr& cause, const WorkBagua*
     complete(interrupted, interrupted.get() == culprit ? cause : withContext(cause, interrupted->operation(), group_));
   }
   for (const auto& entry : abandoned) complete(entry.work, withContext(cause, entry.work->operation(), group_));
-  changed_.notify_all();
+  idle_.notify_all();
 }
 
 void HostExecutor::Queue::refuse() {
@@ -244,13 +252,13 @@ void HostExecutor::Queue::close() {
     isRefusing_ = true;
     isClosed_ = true;
   }
-  changed_.notify_all();
+  forThread_.notify_one();
   callbacks_.stop();
 }
 
 bool HostExecutor::Queue::waitIdle(milliseconds limit) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return changed_.wait_for(lock, limit, [this] { return entries_.empty() && !isBusy_; });
+  return idle_.wait_for(lock, limit, [this] { return entries_.empty() && !isBusy_; });
 }
 
 bool HostExecutor::Queue::isTidying() {

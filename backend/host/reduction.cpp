@@ -214,18 +214,19 @@ void reduceTyped(const Parts& parts, int64_t numel, T* output, ReduceOp::RedOpTy
 
 }  // namespace
 
-void checkSupported(const std::string& where, const ReduceOp& op, at::ScalarType dtype) {
-  TORCH_CHECK_TYPE(isReducible(dtype), where, ": cannot reduce tensors of dtype ", at::toString(dtype));
+void checkSupported(const ArgumentChecks& checks, const ReduceOp& op, at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(isReducible(dtype), checks.where(), ": cannot reduce tensors of dtype ", at::toString(dtype));
   const ReduceOp::RedOpType kind = op;
   const bool isFloat = at::isFloatingType(dtype) || at::isComplexType(dtype);
-  TORCH_CHECK_VALUE(kind <= ReduceOp::PREMUL_SUM, where, ": unknown reduce operation ", static_cast<int>(kind));
-  TORCH_CHECK_VALUE(!(isBitwise(kind) && isFloat), where, ": reduce operation ", nameOf(kind),
+  TORCH_CHECK_VALUE(kind <= ReduceOp::PREMUL_SUM, checks.where(), ": unknown reduce operation ",
+                    static_cast<int>(kind));
+  TORCH_CHECK_VALUE(!(isBitwise(kind) && isFloat), checks.where(), ": reduce operation ", nameOf(kind),
                     " has no meaning for dtype ", at::toString(dtype), "; it takes integers and bools");
-  TORCH_CHECK_VALUE(!(isOrder(kind) && at::isComplexType(dtype)), where, ": reduce operation ", nameOf(kind),
+  TORCH_CHECK_VALUE(!(isOrder(kind) && at::isComplexType(dtype)), checks.where(), ": reduce operation ", nameOf(kind),
                     " has no meaning for complex dtype ", at::toString(dtype));
-  TORCH_CHECK_VALUE(!(kind == ReduceOp::AVG && dtype == at::kBool), where,
+  TORCH_CHECK_VALUE(!(kind == ReduceOp::AVG && dtype == at::kBool), checks.where(),
                     ": reduce operation AVG has no meaning for bools");
-  TORCH_CHECK_VALUE(!(kind == ReduceOp::PREMUL_SUM && !isFloat), where,
+  TORCH_CHECK_VALUE(!(kind == ReduceOp::PREMUL_SUM && !isFloat), checks.where(),
                     ": reduce operation PREMUL_SUM takes floating-point tensors, got ", at::toString(dtype));
 }
 
@@ -256,11 +257,19 @@ TwoSteps inTwoSteps(const ReduceOp& op, at::ScalarType dtype) {
 }
 
 // NOLINTNEXTLINE(readability-function-size): the dispatch macro expands to a block per dtype
-void reduceParts(const Parts& parts, const ReduceOp& op, int64_t contributors, const at::Tensor& output) {
+void reduceParts(const Parts& parts, const ReduceOp& op, int64_t contributors, const Elements& output) {
   AT_DISPATCH_V2(
-      output.scalar_type(), "bagua_reduce_parts",
-      AT_WRAP([&] { reduceTyped(parts, output.numel(), output.mutable_data_ptr<scalar_t>(), op, contributors); }),
+      output.dtype, "bagua_reduce_parts",
+      AT_WRAP([&] { reduceTyped(parts, output.numel, reinterpret_cast<scalar_t*>(output.data), op, contributors); }),
       AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16, at::kBool);
+}
+
+Elements elementsOf(const at::Tensor& tensor) {
+  return {tensor.scalar_type(), tensor.numel(), static_cast<uint8_t*>(tensor.mutable_data_ptr())};
+}
+
+void reduceParts(const Parts& parts, const ReduceOp& op, int64_t contributors, const at::Tensor& output) {
+  reduceParts(parts, op, contributors, elementsOf(output));
 }
 
 }  // namespace bagua::reduction

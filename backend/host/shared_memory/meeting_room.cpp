@@ -50,7 +50,7 @@ MeetingRoom::MeetingRoom(SharedSegment segment, int rank, std::vector<std::strin
     : segment_(std::move(segment)),
       rank_(rank),
       names_(std::move(names)),
-      spinTime_(size() <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpinTime : kSpinTimeWhenCrowded) {
+      isCrowded_(size() > static_cast<int>(std::thread::hardware_concurrency())) {
   segment_.take(rank_);
   // Zeros of a new segment are valid seats.
   seat(rank_).process = ::getpid();
@@ -91,7 +91,7 @@ void MeetingRoom::waitFor(int rank, Clock::time_point deadline) {
   Seat& peer = seat(rank);
   // Counters wrap; a peer is at most one meeting ahead.
   const auto isThere = [&] { return static_cast<int32_t>(peer.arrived.load(std::memory_order_acquire) - round_) >= 0; };
-  const auto sleepAt = Clock::now() + spinTime_;
+  const auto sleepAt = Clock::now() + (isCrowded_ ? kSpinTimeWhenCrowded : kSpinTime);
   do {
     for (int look = 0; look < kLooksPerClock; ++look) {
       if (isThere()) return;

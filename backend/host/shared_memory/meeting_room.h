@@ -34,6 +34,8 @@ class MeetingRoom {
 
   [[nodiscard]] int rank() const { return rank_; }
   [[nodiscard]] int size() const { return static_cast<int>(names_.size()); }
+  // Whether there are more ranks than cores.
+  [[nodiscard]] bool isCrowded() const { return isCrowded_; }
 
   // This rank's slot for the coming meeting.
   [[nodiscard]] uint8_t* ownSlot() const { return slot(rank_, round_); }
@@ -77,7 +79,7 @@ class MeetingRoom {
   SharedSegment segment_;
   const int rank_;
   const std::vector<std::string> names_;
-  const std::chrono::microseconds spinTime_;
+  const bool isCrowded_;
   // Meetings so far.
   uint32_t round_ = 0;
   ProgramFingerprint program_;

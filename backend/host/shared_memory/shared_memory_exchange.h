@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend/communicator.h"
+#include "backend/host/reduction.h"
 #include "backend/host/shared_memory/meeting_room.h"
 #include "backend/host/wire.h"
 
@@ -54,11 +55,14 @@ class SharedMemoryExchange {
   void abort() { room_->abort(); }
 
  private:
+  // Into a slot of this rank, for the others. Ranks that take turns on a core find it in that core's cache.
+  void show(uint8_t* to, const void* from, int64_t bytes) const;
   // Where the contributions of all ranks to a piece lie: this rank's own at `own`, the others' `offset` bytes into what
   // they have shown.
   [[nodiscard]] std::vector<const void*> contributions(const void* own, int64_t offset) const;
-  void allReduceInOneStep(at::Tensor& piece, const at::Tensor& prepared, const c10d::ReduceOp& op, Deadline deadline);
-  void allReduceInTwoSteps(at::Tensor& piece, const at::Tensor& prepared, const c10d::ReduceOp& op, Deadline deadline);
+  using Elements = reduction::Elements;
+  void allReduceInOneStep(const Elements& piece, const uint8_t* prepared, const c10d::ReduceOp& op, Deadline deadline);
+  void allReduceInTwoSteps(const Elements& piece, const uint8_t* prepared, const c10d::ReduceOp& op, Deadline deadline);
 
   const std::unique_ptr<MeetingRoom> room_;
 };

@@ -15,12 +15,14 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <numeric>
 #include <set>
 #include <string>
 #include <thread>
 
 #include "backend/host/shared_memory/meeting_room.h"
 #include "backend/host/shared_memory/shared_segment.h"
+#include "backend/host/shared_memory/streaming_copy.h"
 #include "tests/support/thread_ranks.h"
 
 namespace bagua {
@@ -322,6 +324,21 @@ TEST(MeetingRoom, NoticesAProcessThatEnded) {
   MeetingRoom room(std::move(segment), 0, names(2));
   EXPECT_NE(messageOfMeeting(room, milliseconds(20'000)).find("the process of rank 1"), std::string::npos);
   ::waitpid(child, nullptr, 0);
+}
+
+TEST(StreamingCopy, CopiesEveryByteAtAnyAlignment) {
+  constexpr int64_t kRoom = 512;
+  std::vector<uint8_t> from(kRoom);
+  std::iota(from.begin(), from.end(), uint8_t{1});
+  for (int64_t length = 0; length < 300; ++length) {
+    for (const int64_t offset : {0, 1, 16, 63}) {
+      std::vector<uint8_t> to(kRoom, 0);
+      streamingCopy(to.data() + offset, from.data() + 3, length);
+      std::vector<uint8_t> expected(kRoom, 0);
+      std::copy_n(from.begin() + 3, length, expected.begin() + offset);
+      ASSERT_EQ(to, expected) << length << " bytes at " << offset;
+    }
+  }
 }
 
 }  // namespace
