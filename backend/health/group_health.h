@@ -20,15 +20,19 @@ namespace bagua {
 // - the last operations are written to a file when the group fails (flight_recorder.h).
 //
 // One thread does all of that ("bagua_health"), started with the first operation. It alone talks to the store, and
-// nobody waits for it without a limit: the store may be gone, or not answer. All methods may be called from any thread.
+// nobody waits for it without a limit: the store may be gone, or not answer. A store that throws is tried again, over
+// a new connection, at growing intervals. All methods may be called from any thread.
 class GroupHealth {
  public:
   class Track;
 
+  // How long a store may be in trouble, by default, before the group goes on without it.
+  static constexpr std::chrono::milliseconds kStorePatience = std::chrono::seconds(60);
+
   // `store` is null where the ranks have none in common: then every rank is on its own, without a thread.
   // `globalRanks` are the group's ranks as the flight recorder names them; empty: as the group does.
   GroupHealth(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
-              std::vector<uint64_t> globalRanks = {});
+              std::vector<uint64_t> globalRanks = {}, std::chrono::milliseconds storePatience = kStorePatience);
   ~GroupHealth();
   GroupHealth(const GroupHealth&) = delete;
   GroupHealth& operator=(const GroupHealth&) = delete;

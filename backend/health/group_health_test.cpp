@@ -5,7 +5,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <condition_variable>
 #include <future>
+#include <mutex>
+#include <regex>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "backend/peer_errors.h"
@@ -23,8 +26,11 @@ constexpr std::chrono::seconds kLimit{20};
 
 // One rank of a group, with one executor.
 struct Rank {
-  Rank(int rank, int size, const c10::intrusive_ptr<c10d::Store>& store)
-      : group{.name = "group", .rank = rank, .size = size}, health(group, store), track(health.addTrack("cpu")) {
+  Rank(int rank, int size, const c10::intrusive_ptr<c10d::Store>& store,
+       milliseconds storePatience = GroupHealth::kStorePatience)
+      : group{.name = "group", .rank = rank, .size = size},
+        health(group, store, {}, storePatience),
+        track(health.addTrack("cpu")) {
     // The health's thread can outlive the rank, see AStoreThatDoesNotAnswerHoldsNobodyUp.
     track->onFailure([aborted = aborted](const std::string& cause) { aborted->set_value(cause); });
   }
@@ -139,6 +145,87 @@ TEST_F(GroupHealthTest, AStoreThatIsGoneHidesNoError) {
               AllOf(HasSubstr("failed: out of memory"), HasSubstr("Connection reset by peer")));
   rank.track->begin(allReduce(1, milliseconds(100)));
   EXPECT_THAT(rank.causeOfAbort(), HasSubstr("Timed out after 100 ms"));
+}
+
+// A store that throws as long as it is told to.
+class TroubledStore final : public c10d::HashStore {
+ public:
+  c10::intrusive_ptr<c10d::Store> clone() override { return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this); }
+  bool check(const std::vector<std::string>& keys) override {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (isInTrouble_) {
+        ++refusals_;
+        changed_.notify_all();
+        C10_THROW_ERROR(DistNetworkError, "Connection reset by peer");
+      }
+    }
+    return HashStore::check(keys);
+  }
+  void setTrouble(bool isInTrouble) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    isInTrouble_ = isInTrouble;
+  }
+  bool waitForRefusals(int count) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, kLimit, [&] { return refusals_ >= count; });
+  }
+  int refusals() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return refusals_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool isInTrouble_ = true;
+  int refusals_ = 0;
+};
+
+TEST_F(GroupHealthTest, AStoreThatThrowsForAWhileIsUsedAgain) {
+  const auto store = c10::make_intrusive<TroubledStore>();
+  Rank first(0, 2, store);
+  Rank second(1, 2, store);
+  first.track->begin(allReduce(7));
+  second.track->begin(allReduce(7));
+  // More than once per rank.
+  ASSERT_TRUE(store->waitForRefusals(6));
+  store->setTrouble(false);
+  const std::string cause = messageOf(second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
+  EXPECT_EQ(first.causeOfAbort(), "rank 1 failed first: " + cause);
+}
+
+TEST_F(GroupHealthTest, AFailureDuringTroubleWithTheStoreReachesTheOthersAfterIt) {
+  const auto store = c10::make_intrusive<TroubledStore>();
+  Rank first(0, 2, store);
+  Rank second(1, 2, store);
+  first.track->begin(allReduce(7));
+  second.track->begin(allReduce(7));
+  ASSERT_TRUE(store->waitForRefusals(2));
+  // Whoever waits is not kept waiting until the trouble is over.
+  EXPECT_THAT(messageOf(second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7))),
+              AllOf(HasSubstr("out of memory"), HasSubstr("could not be told"), HasSubstr("Connection reset")));
+  store->setTrouble(false);
+  EXPECT_THAT(first.causeOfAbort(), HasSubstr("rank 1 failed first: all_reduce #7 (Float[4]) on rank 1 of 2"));
+}
+
+TEST_F(GroupHealthTest, AStoreThatGoesOnThrowingIsGivenUpWithOneLineThatSaysWhatIsLost) {
+  ::testing::internal::CaptureStderr();
+  const auto store = c10::make_intrusive<TroubledStore>();
+  std::string seen;
+  {
+    Rank rank(0, 2, store, milliseconds(700));
+    rank.track->begin(allReduce(7));
+    rank.track->begin(allReduce(8, milliseconds(2500)));
+    seen = rank.causeOfAbort();
+  }
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(seen, AllOf(HasSubstr("Timed out after 2500 ms"), HasSubstr("could not be told"),
+                          HasSubstr("Connection reset by peer")));
+  const std::regex line("goes on without the store[^\n]*no longer hears of failures on other ranks");
+  EXPECT_EQ(std::distance(std::sregex_iterator(log.begin(), log.end(), line), std::sregex_iterator()), 1) << log;
+  // 0.1, 0.3 and 0.7 s after the first.
+  EXPECT_LE(store->refusals(), 5);
 }
 
 // A store that never answers, as behind a network that drops everything.
