@@ -591,8 +591,16 @@ void GroupHealth::stop() {
 }
 
 void GroupHealth::Track::onFailure(Abort abort) {
-  const std::lock_guard<std::mutex> lock(core_->mutex);
-  core_->tracks[index_].abort = std::move(abort);
+  std::string cause;
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    if (!core_->failure) {
+      core_->tracks[index_].abort = std::move(abort);
+      return;
+    }
+    cause = core_->messageOfFailure();
+  }
+  abort(cause);
 }
 
 GroupHealth::Track::Token GroupHealth::Track::begin(const Operation& operation, Kind kind) {

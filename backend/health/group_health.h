@@ -57,7 +57,7 @@ class GroupHealth::Track {
 
   Track(std::shared_ptr<Core> core, size_t index) : core_(std::move(core)), index_(index) {}
 
-  // Called on the health's thread, once at most.
+  // Called once at most, on the health's thread; here and now if the group has failed already.
   void onFailure(Abort abort);
 
   // The operation's timeout counts from here. A message between two ranks has no place in the order of programs.

@@ -132,6 +132,18 @@ TEST_F(GroupHealthTest, AnAbortReachesTheOthers) {
   EXPECT_THAT(second.causeOfAbort(), HasSubstr("rank 0 of 2, group 'group': the group was aborted"));
 }
 
+TEST_F(GroupHealthTest, AnExecutorMadeAfterTheFailureIsEndedAtOnce) {
+  Rank first(0, 2, store_);
+  Rank second(1, 2, store_);
+  first.track->begin(allReduce(7));
+  second.track->begin(allReduce(7));
+  second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7));
+  const std::string cause = first.causeOfAbort();
+  std::string seen;
+  first.health.addTrack("cuda")->onFailure([&seen](const std::string& text) { seen = text; });
+  EXPECT_EQ(seen, cause);
+}
+
 // A store whose server has gone away.
 class DeadStore final : public c10d::HashStore {
  public:
