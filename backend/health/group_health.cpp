@@ -39,6 +39,8 @@ constexpr milliseconds kAnswerTime{1000};
 constexpr milliseconds kRollCallLead{2000};
 // How long a symptom waits for the rank that knows the cause, and for all to answer.
 constexpr milliseconds kCauseTime{1000};
+// How long a rank that has called the roll may be behind with what it was to report, before another takes its place.
+constexpr milliseconds kTurnTime{500};
 // How long the caller of an operation waits until the ranks have agreed on a cause.
 constexpr milliseconds kAgreementTime{3000};
 // How long a store that works may take to answer.
@@ -151,9 +153,12 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
   void inspectOperations();
   void inspect(const std::string& track, const Running& operation);
   void endOverdue(const std::string& track, const Running& operation);
-  void warn(const std::string& track, const Running& operation);
-  // Calls the roll, unless that has been done since `notBefore`, and lately. Returns whether it is over.
-  bool askAll(Clock::time_point notBefore);
+  void warn(const std::string& track, const Running& operation, Roll roll);
+  enum class Roll { kUnderWay, kOver, kOfAnother };
+  // Calls the roll, unless that has been done since `notBefore`, and lately. One rank does it for all that want to know
+  // (kOfAnother to the rest), and tells them by what it reports; from `takeOverAt` on another may do it.
+  Roll askAll(Clock::time_point notBefore, Clock::time_point takeOverAt);
+  [[nodiscard]] bool isAnothersTurn(Clock::time_point notBefore, Clock::time_point takeOverAt) const;
   void setFailure(const Failure& failure);
   // Where there is no store to agree in.
   void failAlone(const std::string& message);
@@ -199,6 +204,8 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
   RollCall rollCall;
   int64_t answered = 0;
   Clock::time_point rollCallSeen;
+  // When another rank was faster in calling the roll.
+  Clock::time_point outrunAt;
   Clock::time_point lastLook;
 };
 
@@ -367,20 +374,42 @@ void GroupHealth::Core::collectAnswers() {
   }
 }
 
-bool GroupHealth::Core::askAll(Clock::time_point notBefore) {
+GroupHealth::Core::Roll GroupHealth::Core::askAll(Clock::time_point notBefore, Clock::time_point takeOverAt) {
+  if (!board) return Roll::kOver;
   const auto now = Clock::now();
-  const bool isRecent = rollCall.asked >= notBefore && now - rollCall.asked < kRollCallLead + kAnswerTime;
-  if (rollCall.number != 0 && isRecent) return rollCall.isOver();
-  if (!board) return true;
-  // Ranks that wait for the same operation want to know at the same time: one of them asks.
-  const bool isAskedAlready = answered > 0 && rollCallSeen >= notBefore && now - rollCallSeen < kAnswerTime;
-  const int64_t number = isAskedAlready ? answered : board->callTheRoll();
-  rollCall = {.number = number, .asked = now, .answers = {}, .silent = {}};
-  for (int rank = 0; rank < group.size; ++rank) {
-    if (rank != group.rank) rollCall.silent.push_back(rank);
+  const auto isRecent = [&](Clock::time_point asked) {
+    return asked >= notBefore && now - asked < kRollCallLead + kAnswerTime;
+  };
+  if (rollCall.number == 0 || !isRecent(rollCall.asked)) {
+    if (isAnothersTurn(notBefore, takeOverAt)) return Roll::kOfAnother;
+    // Somebody may have asked since the last look.
+    answerRollCall();
+    if (isAnothersTurn(notBefore, takeOverAt)) return Roll::kOfAnother;
+    const auto number = board->callTheRoll();
+    if (!number) {
+      outrunAt = now;
+      return Roll::kOfAnother;
+    }
+    // In the place of another rank, whose question has been answered by now.
+    const bool isAnswered = answered > 0 && isRecent(rollCallSeen);
+    rollCall = {.number = isAnswered ? answered : *number,
+                .asked = isAnswered ? rollCallSeen : now,
+                .answers = {},
+                .silent = {}};
+    for (int rank = 0; rank < group.size; ++rank) {
+      if (rank != group.rank) rollCall.silent.push_back(rank);
+    }
+    lastLook = {};
+    if (isAnswered) collectAnswers();
   }
-  lastLook = {};
-  return false;
+  return rollCall.isOver() ? Roll::kOver : Roll::kUnderWay;
+}
+
+bool GroupHealth::Core::isAnothersTurn(Clock::time_point notBefore, Clock::time_point takeOverAt) const {
+  const auto now = Clock::now();
+  const auto asked = std::max(rollCallSeen, outrunAt);
+  if (asked < notBefore || now - asked >= kRollCallLead + kAnswerTime) return false;
+  return now < takeOverAt || now - asked < kTurnTime;
 }
 
 std::vector<Activity> GroupHealth::Core::ownActivities() {
@@ -410,10 +439,13 @@ void GroupHealth::Core::passOnReport() {
   if (!due) return;
   std::string message = due->message;
   if (due->isSymptom) {
-    askAll(due->since);
-    if (Clock::now() - due->since < kCauseTime) return;
-    collectAnswers();
-    message += Attendance{.waiting = {}, .absent = {}, .silent = rollCall.silent}.describe();
+    const Roll roll = askAll(due->since, due->since + kCauseTime + kTurnTime);
+    const auto waited = Clock::now() - due->since;
+    if (waited < kCauseTime || (roll == Roll::kOfAnother && waited < kCauseTime + 2 * kTurnTime)) return;
+    if (roll != Roll::kOfAnother) {
+      collectAnswers();
+      message += Attendance{.waiting = {}, .absent = {}, .silent = rollCall.silent}.describe();
+    }
   }
   setFailure(board->report(message));
 }
@@ -448,10 +480,12 @@ void GroupHealth::Core::inspect(const std::string& track, const Running& operati
   if (now - operation.begun < kTick && operation.timeout > kTick) return;
   try {
     const StoreCall call(*this);
-    if (now >= operation.begun + operation.timeout - lead) {
-      if (askAll(operation.begun) && operation.isOverdue()) endOverdue(track, operation);
+    const auto end = operation.begun + operation.timeout;
+    if (now >= end - lead) {
+      if (askAll(operation.begun, end + kTurnTime) == Roll::kOver && operation.isOverdue()) endOverdue(track, operation);
     } else if (warnAfter.count() > 0 && now >= operation.nextWarning) {
-      if (askAll(operation.begun)) warn(track, operation);
+      const Roll roll = askAll(operation.begun, end);
+      if (roll != Roll::kUnderWay) warn(track, operation, roll);
     }
   } catch (...) {
     noteTrouble("the store does not answer: " + messageOf(std::current_exception()));
@@ -477,7 +511,7 @@ void GroupHealth::Core::endOverdue(const std::string& track, const Running& oper
   setFailure(board->report(message + attendance(track, operation)));
 }
 
-void GroupHealth::Core::warn(const std::string& track, const Running& operation) {
+void GroupHealth::Core::warn(const std::string& track, const Running& operation, Roll roll) {
   const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - operation.begun);
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -487,10 +521,8 @@ void GroupHealth::Core::warn(const std::string& track, const Running& operation)
       }
     }
   }
-  const auto found = attendanceOf(operation.program, operation.kind == Track::Kind::kMessage, track, rollCall.answers,
-                                  rollCall.silent);
-  // One rank tells for all that wait.
-  if (std::any_of(found.waiting.begin(), found.waiting.end(), [&](int rank) { return rank < group.rank; })) return;
+  // The rank that has asked tells for all that wait.
+  if (roll == Roll::kOfAnother) return;
   LOG(WARNING) << "bagua: rank " << group.rank << " of " << group.size << ", group '" << group.name << "', has been in "
                << describe(operation.program) << " for " << waited.count() << " ms of the " << operation.timeout.count()
                << " ms that it may take." << attendance(track, operation);

@@ -5,12 +5,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <condition_variable>
+#include <cstring>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <regex>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
 
+#include "backend/health/failure_board.h"
 #include "backend/peer_errors.h"
 
 namespace bagua {
@@ -142,6 +148,87 @@ TEST_F(GroupHealthTest, AnExecutorMadeAfterTheFailureIsEndedAtOnce) {
   std::string seen;
   first.health.addTrack("cuda")->onFailure([&seen](const std::string& text) { seen = text; });
   EXPECT_EQ(seen, cause);
+}
+
+// Counts what the ranks read of each other's answers to roll calls.
+class CountingStore final : public c10d::HashStore {
+ public:
+  c10::intrusive_ptr<c10d::Store> clone() override { return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this); }
+  bool check(const std::vector<std::string>& keys) override {
+    count(keys);
+    return HashStore::check(keys);
+  }
+  std::vector<uint8_t> get(const std::string& key) override {
+    count({key});
+    return HashStore::get(key);
+  }
+  [[nodiscard]] int answersRead() const { return answersRead_; }
+
+ private:
+  void count(const std::vector<std::string>& keys) {
+    for (const auto& key : keys) answersRead_ += key.find("answer/") != std::string::npos ? 1 : 0;
+  }
+  std::atomic<int> answersRead_ = 0;
+};
+
+// All but the last wait in `operation`; a few may learn from the others before they have found out themselves.
+std::string causeForAll(std::vector<std::unique_ptr<Rank>>& ranks) {
+  std::string cause;
+  for (size_t rank = 0; rank + 1 < ranks.size(); ++rank) {
+    const std::string seen = ranks[rank]->causeOfAbort();
+    const auto begin = seen.find("failed first: ");
+    const std::string own = begin == std::string::npos ? seen : seen.substr(begin + std::strlen("failed first: "));
+    if (cause.empty()) cause = own;
+    EXPECT_EQ(own, cause);
+  }
+  return cause;
+}
+
+TEST_F(GroupHealthTest, ATimeoutOfManyRanksReadsTheAnswersOnce) {
+  constexpr int kRanks = 24;
+  const auto store = c10::make_intrusive<CountingStore>();
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int rank = 0; rank < kRanks; ++rank) ranks.push_back(std::make_unique<Rank>(rank, kRanks, store));
+  ranks.back()->track->end(ranks.back()->track->begin(allReduce(6)), true);
+  for (int rank = 0; rank + 1 < kRanks; ++rank) ranks[rank]->track->begin(allReduce(7, milliseconds(2500)));
+  const std::string cause = causeForAll(ranks);
+  EXPECT_THAT(cause, AllOf(HasSubstr("Timed out after 2500 ms"),
+                           HasSubstr("Not there: rank 23 (has nothing under way, last completed all_reduce #6")));
+  // Each answer is looked for until it is there, and read once. Every rank for itself would be 24 times that.
+  EXPECT_LE(store->answersRead(), 8 * kRanks);
+}
+
+TEST_F(GroupHealthTest, SymptomsOnManyRanksReadTheAnswersOnce) {
+  constexpr int kRanks = 24;
+  const auto store = c10::make_intrusive<CountingStore>();
+  std::vector<std::unique_ptr<Rank>> ranks;
+  // The last one has ended.
+  for (int rank = 0; rank + 1 < kRanks; ++rank) ranks.push_back(std::make_unique<Rank>(rank, kRanks, store));
+  for (const auto& rank : ranks) rank->track->begin(allReduce(7));
+  std::vector<std::thread> witnesses;
+  std::vector<std::string> seen(ranks.size());
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    witnesses.emplace_back([&, rank] {
+      seen[rank] = messageOf(
+          ranks[rank]->track->explain(errorOf<c10::DistNetworkError>("connection closed"), allReduce(7)));
+    });
+  }
+  for (auto& witness : witnesses) witness.join();
+  for (const auto& text : seen) EXPECT_THAT(text, HasSubstr("rank 23 (does not answer"));
+  // The one that does not answer is looked for five times a second.
+  EXPECT_LE(store->answersRead(), 8 * kRanks);
+}
+
+// A rank may end between its question and its report.
+TEST_F(GroupHealthTest, AnotherRankTakesThePlaceOfOneThatAskedAndEnded) {
+  Rank first(0, 3, store_);
+  Rank second(1, 3, store_);
+  FailureBoard third(*store_, 2);
+  first.track->begin(allReduce(7, milliseconds(2500)));
+  second.track->begin(allReduce(7, milliseconds(2500)));
+  ASSERT_TRUE(third.callTheRoll());
+  const std::string seen = first.causeOfAbort();
+  EXPECT_THAT(seen, AllOf(HasSubstr("Timed out after 2500 ms"), HasSubstr("rank 2 (does not answer")));
 }
 
 // A store whose server has gone away.
