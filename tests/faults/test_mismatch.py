@@ -19,6 +19,26 @@ ODD_ONE = 1
 ReduceOp = dist.ReduceOp
 
 
+def _sum_all(*sizes: int) -> Callable[[], Any]:
+    def call() -> None:
+        with dist._coalescing_manager(async_ops=True) as manager:
+            for size in sizes:
+                dist.all_reduce(torch.ones(size))
+        manager.wait()
+
+    return call
+
+
+def _gather_all(*sizes: int) -> Callable[[], Any]:
+    def call() -> None:
+        with dist._coalescing_manager(async_ops=True) as manager:
+            for size in sizes:
+                dist.all_gather_into_tensor(torch.ones(size * SIZE), torch.ones(size))
+        manager.wait()
+
+    return call
+
+
 def _sum(tensor: torch.Tensor) -> Callable[[], Any]:
     return lambda: dist.all_reduce(tensor)
 
@@ -61,6 +81,18 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         "(Float[4], peer rank 1)",
         "(Float[4], peer rank 0)",
     ),
+    "sizes of a list": (
+        _sum_all(7, 5, 8),
+        _sum_all(5, 7, 8),
+        "bagua:all_reduce_coalesced #2 (Float[20], sum, sizes 7, 5, 8)",
+        "bagua:all_reduce_coalesced #2 (Float[20], sum, sizes 5, 7, 8)",
+    ),
+    "lengths of a list": (
+        _gather_all(6, 6),
+        _gather_all(4, 4, 4),
+        "bagua:all_gather_into_tensor_coalesced #2 (Float[12], 2 x 6)",
+        "bagua:all_gather_into_tensor_coalesced #2 (Float[12], 3 x 4)",
+    ),
     "a barrier": (
         lambda: dist.barrier(),
         lambda: dist.all_gather([torch.ones(2) for _ in range(SIZE)], torch.ones(2)),
@@ -87,6 +119,8 @@ def _differ(case: str) -> tuple[Outcome, bool]:
             ("operations", "in-host"),
             ("large sizes", "between-hosts"),
             ("dtypes", "in-host"),
+            ("sizes of a list", "in-host"),
+            ("lengths of a list", "between-hosts"),
             ("roots", "between-hosts"),
         ],
     ),
