@@ -21,7 +21,7 @@ ReduceOp = dist.ReduceOp
 
 def _sum_all(*sizes: int) -> Callable[[], Any]:
     def call() -> None:
-        with dist._coalescing_manager(async_ops=True) as manager:
+        with dist._coalescing_manager(async_ops=True) as manager:  # type: ignore[attr-defined]
             for size in sizes:
                 dist.all_reduce(torch.ones(size))
         manager.wait()
@@ -31,7 +31,7 @@ def _sum_all(*sizes: int) -> Callable[[], Any]:
 
 def _gather_all(*sizes: int) -> Callable[[], Any]:
     def call() -> None:
-        with dist._coalescing_manager(async_ops=True) as manager:
+        with dist._coalescing_manager(async_ops=True) as manager:  # type: ignore[attr-defined]
             for size in sizes:
                 dist.all_gather_into_tensor(torch.ones(size * SIZE), torch.ones(size))
         manager.wait()
