@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The collectives of ProcessGroupBagua that work on one flat tensor per rank, and their coalesced forms.
-#include <functional>
-#include <numeric>
-
 #include "backend/host/reduction.h"
+#include "backend/list_sizes.h"
 #include "backend/process_group_bagua.h"
 #include "backend/sparse_reduction.h"
 #include "backend/tensor_bytes.h"
@@ -13,15 +11,6 @@ namespace bagua {
 using c10d::OpType;
 using WorkPtr = ProcessGroupBagua::WorkPtr;
 using Tensors = std::vector<at::Tensor>;
-
-namespace {
-
-int64_t totalNumel(const Tensors& tensors) {
-  return std::transform_reduce(tensors.begin(), tensors.end(), int64_t{0}, std::plus<>(),
-                               [](const at::Tensor& tensor) { return tensor.numel(); });
-}
-
-}  // namespace
 
 WorkPtr ProcessGroupBagua::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   constexpr const char* kName = "bagua:broadcast";
@@ -68,7 +57,7 @@ WorkPtr ProcessGroupBagua::allreduce_coalesced(Tensors& tensors, const c10d::All
   checks(kName).alike(tensors, tensors[0], "tensor");
   reduction::checkSupported(checks(kName), opts.reduceOp, tensors[0].scalar_type());
   Operation all = operation(OpType::ALLREDUCE_COALESCED, kName, tensors[0], opts, opts.reduceOp);
-  all.numel = totalNumel(tensors);
+  compareSizesOfAll(all, tensors);
   return executorFor(tensors[0].device())
       .submit(all, tensors, [tensors, op = opts.reduceOp](Communicator& communicator) mutable {
         for (auto& tensor : tensors) {
@@ -113,7 +102,7 @@ WorkPtr ProcessGroupBagua::allgather_into_tensor_coalesced(Tensors& outputs, Ten
     checks(kName).numel(outputs[i], inputs[i].numel() * size_, "output");
   }
   Operation all = operation(OpType::COALESCED, kName, inputs[0], opts, -1, inputs);
-  all.numel = totalNumel(inputs);
+  compareSizesOfAll(all, inputs);
   return executorFor(inputs[0].device()).submit(all, outputs, [outputs, inputs](Communicator& communicator) mutable {
     for (size_t i = 0; i < inputs.size(); ++i) communicator.allGather(outputs[i], inputs[i].contiguous());
   });
@@ -147,7 +136,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
     reduction::checkSupported(checks(kName), opts.reduceOp, inputs[i].scalar_type());
   }
   Operation all = operation(OpType::COALESCED, kName, outputs[0], opts, opts.reduceOp, -1, inputs);
-  all.numel = totalNumel(outputs);
+  compareSizesOfAll(all, outputs);
   return executorFor(outputs[0].device())
       .submit(all, outputs, [outputs, inputs, op = opts.reduceOp](Communicator& communicator) mutable {
         for (size_t i = 0; i < inputs.size(); ++i) {

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "backend/host/reduction.h"
+#include "backend/list_sizes.h"
 #include "backend/process_group_bagua.h"
 #include "backend/tensor_bytes.h"
 
@@ -17,13 +18,6 @@ using c10d::OpType;
 using WorkPtr = ProcessGroupBagua::WorkPtr;
 using Tensors = std::vector<at::Tensor>;
 using Splits = Communicator::Splits;
-
-// What ranks compare of a list: never negative, and another for other sizes or another order of them.
-int64_t foldOfNumels(const Tensors& tensors) {
-  int64_t fold = 0;
-  for (const auto& tensor : tensors) fold = (fold * 31 + tensor.numel()) % (int64_t{1} << 56);
-  return fold;
-}
 
 Splits numels(const Tensors& tensors) {
   Splits counts;
@@ -95,7 +89,7 @@ WorkPtr ProcessGroupBagua::allgather(std::vector<Tensors>& outputs, Tensors& inp
   checks(kName).sameShape(outputs[0][rank_], input, "output of this rank");
   Operation gathering = operation(OpType::ALLGATHER, kName, input, opts, -1, inputs);
   // Inputs may be uneven; what all end up with is the same.
-  gathering.commonNumel = foldOfNumels(outputs[0]);
+  compareSizes(gathering, outputs[0]);
   return executorFor(input.device())
       .submit(gathering, outputs[0], [output = outputs[0], input](Communicator& communicator) mutable {
         gatherToAll(communicator, output, input);
@@ -118,7 +112,7 @@ WorkPtr ProcessGroupBagua::allgather_coalesced(std::vector<Tensors>& outputs, Te
     }
   }
   Operation gathering = operation(OpType::ALLGATHER_COALESCED, kName, inputs[0], opts, -1, inputs);
-  gathering.commonNumel = foldOfNumels(all);
+  compareSizes(gathering, all);
   return executorFor(inputs[0].device())
       .submit(gathering, std::move(all), [outputs, inputs](Communicator& communicator) {
         for (size_t i = 0; i < inputs.size(); ++i) {
@@ -210,7 +204,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>
   checks(kName).sameShape(inputs[0][rank_], output, "input of this rank");
   reduction::checkSupported(checks(kName), opts.reduceOp, output.scalar_type());
   Operation reducing = operation(OpType::REDUCE_SCATTER, kName, output, opts, opts.reduceOp, -1, inputs[0]);
-  reducing.commonNumel = foldOfNumels(inputs[0]);
+  compareSizes(reducing, inputs[0]);
   return executorFor(output.device())
       .submit(reducing, outputs, [input = inputs[0], output, op = opts.reduceOp](Communicator& communicator) mutable {
         if (allOfEqualNumel(input)) {

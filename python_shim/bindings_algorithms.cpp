@@ -93,9 +93,10 @@ Executors executorsOfGroup(const c10::intrusive_ptr<ProcessGroupBagua>& group) {
 
 Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& groupName,
                                const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout,
-                               const c10::intrusive_ptr<c10d::Store>& store) {
+                               const c10::intrusive_ptr<c10d::Store>& store,
+                               const std::vector<uint64_t>& globalRanks) {
   return {
-      std::shared_ptr<BackendExecutors>(new BackendExecutors(backend, groupName, hostIds, timeout, store),
+      std::shared_ptr<BackendExecutors>(new BackendExecutors(backend, groupName, hostIds, timeout, store, globalRanks),
                                         [](BackendExecutors* executors) { withoutGil([=] { delete executors; }); })};
 }
 
@@ -148,7 +149,7 @@ void bindHook(py::module& module) {
   py::class_<Executors>(module, "Executors");
   module.def("executors_of_group", &executorsOfGroup, py::arg("group"));
   module.def("executors_over_backend", &executorsOverBackend, py::arg("backend"), py::arg("group_name"),
-             py::arg("host_ids"), py::arg("timeout"), py::arg("store"));
+             py::arg("host_ids"), py::arg("timeout"), py::arg("store"), py::arg("global_ranks"));
   const auto noGil = py::call_guard<py::gil_scoped_release>();
   HookClass hook(module, "Hook");
   hook.def(py::init([](const std::string& algorithm, const py::dict& options, const Executors& executors,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options and fixtures shared by all Python tests."""
 
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -14,6 +16,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="bagua",
         help="backend of the tests with ranks; gloo tells a wrong test from a wrong backend",
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _flight_recorder_files_are_temporary() -> Iterator[None]:
+    """Let groups that fail on purpose leave nothing in the home directory. Before the server of ranks is started."""
+    with tempfile.TemporaryDirectory(prefix="traces-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FR_DUMP_TEMP_FILE", os.path.join(folder, "trace_"))
+        yield
 
 
 @pytest.fixture(scope="session")

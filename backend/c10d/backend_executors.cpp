@@ -15,12 +15,12 @@ namespace bagua {
 
 BackendExecutors::BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
                                    const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout,
-                                   c10::intrusive_ptr<c10d::Store> store)
+                                   c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks)
     : backend_(std::move(backend)),
       identity_{groupName, backend_->getRank(), backend_->getSize()},
       topology_(std::make_shared<const HostTopology>(hostIds)),
       timeout_(timeout),
-      health_(identity_, std::move(store)) {
+      health_(identity_, std::move(store), std::move(globalRanks)) {
   TORCH_CHECK_VALUE(topology_->size() == identity_.size, "bagua: expected ", identity_.size, " host ids, got ",
                     topology_->size());
 }

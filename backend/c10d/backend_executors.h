@@ -18,10 +18,10 @@ namespace bagua {
 class BackendExecutors final : public ExecutorProvider {
  public:
   // `hostIds` as in HostTopology, one per rank of the backend. `store` is for the ranks to tell each other of failures;
-  // nobody else writes keys there that begin with "health". May be null.
+  // nobody else writes keys there that begin with "health". May be null. `globalRanks` as for GroupHealth.
   BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
                    const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout,
-                   c10::intrusive_ptr<c10d::Store> store);
+                   c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks);
   ~BackendExecutors() override;
 
   Executor& executorFor(at::Device device) override;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/health/failure_board.h"
 
+#include <algorithm>
 #include <charconv>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -14,8 +15,9 @@ constexpr std::chrono::milliseconds kStoreTimeout{2000};
 constexpr int kLooksAtUnfinished = 10;
 constexpr std::chrono::milliseconds kLookInterval{20};
 
-std::string failureKey(int64_t number) { return "failure/" + std::to_string(number); }
+constexpr const char* kFailureKey = "failure";
 std::string rollCallKey(int64_t number) { return "roll_call/" + std::to_string(number); }
+std::string rollCallerKey(int64_t number) { return "roll_caller/" + std::to_string(number); }
 std::string answerKey(int rank) { return "answer/" + std::to_string(rank); }
 
 // "12 text": a number, and what follows the blank.
@@ -35,29 +37,34 @@ FailureBoard::FailureBoard(c10d::Store& store, int rank)
 }
 
 Failure FailureBoard::report(const std::string& message) {
-  // Numbered, because not every store can set a key only where there is none.
-  const int64_t number = store_->add("failures", 1);
-  store_->set(failureKey(number), std::to_string(rank_) + " " + message);
-  for (int64_t earlier = 1; earlier < number; ++earlier) {
+  // Counted, because not every store can set a key only where there is none.
+  if (store_->add("failures", 1) > 1) {
     // Not there: its rank is about to write it, or has ended in between.
     for (int look = 0; look < kLooksAtUnfinished; ++look) {
-      if (const auto failure = failureNumber(earlier)) return *failure;
+      if (const auto first = firstFailure()) return *first;
       std::this_thread::sleep_for(kLookInterval);
     }
   }
+  store_->set(kFailureKey, std::to_string(rank_) + " " + message);
   return {rank_, message};
 }
 
-std::optional<Failure> FailureBoard::failureNumber(int64_t number) {
-  if (!store_->check({failureKey(number)})) return std::nullopt;
-  const auto reported = numberAndText(store_->get_to_str(failureKey(number)));
+std::optional<Failure> FailureBoard::firstFailure() {
+  if (!store_->check({kFailureKey})) return std::nullopt;
+  const auto reported = numberAndText(store_->get_to_str(kFailureKey));
   if (!reported) return std::nullopt;
   return Failure{static_cast<int>(reported->first), reported->second};
 }
 
-int64_t FailureBoard::callTheRoll() {
-  const int64_t number = store_->add("roll_calls", 1);
-  store_->set(rollCallKey(number), std::to_string(rank_));
+std::optional<int64_t> FailureBoard::callTheRoll() {
+  const int64_t latest = latestRollCall();
+  const int64_t number = std::max(latest, triedRollCall_) + 1;
+  triedRollCall_ = number;
+  if (store_->add(rollCallerKey(number), 1) != 1) return std::nullopt;
+  // Earlier ones, whose callers have ended before they could call, would hide this one.
+  for (int64_t missing = latest + 1; missing <= number; ++missing) {
+    store_->set(rollCallKey(missing), std::to_string(rank_));
+  }
   return number;
 }
 

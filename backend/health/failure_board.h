@@ -27,10 +27,11 @@ class FailureBoard {
   // Reports a failure. Returns the one that was reported first, by whichever rank.
   Failure report(const std::string& message);
   // The failure that was reported first, if any has been.
-  std::optional<Failure> firstFailure() { return failureNumber(1); }
+  std::optional<Failure> firstFailure();
 
-  // A roll call asks every rank what it is doing. Returns its number, from 1 on.
-  int64_t callTheRoll();
+  // A roll call asks every rank what it is doing. Returns its number, from 1 on; nothing where another rank calls the
+  // roll at the same time: of many ranks that want to know, one reads the answers of all.
+  std::optional<int64_t> callTheRoll();
   // The number of the latest roll call; 0: none so far.
   int64_t latestRollCall();
   void answer(int64_t rollCall, const std::string& text);
@@ -38,11 +39,11 @@ class FailureBoard {
   std::map<int, std::string> answers(int64_t rollCall, std::vector<int>& missing);
 
  private:
-  std::optional<Failure> failureNumber(int64_t number);
-
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
   int64_t seenRollCall_ = 0;
+  // The highest number that this rank has tried to take.
+  int64_t triedRollCall_ = 0;
 };
 
 }  // namespace bagua

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <future>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -38,10 +39,17 @@ constexpr milliseconds kAnswerTime{1000};
 constexpr milliseconds kRollCallLead{2000};
 // How long a symptom waits for the rank that knows the cause, and for all to answer.
 constexpr milliseconds kCauseTime{1000};
+// How long a rank that has called the roll may be behind with what it was to report, before another takes its place.
+constexpr milliseconds kTurnTime{500};
 // How long the caller of an operation waits until the ranks have agreed on a cause.
 constexpr milliseconds kAgreementTime{3000};
 // How long a store that works may take to answer.
 constexpr milliseconds kStoreTime{2000};
+// A store that throws is tried again after the first of these, then after twice that time, and so on up to the second.
+constexpr milliseconds kShortestPause{100};
+constexpr milliseconds kLongestPause{5000};
+// How long the caller of an operation waits for a store that is in trouble: it may be over in a moment.
+constexpr milliseconds kTroubleTime{1000};
 // How long a transport goes on beyond the timeout of an operation.
 constexpr milliseconds kPatience{3000};
 // How long stop() waits for the thread. Whoever calls may hold the GIL, which the thread can need to drop a tensor.
@@ -99,6 +107,14 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
     [[nodiscard]] bool isOver() const { return silent.empty() || Clock::now() - asked >= kAnswerTime; }
   };
 
+  // The store has thrown, or does not let anybody connect.
+  struct Trouble {
+    Clock::time_point since;
+    milliseconds pause{0};
+    Clock::time_point nextTry;
+    std::string text;
+  };
+
   // Held while the thread talks to the store, which may never answer.
   class StoreCall {
    public:
@@ -115,11 +131,19 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
     Core& core_;
   };
 
-  Core(GroupIdentity identity, c10::intrusive_ptr<c10d::Store> sharedStore, std::vector<uint64_t> ranks);
+  Core(GroupIdentity identity, c10::intrusive_ptr<c10d::Store> sharedStore, std::vector<uint64_t> ranks,
+       milliseconds storePatience);
 
   void startThread();
   void run() noexcept;
   void step();
+  // Connects if need be. A store that is gone can take its whole timeout, minutes, to say so: another thread asks it.
+  [[nodiscard]] bool isConnected();
+  // Drops the connection, in which an answer may be left over, and says when to try again.
+  void noteTrouble(const std::string& text);
+  void noteRecovery();
+  // Why there is no connection. Under the mutex.
+  [[nodiscard]] std::string whyCutOff() const;
   // Whether it is time to look at the store again.
   [[nodiscard]] bool isTimeToLook();
   void look();
@@ -129,12 +153,19 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
   void inspectOperations();
   void inspect(const std::string& track, const Running& operation);
   void endOverdue(const std::string& track, const Running& operation);
-  void warn(const std::string& track, const Running& operation);
-  // Calls the roll, unless that has been done since `notBefore`, and lately. Returns whether it is over.
-  bool askAll(Clock::time_point notBefore);
+  void warn(const std::string& track, const Running& operation, Roll roll);
+  enum class Roll { kUnderWay, kOver, kOfAnother };
+  // Calls the roll, unless that has been done since `notBefore`, and lately. One rank does it for all that want to know
+  // (kOfAnother to the rest), and tells them by what it reports; from `takeOverAt` on another may do it.
+  Roll askAll(Clock::time_point notBefore, Clock::time_point takeOverAt);
+  [[nodiscard]] bool isAnothersTurn(Clock::time_point notBefore, Clock::time_point takeOverAt) const;
   void setFailure(const Failure& failure);
   // Where there is no store to agree in.
-  void failAlone(const std::string& message, const std::string& whyAlone);
+  void failAlone(const std::string& message);
+  // From now on this rank does without the store.
+  void giveUpStore(const std::string& why);
+  // Under the mutex.
+  [[nodiscard]] bool isIdle() const;
   [[nodiscard]] std::vector<Activity> ownActivities();
   [[nodiscard]] std::string attendance(const std::string& track, const Running& operation);
   [[nodiscard]] std::string messageOfFailure() const;
@@ -146,6 +177,7 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
   const milliseconds warnAfter;
   const milliseconds busyLook;
   const milliseconds idleLook;
+  const milliseconds storePatience;
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -155,23 +187,30 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
   std::optional<Failure> failure;
   // Since when the thread has been talking to the store, if it is.
   std::optional<Clock::time_point> inStoreSince;
-  // Why the ranks cannot agree on anything; empty while they can.
+  // While the store is in trouble.
+  std::optional<Trouble> trouble;
+  // Why the ranks will never again agree on anything; empty while they may.
   std::string whyAlone;
   std::thread thread;
   bool isStarted = false;
   bool isStopping = false;
   bool hasEnded = false;
 
-  // Of the thread alone.
+  // Of the thread alone. The board is null while there is no connection.
   std::unique_ptr<FailureBoard> board;
+  std::future<std::unique_ptr<FailureBoard>> connecting;
+  Clock::time_point connectingSince;
+  bool hasWarnedOfStore = false;
   RollCall rollCall;
   int64_t answered = 0;
   Clock::time_point rollCallSeen;
+  // When another rank was faster in calling the roll.
+  Clock::time_point outrunAt;
   Clock::time_point lastLook;
 };
 
 GroupHealth::Core::Core(GroupIdentity identity, c10::intrusive_ptr<c10d::Store> sharedStore,
-                        std::vector<uint64_t> ranks)
+                        std::vector<uint64_t> ranks, milliseconds patienceWithStore)
     : group(std::move(identity)),
       store(std::move(sharedStore)),
       globalRank(ranks.at(group.rank)),
@@ -179,7 +218,8 @@ GroupHealth::Core::Core(GroupIdentity identity, c10::intrusive_ptr<c10d::Store> 
           {.name = group.name, .rank = group.rank, .size = group.size, .globalRanks = std::move(ranks)})),
       warnAfter(config::warnAfter()),
       busyLook(std::max(kBusyLook, group.size * kLookPerRank)),
-      idleLook(std::max(kIdleLook, group.size * kLookPerRank)) {
+      idleLook(std::max(kIdleLook, group.size * kLookPerRank)),
+      storePatience(patienceWithStore) {
   if (!store) whyAlone = "the ranks have no store in common";
 }
 
@@ -193,13 +233,13 @@ void GroupHealth::Core::startThread() {
 void GroupHealth::Core::run() noexcept {
   c10::setThreadName("bagua_health");
   std::unique_lock<std::mutex> lock(mutex);
-  // What there is to report is passed on also after a stop.
-  while (!failure && !(isStopping && (!report || !whyAlone.empty()))) {
+  // What there is to report is passed on also after a stop, if the store works.
+  while (!failure && !(isStopping && (!report || trouble || !whyAlone.empty()))) {
     lock.unlock();
     try {
       step();
     } catch (...) {
-      failAlone("", messageOf(std::current_exception()));
+      giveUpStore(messageOf(std::current_exception()));
     }
     lock.lock();
     if (failure) break;
@@ -223,16 +263,77 @@ void GroupHealth::Core::step() {
     isAlone = !whyAlone.empty();
   }
   if (!isAlone) {
-    const StoreCall call(*this);
     try {
-      if (!board) board = std::make_unique<FailureBoard>(*store, group.rank);
-      if (isTimeToLook()) look();
-      passOnReport();
+      if (isConnected()) {
+        const StoreCall call(*this);
+        if (isTimeToLook()) look();
+        passOnReport();
+      }
     } catch (...) {
-      failAlone("", "the store does not answer: " + messageOf(std::current_exception()));
+      noteTrouble("the store does not answer: " + messageOf(std::current_exception()));
     }
   }
   inspectOperations();
+}
+
+bool GroupHealth::Core::isConnected() {
+  if (board) return true;
+  if (!connecting.valid()) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (trouble && Clock::now() < trouble->nextTry) return false;
+    }
+    std::promise<std::unique_ptr<FailureBoard>> connected;
+    connecting = connected.get_future();
+    connectingSince = Clock::now();
+    std::thread([shared = store, rank = group.rank, connected = std::move(connected)]() mutable {
+      c10::setThreadName("bagua_connect");
+      try {
+        connected.set_value(std::make_unique<FailureBoard>(*shared, rank));
+      } catch (...) {
+        connected.set_exception(std::current_exception());
+      }
+    }).detach();
+  }
+  if (connecting.wait_for(kTick) == std::future_status::ready) {
+    board = connecting.get();
+    lastLook = {};
+    return true;
+  }
+  if (Clock::now() - connectingSince >= kStoreTime) noteTrouble("the store has not answered");
+  return false;
+}
+
+void GroupHealth::Core::noteTrouble(const std::string& text) {
+  board.reset();
+  const auto now = Clock::now();
+  bool isGone = false;
+  bool isInUse = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!trouble) trouble.emplace(Trouble{.since = now, .pause = {}, .nextTry = {}, .text = {}});
+    trouble->pause = std::clamp(trouble->pause * 2, kShortestPause, kLongestPause);
+    trouble->nextTry = now + trouble->pause;
+    trouble->text = text;
+    isGone = now - trouble->since >= storePatience;
+    isInUse = !isIdle();
+  }
+  changed.notify_all();
+  if (isGone) return giveUpStore(text);
+  // Not to an idle rank: the process that holds the store may have come to its end before this one.
+  if (!isInUse || std::exchange(hasWarnedOfStore, true)) return;
+  LOG(WARNING) << "bagua: rank " << group.rank << " of " << group.size << ", group '" << group.name << "': " << text
+               << ". It is tried again for " << storePatience.count() << " ms";
+}
+
+void GroupHealth::Core::noteRecovery() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  trouble.reset();
+}
+
+std::string GroupHealth::Core::whyCutOff() const {
+  if (!whyAlone.empty()) return whyAlone;
+  return trouble ? trouble->text : "the store has not answered";
 }
 
 bool GroupHealth::Core::isTimeToLook() {
@@ -251,7 +352,9 @@ bool GroupHealth::Core::isTimeToLook() {
 }
 
 void GroupHealth::Core::look() {
-  if (const auto found = board->firstFailure()) return setFailure(*found);
+  const auto found = board->firstFailure();
+  noteRecovery();
+  if (found) return setFailure(*found);
   answerRollCall();
   collectAnswers();
 }
@@ -271,23 +374,42 @@ void GroupHealth::Core::collectAnswers() {
   }
 }
 
-bool GroupHealth::Core::askAll(Clock::time_point notBefore) {
+GroupHealth::Core::Roll GroupHealth::Core::askAll(Clock::time_point notBefore, Clock::time_point takeOverAt) {
+  if (!board) return Roll::kOver;
   const auto now = Clock::now();
-  const bool isRecent = rollCall.asked >= notBefore && now - rollCall.asked < kRollCallLead + kAnswerTime;
-  if (rollCall.number != 0 && isRecent) return rollCall.isOver();
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (!whyAlone.empty()) return true;
+  const auto isRecent = [&](Clock::time_point asked) {
+    return asked >= notBefore && now - asked < kRollCallLead + kAnswerTime;
+  };
+  if (rollCall.number == 0 || !isRecent(rollCall.asked)) {
+    if (isAnothersTurn(notBefore, takeOverAt)) return Roll::kOfAnother;
+    // Somebody may have asked since the last look.
+    answerRollCall();
+    if (isAnothersTurn(notBefore, takeOverAt)) return Roll::kOfAnother;
+    const auto number = board->callTheRoll();
+    if (!number) {
+      outrunAt = now;
+      return Roll::kOfAnother;
+    }
+    // In the place of another rank, whose question has been answered by now.
+    const bool isAnswered = answered > 0 && isRecent(rollCallSeen);
+    rollCall = {.number = isAnswered ? answered : *number,
+                .asked = isAnswered ? rollCallSeen : now,
+                .answers = {},
+                .silent = {}};
+    for (int rank = 0; rank < group.size; ++rank) {
+      if (rank != group.rank) rollCall.silent.push_back(rank);
+    }
+    lastLook = {};
+    if (isAnswered) collectAnswers();
   }
-  // Ranks that wait for the same operation want to know at the same time: one of them asks.
-  const bool isAskedAlready = answered > 0 && rollCallSeen >= notBefore && now - rollCallSeen < kAnswerTime;
-  const int64_t number = isAskedAlready ? answered : board->callTheRoll();
-  rollCall = {.number = number, .asked = now, .answers = {}, .silent = {}};
-  for (int rank = 0; rank < group.size; ++rank) {
-    if (rank != group.rank) rollCall.silent.push_back(rank);
-  }
-  lastLook = {};
-  return false;
+  return rollCall.isOver() ? Roll::kOver : Roll::kUnderWay;
+}
+
+bool GroupHealth::Core::isAnothersTurn(Clock::time_point notBefore, Clock::time_point takeOverAt) const {
+  const auto now = Clock::now();
+  const auto asked = std::max(rollCallSeen, outrunAt);
+  if (asked < notBefore || now - asked >= kRollCallLead + kAnswerTime) return false;
+  return now < takeOverAt || now - asked < kTurnTime;
 }
 
 std::vector<Activity> GroupHealth::Core::ownActivities() {
@@ -317,10 +439,13 @@ void GroupHealth::Core::passOnReport() {
   if (!due) return;
   std::string message = due->message;
   if (due->isSymptom) {
-    askAll(due->since);
-    if (Clock::now() - due->since < kCauseTime) return;
-    collectAnswers();
-    message += Attendance{.waiting = {}, .absent = {}, .silent = rollCall.silent}.describe();
+    const Roll roll = askAll(due->since, due->since + kCauseTime + kTurnTime);
+    const auto waited = Clock::now() - due->since;
+    if (waited < kCauseTime || (roll == Roll::kOfAnother && waited < kCauseTime + 2 * kTurnTime)) return;
+    if (roll != Roll::kOfAnother) {
+      collectAnswers();
+      message += Attendance{.waiting = {}, .absent = {}, .silent = rollCall.silent}.describe();
+    }
   }
   setFailure(board->report(message));
 }
@@ -354,19 +479,21 @@ void GroupHealth::Core::inspect(const std::string& track, const Running& operati
   const auto lead = std::min(kRollCallLead, operation.timeout / 2);
   if (now - operation.begun < kTick && operation.timeout > kTick) return;
   try {
-    if (now >= operation.begun + operation.timeout - lead) {
-      if (askAll(operation.begun) && operation.isOverdue()) endOverdue(track, operation);
+    const StoreCall call(*this);
+    const auto end = operation.begun + operation.timeout;
+    if (now >= end - lead) {
+      if (askAll(operation.begun, end + kTurnTime) == Roll::kOver && operation.isOverdue()) endOverdue(track, operation);
     } else if (warnAfter.count() > 0 && now >= operation.nextWarning) {
-      if (askAll(operation.begun)) warn(track, operation);
+      const Roll roll = askAll(operation.begun, end);
+      if (roll != Roll::kUnderWay) warn(track, operation, roll);
     }
   } catch (...) {
-    failAlone("", "the store does not answer: " + messageOf(std::current_exception()));
+    noteTrouble("the store does not answer: " + messageOf(std::current_exception()));
     if (operation.isOverdue()) endOverdue(track, operation);
   }
 }
 
 void GroupHealth::Core::endOverdue(const std::string& track, const Running& operation) {
-  std::string why;
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (failure || report) return;
@@ -376,16 +503,15 @@ void GroupHealth::Core::endOverdue(const std::string& track, const Running& oper
       return std::any_of(state.running.begin(), state.running.end(), isIt);
     });
     if (!isRunning) return;
-    why = whyAlone;
   }
   const std::string message =
       c10::str(describe(operation.program), " on rank ", group.rank, " of ", group.size, ", group '", group.name,
                "' failed: Timed out after ", operation.timeout.count(), " ms.");
-  if (!why.empty()) return failAlone(message, why);
+  if (!board) return failAlone(message);
   setFailure(board->report(message + attendance(track, operation)));
 }
 
-void GroupHealth::Core::warn(const std::string& track, const Running& operation) {
+void GroupHealth::Core::warn(const std::string& track, const Running& operation, Roll roll) {
   const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - operation.begun);
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -395,10 +521,8 @@ void GroupHealth::Core::warn(const std::string& track, const Running& operation)
       }
     }
   }
-  const auto found = attendanceOf(operation.program, operation.kind == Track::Kind::kMessage, track, rollCall.answers,
-                                  rollCall.silent);
-  // One rank tells for all that wait.
-  if (std::any_of(found.waiting.begin(), found.waiting.end(), [&](int rank) { return rank < group.rank; })) return;
+  // The rank that has asked tells for all that wait.
+  if (roll == Roll::kOfAnother) return;
   LOG(WARNING) << "bagua: rank " << group.rank << " of " << group.size << ", group '" << group.name << "', has been in "
                << describe(operation.program) << " for " << waited.count() << " ms of the " << operation.timeout.count()
                << " ms that it may take." << attendance(track, operation);
@@ -409,34 +533,46 @@ std::string GroupHealth::Core::messageOfFailure() const {
   return c10::str("rank ", failure->rank, " failed first: ", failure->message);
 }
 
-void GroupHealth::Core::failAlone(const std::string& message, const std::string& why) {
-  bool isNews = false;
+void GroupHealth::Core::failAlone(const std::string& message) {
+  std::string why;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    isNews = whyAlone.empty();
-    if (isNews) whyAlone = why;
+    why = whyCutOff();
+  }
+  setFailure({group.rank, c10::str(message, " (The other ranks could not be told: ", why, ")")});
+}
+
+void GroupHealth::Core::giveUpStore(const std::string& why) {
+  board.reset();
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    whyAlone = why;
     report.reset();
   }
   changed.notify_all();
-  if (isNews) {
-    VLOG(1) << "bagua: rank " << group.rank << " of group '" << group.name << "' is on its own: " << why;
-  }
-  if (!message.empty()) setFailure({group.rank, c10::str(message, " (The other ranks could not be told: ", why, ")")});
+  LOG(WARNING) << "bagua: rank " << group.rank << " of " << group.size << ", group '" << group.name
+               << "', goes on without the store of the group: " << why
+               << ". It no longer hears of failures on other ranks, nor they of its own, and a timeout does not name "
+               << "the ranks that are missing";
+}
+
+bool GroupHealth::Core::isIdle() const {
+  return std::all_of(tracks.begin(), tracks.end(), [](const TrackState& track) { return track.running.empty(); });
 }
 
 void GroupHealth::Core::setFailure(const Failure& first) {
   std::vector<Track::Abort> aborts;
   std::string message;
-  bool isIdle = true;
+  bool isInUse = false;
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (failure) return;
     failure = first;
     report.reset();
     message = messageOfFailure();
+    isInUse = !isIdle();
     for (auto& track : tracks) {
       if (track.abort) aborts.push_back(std::move(track.abort));
-      isIdle = isIdle && track.running.empty();
     }
   }
   changed.notify_all();
@@ -452,16 +588,17 @@ void GroupHealth::Core::setFailure(const Failure& first) {
   const std::string text = c10::str("bagua: rank ", group.rank, ", group '", group.name, "': ", message,
                                     file.empty() ? "" : c10::str(" The last operations of this rank are in ", file));
   // To an idle rank it is no error before it communicates again: its peers may be about to end, as it may be itself.
-  if (isIdle) {
-    LOG(INFO) << text;
-  } else {
+  if (isInUse) {
     LOG(ERROR) << text;
+  } else {
+    LOG(INFO) << text;
   }
 }
 
 GroupHealth::GroupHealth(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
-                         std::vector<uint64_t> globalRanks)
-    : core_(std::make_shared<Core>(group, std::move(store), orAll(std::move(globalRanks), group.size))) {}
+                         std::vector<uint64_t> globalRanks, std::chrono::milliseconds storePatience)
+    : core_(std::make_shared<Core>(group, std::move(store), orAll(std::move(globalRanks), group.size),
+                                   storePatience)) {}
 
 GroupHealth::~GroupHealth() { stop(); }
 
@@ -486,8 +623,16 @@ void GroupHealth::stop() {
 }
 
 void GroupHealth::Track::onFailure(Abort abort) {
-  const std::lock_guard<std::mutex> lock(core_->mutex);
-  core_->tracks[index_].abort = std::move(abort);
+  std::string cause;
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    if (!core_->failure) {
+      core_->tracks[index_].abort = std::move(abort);
+      return;
+    }
+    cause = core_->messageOfFailure();
+  }
+  abort(cause);
 }
 
 GroupHealth::Track::Token GroupHealth::Track::begin(const Operation& operation, const ProgramFingerprint& program,
@@ -538,12 +683,15 @@ std::exception_ptr GroupHealth::Track::explain(const std::exception_ptr& error, 
     const auto isSettled = [&] { return core.failure || !core.whyAlone.empty() || core.hasEnded; };
     const auto end = Clock::now() + kAgreementTime;
     // In vain where the store has not answered for some time already.
-    const auto isStuck = [&] { return core.inStoreSince && Clock::now() - *core.inStoreSince >= kStoreTime; };
+    const auto isStuck = [&] {
+      const auto now = Clock::now();
+      return (core.inStoreSince && now - *core.inStoreSince >= kStoreTime) ||
+             (core.trouble && now - core.trouble->since >= kTroubleTime);
+    };
     while (!isSettled() && !isStuck() && Clock::now() < end) core.changed.wait_for(lock, kTick);
   }
   if (core.failure) return withContext(makeError(core.messageOfFailure()), operation, core.group);
-  const std::string why = core.whyAlone.empty() ? "the store has not answered" : core.whyAlone;
-  return makeError(c10::str(messageOf(own), " (The other ranks could not be told: ", why, ")"));
+  return makeError(c10::str(messageOf(own), " (The other ranks could not be told: ", core.whyCutOff(), ")"));
 }
 
 void GroupHealth::Track::reportAbort(const std::string& reason) {

@@ -21,15 +21,19 @@ namespace bagua {
 // - the last operations are written to a file when the group fails (flight_recorder.h).
 //
 // One thread does all of that ("bagua_health"), started with the first operation. It alone talks to the store, and
-// nobody waits for it without a limit: the store may be gone, or not answer. All methods may be called from any thread.
+// nobody waits for it without a limit: the store may be gone, or not answer. A store that throws is tried again, over
+// a new connection, at growing intervals. All methods may be called from any thread.
 class GroupHealth {
  public:
   class Track;
 
+  // How long a store may be in trouble, by default, before the group goes on without it.
+  static constexpr std::chrono::milliseconds kStorePatience = std::chrono::seconds(60);
+
   // `store` is null where the ranks have none in common: then every rank is on its own, without a thread.
   // `globalRanks` are the group's ranks as the flight recorder names them; empty: as the group does.
   GroupHealth(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
-              std::vector<uint64_t> globalRanks = {});
+              std::vector<uint64_t> globalRanks = {}, std::chrono::milliseconds storePatience = kStorePatience);
   ~GroupHealth();
   GroupHealth(const GroupHealth&) = delete;
   GroupHealth& operator=(const GroupHealth&) = delete;
@@ -54,7 +58,7 @@ class GroupHealth::Track {
 
   Track(std::shared_ptr<Core> core, size_t index) : core_(std::move(core)), index_(index) {}
 
-  // Called on the health's thread, once at most.
+  // Called once at most, on the health's thread; here and now if the group has failed already.
   void onFailure(Abort abort);
 
   // The operation's timeout counts from here. A message between two ranks has no place in the order of programs.

@@ -5,9 +5,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
 #include <future>
+#include <memory>
+#include <mutex>
+#include <regex>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
 
+#include "backend/health/failure_board.h"
 #include "backend/peer_errors.h"
 
 namespace bagua {
@@ -23,8 +32,11 @@ constexpr std::chrono::seconds kLimit{20};
 
 // One rank of a group, with one executor.
 struct Rank {
-  Rank(int rank, int size, const c10::intrusive_ptr<c10d::Store>& store)
-      : group{.name = "group", .rank = rank, .size = size}, health(group, store), track(health.addTrack("cpu")) {
+  Rank(int rank, int size, const c10::intrusive_ptr<c10d::Store>& store,
+       milliseconds storePatience = GroupHealth::kStorePatience)
+      : group{.name = "group", .rank = rank, .size = size},
+        health(group, store, {}, storePatience),
+        track(health.addTrack("cpu")) {
     // The health's thread can outlive the rank, see AStoreThatDoesNotAnswerHoldsNobodyUp.
     track->onFailure([aborted = aborted](const std::string& cause) { aborted->set_value(cause); });
   }
@@ -126,6 +138,99 @@ TEST_F(GroupHealthTest, AnAbortReachesTheOthers) {
   EXPECT_THAT(second.causeOfAbort(), HasSubstr("rank 0 of 2, group 'group': the group was aborted"));
 }
 
+TEST_F(GroupHealthTest, AnExecutorMadeAfterTheFailureIsEndedAtOnce) {
+  Rank first(0, 2, store_);
+  Rank second(1, 2, store_);
+  first.track->begin(allReduce(7));
+  second.track->begin(allReduce(7));
+  second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7));
+  const std::string cause = first.causeOfAbort();
+  std::string seen;
+  first.health.addTrack("cuda")->onFailure([&seen](const std::string& text) { seen = text; });
+  EXPECT_EQ(seen, cause);
+}
+
+// Counts what the ranks read of each other's answers to roll calls.
+class CountingStore final : public c10d::HashStore {
+ public:
+  c10::intrusive_ptr<c10d::Store> clone() override { return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this); }
+  bool check(const std::vector<std::string>& keys) override {
+    count(keys);
+    return HashStore::check(keys);
+  }
+  std::vector<uint8_t> get(const std::string& key) override {
+    count({key});
+    return HashStore::get(key);
+  }
+  [[nodiscard]] int answersRead() const { return answersRead_; }
+
+ private:
+  void count(const std::vector<std::string>& keys) {
+    for (const auto& key : keys) answersRead_ += key.find("answer/") != std::string::npos ? 1 : 0;
+  }
+  std::atomic<int> answersRead_ = 0;
+};
+
+// All but the last wait in `operation`; a few may learn from the others before they have found out themselves.
+std::string causeForAll(std::vector<std::unique_ptr<Rank>>& ranks) {
+  std::string cause;
+  for (size_t rank = 0; rank + 1 < ranks.size(); ++rank) {
+    const std::string seen = ranks[rank]->causeOfAbort();
+    const auto begin = seen.find("failed first: ");
+    const std::string own = begin == std::string::npos ? seen : seen.substr(begin + std::strlen("failed first: "));
+    if (cause.empty()) cause = own;
+    EXPECT_EQ(own, cause);
+  }
+  return cause;
+}
+
+TEST_F(GroupHealthTest, ATimeoutOfManyRanksReadsTheAnswersOnce) {
+  constexpr int kRanks = 24;
+  const auto store = c10::make_intrusive<CountingStore>();
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int rank = 0; rank < kRanks; ++rank) ranks.push_back(std::make_unique<Rank>(rank, kRanks, store));
+  ranks.back()->track->end(ranks.back()->track->begin(allReduce(6)), true);
+  for (int rank = 0; rank + 1 < kRanks; ++rank) ranks[rank]->track->begin(allReduce(7, milliseconds(2500)));
+  const std::string cause = causeForAll(ranks);
+  EXPECT_THAT(cause, AllOf(HasSubstr("Timed out after 2500 ms"),
+                           HasSubstr("Not there: rank 23 (has nothing under way, last completed all_reduce #6")));
+  // Each answer is looked for until it is there, and read once. Every rank for itself would be 24 times that.
+  EXPECT_LE(store->answersRead(), 8 * kRanks);
+}
+
+TEST_F(GroupHealthTest, SymptomsOnManyRanksReadTheAnswersOnce) {
+  constexpr int kRanks = 24;
+  const auto store = c10::make_intrusive<CountingStore>();
+  std::vector<std::unique_ptr<Rank>> ranks;
+  // The last one has ended.
+  for (int rank = 0; rank + 1 < kRanks; ++rank) ranks.push_back(std::make_unique<Rank>(rank, kRanks, store));
+  for (const auto& rank : ranks) rank->track->begin(allReduce(7));
+  std::vector<std::thread> witnesses;
+  std::vector<std::string> seen(ranks.size());
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    witnesses.emplace_back([&, rank] {
+      seen[rank] = messageOf(
+          ranks[rank]->track->explain(errorOf<c10::DistNetworkError>("connection closed"), allReduce(7)));
+    });
+  }
+  for (auto& witness : witnesses) witness.join();
+  for (const auto& text : seen) EXPECT_THAT(text, HasSubstr("rank 23 (does not answer"));
+  // The one that does not answer is looked for five times a second.
+  EXPECT_LE(store->answersRead(), 8 * kRanks);
+}
+
+// A rank may end between its question and its report.
+TEST_F(GroupHealthTest, AnotherRankTakesThePlaceOfOneThatAskedAndEnded) {
+  Rank first(0, 3, store_);
+  Rank second(1, 3, store_);
+  FailureBoard third(*store_, 2);
+  first.track->begin(allReduce(7, milliseconds(2500)));
+  second.track->begin(allReduce(7, milliseconds(2500)));
+  ASSERT_TRUE(third.callTheRoll());
+  const std::string seen = first.causeOfAbort();
+  EXPECT_THAT(seen, AllOf(HasSubstr("Timed out after 2500 ms"), HasSubstr("rank 2 (does not answer")));
+}
+
 // A store whose server has gone away.
 class DeadStore final : public c10d::HashStore {
  public:
@@ -139,6 +244,87 @@ TEST_F(GroupHealthTest, AStoreThatIsGoneHidesNoError) {
               AllOf(HasSubstr("failed: out of memory"), HasSubstr("Connection reset by peer")));
   rank.track->begin(allReduce(1, milliseconds(100)));
   EXPECT_THAT(rank.causeOfAbort(), HasSubstr("Timed out after 100 ms"));
+}
+
+// A store that throws as long as it is told to.
+class TroubledStore final : public c10d::HashStore {
+ public:
+  c10::intrusive_ptr<c10d::Store> clone() override { return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this); }
+  bool check(const std::vector<std::string>& keys) override {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (isInTrouble_) {
+        ++refusals_;
+        changed_.notify_all();
+        C10_THROW_ERROR(DistNetworkError, "Connection reset by peer");
+      }
+    }
+    return HashStore::check(keys);
+  }
+  void setTrouble(bool isInTrouble) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    isInTrouble_ = isInTrouble;
+  }
+  bool waitForRefusals(int count) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, kLimit, [&] { return refusals_ >= count; });
+  }
+  int refusals() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return refusals_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool isInTrouble_ = true;
+  int refusals_ = 0;
+};
+
+TEST_F(GroupHealthTest, AStoreThatThrowsForAWhileIsUsedAgain) {
+  const auto store = c10::make_intrusive<TroubledStore>();
+  Rank first(0, 2, store);
+  Rank second(1, 2, store);
+  first.track->begin(allReduce(7));
+  second.track->begin(allReduce(7));
+  // More than once per rank.
+  ASSERT_TRUE(store->waitForRefusals(6));
+  store->setTrouble(false);
+  const std::string cause = messageOf(second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
+  EXPECT_EQ(first.causeOfAbort(), "rank 1 failed first: " + cause);
+}
+
+TEST_F(GroupHealthTest, AFailureDuringTroubleWithTheStoreReachesTheOthersAfterIt) {
+  const auto store = c10::make_intrusive<TroubledStore>();
+  Rank first(0, 2, store);
+  Rank second(1, 2, store);
+  first.track->begin(allReduce(7));
+  second.track->begin(allReduce(7));
+  ASSERT_TRUE(store->waitForRefusals(2));
+  // Whoever waits is not kept waiting until the trouble is over.
+  EXPECT_THAT(messageOf(second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7))),
+              AllOf(HasSubstr("out of memory"), HasSubstr("could not be told"), HasSubstr("Connection reset")));
+  store->setTrouble(false);
+  EXPECT_THAT(first.causeOfAbort(), HasSubstr("rank 1 failed first: all_reduce #7 (Float[4]) on rank 1 of 2"));
+}
+
+TEST_F(GroupHealthTest, AStoreThatGoesOnThrowingIsGivenUpWithOneLineThatSaysWhatIsLost) {
+  ::testing::internal::CaptureStderr();
+  const auto store = c10::make_intrusive<TroubledStore>();
+  std::string seen;
+  {
+    Rank rank(0, 2, store, milliseconds(700));
+    rank.track->begin(allReduce(7));
+    rank.track->begin(allReduce(8, milliseconds(2500)));
+    seen = rank.causeOfAbort();
+  }
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(seen, AllOf(HasSubstr("Timed out after 2500 ms"), HasSubstr("could not be told"),
+                          HasSubstr("Connection reset by peer")));
+  const std::regex line("goes on without the store[^\n]*no longer hears of failures on other ranks");
+  EXPECT_EQ(std::distance(std::sregex_iterator(log.begin(), log.end(), line), std::sregex_iterator()), 1) << log;
+  // 0.1, 0.3 and 0.7 s after the first.
+  EXPECT_LE(store->refusals(), 5);
 }
 
 // A store that never answers, as behind a network that drops everything.

@@ -13,6 +13,7 @@
 
 #include "backend/config.h"
 #include "backend/host/reduction.h"
+#include "backend/peer_errors.h"
 #include "backend/tensor_bytes.h"
 
 namespace bagua {
@@ -462,15 +463,64 @@ void HostCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input
   reduction::reduceParts(copies, steps.second, size(), result);
 }
 
-void HostCommunicator::allToAllInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) {
+void HostCommunicator::exchangeInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) {
   std::vector<at::Tensor> to;
   std::vector<at::Tensor> from;
   for (const int member : members()) {
     from.push_back(sent[member]);
     to.push_back(received[member]);
-    if (member != rank()) countShown(sent[member].numel());
   }
   sharedMemory_->allToAll(to, from, deadline());
+}
+
+void HostCommunicator::allToAllInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) {
+  for (const int member : members()) {
+    if (member != rank()) countShown(sent[member].numel());
+  }
+  exchangeInHost(received, sent);
+}
+
+// Every rank tells every other what it sends to it and what it expects of it. First in the host: when its members have
+// met there, each of them has compared its program with some of the other hosts, so that all ranks are in this one.
+void HostCommunicator::checkParts(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent,
+                                  int64_t item) {
+  constexpr int kSent = 0;
+  constexpr int kReceived = 1;
+  const at::Tensor own = at::empty({2 * size()}, at::kLong);
+  const at::Tensor theirs = at::empty({2 * size()}, at::kLong);
+  auto* const ownSizes = own.mutable_data_ptr<int64_t>();
+  for (int peer = 0; peer < size(); ++peer) {
+    ownSizes[2 * peer + kSent] = sent[peer].numel();
+    ownSizes[2 * peer + kReceived] = received[peer].numel();
+  }
+  const auto told = partsOf(own, {}, size());
+  const auto heard = partsOf(theirs, {}, size());
+  const int root = program().peer;
+  Exchanges exchanges;
+  std::vector<int> peers;
+  for (int step = 1; step < size(); ++step) {
+    const int peer = (rank() + step) % size();
+    if (sharedMemory_ && hosts_->hostOf(peer) == ownHost()) {
+      peers.push_back(peer);
+    } else if (config::checksPrograms() && (root < 0 || root == peer || root == rank())) {
+      peers.push_back(peer);
+      exchanges.push_back({peer, told[peer], heard[peer]});
+    }
+  }
+  if (sharedMemory_) exchangeInHost(heard, told);
+  wire_->swap(exchanges, deadline());
+  const auto check = [&](int sender, int64_t isSent, int receiver, int64_t isExpected) {
+    if (isSent == isExpected) return;
+    BAGUA_THROW(MismatchError, "the ranks do not make the same exchange: rank ", sender, " sends ", isSent / item,
+                " elements to rank ", receiver, ", which expects ", isExpected / item,
+                ". Nothing was exchanged between them. The sizes that a rank sends have to be those that the others "
+                "expect of it");
+  };
+  const auto* const theirSizes = theirs.const_data_ptr<int64_t>();
+  for (const int peer : peers) {
+    check(rank(), ownSizes[2 * peer + kSent], peer, theirSizes[2 * peer + kReceived]);
+    check(peer, theirSizes[2 * peer + kSent], rank(), ownSizes[2 * peer + kReceived]);
+  }
 }
 
 void HostCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
@@ -478,6 +528,7 @@ void HostCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, con
   connect();
   const auto sent = partsOf(input, inputSplits, size());
   const auto received = partsOf(output, outputSplits, size());
+  if (program().commonNumel == Operation::kAnyNumel) checkParts(received, sent, itemSize(input));
   Exchanges exchanges;
   for (int step = 0; step < size(); ++step) {
     const int peer = (rank() + step) % size();

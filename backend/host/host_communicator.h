@@ -82,6 +82,11 @@ class HostCommunicator final : public Communicator {
   void reducePartsInHost(std::vector<at::Tensor>& reduced, const at::Tensor& prepared,
                          const std::vector<std::vector<int>>& parts, const ReduceOp& op);
   void allToAllInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent);
+  // Throws a MismatchError if a rank is to get from this one, or this one from it, another number of bytes than it is
+  // sent: the network between hosts would end the process. `item`: bytes per element.
+  void checkParts(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent, int64_t item);
+  // What the members have for each other, of all ranks' parts.
+  void exchangeInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent);
 
   const std::unique_ptr<Wire> wire_;
   bool isCompared_ = true;

@@ -13,6 +13,7 @@
 #include <set>
 
 #include "backend/host/reduction.h"
+#include "backend/peer_errors.h"
 #include "tests/support/thread_ranks.h"
 
 namespace bagua {
@@ -151,6 +152,65 @@ TEST_P(HostCommunicatorOf, UnevenAllToAllDeliversEveryPart) {
       at::Tensor output = at::zeros({at::cat(expected).numel()}, at::kDouble);
       communicator.allToAll(output, at::cat(sent), splits, splits);
       EXPECT_TRUE(at::equal(output, at::cat(expected)));
+    });
+  }
+}
+
+// As the executor of a user's all-to-all does.
+void setUnevenProgram(Communicator& communicator, int root = -1) {
+  Operation operation{.name = "uneven", .peer = root};
+  operation.commonNumel = Operation::kAnyNumel;
+  communicator.setProgram(fingerprintOf(operation));
+}
+
+TEST_P(HostCommunicatorOf, PartsThatDoNotFitAreRefusedBeforeTheyAreSent) {
+  if (size() == 1) return;
+  // The first rank sends the last one more than that expects.
+  const int last = size() - 1;
+  std::atomic<int> untouched{0};
+  try {
+    runRanks([&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      setUnevenProgram(communicator);
+      std::vector<int64_t> sent(size(), 2);
+      const std::vector<int64_t> received(size(), 2);
+      if (rank == 0) sent[last] = 5;
+      const at::Tensor input = at::full({2 * size() + (rank == 0 ? 3 : 0)}, rank + 1, at::kInt);
+      at::Tensor output = at::zeros({2 * size()}, at::kInt);
+      try {
+        communicator.allToAll(output, input, received, sent);
+      } catch (...) {
+        if (rank == last) untouched += output.eq(0).all().item<bool>() ? 1 : 0;
+        throw;
+      }
+    });
+    ADD_FAILURE() << "no error";
+  } catch (const MismatchError& error) {
+    EXPECT_NE(std::string(error.what_without_backtrace())
+                  .find("rank 0 sends 5 elements to rank " + std::to_string(last) + ", which expects 2."),
+              std::string::npos)
+        << error.what_without_backtrace();
+  }
+  EXPECT_EQ(untouched, 1);
+}
+
+TEST_P(HostCommunicatorOf, WhatGoesToOneRankOnlyIsComparedWithThatOne) {
+  for (int root = 0; root < size(); ++root) {
+    runRanks([&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      setUnevenProgram(communicator, root);
+      std::vector<int64_t> sent(size(), 0);
+      std::vector<int64_t> received(size(), 0);
+      sent[root] = rank + 1;
+      int64_t total = 0;
+      if (rank == root) {
+        for (int peer = 0; peer < size(); ++peer) total += received[peer] = peer + 1;
+      }
+      at::Tensor output = at::zeros({total}, at::kLong);
+      communicator.allToAll(output, at::full({rank + 1}, rank, at::kLong), received, sent);
+      int64_t expected = 0;
+      for (int peer = 0; peer < size(); ++peer) expected += peer * (peer + 1);
+      if (rank == root) EXPECT_EQ(output.sum().item<int64_t>(), expected);
     });
   }
 }

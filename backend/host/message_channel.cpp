@@ -107,11 +107,15 @@ c10::intrusive_ptr<c10d::Work> MessageChannel::receive(const Operation& operatio
 
 c10::intrusive_ptr<c10d::Work> MessageChannel::track(const Operation& operation,
                                                      c10::intrusive_ptr<c10d::Work> transfer, at::Tensor tensor) {
+  bool isTooLate = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::erase_if(transfers_, [](const auto& old) { return old.expired(); });
     transfers_.emplace_back(transfer);
+    isTooLate = isAborted_;
   }
+  // Posted while the others were being aborted: nobody else would end it.
+  if (isTooLate) abortTransfer(*transfer);
   return c10::make_intrusive<MessageWork>(group_, operation, std::move(transfer), std::move(tensor), health_);
 }
 
@@ -119,17 +123,20 @@ void MessageChannel::abort() {
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> transfers;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    isAborted_ = true;
     transfers.swap(transfers_);
   }
   for (const auto& weak : transfers) {
-    const auto transfer = weak.lock();
-    if (!transfer) continue;
-    try {
-      transfer->abort();
-    } catch (...) {
-      LOG(WARNING) << "bagua: a message of group '" << group_.name
-                   << "' could not be aborted: " << messageOf(std::current_exception());
-    }
+    if (const auto transfer = weak.lock()) abortTransfer(*transfer);
+  }
+}
+
+void MessageChannel::abortTransfer(c10d::Work& transfer) const {
+  try {
+    transfer.abort();
+  } catch (...) {
+    LOG(WARNING) << "bagua: a message of group '" << group_.name
+                 << "' could not be aborted: " << messageOf(std::current_exception());
   }
 }
 

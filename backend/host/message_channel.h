@@ -22,18 +22,20 @@ class MessageChannel {
   c10::intrusive_ptr<c10d::Work> send(const Operation& operation, at::Tensor tensor, int tag);
   // operation.peer < 0: from any rank.
   c10::intrusive_ptr<c10d::Work> receive(const Operation& operation, at::Tensor tensor, int tag);
-  // Releases whoever waits for a message.
+  // Releases whoever waits for a message, now or later.
   void abort();
 
  private:
   c10::intrusive_ptr<c10d::Work> track(const Operation& operation, c10::intrusive_ptr<c10d::Work> transfer,
                                        at::Tensor tensor);
+  void abortTransfer(c10d::Work& transfer) const;
 
   const GroupIdentity group_;
   const c10::intrusive_ptr<c10d::Backend> backend_;
   const std::shared_ptr<GroupHealth::Track> health_;
   std::mutex mutex_;
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> transfers_;
+  bool isAborted_ = false;
 };
 
 }  // namespace bagua

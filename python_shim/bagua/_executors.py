@@ -48,7 +48,8 @@ def _executors_over(group: dist.ProcessGroup, device: torch.device, timeout: tim
     dist.all_gather_object(host_ids, _C.local_host_id(), group=group)
     # A group for CPU tensors is the hook's own, and so is its store. NCCL has a watchdog itself.
     store = group.get_group_store() if device.type == "cpu" else None
-    return _C.executors_over_backend(backend, group.group_name, host_ids, timeout, store)
+    ranks = dist.get_process_group_ranks(group)
+    return _C.executors_over_backend(backend, group.group_name, host_ids, timeout, store, ranks)
 
 
 def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:

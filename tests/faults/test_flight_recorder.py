@@ -91,6 +91,26 @@ def test_operations_are_named_as_torch_names_them() -> None:
     assert first[0]["bagua_operation"] == "bagua:broadcast #0 (Float[7], peer rank 0)"
 
 
+def _ranks_recorded_by_a_hook() -> str:
+    import bagua
+    from bagua._native import _C
+
+    group = dist.new_group([1, 2], backend="gloo")
+    if dist.get_rank() == 0:
+        return ""
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+    bagua.register_comm_hook(ddp, "gradient_allreduce")
+    ddp(torch.ones(3, 4)).sum().backward()
+    dump = pickle.loads(_C.flight_recorder_trace())
+    name = dump["entries"][-1]["process_group"][0]
+    ranks: str = dump["pg_config"][name]["ranks"]
+    return ranks
+
+
+def test_a_hook_on_a_stock_group_records_the_global_ranks() -> None:
+    assert run_ranks(3, _ranks_recorded_by_a_hook) == ["", "[1, 2]", "[1, 2]"]
+
+
 def _many_operations() -> int:
     from bagua._native import _C
 

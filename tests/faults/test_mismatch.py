@@ -19,6 +19,26 @@ ODD_ONE = 1
 ReduceOp = dist.ReduceOp
 
 
+def _sum_all(*sizes: int) -> Callable[[], Any]:
+    def call() -> None:
+        with dist._coalescing_manager(async_ops=True) as manager:  # type: ignore[attr-defined]
+            for size in sizes:
+                dist.all_reduce(torch.ones(size))
+        manager.wait()
+
+    return call
+
+
+def _gather_all(*sizes: int) -> Callable[[], Any]:
+    def call() -> None:
+        with dist._coalescing_manager(async_ops=True) as manager:  # type: ignore[attr-defined]
+            for size in sizes:
+                dist.all_gather_into_tensor(torch.ones(size * SIZE), torch.ones(size))
+        manager.wait()
+
+    return call
+
+
 def _sum(tensor: torch.Tensor) -> Callable[[], Any]:
     return lambda: dist.all_reduce(tensor)
 
@@ -61,6 +81,18 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         "(Float[4], peer rank 1)",
         "(Float[4], peer rank 0)",
     ),
+    "sizes of a list": (
+        _sum_all(7, 5, 8),
+        _sum_all(5, 7, 8),
+        "bagua:all_reduce_coalesced #2 (Float[20], sum, sizes 7, 5, 8)",
+        "bagua:all_reduce_coalesced #2 (Float[20], sum, sizes 5, 7, 8)",
+    ),
+    "lengths of a list": (
+        _gather_all(6, 6),
+        _gather_all(4, 4, 4),
+        "bagua:all_gather_into_tensor_coalesced #2 (Float[12], 2 x 6)",
+        "bagua:all_gather_into_tensor_coalesced #2 (Float[12], 3 x 4)",
+    ),
     "a barrier": (
         lambda: dist.barrier(),
         lambda: dist.all_gather([torch.ones(2) for _ in range(SIZE)], torch.ones(2)),
@@ -87,6 +119,8 @@ def _differ(case: str) -> tuple[Outcome, bool]:
             ("operations", "in-host"),
             ("large sizes", "between-hosts"),
             ("dtypes", "in-host"),
+            ("sizes of a list", "in-host"),
+            ("lengths of a list", "between-hosts"),
             ("roots", "between-hosts"),
         ],
     ),
@@ -101,6 +135,53 @@ def test_ranks_that_differ_are_all_told_both_calls(case: str, transport: str) ->
         assert usual in outcome.message
         assert f"rank {ODD_ONE}" in outcome.message
         assert is_refused
+
+
+def _all_to_all_with_wrong_splits() -> None:
+    size = dist.get_world_size()
+    sent = [2] * size
+    if dist.get_rank() == ODD_ONE:
+        sent[SIZE - 1] = 5
+    dist.all_to_all_single(torch.zeros(2 * size), torch.ones(sum(sent)), [2] * size, sent)
+
+
+def _all_to_all_of_wrong_tensors() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inputs = [torch.ones(5 if rank == ODD_ONE and peer == SIZE - 1 else 2) for peer in range(size)]
+    dist.all_to_all([torch.zeros(2) for _ in range(size)], inputs)
+
+
+def _gather_of_wrong_sizes() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    outputs = [torch.zeros(2) for _ in range(size)] if rank == SIZE - 1 else None
+    dist.gather(torch.ones(5 if rank == ODD_ONE else 2), outputs, dst=SIZE - 1)
+    dist.barrier()
+
+
+WRONG_PARTS = {
+    "all_to_all_single": _all_to_all_with_wrong_splits,
+    "all_to_all": _all_to_all_of_wrong_tensors,
+    "gather": _gather_of_wrong_sizes,
+}
+
+
+def _exchange_wrong_parts(name: str) -> Outcome:
+    warm_up()
+    return expect_error(WRONG_PARTS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    selection(
+        itertools.product(WRONG_PARTS, TRANSPORTS),
+        [("all_to_all_single", "between-hosts"), ("all_to_all", "in-host"), ("gather", "between-hosts")],
+    ),
+)
+def test_parts_that_do_not_fit_are_refused_by_all_ranks(name: str, transport: str) -> None:
+    outcomes = run_ranks(SIZE, _exchange_wrong_parts, name, env=TRANSPORTS[transport])
+    cause = same_cause([outcome.message for outcome in outcomes])
+    assert f"rank {ODD_ONE} sends 5 elements to rank {SIZE - 1}, which expects 2" in cause
+    assert f"bagua:{name} #2" in cause
 
 
 def _nothing_is_executed() -> list[float]:

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/list_sizes.h"
+
+#include <algorithm>
+#include <string>
+
+namespace bagua {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+bool areEven(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
+}
+
+// Never negative: these values of Operation::commonNumel have a meaning of their own.
+int64_t hashOfSizes(const Tensors& tensors) {
+  uint64_t hash = 14695981039346656037ULL;
+  for (const auto& tensor : tensors) {
+    hash = (hash ^ static_cast<uint64_t>(tensor.numel())) * 1099511628211ULL;
+    // The upper bits come down, so that sizes cannot make up for each other.
+    hash ^= hash >> 32U;
+  }
+  return static_cast<int64_t>(hash >> 1U);
+}
+
+// "3 x 100" or "sizes 5, 7, 1".
+std::string textOfSizes(const Tensors& tensors) {
+  if (areEven(tensors)) return std::to_string(tensors.size()) + " x " + std::to_string(tensors[0].numel());
+  std::string text = "sizes ";
+  for (size_t i = 0; i < tensors.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(tensors[i].numel());
+  return text;
+}
+
+}  // namespace
+
+void compareSizes(Operation& operation, const Tensors& tensors) {
+  operation.commonNumel = hashOfSizes(tensors);
+  // Even ones are told by the number of elements.
+  if (!areEven(tensors)) operation.configuration = std::make_shared<const std::string>(textOfSizes(tensors));
+}
+
+void compareSizesOfAll(Operation& operation, const Tensors& tensors) {
+  operation.numel = 0;
+  for (const auto& tensor : tensors) operation.numel += tensor.numel();
+  operation.commonNumel = hashOfSizes(tensors);
+  operation.configuration = std::make_shared<const std::string>(textOfSizes(tensors));
+}
+
+}  // namespace bagua
