@@ -115,6 +115,9 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
     std::string text;
   };
 
+  // One rank calls the roll for all that want to know, and tells them by what it reports: the others need only wait.
+  enum class Roll { kUnderWay, kOver, kOfAnother };
+
   // Held while the thread talks to the store, which may never answer.
   class StoreCall {
    public:
@@ -154,9 +157,8 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
   void inspect(const std::string& track, const Running& operation);
   void endOverdue(const std::string& track, const Running& operation);
   void warn(const std::string& track, const Running& operation, Roll roll);
-  enum class Roll { kUnderWay, kOver, kOfAnother };
-  // Calls the roll, unless that has been done since `notBefore`, and lately. One rank does it for all that want to know
-  // (kOfAnother to the rest), and tells them by what it reports; from `takeOverAt` on another may do it.
+  // Calls the roll, unless that has been done since `notBefore`, and lately. From `takeOverAt` on also in the place of
+  // another rank.
   Roll askAll(Clock::time_point notBefore, Clock::time_point takeOverAt);
   [[nodiscard]] bool isAnothersTurn(Clock::time_point notBefore, Clock::time_point takeOverAt) const;
   void setFailure(const Failure& failure);
@@ -226,8 +228,8 @@ GroupHealth::Core::Core(GroupIdentity identity, c10::intrusive_ptr<c10d::Store> 
 // Under the mutex.
 void GroupHealth::Core::startThread() {
   if (isStarted || isStopping || !store || group.size == 1) return;
-  isStarted = true;
   thread = std::thread([self = shared_from_this()] { self->run(); });
+  isStarted = true;
 }
 
 void GroupHealth::Core::run() noexcept {
@@ -333,6 +335,7 @@ void GroupHealth::Core::noteRecovery() {
 
 std::string GroupHealth::Core::whyCutOff() const {
   if (!whyAlone.empty()) return whyAlone;
+  if (hasEnded) return "the group has been shut down";
   return trouble ? trouble->text : "the store has not answered";
 }
 
@@ -482,7 +485,8 @@ void GroupHealth::Core::inspect(const std::string& track, const Running& operati
     const StoreCall call(*this);
     const auto end = operation.begun + operation.timeout;
     if (now >= end - lead) {
-      if (askAll(operation.begun, end + kTurnTime) == Roll::kOver && operation.isOverdue()) endOverdue(track, operation);
+      if (askAll(operation.begun, end + kTurnTime) == Roll::kOver && operation.isOverdue())
+        endOverdue(track, operation);
     } else if (warnAfter.count() > 0 && now >= operation.nextWarning) {
       const Roll roll = askAll(operation.begun, end);
       if (roll != Roll::kUnderWay) warn(track, operation, roll);
@@ -496,7 +500,8 @@ void GroupHealth::Core::inspect(const std::string& track, const Running& operati
 void GroupHealth::Core::endOverdue(const std::string& track, const Running& operation) {
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (failure || report) return;
+    // What is about to be reported ends this one too.
+    if (failure || (report && board)) return;
     // Done after all.
     const auto isIt = [&](const Running& running) { return running.token == operation.token; };
     const bool isRunning = std::any_of(tracks.begin(), tracks.end(), [&](const TrackState& state) {
@@ -597,8 +602,8 @@ void GroupHealth::Core::setFailure(const Failure& first) {
 
 GroupHealth::GroupHealth(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
                          std::vector<uint64_t> globalRanks, std::chrono::milliseconds storePatience)
-    : core_(std::make_shared<Core>(group, std::move(store), orAll(std::move(globalRanks), group.size),
-                                   storePatience)) {}
+    : core_(std::make_shared<Core>(group, std::move(store), orAll(std::move(globalRanks), group.size), storePatience)) {
+}
 
 GroupHealth::~GroupHealth() { stop(); }
 

@@ -32,8 +32,8 @@ class GroupHealth {
 
   // `store` is null where the ranks have none in common: then every rank is on its own, without a thread.
   // `globalRanks` are the group's ranks as the flight recorder names them; empty: as the group does.
-  GroupHealth(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
-              std::vector<uint64_t> globalRanks = {}, std::chrono::milliseconds storePatience = kStorePatience);
+  GroupHealth(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks = {},
+              std::chrono::milliseconds storePatience = kStorePatience);
   ~GroupHealth();
   GroupHealth(const GroupHealth&) = delete;
   GroupHealth& operator=(const GroupHealth&) = delete;

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <memory>
@@ -66,6 +67,9 @@ std::exception_ptr errorOf(const std::string& message) {
 
 class GroupHealthTest : public ::testing::Test {
  protected:
+  // Failures on purpose leave no files.
+  static void SetUpTestSuite() { ::setenv("TORCH_FR_DUMP_ON_TIMEOUT", "0", 1); }
+
   const c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
 };
 
@@ -209,8 +213,8 @@ TEST_F(GroupHealthTest, SymptomsOnManyRanksReadTheAnswersOnce) {
   std::vector<std::string> seen(ranks.size());
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     witnesses.emplace_back([&, rank] {
-      seen[rank] = messageOf(
-          ranks[rank]->track->explain(errorOf<c10::DistNetworkError>("connection closed"), allReduce(7)));
+      seen[rank] =
+          messageOf(ranks[rank]->track->explain(errorOf<c10::DistNetworkError>("connection closed"), allReduce(7)));
     });
   }
   for (auto& witness : witnesses) witness.join();
