@@ -38,8 +38,9 @@ struct Momentum {
 // One way to make the ranks of a data-parallel job agree. An instance serves one model.
 //
 // A training step is: beforeForward, reduce for every bucket, afterBackward, afterStep. reduce() runs as a program, in
-// order, on the executor of the model's device. The others run on the thread that trains, where they may submit
-// programs and change weights; never two at a time. Every rank issues the same calls to the communicator.
+// order unless bucketsMayOverlap(), on the executor of the model's device. The others run on the thread that trains,
+// where they may submit programs and change weights; never two at a time. Every rank issues the same calls to the
+// communicator.
 class Algorithm {
  public:
   virtual ~Algorithm() = default;
@@ -51,6 +52,8 @@ class Algorithm {
   [[nodiscard]] virtual bool reducesGradients() const { return true; }
   // Replaces the gradients of one bucket by what the optimizer is to see. Dense, any floating dtype.
   virtual void reduce(Bucket& bucket, Communicator& communicator) = 0;
+  // Whether reduce() may run for two buckets at a time, on threads of their own.
+  [[nodiscard]] virtual bool bucketsMayOverlap() const { return false; }
   // Whether the result is the mean over the ranks (else their sum). Sparse gradients, which no codec takes, are reduced
   // in full precision accordingly.
   [[nodiscard]] virtual bool averages() const { return true; }

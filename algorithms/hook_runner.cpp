@@ -85,11 +85,11 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
   }
   if (!travels) return {};
   // The end of backward waits for it.
-  return submit("bagua:reduce_bucket", {flat}, Wait::kNow,
-                [algorithm = algorithm_, gradients = flat, entries, parts](Communicator& communicator,
-                                                                           StageSeconds& seconds) mutable {
-                  reduce(*algorithm, gradients, entries, parts, communicator, seconds);
-                });
+  return submitTo(*group_, "bagua:reduce_bucket", {flat}, Wait::kNow, algorithm_->bucketsMayOverlap(),
+                  [algorithm = algorithm_, gradients = flat, entries, parts](Communicator& communicator,
+                                                                             StageSeconds& seconds) mutable {
+                    reduce(*algorithm, gradients, entries, parts, communicator, seconds);
+                  });
 }
 
 void HookRunner::reduce(Algorithm& algorithm, at::Tensor& gradients, const std::vector<BucketEntry>& whole,
@@ -126,17 +126,18 @@ void HookRunner::afterBackward() {
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                                   Task task) {
-  return submitTo(*group_, name, tensors, wait, std::move(task));
+  return submitTo(*group_, name, tensors, wait, /*mayOverlap=*/false, std::move(task));
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
                                                               Task task) {
   TORCH_INTERNAL_ASSERT(background_ != nullptr);
-  return submitTo(*background_, name, tensors, Wait::kLater, std::move(task));
+  return submitTo(*background_, name, tensors, Wait::kLater, /*mayOverlap=*/false, std::move(task));
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, const char* name,
-                                                    const std::vector<at::Tensor>& tensors, Wait wait, Task task) {
+                                                    const std::vector<at::Tensor>& tensors, Wait wait, bool mayOverlap,
+                                                    Task task) {
   const at::Tensor& first = tensors.front();
   int64_t numel = 0;
   for (const auto& tensor : tensors) numel += tensor.numel();
@@ -149,6 +150,7 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
                             .dtype = first.scalar_type(),
                             .numel = numel,
                             .timeout = group.timeout(),
+                            .mayOverlap = mayOverlap,
                             .isProfiled = wait == Wait::kNow,
                             .configuration = configuration_};
   const auto handover = wait == Wait::kNow ? ProfilerHandover::ofThisThread() : ProfilerHandover();

@@ -30,6 +30,8 @@ struct Operation {
   std::vector<at::Tensor> inputs = {};
   // Whether the caller waits at once, so that it may run the operation itself.
   bool isAwaited = false;
+  // Whether it may run beside the operations before and after it of which the same is said. The same on all ranks.
+  bool mayOverlap = false;
   // Whether the profiler of the submitting thread times it as a whole. Not one that may outlast the profiler, which
   // would then be told of the end of something that it has freed.
   bool isProfiled = true;

@@ -6,9 +6,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "backend/c10d/backend_wire.h"
-#include "backend/host/host_communicator.h"
-#include "backend/host/host_executor.h"
+#include "backend/c10d/make_host_executor.h"
 #if BAGUA_WITH_CUDA
 #include "backend/nccl/nccl_executor.h"
 #endif
@@ -115,23 +113,13 @@ std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device) {
         identity_, store_,
         std::vector<uint64_t>(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end()));
   }
-  const auto track = health_->addTrack(c10::DeviceTypeName(device.type(), /*lower_case=*/true));
-  auto executor = makeExecutor(device, track);
-  track->onFailure([weak = std::weak_ptr<Executor>(executor)](const std::string& cause) {
-    if (const auto failing = weak.lock()) failing->abort(cause);
-  });
-  return executor;
-}
-
-std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device,
-                                                          const std::shared_ptr<GroupHealth::Track>& track) {
-  if (device.is_cpu()) {
-    auto wire = std::make_unique<BackendWire>(hostBackend_);
-    return std::make_shared<HostExecutor>(identity_, std::make_unique<HostCommunicator>(std::move(wire), topology_),
-                                          std::make_unique<MessageChannel>(identity_, hostBackend_, track), track);
-  }
+  if (device.is_cpu()) return makeHostExecutor(identity_, hostBackend_, topology_, *health_);
 #if BAGUA_WITH_CUDA
-  return makeNcclExecutor(identity_, store_, device, topology_, options_->timeout, options_->highPriorityStream, track);
+  const auto track = health_->addTrack("cuda");
+  auto executor =
+      makeNcclExecutor(identity_, store_, device, topology_, options_->timeout, options_->highPriorityStream, track);
+  endWithGroup(executor, *track);
+  return executor;
 #else
   TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate a tensor on ", device,
                               "; rebuild it with a torch that has CUDA (python -m bagua.info tells what was built)");

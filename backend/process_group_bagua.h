@@ -126,7 +126,6 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity_}; }
   std::vector<std::shared_ptr<Executor>> executors() const;
   std::shared_ptr<Executor> makeExecutor(at::Device device);
-  std::shared_ptr<Executor> makeExecutor(at::Device device, const std::shared_ptr<GroupHealth::Track>& track);
   void close(const std::string& reason);
   void stopHealth();
   c10::intrusive_ptr<Options> optionsOf(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;

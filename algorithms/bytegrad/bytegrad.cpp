@@ -15,6 +15,7 @@ class ByteGrad final : public Algorithm {
     bytegrad::reduceCompressed(bucket, options_, communicator);
   }
 
+  [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
   [[nodiscard]] bool averages() const override { return options_.average; }
 
  private:

@@ -14,6 +14,7 @@ class GradientAllReduce final : public Algorithm {
     communicator.allReduce(bucket.flat, average_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
   }
 
+  [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
   [[nodiscard]] bool averages() const override { return average_; }
 
  private:

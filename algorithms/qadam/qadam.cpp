@@ -38,6 +38,8 @@ class QAdam final : public Algorithm {
     bytegrad::reduceCompressed(bucket, {.hierarchical = hierarchical_}, communicator);
   }
 
+  [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
+
  private:
   // The gradient's place takes the momentum that it leads to. The optimizer's own copy stays until its step: a step
   // that is skipped leaves no trace.

@@ -4,9 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include "backend/c10d/backend_communicator.h"
-#include "backend/c10d/backend_wire.h"
-#include "backend/host/host_communicator.h"
-#include "backend/host/host_executor.h"
+#include "backend/c10d/make_host_executor.h"
 #if BAGUA_WITH_CUDA
 #include "backend/nccl/nccl_executor.h"
 #endif
@@ -34,23 +32,18 @@ Executor& BackendExecutors::executorFor(at::Device device) {
                       device);
     return *executor_;
   }
-  const auto track = health_.addTrack(c10::DeviceTypeName(device.type(), /*lower_case=*/true));
   if (device.is_cpu()) {
-    auto wire = std::make_unique<BackendWire>(backend_);
-    executor_ =
-        std::make_shared<HostExecutor>(identity_, std::make_unique<HostCommunicator>(std::move(wire), topology_),
-                                       std::make_unique<MessageChannel>(identity_, backend_, track), track);
+    executor_ = makeHostExecutor(identity_, backend_, topology_, health_);
   } else {
 #if BAGUA_WITH_CUDA
+    const auto track = health_.addTrack("cuda");
     executor_ =
         makeStreamExecutor(identity_, std::make_unique<BackendCommunicator>(backend_, topology_), device, track);
+    endWithGroup(executor_, *track);
 #else
     TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate gradients on ", device);
 #endif
   }
-  track->onFailure([weak = std::weak_ptr<Executor>(executor_)](const std::string& cause) {
-    if (const auto failing = weak.lock()) failing->abort(cause);
-  });
   device_ = device;
   return *executor_;
 }

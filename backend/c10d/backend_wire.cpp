@@ -29,8 +29,8 @@ std::chrono::milliseconds timeUntil(Wire::Deadline deadline) {
 
 }  // namespace
 
-BackendWire::BackendWire(c10::intrusive_ptr<c10d::Backend> backend)
-    : Wire(backend->getRank(), backend->getSize()), backend_(std::move(backend)) {}
+BackendWire::BackendWire(c10::intrusive_ptr<c10d::Backend> backend, int channel)
+    : Wire(backend->getRank(), backend->getSize()), backend_(std::move(backend)), tag_(kTag + channel) {}
 
 void BackendWire::swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline, Deadline deadline) {
   int64_t largest = 0;
@@ -68,12 +68,12 @@ BackendWire::Works BackendWire::start(const std::vector<Exchange>& exchanges, in
     if (exchange.peer == rank()) {
       received[0].copy_(pieceOf(exchange.sent, piece));
     } else if (received[0].numel() > 0) {
-      works.push_back(backend_->recv(received, exchange.peer, kTag));
+      works.push_back(backend_->recv(received, exchange.peer, tag_));
     }
   }
   for (const auto& exchange : exchanges) {
     std::vector<at::Tensor> sent{pieceOf(exchange.sent, piece)};
-    if (exchange.peer != rank() && sent[0].numel() > 0) works.push_back(backend_->send(sent, exchange.peer, kTag));
+    if (exchange.peer != rank() && sent[0].numel() > 0) works.push_back(backend_->send(sent, exchange.peer, tag_));
   }
   underWay_.insert(underWay_.end(), works.begin(), works.end());
   return works;

@@ -14,7 +14,8 @@ namespace bagua {
 // way between two hosts at 1 Gbit/s took 154 to 172 ms in one piece and 88 ms in pieces (84 ms are possible).
 class BackendWire final : public Wire {
  public:
-  explicit BackendWire(c10::intrusive_ptr<c10d::Backend> backend);
+  // Wires of one backend with different `channel`s do not hear each other's messages.
+  explicit BackendWire(c10::intrusive_ptr<c10d::Backend> backend, int channel = 0);
 
   void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline, Deadline deadline) override;
   void abort() override;
@@ -28,6 +29,7 @@ class BackendWire final : public Wire {
   void checkNotAborted() const;
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
+  const int tag_;
   mutable std::mutex mutex_;
   // What abort() has to end.
   Works underWay_;

@@ -6,6 +6,7 @@
 #include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <optional>
@@ -35,19 +36,20 @@ std::exception_ptr makeError(const std::string& message) {
 // a tensor that Python knows takes the GIL, whose owner may be waiting for the mutex.
 class HostExecutor::Queue {
  public:
-  Queue(GroupIdentity group, std::unique_ptr<Communicator> communicator, std::shared_ptr<GroupHealth::Track> health)
-      : group_(std::move(group)), communicator_(std::move(communicator)), health_(std::move(health)) {}
+  Queue(GroupIdentity group, std::vector<HostChannel> channels);
 
-  c10::intrusive_ptr<WorkBagua> push(Operation operation, std::vector<at::Tensor> results, Program program);
+  // Also tells the channel.
+  std::pair<c10::intrusive_ptr<WorkBagua>, size_t> push(Operation operation, std::vector<at::Tensor> results,
+                                                        Program program);
   // Runs the program at once, on this thread, if nothing else is running or waiting; null otherwise. It saves two
   // changes of threads, which take longer than a small exchange in shared memory.
   c10::intrusive_ptr<WorkBagua> runHere(const Operation& operation, const std::vector<at::Tensor>& results,
                                         Program& program);
-  // The body of the thread: until close() and the last program.
-  void run();
+  // The body of a channel's thread: until close() and the last program.
+  void run(size_t channel);
   // Fails what has not completed, and from now on everything. `culprit` is the work that `cause` already names.
   void fail(const std::exception_ptr& cause, const WorkBagua* culprit = nullptr);
-  void abortTransport() { communicator_->abort(); }
+  void abortTransport();
   // Tells the other ranks why this one ends what has not completed.
   void reportAbort(const std::string& reason);
   // Refuses new programs.
@@ -64,47 +66,88 @@ class HostExecutor::Queue {
   struct Entry {
     c10::intrusive_ptr<WorkBagua> work;
     Program program;
+    size_t channel = 0;
+    bool mayOverlap = false;
+  };
+  struct Channel {
+    HostChannel of;
+    c10::intrusive_ptr<WorkBagua> running = {};
+    bool isBusy = false;
+    bool isInProgram = false;
+    // Has the executor to itself.
+    bool isExclusive = false;
   };
 
-  bool next(Entry& entry);
+  bool next(size_t channel, Entry& entry);
+  // Under the mutex.
+  [[nodiscard]] bool isTurnOf(const Entry& entry) const;
+  [[nodiscard]] bool isIdle() const;
+  void begin(const Entry& entry);
   void runProgram(Entry& entry);
   void finish(Entry& entry);
-  std::exception_ptr explain(const std::exception_ptr& failure, const Operation& operation);
+  std::exception_ptr explain(const std::exception_ptr& failure, const Operation& operation, GroupHealth::Track& health);
   void complete(const c10::intrusive_ptr<WorkBagua>& work, const std::exception_ptr& error);
   void checkUsableLocked(const char* operation) const;
 
   const GroupIdentity group_;
-  const std::unique_ptr<Communicator> communicator_;
-  const std::shared_ptr<GroupHealth::Track> health_;
   CallbackThreads callbacks_;
 
   std::mutex mutex_;
-  // For the thread: there is a program for it, or no more will come.
-  std::condition_variable forThread_;
+  // For the threads: there is a program for one of them, or no more will come.
+  std::condition_variable forThreads_;
   // For waitIdle().
   std::condition_variable idle_;
   std::deque<Entry> entries_;
-  c10::intrusive_ptr<WorkBagua> running_;
-  bool isBusy_ = false;
-  bool isInProgram_ = false;
+  std::vector<Channel> channels_;
+  // Programs so far that may overlap.
+  uint64_t overlapping_ = 0;
   bool isRefusing_ = false;
   bool isClosed_ = false;
   uint64_t nextSequence_ = 0;
   std::exception_ptr error_;
 };
 
-c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::push(Operation operation, std::vector<at::Tensor> results,
-                                                        Program program) {
+HostExecutor::Queue::Queue(GroupIdentity group, std::vector<HostChannel> channels) : group_(std::move(group)) {
+  for (auto& channel : channels) channels_.push_back({.of = std::move(channel)});
+}
+
+std::pair<c10::intrusive_ptr<WorkBagua>, size_t> HostExecutor::Queue::push(Operation operation,
+                                                                           std::vector<at::Tensor> results,
+                                                                           Program program) {
   c10::intrusive_ptr<WorkBagua> work;
+  size_t channel = 0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     checkUsableLocked(operation.name);
     operation.sequence = nextSequence_++;
+    if (operation.mayOverlap) channel = overlapping_++ % channels_.size();
     work = c10::make_intrusive<WorkBagua>(group_.rank, operation, std::move(results));
-    entries_.push_back({work, std::move(program)});
+    entries_.push_back({work, std::move(program), channel, operation.mayOverlap});
   }
-  forThread_.notify_one();
-  return work;
+  forThreads_.notify_all();
+  return {work, channel};
+}
+
+// In the order of submission, so that no channel waits for a program behind one that waits for it.
+bool HostExecutor::Queue::isTurnOf(const Entry& entry) const {
+  if (!entry.mayOverlap) return isIdle();
+  return !channels_[entry.channel].isBusy && !channels_.front().isExclusive;
+}
+
+bool HostExecutor::Queue::isIdle() const {
+  return std::none_of(channels_.begin(), channels_.end(), [](const Channel& channel) { return channel.isBusy; });
+}
+
+void HostExecutor::Queue::begin(const Entry& entry) {
+  auto& channel = channels_[entry.channel];
+  channel.running = entry.work;
+  channel.isBusy = true;
+  channel.isInProgram = true;
+  channel.isExclusive = !entry.mayOverlap;
+}
+
+void HostExecutor::Queue::abortTransport() {
+  for (const auto& channel : channels_) channel.of.communicator->abort();
 }
 
 void HostExecutor::Queue::checkUsable(const char* operation) {
@@ -119,35 +162,37 @@ void HostExecutor::Queue::checkUsableLocked(const char* operation) const {
                    "' has been shut down");
 }
 
-void HostExecutor::Queue::run() {
+void HostExecutor::Queue::run(size_t channel) {
   c10::setThreadName("bagua_comm");
   // The callers' thread-local state stays with them: during a backward it holds Python objects, which the transport's
   // threads would drop at a time when they cannot have the GIL.
   const at::NoGradGuard noGrad;
   Entry entry;
-  while (next(entry)) {
+  while (next(channel, entry)) {
     runProgram(entry);
     finish(entry);
   }
 }
 
 void HostExecutor::Queue::finish(Entry& entry) {
+  auto& channel = channels_[entry.channel];
   c10::intrusive_ptr<WorkBagua> finished;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    finished = std::move(running_);
+    finished = std::move(channel.running);
   }
   // All that the program held goes before anybody learns that the executor is idle.
   finished.reset();
   entry = Entry{};
-  bool isForThread = false;
+  bool isForThreads = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    isBusy_ = false;
-    isForThread = isClosed_ || !entries_.empty();
+    channel.isBusy = false;
+    channel.isExclusive = false;
+    isForThreads = isClosed_ || !entries_.empty();
   }
-  // Not in vain: the thread would take the processor from a peer.
-  if (isForThread) forThread_.notify_one();
+  // Not in vain: a thread would take the processor from a peer.
+  if (isForThreads) forThreads_.notify_all();
   idle_.notify_all();
 }
 
@@ -157,13 +202,11 @@ c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::runHere(const Operation& oper
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     checkUsableLocked(operation.name);
-    if (isBusy_ || !entries_.empty()) return {};
+    if (operation.mayOverlap || !isIdle() || !entries_.empty()) return {};
     Operation numbered = operation;
     numbered.sequence = nextSequence_++;
     entry = {c10::make_intrusive<WorkBagua>(group_.rank, numbered, results), std::move(program)};
-    running_ = entry.work;
-    isBusy_ = true;
-    isInProgram_ = true;
+    begin(entry);
   }
   const auto work = entry.work;
   const at::NoGradGuard noGrad;
@@ -172,54 +215,63 @@ c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::runHere(const Operation& oper
   return work;
 }
 
-bool HostExecutor::Queue::next(Entry& entry) {
+bool HostExecutor::Queue::next(size_t channel, Entry& entry) {
   std::unique_lock<std::mutex> lock(mutex_);
-  // Busy: a caller runs a program itself.
-  forThread_.wait(lock, [this] { return !isBusy_ && (isClosed_ || !entries_.empty()); });
+  const auto isMine = [&] {
+    return !entries_.empty() && entries_.front().channel == channel && isTurnOf(entries_.front());
+  };
+  forThreads_.wait(lock, [&] { return isMine() || (isClosed_ && entries_.empty()); });
   if (entries_.empty()) return false;
   entry = std::move(entries_.front());
   entries_.pop_front();
-  running_ = entry.work;
-  isBusy_ = true;
-  isInProgram_ = true;
+  begin(entry);
+  // The one behind it may be another channel's turn.
+  if (!entries_.empty()) forThreads_.notify_all();
   return true;
 }
 
 void HostExecutor::Queue::runProgram(Entry& entry) {
+  auto& channel = channels_[entry.channel];
+  auto& communicator = *channel.of.communicator;
+  auto& health = *channel.of.health;
   const auto& operation = entry.work->operation();
   const auto fingerprint = fingerprintOf(operation);
   std::optional<GroupHealth::Track::Token> token;
   std::exception_ptr failure;
   try {
-    token = health_->begin(operation, fingerprint);
-    communicator_->setDeadline(std::chrono::steady_clock::now() + operation.timeout +
-                               health_->patience(operation.timeout));
-    communicator_->setProgram(fingerprint);
-    entry.program(*communicator_);
+    token = health.begin(operation, fingerprint);
+    communicator.setDeadline(std::chrono::steady_clock::now() + operation.timeout + health.patience(operation.timeout));
+    communicator.setProgram(fingerprint);
+    entry.program(communicator);
   } catch (...) {
-    failure = explain(std::current_exception(), operation);
+    failure = explain(std::current_exception(), operation, health);
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    isInProgram_ = false;
+    channel.isInProgram = false;
   }
-  if (token) health_->end(*token, failure == nullptr);
+  if (token) health.end(*token, failure == nullptr);
   entry.program = nullptr;
   if (failure) {
     fail(failure, entry.work.get());
+    // What runs beside it need not wait until its peers have noticed.
+    for (size_t other = 0; other < channels_.size(); ++other) {
+      if (other != entry.channel) channels_[other].of.communicator->abort();
+    }
   } else {
     complete(entry.work, nullptr);
   }
 }
 
-std::exception_ptr HostExecutor::Queue::explain(const std::exception_ptr& failure, const Operation& operation) {
+std::exception_ptr HostExecutor::Queue::explain(const std::exception_ptr& failure, const Operation& operation,
+                                                GroupHealth::Track& health) {
   // Aborted: what the transport says then is a consequence.
   if (const auto cause = error()) return withContext(cause, operation, group_);
-  return health_->explain(failure, operation);
+  return health.explain(failure, operation);
 }
 
 void HostExecutor::Queue::reportAbort(const std::string& reason) {
-  if (!error()) health_->reportAbort(reason);
+  if (!error()) channels_.front().of.health->reportAbort(reason);
 }
 
 void HostExecutor::Queue::complete(const c10::intrusive_ptr<WorkBagua>& work, const std::exception_ptr& error) {
@@ -229,15 +281,17 @@ void HostExecutor::Queue::complete(const c10::intrusive_ptr<WorkBagua>& work, co
 // Programs that never ran are failed too: their peers will not get past this one either.
 void HostExecutor::Queue::fail(const std::exception_ptr& cause, const WorkBagua* culprit) {
   std::deque<Entry> abandoned;
-  c10::intrusive_ptr<WorkBagua> interrupted;
+  std::vector<c10::intrusive_ptr<WorkBagua>> interrupted;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!error_) error_ = cause;
     abandoned.swap(entries_);
-    interrupted = running_;
+    for (const auto& channel : channels_) {
+      if (channel.running) interrupted.push_back(channel.running);
+    }
   }
-  if (interrupted) {
-    complete(interrupted, interrupted.get() == culprit ? cause : withContext(cause, interrupted->operation(), group_));
+  for (const auto& work : interrupted) {
+    complete(work, work.get() == culprit ? cause : withContext(cause, work->operation(), group_));
   }
   for (const auto& entry : abandoned) complete(entry.work, withContext(cause, entry.work->operation(), group_));
   idle_.notify_all();
@@ -254,18 +308,19 @@ void HostExecutor::Queue::close() {
     isRefusing_ = true;
     isClosed_ = true;
   }
-  forThread_.notify_one();
+  forThreads_.notify_all();
   callbacks_.stop();
 }
 
 bool HostExecutor::Queue::waitIdle(milliseconds limit) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return idle_.wait_for(lock, limit, [this] { return entries_.empty() && !isBusy_; });
+  return idle_.wait_for(lock, limit, [this] { return entries_.empty() && isIdle(); });
 }
 
 bool HostExecutor::Queue::isTidying() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return entries_.empty() && !isInProgram_;
+  return entries_.empty() &&
+         std::none_of(channels_.begin(), channels_.end(), [](const Channel& channel) { return channel.isInProgram; });
 }
 
 std::exception_ptr HostExecutor::Queue::error() {
@@ -278,11 +333,13 @@ uint64_t HostExecutor::Queue::submitted() {
   return nextSequence_;
 }
 
-HostExecutor::HostExecutor(const GroupIdentity& group, std::unique_ptr<Communicator> communicator,
-                           std::unique_ptr<MessageChannel> messages, std::shared_ptr<GroupHealth::Track> health)
-    : group_(group), messages_(std::move(messages)) {
-  if (!health) health = GroupHealth(group, nullptr).addTrack("cpu");
-  queue_ = std::make_shared<Queue>(group, std::move(communicator), std::move(health));
+HostExecutor::HostExecutor(const GroupIdentity& group, std::vector<HostChannel> channels,
+                           std::unique_ptr<MessageChannel> messages)
+    : group_(group), messages_(std::move(messages)), threads_(channels.size()) {
+  for (auto& channel : channels) {
+    if (!channel.health) channel.health = GroupHealth(group, nullptr).addTrack("cpu");
+  }
+  queue_ = std::make_shared<Queue>(group, std::move(channels));
 }
 
 // Whoever drops an executor without shutdown() may hold the GIL, which a running program can need: no draining here.
@@ -293,14 +350,15 @@ c10::intrusive_ptr<c10d::Work> HostExecutor::submit(Operation operation, std::ve
   if (operation.isAwaited) {
     if (const auto work = queue_->runHere(operation, results, program)) return recordInGroup(work);
   }
-  const auto work = queue_->push(operation, std::move(results), std::move(program));
-  startThread();
+  const auto [work, channel] = queue_->push(operation, std::move(results), std::move(program));
+  startThread(channel);
   return recordInGroup(work);
 }
 
-void HostExecutor::startThread() {
+void HostExecutor::startThread(size_t channel) {
   const std::lock_guard<std::mutex> lock(threadMutex_);
-  if (!thread_.joinable()) thread_ = std::thread([queue = queue_] { queue->run(); });
+  auto& thread = threads_.at(channel);
+  if (!thread.joinable()) thread = std::thread([queue = queue_, channel] { queue->run(channel); });
 }
 
 c10::intrusive_ptr<c10d::Work> HostExecutor::send(Operation operation, at::Tensor tensor, int tag) {
@@ -355,19 +413,21 @@ void HostExecutor::stop(milliseconds drainTime) {
     isIdle = queue_->waitIdle(kAbortTime) || waitWhileTidying();
   }
   queue_->close();
-  std::thread thread;
+  std::vector<std::thread> threads(threads_.size());
   {
     const std::lock_guard<std::mutex> lock(threadMutex_);
-    thread = std::move(thread_);
+    threads.swap(threads_);
   }
-  if (!thread.joinable()) return;
-  if (isIdle && thread.get_id() != std::this_thread::get_id()) {
-    thread.join();
-  } else {
-    // Blocked in a transport that cannot be interrupted. It holds the queue and ends with the operation's timeout.
-    LOG(WARNING) << "bagua: rank " << group_.rank << " of group '" << group_.name
-                 << "' leaves a communication thread behind: its operation has not returned";
-    thread.detach();
+  for (auto& thread : threads) {
+    if (!thread.joinable()) continue;
+    if (isIdle && thread.get_id() != std::this_thread::get_id()) {
+      thread.join();
+    } else {
+      // Blocked in a transport that cannot be interrupted. It holds the queue and ends with the operation's timeout.
+      LOG(WARNING) << "bagua: rank " << group_.rank << " of group '" << group_.name
+                   << "' leaves a communication thread behind: its operation has not returned";
+      thread.detach();
+    }
   }
 }
 

@@ -12,12 +12,18 @@
 
 namespace bagua {
 
-// Programs on CPU tensors: one thread, started with the first program, runs them in order.
+// What one program at a time runs over. `health` looks after the operations; null: they are on their own.
+struct HostChannel {
+  std::unique_ptr<Communicator> communicator;
+  std::shared_ptr<GroupHealth::Track> health = nullptr;
+};
+
+// Programs on CPU tensors: a thread per channel, started with its first program, runs them. Programs that may overlap
+// take the channels in turn, the same ones on every rank, and start in order; any other one has the executor to itself,
+// on the first channel.
 class HostExecutor final : public Executor {
  public:
-  // `health` looks after the operations; null: they are on their own.
-  HostExecutor(const GroupIdentity& group, std::unique_ptr<Communicator> communicator,
-               std::unique_ptr<MessageChannel> messages, std::shared_ptr<GroupHealth::Track> health = nullptr);
+  HostExecutor(const GroupIdentity& group, std::vector<HostChannel> channels, std::unique_ptr<MessageChannel> messages);
   ~HostExecutor() override;
 
   c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
@@ -32,7 +38,7 @@ class HostExecutor final : public Executor {
 
  private:
   class Queue;
-  void startThread();
+  void startThread(size_t channel);
   void stop(std::chrono::milliseconds drainTime);
   c10::intrusive_ptr<c10d::Work> recordInGroup(const c10::intrusive_ptr<c10d::Work>& work);
 
@@ -41,7 +47,8 @@ class HostExecutor final : public Executor {
   // Shared with the thread: one that is stuck in a transport outlives the executor after an abort.
   std::shared_ptr<Queue> queue_;
   std::mutex threadMutex_;
-  std::thread thread_;
+  // One per channel; not joinable: not started.
+  std::vector<std::thread> threads_;
 
   std::mutex groupMutex_;
   bool inGroup_ = false;

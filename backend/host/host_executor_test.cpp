@@ -26,10 +26,25 @@ class Alone final : public Communicator {
   void reduceScatter(at::Tensor&, const at::Tensor&, const ReduceOp&) override {}
   void allToAll(at::Tensor&, const at::Tensor&, const Splits&, const Splits&) override {}
   void barrier() override {}
+  void abort() override { isAborted = true; }
+
+  std::atomic<bool> isAborted = false;
 };
+
+std::vector<HostChannel> channels(int count) {
+  std::vector<HostChannel> made;
+  for (int i = 0; i < count; ++i) made.push_back({std::make_unique<Alone>()});
+  return made;
+}
 
 Operation operation() {
   return {.type = c10d::OpType::ALLREDUCE, .name = "bagua:test", .timeout = std::chrono::seconds(60)};
+}
+
+Operation overlapping() {
+  Operation overlapping = operation();
+  overlapping.mayOverlap = true;
+  return overlapping;
 }
 
 std::string messageOf(const c10::intrusive_ptr<c10d::Work>& work) {
@@ -43,7 +58,7 @@ std::string messageOf(const c10::intrusive_ptr<c10d::Work>& work) {
 
 class HostExecutorTest : public ::testing::Test {
  protected:
-  HostExecutor executor_{GroupIdentity{"pg", 0, 1}, std::make_unique<Alone>(), nullptr};
+  HostExecutor executor_{GroupIdentity{"pg", 0, 1}, channels(1), nullptr};
 };
 
 TEST_F(HostExecutorTest, ProgramsRunInTheOrderOfSubmission) {
@@ -131,7 +146,7 @@ TEST_F(HostExecutorTest, ShutdownLetsProgramsFinishAndRefusesNewOnes) {
 TEST(HostExecutor, WaitsForItsThreadToPutAProgramAway) {
   const auto wasDropped = std::make_shared<std::atomic<bool>>(false);
   {
-    HostExecutor executor{GroupIdentity{"pg", 0, 1}, std::make_unique<Alone>(), nullptr};
+    HostExecutor executor{GroupIdentity{"pg", 0, 1}, channels(1), nullptr};
     std::promise<void> running;
     const auto drop = [wasDropped](void*) {
       std::this_thread::sleep_for(std::chrono::milliseconds(400));
@@ -155,6 +170,74 @@ TEST_F(HostExecutorTest, AGroupIsCompleteWhenAllOfItIs) {
   EXPECT_TRUE(group->isCompleted());
   EXPECT_EQ(a.item<float>() + b.item<float>(), 3.0F);
   EXPECT_EQ(group->getFuture()->value().toTensorVector().size(), 2U);
+}
+
+class TwoChannelsTest : public ::testing::Test {
+ protected:
+  HostExecutor executor_{GroupIdentity{"pg", 0, 1}, channels(2), nullptr};
+};
+
+TEST_F(TwoChannelsTest, ProgramsThatMayOverlapRunSideBySide) {
+  std::promise<Communicator*> first;
+  std::promise<Communicator*> second;
+  const auto meet = [](std::promise<Communicator*>& own, std::promise<Communicator*>& other) {
+    return [&own, met = other.get_future().share()](Communicator& communicator) {
+      own.set_value(&communicator);
+      EXPECT_NE(met.get(), &communicator);
+    };
+  };
+  const auto one = executor_.submit(overlapping(), {}, meet(first, second));
+  const auto other = executor_.submit(overlapping(), {}, meet(second, first));
+  EXPECT_TRUE(one->wait(kNoTimeout));
+  EXPECT_TRUE(other->wait(kNoTimeout));
+}
+
+TEST_F(TwoChannelsTest, TheyTakeTheChannelsInTurnAndStartInOrder) {
+  std::mutex mutex;
+  std::vector<std::pair<int, Communicator*>> started;
+  c10::intrusive_ptr<c10d::Work> last;
+  for (int i = 0; i < 200; ++i) {
+    last = executor_.submit(overlapping(), {}, [&, i](Communicator& communicator) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      started.emplace_back(i, &communicator);
+    });
+  }
+  // Has the executor to itself: all of them are over.
+  executor_.submit(operation(), {}, [](Communicator&) {})->wait(kNoTimeout);
+  ASSERT_EQ(started.size(), 200U);
+  std::sort(started.begin(), started.end());
+  for (int i = 2; i < 200; ++i) EXPECT_EQ(started[i].second, started[i - 2].second);
+  EXPECT_NE(started[0].second, started[1].second);
+}
+
+TEST_F(TwoChannelsTest, AnyOtherProgramHasTheExecutorToItself) {
+  std::atomic<int> running = 0;
+  c10::intrusive_ptr<c10d::Work> last;
+  for (int i = 0; i < 300; ++i) {
+    const bool isAlone = i % 3 == 2;
+    last = executor_.submit(isAlone ? operation() : overlapping(), {}, [&, isAlone](Communicator&) {
+      const int others = running++;
+      EXPECT_TRUE(!isAlone || others == 0);
+      std::this_thread::yield();
+      EXPECT_TRUE(!isAlone || running == 1);
+      --running;
+    });
+  }
+  last->wait(kNoTimeout);
+}
+
+TEST_F(TwoChannelsTest, AFailureEndsWhatRunsBesideIt) {
+  std::promise<void> isRunning;
+  const auto beside = executor_.submit(overlapping(), {}, [&](Communicator& communicator) {
+    isRunning.set_value();
+    while (!static_cast<Alone&>(communicator).isAborted) std::this_thread::yield();
+    TORCH_CHECK(false, "aborted");
+  });
+  isRunning.get_future().wait();
+  const auto failing =
+      executor_.submit(overlapping(), {}, [](Communicator&) { TORCH_CHECK(false, "the cable is out"); });
+  EXPECT_THAT(messageOf(failing), HasSubstr("bagua:test #1"));
+  EXPECT_THAT(messageOf(beside), HasSubstr("the cable is out"));
 }
 
 }  // namespace
