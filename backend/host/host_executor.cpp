@@ -8,7 +8,6 @@
 
 #include <condition_variable>
 #include <deque>
-#include <optional>
 
 #include "backend/host/callback_threads.h"
 
@@ -188,10 +187,9 @@ bool HostExecutor::Queue::next(Entry& entry) {
 void HostExecutor::Queue::runProgram(Entry& entry) {
   const auto& operation = entry.work->operation();
   const auto fingerprint = fingerprintOf(operation);
-  std::optional<GroupHealth::Track::Token> token;
+  const auto token = health_->begin(operation, fingerprint);
   std::exception_ptr failure;
   try {
-    token = health_->begin(operation, fingerprint);
     communicator_->setDeadline(std::chrono::steady_clock::now() + operation.timeout +
                                health_->patience(operation.timeout));
     communicator_->setProgram(fingerprint);
@@ -203,7 +201,7 @@ void HostExecutor::Queue::runProgram(Entry& entry) {
     const std::lock_guard<std::mutex> lock(mutex_);
     isInProgram_ = false;
   }
-  if (token) health_->end(*token, failure == nullptr);
+  health_->end(token, failure == nullptr);
   entry.program = nullptr;
   if (failure) {
     fail(failure, entry.work.get());
