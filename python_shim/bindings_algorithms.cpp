@@ -93,8 +93,7 @@ Executors executorsOfGroup(const c10::intrusive_ptr<ProcessGroupBagua>& group) {
 
 Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& groupName,
                                const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout,
-                               const c10::intrusive_ptr<c10d::Store>& store,
-                               const std::vector<uint64_t>& globalRanks) {
+                               const c10::intrusive_ptr<c10d::Store>& store, const std::vector<uint64_t>& globalRanks) {
   return {
       std::shared_ptr<BackendExecutors>(new BackendExecutors(backend, groupName, hostIds, timeout, store, globalRanks),
                                         [](BackendExecutors* executors) { withoutGil([=] { delete executors; }); })};
