@@ -12,6 +12,21 @@
 namespace bagua {
 namespace {
 
+// The transport matches messages by their tags alone, and Gloo ends the process when one is larger than the place for
+// it. With its size in the tag it never meets a place of another size: both ends wait until the timeout, whose error
+// names what either is in. Tags up to 16 bits leave room for that, with the size modulo a prime; these have the upper
+// one of the two bits set that BackendWire's own have.
+constexpr int kTagBits = 16;
+constexpr int64_t kSizesTold = 8191;
+constexpr int kTagWithSize = 1 << 30;
+
+int transportTag(const Operation& operation, const at::Tensor& bytes, int tag) {
+  TORCH_CHECK_VALUE(tag >= 0 && tag < kTagWithSize, operation.name, ": a tag must be from 0 to ", kTagWithSize - 1,
+                    ", got ", tag);
+  if (tag >> kTagBits != 0) return tag;
+  return kTagWithSize | static_cast<int>(bytes.numel() % kSizesTold) << kTagBits | tag;
+}
+
 // A message in flight. The transport completes it only while somebody waits.
 class MessageWork final : public c10d::Work {
  public:
@@ -87,8 +102,9 @@ MessageChannel::MessageChannel(GroupIdentity group, c10::intrusive_ptr<c10d::Bac
 
 c10::intrusive_ptr<c10d::Work> MessageChannel::send(const Operation& operation, at::Tensor tensor, int tag) {
   std::vector<at::Tensor> bytes{bytesOf(tensor)};
+  const int sizedTag = transportTag(operation, bytes[0], tag);
   try {
-    return track(operation, backend_->send(bytes, operation.peer, tag), std::move(tensor));
+    return track(operation, backend_->send(bytes, operation.peer, sizedTag), std::move(tensor));
   } catch (...) {
     std::rethrow_exception(withContext(std::current_exception(), operation, group_));
   }
@@ -96,9 +112,10 @@ c10::intrusive_ptr<c10d::Work> MessageChannel::send(const Operation& operation, 
 
 c10::intrusive_ptr<c10d::Work> MessageChannel::receive(const Operation& operation, at::Tensor tensor, int tag) {
   std::vector<at::Tensor> bytes{bytesOf(tensor)};
+  const int sizedTag = transportTag(operation, bytes[0], tag);
   try {
     auto transfer =
-        operation.peer < 0 ? backend_->recvAnysource(bytes, tag) : backend_->recv(bytes, operation.peer, tag);
+        operation.peer < 0 ? backend_->recvAnysource(bytes, sizedTag) : backend_->recv(bytes, operation.peer, sizedTag);
     return track(operation, std::move(transfer), std::move(tensor));
   } catch (...) {
     std::rethrow_exception(withContext(std::current_exception(), operation, group_));

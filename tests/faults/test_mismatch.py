@@ -90,8 +90,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     "lengths of a list": (
         _gather_all(6, 6),
         _gather_all(4, 4, 4),
-        "bagua:all_gather_into_tensor_coalesced #2 (Float[12], 2 x 6)",
-        "bagua:all_gather_into_tensor_coalesced #2 (Float[12], 3 x 4)",
+        "#2 (Float[12], 2 x 6)",
+        "#2 (Float[12], 3 x 4)",
     ),
     "a barrier": (
         lambda: dist.barrier(),
@@ -182,6 +182,49 @@ def test_parts_that_do_not_fit_are_refused_by_all_ranks(name: str, transport: st
     cause = same_cause([outcome.message for outcome in outcomes])
     assert f"rank {ODD_ONE} sends 5 elements to rank {SIZE - 1}, which expects 2" in cause
     assert f"bagua:{name} #2" in cause
+
+
+def _message_of_another_size(length: int) -> Outcome:
+    warm_up()
+    # One of the right size arrives.
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(4), 1)
+        return expect_error(lambda: dist.send(torch.ones(length), 1))
+    received = torch.zeros(4)
+    dist.recv(received, 0)
+    assert received.tolist() == [1.0] * 4
+    return expect_error(lambda: dist.recv(received, 0))
+
+
+@pytest.mark.parametrize("length", [3, 100_000])
+def test_a_message_of_another_size_than_expected_is_an_error_of_both_ends(length: int) -> None:
+    outcomes = run_ranks(2, _message_of_another_size, length, group_timeout=3.0)
+    cause = same_cause([outcome.message for outcome in outcomes])
+    assert "bagua:send" in cause
+    assert f"(Float[{length}], peer rank 1)" in cause
+    assert "bagua:recv" in cause
+    assert "(Float[4], peer rank 0)" in cause
+
+
+def _messages_with_tags() -> list[float]:
+    # With and without room for the size in the tag.
+    tags = [0, 7, 65_535, 65_536, 2**30 - 1]
+    values = [torch.full((number + 1,), float(tag)) for number, tag in enumerate(tags)]
+    received = [torch.zeros(number + 1) for number in range(len(tags))]
+    if dist.get_rank() == 0:
+        works = [dist.isend(value, 1, tag=tag) for value, tag in zip(values, tags, strict=True)]
+    else:
+        works = [dist.irecv(place, 0, tag=tag) for place, tag in reversed(list(zip(received, tags, strict=True)))]
+    for work in works:
+        assert work is not None
+        work.wait()
+    with pytest.raises(ValueError, match="a tag must be from 0 to"):
+        dist.isend(torch.ones(1), 1 - dist.get_rank(), tag=2**30)
+    return [place[-1].item() for place in received]
+
+
+def test_messages_are_told_apart_by_their_tags() -> None:
+    assert run_ranks(2, _messages_with_tags)[1] == [0.0, 7.0, 65_535.0, 65_536.0, float(torch.tensor(2.0**30 - 1))]
 
 
 def _nothing_is_executed() -> list[float]:
