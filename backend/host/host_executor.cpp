@@ -8,6 +8,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <optional>
 
 #include "backend/host/callback_threads.h"
 
@@ -187,9 +188,10 @@ bool HostExecutor::Queue::next(Entry& entry) {
 void HostExecutor::Queue::runProgram(Entry& entry) {
   const auto& operation = entry.work->operation();
   const auto fingerprint = fingerprintOf(operation);
-  const auto token = health_->begin(operation, fingerprint);
+  std::optional<GroupHealth::Track::Token> token;
   std::exception_ptr failure;
   try {
+    token = health_->begin(operation, fingerprint);
     communicator_->setDeadline(std::chrono::steady_clock::now() + operation.timeout +
                                health_->patience(operation.timeout));
     communicator_->setProgram(fingerprint);
@@ -201,7 +203,7 @@ void HostExecutor::Queue::runProgram(Entry& entry) {
     const std::lock_guard<std::mutex> lock(mutex_);
     isInProgram_ = false;
   }
-  health_->end(token, failure == nullptr);
+  if (token) health_->end(*token, failure == nullptr);
   entry.program = nullptr;
   if (failure) {
     fail(failure, entry.work.get());
