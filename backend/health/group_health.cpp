@@ -41,6 +41,9 @@ constexpr milliseconds kRollCallLead{2000};
 constexpr milliseconds kCauseTime{1000};
 // How long a rank that has called the roll may be behind with what it was to report, before another takes its place.
 constexpr milliseconds kTurnTime{500};
+// How long a rank that reports for all waits before its own callers learn of it: the others look within this time, and
+// a process that ends at once may take the store with it.
+constexpr milliseconds kReadingTime{500};
 // How long the caller of an operation waits until the ranks have agreed on a cause.
 constexpr milliseconds kAgreementTime{3000};
 // How long a store that works may take to answer.
@@ -450,7 +453,9 @@ void GroupHealth::Core::passOnReport() {
       message += Attendance{.waiting = {}, .absent = {}, .silent = rollCall.silent}.describe();
     }
   }
-  setFailure(board->report(message));
+  const Failure first = board->report(message);
+  if (due->isSymptom && first.rank == group.rank) std::this_thread::sleep_for(kReadingTime);
+  setFailure(first);
 }
 
 std::string GroupHealth::Core::attendance(const std::string& track, const Running& operation) {
@@ -513,7 +518,9 @@ void GroupHealth::Core::endOverdue(const std::string& track, const Running& oper
       c10::str(describe(operation.program), " on rank ", group.rank, " of ", group.size, ", group '", group.name,
                "' failed: Timed out after ", operation.timeout.count(), " ms.");
   if (!board) return failAlone(message);
-  setFailure(board->report(message + attendance(track, operation)));
+  const Failure first = board->report(message + attendance(track, operation));
+  if (first.rank == group.rank) std::this_thread::sleep_for(kReadingTime);
+  setFailure(first);
 }
 
 void GroupHealth::Core::warn(const std::string& track, const Running& operation, Roll roll) {

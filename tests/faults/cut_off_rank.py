@@ -4,22 +4,38 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from reset_connections import reset_connections
+
+STORE_PORT = 29400
+# Ranks may start at different times on a busy machine: that is not what the tests are about.
+START_SECONDS = 120.0
+
+
+def _obey() -> None:
+    """Get into trouble when told to, while the other threads work."""
+    for line in sys.stdin:
+        if line == "reset connections to the store\n":
+            count = reset_connections(lambda own, peer: STORE_PORT in (own, peer))
+        else:
+            count = reset_connections(lambda own, peer: STORE_PORT not in (own, peer))
+        print(f"reset {count}", flush=True)
 
 
 def main() -> None:
     rank, size, address, timeout = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
-    dist.init_process_group(
-        "bagua",
-        init_method=f"tcp://{address}:29400",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout),
-    )
+    start = timedelta(seconds=START_SECONDS)
+    store = dist.TCPStore(address, STORE_PORT, size, is_master=rank == 0, timeout=start)
+    store.set(f"started {rank}", "")
+    store.wait([f"started {peer}" for peer in range(size)], start)
+    store.set_timeout(timedelta(seconds=timeout))
+    dist.init_process_group("bagua", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    threading.Thread(target=_obey, daemon=True).start()
     step = 0
     end = time.monotonic() + float(sys.argv[5])
     try:

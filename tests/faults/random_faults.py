@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from reset_connections import reset_connections
 
 COLLECTIVES = (
     "all_reduce",
@@ -30,7 +34,7 @@ class Plan(NamedTuple):
     size: int
     workload: str  # one of the above, or "mixed collectives"
     victim: int
-    fault: str  # "kill", "stop", "hang" or "raise"
+    fault: str  # "kill", "stop", "hang", "raise" or "reset"
     is_in_host: bool
     timeout: float
     folder: str
@@ -121,8 +125,17 @@ def _threads() -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name.startswith("bagua")))
 
 
+def _reset_when_told() -> None:
+    """Reset all connections at a signal, while the main thread waits in an operation."""
+    signal.sigwait({signal.SIGUSR1})
+    reset_connections(lambda own, peer: True)
+
+
 def run(rank: int, plan: Plan, connection: Connection) -> None:
     """Work until an error, and report it; the victim of a "hang" or a "raise" gets into trouble when it is told to."""
+    # Of all threads, which have it from this one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    threading.Thread(target=_reset_when_told, daemon=True).start()
     os.environ.update(RANK=str(rank), BAGUA_SHARED_MEMORY="1" if plan.is_in_host else "0")
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(Path(plan.folder, "trace_"))
     import torch

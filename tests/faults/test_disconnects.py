@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts that lose their network, for good or for a while. On emulated hosts: needs root and iproute2."""
+"""Hosts that lose their network, for good or for a while, or whose connections are reset.
+
+On emulated hosts: needs root and iproute2.
+"""
 
 import contextlib
 import subprocess
@@ -9,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from trouble import SLACK_SECONDS
+from trouble import SLACK_SECONDS, same_cause
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks" / "hosts"))
@@ -18,6 +21,9 @@ from emulated_hosts import INTERFACE, Host, NoEmulatedHosts, emulated_hosts  # n
 
 SCRIPT = Path(__file__).with_name("cut_off_rank.py")
 TIMEOUT = 4.0
+# Of ranks that have to find out earlier.
+LONG_TIMEOUT = 60.0
+RESET_SECONDS = 2.0
 # In which the ranks find out who is missing; a rank that does not reach the store either relies on its transport.
 GRACE = 4.0
 
@@ -32,14 +38,22 @@ def hosts() -> Iterator[list[Host]]:
         yield made
 
 
-def _start(hosts: Sequence[Host], seconds: float) -> list[subprocess.Popen[str]]:
+@pytest.fixture(autouse=True)
+def _links_are_up(hosts: list[Host]) -> Iterator[None]:
+    yield
+    for host in hosts:
+        _set_link(host, "up")
+
+
+def _start(hosts: Sequence[Host], seconds: float, timeout: float = TIMEOUT) -> list[subprocess.Popen[str]]:
     ranks = []
     for rank, host in enumerate(hosts):
-        arguments = [str(rank), str(len(hosts)), hosts[0].address, str(TIMEOUT), str(seconds)]
+        arguments = [str(rank), str(len(hosts)), hosts[0].address, str(timeout), str(seconds)]
         ranks.append(
             subprocess.Popen(
                 host.command([sys.executable, str(SCRIPT), *arguments]),
                 env={**host.environment(), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -94,3 +108,48 @@ def test_a_host_that_loses_its_network_is_an_error_at_the_timeout_on_both_sides(
     # Those that still reach the store, which rank 0 holds, name the one that does not.
     for text in texts[:2]:
         assert "rank 2 (does not answer" in text
+
+
+def _tell(rank: subprocess.Popen[str], what: str) -> None:
+    assert rank.stdin is not None
+    assert rank.stdout is not None
+    rank.stdin.write(what + "\n")
+    rank.stdin.flush()
+    word, count = rank.stdout.readline().split()
+    assert word == "reset"
+    assert int(count) > 0
+
+
+def test_connections_that_are_reset_are_an_error_of_all_ranks_at_once(hosts: list[Host]) -> None:
+    ranks = _start(hosts, 600.0, LONG_TIMEOUT)
+    with _killed_at_the_end(ranks):
+        begun = time.monotonic()
+        _tell(ranks[1], "reset connections between ranks")
+        texts = _ends(ranks)
+    messages = []
+    for text in texts:
+        word, when, message = text.split(" ", 2)
+        assert word == "error", text
+        assert float(when) - begun < RESET_SECONDS + SLACK_SECONDS
+        assert message.startswith("bagua:")
+        messages.append(message.strip())
+    assert "onnection" in same_cause(messages)
+
+
+def test_connections_to_the_store_that_are_reset_cost_nothing(hosts: list[Host]) -> None:
+    ranks = _start(hosts, 4.0)
+    with _killed_at_the_end(ranks):
+        _tell(ranks[1], "reset connections to the store")
+        texts = _ends(ranks)
+    assert texts == ["done\n"] * len(hosts)
+
+
+def test_a_rank_finds_the_store_again_after_a_reset(hosts: list[Host]) -> None:
+    ranks = _start(hosts, 600.0)
+    with _killed_at_the_end(ranks):
+        _tell(ranks[1], "reset connections to the store")
+        _set_link(hosts[2], "down")
+        texts = _ends(ranks)
+    # It tells and hears of what only the store can have told.
+    messages = [text.split(" ", 2)[2].strip() for text in texts[:2]]
+    assert "rank 2 (does not answer" in same_cause(messages)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are killed, stopped, hang or raise at random moments, in random collectives and algorithms.
+"""Ranks that are killed, stopped, hang, raise or lose their connections at random moments, in whatever they do.
 
 A few rounds by default; `make test-faults` goes on for BAGUA_FAULT_MINUTES. A round that fails prints its plan, which
 BAGUA_FAULT_SEED= repeats (but for the moment of the fault, which depends on the machine).
@@ -19,7 +19,7 @@ import pytest
 from random_faults import ALGORITHMS, COLLECTIVES, Plan, Report, run
 from trouble import SLACK_SECONDS, same_cause
 
-SHORT_ROUNDS = 4
+FAULTS = ("kill", "stop", "hang", "raise", "reset")
 TIMEOUT = 3.0
 DEATH_SECONDS = 2.0
 # Starting ranks, and building their groups, on a busy machine.
@@ -33,17 +33,18 @@ def _plans() -> Iterator[tuple[Plan, random.Random]]:
     end = time.monotonic() + 60 * minutes
     seed = int(os.environ.get("BAGUA_FAULT_SEED", time.time_ns() % 1_000_000))
     number = 0
-    while number < SHORT_ROUNDS if minutes == 0 else time.monotonic() < end:
+    # The short form meets every fault once.
+    while number < len(FAULTS) if minutes == 0 else time.monotonic() < end:
         generator = random.Random(seed + number)
         size = generator.choice((2, 3, 4))
-        # The short form meets every fault.
-        faults = ("kill", "stop", "hang", "raise")
+        fault = FAULTS[number] if minutes == 0 else generator.choice(FAULTS)
         plan = Plan(
             size=size,
             workload=generator.choice(("mixed collectives", *COLLECTIVES, *ALGORITHMS)),
             victim=generator.randrange(size),
-            fault=faults[number % len(faults)] if minutes == 0 else generator.choice(faults),
-            is_in_host=generator.random() < 0.5,
+            fault=fault,
+            # There are no connections in shared memory.
+            is_in_host=generator.random() < 0.5 and fault != "reset",
             timeout=TIMEOUT,
             folder="",
             seed=seed + number,
@@ -57,15 +58,14 @@ def _segments_of(ranks: Iterable[ForkServerProcess]) -> list[str]:
 
 
 def _check(plan: Plan, reports: dict[int, Report], faulted: float) -> None:
-    limit = DEATH_SECONDS if plan.fault == "kill" else plan.timeout + 2.0
+    limit = DEATH_SECONDS if plan.fault in ("kill", "reset") else plan.timeout + 2.0
     for rank, report in reports.items():
-        if rank == plan.victim:
-            continue
         assert report.when - faulted < limit + SLACK_SECONDS, f"rank {rank} took {report.when - faulted:.1f} s"
         assert "bagua:" in report.error, report.error
         assert not report.threads, f"rank {rank} has left {report.threads}"
-    cause = same_cause([report.error for rank, report in reports.items() if rank != plan.victim])
-    assert f"rank {plan.victim}" in cause
+    cause = same_cause([report.error for report in reports.values()])
+    # Of a connection that is reset either end may be the first to report it.
+    assert ("onnection" if plan.fault == "reset" else f"rank {plan.victim}") in cause
 
 
 def _round(plan: Plan, generator: random.Random) -> None:
@@ -90,11 +90,13 @@ def _round(plan: Plan, generator: random.Random) -> None:
             faulted = time.monotonic()
             if plan.fault in ("kill", "stop"):
                 os.kill(victim.pid, signal.SIGKILL if plan.fault == "kill" else signal.SIGSTOP)
+            elif plan.fault == "reset":
+                os.kill(victim.pid, signal.SIGUSR1)
             else:
                 connections[plan.victim].send(plan.fault)
             reports = {}
             for rank, connection in enumerate(connections):
-                if rank == plan.victim:
+                if rank == plan.victim and plan.fault != "reset":
                     continue
                 assert connection.poll(plan.timeout + START_SECONDS), f"rank {rank} hangs"
                 reports[rank] = connection.recv()
