@@ -66,8 +66,10 @@ def emulated_hosts(count: int, bits_per_second: float | None) -> Iterator[list[H
             _name(host, hosts)
         yield hosts
     finally:
-        for host in hosts:
+        for i, host in enumerate(hosts):
             shutil.rmtree(OVERLAYS / host.namespace, ignore_errors=True)
+            # The kernel takes its time for what goes with a namespace.
+            subprocess.run(["ip", "link", "del", f"{tag}v{i}"], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", switch], capture_output=True, check=False)
 

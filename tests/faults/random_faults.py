@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reset_connections import reset_connections
+from threads import bagua_threads
 
 COLLECTIVES = (
     "all_reduce",
@@ -120,11 +121,6 @@ def _workload(plan: Plan, checkpoint: Callable[[], None]) -> Callable[[], Any]:
     return one
 
 
-def _threads() -> tuple[str, ...]:
-    names = (Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
-    return tuple(sorted(name for name in names if name.startswith("bagua")))
-
-
 def _reset_when_told() -> None:
     """Reset all connections at a signal, while the main thread waits in an operation."""
     signal.sigwait({signal.SIGUSR1})
@@ -167,6 +163,6 @@ def run(rank: int, plan: Plan, connection: Connection) -> None:
         report = Report(str(error), time.monotonic(), ())
     dist.destroy_process_group()
     end = time.monotonic() + 5.0
-    while _threads() and time.monotonic() < end:
+    while tuple(bagua_threads()) and time.monotonic() < end:
         time.sleep(0.05)
-    connection.send(report._replace(threads=_threads()))
+    connection.send(report._replace(threads=tuple(bagua_threads())))

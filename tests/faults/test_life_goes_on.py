@@ -16,16 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from threads import bagua_threads
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trouble import TRANSPORTS, VICTIM, expect_error, store, warm_up
 
 SIZE = 3
 SHARED_MEMORY = Path("/dev/shm")
-
-
-def _threads() -> list[str]:
-    names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return sorted(name for name in names if name.startswith("bagua"))
 
 
 def _open_files() -> int:
@@ -76,8 +72,8 @@ def _survive_a_death() -> tuple[list[float], list[str], bool]:
     _new_world("after", SIZE - 1)
     weights = _train(3)
     dist.destroy_process_group()
-    gone = _wait_for(lambda: not _threads())
-    return weights, _threads(), gone
+    gone = _wait_for(lambda: not bagua_threads())
+    return weights, bagua_threads(), gone
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -114,7 +110,7 @@ def _make_and_drop_groups() -> tuple[int, list[str], list[str]]:
     assert rank < size
     return (
         _open_files() - before,
-        _threads(),
+        bagua_threads(),
         [name for name in _segments() if name.startswith(f"bagua-{os.getpid()}-")],
     )
 

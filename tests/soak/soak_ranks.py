@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from soak_calls import Side, Started, start
 from soak_plan import Call, calls, members_of_groups
+from threads import bagua_threads
 
 _MOST_PENDING = 12
 
@@ -103,18 +104,13 @@ class _Rank:
         self._sides[index] = None
 
 
-def _threads() -> list[str]:
-    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
-    return sorted(name for name in names if name.startswith("bagua"))
-
-
 def run(seed: int, operations: int, layout: str) -> Outcome:
     """Run the plan of `seed` on this rank."""
-    before = _threads()
+    before = bagua_threads()
     with mock.patch.dict(os.environ, BAGUA_HOST_ID=LAYOUTS[layout](dist.get_rank())):
         rank = _Rank(seed)
         rank.follow(seed, operations)
-    after = _threads()
+    after = bagua_threads()
     if after != before:
         raise AssertionError(f"threads were left behind: {after}, before the soak {before}; {threading.enumerate()}")
     return Outcome(os.getpid(), rank.checked)
