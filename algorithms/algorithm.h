@@ -52,7 +52,8 @@ class Algorithm {
   [[nodiscard]] virtual bool reducesGradients() const { return true; }
   // Replaces the gradients of one bucket by what the optimizer is to see. Dense, any floating dtype.
   virtual void reduce(Bucket& bucket, Communicator& communicator) = 0;
-  // Whether reduce() may run for two buckets at a time, on threads of their own.
+  // Whether reduce() may run for two buckets at a time, on threads and communicators of their own, and they may end in
+  // any order: only if it writes to nothing but its bucket.
   [[nodiscard]] virtual bool bucketsMayOverlap() const { return false; }
   // Whether the result is the mean over the ranks (else their sum). Sparse gradients, which no codec takes, are reduced
   // in full precision accordingly.

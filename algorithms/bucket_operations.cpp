@@ -8,6 +8,7 @@
 namespace bagua::bucket_operations {
 namespace {
 
+// One after another: a user may start several on one bucket and wait for the last.
 c10::intrusive_ptr<c10d::Work> submit(ExecutorProvider& executors, const char* name, const at::Tensor& flat,
                                       Program program) {
   const Operation operation{.type = c10d::OpType::ALLREDUCE,

@@ -18,9 +18,9 @@ namespace bagua {
 using Program = std::function<void(Communicator&)>;
 
 // Runs the programs of one group on one device, first in first out: that one order, the same on every rank, is what
-// allows a program to make several collective calls. On the CPU a thread runs them, and a second one those that may
-// overlap; on CUDA they are enqueued on one communication stream, in the order of submission. All methods may be called
-// from any thread.
+// allows a program to make several collective calls. On the CPU a thread runs them, or two between hosts, where some
+// may overlap; on CUDA they are enqueued on one communication stream, in the order of submission. All methods may be
+// called from any thread.
 //
 // A program that throws leaves the ranks out of step, so it fails its Work and every later one of this executor.
 class Executor {

@@ -2,7 +2,11 @@
 #include "backend/list_sizes.h"
 
 #include <algorithm>
+#include <iomanip>
+#include <sstream>
 #include <string>
+
+#include "backend/program_fingerprint.h"
 
 namespace bagua {
 namespace {
@@ -25,12 +29,22 @@ int64_t hashOfSizes(const Tensors& tensors) {
   return static_cast<int64_t>(hash >> 1U);
 }
 
-// "3 x 100" or "sizes 5, 7, 1".
+// "3 x 100" or "3 sizes: 5, 7, 1". Of a long list the first ones and a hash of all: "40 sizes: 5, 7, ... #1a2b3c4d".
 std::string textOfSizes(const Tensors& tensors) {
-  if (areEven(tensors)) return std::to_string(tensors.size()) + " x " + std::to_string(tensors[0].numel());
-  std::string text = "sizes ";
-  for (size_t i = 0; i < tensors.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(tensors[i].numel());
-  return text;
+  constexpr size_t kMost = sizeof(ProgramFingerprint::configuration) - 1;
+  constexpr size_t kEnding = 14;
+  const std::string count = std::to_string(tensors.size());
+  if (areEven(tensors)) return count + " x " + std::to_string(tensors[0].numel());
+  std::string text = count + " sizes: ";
+  std::string shown;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(tensors[i].numel());
+    if (text.size() + kEnding <= kMost) shown = text;
+  }
+  if (text.size() <= kMost) return text;
+  std::ostringstream hash;
+  hash << ", ... #" << std::hex << std::setw(8) << std::setfill('0') << static_cast<uint32_t>(hashOfSizes(tensors));
+  return shown + hash.str();
 }
 
 }  // namespace

@@ -41,8 +41,8 @@ struct Operation {
   static constexpr int64_t kOwnNumel = -1;  // those of `numel`
   static constexpr int64_t kAnyNumel = -2;  // ranks may bring different sizes
   int64_t commonNumel = kOwnNumel;
-  // What else decides how the ranks exchange, and has to be the same on all: a hook's algorithm and options. Null:
-  // nothing.
+  // What else has to be the same on all ranks, as a text for messages: a hook's algorithm and options, the sizes of a
+  // list. Null: nothing.
   std::shared_ptr<const std::string> configuration = nullptr;
 };
 

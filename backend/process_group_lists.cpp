@@ -112,7 +112,7 @@ WorkPtr ProcessGroupBagua::allgather_coalesced(std::vector<Tensors>& outputs, Te
     }
   }
   Operation gathering = operation(OpType::ALLGATHER_COALESCED, kName, inputs[0], opts, -1, inputs);
-  compareSizes(gathering, all);
+  compareSizesOfAll(gathering, inputs);
   return executorFor(inputs[0].device())
       .submit(gathering, std::move(all), [outputs, inputs](Communicator& communicator) {
         for (size_t i = 0; i < inputs.size(); ++i) {

@@ -24,17 +24,15 @@ void endWithGroup(const std::shared_ptr<Executor>& executor, GroupHealth::Track&
 std::shared_ptr<Executor> makeHostExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Backend>& backend,
                                            const std::shared_ptr<const HostTopology>& topology, GroupHealth& health) {
   const int count = topology->hostCount() > 1 ? kChannelsBetweenHosts : 1;
-  std::vector<HostChannel> channels;
+  const auto track = health.addTrack("cpu");
+  HostExecutor::Communicators channels;
   for (int channel = 0; channel < count; ++channel) {
-    // In a track of its own, where operations follow each other: by that others see how far this rank has come.
-    auto track = health.addTrack(channel == 0 ? "cpu" : "cpu " + std::to_string(channel));
     auto wire = std::make_unique<BackendWire>(backend, channel);
-    channels.push_back({std::make_unique<HostCommunicator>(std::move(wire), topology), std::move(track)});
+    channels.push_back(std::make_unique<HostCommunicator>(std::move(wire), topology));
   }
-  const auto first = channels.front().health;
   auto executor = std::make_shared<HostExecutor>(group, std::move(channels),
-                                                 std::make_unique<MessageChannel>(group, backend, first));
-  endWithGroup(executor, *first);
+                                                 std::make_unique<MessageChannel>(group, backend, track), track);
+  endWithGroup(executor, *track);
   return executor;
 }
 

@@ -119,18 +119,21 @@ Attendance attendanceOf(const ProgramFingerprint& operation, bool isMessage, con
                         const std::map<int, std::vector<Activity>>& answers, const std::vector<int>& silent) {
   Attendance attendance{.waiting = {}, .absent = {}, .silent = silent};
   for (const auto& [rank, activities] : answers) {
-    const auto found = std::find_if(activities.begin(), activities.end(),
-                                    [&](const Activity& activity) { return activity.track == track; });
-    if (found == activities.end()) {
-      attendance.absent.emplace(rank, Activity{}.describe());
-    } else if (!isMessage && found->current.exists && found->current.hash == operation.hash()) {
+    std::vector<Activity> found;
+    std::copy_if(activities.begin(), activities.end(), std::back_inserter(found),
+                 [&](const Activity& activity) { return activity.track == track; });
+    const auto isInIt = [&](const Activity& activity) {
+      return activity.current.exists && activity.current.hash == operation.hash();
+    };
+    const auto isPast = [&](const Activity& activity) {
+      return activity.completed.exists && activity.completed.sequence >= operation.sequence;
+    };
+    if (!isMessage && std::any_of(found.begin(), found.end(), isInIt)) {
       attendance.waiting.push_back(rank);
-    } else if (!isMessage && found->completed.exists && found->completed.sequence >= operation.sequence) {
-      // Its part is done: the root of a broadcast, for one.
-      continue;
-    } else {
-      attendance.absent.emplace(rank, found->describe());
+    } else if (isMessage || std::none_of(found.begin(), found.end(), isPast)) {
+      attendance.absent.emplace(rank, found.empty() ? Activity{}.describe() : found.front().describe());
     }
+    // Otherwise its part is done: the root of a broadcast, for one.
   }
   return attendance;
 }

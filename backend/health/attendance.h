@@ -10,7 +10,7 @@
 
 namespace bagua {
 
-// What a rank is doing on one executor, as it tells the others in a roll call.
+// What a rank is doing on one executor, as it tells the others in a roll call: one for each program under way.
 struct Activity {
   // One operation, and how long it has been under way, or over.
   struct Moment {

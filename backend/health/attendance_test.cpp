@@ -63,6 +63,15 @@ TEST(Attendance, TellsThoseWhoWaitFromThoseWhoAreMissing) {
   EXPECT_THAT(text, HasSubstr("Waiting as well: rank 0."));
 }
 
+TEST(Attendance, LooksAtEveryProgramThatARankHasUnderWay) {
+  const auto operation = allReduce(5);
+  const std::map<int, std::vector<Activity>> answers{{0, {within(allReduce(4)), within(operation)}},
+                                                     {1, {within(allReduce(3)), within(allReduce(4))}}};
+  const auto found = attendanceOf(operation, false, "cpu", answers, {});
+  EXPECT_THAT(found.waiting, ElementsAre(0));
+  EXPECT_THAT(found.describe(), HasSubstr("rank 1 (has been in bagua:all_reduce #3"));
+}
+
 TEST(Fingerprint, ComparesWhatHasToAgreeAndNothingElse) {
   Operation uneven{.name = "bagua:gather", .dtype = at::kFloat, .numel = 5};
   uneven.commonNumel = Operation::kAnyNumel;

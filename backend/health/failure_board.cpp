@@ -45,6 +45,8 @@ Failure FailureBoard::report(const std::string& message) {
       std::this_thread::sleep_for(kLookInterval);
     }
   }
+  // Another one, after all: this rank has taken long to come here.
+  if (const auto first = firstFailure()) return *first;
   store_->set(kFailureKey, std::to_string(rank_) + " " + message);
   return {rank_, message};
 }

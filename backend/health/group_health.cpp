@@ -98,6 +98,8 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
   struct Report {
     std::string message;
     bool isSymptom = false;
+    // Given up by whoever called abort(), who is not to wait.
+    bool isAbort = false;
     Clock::time_point since;
   };
   // Only the thread touches it.
@@ -205,6 +207,7 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
   std::unique_ptr<FailureBoard> board;
   std::future<std::unique_ptr<FailureBoard>> connecting;
   Clock::time_point connectingSince;
+  bool isConnectingNoted = false;
   bool hasWarnedOfStore = false;
   RollCall rollCall;
   int64_t answered = 0;
@@ -291,6 +294,7 @@ bool GroupHealth::Core::isConnected() {
     std::promise<std::unique_ptr<FailureBoard>> connected;
     connecting = connected.get_future();
     connectingSince = Clock::now();
+    isConnectingNoted = false;
     std::thread([shared = store, rank = group.rank, connected = std::move(connected)]() mutable {
       c10::setThreadName("bagua_connect");
       try {
@@ -305,7 +309,10 @@ bool GroupHealth::Core::isConnected() {
     lastLook = {};
     return true;
   }
-  if (Clock::now() - connectingSince >= kStoreTime) noteTrouble("the store has not answered");
+  // Noted once for each attempt, of which it makes no other.
+  if (Clock::now() - connectingSince >= kStoreTime && !std::exchange(isConnectingNoted, true)) {
+    noteTrouble("the store has not answered");
+  }
   return false;
 }
 
@@ -424,13 +431,15 @@ std::vector<Activity> GroupHealth::Core::ownActivities() {
   for (const auto& track : tracks) {
     Activity activity{.track = track.name, .completed = {}, .current = {}};
     if (track.completed) activity.completed = momentOf(*track.completed, track.completedAt);
-    if (!track.running.empty()) {
-      // A program tells more about where the rank is than a message that is waited for at the same time.
-      auto shown = std::find_if(track.running.begin(), track.running.end(),
-                                [](const Running& running) { return running.kind == Track::Kind::kProgram; });
-      if (shown == track.running.end()) shown = track.running.begin();
-      activity.current = momentOf(shown->program, shown->begun);
+    const size_t before = activities.size();
+    for (const auto& running : track.running) {
+      if (running.kind != Track::Kind::kProgram) continue;
+      activity.current = momentOf(running.program, running.begun);
+      activities.push_back(activity);
     }
+    if (activities.size() > before) continue;
+    // A message that is waited for tells less about where the rank is than a program.
+    if (!track.running.empty()) activity.current = momentOf(track.running[0].program, track.running[0].begun);
     activities.push_back(std::move(activity));
   }
   return activities;
@@ -454,7 +463,7 @@ void GroupHealth::Core::passOnReport() {
     }
   }
   const Failure first = board->report(message);
-  if (due->isSymptom && first.rank == group.rank) std::this_thread::sleep_for(kReadingTime);
+  if (!due->isAbort && first.rank == group.rank) std::this_thread::sleep_for(kReadingTime);
   setFailure(first);
 }
 
@@ -672,7 +681,8 @@ void GroupHealth::Track::end(Token token, bool isSuccess) {
                                     [&](const Core::Running& running) { return running.token == token; });
     if (found == track.running.end()) return;
     recorded = found->recorded;
-    if (isSuccess && found->kind == Kind::kProgram) {
+    const bool isLatest = !track.completed || track.completed->sequence <= found->program.sequence;
+    if (isSuccess && found->kind == Kind::kProgram && isLatest) {
       track.completed = found->program;
       track.completedAt = Clock::now();
     }
@@ -712,7 +722,7 @@ void GroupHealth::Track::reportAbort(const std::string& reason) {
     if (!core_->isStarted || core_->failure || core_->report) return;
     core_->report.emplace(Core::Report{.message = c10::str("rank ", core_->group.rank, " of ", core_->group.size,
                                                            ", group '", core_->group.name, "': ", reason),
-                                       .isSymptom = false,
+                                       .isAbort = true,
                                        .since = Clock::now()});
   }
   core_->changed.notify_all();

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace bagua {
@@ -13,6 +14,8 @@ namespace bagua {
 // Owned by every thread: a callback may outlive the executor.
 struct CallbackThreads::State {
   void serve();
+  // On this thread, until none is left.
+  void serveWaiting();
 
   std::mutex mutex;
   std::condition_variable wake;
@@ -40,6 +43,19 @@ void CallbackThreads::State::serve() {
   }
 }
 
+void CallbackThreads::State::serveWaiting() {
+  while (true) {
+    std::function<void()> task;
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (tasks.empty()) return;
+      task = std::move(tasks.front());
+      tasks.pop_front();
+    }
+    task();
+  }
+}
+
 CallbackThreads::CallbackThreads() : state_(std::make_shared<State>()) {}
 
 CallbackThreads::~CallbackThreads() { stop(); }
@@ -51,10 +67,12 @@ void CallbackThreads::run(std::function<void()> task) {
     state_->tasks.push_back(std::move(task));
     needsThread = state_->tasks.size() > state_->idle;
   }
-  if (needsThread) {
+  if (!needsThread) return state_->wake.notify_one();
+  try {
     std::thread([state = state_] { state->serve(); }).detach();
-  } else {
-    state_->wake.notify_one();
+  } catch (const std::system_error&) {
+    // The system has no thread left: better here, where a callback that waits for a later operation waits in vain.
+    state_->serveWaiting();
   }
 }
 

@@ -22,7 +22,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kDrainTime{5000};
 // How long an aborted transport may take to return.
 constexpr milliseconds kAbortTime{100};
-// How long the thread may take to put away a program that has returned: on a machine with many processes it may not run
+// How long a thread may take to put away a program that has returned: on a machine with many processes it may not run
 // for a while. Not without limit, because what it drops may need the GIL of whoever waits here.
 constexpr milliseconds kTidyTime{5000};
 
@@ -36,7 +36,7 @@ std::exception_ptr makeError(const std::string& message) {
 // a tensor that Python knows takes the GIL, whose owner may be waiting for the mutex.
 class HostExecutor::Queue {
  public:
-  Queue(GroupIdentity group, std::vector<HostChannel> channels);
+  Queue(GroupIdentity group, Communicators communicators, std::shared_ptr<GroupHealth::Track> health);
 
   // Also tells the channel.
   std::pair<c10::intrusive_ptr<WorkBagua>, size_t> push(Operation operation, std::vector<at::Tensor> results,
@@ -56,6 +56,7 @@ class HostExecutor::Queue {
   void refuse();
   void close();
   bool waitIdle(milliseconds limit);
+  [[nodiscard]] bool isBusy(size_t channel);
   // Whether all programs have returned, though the executor is busy with the last one a little longer.
   [[nodiscard]] bool isTidying();
   void checkUsable(const char* operation);
@@ -70,7 +71,7 @@ class HostExecutor::Queue {
     bool mayOverlap = false;
   };
   struct Channel {
-    HostChannel of;
+    std::unique_ptr<Communicator> communicator;
     c10::intrusive_ptr<WorkBagua> running = {};
     bool isBusy = false;
     bool isInProgram = false;
@@ -85,11 +86,12 @@ class HostExecutor::Queue {
   void begin(const Entry& entry);
   void runProgram(Entry& entry);
   void finish(Entry& entry);
-  std::exception_ptr explain(const std::exception_ptr& failure, const Operation& operation, GroupHealth::Track& health);
+  std::exception_ptr explain(const std::exception_ptr& failure, const Operation& operation);
   void complete(const c10::intrusive_ptr<WorkBagua>& work, const std::exception_ptr& error);
   void checkUsableLocked(const char* operation) const;
 
   const GroupIdentity group_;
+  const std::shared_ptr<GroupHealth::Track> health_;
   CallbackThreads callbacks_;
 
   std::mutex mutex_;
@@ -99,16 +101,15 @@ class HostExecutor::Queue {
   std::condition_variable idle_;
   std::deque<Entry> entries_;
   std::vector<Channel> channels_;
-  // Programs so far that may overlap.
-  uint64_t overlapping_ = 0;
   bool isRefusing_ = false;
   bool isClosed_ = false;
   uint64_t nextSequence_ = 0;
   std::exception_ptr error_;
 };
 
-HostExecutor::Queue::Queue(GroupIdentity group, std::vector<HostChannel> channels) : group_(std::move(group)) {
-  for (auto& channel : channels) channels_.push_back({.of = std::move(channel)});
+HostExecutor::Queue::Queue(GroupIdentity group, Communicators communicators, std::shared_ptr<GroupHealth::Track> health)
+    : group_(std::move(group)), health_(std::move(health)) {
+  for (auto& communicator : communicators) channels_.push_back({.communicator = std::move(communicator)});
 }
 
 std::pair<c10::intrusive_ptr<WorkBagua>, size_t> HostExecutor::Queue::push(Operation operation,
@@ -120,7 +121,7 @@ std::pair<c10::intrusive_ptr<WorkBagua>, size_t> HostExecutor::Queue::push(Opera
     const std::lock_guard<std::mutex> lock(mutex_);
     checkUsableLocked(operation.name);
     operation.sequence = nextSequence_++;
-    if (operation.mayOverlap) channel = overlapping_++ % channels_.size();
+    channel = operation.sequence % channels_.size();
     work = c10::make_intrusive<WorkBagua>(group_.rank, operation, std::move(results));
     entries_.push_back({work, std::move(program), channel, operation.mayOverlap});
   }
@@ -131,7 +132,8 @@ std::pair<c10::intrusive_ptr<WorkBagua>, size_t> HostExecutor::Queue::push(Opera
 // In the order of submission, so that no channel waits for a program behind one that waits for it.
 bool HostExecutor::Queue::isTurnOf(const Entry& entry) const {
   if (!entry.mayOverlap) return isIdle();
-  return !channels_[entry.channel].isBusy && !channels_.front().isExclusive;
+  const auto isExclusive = [](const Channel& channel) { return channel.isExclusive; };
+  return !channels_[entry.channel].isBusy && std::none_of(channels_.begin(), channels_.end(), isExclusive);
 }
 
 bool HostExecutor::Queue::isIdle() const {
@@ -147,7 +149,7 @@ void HostExecutor::Queue::begin(const Entry& entry) {
 }
 
 void HostExecutor::Queue::abortTransport() {
-  for (const auto& channel : channels_) channel.of.communicator->abort();
+  for (const auto& channel : channels_) channel.communicator->abort();
 }
 
 void HostExecutor::Queue::checkUsable(const char* operation) {
@@ -205,7 +207,8 @@ c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::runHere(const Operation& oper
     if (operation.mayOverlap || !isIdle() || !entries_.empty()) return {};
     Operation numbered = operation;
     numbered.sequence = nextSequence_++;
-    entry = {c10::make_intrusive<WorkBagua>(group_.rank, numbered, results), std::move(program)};
+    entry = {c10::make_intrusive<WorkBagua>(group_.rank, numbered, results), std::move(program),
+             numbered.sequence % channels_.size()};
     begin(entry);
   }
   const auto work = entry.work;
@@ -232,46 +235,45 @@ bool HostExecutor::Queue::next(size_t channel, Entry& entry) {
 
 void HostExecutor::Queue::runProgram(Entry& entry) {
   auto& channel = channels_[entry.channel];
-  auto& communicator = *channel.of.communicator;
-  auto& health = *channel.of.health;
+  auto& communicator = *channel.communicator;
   const auto& operation = entry.work->operation();
   const auto fingerprint = fingerprintOf(operation);
   std::optional<GroupHealth::Track::Token> token;
   std::exception_ptr failure;
   try {
-    token = health.begin(operation, fingerprint);
-    communicator.setDeadline(std::chrono::steady_clock::now() + operation.timeout + health.patience(operation.timeout));
+    token = health_->begin(operation, fingerprint);
+    communicator.setDeadline(std::chrono::steady_clock::now() + operation.timeout +
+                             health_->patience(operation.timeout));
     communicator.setProgram(fingerprint);
     entry.program(communicator);
   } catch (...) {
-    failure = explain(std::current_exception(), operation, health);
+    failure = explain(std::current_exception(), operation);
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     channel.isInProgram = false;
   }
-  if (token) health.end(*token, failure == nullptr);
+  if (token) health_->end(*token, failure == nullptr);
   entry.program = nullptr;
   if (failure) {
     fail(failure, entry.work.get());
     // What runs beside it need not wait until its peers have noticed.
     for (size_t other = 0; other < channels_.size(); ++other) {
-      if (other != entry.channel) channels_[other].of.communicator->abort();
+      if (other != entry.channel) channels_[other].communicator->abort();
     }
   } else {
     complete(entry.work, nullptr);
   }
 }
 
-std::exception_ptr HostExecutor::Queue::explain(const std::exception_ptr& failure, const Operation& operation,
-                                                GroupHealth::Track& health) {
+std::exception_ptr HostExecutor::Queue::explain(const std::exception_ptr& failure, const Operation& operation) {
   // Aborted: what the transport says then is a consequence.
   if (const auto cause = error()) return withContext(cause, operation, group_);
-  return health.explain(failure, operation);
+  return health_->explain(failure, operation);
 }
 
 void HostExecutor::Queue::reportAbort(const std::string& reason) {
-  if (!error()) channels_.front().of.health->reportAbort(reason);
+  if (!error()) health_->reportAbort(reason);
 }
 
 void HostExecutor::Queue::complete(const c10::intrusive_ptr<WorkBagua>& work, const std::exception_ptr& error) {
@@ -317,6 +319,11 @@ bool HostExecutor::Queue::waitIdle(milliseconds limit) {
   return idle_.wait_for(lock, limit, [this] { return entries_.empty() && isIdle(); });
 }
 
+bool HostExecutor::Queue::isBusy(size_t channel) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return channels_[channel].isBusy;
+}
+
 bool HostExecutor::Queue::isTidying() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return entries_.empty() &&
@@ -333,13 +340,11 @@ uint64_t HostExecutor::Queue::submitted() {
   return nextSequence_;
 }
 
-HostExecutor::HostExecutor(const GroupIdentity& group, std::vector<HostChannel> channels,
-                           std::unique_ptr<MessageChannel> messages)
+HostExecutor::HostExecutor(const GroupIdentity& group, Communicators channels, std::unique_ptr<MessageChannel> messages,
+                           std::shared_ptr<GroupHealth::Track> health)
     : group_(group), messages_(std::move(messages)), threads_(channels.size()) {
-  for (auto& channel : channels) {
-    if (!channel.health) channel.health = GroupHealth(group, nullptr).addTrack("cpu");
-  }
-  queue_ = std::make_shared<Queue>(group, std::move(channels));
+  if (!health) health = GroupHealth(group, nullptr).addTrack("cpu");
+  queue_ = std::make_shared<Queue>(group, std::move(channels), std::move(health));
 }
 
 // Whoever drops an executor without shutdown() may hold the GIL, which a running program can need: no draining here.
@@ -351,7 +356,13 @@ c10::intrusive_ptr<c10d::Work> HostExecutor::submit(Operation operation, std::ve
     if (const auto work = queue_->runHere(operation, results, program)) return recordInGroup(work);
   }
   const auto [work, channel] = queue_->push(operation, std::move(results), std::move(program));
-  startThread(channel);
+  try {
+    startThread(channel);
+  } catch (...) {
+    // Nobody would run it, nor what comes after it.
+    queue_->fail(withContext(std::current_exception(), work->operation(), group_));
+    throw;
+  }
   return recordInGroup(work);
 }
 
@@ -407,10 +418,9 @@ void HostExecutor::shutdown() { stop(error() ? milliseconds(0) : kDrainTime); }
 void HostExecutor::stop(milliseconds drainTime) {
   queue_->refuse();
   const auto waitWhileTidying = [this] { return queue_->isTidying() && queue_->waitIdle(kTidyTime); };
-  bool isIdle = queue_->waitIdle(drainTime) || waitWhileTidying();
-  if (!isIdle) {
+  if (!queue_->waitIdle(drainTime) && !waitWhileTidying()) {
     abort("the group was shut down before the operation had completed");
-    isIdle = queue_->waitIdle(kAbortTime) || waitWhileTidying();
+    if (!queue_->waitIdle(kAbortTime)) waitWhileTidying();
   }
   queue_->close();
   std::vector<std::thread> threads(threads_.size());
@@ -418,9 +428,10 @@ void HostExecutor::stop(milliseconds drainTime) {
     const std::lock_guard<std::mutex> lock(threadMutex_);
     threads.swap(threads_);
   }
-  for (auto& thread : threads) {
+  for (size_t channel = 0; channel < threads.size(); ++channel) {
+    auto& thread = threads[channel];
     if (!thread.joinable()) continue;
-    if (isIdle && thread.get_id() != std::this_thread::get_id()) {
+    if (!queue_->isBusy(channel) && thread.get_id() != std::this_thread::get_id()) {
       thread.join();
     } else {
       // Blocked in a transport that cannot be interrupted. It holds the queue and ends with the operation's timeout.

@@ -12,18 +12,16 @@
 
 namespace bagua {
 
-// What one program at a time runs over. `health` looks after the operations; null: they are on their own.
-struct HostChannel {
-  std::unique_ptr<Communicator> communicator;
-  std::shared_ptr<GroupHealth::Track> health = nullptr;
-};
-
-// Programs on CPU tensors: a thread per channel, started with its first program, runs them. Programs that may overlap
-// take the channels in turn, the same ones on every rank, and start in order; any other one has the executor to itself,
-// on the first channel.
+// Programs on CPU tensors. Each communicator is a channel with a thread of its own, started with its first program. A
+// program's sequence number chooses its channel, so that ranks which come with different programs find out. Programs
+// start in order; one that may not overlap has the executor to itself.
 class HostExecutor final : public Executor {
  public:
-  HostExecutor(const GroupIdentity& group, std::vector<HostChannel> channels, std::unique_ptr<MessageChannel> messages);
+  using Communicators = std::vector<std::unique_ptr<Communicator>>;
+
+  // `health` looks after the operations; null: they are on their own.
+  HostExecutor(const GroupIdentity& group, Communicators channels, std::unique_ptr<MessageChannel> messages,
+               std::shared_ptr<GroupHealth::Track> health = nullptr);
   ~HostExecutor() override;
 
   c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;

@@ -13,9 +13,9 @@ namespace bagua {
 namespace {
 
 // The transport matches messages by their tags alone, and Gloo ends the process when one is larger than the place for
-// it. With its size in the tag it never meets a place of another size: both ends wait until the timeout, whose error
-// names what either is in. Tags up to 16 bits leave room for that, with the size modulo a prime; these have the upper
-// one of the two bits set that BackendWire's own have.
+// it. With its size in the tag it meets one of another size only where they differ by a multiple of the prime below;
+// otherwise both ends wait until the timeout, whose error names what either is in. Tags up to 16 bits leave room for
+// that, with the size modulo a prime; these have the upper one of the two bits set that BackendWire's own have.
 constexpr int kTagBits = 16;
 constexpr int64_t kSizesTold = 8191;
 constexpr int kTagWithSize = 1 << 30;

@@ -36,8 +36,8 @@ class Handle:
             `algorithm`; `steps` and `buckets` (synchronised backwards, and buckets in them); `rounds` (times that the
             ranks communicated for a step); `logical_bytes` (gradients or weights that had to be communicated);
             `wire_bytes` (bytes sent to other ranks for them), of which `wire_bytes_in_host` and
-            `wire_bytes_between_hosts`; `seconds` (stage -> seconds of the communication thread; on CUDA the time to
-            enqueue the stage).
+            `wire_bytes_between_hosts`; `seconds` (stage -> seconds of the communication threads, of which there
+            are two between hosts; on CUDA the time to enqueue the stage).
         """
         return self._hook.stats()
 

@@ -23,7 +23,9 @@ def register() -> None:
     if not dist.is_available() or "BAGUA" in dist.Backend._plugins:
         return
     # torch 2.15 would record every operation a second time, which takes as long as an exchange of 4 KiB.
-    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("bagua")
+    self_recording = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if isinstance(self_recording, set):
+        self_recording.add("bagua")
     # A list: torch 2.11 takes a string of devices for a list of letters.
     dist.Backend.register_backend("bagua", _create_backend, extended_api=True, devices=["cpu", "cuda"])
 

@@ -8,10 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import bagua
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel as DDP
 from trouble import TRANSPORTS, Outcome, expect_error, same_cause, selection, warm_up
 
 SIZE = 3
@@ -84,8 +86,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     "sizes of a list": (
         _sum_all(7, 5, 8),
         _sum_all(5, 7, 8),
-        "bagua:all_reduce_coalesced #2 (Float[20], sum, sizes 7, 5, 8)",
-        "bagua:all_reduce_coalesced #2 (Float[20], sum, sizes 5, 7, 8)",
+        "bagua:all_reduce_coalesced #2 (Float[20], sum, 3 sizes: 7, 5, 8)",
+        "bagua:all_reduce_coalesced #2 (Float[20], sum, 3 sizes: 5, 7, 8)",
     ),
     "lengths of a list": (
         _gather_all(6, 6),
@@ -135,6 +137,26 @@ def test_ranks_that_differ_are_all_told_both_calls(case: str, transport: str) ->
         assert usual in outcome.message
         assert f"rank {ODD_ONE}" in outcome.message
         assert is_refused
+
+
+def _bucket_against_barrier(buckets_before: int) -> Outcome:
+    warm_up()
+    ddp = DDP(torch.nn.Linear(4, 1))
+    bagua.register_comm_hook(ddp, "bytegrad")
+    for _ in range(buckets_before):
+        ddp(torch.ones(2, 4)).sum().backward()
+    output = ddp(torch.ones(2, 4)).sum()
+    return expect_error(dist.barrier if dist.get_rank() == ODD_ONE else output.backward)
+
+
+# Of the two channels that buckets take in turn between hosts either one.
+@pytest.mark.parametrize("buckets_before", [1, 2])
+def test_a_bucket_does_not_miss_another_call(buckets_before: int) -> None:
+    outcomes = run_ranks(SIZE, _bucket_against_barrier, buckets_before, env=TRANSPORTS["between-hosts"])
+    cause = same_cause([outcome.message for outcome in outcomes])
+    assert "do not make the same call" in cause
+    assert "bagua:reduce_bucket" in cause
+    assert "bagua:barrier" in cause
 
 
 def _all_to_all_with_wrong_splits() -> None:
