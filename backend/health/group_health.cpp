@@ -148,7 +148,7 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
   // Connects if need be. A store that is gone can take its whole timeout, minutes, to say so: another thread asks it.
   [[nodiscard]] bool isConnected();
   // Drops the connection, in which an answer may be left over, and says when to try again.
-  void noteTrouble(const std::string& text);
+  void noteTrouble(const std::string& text, bool isOver = true);
   void noteRecovery();
   // Why there is no connection. Under the mutex.
   [[nodiscard]] std::string whyCutOff() const;
@@ -205,9 +205,13 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
 
   // Of the thread alone. The board is null while there is no connection.
   std::unique_ptr<FailureBoard> board;
-  std::future<std::unique_ptr<FailureBoard>> connecting;
+  // `error` where there is no board: a text, for an exception would live on two threads.
+  struct Connection {
+    std::unique_ptr<FailureBoard> board;
+    std::string error;
+  };
+  std::future<Connection> connecting;
   Clock::time_point connectingSince;
-  bool isConnectingNoted = false;
   bool hasWarnedOfStore = false;
   RollCall rollCall;
   int64_t answered = 0;
@@ -291,32 +295,32 @@ bool GroupHealth::Core::isConnected() {
       const std::lock_guard<std::mutex> lock(mutex);
       if (trouble && Clock::now() < trouble->nextTry) return false;
     }
-    std::promise<std::unique_ptr<FailureBoard>> connected;
+    std::promise<Connection> connected;
     connecting = connected.get_future();
     connectingSince = Clock::now();
-    isConnectingNoted = false;
     std::thread([shared = store, rank = group.rank, connected = std::move(connected)]() mutable {
       c10::setThreadName("bagua_connect");
+      Connection connection;
       try {
-        connected.set_value(std::make_unique<FailureBoard>(*shared, rank));
+        connection.board = std::make_unique<FailureBoard>(*shared, rank);
       } catch (...) {
-        connected.set_exception(std::current_exception());
+        connection.error = messageOf(std::current_exception());
       }
+      connected.set_value(std::move(connection));
     }).detach();
   }
   if (connecting.wait_for(kTick) == std::future_status::ready) {
-    board = connecting.get();
+    auto connection = connecting.get();
+    TORCH_CHECK_WITH(DistStoreError, connection.board != nullptr, connection.error);
+    board = std::move(connection.board);
     lastLook = {};
     return true;
   }
-  // Noted once for each attempt, of which it makes no other.
-  if (Clock::now() - connectingSince >= kStoreTime && !std::exchange(isConnectingNoted, true)) {
-    noteTrouble("the store has not answered");
-  }
+  if (Clock::now() - connectingSince >= kStoreTime) noteTrouble("the store has not answered", /*isOver=*/false);
   return false;
 }
 
-void GroupHealth::Core::noteTrouble(const std::string& text) {
+void GroupHealth::Core::noteTrouble(const std::string& text, bool isOver) {
   board.reset();
   const auto now = Clock::now();
   bool isGone = false;
@@ -324,7 +328,7 @@ void GroupHealth::Core::noteTrouble(const std::string& text) {
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (!trouble) trouble.emplace(Trouble{.since = now, .pause = {}, .nextTry = {}, .text = {}});
-    trouble->pause = std::clamp(trouble->pause * 2, kShortestPause, kLongestPause);
+    if (isOver) trouble->pause = std::clamp(trouble->pause * 2, kShortestPause, kLongestPause);
     trouble->nextTry = now + trouble->pause;
     trouble->text = text;
     isGone = now - trouble->since >= storePatience;

@@ -106,7 +106,7 @@ c10::intrusive_ptr<c10d::Work> MessageChannel::send(const Operation& operation, 
   try {
     return track(operation, backend_->send(bytes, operation.peer, sizedTag), std::move(tensor));
   } catch (...) {
-    std::rethrow_exception(withContext(std::current_exception(), operation, group_));
+    std::rethrow_exception(explain(std::current_exception(), operation));
   }
 }
 
@@ -118,8 +118,15 @@ c10::intrusive_ptr<c10d::Work> MessageChannel::receive(const Operation& operatio
         operation.peer < 0 ? backend_->recvAnysource(bytes, sizedTag) : backend_->recv(bytes, operation.peer, sizedTag);
     return track(operation, std::move(transfer), std::move(tensor));
   } catch (...) {
-    std::rethrow_exception(withContext(std::current_exception(), operation, group_));
+    std::rethrow_exception(explain(std::current_exception(), operation));
   }
+}
+
+std::exception_ptr MessageChannel::explain(const std::exception_ptr& error, const Operation& operation) const {
+  const auto token = health_->begin(operation, GroupHealth::Track::Kind::kMessage);
+  auto explained = health_->explain(error, operation);
+  health_->end(token, false);
+  return explained;
 }
 
 c10::intrusive_ptr<c10d::Work> MessageChannel::track(const Operation& operation,
