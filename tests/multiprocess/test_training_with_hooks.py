@@ -8,6 +8,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from devices import randn
 from hooked_models import (
     SMALL_BUCKETS,
     Gradients,
@@ -25,6 +26,8 @@ from test_bytegrad_definition import defined_result
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+pytestmark = pytest.mark.any_device
+
 
 @pytest.fixture(scope="module", params=(2, 3), ids="{}-ranks".format)
 def over_gloo(request: pytest.FixtureRequest) -> Iterator[RankPool]:
@@ -40,7 +43,7 @@ def _user_collectives_beside_the_hook(steps: int) -> None:
     seen = []
 
     def user_sum(gradient: Tensor) -> None:
-        token = torch.tensor([float(rank + 1)])
+        token = gradient.new_tensor([float(rank + 1)])
         dist.all_reduce(token)  # while the buckets of the other parameters are on their way
         seen.append(token.item())
 
@@ -100,14 +103,13 @@ def test_a_hook_may_outlive_its_group(peers: RankPool) -> None:
 
 def _converge(algorithm: str, options: dict[str, Any]) -> tuple[list[float], list[Gradients]]:
     """Final and first loss of a regression with noise; the history."""
-    generator = torch.Generator().manual_seed(9)
-    slope = torch.randn(23, 7, generator=generator)
+    slope = randn(23, 7, seed=9)
     losses = []
 
     def regression(model: nn.Module, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        inputs = torch.randn(32, 23, generator=generator)
-        targets = inputs @ slope + 0.1 * torch.randn(32, 7, generator=generator)
+        seed = 100 * step + dist.get_rank()
+        inputs = randn(32, 23, seed=seed)
+        targets = inputs @ slope + 0.1 * randn(32, 7, seed=seed + 50)
         loss: Tensor = (model(inputs) - targets).square().mean()
         losses.append(loss.item())
         return loss
