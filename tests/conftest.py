@@ -30,8 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header() -> list[str]:
+    if "BAGUA_TEST_DEVICE" not in os.environ:
+        return ["tests/gpu: not collected, no GPU is asked for (make test-gpu)"]
     if DEVICE == "cpu":
-        return []
+        return ["device cpu"]
     return ["device cuda: only tests marked any_device, and tests/gpu"] + [
         gpus.placement_here(size, share=share).how for size, share in _POOLS
     ]

@@ -9,7 +9,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from devices import randn
+from devices import STOCK_BACKEND, randn
 from hooked_models import Gradients, emulated_hosts, new_group, same, train
 from ranks import RankPool
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ def _train(hosts: str, mode: str, name: str, **ddp_options: Any) -> tuple[list[G
 
 
 def _stock(mode: str) -> list[Gradients]:
-    with new_group(backend="gloo") as group:
+    with new_group(backend=STOCK_BACKEND) as group:
         return train(_network(), lambda ddp: None, STEPS, _loss, process_group=group, **MODES[mode])
 
 

@@ -9,7 +9,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from devices import here
+from devices import STOCK_BACKEND, here
 from hooked_models import (
     SMALL_BUCKETS,
     Gradients,
@@ -50,7 +50,7 @@ def two() -> Iterator[RankPool]:
 
 
 def _stock(model: nn.Module, **options: Any) -> list[Gradients]:
-    with new_group(backend="gloo") as group:
+    with new_group(backend=STOCK_BACKEND) as group:
         return train(model, lambda ddp: None, process_group=group, **options)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in whole training runs: over stock Gloo, beside collectives of the user, to convergence."""
+"""Hooks in whole training runs: over a stock backend, beside collectives of the user, to convergence."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from devices import randn
+from devices import STOCK_BACKEND, randn
 from hooked_models import (
     SMALL_BUCKETS,
     Gradients,
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.any_device
 
 
 @pytest.fixture(scope="module", params=(2, 3), ids="{}-ranks".format)
-def over_gloo(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Ranks whose process group is stock Gloo."""
-    with RankPool(request.param, "gloo") as pool:
+def over_stock(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Ranks whose process group is stock Gloo, or NCCL."""
+    with RankPool(request.param, STOCK_BACKEND) as pool:
         yield pool
 
 
@@ -63,8 +63,8 @@ def test_user_collectives_run_beside_the_hook(peers: RankPool) -> None:
     peers.run(_user_collectives_beside_the_hook, 4)
 
 
-def test_user_collectives_run_beside_a_hook_over_gloo(over_gloo: RankPool) -> None:
-    over_gloo.run(_user_collectives_beside_the_hook, 4)
+def test_user_collectives_run_beside_a_hook_over_a_stock_backend(over_stock: RankPool) -> None:
+    over_stock.run(_user_collectives_beside_the_hook, 4)
 
 
 def _watched(as_view: bool) -> tuple[list[Tensor], list[Tensor], bool]:
@@ -79,8 +79,8 @@ def _watched(as_view: bool) -> tuple[list[Tensor], list[Tensor], bool]:
 
 
 @pytest.mark.parametrize("as_view", [False, True], ids=["own_gradients", "bucket_views"])
-def test_bytegrad_over_gloo_is_as_defined(over_gloo: RankPool, as_view: bool) -> None:
-    given, results, forms_agree = zip(*over_gloo.run(_watched, as_view), strict=True)
+def test_bytegrad_over_a_stock_backend_is_as_defined(over_stock: RankPool, as_view: bool) -> None:
+    given, results, forms_agree = zip(*over_stock.run(_watched, as_view), strict=True)
     assert all(forms_agree)
     for number, buckets in enumerate(zip(*given, strict=True)):
         expected = defined_result(list(buckets))

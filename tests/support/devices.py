@@ -16,6 +16,9 @@ DEVICE = os.environ.get("BAGUA_TEST_DEVICE", "cpu")
 if DEVICE not in ("cpu", "cuda"):
     raise ValueError(f"BAGUA_TEST_DEVICE is cpu or cuda, got {DEVICE!r}")
 
+# What torch itself has for tensors of that device.
+STOCK_BACKEND = {"cpu": "gloo", "cuda": "nccl"}[DEVICE]
+
 
 def here(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_default_device())
