@@ -42,9 +42,8 @@ def pytest_report_header() -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if DEVICE == "cpu":
         return
-    others = [item for item in items if item.get_closest_marker("any_device") is None]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("any_device") is None])
+    items[:] = [item for item in items if item.get_closest_marker("any_device") is not None]
     for item in items:
         if marker := item.get_closest_marker("cpu_only"):
             item.add_marker(pytest.mark.skip(reason=f"not on CUDA tensors: {marker.args[0]}"))

@@ -68,7 +68,7 @@ def _results_of_future_only() -> None:
     for turn in range(10):
         _late_on_one_rank()
         tensor = torch.full((LENGTH,), float(rank + turn))
-        future = dist.all_reduce(tensor, async_op=True).get_future()  # type: ignore[union-attr]
+        future = dist.all_reduce(tensor, async_op=True).get_future()
         del tensor
         _overwrite_freed_memory()
         (result,) = future.wait()

@@ -48,7 +48,7 @@ def perceptron() -> nn.Module:
 
 
 # Several buckets for perceptron(), from the second step on.
-SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}
+SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.0001}
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
