@@ -22,7 +22,7 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build test test-asan test-tsan test-faults fuzz soak lint format demo bench convergence docs wheel
+.PHONY: help setup build test test-gpu test-asan test-tsan test-faults fuzz soak lint format demo bench convergence docs wheel
 .PHONY: clean distclean FORCE
 
 help:  ## this list
@@ -41,6 +41,9 @@ build: $(SETUP_STAMP)  ## build what changed
 
 test: build  ## C++ units, Python tests, PyTorch's own suite
 	@scripts/test.sh $(VENV)
+
+test-gpu: build  ## every GPU test, on as many GPUs as there are; runs nothing and fails without one
+	@scripts/test_gpu.sh $(VENV)
 
 test-asan: $(SETUP_STAMP)  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@scripts/sanitize.sh $(VENV) asan

@@ -6,8 +6,19 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import gpus
 import pytest
+from devices import DEVICE
 from ranks import RankPool
+
+# Ranks of the fixtures `ranks` and `peers`, and whether they share a GPU though each could have one.
+_POOLS = [(size, False) for size in (1, 2, 3, 4)]
+if DEVICE == "cuda":
+    _POOLS += [(size, True) for size in (2, 4) if gpus.gpu_count() >= size]
+
+
+def _name(pool: tuple[int, bool]) -> str:
+    return f"{pool[0]}-ranks" + ("-sharing" if pool[1] else "")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,6 +27,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="bagua",
         help="backend of the tests with ranks; gloo tells a wrong test from a wrong backend",
     )
+
+
+def pytest_report_header() -> list[str]:
+    if "BAGUA_TEST_DEVICE" not in os.environ:
+        return ["tests/gpu: not collected, no GPU is asked for (make test-gpu)"]
+    if DEVICE == "cpu":
+        return ["device cpu"]
+    return ["device cuda: only tests marked any_device, and tests/gpu"] + [
+        gpus.placement_here(size, share=share).how for size, share in _POOLS
+    ]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if DEVICE == "cpu":
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("any_device") is None])
+    items[:] = [item for item in items if item.get_closest_marker("any_device") is not None]
+    for item in items:
+        if marker := item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=f"not on CUDA tensors: {marker.args[0]}"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,20 +58,24 @@ def _flight_recorder_files_are_temporary() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def rank_pools(request: pytest.FixtureRequest) -> Iterator[dict[int, RankPool]]:
+def all_pools(request: pytest.FixtureRequest) -> Iterator[dict[tuple[int, bool], RankPool]]:
+    backend = request.config.getoption("--backend")
     with ExitStack() as stack:
-        yield {
-            size: stack.enter_context(RankPool(size, request.config.getoption("--backend"))) for size in (1, 2, 3, 4)
-        }
+        yield {(size, share): stack.enter_context(RankPool(size, backend, share_gpu=share)) for size, share in _POOLS}
 
 
-@pytest.fixture(params=(1, 2, 3, 4), ids="{}-ranks".format)
-def ranks(request: pytest.FixtureRequest, rank_pools: dict[int, RankPool]) -> RankPool:
+@pytest.fixture(scope="session")
+def rank_pools(all_pools: dict[tuple[int, bool], RankPool]) -> dict[int, RankPool]:
+    return {size: pool for (size, share), pool in all_pools.items() if not share}
+
+
+@pytest.fixture(params=_POOLS, ids=_name)
+def ranks(request: pytest.FixtureRequest, all_pools: dict[tuple[int, bool], RankPool]) -> RankPool:
     """Runs the test with one to four ranks, which the tests of a session share: leave their process group usable."""
-    return rank_pools[request.param]
+    return all_pools[request.param]
 
 
-@pytest.fixture(params=(2, 3, 4), ids="{}-ranks".format)
-def peers(request: pytest.FixtureRequest, rank_pools: dict[int, RankPool]) -> RankPool:
+@pytest.fixture(params=_POOLS[1:], ids=_name)
+def peers(request: pytest.FixtureRequest, all_pools: dict[tuple[int, bool], RankPool]) -> RankPool:
     """As `ranks`, for tests that need at least two."""
-    return rank_pools[request.param]
+    return all_pools[request.param]

@@ -4,6 +4,9 @@
 from collections import Counter
 
 import pytest
+from devices import DEVICE
+
+_WHOSE = {"cpu": "all of which stock Gloo passes", "cuda": "which are those that torch has for NCCL"}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -18,5 +21,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for ranks in sorted(ran):
         terminalreporter.write_line(
             f"PyTorch's own suite, {ranks} ranks: backend {config.getoption('--backend')} passes {passed[ranks]} "
-            f"of the {ran[ranks]} tests run, all of which stock Gloo passes"
+            f"of the {ran[ranks]} tests run, " + _WHOSE[DEVICE]
         )

@@ -38,9 +38,10 @@ def run_test(case: type[unittest.TestCase], name: str) -> Outcome:
     return Outcome(name, PASSED, "", seconds)
 
 
-def load_suite(backend: str, world_size: int) -> type[unittest.TestCase]:
+def load_suite(backend: str, world_size: int, suite: str = "gloo") -> type[unittest.TestCase]:
     # Threads of the numerical libraries make forking unsafe, and more than one per rank is slower.
-    os.environ.update(BACKEND=backend, WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    os.environ.update(BACKEND=backend, WORLD_SIZE=str(world_size), SUITE=suite)
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     # Every device counts from the start, so that a test that needs a GPU skips itself instead of failing halfway.
     if _visible_gpus() < world_size:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -72,12 +73,15 @@ def serve(case: type[unittest.TestCase], requests: IO[str], replies: IO[str]) ->
             replies.flush()
 
 
+def test_names(case: type[unittest.TestCase], pattern: str) -> list[str]:
+    return [name for name in unittest.defaultTestLoader.getTestCaseNames(case) if pattern in name]
+
+
 def run_all(case: type[unittest.TestCase], pattern: str) -> list[Outcome]:
     outcomes = []
-    for name in unittest.defaultTestLoader.getTestCaseNames(case):
-        if pattern in name:
-            outcomes.append(run_test(case, name))
-            print("{1:4}  {3:6.1f} s  {0}  {2}".format(*outcomes[-1]), flush=True)
+    for name in test_names(case, pattern):
+        outcomes.append(run_test(case, name))
+        print("{1:4}  {3:6.1f} s  {0}  {2}".format(*outcomes[-1]), flush=True)
     return outcomes
 
 
@@ -85,11 +89,13 @@ def _parse(arguments: list[str] | None) -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="bagua")
     parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--suite", choices=("gloo", "nccl"), default="gloo", help="whose tests")
+    parser.add_argument("--list", action="store_true", help="only print the names of the tests")
     parser.add_argument("-k", dest="pattern", default="", help="only tests whose name contains this")
     parser.add_argument("--record", action="store_true", help="write the outcomes of Gloo to expected/")
     parser.add_argument("--serve", action="store_true", help="read test names, write JSON: for test_torch_suite.py")
     options = parser.parse_args(arguments)
-    if options.record and (options.backend != "gloo" or options.pattern):
+    if options.record and (options.backend != "gloo" or options.suite != "gloo" or options.pattern):
         parser.error("--record takes what stock Gloo does with all tests: --backend gloo, without -k")
     return options
 
@@ -104,7 +110,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(options: Any) -> int:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    case = load_suite(options.backend, options.world_size)
+    case = load_suite(options.backend, options.world_size, options.suite)
+    if options.list:
+        print(*test_names(case, options.pattern), sep="\n")
+        return 0
     if options.serve:
         serve(case, sys.stdin, replies)
         return 0

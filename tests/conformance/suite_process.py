@@ -12,10 +12,20 @@ from types import TracebackType
 from typing import Any
 
 
+def _command(backend: str, world_size: int, suite: str) -> list[str]:
+    script = Path(__file__).with_name("run_torch_suite.py")
+    return [sys.executable, str(script), "--backend", backend, "--world-size", str(world_size), "--suite", suite]
+
+
+def list_suite(suite: str) -> list[str]:
+    """Names of the tests, whatever the number of ranks."""
+    command = [*_command("bagua", 2, suite), "--list"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.split()
+
+
 class SuiteProcess:
-    def __init__(self, backend: str, world_size: int) -> None:
-        script = Path(__file__).with_name("run_torch_suite.py")
-        self._command = [sys.executable, str(script), "--serve", "--backend", backend, "--world-size", str(world_size)]
+    def __init__(self, backend: str, world_size: int, suite: str = "gloo") -> None:
+        self._command = [*_command(backend, world_size, suite), "--serve"]
         self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, test: str) -> dict[str, Any]:

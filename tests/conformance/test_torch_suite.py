@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test of PyTorch's own distributed suite that stock Gloo passes also passes on this backend."""
+"""Every test of PyTorch's own distributed suite that stock Gloo passes also passes on this backend.
+
+On CUDA tensors (BAGUA_TEST_DEVICE=cuda) those that torch has for NCCL, with as many ranks as there are GPUs for: the
+suite gives each rank one of its own.
+"""
 
 import json
 import os
@@ -9,10 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
-from expectations import PASSED, Expectation, describe_skip, expectation_path, read_expectations
-from suite_process import SuiteProcess
+from devices import DEVICE
+from expectations import PASSED, SKIPPED, Expectation, describe_skip, expectation_path, read_expectations
+from gpus import gpu_count
+from suite_process import SuiteProcess, list_suite
 
 WORLD_SIZES = (2, 4)
 
@@ -22,6 +29,23 @@ RunSuiteTest = Callable[[int, str], dict[str, str]]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "suite_test" not in metafunc.fixturenames:
         return
+    metafunc.parametrize(("world_size", "suite_test"), _cases_for_gpus() if DEVICE == "cuda" else _cases_for_cpus())
+
+
+def _cases_for_gpus() -> list[Any]:
+    gpus = gpu_count()
+    names = list_suite("nccl") if gpus >= min(WORLD_SIZES) else []
+    cases = []
+    for world_size in WORLD_SIZES:
+        if gpus < world_size:
+            reason = f"PyTorch's suite gives each of {world_size} ranks a GPU, here are {gpus}"
+            cases.append(pytest.param(world_size, "", id=f"{world_size}-nccl", marks=pytest.mark.skip(reason)))
+        else:
+            cases += [pytest.param(world_size, name, id=f"{world_size}-{name}") for name in names]
+    return cases
+
+
+def _cases_for_cpus() -> list[Any]:
     cases = []
     for world_size in WORLD_SIZES:
         path = expectation_path(version("torch"), world_size)
@@ -31,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             continue
         for name, expected in read_expectations(path).items():
             cases.append(pytest.param(world_size, name, id=f"{world_size}-{name}", marks=_marks(expected)))
-    metafunc.parametrize(("world_size", "suite_test"), cases)
+    return cases
 
 
 def _marks(expected: Expectation) -> list[pytest.MarkDecorator]:
@@ -48,12 +72,15 @@ def run_suite_test(request: pytest.FixtureRequest) -> Iterator[RunSuiteTest]:
 
         def run(world_size: int, test: str) -> dict[str, str]:
             if world_size not in suites:
-                suites[world_size] = stack.enter_context(SuiteProcess(backend, world_size))
+                suites[world_size] = stack.enter_context(
+                    SuiteProcess(backend, world_size, "nccl" if DEVICE == "cuda" else "gloo")
+                )
             return suites[world_size].run(test)
 
         yield run
 
 
+@pytest.mark.any_device
 def test_torch_suite(
     run_suite_test: RunSuiteTest,
     world_size: int,
@@ -62,6 +89,8 @@ def test_torch_suite(
 ) -> None:
     record_property("torch suite ranks", world_size)  # counted in the summary
     result = run_suite_test(world_size, suite_test)
+    if DEVICE == "cuda" and result["outcome"] == SKIPPED:
+        pytest.skip(f"torch skips it: {result['reason']}")
     assert result["outcome"] == PASSED, f"{result['outcome']}: {result['reason']}\n{result['output']}"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's own distributed tests as a test case that really starts its ranks.
 
-Reads BACKEND and WORLD_SIZE from the environment, so that a spawned rank builds the same class as its parent.
+Reads BACKEND, WORLD_SIZE and SUITE from the environment, so that a spawned rank builds the same class as its parent.
 """
 
 import json
@@ -19,11 +19,12 @@ import torch.distributed.tensor
 
 BACKEND = os.environ["BACKEND"]
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
+SUITE = os.environ["SUITE"]
 
-# Many tests are gated on the literal names "gloo" and "nccl" while the module is imported. Importing it under the name
-# "gloo" selects the tests that Gloo has to pass; the ranks then initialise the backend under test instead.
+# Many tests are gated on the literal names "gloo" and "nccl" while the module is imported. Importing it under one of
+# these selects the tests that Gloo or NCCL has to pass; the ranks then initialise the backend under test instead.
 # INIT_METHOD selects the tests that initialise a group again (they need a file); a rank sets the true path.
-with mock.patch.dict(os.environ, BACKEND="gloo", INIT_METHOD="file:///unused"):
+with mock.patch.dict(os.environ, BACKEND=SUITE, INIT_METHOD="file:///unused"):
     from torch.testing._internal import common_distributed
     from torch.testing._internal.distributed import distributed_test
 
@@ -107,7 +108,7 @@ class TorchSuite(_RanksTestCase, distributed_test.DistributedTest._DistTestBase)
 
     def _test_accumulate_gradients_no_sync(self, *args: Any, **kwargs: Any) -> None:
         # Builds its model only for the names "gloo", "mpi" and "nccl", and asks for the name when it runs.
-        with mock.patch.object(distributed_test, "BACKEND", "gloo"):
+        with mock.patch.object(distributed_test, "BACKEND", SUITE):
             super()._test_accumulate_gradients_no_sync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _test_ddp_logging_data(self, is_gpu: bool) -> Any:

@@ -11,6 +11,7 @@ from unittest import mock
 import bagua
 import torch
 import torch.distributed as dist
+from devices import here, randn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -31,23 +32,27 @@ class Leaves(nn.Module):
 
 def random_gradient(length: int, rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Neither centred on zero nor of the same size on two ranks or in two steps."""
-    generator = torch.Generator().manual_seed(7919 * step + 31 * rank + length)
-    return ((torch.randn(length, generator=generator) + 0.3 * rank) * 10.0 ** (step - 1)).to(dtype)
+    with torch.device("cpu"):
+        drawn = randn(length, seed=7919 * step + 31 * rank + length)
+        # Rounded where it was drawn, so that every device has the same bits.
+        given = ((drawn + 0.3 * rank) * 10.0 ** (step - 1)).to(dtype)
+    return here(given)
 
 
 def perceptron() -> nn.Module:
     """Its small buckets (see SMALL_BUCKETS) are of several lengths that are odd or no multiple of three."""
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(23, 41), nn.ReLU(), nn.Linear(41, 29), nn.ReLU(), nn.Linear(29, 7))
+    with torch.device("cpu"):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(23, 41), nn.ReLU(), nn.Linear(41, 29), nn.ReLU(), nn.Linear(29, 7))
+    return model.to(torch.get_default_device())
 
 
 # Several buckets for perceptron(), from the second step on.
-SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}
+SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.0001}
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    loss: Tensor = model(torch.randn(6, 23, generator=generator)).square().mean()
+    loss: Tensor = model(randn(6, 23, seed=1000 * step + dist.get_rank())).square().mean()
     return loss
 
 

@@ -38,7 +38,7 @@ def batch_loss(model: nn.Module, number: int, rank: int) -> Tensor:
     """Of a regression whose targets are another function on every rank, so that ranks left alone drift apart."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     weight = next(model.parameters())
-    inputs = torch.randn(6, 23, generator=generator).to(weight.dtype)
+    inputs = torch.randn(6, 23, generator=generator, device="cpu").to(weight)
     loss: Tensor = (model(inputs) - inputs[:, :1] * (rank + 1)).square().mean()
     return loss
 

@@ -17,6 +17,8 @@ from test_bytegrad_definition import coded
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+pytestmark = pytest.mark.any_device
+
 
 def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)

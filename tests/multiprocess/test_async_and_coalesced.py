@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from devices import settle
 from ranks import RankPool
 from reference import assert_reduced, values
 from torch import Tensor
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.any_device
 
 
 def _arguments(name: str) -> tuple[list[Any], Callable[[], Tensor], Tensor]:
@@ -62,6 +63,7 @@ def _asynchronously(name: str) -> None:
     arguments, result, expected = _arguments(name)
     work = getattr(dist, name)(*arguments, async_op=True)
     assert work.wait()
+    settle()
     assert work.is_completed()
     assert work.is_success()
     assert torch.equal(result(), expected)
@@ -169,7 +171,7 @@ def test_coalescing_manager(ranks: RankPool, name: str, asynchronous: bool) -> N
 def _coalescing_manager_with_device() -> None:
     """The older form, in which the backend itself collects what is issued."""
     calls = [_arguments(name) for name in ("broadcast", "all_to_all_single", "all_gather")]
-    with dist._coalescing_manager(device=CPU, async_ops=True) as manager:  # type: ignore[attr-defined]
+    with dist._coalescing_manager(device=torch.get_default_device(), async_ops=True) as manager:  # type: ignore[attr-defined]
         for name, (arguments, _, _) in zip(("broadcast", "all_to_all_single", "all_gather"), calls, strict=True):
             getattr(dist, name)(*arguments, async_op=True)
     manager.wait()

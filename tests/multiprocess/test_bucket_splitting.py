@@ -9,10 +9,13 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from devices import STOCK_BACKEND, randn
 from hooked_models import Gradients, emulated_hosts, new_group, same, train
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+pytestmark = pytest.mark.any_device
 
 STEPS = 5
 # 7.4 MB, which DDP's default of 25 MiB leaves together; the largest parameter alone is more than a bucket is to hold.
@@ -37,8 +40,7 @@ def _network() -> nn.Module:
 
 
 def _loss(model: nn.Module, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    result: Tensor = model(torch.randn(3, LAYERS[0], generator=generator)).square().mean()
+    result: Tensor = model(randn(3, LAYERS[0], seed=100 * step + dist.get_rank())).square().mean()
     return result
 
 
@@ -56,7 +58,7 @@ def _train(hosts: str, mode: str, name: str, **ddp_options: Any) -> tuple[list[G
 
 
 def _stock(mode: str) -> list[Gradients]:
-    with new_group(backend="gloo") as group:
+    with new_group(backend=STOCK_BACKEND) as group:
         return train(_network(), lambda ddp: None, STEPS, _loss, process_group=group, **MODES[mode])
 
 

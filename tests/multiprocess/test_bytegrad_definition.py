@@ -12,6 +12,8 @@ from ranks import RankPool
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+pytestmark = pytest.mark.any_device
+
 # Fewer elements than ranks, multiples of no rank count, of some and of all; below and above a block of SIMD registers.
 LENGTHS = [1, 2, 3, 5, 7, 12, 97, 1003, 20_011]
 

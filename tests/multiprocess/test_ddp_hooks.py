@@ -9,6 +9,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from devices import STOCK_BACKEND, here
 from hooked_models import (
     SMALL_BUCKETS,
     Gradients,
@@ -29,6 +30,8 @@ from test_bytegrad_definition import defined_result
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+pytestmark = pytest.mark.any_device
+
 MODES: dict[str, dict[str, Any]] = {
     "one_bucket": {},
     "small_buckets": SMALL_BUCKETS,
@@ -47,7 +50,7 @@ def two() -> Iterator[RankPool]:
 
 
 def _stock(model: nn.Module, **options: Any) -> list[Gradients]:
-    with new_group(backend="gloo") as group:
+    with new_group(backend=STOCK_BACKEND) as group:
         return train(model, lambda ddp: None, process_group=group, **options)
 
 
@@ -237,7 +240,7 @@ def _scaled_training(overflow_on: int, algorithm: str, options: dict[str, Any]) 
     ddp = DDP(model)
     bagua.register_comm_hook(ddp, algorithm, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=1024.0)
     history = []
     for step in range(3):
         optimizer.zero_grad()
@@ -270,7 +273,9 @@ def _sparse(algorithm: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     ddp = DDP(copy.deepcopy(model))
     bagua.register_comm_hook(ddp, algorithm, **options)
     rank, size = dist.get_rank(), dist.get_world_size()
-    batches = [torch.randint(0, 50, (5, 3), generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    with torch.device("cpu"):
+        drawn = [torch.randint(0, 50, (5, 3), generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    batches = [here(batch) for batch in drawn]
     result = torch.empty(0)
     for _ in range(2):
         ddp.zero_grad()

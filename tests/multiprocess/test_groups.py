@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool, run_ranks
 
+pytestmark = pytest.mark.any_device
 _needs_cpu_split = pytest.mark.skipif(
     'torch.device("cuda")' in inspect.getsource(dist.split_group),
     reason=f"torch {torch.__version__} splits only groups that are bound to an accelerator",
@@ -60,6 +61,7 @@ def _groups_in_different_order() -> None:
         dist.destroy_process_group(group)
 
 
+@pytest.mark.cpu_only("NCCL wants communicators to be made in the same order on all ranks")
 def test_two_groups_used_in_opposite_orders(peers: RankPool) -> None:
     peers.run(_groups_in_different_order)
 
@@ -107,6 +109,7 @@ def _split() -> None:
     dist.destroy_process_group(child)
 
 
+@pytest.mark.cpu_only("torch splits groups of an accelerator only where they are bound to it")
 @_needs_cpu_split
 def test_split_group(rank_pools: dict[int, RankPool]) -> None:
     rank_pools[4].run(_split)
@@ -121,6 +124,7 @@ def _split_leaving_some_out() -> None:
     assert _sum_over(None, 1.0) == 4
 
 
+@pytest.mark.cpu_only("torch splits groups of an accelerator only where they are bound to it")
 @_needs_cpu_split
 def test_split_group_may_leave_ranks_out(rank_pools: dict[int, RankPool]) -> None:
     rank_pools[4].run(_split_leaving_some_out)

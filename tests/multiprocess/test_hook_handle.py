@@ -14,6 +14,8 @@ from hooked_models import Leaves, loss_of, perceptron, random_gradient
 from ranks import RankPool
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+pytestmark = pytest.mark.any_device
+
 
 def _figures(algorithm: str, options: dict[str, Any], length: int, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
     ddp = DDP(Leaves(length))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between two ranks on CPU."""
+"""Messages between two ranks."""
 
 from typing import Any
 
@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from reference import DTYPES, values
+
+pytestmark = pytest.mark.any_device
 
 
 def _send_between_all(dtype: torch.dtype) -> None:
@@ -40,6 +42,7 @@ def _ring_with_isend_and_irecv() -> None:
     assert (received == (rank - 1) % size).all()
 
 
+@pytest.mark.cpu_only("NCCL communicators of pairs are made one after another, a ring of them has to be a batch")
 def test_ring_of_isend_and_irecv(peers: RankPool) -> None:
     peers.run(_ring_with_isend_and_irecv)
 
@@ -60,6 +63,7 @@ def _tags_out_of_order() -> None:
             assert received.item() == tag
 
 
+@pytest.mark.cpu_only("NCCL has no tags")
 def test_tags_match_whatever_the_order(peers: RankPool) -> None:
     peers.run(_tags_out_of_order)
 
@@ -77,6 +81,7 @@ def _receive_before_send_is_issued() -> None:
     assert (received == (rank - 1) % size).all()
 
 
+@pytest.mark.cpu_only("NCCL communicators of pairs are made one after another, a ring of them has to be a batch")
 def test_pending_receive_holds_up_no_later_operation(peers: RankPool) -> None:
     peers.run(_receive_before_send_is_issued)
 
@@ -95,6 +100,7 @@ def _receive_from_anyone() -> None:
     assert sources == set(range(1, size))
 
 
+@pytest.mark.cpu_only("NCCL receives from a named rank")
 def test_receive_from_anyone_tells_the_source(peers: RankPool) -> None:
     peers.run(_receive_from_anyone)
 
@@ -142,5 +148,6 @@ def _large_exchange() -> None:
     assert (received == 1 - rank).all()
 
 
+@pytest.mark.cpu_only("NCCL sends that face each other have to be a batch")
 def test_two_ranks_exchange_large_messages(peers: RankPool) -> None:
     peers.run(_large_exchange)

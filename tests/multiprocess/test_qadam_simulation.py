@@ -15,6 +15,8 @@ from ranks import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+pytestmark = pytest.mark.any_device
+
 WARMUP = 5
 FLAT: dict[str, Any] = {"hierarchical": False}
 

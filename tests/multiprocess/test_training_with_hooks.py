@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in whole training runs: over stock Gloo, beside collectives of the user, to convergence."""
+"""Hooks in whole training runs: over a stock backend, beside collectives of the user, to convergence."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +8,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from devices import STOCK_BACKEND, randn
 from hooked_models import (
     SMALL_BUCKETS,
     Gradients,
@@ -25,11 +26,13 @@ from test_bytegrad_definition import defined_result
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+pytestmark = pytest.mark.any_device
+
 
 @pytest.fixture(scope="module", params=(2, 3), ids="{}-ranks".format)
-def over_gloo(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Ranks whose process group is stock Gloo."""
-    with RankPool(request.param, "gloo") as pool:
+def over_stock(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Ranks whose process group is stock Gloo, or NCCL."""
+    with RankPool(request.param, STOCK_BACKEND) as pool:
         yield pool
 
 
@@ -40,7 +43,7 @@ def _user_collectives_beside_the_hook(steps: int) -> None:
     seen = []
 
     def user_sum(gradient: Tensor) -> None:
-        token = torch.tensor([float(rank + 1)])
+        token = gradient.new_tensor([float(rank + 1)])
         dist.all_reduce(token)  # while the buckets of the other parameters are on their way
         seen.append(token.item())
 
@@ -60,8 +63,8 @@ def test_user_collectives_run_beside_the_hook(peers: RankPool) -> None:
     peers.run(_user_collectives_beside_the_hook, 4)
 
 
-def test_user_collectives_run_beside_a_hook_over_gloo(over_gloo: RankPool) -> None:
-    over_gloo.run(_user_collectives_beside_the_hook, 4)
+def test_user_collectives_run_beside_a_hook_over_a_stock_backend(over_stock: RankPool) -> None:
+    over_stock.run(_user_collectives_beside_the_hook, 4)
 
 
 def _watched(as_view: bool) -> tuple[list[Tensor], list[Tensor], bool]:
@@ -76,8 +79,8 @@ def _watched(as_view: bool) -> tuple[list[Tensor], list[Tensor], bool]:
 
 
 @pytest.mark.parametrize("as_view", [False, True], ids=["own_gradients", "bucket_views"])
-def test_bytegrad_over_gloo_is_as_defined(over_gloo: RankPool, as_view: bool) -> None:
-    given, results, forms_agree = zip(*over_gloo.run(_watched, as_view), strict=True)
+def test_bytegrad_over_a_stock_backend_is_as_defined(over_stock: RankPool, as_view: bool) -> None:
+    given, results, forms_agree = zip(*over_stock.run(_watched, as_view), strict=True)
     assert all(forms_agree)
     for number, buckets in enumerate(zip(*given, strict=True)):
         expected = defined_result(list(buckets))
@@ -100,14 +103,13 @@ def test_a_hook_may_outlive_its_group(peers: RankPool) -> None:
 
 def _converge(algorithm: str, options: dict[str, Any]) -> tuple[list[float], list[Gradients]]:
     """Final and first loss of a regression with noise; the history."""
-    generator = torch.Generator().manual_seed(9)
-    slope = torch.randn(23, 7, generator=generator)
+    slope = randn(23, 7, seed=9)
     losses = []
 
     def regression(model: nn.Module, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        inputs = torch.randn(32, 23, generator=generator)
-        targets = inputs @ slope + 0.1 * torch.randn(32, 7, generator=generator)
+        seed = 100 * step + dist.get_rank()
+        inputs = randn(32, 23, seed=seed)
+        targets = inputs @ slope + 0.1 * randn(32, 7, seed=seed + 50)
         loss: Tensor = (model(inputs) - targets).square().mean()
         losses.append(loss.item())
         return loss

@@ -23,6 +23,7 @@ class Settings(NamedTuple):
     env: Mapping[str, str]
     folder: str
     group_timeout: float
+    device: str = "cpu"
 
 
 class Reply(NamedTuple):
@@ -53,7 +54,7 @@ def main(settings: Settings, connection: Connection) -> None:
             if not started:
                 _initialise(settings)
                 started = True
-            result = _find(*function)(*pickle.loads(arguments))
+            result = _call(_find(*function), pickle.loads(arguments), settings.device)
         except BaseException:  # even SystemExit is a failure of the test here
             error = "\n" + traceback.format_exc()
         faulthandler.cancel_dump_traceback_later()
@@ -74,6 +75,9 @@ def _initialise(settings: Settings) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if settings.device != "cpu":
+        torch.cuda.set_device(settings.device)
+        torch.set_default_device(settings.device)
     store = dist.FileStore(str(Path(settings.folder, "store")), settings.world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
         settings.backend,
@@ -82,6 +86,15 @@ def _initialise(settings: Settings) -> None:
         world_size=settings.world_size,
         timeout=timedelta(seconds=settings.group_timeout),
     )
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...], device: str) -> Any:
+    """What the function returns, for the parent, which knows no device but the CPU."""
+    if device == "cpu":
+        return function(*arguments)
+    from devices import moved
+
+    return moved(function(*moved(arguments, device)), "cpu")
 
 
 def _destroy() -> None:

@@ -11,6 +11,8 @@
 The error raised in the caller is that of the rank that failed first; its peers are killed. A rank that does not return
 in time is named with the Python stack it hung in. Ranks are forked from a server that has torch imported and no
 threads, so that starting four of them takes a fraction of a second, whatever the calling process has going on.
+
+With BAGUA_TEST_DEVICE=cuda each rank has a GPU, of its own where there are enough: see gpus.py and devices.py.
 """
 
 import importlib
@@ -26,7 +28,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import gpus
 import rank_process
+from devices import DEVICE
 
 # A hung rank reports itself when its time is over; this is how much longer the parent waits for that report.
 _GRACE_SECONDS = 20.0
@@ -65,11 +69,13 @@ class RankPool:
         *,
         env: Mapping[str, str] | None = None,
         group_timeout: float = 60.0,
+        share_gpu: bool = False,
     ) -> None:
         self.world_size = world_size
         self.backend = backend
         self._env = dict(env or {})
         self._group_timeout = group_timeout
+        self._share_gpu = share_gpu
         self._ranks: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -115,12 +121,17 @@ class RankPool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         folder = Path(self._folder.name)
+        placed = gpus.placement_here(self.world_size, share=self._share_gpu) if DEVICE == "cuda" else None
         # The server takes its environment from here; with one thread each, four ranks do not fight for two cores.
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
             for index in range(self.world_size):
                 settings = rank_process.Settings(
                     index, self.world_size, self.backend, self._env, str(folder), self._group_timeout
                 )
+                if placed:
+                    settings = settings._replace(
+                        env={**placed.env[index], **self._env}, device=f"cuda:{placed.gpus[index]}"
+                    )
                 connection, remote = _context.Pipe()
                 process = _context.Process(target=rank_process.main, args=(settings, remote), daemon=True)
                 process.start()

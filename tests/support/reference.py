@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from devices import DEVICE, here
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -13,7 +14,7 @@ INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 DTYPES = (*FLOATS, *COMPLEX, *INTEGERS, torch.bool)
 
 # Pairs with a meaning. AVG of bool has none; complex numbers have no order; bits are those of integers.
-MEANINGFUL = [
+_MEANINGFUL = [
     *[(op, dtype) for op in ("SUM", "PRODUCT") for dtype in DTYPES],
     *[("AVG", dtype) for dtype in (*FLOATS, *COMPLEX, *INTEGERS)],
     *[(op, dtype) for op in ("MIN", "MAX") for dtype in (*FLOATS, *INTEGERS, torch.bool)],
@@ -25,6 +26,15 @@ MEANINGLESS = [
 ]
 
 
+def _nccl_has(op: str, dtype: torch.dtype) -> bool:
+    return not (op.startswith("B") or dtype == torch.int16 or (op == "PRODUCT" and dtype.is_complex))
+
+
+# What the transport of the device under test has.
+MEANINGFUL = [case for case in _MEANINGFUL if DEVICE == "cpu" or _nccl_has(*case)]
+REFUSED = [*MEANINGLESS, *[case for case in _MEANINGFUL if case not in MEANINGFUL]]
+
+
 def reduce_op(name: str) -> dist.ReduceOp.RedOpType:
     op: dist.ReduceOp.RedOpType = getattr(dist.ReduceOp, name)
     return op
@@ -32,6 +42,12 @@ def reduce_op(name: str) -> dist.ReduceOp.RedOpType:
 
 def values(dtype: torch.dtype, shape: Sequence[int], rank: int, op: str = "SUM") -> Tensor:
     """Of this rank, and small enough that no reduction over four ranks rounds or overflows in any dtype."""
+    with torch.device("cpu"):
+        drawn = _drawn(dtype, shape, rank, op)
+    return here(drawn)
+
+
+def _drawn(dtype: torch.dtype, shape: Sequence[int], rank: int, op: str) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + 7 * len(shape) + sum(shape))
     # Four factors of at most 2 stay within int8; so do four summands of at most 9.
     low, high = (1, 3) if op == "PRODUCT" else (0, 10)
@@ -68,8 +84,13 @@ def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
 
 
 def assert_reduced(actual: Tensor, tensors: Sequence[Tensor], op: str) -> None:
-    """Exact but for AVG: an exact sum that is divided, or multiplied by a rounded 1/n, errs by at most 1.5 ulp."""
+    """Exact but for AVG: an exact sum that is divided, or multiplied by a rounded 1/n, errs by at most 1.5 ulp.
+
+    NCCL multiplies every summand by 1/n instead: each product errs by 1.5 ulp of its own, and so do their few sums.
+    """
     dtype = actual.dtype
     inexact = op == "AVG" and (dtype.is_floating_point or dtype.is_complex)
     tolerance = 2 * torch.finfo(dtype).eps if inexact else 0.0
-    torch.testing.assert_close(actual, reduced(tensors, op), rtol=tolerance, atol=0.0)
+    largest = max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0) if inexact else 0.0
+    absolute = len(tensors) * tolerance * largest if actual.is_cuda else 0.0
+    torch.testing.assert_close(actual, reduced(tensors, op), rtol=tolerance, atol=absolute)

@@ -22,6 +22,8 @@ from fused_training import (
 from torch import nn, optim
 from torch.profiler import ProfilerActivity, profile
 
+pytestmark = pytest.mark.any_device
+
 # The 21 configurations of the original's tests, but for its momentum of 1 in RMSprop, which lets weights grow for ever.
 ORIGINAL: list[Any] = [
     *(partial(optim.Adam, weight_decay=w, amsgrad=a) for w in (1.0, 0.0) for a in (True, False)),

@@ -28,6 +28,8 @@ from fused_training import (
 )
 from torch import Tensor, nn, optim
 
+pytestmark = pytest.mark.any_device
+
 adam = partial(optim.Adam, lr=0.05, weight_decay=0.1)
 sgd = partial(optim.SGD, lr=0.05, momentum=0.9)
 with_either = pytest.mark.parametrize("config", [adam, sgd], ids=["Adam", "SGD"])

@@ -25,6 +25,8 @@ from fused_training import (
 )
 from torch import optim
 
+pytestmark = pytest.mark.any_device
+
 CONFIGS: list[Any] = [
     partial(optim.SGD, lr=0.05, momentum=0.9),
     partial(optim.SGD, lr=0.05),

@@ -16,6 +16,7 @@ HEADER = 32
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+pytestmark = pytest.mark.any_device
 
 
 def compute_type(dtype: torch.dtype) -> torch.dtype:
