@@ -484,12 +484,12 @@ void HostCommunicator::allToAllInHost(const std::vector<at::Tensor>& received, c
 // met there, each of them has compared its program with some of the other hosts, so that all ranks are in this one.
 void HostCommunicator::checkParts(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent,
                                   int64_t item) {
-  constexpr int kSent = 0;
-  constexpr int kReceived = 1;
+  constexpr size_t kSent = 0;
+  constexpr size_t kReceived = 1;
   const at::Tensor own = at::empty({2 * size()}, at::kLong);
   const at::Tensor theirs = at::empty({2 * size()}, at::kLong);
   auto* const ownSizes = own.mutable_data_ptr<int64_t>();
-  for (int peer = 0; peer < size(); ++peer) {
+  for (size_t peer = 0; peer < sent.size(); ++peer) {
     ownSizes[2 * peer + kSent] = sent[peer].numel();
     ownSizes[2 * peer + kReceived] = received[peer].numel();
   }
