@@ -484,14 +484,15 @@ void HostCommunicator::allToAllInHost(const std::vector<at::Tensor>& received, c
 // met there, each of them has compared its program with some of the other hosts, so that all ranks are in this one.
 void HostCommunicator::checkParts(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent,
                                   int64_t item) {
-  constexpr size_t kSent = 0;
-  constexpr size_t kReceived = 1;
-  const at::Tensor own = at::empty({2 * size()}, at::kLong);
-  const at::Tensor theirs = at::empty({2 * size()}, at::kLong);
+  // Of every rank what is sent to it, and what is expected of it.
+  const auto sentTo = [](int peer) { return 2 * static_cast<int64_t>(peer); };
+  const auto receivedFrom = [](int peer) { return 2 * static_cast<int64_t>(peer) + 1; };
+  const at::Tensor own = at::empty({sentTo(size())}, at::kLong);
+  const at::Tensor theirs = at::empty_like(own);
   auto* const ownSizes = own.mutable_data_ptr<int64_t>();
-  for (size_t peer = 0; peer < sent.size(); ++peer) {
-    ownSizes[2 * peer + kSent] = sent[peer].numel();
-    ownSizes[2 * peer + kReceived] = received[peer].numel();
+  for (int peer = 0; peer < size(); ++peer) {
+    ownSizes[sentTo(peer)] = sent[peer].numel();
+    ownSizes[receivedFrom(peer)] = received[peer].numel();
   }
   const auto told = partsOf(own, {}, size());
   const auto heard = partsOf(theirs, {}, size());
@@ -518,8 +519,8 @@ void HostCommunicator::checkParts(const std::vector<at::Tensor>& received, const
   };
   const auto* const theirSizes = theirs.const_data_ptr<int64_t>();
   for (const int peer : peers) {
-    check(rank(), ownSizes[2 * peer + kSent], peer, theirSizes[2 * peer + kReceived]);
-    check(peer, theirSizes[2 * peer + kSent], rank(), ownSizes[2 * peer + kReceived]);
+    check(rank(), ownSizes[sentTo(peer)], peer, theirSizes[receivedFrom(peer)]);
+    check(peer, theirSizes[sentTo(peer)], rank(), ownSizes[receivedFrom(peer)]);
   }
 }
 
