@@ -6,6 +6,7 @@
 #include <sstream>
 #include <string>
 
+#include "backend/hash.h"
 #include "backend/program_fingerprint.h"
 
 namespace bagua {
@@ -20,9 +21,9 @@ bool areEven(const Tensors& tensors) {
 
 // Never negative: these values of Operation::commonNumel have a meaning of their own.
 int64_t hashOfSizes(const Tensors& tensors) {
-  uint64_t hash = 14695981039346656037ULL;
+  uint64_t hash = kHashSeed;
   for (const auto& tensor : tensors) {
-    hash = (hash ^ static_cast<uint64_t>(tensor.numel())) * 1099511628211ULL;
+    hash = mix(hash, static_cast<uint64_t>(tensor.numel()));
     // The upper bits come down, so that sizes cannot make up for each other.
     hash ^= hash >> 32U;
   }

@@ -6,19 +6,14 @@
 #include <cstring>
 #include <sstream>
 
+#include "backend/hash.h"
 #include "backend/peer_errors.h"
 
 namespace bagua {
 namespace {
 
-constexpr uint64_t kHashSeed = 14695981039346656037ULL;
-constexpr uint64_t kHashPrime = 1099511628211ULL;
-
 constexpr std::array<const char*, 9> kReductions{"sum", "avg", "product", "min",       "max",
                                                  "and", "or",  "xor",     "premul_sum"};
-
-// FNV-1a over words: the same on every rank, machine and build.
-uint64_t mix(uint64_t hash, uint64_t word) { return (hash ^ word) * kHashPrime; }
 
 template <size_t size>
 std::string textOf(const char (&text)[size]) {

@@ -67,8 +67,6 @@ class HostExecutor::Queue {
   struct Entry {
     c10::intrusive_ptr<WorkBagua> work;
     Program program;
-    size_t channel = 0;
-    bool mayOverlap = false;
   };
   struct Channel {
     std::unique_ptr<Communicator> communicator;
@@ -80,6 +78,9 @@ class HostExecutor::Queue {
   };
 
   bool next(size_t channel, Entry& entry);
+  [[nodiscard]] size_t channelOf(const Entry& entry) const {
+    return entry.work->operation().sequence % channels_.size();
+  }
   // Under the mutex.
   [[nodiscard]] bool isTurnOf(const Entry& entry) const;
   [[nodiscard]] bool isIdle() const;
@@ -121,9 +122,9 @@ std::pair<c10::intrusive_ptr<WorkBagua>, size_t> HostExecutor::Queue::push(Opera
     const std::lock_guard<std::mutex> lock(mutex_);
     checkUsableLocked(operation.name);
     operation.sequence = nextSequence_++;
-    channel = operation.sequence % channels_.size();
     work = c10::make_intrusive<WorkBagua>(group_.rank, operation, std::move(results));
-    entries_.push_back({work, std::move(program), channel, operation.mayOverlap});
+    entries_.push_back({work, std::move(program)});
+    channel = channelOf(entries_.back());
   }
   forThreads_.notify_all();
   return {work, channel};
@@ -131,9 +132,9 @@ std::pair<c10::intrusive_ptr<WorkBagua>, size_t> HostExecutor::Queue::push(Opera
 
 // In the order of submission, so that no channel waits for a program behind one that waits for it.
 bool HostExecutor::Queue::isTurnOf(const Entry& entry) const {
-  if (!entry.mayOverlap) return isIdle();
+  if (!entry.work->operation().mayOverlap) return isIdle();
   const auto isExclusive = [](const Channel& channel) { return channel.isExclusive; };
-  return !channels_[entry.channel].isBusy && std::none_of(channels_.begin(), channels_.end(), isExclusive);
+  return !channels_[channelOf(entry)].isBusy && std::none_of(channels_.begin(), channels_.end(), isExclusive);
 }
 
 bool HostExecutor::Queue::isIdle() const {
@@ -141,11 +142,11 @@ bool HostExecutor::Queue::isIdle() const {
 }
 
 void HostExecutor::Queue::begin(const Entry& entry) {
-  auto& channel = channels_[entry.channel];
+  auto& channel = channels_[channelOf(entry)];
   channel.running = entry.work;
   channel.isBusy = true;
   channel.isInProgram = true;
-  channel.isExclusive = !entry.mayOverlap;
+  channel.isExclusive = !entry.work->operation().mayOverlap;
 }
 
 void HostExecutor::Queue::abortTransport() {
@@ -177,7 +178,7 @@ void HostExecutor::Queue::run(size_t channel) {
 }
 
 void HostExecutor::Queue::finish(Entry& entry) {
-  auto& channel = channels_[entry.channel];
+  auto& channel = channels_[channelOf(entry)];
   c10::intrusive_ptr<WorkBagua> finished;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -207,8 +208,7 @@ c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::runHere(const Operation& oper
     if (operation.mayOverlap || !isIdle() || !entries_.empty()) return {};
     Operation numbered = operation;
     numbered.sequence = nextSequence_++;
-    entry = {c10::make_intrusive<WorkBagua>(group_.rank, numbered, results), std::move(program),
-             numbered.sequence % channels_.size()};
+    entry = {c10::make_intrusive<WorkBagua>(group_.rank, numbered, results), std::move(program)};
     begin(entry);
   }
   const auto work = entry.work;
@@ -221,7 +221,7 @@ c10::intrusive_ptr<WorkBagua> HostExecutor::Queue::runHere(const Operation& oper
 bool HostExecutor::Queue::next(size_t channel, Entry& entry) {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto isMine = [&] {
-    return !entries_.empty() && entries_.front().channel == channel && isTurnOf(entries_.front());
+    return !entries_.empty() && channelOf(entries_.front()) == channel && isTurnOf(entries_.front());
   };
   forThreads_.wait(lock, [&] { return isMine() || (isClosed_ && entries_.empty()); });
   if (entries_.empty()) return false;
@@ -234,7 +234,7 @@ bool HostExecutor::Queue::next(size_t channel, Entry& entry) {
 }
 
 void HostExecutor::Queue::runProgram(Entry& entry) {
-  auto& channel = channels_[entry.channel];
+  auto& channel = channels_[channelOf(entry)];
   auto& communicator = *channel.communicator;
   const auto& operation = entry.work->operation();
   const auto fingerprint = fingerprintOf(operation);
@@ -258,8 +258,8 @@ void HostExecutor::Queue::runProgram(Entry& entry) {
   if (failure) {
     fail(failure, entry.work.get());
     // What runs beside it need not wait until its peers have noticed.
-    for (size_t other = 0; other < channels_.size(); ++other) {
-      if (other != entry.channel) channels_[other].communicator->abort();
+    for (const auto& other : channels_) {
+      if (&other != &channel) other.communicator->abort();
     }
   } else {
     complete(entry.work, nullptr);
