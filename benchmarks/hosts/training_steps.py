@@ -49,11 +49,12 @@ MODELS = {"convolutional": convolutional_network, "transformer": transformer}
 
 
 def _torch_hook(hook: Any) -> Callable[[DistributedDataParallel, Any], None]:
-    return lambda ddp, optimizer: ddp.register_comm_hook(None, hook)
+    # Without a group these hooks take the default one, which is ours.
+    return lambda ddp, optimizer: ddp.register_comm_hook(ddp.process_group, hook)
 
 
 def _power_sgd(ddp: DistributedDataParallel, optimizer: Any) -> None:
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(ddp.process_group, matrix_approximation_rank=1, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
