@@ -68,6 +68,7 @@ def _ours(name: str, **options: Any) -> Callable[[DistributedDataParallel, Any],
 # Name -> (process group's backend, how to register).
 WAYS: dict[str, tuple[str, Callable[[DistributedDataParallel, Any], Any]]] = {
     "gloo": ("gloo", lambda ddp, optimizer: None),
+    "gloo, Adam": ("gloo", lambda ddp, optimizer: None),
     "gloo, fp16 hook": ("gloo", _torch_hook(default_hooks.fp16_compress_hook)),
     "gloo, bf16 hook": ("gloo", _torch_hook(default_hooks.bf16_compress_hook)),
     "gloo, PowerSGD hook": ("gloo", _power_sgd),
@@ -80,19 +81,20 @@ WAYS: dict[str, tuple[str, Callable[[DistributedDataParallel, Any], Any]]] = {
     "no communication": ("gloo", lambda ddp, optimizer: None),
 }
 # Bytes of a parameter as these send it, twice (n - 1) / n times; the others count for themselves.
-STOCK_BYTES = {"gloo": 4, "gloo, fp16 hook": 2, "gloo, bf16 hook": 2}
+STOCK_BYTES = {"gloo": 4, "gloo, Adam": 4, "gloo, fp16 hook": 2, "gloo, bf16 hook": 2}
 
 
 class LocalHook:
-    """Leaves every bucket as it is, and notes when the first one of a step was ready."""
+    """Leaves every bucket as it is, and notes when each was ready, with its bytes."""
 
     def __init__(self) -> None:
         self.begin = 0.0
-        self.leads: list[float] = []
+        self.steps: list[list[tuple[float, int]]] = []
 
     def reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self.leads.append(time.perf_counter() - self.begin)
+            self.steps.append([])
+        self.steps[-1].append((time.perf_counter() - self.begin, bucket.buffer().nbytes))
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -107,9 +109,13 @@ class Contender:
         backend, register = WAYS[name]
         self.name = name
         self.parameters = sum(p.numel() for p in network.parameters())
-        self.ddp = DistributedDataParallel(network, process_group=groups[backend])
+        # As finely as our hooks cut them between hosts, to see when the line could begin.
+        layout = {"bucket_cap_mb": 4} if name == "no communication" else {}
+        self.ddp = DistributedDataParallel(network, process_group=groups[backend], **layout)
         if name == "qadam":
             self.optimizer: Any = bagua.QAdamOptimizer(network.parameters(), lr=1e-6, warmup_steps=2)
+        elif name == "gloo, Adam":
+            self.optimizer = torch.optim.Adam(network.parameters(), lr=1e-6)
         else:
             self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-6)
         self.handle: Any = None
@@ -119,6 +125,7 @@ class Contender:
         else:
             self.handle = register(self.ddp, self.optimizer)
         self.times: list[float] = []
+        self.optimizer_times: list[float] = []
         self.counted_steps = 0
         self.counted_bytes = 0.0
 
@@ -129,8 +136,11 @@ class Contender:
         begin = self.local.begin = time.perf_counter()
         self.optimizer.zero_grad()
         self.ddp(x).square().mean().backward()
+        backward = time.perf_counter()
         self.optimizer.step()
-        return time.perf_counter() - begin
+        end = time.perf_counter()
+        self.optimizer_times.append(end - backward)
+        return end - begin
 
     def round(self, steps: int) -> None:
         """Take one step to warm the caches, and then those that count."""
@@ -185,7 +195,8 @@ def main() -> None:
                 "way": contender.name,
                 "times": contender.times,
                 "bytes_between_hosts": contender.bytes_per_step(int(hosts)),
-                "leads": contender.local.leads,
+                "optimizer_times": contender.optimizer_times,
+                "ready": contender.local.steps,
             }
             print(json.dumps(result), flush=True)
     dist.barrier()
