@@ -21,8 +21,8 @@ struct ProgramFingerprint {
   // Hash of the operation's configuration, whose beginning is `configuration`.
   uint64_t configurationHash = 0;
   // Zero-terminated.
-  char name[32] = {};
-  char configuration[56] = {};
+  char name[40] = {};
+  char configuration[48] = {};
 
   // Of the fields that are compared.
   [[nodiscard]] uint64_t hash() const;

@@ -84,5 +84,10 @@ TEST(Fingerprint, ComparesWhatHasToAgreeAndNothingElse) {
   EXPECT_THAT(describe(fingerprintOf(other)), HasSubstr("bytegrad(average=True)"));
 }
 
+TEST(Fingerprint, TellsTheNamesOfOperationsWhole) {
+  const Operation longest{.name = "bagua:all_gather_into_tensor_coalesced", .sequence = 1};
+  EXPECT_THAT(describe(fingerprintOf(longest)), HasSubstr("bagua:all_gather_into_tensor_coalesced #1"));
+}
+
 }  // namespace
 }  // namespace bagua
