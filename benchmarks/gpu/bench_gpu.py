@@ -3,8 +3,9 @@
 
 python benchmarks/gpu/bench_gpu.py                       all parts; exit code 2 without a GPU
 python benchmarks/gpu/bench_gpu.py codec collectives     some of them
-python benchmarks/gpu/bench_gpu.py --device cpu          do the parts work? tiny sizes, Gloo in the place of NCCL, no file
-python benchmarks/gpu/bench_gpu.py slow-network --rates 1e9 10e9    between network namespaces (root, iproute2, NCCL 2.30)
+python benchmarks/gpu/bench_gpu.py --device cpu          do the parts work? Tiny sizes, Gloo for NCCL, no file
+python benchmarks/gpu/bench_gpu.py slow-network --rates 1e9 10e9
+                                                         between network namespaces (root, iproute2, NCCL 2.30)
 
 The README beside this file says what each part shows and what it does not.
 """
@@ -139,6 +140,14 @@ class Bench:
         return {**about, "ways": ways}
 
 
+PARTS = {
+    "codec": Bench.codec,
+    "collectives": Bench.collectives,
+    "hook": Bench.hook,
+    "slow-network": Bench.slow_network,
+}
+
+
 def _medians(measured: Mapping[str, Any]) -> dict[str, float]:
     return {way["way"]: statistics.median(way["times"]) for way in measured["ways"]}
 
@@ -209,26 +218,16 @@ def write(file: Path, facts: Mapping[str, Any], part: str, measured: Mapping[str
 
 def main() -> int:
     """Measure the parts asked for."""
-    parts = {
-        "codec": Bench.codec,
-        "collectives": Bench.collectives,
-        "hook": Bench.hook,
-        "slow-network": Bench.slow_network,
-    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(parts)} (all)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, help="that each way of training is given (20, on the CPU 0.2)")
-    parser.add_argument(
-        "--rates", type=float, nargs="+", default=[], help="slow-network: bits per second between hosts"
-    )
-    parser.add_argument(
-        "--json", type=Path, help=f"file for the figures ({RESULTS.relative_to(ROOT)}, on the CPU none)"
-    )
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="of slow-network: bits per second")
+    parser.add_argument("--json", type=Path, help="file for the figures (benchmarks/results/gpu.json, on the CPU none)")
     args = parser.parse_args()
-    unknown = [part for part in args.parts if part not in parts]
+    unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
-        parser.error(f"there is no part {', '.join(unknown)}: choose from {', '.join(parts)}")
+        parser.error(f"there is no part {', '.join(unknown)}: choose from {', '.join(PARTS)}")
     is_gpu = args.device == "cuda"
     if is_gpu and gpus.gpu_count() == 0:
         print(f"GPU benchmarks: NOTHING WAS MEASURED {gpus.want_of_a_gpu()}")
@@ -237,9 +236,9 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     bench = Bench(args.device, args.seconds or (20.0 if is_gpu else 0.2), args.rates)
     file = args.json or (RESULTS if is_gpu else None)
-    for part in args.parts or parts:
+    for part in args.parts or PARTS:
         print(f"\n== {part}", flush=True)
-        measured = parts[part](bench)
+        measured = PARTS[part](bench)
         if file is not None:
             write(file, facts, part, measured)
     return 0
