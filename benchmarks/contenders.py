@@ -120,7 +120,8 @@ class Contender:
         self._device = torch.device(device)
         self.name = name
         self.parameters = sum(p.numel() for p in network.parameters())
-        self.ddp = DistributedDataParallel(network, process_group=group)
+        # What is compared is the way of the gradients, not DDP's broadcast before every forward.
+        self.ddp = DistributedDataParallel(network, process_group=group, broadcast_buffers=False)
         if way.is_qadam:
             self.optimizer: Any = bagua.QAdamOptimizer(network.parameters(), lr=1e-6, warmup_steps=2)
         else:

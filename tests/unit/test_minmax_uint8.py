@@ -254,9 +254,7 @@ def in_lanes(copies: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("n_copies", [1, 2, 3, 8, 40])
 @pytest.mark.parametrize("length", [1, 33, 8193])
-def test_a_reduction_codes_the_quotient_of_the_sum(
-    length: int, n_copies: int, dtype: torch.dtype, device: str
-) -> None:
+def test_a_reduction_codes_the_quotient_of_the_sum(length: int, n_copies: int, dtype: torch.dtype, device: str) -> None:
     packed = [compress(torch.randn(length).to(dtype), 1) for _ in range(n_copies)]
     decoded = [torch.empty(length, dtype=dtype) for _ in packed]
     for one, out in zip(packed, decoded, strict=True):
