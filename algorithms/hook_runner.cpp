@@ -85,7 +85,8 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
   }
   if (!travels) return {};
   // The end of backward waits for it.
-  return submitTo(*group_, "bagua:reduce_bucket", {flat}, Wait::kNow, algorithm_->bucketsMayOverlap(),
+  const auto wait = algorithm_->bucketsMayOverlap() ? Wait::kNowInAnyOrder : Wait::kNow;
+  return submitTo(*group_, "bagua:reduce_bucket", {flat}, wait,
                   [algorithm = algorithm_, gradients = flat, entries, parts](Communicator& communicator,
                                                                              StageSeconds& seconds) mutable {
                     reduce(*algorithm, gradients, entries, parts, communicator, seconds);
@@ -126,18 +127,17 @@ void HookRunner::afterBackward() {
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                                   Task task) {
-  return submitTo(*group_, name, tensors, wait, /*mayOverlap=*/false, std::move(task));
+  return submitTo(*group_, name, tensors, wait, std::move(task));
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
                                                               Task task) {
   TORCH_INTERNAL_ASSERT(background_ != nullptr);
-  return submitTo(*background_, name, tensors, Wait::kLater, /*mayOverlap=*/false, std::move(task));
+  return submitTo(*background_, name, tensors, Wait::kLater, std::move(task));
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, const char* name,
-                                                    const std::vector<at::Tensor>& tensors, Wait wait, bool mayOverlap,
-                                                    Task task) {
+                                                    const std::vector<at::Tensor>& tensors, Wait wait, Task task) {
   const at::Tensor& first = tensors.front();
   int64_t numel = 0;
   for (const auto& tensor : tensors) numel += tensor.numel();
@@ -150,10 +150,10 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
                             .dtype = first.scalar_type(),
                             .numel = numel,
                             .timeout = group.timeout(),
-                            .mayOverlap = mayOverlap,
-                            .isProfiled = wait == Wait::kNow,
+                            .mayOverlap = wait == Wait::kNowInAnyOrder,
+                            .isProfiled = wait != Wait::kLater,
                             .configuration = configuration_};
-  const auto handover = wait == Wait::kNow ? ProfilerHandover::ofThisThread() : ProfilerHandover();
+  const auto handover = wait != Wait::kLater ? ProfilerHandover::ofThisThread() : ProfilerHandover();
   auto program = [ledger = ledger_, handover, task = std::move(task)](Communicator& communicator) {
     const ProfilerHandover::Scope profiled(handover);
     const Traffic before = communicator.traffic();

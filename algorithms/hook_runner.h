@@ -82,8 +82,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void countRound() override;
 
   c10::intrusive_ptr<c10d::Work> submitTo(ExecutorProvider& group, const char* name,
-                                          const std::vector<at::Tensor>& tensors, Wait wait, bool mayOverlap,
-                                          Task task);
+                                          const std::vector<at::Tensor>& tensors, Wait wait, Task task);
   // Reduces what DDP handed over; `parts` as BucketLayouts::partsOf makes them.
   static void reduce(Algorithm& algorithm, at::Tensor& gradients, const std::vector<BucketEntry>& whole,
                      const std::vector<std::vector<BucketEntry>>& parts, Communicator& communicator,

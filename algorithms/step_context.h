@@ -28,8 +28,9 @@ class StepContext {
 
   // Runs `task` after all earlier programs of the model's group. What it sends and how long its stages take is counted,
   // and `tensors` as what it carries. `name` is a literal. The profiler of this thread sees the stages of a program
-  // that is `kNow` to be waited for; one that outlasts the caller may outlast the profiler.
-  enum class Wait { kNow, kLater };
+  // that is waited for now; one that outlasts the caller may outlast the profiler. Programs `kNowInAnyOrder` may run
+  // beside each other.
+  enum class Wait { kNow, kNowInAnyOrder, kLater };
   virtual c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                                 Task task) = 0;
   // The same on a group of its own, which waits for nobody. Only for algorithms that declare runsInBackground.

@@ -69,7 +69,9 @@ class Communicator {
   virtual void allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                         const Splits& inputSplits) = 0;
   // The same two of byte tensors, with a pipeline where the transport has one; elsewhere its steps are taken once,
-  // before and after. Of the ranks of one host either all have parts for each other or none has.
+  // before and after. This rank's part for itself does not travel: what its place in `output` holds is undefined until
+  // a step writes it after receiving, and it is no longer than the others. Of the ranks of one host either all have
+  // parts for each other or none has.
   virtual void allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline);
   virtual void allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                                 const Splits& inputSplits, const Pipeline& pipeline);

@@ -48,12 +48,19 @@ def transformer() -> tuple[nn.Module, Callable[[], Tensor]]:
 MODELS: dict[str, Model] = {"convolutional": convolutional_network, "transformer": transformer}
 
 
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-6),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-6),
+    "QAdam": lambda parameters: bagua.QAdamOptimizer(parameters, lr=1e-6, warmup_steps=2),
+}
+
+
 class Way(NamedTuple):
     """A way to communicate: the process group's backend, how to register with DDP, and the optimizer that it needs."""
 
     backend: str
     register: Callable[[DistributedDataParallel, Any], Any]
-    is_qadam: bool = False
+    optimizer: str = "SGD"
 
 
 def _nothing(ddp: DistributedDataParallel, optimizer: Any) -> None:
@@ -61,11 +68,12 @@ def _nothing(ddp: DistributedDataParallel, optimizer: Any) -> None:
 
 
 def _torch_hook(hook: Any) -> Callable[[DistributedDataParallel, Any], None]:
-    return lambda ddp, optimizer: ddp.register_comm_hook(None, hook)
+    # Without a group these hooks take the default one, which is ours.
+    return lambda ddp, optimizer: ddp.register_comm_hook(ddp.process_group, hook)
 
 
 def _power_sgd(ddp: DistributedDataParallel, optimizer: Any) -> None:
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(ddp.process_group, matrix_approximation_rank=1, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
@@ -80,7 +88,8 @@ def ways(stock: str) -> dict[str, Way]:
     """All ways by name, beside DDP as it is on the `stock` backend, "gloo" or "nccl"."""
     return {
         stock: Way(stock, _nothing),
-        f"{stock}, QAdam": Way(stock, _nothing, is_qadam=True),
+        f"{stock}, Adam": Way(stock, _nothing, "Adam"),
+        f"{stock}, QAdam": Way(stock, _nothing, "QAdam"),
         f"{stock}, fp16 hook": Way(stock, _torch_hook(default_hooks.fp16_compress_hook)),
         f"{stock}, bf16 hook": Way(stock, _torch_hook(default_hooks.bf16_compress_hook)),
         f"{stock}, PowerSGD hook": Way(stock, _power_sgd),
@@ -88,22 +97,23 @@ def ways(stock: str) -> dict[str, Way]:
         "bytegrad": Way("bagua", _ours("bytegrad")),
         "decentralized": Way("bagua", _ours("decentralized")),
         "low_precision_decentralized": Way("bagua", _ours("low_precision_decentralized")),
-        "qadam": Way("bagua", _ours("qadam"), is_qadam=True),
+        "qadam": Way("bagua", _ours("qadam"), "QAdam"),
         "async": Way("bagua", _ours("async", sync_interval_ms=200, warmup_steps=0)),
         "no communication": Way(stock, _nothing),
     }
 
 
 class LocalHook:
-    """Leaves every bucket as it is, and notes when the first one of a step was ready."""
+    """Leaves every bucket as it is, and notes when each was ready, with its bytes."""
 
     def __init__(self) -> None:
         self.begin = 0.0
-        self.leads: list[float] = []
+        self.steps: list[list[tuple[float, int]]] = []
 
     def reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self.leads.append(time.perf_counter() - self.begin)
+            self.steps.append([])
+        self.steps[-1].append((time.perf_counter() - self.begin, bucket.buffer().nbytes))
         devices = [bucket.buffer().device] if bucket.buffer().is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         future.set_result(bucket.buffer())
@@ -120,12 +130,11 @@ class Contender:
         self._device = torch.device(device)
         self.name = name
         self.parameters = sum(p.numel() for p in network.parameters())
+        # As finely as our hooks cut them between hosts, to see when the line could begin.
+        layout = {"bucket_cap_mb": 4} if name == "no communication" else {}
         # What is compared is the way of the gradients, not DDP's broadcast before every forward.
-        self.ddp = DistributedDataParallel(network, process_group=group, broadcast_buffers=False)
-        if way.is_qadam:
-            self.optimizer: Any = bagua.QAdamOptimizer(network.parameters(), lr=1e-6, warmup_steps=2)
-        else:
-            self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-6)
+        self.ddp = DistributedDataParallel(network, process_group=group, broadcast_buffers=False, **layout)
+        self.optimizer: Any = OPTIMIZERS[way.optimizer](network.parameters())
         self.handle: Any = None
         self.local = LocalHook()
         if name == "no communication":
@@ -133,6 +142,7 @@ class Contender:
         else:
             self.handle = way.register(self.ddp, self.optimizer)
         self.times: list[float] = []
+        self.optimizer_times: list[float] = []
         self.counted_steps = 0
         self.counted_bytes = 0.0
 
@@ -144,9 +154,12 @@ class Contender:
         begin = self.local.begin = time.perf_counter()
         self.optimizer.zero_grad()
         self.ddp(x).square().mean().backward()
+        backward = time.perf_counter()
         self.optimizer.step()
         self._settle()
-        return time.perf_counter() - begin
+        end = time.perf_counter()
+        self.optimizer_times.append(end - backward)
+        return end - begin
 
     def _settle(self) -> None:
         # Of this stream alone. A rank that waited for all streams would wait for a background round which another rank

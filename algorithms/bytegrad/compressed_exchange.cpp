@@ -217,29 +217,43 @@ class PipelinedExchange {
     return true;
   }
 
-  // Returns the sum of all copies of our chunk, divided.
-  [[nodiscard]] at::Tensor reduce(float divisor) {
+  // The sum of all copies of our chunk, divided.
+  struct Sum {
+    at::Tensor values;
+    minmax_uint8::Range<double> range = minmax_uint8::emptyRange<double>();
+  };
+
+  [[nodiscard]] Sum reduce(float divisor) {
+    const int ownHost = lanes_.ownHost();
     at::Tensor sent = newSlots();
-    {
-      const Stage stage(seconds_, "compress");
+    const auto forEachOther = [&](const auto& visit) {
       for (int host = 0; host < hosts_; ++host) {
         at::Tensor slot = sent[host];
-        minmax_uint8::startChunk(chunk(host), slot);
+        if (host != ownHost) visit(chunk(host), slot);
       }
+    };
+    {
+      const Stage stage(seconds_, "compress");
+      forEachOther([](const at::Tensor& values, at::Tensor& slot) { minmax_uint8::startChunk(values, slot); });
     }
     const auto compress = [&](int64_t begin, int64_t end) {
       const Stage stage(seconds_, "compress");
-      for (int host = 0; host < hosts_; ++host) {
-        at::Tensor slot = sent[host];
-        const at::Tensor values = chunk(host);
+      forEachOther([&](const at::Tensor& values, at::Tensor& slot) {
         minmax_uint8::compressPiece(values, pieceOf(begin, end, values), slot);
-      }
+      });
     };
+    const at::Tensor own = chunk(ownHost);
     at::Tensor received = newSlots();
-    at::Tensor sum = at::empty_like(chunk(lanes_.ownHost()));
+    at::Tensor ownSlot = received[ownHost];
+    Sum sum{.values = at::empty_like(own)};
+    // Our own copy is coded only here, when the line is busy.
     const auto add = [&](int64_t begin, int64_t end) {
       const Stage stage(seconds_, "reduce");
-      minmax_uint8::reducePiece(received.view({-1}), hosts_, pieceOf(begin, end, sum), divisor, sum);
+      const auto piece = pieceOf(begin, end, own);
+      if (begin == 0) minmax_uint8::startChunk(own, ownSlot);
+      minmax_uint8::compressPiece(own, piece, ownSlot);
+      const auto range = minmax_uint8::reducePiece(received.view({-1}), hosts_, piece, divisor, sum.values);
+      sum.range = minmax_uint8::merge(sum.range, range);
     };
     const Elapsed exchange(seconds_, "exchange", {"compress", "reduce"});
     at::Tensor receivedBytes = received.view({-1});
@@ -249,17 +263,17 @@ class PipelinedExchange {
   }
 
   // The owners of all chunks tell each other what has become of them.
-  void spread(const at::Tensor& sum) {
+  void spread(const Sum& sum) {
     const bool isToAll = hosts_ == communicator_.size();
     at::Tensor sent = at::empty({isToAll ? 1 : hosts_, slotBytes_}, values_.options().dtype(at::kByte));
     at::Tensor own = sent[0];
     {
       const Stage stage(seconds_, "reduce");
-      minmax_uint8::startChunk(sum, own);
+      minmax_uint8::startChunk(sum.values, sum.range, own);
     }
     const auto compress = [&](int64_t begin, int64_t end) {
       const Stage stage(seconds_, "reduce");
-      minmax_uint8::compressPiece(sum, pieceOf(begin, end, sum), own);
+      minmax_uint8::compressPiece(sum.values, pieceOf(begin, end, sum.values), own);
       for (int64_t copy = 1; copy < sent.size(0); ++copy) {
         sent[copy].narrow(0, begin, end - begin).copy_(own.narrow(0, begin, end - begin));
       }
@@ -269,7 +283,8 @@ class PipelinedExchange {
       const Stage stage(seconds_, "decompress");
       for (int host = 0; host < hosts_; ++host) {
         at::Tensor values = chunk(host);
-        minmax_uint8::decompressPiece(received[host], pieceOf(begin, end, values), values);
+        const at::Tensor& packed = host == lanes_.ownHost() ? own : received[host];
+        minmax_uint8::decompressPiece(packed, pieceOf(begin, end, values), values);
       }
     };
     const Elapsed gather(seconds_, "gather", {"reduce", "decompress"});

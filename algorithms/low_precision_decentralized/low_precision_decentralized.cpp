@@ -36,11 +36,17 @@ class LowPrecisionDecentralized final : public Algorithm {
   void afterStep(StepContext& context) override {
     prepare(context);
     if (step_++ % interval_ != 0 || context.size() == 1) return;
-    const std::vector<at::Tensor> weights = packAll(buckets_);
+    // One bucket is copied while others travel.
+    std::vector<at::Tensor> weights;
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    for (size_t i = 0; i < buckets_.size(); ++i) works.push_back(submitStep(weights[i], i, context));
-    for (const auto& work : works) work->wait(kNoTimeout);
-    unpackAll(buckets_, weights);
+    for (size_t i = 0; i < buckets_.size(); ++i) {
+      weights.push_back(buckets_[i].pack());
+      works.push_back(submitStep(weights[i], i, context));
+    }
+    for (size_t i = 0; i < buckets_.size(); ++i) {
+      works[i]->wait(kNoTimeout);
+      buckets_[i].unpack(weights[i]);
+    }
     context.countRound();
   }
 
@@ -61,10 +67,11 @@ class LowPrecisionDecentralized final : public Algorithm {
     if (state.size() > 1) {
       const auto buckets = bucketsOf(context);
       for (size_t i = 0; i < buckets.size(); ++i) {
-        const at::Tensor like = buckets[i].pack().narrow(
-            0, 0, RingExchange(*topology_, context.rank(), buckets[i].numel()).ownLength(context.rank()));
+        const RingExchange ring(*topology_, context.rank(), buckets[i].numel());
+        const at::Tensor like = buckets[i].pack().narrow(0, 0, ring.ownLength(context.rank()));
         RingReplicas& replica = replicas.emplace_back();
         for (const auto& [name, member] : kReplicas) replica.*member = tensorOf(state, name + std::to_string(i), like);
+        if (ring.hasOneNeighbour()) replica.right = replica.left;
       }
     }
     // None in a checkpoint from before the first step: they start then.
@@ -108,13 +115,13 @@ class LowPrecisionDecentralized final : public Algorithm {
 
   c10::intrusive_ptr<c10d::Work> submitStep(const at::Tensor& weights, size_t bucket, StepContext& context) {
     if (!isRing()) {
-      return context.submit("bagua:average_weights", {weights}, StepContext::Wait::kNow,
+      return context.submit("bagua:average_weights", {weights}, StepContext::Wait::kNowInAnyOrder,
                             [flat = weights](Communicator& communicator, StageSeconds& seconds) mutable {
                               const Stage stage(seconds, "allreduce");
                               communicator.allReduce(flat, c10d::ReduceOp::AVG);
                             });
     }
-    return context.submit("bagua:exchange_differences", {weights}, StepContext::Wait::kNow,
+    return context.submit("bagua:exchange_differences", {weights}, StepContext::Wait::kNowInAnyOrder,
                           [flat = weights, replicas = replicas_[bucket], topology = *topology_](
                               Communicator& communicator, StageSeconds& seconds) mutable {
                             const RingExchange ring(topology, communicator.rank(), flat.numel());

@@ -32,6 +32,8 @@ void addDecoded(const at::Tensor& weights, const at::Tensor& packed) {
   weights.add_(difference);
 }
 
+bool areOne(const RingReplicas& replicas) { return replicas.left.const_data_ptr() == replicas.right.const_data_ptr(); }
+
 }  // namespace
 
 void RingExchange::enterHost(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const {
@@ -94,7 +96,8 @@ RingReplicas RingExchange::start(at::Tensor& flat, StageSeconds& seconds, Commun
     left.push_back(lane.front());
     right.push_back(lane.back());
   }
-  return {own, at::cat(left), at::cat(right)};
+  const at::Tensor leftReplica = at::cat(left);
+  return {own, leftReplica, hasOneNeighbour() ? leftReplica : at::cat(right)};
 }
 
 at::Tensor RingExchange::differenceOf(const at::Tensor& own, const RingReplicas& replicas) {
@@ -147,7 +150,7 @@ void RingExchange::exchangeWhole(const at::Tensor& difference, const at::Tensor&
   for (size_t lane = 0; lane < packed.size(); ++lane) {
     addDecoded(self[lane], packed[lane]);
     addDecoded(left[lane], received[lane].front());
-    addDecoded(right[lane], received[lane].back());
+    if (!areOne(replicas)) addDecoded(right[lane], received[lane].back());
   }
   own.copy_(replicas.self);
 }
@@ -195,7 +198,7 @@ void RingExchange::exchangeInPieces(at::Tensor& difference, const at::Tensor& ow
       };
       add(replicas.self, packed);
       add(replicas.left, left);
-      add(replicas.right, right);
+      if (!areOne(replicas)) add(replicas.right, right);
       within(own).copy_(within(replicas.self));
     });
   };

@@ -12,7 +12,8 @@
 namespace bagua {
 
 // What a participant of the ring remembers of one bucket of weights: its own as of the last exchange and its
-// neighbours', of which it holds the same bits as they do. Flat tensors of the lanes that this rank owns.
+// neighbours', of which it holds the same bits as they do. Flat tensors of the lanes that this rank owns. Between two
+// participants `left` and `right` are the same, and may be one tensor.
 struct RingReplicas {
   at::Tensor self;
   at::Tensor left;
@@ -27,6 +28,7 @@ class RingExchange {
 
   // Elements in the replicas of this rank.
   [[nodiscard]] int64_t ownLength(int rank) const { return lanes_.ownLength(rank); }
+  [[nodiscard]] bool hasOneNeighbour() const { return neighbours().size() == 1; }
   // Views of the lanes that `rank` owns, from replicas of the whole.
   [[nodiscard]] RingReplicas ownPartOf(const RingReplicas& whole, int rank) const;
   // Sets the replicas from weights in full precision: the mean over the host of `flat`, and what the neighbours have.

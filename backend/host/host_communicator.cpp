@@ -542,11 +542,11 @@ void HostCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, con
 
 void HostCommunicator::allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline) {
   connect();
-  if (sharedMemory_ || hosts_->maxRanksPerHost() > 1) {
+  if (size() == 1 || sharedMemory_ || hosts_->maxRanksPerHost() > 1) {
     return Communicator::allGatherInPieces(output, input, pipeline);
   }
   Exchanges exchanges;
-  for (int step = 0; step < size(); ++step) {
+  for (int step = 1; step < size(); ++step) {
     const int peer = (rank() + step) % size();
     exchanges.push_back({peer, input, output.narrow(0, peer * input.numel(), input.numel())});
   }
@@ -555,6 +555,7 @@ void HostCommunicator::allGatherInPieces(at::Tensor& output, const at::Tensor& i
 
 void HostCommunicator::allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                                         const Splits& inputSplits, const Pipeline& pipeline) {
+  if (size() == 1) return Communicator::allToAllInPieces(output, input, outputSplits, inputSplits, pipeline);
   connect();
   const auto sent = partsOf(input, inputSplits, size());
   const auto received = partsOf(output, outputSplits, size());
@@ -565,7 +566,7 @@ void HostCommunicator::allToAllInPieces(at::Tensor& output, const at::Tensor& in
     }
   }
   Exchanges exchanges;
-  for (int step = 0; step < size(); ++step) {
+  for (int step = 1; step < size(); ++step) {
     const int peer = (rank() + step) % size();
     exchanges.push_back({peer, sent[peer], received[peer]});
   }

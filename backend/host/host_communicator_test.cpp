@@ -233,6 +233,7 @@ TEST_P(HostCommunicatorOf, PiecesAreMadeBeforeTheyLeaveAndUsedAfterTheyArrive) {
       used = end;
       for (int peer = 0; peer < size(); ++peer) {
         const at::Tensor piece = received.narrow(0, peer * kBytes + begin, end - begin);
+        if (peer == communicator.rank()) continue;
         EXPECT_TRUE(piece.eq(valueOf(peer, begin)).all().item<bool>()) << "from rank " << peer << " at " << begin;
       }
     };

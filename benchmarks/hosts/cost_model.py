@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of what a training step costs between many hosts, fitted on what run.py measured. A model, not a measurement.
 
-    step = max(compute, lead + bytes / (efficiency * bandwidth)) + messages * latency + overhead
+    step = max(compute, end of the line at efficiency * bandwidth + optimizer) + messages * latency + overhead
 
-`compute` and `lead` (until the first bucket is ready) are measured without communication. `bytes` and `messages` per
-rank follow from the algorithm and the number of hosts; `efficiency` and `overhead` of each way are fitted by least
-squares to the networks of two hosts with a limited line. The `latency` of a message is assumed: emulated hosts that
-share two cores tell nothing of it.
+`compute`, the optimizer's part of it and when each bucket is ready are measured without communication. `bytes` and
+`messages` per rank follow from the algorithm and the number of hosts; `efficiency` and `overhead` of each way are
+fitted by least squares to the networks of two hosts with a limited line. The `latency` of a message is assumed:
+emulated hosts that share two cores tell nothing of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from run import Measurement, Network
+from run import Measurement, Network, line_end
 
 # Bytes per parameter and messages per bucket that a rank sends among n hosts.
 TRAFFIC: dict[str, Callable[[int], tuple[float, float]]] = {
@@ -43,11 +43,14 @@ class Fit:
     # Root mean square of (model / measurement - 1).
     error: float
 
-    def step(self, compute: float, lead: float, parameters: int, hosts: int, bits_per_second: float) -> float:
-        """Return the seconds of a step."""
+    def step(self, local: Measurement, parameters: int, hosts: int, bits_per_second: float) -> float:
+        """Return the seconds of a step that takes those of `local` without communication."""
         per_parameter, messages = TRAFFIC[self.way](hosts)
         wire = per_parameter * parameters * 8 / (self.efficiency * bits_per_second)
-        busy = compute + wire if self.way in AFTER_THE_STEP else max(compute, lead + wire)
+        if self.way in AFTER_THE_STEP:
+            busy = local.median + wire
+        else:
+            busy = max(local.median, line_end(local.ready, wire) + statistics.median(local.optimizer_times))
         return busy + messages * BUCKETS * LATENCY + self.overhead
 
 
@@ -56,8 +59,7 @@ class Sample:
     """One measured median and what the model has to know of it."""
 
     network: Network
-    compute: float
-    lead: float
+    local: Measurement
     parameters: int
     seconds: float
 
@@ -71,8 +73,7 @@ def samples_of(way: str, runs: list[tuple[Network, list[Measurement]]]) -> list[
             continue
         local, gloo = by_way["no communication"], by_way["gloo"]
         parameters = round(gloo.bytes_between_hosts / TRAFFIC["gloo"](network.hosts)[0])
-        lead = statistics.median(local.leads)
-        samples.append(Sample(network, local.median, lead, parameters, by_way[way].median))
+        samples.append(Sample(network, local, parameters, by_way[way].median))
     return samples
 
 
@@ -82,9 +83,7 @@ def fit(way: str, runs: list[tuple[Network, list[Measurement]]]) -> Fit:
     best: Fit | None = None
     for efficiency in np.arange(0.6, 1.001, 0.02):
         bare = Fit(way, float(efficiency), 0.0, 0.0)
-        modelled = [
-            bare.step(s.compute, s.lead, s.parameters, s.network.hosts, s.network.bits_per_second) for s in samples
-        ]
+        modelled = [bare.step(s.local, s.parameters, s.network.hosts, s.network.bits_per_second) for s in samples]
         weights = [1 / s.seconds for s in samples]
         residuals = [s.seconds - m for s, m in zip(samples, modelled, strict=True)]
         overhead = max(0.0, float(np.average(residuals, weights=weights)))

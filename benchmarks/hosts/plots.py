@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from run import Measurement, Network
 COLOURS = {
     "no communication": "#888888",
     "gloo": "#b8c4ce",
+    "gloo, Adam": "#d9c9e3",
     "gloo, fp16 hook": "#7a8b99",
     "gloo, bf16 hook": "#55636e",
     "gradient_allreduce": "#e8a33d",
@@ -26,6 +26,8 @@ COLOURS = {
     "decentralized": "#4a90c2",
     "async": "#a0522d",
 }
+# Of the model's figure.
+RATE = 1e9
 Runs = list[tuple[Network, list[Measurement]]]
 
 
@@ -72,9 +74,8 @@ def draw_model(runs: Runs, path: Path) -> list[str]:
     for way in TRAFFIC:
         samples = [s for s in samples_of(way, runs) if s.network.model == "convolutional"]
         fitted = fit(way, runs)
-        compute = statistics.median(s.compute for s in samples)
-        lead = statistics.median(s.lead for s in samples)
-        times = [1e3 * fitted.step(compute, lead, samples[0].parameters, n, 1e9) for n in hosts]
+        sample = next(s for s in samples if s.network.bits_per_second == RATE)
+        times = [1e3 * fitted.step(sample.local, sample.parameters, n, RATE) for n in hosts]
         axes.plot(hosts, times, marker="o", label=way, color=COLOURS[way])
         lines.append(
             f"{way:<30} efficiency {fitted.efficiency:.2f}  overhead {1e3 * fitted.overhead:5.1f} ms  "

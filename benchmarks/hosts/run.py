@@ -29,6 +29,7 @@ RESULTS = HERE.parent / "results"
 WAYS = [
     "no communication",
     "gloo",
+    "gloo, Adam",
     "gloo, fp16 hook",
     "gloo, bf16 hook",
     "gradient_allreduce",
@@ -41,6 +42,15 @@ WAYS = [
 # Algorithms that exchange weights once the step is done, or beside forward and backward.
 AFTER_THE_STEP = ("low_precision_decentralized",)
 BESIDE_THE_STEP = ("decentralized",)
+# Bytes of Ethernet, IP and TCP that carry one of payload.
+WITH_HEADERS = 1514 / 1448
+# Has glibc keep the gradients' memory, which it otherwise gives back and takes anew every step in some processes and in
+# others not: 26 ms of page faults or 3.
+STEADY_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 # torch's hook talks from callbacks, which crashes or hangs on Gloo: by itself, and once.
 FRAGILE = "gloo, PowerSGD hook"
 
@@ -67,7 +77,9 @@ class Measurement:
     way: str
     times: list[float]
     bytes_between_hosts: float
-    leads: list[float] = field(default_factory=list)
+    optimizer_times: list[float]
+    # Of "no communication": for each step, when each bucket was ready and its bytes.
+    ready: list[list[tuple[float, int]]] = field(default_factory=list)
     limit: float | None = None
 
     @property
@@ -93,7 +105,8 @@ def run_on_hosts(
             torchrun = ["-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={ranks_per_host}"]
             meeting = [f"--node-rank={index}", f"--master-addr={made[0].address}", "--master-port=29517"]
             command = host.command([sys.executable, *torchrun, *meeting, str(HERE / script[0]), *script[1:]])
-            environment = {**host.environment(), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            environment = {**host.environment(), **STEADY_ALLOCATOR, "OMP_NUM_THREADS": "1"}
+            environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
             commands.append(Command(command, environment))
         return lines_of_the_first(commands, limit)
 
@@ -105,23 +118,39 @@ def measure(network: Network, ways: list[str], seconds: float, limit: float = 90
     return [Measurement(**line) for line in lines]
 
 
+def line_end(ready: list[list[tuple[float, int]]], wire: float) -> float:
+    """Return when a line that needs `wire` seconds for all buckets could be done with them, in the median step.
+
+    It sends a bucket when that is ready and those before it are through.
+    """
+    ends = []
+    for buckets in ready:
+        total = sum(size for _, size in buckets)
+        end = 0.0
+        for time, size in buckets:
+            end = max(end, time) + wire * size / total
+        ends.append(end)
+    return statistics.median(ends)
+
+
 def add_limits(network: Network, measurements: list[Measurement]) -> None:
     """Fill in how long a step would take if nothing but computing and the line took time.
 
-    The line can begin when the first bucket is ready; all ranks of a host share it.
+    All ranks of a host share its line, which carries headers too. The optimizer's step follows when the last bucket has
+    arrived.
     """
     local = next((m for m in measurements if m.way == "no communication"), None)
     if local is None or not network.bits_per_second:
         return
-    lead = statistics.median(local.leads)
+    backward = local.median - statistics.median(local.optimizer_times)
     for m in measurements:
-        wire = m.bytes_between_hosts * network.ranks_per_host * 8 / network.bits_per_second
+        wire = WITH_HEADERS * m.bytes_between_hosts * network.ranks_per_host * 8 / network.bits_per_second
         if m.way in AFTER_THE_STEP:
             m.limit = local.median + wire
         elif m.way in BESIDE_THE_STEP:
             m.limit = max(local.median, wire)
         elif m.way not in ("async", "no communication"):
-            m.limit = max(local.median, lead + wire)
+            m.limit = max(backward, line_end(local.ready, wire)) + statistics.median(m.optimizer_times)
 
 
 def table(measurements: list[Measurement]) -> str:

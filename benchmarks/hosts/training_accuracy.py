@@ -37,9 +37,9 @@ def main() -> None:
     torch.manual_seed(0)
     network = residual_network()
     model = DistributedDataParallel(network)
-    highest = 0.006 if chosen.is_qadam else 0.2
+    highest = 0.006 if chosen.optimizer == "QAdam" else 0.2
     optimizer: torch.optim.Optimizer
-    if chosen.is_qadam:
+    if chosen.optimizer == "QAdam":
         optimizer = bagua.QAdamOptimizer(network.parameters(), lr=highest, warmup_steps=50)
     else:
         optimizer = torch.optim.SGD(network.parameters(), lr=highest, momentum=0.9, weight_decay=5e-4, nesterov=True)

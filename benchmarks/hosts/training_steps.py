@@ -19,7 +19,7 @@ from contenders import MODELS, Contender, measure
 
 MOST_STEPS = 6
 # Bytes of a parameter as these send it, twice (n - 1) / n times; the others count for themselves.
-STOCK_BYTES = {"gloo": 4, "gloo, fp16 hook": 2, "gloo, bf16 hook": 2}
+STOCK_BYTES = {"gloo": 4, "gloo, Adam": 4, "gloo, fp16 hook": 2, "gloo, bf16 hook": 2}
 
 
 def bytes_per_step(contender: Contender, hosts: int) -> float:
@@ -41,7 +41,8 @@ def main() -> None:
                 "way": contender.name,
                 "times": contender.times,
                 "bytes_between_hosts": bytes_per_step(contender, int(hosts)),
-                "leads": contender.local.leads,
+                "optimizer_times": contender.optimizer_times,
+                "ready": contender.local.steps,
             }
             print(json.dumps(result), flush=True)
     dist.barrier()

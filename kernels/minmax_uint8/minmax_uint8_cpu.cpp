@@ -53,19 +53,23 @@ void forBlocks(int64_t count, const F& f) {
                    [&](int64_t first, int64_t last) { f(first * kBlock, std::min(last * kBlock, count)); });
 }
 
-// Writes the header and the padding of a chunk; rangeOf(begin, end) may make the elements while it looks at them.
-template <class Element, class RangeOf>
-Grid<typename ElementLoops<Element>::T> writeFrame(int64_t count, int64_t packedStride, uint8_t* packed,
-                                                   const RangeOf& rangeOf) {
-  using T = ElementLoops<Element>::T;
+// rangeOf(begin, end) may make the elements while it looks at them.
+template <class T, class RangeOf>
+Range<T> rangeOfBlocks(int64_t count, const RangeOf& rangeOf) {
   const int64_t blocks = (count + kBlock - 1) / kBlock;
-  const Range<T> all = at::parallel_reduce(
+  return at::parallel_reduce(
       0, blocks, 1, emptyRange<T>(),
       [&](int64_t first, int64_t last, Range<T> range) {
         return merge(range, rangeOf(first * kBlock, std::min(last * kBlock, count)));
       },
       [](Range<T> a, Range<T> b) { return merge(a, b); });
-  const Range<T> header = headerRange(all, count);
+}
+
+// The header and the padding of a chunk with elements of this range.
+template <class Element>
+Grid<typename ElementLoops<Element>::T> writeFrame(Range<typename ElementLoops<Element>::T> range, int64_t count,
+                                                   int64_t packedStride, uint8_t* packed) {
+  const auto header = headerRange(range, count);
   writeHeader<Element>(header, packed);
   clearPadding(packed + kHeaderBytes, count, packedStride);
   return makeGrid<Element>(header);
@@ -74,7 +78,8 @@ Grid<typename ElementLoops<Element>::T> writeFrame(int64_t count, int64_t packed
 template <class Element, class RangeOf>
 void compressChunk(const ElementLoops<Element>& loops, const Element* x, int64_t count, int64_t packedStride,
                    uint8_t* packed, const RangeOf& rangeOf) {
-  const auto grid = writeFrame<Element>(count, packedStride, packed, rangeOf);
+  using T = ElementLoops<Element>::T;
+  const auto grid = writeFrame<Element>(rangeOfBlocks<T>(count, rangeOf), count, packedStride, packed);
   uint8_t* codes = packed + kHeaderBytes;
   const bool bypassCache = bypassesCache<Element>(count);
   forBlocks(count, [&](int64_t begin, int64_t end) {
@@ -101,6 +106,24 @@ std::vector<Grid<typename ElementLoops<Element>::T>> gridsOf(const Received& rec
     grids.push_back(makeGrid<Element>(readHeader<Element>(received.packed + copy * packedStride)));
   }
   return grids;
+}
+
+// Adds elements [begin, end) of the copies and returns the range of the result, a block at a time.
+template <class Element>
+Range<typename ElementLoops<Element>::T> reduceBlocks(const ElementLoops<Element>& loops, const Received& received,
+                                                      int64_t packedStride,
+                                                      const Grid<typename ElementLoops<Element>::T>* grids,
+                                                      int64_t begin, int64_t end, Element* sum) {
+  using T = ElementLoops<Element>::T;
+  Range<T> range = emptyRange<T>();
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = std::min(kBlock, end - first);
+    const ReduceSource<T> source = {received.packed + kHeaderBytes + first, packedStride, received.copies, grids,
+                                    static_cast<T>(received.divisor)};
+    loops.reduce(source, sum + first, count);
+    range = merge(range, loops.range(sum + first, count));
+  }
+  return range;
 }
 
 // Chunks go to threads whole, which keeps a small one in that thread's cache, unless there are too few to share out.
@@ -162,28 +185,25 @@ void decompress(const Loops& loops, const uint8_t* packed, const Layout& layout,
 template <class Element>
 void reduceAndCompress(const Loops& loops, const Received& received, const Layout& layout, Element* sum,
                        uint8_t* packed) {
-  using T = ElementLoops<Element>::T;
   const ElementLoops<Element>& elementLoops = loops.of<Element>();
   const auto grids = gridsOf<Element>(received, layout.packedStride());
-  const auto reduceRange = [&](int64_t begin, int64_t end) {
-    Range<T> range = emptyRange<T>();
-    for (int64_t first = begin; first < end; first += kBlock) {
-      const int64_t count = std::min(kBlock, end - first);
-      const ReduceSource<T> source = {received.packed + kHeaderBytes + first, layout.packedStride(), received.copies,
-                                      grids.data(), static_cast<T>(received.divisor)};
-      elementLoops.reduce(source, sum + first, count);
-      range = merge(range, elementLoops.range(sum + first, count));
-    }
-    return range;
-  };
-  compressChunk(elementLoops, sum, layout.length, layout.packedStride(), packed, reduceRange);
+  compressChunk(elementLoops, sum, layout.length, layout.packedStride(), packed, [&](int64_t begin, int64_t end) {
+    return reduceBlocks(elementLoops, received, layout.packedStride(), grids.data(), begin, end, sum);
+  });
 }
 
 template <class Element>
 void startChunk(const Loops& loops, const Element* x, int64_t count, uint8_t* packed, int64_t packedStride) {
+  using T = ElementLoops<Element>::T;
   const ElementLoops<Element>& elementLoops = loops.of<Element>();
-  writeFrame<Element>(count, packedStride, packed,
-                      [&](int64_t begin, int64_t end) { return elementLoops.range(x + begin, end - begin); });
+  const auto rangeOf = [&](int64_t begin, int64_t end) { return elementLoops.range(x + begin, end - begin); };
+  writeFrame<Element>(rangeOfBlocks<T>(count, rangeOf), count, packedStride, packed);
+}
+
+template <class Element>
+void startChunk(const Range<double>& range, int64_t count, uint8_t* packed, int64_t packedStride) {
+  using T = ElementLoops<Element>::T;
+  writeFrame<Element>({static_cast<T>(range.low), static_cast<T>(range.high)}, count, packedStride, packed);
 }
 
 template <class Element>
@@ -207,15 +227,16 @@ void decompressPiece(const Loops& loops, const uint8_t* packed, const Piece& pie
 }
 
 template <class Element>
-void reducePiece(const Loops& loops, const Received& received, int64_t packedStride, const Piece& piece, Element* sum) {
+Range<double> reducePiece(const Loops& loops, const Received& received, int64_t packedStride, const Piece& piece,
+                          Element* sum) {
   using T = ElementLoops<Element>::T;
   const ElementLoops<Element>& elementLoops = loops.of<Element>();
   const auto grids = gridsOf<Element>(received, packedStride);
-  forBlocks(piece.end - piece.begin, [&](int64_t begin, int64_t end) {
-    const ReduceSource<T> source = {received.packed + kHeaderBytes + piece.begin + begin, packedStride, received.copies,
-                                    grids.data(), static_cast<T>(received.divisor)};
-    elementLoops.reduce(source, sum + piece.begin + begin, end - begin);
+  const Range<T> range = rangeOfBlocks<T>(piece.end - piece.begin, [&](int64_t begin, int64_t end) {
+    return reduceBlocks(elementLoops, received, packedStride, grids.data(), piece.begin + begin, piece.begin + end,
+                        sum);
   });
+  return {range.low, range.high};
 }
 
 // NOLINTBEGIN(bugprone-macro-parentheses): the argument is a type.
@@ -224,9 +245,10 @@ void reducePiece(const Loops& loops, const Received& received, int64_t packedStr
   template void decompress<Element>(const Loops&, const uint8_t*, const Layout&, Element*);                   \
   template void reduceAndCompress<Element>(const Loops&, const Received&, const Layout&, Element*, uint8_t*); \
   template void startChunk<Element>(const Loops&, const Element*, int64_t, uint8_t*, int64_t);                \
+  template void startChunk<Element>(const Range<double>&, int64_t, uint8_t*, int64_t);                        \
   template void compressPiece<Element>(const Loops&, const Element*, const Piece&, uint8_t*);                 \
   template void decompressPiece<Element>(const Loops&, const uint8_t*, const Piece&, Element*);               \
-  template void reducePiece<Element>(const Loops&, const Received&, int64_t, const Piece&, Element*);
+  template Range<double> reducePiece<Element>(const Loops&, const Received&, int64_t, const Piece&, Element*);
 // NOLINTEND(bugprone-macro-parentheses)
 BAGUA_INSTANTIATE(float)
 BAGUA_INSTANTIATE(double)

@@ -81,6 +81,10 @@ void reduceAndCompress(const Loops& loops, const Received& received, const Layou
 template <class Element>
 void startChunk(const Loops& loops, const Element* x, int64_t count, uint8_t* packed, int64_t packedStride);
 
+// The range of values of Element is exact in double.
+template <class Element>
+void startChunk(const Range<double>& range, int64_t count, uint8_t* packed, int64_t packedStride);
+
 template <class Element>
 void compressPiece(const Loops& loops, const Element* x, const Piece& piece, uint8_t* packed);
 
@@ -88,6 +92,7 @@ template <class Element>
 void decompressPiece(const Loops& loops, const uint8_t* packed, const Piece& piece, Element* x);
 
 template <class Element>
-void reducePiece(const Loops& loops, const Received& received, int64_t packedStride, const Piece& piece, Element* sum);
+Range<double> reducePiece(const Loops& loops, const Received& received, int64_t packedStride, const Piece& piece,
+                          Element* sum);
 
 }  // namespace bagua::minmax_uint8::cpu

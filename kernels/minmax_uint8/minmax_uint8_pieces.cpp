@@ -40,6 +40,14 @@ void startChunk(const at::Tensor& values, at::Tensor& packed) {
   });
 }
 
+void startChunk(const at::Tensor& values, const Range<double>& range, at::Tensor& packed) {
+  check(values, {0, values.numel()}, packed);
+  withElement(values.scalar_type(), "of pieces", [&](auto element) {
+    using Element = decltype(element);
+    cpu::startChunk<Element>(range, values.numel(), packed.mutable_data_ptr<uint8_t>(), packed.numel());
+  });
+}
+
 void compressPiece(const at::Tensor& values, const Piece& piece, at::Tensor& packed) {
   check(values, piece, packed);
   withElement(values.scalar_type(), "of pieces", [&](auto element) {
@@ -58,20 +66,23 @@ void decompressPiece(const at::Tensor& packed, const Piece& piece, at::Tensor& v
   });
 }
 
-void reducePiece(const at::Tensor& received, int64_t copies, const Piece& piece, float divisor, at::Tensor& sum) {
+Range<double> reducePiece(const at::Tensor& received, int64_t copies, const Piece& piece, float divisor,
+                          at::Tensor& sum) {
   TORCH_CHECK_VALUE(copies > 0 && received.numel() % copies == 0, "minmax_uint8: ", received.numel(),
                     " bytes do not hold ", copies, " chunks");
   const int64_t stride = received.numel() / copies;
   check(sum, piece, received.narrow(0, 0, stride));
   // A piece past the end of a short chunk begins at that end.
-  if (piece.begin == piece.end) return;
+  auto range = emptyRange<double>();
+  if (piece.begin == piece.end) return range;
   TORCH_CHECK_VALUE(piece.begin % kAlignment == 0, "minmax_uint8: a piece of a reduction begins at a multiple of ",
                     kAlignment, ", got ", piece.begin);
   withElement(sum.scalar_type(), "of pieces", [&](auto element) {
     using Element = decltype(element);
-    cpu::reducePiece(cpu::bestLoops(), {received.const_data_ptr<uint8_t>(), copies, divisor}, stride, piece,
-                     static_cast<Element*>(sum.mutable_data_ptr()));
+    range = cpu::reducePiece(cpu::bestLoops(), {received.const_data_ptr<uint8_t>(), copies, divisor}, stride, piece,
+                             static_cast<Element*>(sum.mutable_data_ptr()));
   });
+  return range;
 }
 
 }  // namespace bagua::minmax_uint8

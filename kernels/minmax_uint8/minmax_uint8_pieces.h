@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "kernels/minmax_uint8/minmax_uint8_kernels.h"
+
 // One chunk of the MinMaxUInt8 codec on the CPU, coded and decoded piece by piece while other pieces travel. The bytes
 // and values are those of minmax_uint8.h. `packed` has packedChunkBytes(strideLength) bytes, strideLength at least
 // the number of values; values are contiguous float, double, half or bfloat16.
@@ -19,12 +21,15 @@ Piece pieceIn(int64_t beginByte, int64_t endByte, int64_t length);
 
 // Everything of a packed chunk but the codes: the range of `values`, and zeros after them.
 void startChunk(const at::Tensor& values, at::Tensor& packed);
+// The same where the range is known: what reducePiece() returned for the pieces of `values`, merged.
+void startChunk(const at::Tensor& values, const Range<double>& range, at::Tensor& packed);
 // The codes of a piece, in a chunk that was started.
 void compressPiece(const at::Tensor& values, const Piece& piece, at::Tensor& packed);
 // `packed` holds the header and the codes of this piece at least.
 void decompressPiece(const at::Tensor& packed, const Piece& piece, at::Tensor& values);
 // `received`: `copies` packed chunks one after another. A piece of their sum divided by `divisor`, into `sum`. Pieces
-// begin at multiples of 32.
-void reducePiece(const at::Tensor& received, int64_t copies, const Piece& piece, float divisor, at::Tensor& sum);
+// begin at multiples of 32. Returns the range of what it wrote, to be had while that is in a cache.
+Range<double> reducePiece(const at::Tensor& received, int64_t copies, const Piece& piece, float divisor,
+                          at::Tensor& sum);
 
 }  // namespace bagua::minmax_uint8
