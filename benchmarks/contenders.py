@@ -132,8 +132,9 @@ class Contender:
         self.parameters = sum(p.numel() for p in network.parameters())
         # As finely as our hooks cut them between hosts, to see when the line could begin.
         layout = {"bucket_cap_mb": 4} if name == "no communication" else {}
+        self.ddp = DistributedDataParallel(network, process_group=group, **layout)
         # What is compared is the way of the gradients, not DDP's broadcast before every forward.
-        self.ddp = DistributedDataParallel(network, process_group=group, broadcast_buffers=False, **layout)
+        self.ddp.broadcast_buffers = False
         self.optimizer: Any = OPTIMIZERS[way.optimizer](network.parameters())
         self.handle: Any = None
         self.local = LocalHook()
