@@ -22,8 +22,8 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build test test-gpu test-asan test-tsan test-faults fuzz soak lint format demo bench convergence docs wheel
-.PHONY: clean distclean FORCE
+.PHONY: help setup build test test-gpu test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
+.PHONY: docs wheel clean distclean FORCE
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -71,6 +71,9 @@ demo: build  ## train on Fashion-MNIST with 2 ranks: 8-bit gradients beside full
 
 bench: build  ## measure collectives and algorithms
 	@scripts/bench.sh $(VENV) $(BENCH_ARGS)
+
+bench-gpu: build  ## measure what needs a GPU, on those that there are; measures nothing and fails without one
+	@OMP_NUM_THREADS=1 $(PY) benchmarks/gpu/bench_gpu.py $(BENCH_ARGS)
 
 convergence: build  ## train with every algorithm and seed, rewrite docs/convergence.md (about 25 minutes on two cores)
 	@PYTHONPATH=examples OMP_NUM_THREADS=1 $(PY) benchmarks/convergence/run.py $(CONVERGENCE_ARGS)

@@ -101,7 +101,7 @@ class AsyncModelAverage final : public Algorithm {
     std::vector<at::Tensor> averages;
     // On the model's device: whether all ranks are in abort().
     at::Tensor isLast;
-    // When the program ended, as a count of Clock. Not a Clock::time_point: that is no atomic everywhere.
+    // When the program ended, on the CPU; as a count of Clock. Not a Clock::time_point: that is no atomic everywhere.
     std::atomic<Clock::rep> end{0};
   };
   struct Round {
@@ -155,7 +155,9 @@ class AsyncModelAverage final : public Algorithm {
         buckets_[i].add(average.to(type).sub_(round.snapshots[i]));
       }
     }
-    nextRound_ = Clock::time_point(Clock::duration(round.outcome->end)) + interval_;
+    // On CUDA the program has only enqueued: the round ends when that is seen.
+    const bool isOnHost = round.snapshots[0].is_cpu();
+    nextRound_ = (isOnHost ? Clock::time_point(Clock::duration(round.outcome->end)) : Clock::now()) + interval_;
     context.countRound();
     return isLast;
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/bytegrad/compressed_exchange.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <numeric>
@@ -101,6 +101,7 @@ class Exchange {
         minmax_uint8::compress(values, hosts_, packed);
         return;
       }
+      slots.narrow(0, row, hosts_).zero_();  // what a short chunk leaves of its slot travels too
       for (int host = 0; host < hosts_; ++host) {
         at::Tensor packed = packedChunk(slots, row + host, lane, host);
         minmax_uint8::compress(chunk(values, host), 1, packed);
@@ -155,8 +156,7 @@ class Exchange {
 
  private:
   [[nodiscard]] at::Tensor newSlots(int64_t rows) const {
-    // Zeros: what a short chunk leaves of its slot travels too.
-    return at::zeros({rows, slotBytes_}, flat_.options().dtype(at::kByte));
+    return at::empty({rows, slotBytes_}, flat_.options().dtype(at::kByte));
   }
 
   template <typename Visit>

@@ -46,6 +46,7 @@ class NcclCommunicator final : public Communicator, public OwnedTransport {
   void abort() override { handle_.abort(); }
   [[nodiscard]] std::string asyncError() override { return handle_.asyncError(); }
   void close(std::chrono::steady_clock::time_point deadline) override { handle_.close(deadline); }
+  void enterGraph() override { handle_.enterGraph(); }
   // A connection that failed has reached the transport too; it leaves the handle aborted.
   [[nodiscard]] uint64_t calls() const override { return calls_ + (handle_.isAborted() ? 1 : 0); }
 

@@ -78,32 +78,63 @@ void NcclHandle::close(Deadline deadline) {
   try {
     call("ncclCommFinalize", deadline, [this](ncclComm_t comm) { return api_.commFinalize(comm); });
   } catch (...) {
-    LOG(WARNING) << "bagua: aborting an NCCL communicator that could not be ended in order: "
-                 << messageOf(std::current_exception());
+    const std::string cause = messageOf(std::current_exception());
+    const std::string advice =
+        isInGraph() ? ". A CUDA graph that holds its calls has to be deleted before its process group is destroyed"
+                    : "";
+    LOG(WARNING) << "bagua: aborting an NCCL communicator that could not be ended in order: " << cause << advice;
     abort();
     return;
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (comm_ == nullptr) return;
-  const ncclResult_t result = api_.commDestroy(std::exchange(comm_, nullptr));
+  ncclComm_t comm = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    comm = std::exchange(comm_, nullptr);
+  }
+  if (comm == nullptr) return;
+  const ncclResult_t result = api_.commDestroy(comm);
   if (result != ncclSuccess && result != ncclInProgress) {
     LOG(WARNING) << "bagua: ncclCommDestroy: " << api_.describe(result, nullptr);
   }
 }
 
 void NcclHandle::abort() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  isAborted_ = true;
-  if (comm_ == nullptr) return;
-  const ncclResult_t result = api_.commAbort(std::exchange(comm_, nullptr));
-  if (result != ncclSuccess && result != ncclInProgress) {
-    LOG(WARNING) << "bagua: ncclCommAbort: " << api_.describe(result, nullptr);
+  ncclComm_t comm = nullptr;
+  bool isInGraph = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    isAborted_ = true;
+    comm = std::exchange(comm_, nullptr);
+    isInGraph = isInGraph_;
   }
+  if (comm == nullptr) return;
+  if (isInGraph) {
+    std::thread([&api = api_, comm] { abort(api, comm); }).detach();
+  } else {
+    abort(api_, comm);
+  }
+}
+
+void NcclHandle::abort(NcclApi& api, ncclComm_t comm) {
+  const ncclResult_t result = api.commAbort(comm);
+  if (result != ncclSuccess && result != ncclInProgress) {
+    LOG(WARNING) << "bagua: ncclCommAbort: " << api.describe(result, nullptr);
+  }
+}
+
+void NcclHandle::enterGraph() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  isInGraph_ = true;
 }
 
 bool NcclHandle::isAborted() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return isAborted_;
+}
+
+bool NcclHandle::isInGraph() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return isInGraph_;
 }
 
 std::string NcclHandle::asyncError() {

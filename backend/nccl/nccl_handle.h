@@ -31,21 +31,29 @@ class NcclHandle {
 
   // Collective. Aborts where the peers do not follow in time.
   void close(Deadline deadline);
-  // Ends the communicator and whatever it runs on the device. Final.
+  // Ends the communicator and whatever it runs on the device. Final. Other calls do not wait for it.
   void abort();
+  // Calls from now on are recorded into a CUDA graph. NCCL gives a communicator up only when all such graphs are gone,
+  // which may be never: abort() then leaves the waiting to a thread of its own.
+  void enterGraph();
   [[nodiscard]] bool isAborted() const;
   // What has gone wrong since the last call, on this rank or at a peer. Empty: nothing.
   [[nodiscard]] std::string asyncError();
 
  private:
   void finish(const char* what, ncclResult_t result, Deadline deadline);
+  [[nodiscard]] bool isInGraph() const;
+  // Nobody else can reach the communicator any more, so this may take its time.
+  static void abort(NcclApi& api, ncclComm_t comm);
   void checkOpen(const char* what) const;
 
   NcclApi& api_;
-  // Held during every NCCL call on comm_, none of which blocks: ncclCommAbort frees it.
+  // Held during every NCCL call on comm_, none of which blocks. ncclCommAbort and ncclCommDestroy do, and free it: they
+  // are called with what comm_ held before.
   mutable std::mutex mutex_;
   ncclComm_t comm_ = nullptr;
   bool isAborted_ = false;
+  bool isInGraph_ = false;
 };
 
 }  // namespace bagua

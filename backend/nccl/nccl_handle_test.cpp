@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <future>
 #include <thread>
 
 #include "backend/nccl/nccl_api_mock.h"
@@ -85,6 +86,66 @@ TEST_F(NcclHandleTest, AbortEndsACallInAnotherThread) {
   handle_->abort();
   caller.join();
   EXPECT_THAT(message, HasSubstr("the NCCL communicator has been aborted"));
+}
+
+// ncclCommAbort of a communicator returns when the last graph with its calls is gone.
+class EndlessAbort {
+ public:
+  explicit EndlessAbort(MockNcclApi& api) {
+    ON_CALL(api, commAbort).WillByDefault([this](ncclComm_t) {
+      begun_.set_value();
+      graphs_.get_future().wait();
+      ended_.set_value_at_thread_exit();  // when nothing of the mock is in use any more
+      return ncclSuccess;
+    });
+  }
+  ~EndlessAbort() {
+    graphs_.set_value();
+    ended_.get_future().wait();
+  }
+  EndlessAbort(const EndlessAbort&) = delete;
+  EndlessAbort& operator=(const EndlessAbort&) = delete;
+  void awaitBegin() { begun_.get_future().wait(); }
+
+ private:
+  std::promise<void> begun_;
+  std::promise<void> graphs_;
+  std::promise<void> ended_;
+};
+
+TEST_F(NcclHandleTest, AbortDoesNotWaitForGraphs) {
+  open();
+  handle_->enterGraph();
+  EndlessAbort endless(api_);
+  handle_->abort();
+  EXPECT_TRUE(handle_->isAborted());
+  endless.awaitBegin();
+  handle_.reset();
+}
+
+TEST_F(NcclHandleTest, CloseOfACommunicatorInAGraphEndsAtItsDeadline) {
+  open();
+  handle_->enterGraph();
+  EndlessAbort endless(api_);
+  ON_CALL(api_, commFinalize).WillByDefault(Return(ncclInProgress));
+  ON_CALL(api_, commGetAsyncError).WillByDefault(state(ncclInProgress));
+  handle_->close(soon());
+  EXPECT_TRUE(handle_->isAborted());
+  endless.awaitBegin();
+}
+
+TEST_F(NcclHandleTest, NobodyWaitsForAnAbortOfAnotherThread) {
+  open();
+  std::thread aborting;
+  {
+    EndlessAbort endless(api_);
+    aborting = std::thread([this] { handle_->abort(); });
+    endless.awaitBegin();
+    EXPECT_TRUE(handle_->isAborted());
+    EXPECT_FALSE(handle_->isOpen());
+    EXPECT_EQ(handle_->asyncError(), "");
+  }
+  aborting.join();
 }
 
 TEST_F(NcclHandleTest, AbortedHandleRefusesCallsAndInit) {

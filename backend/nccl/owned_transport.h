@@ -17,6 +17,8 @@ class OwnedTransport {
   [[nodiscard]] virtual std::string asyncError() = 0;
   // Collective, after the last program: ends in order, or aborts where the peers do not follow in time.
   virtual void close(std::chrono::steady_clock::time_point deadline) = 0;
+  // The calls of the next program are recorded into a CUDA graph.
+  virtual void enterGraph() = 0;
   // How many calls have reached the transport. A program that fails before its first has left no rank out of step.
   [[nodiscard]] virtual uint64_t calls() const = 0;
 };

@@ -33,6 +33,8 @@ std::exception_ptr StreamLane::enqueue(WorkCuda& work, Program program, std::vec
   const c10::cuda::CUDAGuard onDevice(device_.index());
   const auto producer = c10::cuda::getCurrentCUDAStream(device_.index());
   openStream(producer, after);
+  const bool isCaptured = isCapturing(producer);
+  if (isCaptured && owned_ != nullptr) owned_->enterGraph();
   const c10::cuda::CUDAStreamGuard onStream(*stream_);
   const at::NoGradGuard noGrad;
   communicator_->setDeadline(std::chrono::steady_clock::now() + work.operation().timeout);
@@ -51,7 +53,7 @@ std::exception_ptr StreamLane::enqueue(WorkCuda& work, Program program, std::vec
   }
   try {
     // Also behind a program that failed half way: what it did enqueue still uses its tensors.
-    work.enqueued({*stream_, producer, isCapturing(producer), std::move(program)});
+    work.enqueued({*stream_, producer, isCaptured, std::move(program)});
   } catch (...) {
     if (!failure) failure = std::current_exception();
   }

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from emulated_hosts import NoEmulatedHosts, emulated_hosts
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ranks_of_benchmarks import Command, lines_of_the_first
+
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"
 WAYS = [
@@ -97,24 +100,15 @@ def run_on_hosts(
 ) -> list[dict[str, Any]]:
     """Start a script of this folder on every rank; return the lines of JSON that rank 0 prints."""
     with emulated_hosts(hosts, bits_per_second or None) as made:
-        processes = []
+        commands = []
         for index, host in enumerate(made):
             torchrun = ["-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={ranks_per_host}"]
             meeting = [f"--node-rank={index}", f"--master-addr={made[0].address}", "--master-port=29517"]
             command = host.command([sys.executable, *torchrun, *meeting, str(HERE / script[0]), *script[1:]])
             environment = {**host.environment(), **STEADY_ALLOCATOR, "OMP_NUM_THREADS": "1"}
             environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-            output = subprocess.PIPE if index == 0 else subprocess.DEVNULL
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
-        try:
-            text, _ = processes[0].communicate(timeout=limit)
-            codes = [process.wait(timeout=60) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            raise RuntimeError(f"a rank of the benchmark failed, see above (exit codes {codes})")
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+            commands.append(Command(command, environment))
+        return lines_of_the_first(commands, limit)
 
 
 def measure(network: Network, ways: list[str], seconds: float, limit: float = 900) -> list[Measurement]:

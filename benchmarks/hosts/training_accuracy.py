@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from training_steps import WAYS
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from contenders import ways
 from fashion_mnist import DATA, evaluate, load, mirror_half, residual_network
 
 BATCH = 256
@@ -29,20 +30,20 @@ def main() -> None:
     """Train."""
     way, epochs = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
-    backend, register = WAYS[way]
-    dist.init_process_group(backend)
+    chosen = ways("gloo")[way]
+    dist.init_process_group(chosen.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     images, labels, test_images, test_labels = load(DATA, torch.device("cpu"))
     torch.manual_seed(0)
     network = residual_network()
     model = DistributedDataParallel(network)
-    highest = 0.006 if way == "qadam" else 0.2
+    highest = 0.006 if chosen.optimizer == "QAdam" else 0.2
     optimizer: torch.optim.Optimizer
-    if way == "qadam":
+    if chosen.optimizer == "QAdam":
         optimizer = bagua.QAdamOptimizer(network.parameters(), lr=highest, warmup_steps=50)
     else:
         optimizer = torch.optim.SGD(network.parameters(), lr=highest, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    register(model, optimizer)
+    chosen.register(model, optimizer)
     shuffle = torch.Generator().manual_seed(0)
     torch.manual_seed(rank)
     steps = len(images) // BATCH

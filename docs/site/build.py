@@ -32,6 +32,7 @@ DEVELOPERS = {
     "developers/nccl": "backend/nccl/README.md",
     "developers/kernels": "kernels/README.md",
     "developers/kernel_benchmarks": "benchmarks/kernels/README.md",
+    "developers/gpu_benchmarks": "benchmarks/gpu/README.md",
     "developers/tests": "tests/README.md",
 }
 

@@ -21,6 +21,12 @@ _OPERATORS = """# torch.ops.bagua
 .. py:function:: torch.ops.bagua.minmax_uint8_decompress(packed: Tensor, out: Tensor, n_chunks: int) -> None
 
    Decode packed bytes into `out`.
+
+.. py:function:: torch.ops.bagua.minmax_uint8_reduce_and_compress(received: Tensor, n_copies: int, length: int, \
+                 dtype: torch.dtype, divisor: float) -> Tensor
+
+   Decode `n_copies` packed chunks of `length` elements each, which lie one after another in `received`, add them,
+   divide by `divisor` and return the packed result, in one pass over what was received.
 ```
 """
 

@@ -136,43 +136,59 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class Element>
+template <class Element, bool kMultiplies>
 __device__ ElementPack<Element> dequantizePack(const CodePack<Element>& codes,
-                                               const Grid<typename ElementTraits<Element>::Compute>& grid) {
+                                               const Decoder<typename ElementTraits<Element>::Compute>& decoder) {
   using Traits = ElementTraits<Element>;
   ElementPack<Element> pack;
 #pragma unroll
   for (int i = 0; i < kItems<Element>; ++i) {
-    pack.items[i] = grid.finite() ? Traits::store(dequantize(codes.items[i], grid)) : Traits::nan();
+    if constexpr (kMultiplies) {
+      pack.items[i] = Traits::store(decode(codes.items[i], decoder));
+    } else {
+      const bool isFinite = decoder.grid.finite();
+      pack.items[i] = isFinite ? Traits::store(dequantize(codes.items[i], decoder.grid)) : Traits::nan();
+    }
   }
   return pack;
+}
+
+template <class Element, bool kMultiplies>
+__device__ void dequantizeItem(const uint8_t* codes, Element* x, const Item& item,
+                               const Decoder<typename ElementTraits<Element>::Compute>& decoder) {
+  constexpr int64_t kCount = kItems<Element>;
+  constexpr int64_t kStep = kThreads * kCount;
+  const bool alignedX = isAligned<ElementPack<Element>>(x);
+  const bool alignedCodes = isAligned<CodePack<Element>>(codes);
+  for (int64_t first = item.begin + threadIdx.x * kCount; first < item.end; first += kUnroll * kStep) {
+    CodePack<Element> packs[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * kStep;
+      packs[u] = loadPack<CodePack<Element>>(codes + i, item.end - i, alignedCodes);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * kStep;
+      storePack(x + i, dequantizePack<Element, kMultiplies>(packs[u], decoder), item.end - i, alignedX);
+    }
+  }
 }
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     dequantizeKernel(const uint8_t* __restrict__ packed, Layout layout, Split split, Element* __restrict__ output) {
-  constexpr int64_t kCount = kItems<Element>;
-  constexpr int64_t kStep = kThreads * kCount;
   for (int64_t index = blockIdx.x; index < layout.chunks * split.parts; index += gridDim.x) {
     const Item item(index, layout, split);
     const uint8_t* header = packed + item.chunk * layout.packedStride();
     const uint8_t* codes = header + kHeaderBytes;
-    const auto grid = makeGrid<Element>(readHeader<Element>(header));
+    const auto decoder = makeDecoder(makeGrid<Element>(readHeader<Element>(header)));
     Element* x = output + layout.begin(item.chunk);
-    const bool alignedX = isAligned<ElementPack<Element>>(x);
-    const bool alignedCodes = isAligned<CodePack<Element>>(codes);
-    for (int64_t first = item.begin + threadIdx.x * kCount; first < item.end; first += kUnroll * kStep) {
-      CodePack<Element> packs[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int64_t i = first + u * kStep;
-        packs[u] = loadPack<CodePack<Element>>(codes + i, item.end - i, alignedCodes);
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int64_t i = first + u * kStep;
-        storePack(x + i, dequantizePack<Element>(packs[u], grid), item.end - i, alignedX);
-      }
+    // All threads of a block decide alike.
+    if (decoder.grid.finite() && decoder.reciprocal != 0) {
+      dequantizeItem<Element, true>(codes, x, item, decoder);
+    } else {
+      dequantizeItem<Element, false>(codes, x, item, decoder);
     }
   }
 }

@@ -5,6 +5,7 @@
 #include <cub/block/block_reduce.cuh>
 
 #include "kernels/minmax_uint8/minmax_uint8_cuda.h"
+#include "kernels/minmax_uint8/minmax_uint8_decoder.h"
 
 // What the CUDA sources share: how a thread moves elements and how a block finds its share.
 namespace bagua::minmax_uint8::cuda {

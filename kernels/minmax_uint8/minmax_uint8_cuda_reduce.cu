@@ -6,15 +6,16 @@
 namespace bagua::minmax_uint8::cuda {
 namespace {
 
-// The grids of up to kMaxReduceLanes copies from `first` on. `first` is a multiple of kMaxReduceLanes, so that copy
+// The decoders of up to kMaxReduceLanes copies from `first` on. `first` is a multiple of kMaxReduceLanes, so that copy
 // first + i belongs to lane i modulo the number of lanes. All threads of a block call it together.
 template <class Element>
-__device__ void loadGrids(const Received& received, int64_t packedStride, int64_t first,
-                          Grid<typename ElementTraits<Element>::Compute>* grids) {
+__device__ void loadDecoders(const Received& received, int64_t packedStride, int64_t first,
+                             Decoder<typename ElementTraits<Element>::Compute>* decoders) {
   __syncthreads();
   const int64_t copy = first + threadIdx.x;
   if (threadIdx.x < kMaxReduceLanes && copy < received.copies) {
-    grids[threadIdx.x] = makeGrid<Element>(readHeader<Element>(received.packed + copy * packedStride));
+    const auto range = readHeader<Element>(received.packed + copy * packedStride);
+    decoders[threadIdx.x] = makeDecoder(makeGrid<Element>(range));
   }
   __syncthreads();
 }
@@ -37,7 +38,7 @@ constexpr int kReduceItems = kLanes <= 8 ? 4 : 1;
 template <class Element, int kLanes>
 __device__ Pack<Element, kReduceItems<kLanes>> reducePack(const Received& received, int64_t packedStride, int64_t i,
                                                           int64_t end,
-                                                          Grid<typename ElementTraits<Element>::Compute>* grids) {
+                                                          Decoder<typename ElementTraits<Element>::Compute>* decoders) {
   using Traits = ElementTraits<Element>;
   constexpr int kCount = kReduceItems<kLanes>;
   constexpr int kTile = kLanes < kMaxReduceLanes ? 2 * kLanes : kMaxReduceLanes;  // Fewer lanes mean fewer copies.
@@ -45,17 +46,24 @@ __device__ Pack<Element, kReduceItems<kLanes>> reducePack(const Received& receiv
   typename Traits::Compute sums[kCount][kLanes] = {};
   const auto divisor = static_cast<typename Traits::Compute>(received.divisor);
   for (int64_t first = 0; first < received.copies; first += kMaxReduceLanes) {
-    if (received.copies > kMaxReduceLanes) loadGrids<Element>(received, packedStride, first, grids);
+    if (received.copies > kMaxReduceLanes) loadDecoders<Element>(received, packedStride, first, decoders);
     const uint8_t* codes = received.packed + first * packedStride + kHeaderBytes + i;
     const bool aligned = isAligned<Codes>(codes);
 #pragma unroll
     for (int offset = 0; offset < kTile; ++offset) {
       if (first + offset >= received.copies || i >= end) continue;
       const auto pack = loadPack<Codes>(codes + offset * packedStride, end - i, aligned);
+      const auto& decoder = decoders[offset];
+      // Rounded to the tensor's type first: the original decodes into a tensor before it adds.
+      const auto add = [&](int item, typename Traits::Compute value) {
+        sums[item][offset % kLanes] += Traits::load(Traits::store(value));
+      };
+      if (decoder.reciprocal != 0) {  // The same for all threads.
 #pragma unroll
-      for (int item = 0; item < kCount; ++item) {
-        // Rounded to the tensor's type first: the original decodes into a tensor before it adds.
-        sums[item][offset % kLanes] += Traits::load(Traits::store(dequantize(pack.items[item], grids[offset])));
+        for (int item = 0; item < kCount; ++item) add(item, decode(pack.items[item], decoder));
+      } else {
+#pragma unroll
+        for (int item = 0; item < kCount; ++item) add(item, dequantize(pack.items[item], decoder.grid));
       }
     }
   }
@@ -73,14 +81,14 @@ __global__ void __launch_bounds__(kThreads)
   using BlockReduce = cub::BlockReduce<Range<T>, kThreads>;
   constexpr int kCount = kReduceItems<kLanes>;
   __shared__ typename BlockReduce::TempStorage scratch;
-  __shared__ Grid<T> grids[kMaxReduceLanes];
+  __shared__ Decoder<T> decoders[kMaxReduceLanes];
   const Item item(blockIdx.x, layout, split);
   const bool aligned = isAligned<Pack<Element, kCount>>(sum);
-  if (received.copies <= kMaxReduceLanes) loadGrids<Element>(received, layout.packedStride(), 0, grids);
+  if (received.copies <= kMaxReduceLanes) loadDecoders<Element>(received, layout.packedStride(), 0, decoders);
   Range<T> mine = emptyRange<T>();
   for (int64_t round = item.begin; round < item.end; round += kThreads * kCount) {
     const int64_t i = round + threadIdx.x * kCount;
-    const auto result = reducePack<Element, kLanes>(received, layout.packedStride(), i, item.end, grids);
+    const auto result = reducePack<Element, kLanes>(received, layout.packedStride(), i, item.end, decoders);
     storePack(sum + i, result, item.end - i, aligned);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {

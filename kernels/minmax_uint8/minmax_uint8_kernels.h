@@ -168,10 +168,15 @@ BAGUA_HOST_DEVICE uint8_t quantize(T x, const Grid<T>& grid) {
 }
 
 template <class T>
-BAGUA_HOST_DEVICE T dequantize(uint8_t code, const Grid<T>& grid) {
-  const T value = grid.base + divide(static_cast<T>(code) + grid.lower, grid.scale);
+BAGUA_HOST_DEVICE T valueAt(T quotient, const Grid<T>& grid) {
+  const T value = grid.base + quotient;
   const T bounded = value > grid.ceiling ? grid.ceiling : value;  // Comparisons that let a NaN pass.
   return bounded < grid.floor ? grid.floor : bounded;
+}
+
+template <class T>
+BAGUA_HOST_DEVICE T dequantize(uint8_t code, const Grid<T>& grid) {
+  return valueAt(divide(static_cast<T>(code) + grid.lower, grid.scale), grid);
 }
 
 // Packed chunks of the same elements from several ranks, one after another in rank order, to be added and divided.

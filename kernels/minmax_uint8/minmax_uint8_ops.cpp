@@ -68,24 +68,51 @@ void decompressMeta(const at::Tensor& packed, at::Tensor& out, int64_t chunks) {
                     " elements");
 }
 
+void checkCopies(int64_t copies) {
+  TORCH_CHECK_VALUE(copies > 0, "minmax_uint8 reduceAndCompress expects at least one copy, got ", copies);
+}
+
+// `received` tells how long a chunk is packed, up to the padding, which changes no byte of the result.
+at::Tensor reduceAndCompressOp(const at::Tensor& received, int64_t copies, int64_t length, at::ScalarType dtype,
+                               double divisor) {
+  checkCopies(copies);
+  const int64_t chunkBytes = received.numel() / copies;
+  const int64_t strideLength = chunkBytes - packedChunkBytes(0);
+  at::Tensor packed = at::empty({chunkBytes}, received.options().memory_format(at::MemoryFormat::Contiguous));
+  reduceAndCompress(received, copies, length, strideLength, dtype, static_cast<float>(divisor), packed);
+  return packed;
+}
+
+at::Tensor reduceAndCompressMeta(const at::Tensor& received, int64_t copies, int64_t /*length*/,
+                                 at::ScalarType /*dtype*/, double /*divisor*/) {
+  checkCopies(copies);
+  return at::empty_symint({received.sym_numel() / copies}, received.options());
+}
+
 TORCH_LIBRARY_FRAGMENT(bagua, m) {
   m.def("minmax_uint8_compress(Tensor x, int n_chunks) -> Tensor");
   m.def("minmax_uint8_decompress(Tensor packed, Tensor(a!) out, int n_chunks) -> ()");
+  m.def(
+      "minmax_uint8_reduce_and_compress(Tensor received, int n_copies, int length, ScalarType dtype, float divisor) "
+      "-> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(bagua, CPU, m) {
   m.impl("minmax_uint8_compress", compressOp);
   m.impl("minmax_uint8_decompress", decompressOp);
+  m.impl("minmax_uint8_reduce_and_compress", reduceAndCompressOp);
 }
 
 TORCH_LIBRARY_IMPL(bagua, CUDA, m) {
   m.impl("minmax_uint8_compress", compressOp);
   m.impl("minmax_uint8_decompress", decompressOp);
+  m.impl("minmax_uint8_reduce_and_compress", reduceAndCompressOp);
 }
 
 TORCH_LIBRARY_IMPL(bagua, Meta, m) {
   m.impl("minmax_uint8_compress", compressMeta);
   m.impl("minmax_uint8_decompress", decompressMeta);
+  m.impl("minmax_uint8_reduce_and_compress", reduceAndCompressMeta);
 }
 
 }  // namespace

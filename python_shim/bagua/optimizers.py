@@ -172,16 +172,21 @@ class QAdamOptimizer(Optimizer):
     def _update_moments(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         beta1, beta2 = group["betas"]
         warming_up: list[Tensor] = []
+        replaced: list[Tensor] = []
+        moved: list[Tensor] = []
         for p in parameters:
             state = self._state_of(p)
             state["step"] = int(state["step"]) + 1
             if state["step"] < self.warmup_steps:
                 warming_up.append(p)
             elif state["step"] > self.warmup_steps:
-                if p in self._handed_out:
-                    state["exp_avg"].copy_(_gradient(p))
-                else:
-                    state["exp_avg"].lerp_(_gradient(p), 1 - beta1)
+                (replaced if p in self._handed_out else moved).append(p)
+        # Of many parameters at once: on a GPU a kernel for each takes longer to start than to run.
+        if replaced:
+            torch._foreach_copy_([self.state[p]["exp_avg"] for p in replaced], [_gradient(p) for p in replaced])
+        if moved:
+            gradients = [_gradient(p) for p in moved]
+            torch._foreach_lerp_([self.state[p]["exp_avg"] for p in moved], gradients, 1 - beta1)
         if not warming_up:
             return
         gradients = [_gradient(p) for p in warming_up]

@@ -3,7 +3,7 @@
 
     python tests/gpu/kernel_walk.py DEVICE RANK RANKS STORE    # DEVICE: cpu or cuda:0; STORE: a file of all ranks
 
-One rank is enough for the codec; the fused reduction has to have something to reduce.
+One rank walks through the codec and the fused reduction by themselves, several also through the way of a gradient.
 """
 
 import sys
@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 # About vectors of 4 and 8 elements, blocks of 256 threads, and parts of 8192 elements.
 LENGTHS = (1, 3, 8, 255, 257, 1025, 8191, 8193, 70_001)
 CHUNKS = (1, 2, 3, 7)
+# For 2, 4, 8, 16 and 32 lanes, and twice as many copies as there are lanes at most.
+COPIES = (1, 3, 5, 16, 20, 40, 70)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -31,6 +33,19 @@ def walk_codec(device: str) -> int:
                     decompress(compress(x, chunks), out, chunks)
                     assert out.isfinite().all()
                     cases += 1
+    return cases
+
+
+def walk_fused_reduction(device: str) -> int:
+    compress, reduce = torch.ops.bagua.minmax_uint8_compress, torch.ops.bagua.minmax_uint8_reduce_and_compress
+    cases = 0
+    for dtype in DTYPES:
+        for length in LENGTHS:
+            packed = compress(torch.ones(length, dtype=dtype, device=device), 1)
+            for copies in COPIES:
+                # The mean of equal copies has the same code.
+                assert torch.equal(reduce(packed.repeat(copies), copies, length, dtype, float(copies)), packed)
+                cases += 1
     return cases
 
 
@@ -51,7 +66,7 @@ def walk_reduction(device: str) -> int:
 def main(device: str, rank: int, size: int, store: str) -> None:
     if device != "cpu":
         torch.cuda.set_device(device)
-    cases = walk_codec(device)
+    cases = walk_codec(device) + walk_fused_reduction(device)
     if size > 1:
         file = dist.FileStore(store, size)  # type: ignore[attr-defined]
         dist.init_process_group("bagua", store=file, rank=rank, world_size=size)

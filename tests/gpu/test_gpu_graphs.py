@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs: collectives and whole steps of DDP, captured once and replayed."""
 
+import time
 from typing import Any
 
 import bagua
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import randn
-from hooked_models import SMALL_BUCKETS, perceptron
+from hooked_models import SMALL_BUCKETS, new_group, perceptron
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -18,6 +19,9 @@ pytestmark = [pytest.mark.any_device, pytest.mark.cuda_only]
 # What PyTorch asks for before DDP is captured: the reducer rebuilds its buckets and looks at its own times until then.
 WARM_UP = 11
 REPLAYS = 4
+# What the ends of a group's communicators may take, and busy processes beside that.
+CLOSE_SECONDS = 5.0
+SLACK_SECONDS = 15.0
 
 
 def _collectives_in_a_graph() -> None:
@@ -48,6 +52,29 @@ def _collectives_in_a_graph() -> None:
 
 def test_captured_collectives_are_repeated_by_a_replay(ranks: RankPool) -> None:
     ranks.run(_collectives_in_a_graph)
+
+
+def _group_destroyed_before_its_graph() -> float:
+    """Seconds that it took."""
+    tensor = torch.ones(1003)
+    graph = torch.cuda.CUDAGraph()
+    with new_group() as group:
+        dist.all_reduce(tensor, group=group)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            dist.all_reduce(tensor, group=group)
+        graph.replay()
+        torch.cuda.synchronize()
+        begin = time.monotonic()
+    seconds = time.monotonic() - begin
+    dist.all_reduce(tensor)  # of a group that knows nothing of it
+    torch.cuda.synchronize()
+    return seconds
+
+
+def test_a_group_can_be_destroyed_while_a_graph_holds_its_calls(ranks: RankPool) -> None:
+    """NCCL waits for such graphs, also when it aborts; who destroys a group does not."""
+    assert all(seconds < CLOSE_SECONDS + SLACK_SECONDS for seconds in ranks.run(_group_destroyed_before_its_graph))
 
 
 def _batch(step: int) -> Tensor:

@@ -60,13 +60,19 @@ def placement_here(ranks: int, *, share: bool = False) -> Placement:
     return placement(torch.cuda.nccl.version(), gpu_count(), ranks, share=share)
 
 
+def want_of_a_gpu() -> str:
+    import torch
+
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    return f"for want of a GPU (torch {torch.__version__} with {built} sees none)"
+
+
 def main() -> int:
     import torch
 
     gpus = gpu_count()
     if gpus == 0:
-        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-        print(f"GPU tests: NOTHING WAS RUN for want of a GPU (torch {torch.__version__} with {built} sees none)")
+        print(f"GPU tests: NOTHING WAS RUN {want_of_a_gpu()}")
         return NO_GPU
     print(f"GPU tests: {gpus} GPUs, torch {torch.__version__}")
     for ranks in (1, 2, 3, 4):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 compress = torch.ops.bagua.minmax_uint8_compress
 decompress = torch.ops.bagua.minmax_uint8_decompress
+reduce_and_compress = torch.ops.bagua.minmax_uint8_reduce_and_compress
 
 HEADER = 32
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -235,12 +236,52 @@ def test_packed_tensor_must_fit() -> None:
         decompress(torch.zeros(192, dtype=torch.uint8, device="meta"), out, 2)
 
 
+def in_lanes(copies: list[torch.Tensor]) -> torch.Tensor:
+    """The sum, in the original's order."""
+    lanes = 2
+    while lanes < 32 and len(copies) > 2 * lanes:
+        lanes *= 2
+    sums = [torch.zeros_like(copies[0], dtype=compute_type(copies[0].dtype)) for _ in range(lanes)]
+    for rank, copy in enumerate(copies):
+        sums[rank % lanes] += copy
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [one + other for one, other in zip(sums[:half], sums[half:], strict=True)]
+    return sums[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("n_copies", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("length", [1, 33, 8193])
+def test_a_reduction_codes_the_quotient_of_the_sum(length: int, n_copies: int, dtype: torch.dtype, device: str) -> None:
+    packed = [compress(torch.randn(length).to(dtype), 1) for _ in range(n_copies)]
+    decoded = [torch.empty(length, dtype=dtype) for _ in packed]
+    for one, out in zip(packed, decoded, strict=True):
+        decompress(one, out, 1)
+    expected = compress((in_lanes(decoded) / 3.0).to(dtype), 1)
+    reduced = reduce_and_compress(torch.cat(packed).to(device), n_copies, length, dtype, 3.0)
+    assert torch.equal(reduced.cpu(), expected)
+
+
+def test_what_is_reduced_must_be_whole_chunks() -> None:
+    with pytest.raises(ValueError, match="at least one copy, got 0"):
+        reduce_and_compress(torch.zeros(64, dtype=torch.uint8), 0, 32, torch.float32, 1.0)
+    with pytest.raises(ValueError, match="got a packed tensor of 129"):
+        reduce_and_compress(torch.zeros(129, dtype=torch.uint8), 2, 32, torch.float32, 1.0)
+    with pytest.raises(ValueError, match="a length from 0 to 32, got 33"):
+        reduce_and_compress(torch.zeros(128, dtype=torch.uint8), 2, 33, torch.float32, 1.0)
+    with pytest.raises(TypeError, match="expects float32, float64, float16 or bfloat16, got"):
+        reduce_and_compress(torch.zeros(128, dtype=torch.uint8), 2, 32, torch.int32, 1.0)
+
+
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_operators_pass_the_checks_of_torch(dtype: torch.dtype) -> None:
     x = torch.randn(101).to(dtype)
     packed = compress(x, 3)
     torch.library.opcheck(compress.default, (x, 3))
     torch.library.opcheck(decompress.default, (packed, torch.empty_like(x), 3))
+    torch.library.opcheck(reduce_and_compress.default, (packed, 3, 34, dtype, 3.0))
 
 
 def test_operators_trace_with_symbolic_lengths() -> None:

@@ -169,8 +169,10 @@ class Measurement:
         return seconds.tolist()  # type: ignore[no-any-return]
 
     def _synchronise(self) -> None:
+        # With the stream that all cases wait on, not with the device: of "async" a rank may have begun a round that
+        # another joins in its next step, before which that one waits for this rank at the barrier.
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _first_wrong(self, own: str) -> str:
         everyones: list[str] = [""] * dist.get_world_size()
