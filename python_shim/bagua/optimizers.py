@@ -231,7 +231,7 @@ def _have_blocks(*tensors: Tensor) -> bool:
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of the same elements of each, block by block."""
-    return zip(*(tensor.detach().view(-1).split(_BLOCK) for tensor in tensors), strict=True)
+    return zip(*(torch.split(tensor.detach().view(-1), _BLOCK) for tensor in tensors), strict=True)
 
 
 def _gradient(p: Tensor) -> Tensor:
