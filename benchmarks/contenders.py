@@ -84,6 +84,29 @@ def _ours(name: str, **options: Any) -> Callable[[DistributedDataParallel, Any],
     return register
 
 
+class LocalHook:
+    """Leaves every bucket as it is, and notes when each was ready, with its bytes."""
+
+    def __init__(self) -> None:
+        self.begin = 0.0
+        self.buckets: list[tuple[float, int]] = []
+
+    def reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            self.buckets = []
+        self.buckets.append((time.perf_counter() - self.begin, bucket.buffer().nbytes))
+        devices = [bucket.buffer().device] if bucket.buffer().is_cuda else []
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        future.set_result(bucket.buffer())
+        return future
+
+
+def _stay_local(ddp: DistributedDataParallel, optimizer: Any) -> LocalHook:
+    hook = LocalHook()
+    ddp.register_comm_hook(None, hook.reduce)
+    return hook
+
+
 def ways(stock: str) -> dict[str, Way]:
     """All ways by name, beside DDP as it is on the `stock` backend, "gloo" or "nccl"."""
     return {
@@ -99,25 +122,16 @@ def ways(stock: str) -> dict[str, Way]:
         "low_precision_decentralized": Way("bagua", _ours("low_precision_decentralized")),
         "qadam": Way("bagua", _ours("qadam"), "QAdam"),
         "async": Way("bagua", _ours("async", sync_interval_ms=200, warmup_steps=0)),
-        "no communication": Way(stock, _nothing),
+        "no communication": Way(stock, _stay_local),
     }
 
 
-class LocalHook:
-    """Leaves every bucket as it is, and notes when each was ready, with its bytes."""
+class Step(NamedTuple):
+    """Seconds of a step and of its optimizer; when each bucket was ready and its bytes, if it stayed local."""
 
-    def __init__(self) -> None:
-        self.begin = 0.0
-        self.steps: list[list[tuple[float, int]]] = []
-
-    def reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if bucket.index() == 0:
-            self.steps.append([])
-        self.steps[-1].append((time.perf_counter() - self.begin, bucket.buffer().nbytes))
-        devices = [bucket.buffer().device] if bucket.buffer().is_cuda else []
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        future.set_result(bucket.buffer())
-        return future
+    seconds: float
+    optimizer: float
+    buckets: list[tuple[float, int]]
 
 
 class Contender:
@@ -136,31 +150,33 @@ class Contender:
         # What is compared is the way of the gradients, not DDP's broadcast before every forward.
         self.ddp.broadcast_buffers = False
         self.optimizer: Any = OPTIMIZERS[way.optimizer](network.parameters())
-        self.handle: Any = None
-        self.local = LocalHook()
-        if name == "no communication":
-            self.ddp.register_comm_hook(None, self.local.reduce)
-        else:
-            self.handle = way.register(self.ddp, self.optimizer)
-        self.times: list[float] = []
-        self.optimizer_times: list[float] = []
-        self.counted_steps = 0
+        registered = way.register(self.ddp, self.optimizer)
+        self._local = registered if isinstance(registered, LocalHook) else None
+        self.handle: Any = None if self._local else registered
+        # Those that count.
+        self.steps: list[Step] = []
         self.counted_bytes = 0.0
 
-    def step(self) -> float:
-        """Take a step, which all ranks begin at the same time; return its seconds."""
+    @property
+    def times(self) -> list[float]:
+        """Seconds of the steps that count."""
+        return [step.seconds for step in self.steps]
+
+    def step(self) -> Step:
+        """Take a step, which all ranks begin at the same time."""
         x = self._input().to(self._device)
         self._settle()
         dist.barrier()
-        begin = self.local.begin = time.perf_counter()
+        begin = time.perf_counter()
+        if self._local:
+            self._local.begin = begin
         self.optimizer.zero_grad()
         self.ddp(x).square().mean().backward()
         backward = time.perf_counter()
         self.optimizer.step()
         self._settle()
         end = time.perf_counter()
-        self.optimizer_times.append(end - backward)
-        return end - begin
+        return Step(end - begin, end - backward, self._local.buckets if self._local else [])
 
     def _settle(self) -> None:
         # Of this stream alone. A rank that waited for all streams would wait for a background round which another rank
@@ -172,9 +188,8 @@ class Contender:
         """Take one step to warm the caches, and then those that count."""
         self.step()
         before = self._sent()
-        self.times += [self.step() for _ in range(steps)]
+        self.steps += [self.step() for _ in range(steps)]
         self.counted_bytes += self._sent() - before
-        self.counted_steps += steps
 
     def _sent(self) -> float:
         return self.handle.stats()["wire_bytes_between_hosts"] if self.handle else 0.0
@@ -184,7 +199,7 @@ def take_turns(contenders: Sequence[Contender], seconds: float, most_steps: int)
     """Give each about `seconds`, in turns, so that all see the same machine; at most `most_steps` at a time."""
     for contender in contenders:
         for _ in range(SETTLING_STEPS):
-            estimate = contender.step()
+            estimate = contender.step().seconds
     for _ in range(ROUNDS):
         for contender in contenders:
             wanted = torch.tensor([seconds / ROUNDS / (contender.times or [estimate])[-1]])

@@ -541,8 +541,9 @@ void HostCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, con
 }
 
 void HostCommunicator::allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline) {
+  if (size() == 1) return Communicator::allGatherInPieces(output, input, pipeline);
   connect();
-  if (size() == 1 || sharedMemory_ || hosts_->maxRanksPerHost() > 1) {
+  if (sharedMemory_ || hosts_->maxRanksPerHost() > 1) {
     return Communicator::allGatherInPieces(output, input, pipeline);
   }
   Exchanges exchanges;

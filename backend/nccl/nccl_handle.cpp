@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -109,7 +110,12 @@ void NcclHandle::abort() {
   }
   if (comm == nullptr) return;
   if (isInGraph) {
-    std::thread([&api = api_, comm] { abort(api, comm); }).detach();
+    try {
+      std::thread([&api = api_, comm] { abort(api, comm); }).detach();
+    } catch (const std::system_error& error) {
+      LOG(WARNING) << "bagua: an NCCL communicator that a CUDA graph holds stays open, for want of a thread to wait for "
+                   << "that graph: " << error.what();
+    }
   } else {
     abort(api_, comm);
   }

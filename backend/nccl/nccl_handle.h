@@ -10,8 +10,8 @@
 
 namespace bagua {
 
-// Owns one non-blocking NCCL communicator: NCCL's calls return at once and are polled here, so that none of them can
-// hang. call() comes from one thread at a time; abort(), asyncError() and isAborted() from any.
+// Owns one non-blocking NCCL communicator: but for its end, NCCL's calls return at once and are polled here, so that
+// none of them can hang. call() comes from one thread at a time; abort(), asyncError() and isAborted() from any.
 class NcclHandle {
  public:
   using Deadline = std::chrono::steady_clock::time_point;

@@ -88,17 +88,19 @@ class Bench:
         """Steps between two ranks that share one GPU and have only sockets, over loopback or slower networks."""
         names = [self.stock, f"{self.stock}, fp16 hook", *ALGORITHMS]
         model = "gpt2-small, short" if self._is_gpu else "tiny"
-        placed = self._placement(2, share=True)
         runs = []
         if self._rates:
+            how = "2 ranks: in network namespaces of their own, on the same device"
             for rate in self._rates:
                 measured = self._train_between_hosts("convolutional", names, rate)
                 runs.append({"network": f"{rate / 1e6:,.0f} Mbit/s", **measured})
         else:
+            placed = self._placement(2, share=True)
+            how = placed.how
             runs.append({"network": "loopback", **self._train(model, names, placed, SOCKETS_ONLY)})
         for measured in runs:
             print(beside_text(measured, self.stock))
-        return {"ranks": placed.how, "runs": runs}
+        return {"ranks": how, "runs": runs}
 
     def _placement(self, ranks: int, *, share: bool) -> gpus.Placement:
         if self._is_gpu:
@@ -133,10 +135,10 @@ class Bench:
         from emulated_hosts import INTERFACE
         from run import run_on_hosts
 
-        os.environ.update({**SOCKETS_ONLY, "NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+        more = {**SOCKETS_ONLY, "NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
         device = "cuda:0" if self._is_gpu else "cpu"
         script = [str(HERE / "training.py"), device, self.stock, model, str(self._seconds), *names]
-        about, *ways = run_on_hosts(2, 1, rate, script, SECONDS_LIMIT)
+        about, *ways = run_on_hosts(2, 1, rate, script, SECONDS_LIMIT, more)
         return {**about, "ways": ways}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank: times training steps on one device under each way to communicate, in turns.
 
-Started by run.py: training.py DEVICE STOCK MODEL SECONDS WAY... Rank 0 prints a line of JSON about the model and the
+Started by bench_gpu.py: training.py DEVICE STOCK MODEL SECONDS WAY... Rank 0 prints a line of JSON about the model and the
 line between the ranks, and one per way with all times in seconds.
 """
 

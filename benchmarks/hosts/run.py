@@ -14,6 +14,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,16 +97,24 @@ DEFAULT_NETWORKS = [
 
 
 def run_on_hosts(
-    hosts: int, ranks_per_host: int, bits_per_second: float, script: list[str], limit: float
+    hosts: int,
+    ranks_per_host: int,
+    bits_per_second: float,
+    script: list[str],
+    limit: float,
+    more: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Start a script of this folder on every rank; return the lines of JSON that rank 0 prints."""
+    """Start a script, of this folder or of an absolute path, on every rank, with `more` in its environment.
+
+    Return the lines of JSON that rank 0 prints.
+    """
     with emulated_hosts(hosts, bits_per_second or None) as made:
         commands = []
         for index, host in enumerate(made):
             torchrun = ["-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={ranks_per_host}"]
             meeting = [f"--node-rank={index}", f"--master-addr={made[0].address}", "--master-port=29517"]
             command = host.command([sys.executable, *torchrun, *meeting, str(HERE / script[0]), *script[1:]])
-            environment = {**host.environment(), **STEADY_ALLOCATOR, "OMP_NUM_THREADS": "1"}
+            environment = {**host.environment(), **STEADY_ALLOCATOR, "OMP_NUM_THREADS": "1", **(more or {})}
             environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
             commands.append(Command(command, environment))
         return lines_of_the_first(commands, limit)

@@ -27,7 +27,7 @@ def bytes_per_step(contender: Contender, hosts: int) -> float:
     if contender.name in STOCK_BYTES:
         ranks_of_host = dist.get_world_size() / hosts
         return 2 * (hosts - 1) / hosts * contender.parameters * STOCK_BYTES[contender.name] / ranks_of_host
-    return contender.counted_bytes / contender.counted_steps
+    return contender.counted_bytes / len(contender.steps)
 
 
 def main() -> None:
@@ -41,8 +41,8 @@ def main() -> None:
                 "way": contender.name,
                 "times": contender.times,
                 "bytes_between_hosts": bytes_per_step(contender, int(hosts)),
-                "optimizer_times": contender.optimizer_times,
-                "ready": contender.local.steps,
+                "optimizer_times": [step.optimizer for step in contender.steps],
+                "ready": [step.buckets for step in contender.steps if step.buckets],
             }
             print(json.dumps(result), flush=True)
     dist.barrier()

@@ -4,7 +4,7 @@
 #include "kernels/minmax_uint8/minmax_uint8_kernels.h"
 
 // Decoding many codes of one grid without a division for each, to the same bits as dequantize(). A division is some
-// twenty instructions on a GPU, so many that they and not the memory would limit the decoding.
+// ten instructions and a branch on a GPU, so many that they and not the memory would limit the decoding.
 namespace bagua::minmax_uint8 {
 
 // A grid and the reciprocal of its scale.

@@ -12,8 +12,7 @@
 namespace bagua::minmax_uint8 {
 namespace {
 
-void checkFloating(const at::Tensor& x, const char* operation) {
-  const auto dtype = x.scalar_type();
+void checkFloating(at::ScalarType dtype, const char* operation) {
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
                    "minmax_uint8 ", operation, " expects float32, float64, float16 or bfloat16, got ", dtype);
 }
@@ -34,7 +33,7 @@ at::Tensor emptyOnHugePages(int64_t bytes) {
 }
 
 at::Tensor emptyPacked(const at::Tensor& x, int64_t chunks) {
-  checkFloating(x, "compress");
+  checkFloating(x.scalar_type(), "compress");
   const int64_t bytes = packedBytes(x.numel(), chunks);
   if (x.is_cpu() && bytes >= kFreshPagesBytes) return emptyOnHugePages(bytes);
   return at::empty({bytes}, x.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
@@ -48,7 +47,7 @@ at::Tensor compressOp(const at::Tensor& x, int64_t chunks) {
 
 // The length as a symbol where it is one, so that traces hold for every length.
 at::Tensor compressMeta(const at::Tensor& x, int64_t chunks) {
-  checkFloating(x, "compress");
+  checkFloating(x.scalar_type(), "compress");
   TORCH_CHECK_VALUE(chunks > 0, "minmax_uint8 expects at least one chunk, got ", chunks, " for ", x.sym_numel(),
                     " elements");
   const c10::SymInt chunkLength = (x.sym_numel() + (chunks - 1)) / chunks;
@@ -59,7 +58,7 @@ at::Tensor compressMeta(const at::Tensor& x, int64_t chunks) {
 void decompressOp(const at::Tensor& packed, at::Tensor& out, int64_t chunks) { decompress(packed, chunks, out); }
 
 void decompressMeta(const at::Tensor& packed, at::Tensor& out, int64_t chunks) {
-  checkFloating(out, "decompress");
+  checkFloating(out.scalar_type(), "decompress");
   TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, "minmax_uint8 decompress expects a packed tensor of uint8, got ",
                    packed.scalar_type());
   TORCH_CHECK_VALUE(packed.device() == out.device(), "minmax_uint8 decompress expects tensors of one device, got ",
@@ -83,9 +82,11 @@ at::Tensor reduceAndCompressOp(const at::Tensor& received, int64_t copies, int64
   return packed;
 }
 
-at::Tensor reduceAndCompressMeta(const at::Tensor& received, int64_t copies, int64_t /*length*/,
-                                 at::ScalarType /*dtype*/, double /*divisor*/) {
+at::Tensor reduceAndCompressMeta(const at::Tensor& received, int64_t copies, int64_t length, at::ScalarType dtype,
+                                 double /*divisor*/) {
   checkCopies(copies);
+  checkFloating(dtype, "reduce_and_compress");
+  TORCH_CHECK_VALUE(length >= 0, "minmax_uint8: a chunk cannot have ", length, " elements");
   return at::empty_symint({received.sym_numel() / copies}, received.options());
 }
 

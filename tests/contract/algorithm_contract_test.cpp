@@ -118,9 +118,18 @@ TEST_P(AlgorithmContract, EqualGradientsStayWhatTheyAre) {
 
 TEST_P(AlgorithmContract, AnInfinityOnOneRankReachesAll) {
   BAGUA_NEEDS(kIdentical);
-  auto gradients = randomGradients(64, at::kFloat);
-  gradients.back()[3] = std::numeric_limits<float>::infinity();
-  for (const auto& result : reduce(gradients)) EXPECT_FALSE(result.isfinite().all().item<bool>());
+  // One piece of an exchange, and several.
+  for (const int64_t numel : {int64_t{64}, int64_t{50'003}}) {
+    for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+      for (const int64_t position : {int64_t{3}, numel - 1}) {
+        auto gradients = randomGradients(numel, dtype);
+        gradients.back()[position] = std::numeric_limits<float>::infinity();
+        for (const auto& result : reduce(gradients)) {
+          EXPECT_FALSE(result.isfinite().all().item<bool>()) << dtype << " " << position << " of " << numel;
+        }
+      }
+    }
+  }
 }
 
 // Weights that differ on all ranks, in a shape that no number of ranks divides and one with gaps in memory.

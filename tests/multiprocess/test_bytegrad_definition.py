@@ -215,7 +215,8 @@ def test_on_a_single_host_the_hierarchical_form_is_the_plain_mean(peers: RankPoo
     assert all(peers.run(_single_host_and_plain))
 
 
-@pytest.mark.parametrize("length", [2, 97, 1003])
+# The longest travels in several pieces.
+@pytest.mark.parametrize("length", [2, 97, 1003, 1_200_011])
 def test_with_one_rank_per_host_both_forms_are_the_same(peers: RankPool, length: int) -> None:
     hosts = "ABCD"[: peers.world_size]
     hierarchical = reduced_gradients(peers, length, hosts=hosts, hierarchical=True)
