@@ -113,8 +113,9 @@ void NcclHandle::abort() {
     try {
       std::thread([&api = api_, comm] { abort(api, comm); }).detach();
     } catch (const std::system_error& error) {
-      LOG(WARNING) << "bagua: an NCCL communicator that a CUDA graph holds stays open, for want of a thread to wait for "
-                   << "that graph: " << error.what();
+      LOG(WARNING)
+          << "bagua: an NCCL communicator that a CUDA graph holds stays open, for want of a thread to wait for "
+          << "that graph: " << error.what();
     }
   } else {
     abort(api_, comm);

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank: times training steps on one device under each way to communicate, in turns.
 
-Started by bench_gpu.py: training.py DEVICE STOCK MODEL SECONDS WAY... Rank 0 prints a line of JSON about the model and the
-line between the ranks, and one per way with all times in seconds.
+Started by bench_gpu.py: training.py DEVICE STOCK MODEL SECONDS WAY... Rank 0 prints a line of JSON about the model and
+the line between the ranks, and one per way with all times in seconds.
 """
 
 from __future__ import annotations
