@@ -59,9 +59,9 @@ def _segments_of(ranks: Iterable[ForkServerProcess]) -> list[str]:
 
 def _check(plan: Plan, reports: dict[int, Report], faulted: float) -> None:
     cause = same_cause([report.error for report in reports.values()])
-    # Either end of a connection that is reset may be the first to report it. Now and then neither's Gloo notices, and
-    # the timeout ends it.
-    is_noticed = plan.fault == "reset" and "onnection" in cause
+    # Either end of a connection that is reset may be the first to report it: "Connection reset", "Connection closed", "not
+    # connected". Now and then neither's Gloo notices, and the timeout ends it.
+    is_noticed = plan.fault == "reset" and "onnect" in cause
     limit = DEATH_SECONDS if plan.fault == "kill" or is_noticed else plan.timeout + 2.0
     for rank, report in reports.items():
         assert report.when - faulted < limit + SLACK_SECONDS, f"rank {rank} took {report.when - faulted:.1f} s"
