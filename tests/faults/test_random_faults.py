@@ -59,8 +59,8 @@ def _segments_of(ranks: Iterable[ForkServerProcess]) -> list[str]:
 
 def _check(plan: Plan, reports: dict[int, Report], faulted: float) -> None:
     cause = same_cause([report.error for report in reports.values()])
-    # Either end of a connection that is reset may be the first to report it: "Connection reset", "Connection closed", "not
-    # connected". Now and then neither's Gloo notices, and the timeout ends it.
+    # Either end of a connection that is reset may be the first to report it: as "Connection reset", "Connection closed"
+    # or "not connected". Now and then the Gloo of neither notices, and the timeout ends it.
     is_noticed = plan.fault == "reset" and "onnect" in cause
     limit = DEATH_SECONDS if plan.fault == "kill" or is_noticed else plan.timeout + 2.0
     for rank, report in reports.items():
