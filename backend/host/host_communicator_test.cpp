@@ -176,7 +176,7 @@ TEST_P(HostCommunicatorOf, PartsThatDoNotFitAreRefusedBeforeTheyAreSent) {
       const std::vector<int64_t> received(size(), 2);
       if (rank == 0) sent[last] = 5;
       const at::Tensor input = at::full({2 * size() + (rank == 0 ? 3 : 0)}, rank + 1, at::kInt);
-      at::Tensor output = at::zeros({2 * size()}, at::kInt);
+      at::Tensor output = at::zeros({int64_t{2} * size()}, at::kInt);
       try {
         communicator.allToAll(output, input, received, sent);
       } catch (...) {
@@ -209,7 +209,7 @@ TEST_P(HostCommunicatorOf, WhatGoesToOneRankOnlyIsComparedWithThatOne) {
       at::Tensor output = at::zeros({total}, at::kLong);
       communicator.allToAll(output, at::full({rank + 1}, rank, at::kLong), received, sent);
       int64_t expected = 0;
-      for (int peer = 0; peer < size(); ++peer) expected += peer * (peer + 1);
+      for (int peer = 0; peer < size(); ++peer) expected += int64_t{peer} * (peer + 1);
       EXPECT_EQ(output.sum().item<int64_t>(), rank == root ? expected : 0);
     });
   }
