@@ -16,13 +16,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _NOBODY = socket.AF_UNSPEC.to_bytes(2, "little") + bytes(14)
 
 
-def _disconnect(descriptor: int) -> None:
-    while _libc.connect(descriptor, _NOBODY, len(_NOBODY)) != 0:
+def _disconnect(connection: socket.socket) -> None:
+    while _libc.connect(connection.fileno(), _NOBODY, len(_NOBODY)) != 0:
         code = ctypes.get_errno()
         # A thread is just about to leave the socket.
         if code != errno.EBUSY:
             raise OSError(code, os.strerror(code))
         time.sleep(0.001)
+    # A reset that comes from the network lets the own end read the end of the stream, too. Without, that end waits on,
+    # and for ever where the reset overtakes data on its way, which makes the other end take it for forged.
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:  # says so, and does it
+            raise
 
 
 def reset_connections(is_chosen: Callable[[int, int], bool]) -> int:
@@ -38,7 +45,7 @@ def reset_connections(is_chosen: Callable[[int, int], bool]) -> int:
                     continue
                 own, peer = connection.getsockname()[1], connection.getpeername()[1]
                 if is_chosen(own, peer):
-                    _disconnect(connection.fileno())
+                    _disconnect(connection)
                     count += 1
         except FileNotFoundError:
             continue  # closed while this loop ran

@@ -43,9 +43,10 @@ print("finished", time.time(), flush=True)
 def test_a_process_may_end_without_abort(tmp_path: Path, end: str) -> None:
     outputs = _run_script(_SCRIPT.format(end=end), 2, tmp_path, timeout=60.0)
     for output in outputs:
-        last = output.strip().splitlines()[-1]
-        assert last.startswith("finished"), output
-        assert time.time() - float(last.split()[1]) < 10.0
+        # Not always the last line: a rank whose round is still under way may say so.
+        finished = [line for line in output.splitlines() if line.startswith("finished")]
+        assert len(finished) == 1, output
+        assert time.time() - float(finished[0].split()[1]) < 10.0
         assert "terminate" not in output
 
 
