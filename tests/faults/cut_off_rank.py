@@ -18,7 +18,7 @@ START_SECONDS = 120.0
 
 
 def _obey() -> None:
-    """Get into trouble when told to, while the other threads work."""
+    """Get into trouble when told to, while the other threads work; until the test wants no more."""
     for line in sys.stdin:
         if line == "reset connections to the store\n":
             count = reset_connections(lambda own, peer: STORE_PORT in (own, peer))
@@ -35,7 +35,8 @@ def main() -> None:
     store.wait([f"started {peer}" for peer in range(size)], start)
     store.set_timeout(timedelta(seconds=timeout))
     dist.init_process_group("bagua", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-    threading.Thread(target=_obey, daemon=True).start()
+    obeying = threading.Thread(target=_obey, daemon=True)
+    obeying.start()
     step = 0
     end = time.monotonic() + float(sys.argv[5])
     try:
@@ -54,9 +55,11 @@ def main() -> None:
     except RuntimeError as error:
         print(f"error {time.monotonic()} {error}", flush=True)
         dist.destroy_process_group()
-        return
-    dist.destroy_process_group()
-    print("done", flush=True)
+    else:
+        dist.destroy_process_group()
+        print("done", flush=True)
+    # The store goes with rank 0: not before all have heard what there is to hear.
+    obeying.join()
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ def _set_link(host: Host, state: str) -> None:
 
 
 def _ends(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
-    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    # None ends before all have spoken.
+    firsts = [rank.stdout.readline() if rank.stdout is not None else "" for rank in ranks]
+    texts = [first + rank.communicate(timeout=120)[0] for first, rank in zip(firsts, ranks, strict=True)]
     assert all(rank.returncode == 0 for rank in ranks), texts
     return texts
 
