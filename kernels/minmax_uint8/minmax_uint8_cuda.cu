@@ -73,28 +73,38 @@ __device__ CodePack<Element> quantizePack(const ElementPack<Element>& pack,
   return codes;
 }
 
+// kUnroll packs of the thread from element `first` on; all are loaded before the first is stored.
+template <class Element, class Pack, class From, class To, class Convert>
+__device__ void convertPacks(const From* from, To* to, int64_t first, int64_t end, bool alignedFrom, bool alignedTo,
+                             const Convert& convert) {
+  constexpr int64_t kStep = kThreads * kItems<Element>;
+  Pack packs[kUnroll];
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int64_t i = first + u * kStep;
+    packs[u] = loadPack<Pack>(from + i, end - i, alignedFrom);
+  }
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int64_t i = first + u * kStep;
+    storePack(to + i, convert(packs[u]), end - i, alignedTo);
+  }
+}
+
 // From the end to the beginning: the first step read the end last, so part of it is still in the cache.
 template <class Element>
 __device__ void quantizeItem(const Element* x, uint8_t* codes, const Item& item,
                              const Grid<typename ElementTraits<Element>::Compute>& grid) {
+  using Pack = ElementPack<Element>;
   constexpr int64_t kCount = kItems<Element>;
-  constexpr int64_t kStep = kThreads * kCount;
-  const bool alignedX = isAligned<ElementPack<Element>>(x);
+  constexpr int64_t kRound = kUnroll * kThreads * kCount;
+  const bool alignedX = isAligned<Pack>(x);
   const bool alignedCodes = isAligned<CodePack<Element>>(codes);
-  const int64_t rounds = (item.end - item.begin + kUnroll * kStep - 1) / (kUnroll * kStep);
+  const int64_t rounds = (item.end - item.begin + kRound - 1) / kRound;
   for (int64_t round = rounds - 1; round >= 0; --round) {
-    const int64_t first = item.begin + round * kUnroll * kStep + threadIdx.x * kCount;
-    ElementPack<Element> packs[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t i = first + u * kStep;
-      packs[u] = loadPack<ElementPack<Element>>(x + i, item.end - i, alignedX);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t i = first + u * kStep;
-      storePack(codes + i, quantizePack<Element>(packs[u], grid), item.end - i, alignedCodes);
-    }
+    const int64_t first = item.begin + round * kRound + threadIdx.x * kCount;
+    convertPacks<Element, Pack>(x, codes, first, item.end, alignedX, alignedCodes,
+                                [&grid](const Pack& pack) { return quantizePack<Element>(pack, grid); });
   }
 }
 
@@ -156,22 +166,15 @@ __device__ ElementPack<Element> dequantizePack(const CodePack<Element>& codes,
 template <class Element, bool kMultiplies>
 __device__ void dequantizeItem(const uint8_t* codes, Element* x, const Item& item,
                                const Decoder<typename ElementTraits<Element>::Compute>& decoder) {
+  using Pack = CodePack<Element>;
   constexpr int64_t kCount = kItems<Element>;
-  constexpr int64_t kStep = kThreads * kCount;
+  constexpr int64_t kRound = kUnroll * kThreads * kCount;
   const bool alignedX = isAligned<ElementPack<Element>>(x);
-  const bool alignedCodes = isAligned<CodePack<Element>>(codes);
-  for (int64_t first = item.begin + threadIdx.x * kCount; first < item.end; first += kUnroll * kStep) {
-    CodePack<Element> packs[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t i = first + u * kStep;
-      packs[u] = loadPack<CodePack<Element>>(codes + i, item.end - i, alignedCodes);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t i = first + u * kStep;
-      storePack(x + i, dequantizePack<Element, kMultiplies>(packs[u], decoder), item.end - i, alignedX);
-    }
+  const bool alignedCodes = isAligned<Pack>(codes);
+  for (int64_t first = item.begin + threadIdx.x * kCount; first < item.end; first += kRound) {
+    convertPacks<Element, Pack>(codes, x, first, item.end, alignedCodes, alignedX, [&decoder](const Pack& pack) {
+      return dequantizePack<Element, kMultiplies>(pack, decoder);
+    });
   }
 }
 
