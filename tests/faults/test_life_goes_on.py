@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,59 @@ def test_a_script_may_end_without_destroying_its_group(how: str, code: int, tmp_
         assert rank.returncode == code, output
     own = tuple(f"bagua-{rank.pid}-" for rank in ranks)
     assert not [name for name in _segments() if name.startswith(own)]
+
+
+def _gone(call: Callable[[], Any]) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        call()
+
+
+def _end_groups_in_any_order(order: str) -> list[str]:
+    shared = store()
+    rank, before = _without_a_group()
+    size = 2
+    _make_world(shared, "first", rank, size)
+    groups: list[Any] = [dist.new_group() for _ in range(3)]
+    for group in groups:
+        dist.all_reduce(torch.ones(10), group=group)
+    works = [dist.all_reduce(torch.ones(10), group=group, async_op=True) for group in groups]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    if order == "some before":
+        dist.destroy_process_group(groups[1])
+    # Torch takes all groups down with the default one.
+    dist.destroy_process_group()
+    for group in groups:
+        _gone(lambda group=group: dist.all_reduce(torch.ones(10), group=group))  # type: ignore[misc]
+        _gone(lambda group=group: dist.destroy_process_group(group))  # type: ignore[misc]
+    for backend in backends:
+        with pytest.raises(RuntimeError, match="has been shut down"):
+            backend.allreduce([torch.ones(10)]).wait()
+        backend.abort()
+        backend.shutdown()
+    # Their work had been submitted before, and was awaited.
+    for work in works:
+        assert work is not None
+        work.wait()
+    if order == "kept":
+        # A new default group beside what is left of the former ones.
+        _make_world(shared, "second", rank, size)
+        dist.all_reduce(torch.ones(10))
+        dist.barrier()
+        dist.destroy_process_group()
+    del group, groups, backend, backends, work, works
+    return left_behind(before)
+
+
+@pytest.mark.parametrize(
+    ("order", "transport"),
+    selection(
+        itertools.product(["default first", "some before", "kept"], TRANSPORTS),
+        [("some before", "in-host"), ("kept", "between-hosts")],
+    ),
+)
+def test_groups_may_end_in_any_order(order: str, transport: str) -> None:
+    for left in run_ranks(2, _end_groups_in_any_order, order, env=TRANSPORTS[transport]):
+        assert not left
 
 
 CREATING = """
