@@ -422,6 +422,8 @@ void HostExecutor::stop(milliseconds drainTime) {
     abort("the group was shut down before the operation had completed");
     if (!queue_->waitIdle(kAbortTime)) waitWhileTidying();
   }
+  // A message that no peer answers would hold up whoever waits for it, up to its own timeout.
+  if (messages_) messages_->abort();
   queue_->close();
   std::vector<std::thread> threads(threads_.size());
   {
