@@ -216,6 +216,29 @@ def test_a_group_may_be_destroyed_whose_work_nobody_answers(call: str, transport
         assert not left
 
 
+def _destroy_and_keep_the_hook() -> tuple[float, str]:
+    ddp = DDP(torch.nn.Linear(4, 1))
+    handle = bagua.register_comm_hook(ddp, "bytegrad")
+    ddp(torch.ones(2, 4)).sum().backward()
+    shared = store()
+    if dist.get_rank() == 1:
+        shared.set("destroyed", str(time.monotonic()))
+        dist.destroy_process_group()
+        shared.wait(["noticed"], timedelta(seconds=60))
+        assert handle.stats()["steps"] == 1
+        return 0.0, ""
+    destroyed = float(shared.get("destroyed"))
+    outcome = expect_error(lambda: dist.all_reduce(torch.ones(5)))
+    shared.set("noticed", "yes")
+    return outcome.when - destroyed, outcome.message
+
+
+def test_a_rank_that_has_destroyed_its_group_is_missed_at_once_though_a_hook_still_holds_it() -> None:
+    seconds, message = run_ranks(2, _destroy_and_keep_the_hook, group_timeout=120.0)[0]
+    assert seconds < SLACK_SECONDS
+    assert "rank 1 has left the exchange in shared memory" in message
+
+
 # --- the end of a process ---
 
 LEAVING = """
