@@ -210,7 +210,7 @@ def _destroy_with_work_under_way(call: str) -> tuple[float, list[str], str]:
 def test_a_group_may_be_destroyed_whose_work_nobody_answers(call: str, transport: str) -> None:
     results = run_ranks(2, _destroy_with_work_under_way, call, env=TRANSPORTS[transport], group_timeout=120.0)
     seconds, _, message = results[0]
-    assert seconds < END_SECONDS
+    assert seconds < END_SECONDS + SLACK_SECONDS
     assert "shut down" in message
     for _, left, _ in results:
         assert not left
@@ -299,4 +299,4 @@ def test_a_process_may_end_whose_work_nobody_answers(call: str, end: str, transp
     for rank, output in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, output
         assert not list(Path("/dev/shm").glob(f"bagua-{rank.pid}-*"))
-    assert seconds < END_SECONDS, outputs
+    assert seconds < END_SECONDS + SLACK_SECONDS, outputs
