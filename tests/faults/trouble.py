@@ -15,8 +15,11 @@ import torch.distributed as dist
 
 # Scheduling of busy processes on two cores, beside the time that is promised.
 SLACK_SECONDS = 8.0
-# How ranks exchange CPU tensors: through memory that they share, or as between hosts.
-TRANSPORTS: dict[str, Mapping[str, str]] = {"in-host": {}, "between-hosts": {"BAGUA_SHARED_MEMORY": "0"}}
+# How ranks exchange CPU tensors: through memory that they share, or each on a host of its own.
+TRANSPORTS: dict[str, Mapping[str, str | Sequence[str]]] = {
+    "in-host": {},
+    "between-hosts": {"BAGUA_HOST_ID": [f"host-{rank}" for rank in range(4)]},
+}
 VICTIM = 2
 # `make test-faults` takes every case, `make test` a selection.
 TAKES_ALL = "BAGUA_FAULT_MINUTES" in os.environ
