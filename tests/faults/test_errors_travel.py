@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from trouble import (
+    OPERATIONS,
     SLACK_SECONDS,
     TRANSPORTS,
     VICTIM,
     Outcome,
     announce_trouble,
-    collectives,
+    assert_names,
+    calls,
     expect_error,
     kill_the_victim,
     same_cause,
@@ -31,22 +33,6 @@ from trouble import (
 
 SIZE = 3
 TIMEOUT = 3.0
-# As trouble.collectives() has them.
-OPERATIONS = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "recv",
-    "barrier",
-)
 # A death has to be noticed within this time.
 DEATH_SECONDS = 2.0
 
@@ -61,7 +47,7 @@ def _die_in(operation: str) -> tuple[Outcome, float] | None:
     if dist.get_rank() == VICTIM:
         announce_trouble()
         os.kill(os.getpid(), signal.SIGKILL)
-    outcome = expect_error(collectives()[operation])
+    outcome = expect_error(calls()[operation])
     return outcome, time_of_trouble()
 
 
@@ -69,7 +55,14 @@ def _die_in(operation: str) -> tuple[Outcome, float] | None:
     ("operation", "transport"),
     selection(
         itertools.product(OPERATIONS, TRANSPORTS),
-        [("all_reduce", "in-host"), ("barrier", "in-host"), ("all_to_all", "between-hosts"), ("recv", "in-host")],
+        [
+            ("all_reduce", "in-host"),
+            ("barrier", "in-host"),
+            ("all_to_all", "between-hosts"),
+            ("recv", "in-host"),
+            ("recv from any", "between-hosts"),
+            ("send", "in-host"),
+        ],
     ),
 )
 def test_a_death_is_noticed_within_two_seconds_by_all(operation: str, transport: str) -> None:
@@ -78,8 +71,7 @@ def test_a_death_is_noticed_within_two_seconds_by_all(operation: str, transport:
     assert len(survivors) == SIZE - 1
     for outcome, died in survivors:
         assert outcome.when - died < DEATH_SECONDS + SLACK_SECONDS
-        # A rank that only sends in the operation is caught in the barrier behind it.
-        assert operation in outcome.message or operation in ("reduce", "gather")
+        assert_names(operation, outcome.message)
         assert f"rank {VICTIM}" in outcome.message
     _assert_same_cause([outcome for outcome, _ in survivors])
 
@@ -90,7 +82,7 @@ def _stop_in(operation: str) -> Outcome | None:
         announce_trouble()
         os.kill(os.getpid(), signal.SIGSTOP)
     begun = time.monotonic()
-    outcome = expect_error(collectives()[operation])
+    outcome = expect_error(calls()[operation])
     assert outcome.when - begun < TIMEOUT + SLACK_SECONDS
     # Whoever comes last ends the victim, which can do nothing any more.
     if store().add("done", 1) == SIZE - 1:
@@ -100,7 +92,10 @@ def _stop_in(operation: str) -> Outcome | None:
 
 @pytest.mark.parametrize(
     ("operation", "transport"),
-    selection(itertools.product(OPERATIONS, TRANSPORTS), [("all_reduce", "in-host"), ("broadcast", "between-hosts")]),
+    selection(
+        itertools.product(OPERATIONS, TRANSPORTS),
+        [("all_reduce", "in-host"), ("broadcast", "between-hosts"), ("batch_isend_irecv", "between-hosts")],
+    ),
 )
 def test_a_stopped_rank_is_named_at_the_timeout(operation: str, transport: str) -> None:
     outcomes = run_ranks(SIZE, _stop_in, operation, env=TRANSPORTS[transport], group_timeout=TIMEOUT, dying={VICTIM})
@@ -117,7 +112,7 @@ def _hang_before(operation: str) -> Outcome | None:
         store().wait(["survivors are done"], timedelta(seconds=60))
     else:
         begun = time.monotonic()
-        outcome = expect_error(collectives()[operation])
+        outcome = expect_error(calls()[operation])
         assert outcome.when - begun < TIMEOUT + SLACK_SECONDS
         if store().add("done", 1) == SIZE - 1:
             store().set("survivors are done", "yes")
@@ -134,7 +129,7 @@ def _hang_before(operation: str) -> Outcome | None:
 def test_a_rank_that_does_not_come_is_named_with_what_it_did_last(operation: str, transport: str) -> None:
     outcomes = run_ranks(SIZE, _hang_before, operation, env=TRANSPORTS[transport], group_timeout=TIMEOUT)
     cause = _assert_same_cause(outcomes)
-    assert operation in cause or operation in ("reduce", "gather")
+    assert_names(operation, cause)
     assert "Timed out" in cause
     # The second of the two operations of the warm-up.
     assert f"rank {VICTIM} (has nothing under way, last completed bagua:all_reduce #1 (Float[3], sum)" in cause
@@ -166,7 +161,7 @@ def _abort_on_one_rank() -> Outcome | None:
         announce_trouble()
         group._get_backend(torch.device("cpu")).abort()
         return None
-    return expect_error(collectives()["all_reduce"])
+    return expect_error(calls()["all_reduce"])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
