@@ -54,13 +54,13 @@ def _die_in(operation: str) -> tuple[Outcome, float] | None:
 @pytest.mark.parametrize(
     ("operation", "transport"),
     selection(
-        itertools.product(OPERATIONS, TRANSPORTS),
+        # Another rank may still send to whoever receives from any: see the timeouts below.
+        itertools.product(sorted(OPERATIONS.keys() - {"recv from any"}), TRANSPORTS),
         [
             ("all_reduce", "in-host"),
             ("barrier", "in-host"),
             ("all_to_all", "between-hosts"),
             ("recv", "in-host"),
-            ("recv from any", "between-hosts"),
             ("send", "in-host"),
         ],
     ),
@@ -123,7 +123,7 @@ def _hang_before(operation: str) -> Outcome | None:
     ("operation", "transport"),
     selection(
         itertools.product(OPERATIONS, TRANSPORTS),
-        [("all_to_all", "in-host"), ("barrier", "between-hosts"), ("recv", "in-host")],
+        [("all_to_all", "in-host"), ("barrier", "between-hosts"), ("recv from any", "in-host")],
     ),
 )
 def test_a_rank_that_does_not_come_is_named_with_what_it_did_last(operation: str, transport: str) -> None:
