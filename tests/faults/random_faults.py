@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 # Starting ranks, and building their groups, on a busy machine.
 START_SECONDS = 90.0
 # Steps before trouble: until buckets have been rebuilt and every algorithm has left its warm-up.
-_FIRST_STEPS = 5
+FIRST_STEPS = 5
 
 
 class Report(NamedTuple):
@@ -127,14 +127,16 @@ def _training(algorithm: str, is_hierarchical: bool, checkpoint: Callable[[], No
     return step
 
 
-def _workload(plan: Plan, checkpoint: Callable[[], None]) -> Callable[[], Any]:
-    if plan.workload in ALGORITHMS:
-        return _training(plan.workload, plan.is_hierarchical, checkpoint)
-    generator = random.Random(plan.seed)
+def workload(
+    name: str, seed: int = 0, *, is_hierarchical: bool = True, checkpoint: Callable[[], None] = lambda: None
+) -> Callable[[], Any]:
+    """Return one step of the work, for as many as are wanted; training calls `checkpoint` in the backward."""
+    if name in ALGORITHMS:
+        return _training(name, is_hierarchical, checkpoint)
+    generator = random.Random(seed)
 
     def one() -> None:
-        name = generator.choice(COLLECTIVES) if plan.workload == "mixed collectives" else plan.workload
-        _collective(name, generator)()
+        _collective(generator.choice(COLLECTIVES) if name == "mixed collectives" else name, generator)()
 
     return one
 
@@ -176,8 +178,13 @@ def run(rank: int, plan: Plan, connection: Connection) -> None:
         raise InjectedError("on purpose")
 
     is_in_backward = plan.is_in_backward and plan.workload in ALGORITHMS
-    work = _workload(plan, checkpoint if is_in_backward else lambda: None)
-    for _ in range(_FIRST_STEPS if plan.workload in ALGORITHMS else 1):
+    work = workload(
+        plan.workload,
+        plan.seed,
+        is_hierarchical=plan.is_hierarchical,
+        checkpoint=checkpoint if is_in_backward else lambda: None,
+    )
+    for _ in range(FIRST_STEPS if plan.workload in ALGORITHMS else 1):
         work()
     connection.send("working")
     try:
