@@ -345,6 +345,13 @@ TEST(MeetingRoom, NoticesAProcessThatEnded) {
   ::waitpid(child, nullptr, 0);
 }
 
+TEST(MeetingRoom, TellsARankThatHasLeftFromAProcessThatEnded) {
+  auto segment = newSegment(2);
+  inKilledProcess([&] { const MeetingRoom room(openAgain(segment, 2), 1, names(2)); });
+  MeetingRoom room(std::move(segment), 0, names(2));
+  EXPECT_NE(messageOfMeeting(room, milliseconds(20'000)).find("rank 1 has left"), std::string::npos);
+}
+
 TEST(StreamingCopy, CopiesEveryByteAtAnyAlignment) {
   constexpr int64_t kRoom = 512;
   std::vector<uint8_t> from(kRoom);
