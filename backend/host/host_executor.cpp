@@ -422,6 +422,10 @@ void HostExecutor::stop(milliseconds drainTime) {
     abort("the group was shut down before the operation had completed");
     if (!queue_->waitIdle(kAbortTime)) waitWhileTidying();
   }
+  // A message that no peer answers would hold up whoever waits for it, up to its own timeout.
+  if (messages_) messages_->abort();
+  // Peers that still wait for this rank are to know, though somebody may hold the group for long: a hook, for one.
+  queue_->abortTransport();
   queue_->close();
   std::vector<std::thread> threads(threads_.size());
   {

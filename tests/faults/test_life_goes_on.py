@@ -2,12 +2,13 @@
 """After an error: the survivors build a new group in the same process, and nothing of the old one is left."""
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,38 +16,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from holdings import Holdings, holdings, left_behind, wait_for
 from ranks import run_ranks
 from threads import bagua_threads
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TRANSPORTS, VICTIM, expect_error, store, warm_up
+from trouble import TRANSPORTS, VICTIM, expect_error, selection, store, warm_up
 
 SIZE = 3
 SHARED_MEMORY = Path("/dev/shm")
-
-
-def _open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _segments() -> list[str]:
     return sorted(entry.name for entry in SHARED_MEMORY.glob("bagua-*"))
 
 
-def _wait_for(condition: Any, seconds: float = 10.0) -> bool:
-    """Threads that nobody may wait for end a moment after the group."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return bool(condition())
-
-
-def _new_world(name: str, size: int) -> None:
-    """Make another default group of the ranks that are left, in a store of its own."""
-    rank = dist.get_rank()
-    folder = Path(os.environ["FAULTS_FOLDER"])
-    dist.destroy_process_group()
-    fresh = dist.FileStore(str(folder / name), size)  # type: ignore[attr-defined]
-    dist.init_process_group("bagua", store=fresh, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+def _make_world(shared: dist.Store, name: str, rank: int, size: int, seconds: float = 30.0) -> None:
+    """Make a default group in a part of its own of a store that all ranks know."""
+    part = dist.PrefixStore(name, shared)
+    dist.init_process_group("bagua", store=part, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
 
 
 def _train(steps: int) -> list[float]:
@@ -64,30 +51,76 @@ def _train(steps: int) -> list[float]:
     return weights
 
 
-def _survive_a_death() -> tuple[list[float], list[str], bool]:
-    warm_up()
+def _without_a_group() -> tuple[int, Holdings]:
+    """Destroy the default group; return the rank that this one had, and what a process without one holds."""
+    rank = dist.get_rank()
+    _train(1)  # torch loads and starts what it keeps
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    assert wait_for(lambda: not bagua_threads())
+    return rank, holdings()
+
+
+def _die() -> None:
     if dist.get_rank() == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
     expect_error(lambda: dist.all_reduce(torch.ones(5)))
-    _new_world("after", SIZE - 1)
+
+
+def _stay_away() -> None:
+    if dist.get_rank() == VICTIM:
+        store().wait(["survivors are done"], timedelta(seconds=60))
+        return
+    expect_error(lambda: dist.all_reduce(torch.ones(300_000)))
+    if store().add("done", 1) == SIZE - 1:
+        store().set("survivors are done", "yes")
+
+
+def _differ() -> None:
+    expect_error(lambda: dist.all_reduce(torch.ones(7 if dist.get_rank() == VICTIM else 5)))
+
+
+TROUBLES = {"death": _die, "timeout": _stay_away, "mismatch": _differ}
+
+
+def _survive(trouble: str) -> tuple[list[float], list[str]]:
+    shared = store()
+    rank, before = _without_a_group()
+    _make_world(shared, "troubled", rank, SIZE, 2.0 if trouble == "timeout" else 30.0)
+    warm_up()
+    others = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
+    dist.all_reduce(torch.ones(3), group=others[0])
+    TROUBLES[trouble]()
+    del others
+    dist.destroy_process_group()
+    if rank == VICTIM:
+        return [], left_behind(before)
+    _make_world(shared, "after", rank, SIZE - 1)
     weights = _train(3)
     dist.destroy_process_group()
-    gone = _wait_for(lambda: not bagua_threads())
-    return weights, bagua_threads(), gone
+    return weights, left_behind(before)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_survivors_train_on_in_a_new_group(transport: str, tmp_path: Path) -> None:
-    env = {**TRANSPORTS[transport], "FAULTS_FOLDER": str(tmp_path)}
-    results = run_ranks(SIZE, _survive_a_death, env=env, dying={VICTIM})
+@pytest.mark.parametrize(
+    ("trouble", "transport"),
+    selection(
+        itertools.product(TROUBLES, TRANSPORTS),
+        [("death", "in-host"), ("death", "between-hosts"), ("timeout", "between-hosts"), ("mismatch", "in-host")],
+    ),
+)
+def test_survivors_train_on_in_a_new_group_and_nothing_of_the_old_one_is_left(trouble: str, transport: str) -> None:
+    results = run_ranks(
+        SIZE, _survive, trouble, env=TRANSPORTS[transport], dying={VICTIM} if trouble == "death" else ()
+    )
     assert results[0][0] == results[1][0]
-    for _, threads, gone in results[:VICTIM]:
-        assert gone, threads
+    for result in results:
+        assert result is None or not result[1]
 
 
-def _make_and_drop_groups() -> tuple[int, list[str], list[str]]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    before = 0
+def _make_and_drop_groups() -> list[str]:
+    size = dist.get_world_size()
+    before: Holdings | None = None
     for cycle in range(8):
         group: Any = dist.new_group(list(range(size)), timeout=timedelta(seconds=20))
         dist.all_reduce(torch.ones(10), group=group)
@@ -105,49 +138,16 @@ def _make_and_drop_groups() -> tuple[int, list[str], list[str]]:
         gc.collect()
         dist.barrier()
         if cycle == 1:
-            before = _open_files()
-    _wait_for(lambda: _open_files() <= before)
-    assert rank < size
-    return (
-        _open_files() - before,
-        bagua_threads(),
-        [name for name in _segments() if name.startswith(f"bagua-{os.getpid()}-")],
-    )
+            # That of the default group has as many threads as it will have.
+            before = holdings()
+    assert before is not None
+    return left_behind(before)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_groups_leave_no_file_or_segment_behind(transport: str) -> None:
-    for files, _, left in run_ranks(2, _make_and_drop_groups, env=TRANSPORTS[transport]):
-        assert files <= 0
+def test_groups_leave_no_thread_file_port_or_segment_behind(transport: str) -> None:
+    for left in run_ranks(2, _make_and_drop_groups, env=TRANSPORTS[transport]):
         assert not left
-
-
-def _abort_from_another_thread() -> tuple[float, str]:
-    warm_up()
-    group: Any = dist.group.WORLD
-    backend = group._get_backend(torch.device("cpu"))
-    if dist.get_rank() == 1:
-        store().wait(["released"], timedelta(seconds=30))
-        return 0.0, ""
-    begun: list[float] = []
-
-    def abort() -> None:
-        begun.append(time.monotonic())
-        backend.abort()
-
-    timer = threading.Timer(0.5, abort)
-    timer.start()
-    outcome = expect_error(lambda: dist.all_reduce(torch.ones(300_000)))
-    timer.join()
-    store().set("released", "yes")
-    return outcome.when - begun[0], outcome.message
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_abort_from_another_thread_releases_those_who_wait(transport: str) -> None:
-    seconds, message = run_ranks(2, _abort_from_another_thread, env=TRANSPORTS[transport])[0]
-    assert seconds < 5.0
-    assert "the group was aborted" in message
 
 
 LEAVING = """
@@ -190,6 +190,59 @@ def test_a_script_may_end_without_destroying_its_group(how: str, code: int, tmp_
     assert not [name for name in _segments() if name.startswith(own)]
 
 
+def _gone(call: Callable[[], Any]) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        call()
+
+
+def _end_groups_in_any_order(order: str) -> list[str]:
+    shared = store()
+    rank, before = _without_a_group()
+    size = 2
+    _make_world(shared, "first", rank, size)
+    groups: list[Any] = [dist.new_group() for _ in range(3)]
+    for group in groups:
+        dist.all_reduce(torch.ones(10), group=group)
+    works = [dist.all_reduce(torch.ones(10), group=group, async_op=True) for group in groups]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    if order == "some before":
+        dist.destroy_process_group(groups[1])
+    # Torch takes all groups down with the default one.
+    dist.destroy_process_group()
+    for group in groups:
+        _gone(lambda group=group: dist.all_reduce(torch.ones(10), group=group))  # type: ignore[misc]
+        _gone(lambda group=group: dist.destroy_process_group(group))  # type: ignore[misc]
+    for backend in backends:
+        with pytest.raises(RuntimeError, match="has been shut down"):
+            backend.allreduce([torch.ones(10)]).wait()
+        backend.abort()
+        backend.shutdown()
+    # Their work had been submitted before, and was awaited.
+    for work in works:
+        assert work is not None
+        work.wait()
+    if order == "kept":
+        # A new default group beside what is left of the former ones.
+        _make_world(shared, "second", rank, size)
+        dist.all_reduce(torch.ones(10))
+        dist.barrier()
+        dist.destroy_process_group()
+    del group, groups, backend, backends, work, works
+    return left_behind(before)
+
+
+@pytest.mark.parametrize(
+    ("order", "transport"),
+    selection(
+        itertools.product(["default first", "some before", "kept"], TRANSPORTS),
+        [("some before", "in-host"), ("kept", "between-hosts")],
+    ),
+)
+def test_groups_may_end_in_any_order(order: str, transport: str) -> None:
+    for left in run_ranks(2, _end_groups_in_any_order, order, env=TRANSPORTS[transport]):
+        assert not left
+
+
 CREATING = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
@@ -221,7 +274,7 @@ def test_ranks_killed_while_they_make_segments_leave_none(tmp_path: Path) -> Non
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
     # In one of the moments in which a segment has a name: they are few.
-    _wait_for(lambda: any(name.startswith(own) for name in _segments()), 5.0)
+    wait_for(lambda: any(name.startswith(own) for name in _segments()), 5.0)
     for rank in ranks:
         rank.kill()
     for rank in ranks:
@@ -229,6 +282,6 @@ def test_ranks_killed_while_they_make_segments_leave_none(tmp_path: Path) -> Non
     left = [name for name in _segments() if name.startswith(own)]
     for name in left:
         # A name this young could be one that is being made: it counts as abandoned after ten seconds.
-        _wait_for(lambda path=SHARED_MEMORY / name: time.time() - path.stat().st_ctime >= 11, 15.0)
+        wait_for(lambda path=SHARED_MEMORY / name: time.time() - path.stat().st_ctime >= 11, 15.0)
     run_ranks(2, warm_up)
     assert not [name for name in _segments() if name.startswith(own)]

@@ -15,7 +15,17 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TRANSPORTS, Outcome, expect_error, same_cause, selection, warm_up
+from trouble import (
+    SLACK_SECONDS,
+    TRANSPORTS,
+    Outcome,
+    announce_trouble,
+    expect_error,
+    same_cause,
+    selection,
+    time_of_trouble,
+    warm_up,
+)
 
 SIZE = 3
 ODD_ONE = 1
@@ -44,6 +54,19 @@ def _gather_all(*sizes: int) -> Callable[[], Any]:
 
 def _sum(tensor: torch.Tensor) -> Callable[[], Any]:
     return lambda: dist.all_reduce(tensor)
+
+
+def _gather_to(root: int) -> Callable[[], Any]:
+    return lambda: dist.gather(torch.ones(4), _parts(4) if dist.get_rank() == root else None, dst=root)
+
+
+def _scatter_from(root: int) -> Callable[[], Any]:
+    return lambda: dist.scatter(torch.ones(4), _parts(4) if dist.get_rank() == root else None, src=root)
+
+
+def _parts(*sizes: int) -> list[torch.Tensor]:
+    """Return a tensor per rank, of these sizes or all of one size."""
+    return [torch.ones(size) for size in (sizes if len(sizes) > 1 else sizes * SIZE)]
 
 
 # What one rank calls, what the others call, and how the error names the two.
@@ -83,6 +106,55 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         lambda: dist.broadcast(torch.ones(4), 0),
         "(Float[4], peer rank 1)",
         "(Float[4], peer rank 0)",
+    ),
+    "roots of reduce": (
+        lambda: dist.reduce(torch.ones(4), 1),
+        lambda: dist.reduce(torch.ones(4), 0),
+        "bagua:reduce #2 (Float[4], sum, peer rank 1)",
+        "bagua:reduce #2 (Float[4], sum, peer rank 0)",
+    ),
+    "roots of gather": (
+        _gather_to(1),
+        _gather_to(0),
+        "bagua:gather #2 (Float[4], peer rank 1)",
+        "bagua:gather #2 (Float[4], peer rank 0)",
+    ),
+    "roots of scatter": (
+        _scatter_from(1),
+        _scatter_from(0),
+        "bagua:scatter #2 (Float[4], peer rank 1)",
+        "bagua:scatter #2 (Float[4], peer rank 0)",
+    ),
+    "sizes of all_gather": (
+        lambda: dist.all_gather(_parts(7), torch.ones(7)),
+        lambda: dist.all_gather(_parts(4), torch.ones(4)),
+        "bagua:all_gather #2 (Float[7])",
+        "bagua:all_gather #2 (Float[4])",
+    ),
+    "one size of all_gather": (
+        # This rank's own part is as the others expect it.
+        lambda: dist.all_gather(_parts(4, 4, 9), torch.ones(4)),
+        lambda: dist.all_gather(_parts(4), torch.ones(4)),
+        "bagua:all_gather #2 (Float[4], 3 sizes: 4, 4, 9)",
+        "bagua:all_gather #2 (Float[4])",
+    ),
+    "sizes of all_gather_into_tensor": (
+        lambda: dist.all_gather_into_tensor(torch.ones(7 * SIZE), torch.ones(7)),
+        lambda: dist.all_gather_into_tensor(torch.ones(4 * SIZE), torch.ones(4)),
+        "bagua:all_gather_into_tensor #2 (Float[7])",
+        "bagua:all_gather_into_tensor #2 (Float[4])",
+    ),
+    "sizes of reduce_scatter": (
+        lambda: dist.reduce_scatter(torch.ones(7), _parts(7)),
+        lambda: dist.reduce_scatter(torch.ones(4), _parts(4)),
+        "bagua:reduce_scatter #2 (Float[7], sum)",
+        "bagua:reduce_scatter #2 (Float[4], sum)",
+    ),
+    "sizes of reduce_scatter_tensor": (
+        lambda: dist.reduce_scatter_tensor(torch.ones(7), torch.ones(7 * SIZE)),
+        lambda: dist.reduce_scatter_tensor(torch.ones(4), torch.ones(4 * SIZE)),
+        "bagua:reduce_scatter_tensor #2 (Float[7], sum)",
+        "bagua:reduce_scatter_tensor #2 (Float[4], sum)",
     ),
     "sizes of a list": (
         _sum_all(7, 5, 8),
@@ -125,6 +197,9 @@ def _differ(case: str) -> tuple[Outcome, bool]:
             ("sizes of a list", "in-host"),
             ("lengths of a list", "between-hosts"),
             ("roots", "between-hosts"),
+            ("roots of scatter", "between-hosts"),
+            ("one size of all_gather", "in-host"),
+            ("sizes of reduce_scatter", "between-hosts"),
         ],
     ),
 )
@@ -187,10 +262,16 @@ def _gather_of_wrong_sizes() -> None:
     dist.barrier()
 
 
+def _scatter_of_wrong_sizes() -> None:
+    dist.scatter(torch.zeros(2), _parts(2, 2, 5) if dist.get_rank() == ODD_ONE else None, src=ODD_ONE)
+    dist.barrier()
+
+
 WRONG_PARTS = {
     "all_to_all_single": _all_to_all_with_wrong_splits,
     "all_to_all": _all_to_all_of_wrong_tensors,
     "gather": _gather_of_wrong_sizes,
+    "scatter": _scatter_of_wrong_sizes,
 }
 
 
@@ -203,7 +284,12 @@ def _exchange_wrong_parts(name: str) -> Outcome:
     ("name", "transport"),
     selection(
         itertools.product(WRONG_PARTS, TRANSPORTS),
-        [("all_to_all_single", "between-hosts"), ("all_to_all", "in-host"), ("gather", "between-hosts")],
+        [
+            ("all_to_all_single", "between-hosts"),
+            ("all_to_all", "in-host"),
+            ("gather", "between-hosts"),
+            ("scatter", "in-host"),
+        ],
     ),
 )
 def test_parts_that_do_not_fit_are_refused_by_all_ranks(name: str, transport: str) -> None:
@@ -233,6 +319,21 @@ def test_a_message_of_another_size_than_expected_is_an_error_of_both_ends(length
     assert f"(Float[{length}], peer rank 1)" in cause
     assert "bagua:recv" in cause
     assert "(Float[4], peer rank 0)" in cause
+
+
+def _message_against_collective() -> Outcome:
+    warm_up()
+    call = (lambda: dist.recv(torch.zeros(4), 0)) if dist.get_rank() == ODD_ONE else _sum(torch.ones(4))
+    return expect_error(call)
+
+
+@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["between-hosts"]))
+def test_a_message_against_a_collective_ends_at_the_timeout_which_names_both(transport: str) -> None:
+    outcomes = run_ranks(SIZE, _message_against_collective, env=TRANSPORTS[transport], group_timeout=3.0)
+    cause = same_cause([outcome.message for outcome in outcomes])
+    assert "Timed out after 3000 ms" in cause
+    assert "bagua:all_reduce #2 (Float[4], sum)" in cause
+    assert "bagua:recv #0 (Float[4], peer rank 0)" in cause
 
 
 def _messages_with_tags() -> list[float]:
@@ -357,3 +458,81 @@ def _other_models() -> str:
 def test_a_hook_on_models_of_other_shapes_is_refused_on_all_ranks() -> None:
     for message in run_ranks(SIZE, _other_models):
         assert f"rank {ODD_ONE}" in message
+
+
+def _register_on_one_rank() -> Outcome:
+    ddp = DDP(torch.nn.Linear(4, 1))
+    loss = ddp(torch.ones(2, 4)).sum()
+    # DDP's forward is over on all ranks.
+    dist.barrier()
+    return expect_error((lambda: bagua.register_comm_hook(ddp, "bytegrad")) if _is_odd() else loss.backward)
+
+
+def _is_odd() -> bool:
+    return dist.get_rank() == ODD_ONE
+
+
+@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["in-host"]))
+def test_a_hook_that_only_one_rank_registers_is_an_error_on_all(transport: str) -> None:
+    outcomes = run_ranks(SIZE, _register_on_one_rank, env=TRANSPORTS[transport])
+    cause = same_cause([outcome.message for outcome in outcomes])
+    assert "do not make the same call" in cause
+    assert "bagua:check_agreement" in cause
+    assert "bagua:all_reduce" in cause
+
+
+# What the odd rank hands to DDP, and how errors name it. The two-argument form meets the other ranks at the first
+# bucket only.
+LAZY_HOOKS: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "options": ("bytegrad", {"average": False}, 4, "bytegrad(average=False"),
+    "algorithms": ("gradient_allreduce", {}, 4, "gradient_allreduce("),
+    "models": ("bytegrad", {}, 5, "Float[5]"),
+}
+
+
+def _differ_lazily(case: str) -> Outcome:
+    alone = [dist.new_group([rank]) for rank in range(SIZE)][dist.get_rank()]
+    name, options, length, _ = LAZY_HOOKS[case] if _is_odd() else ("bytegrad", {}, 4, "")
+    # DDP itself compares the shapes of the ranks of its group.
+    ddp = DDP(torch.nn.Linear(length, 1, bias=False), process_group=alone)
+    ddp.register_comm_hook(*bagua.comm_hook(name, process_group=dist.group.WORLD, **options))
+    return expect_error(ddp(torch.ones(2, length)).sum().backward)
+
+
+@pytest.mark.parametrize(
+    ("case", "transport"),
+    selection(itertools.product(LAZY_HOOKS, TRANSPORTS), [("options", "between-hosts"), ("models", "in-host")]),
+)
+def test_hooks_of_the_two_argument_form_that_differ_are_told_at_the_first_bucket(case: str, transport: str) -> None:
+    outcomes = run_ranks(SIZE, _differ_lazily, case, env=TRANSPORTS[transport])
+    cause = same_cause([outcome.message for outcome in outcomes])
+    assert "do not make the same call" in cause
+    assert cause.count("bagua:reduce_bucket") >= 2
+    assert LAZY_HOOKS[case][3] in cause
+
+
+def _load_another_algorithm() -> tuple[Outcome, float]:
+    ddp = DDP(torch.nn.Linear(4, 1))
+    handle = bagua.register_comm_hook(ddp, "bytegrad")
+    state = handle.state_dict()
+    dist.barrier()
+    if _is_odd():
+        with pytest.raises(ValueError, match=r"'gradient_allreduce', this hook has 'bytegrad'"):
+            handle.load_state_dict({**state, "algorithm": "gradient_allreduce"})
+        # As a script that the exception ends.
+        announce_trouble()
+        os._exit(1)
+    handle.load_state_dict(state)
+    outcome = expect_error(ddp(torch.ones(2, 4)).sum().backward)
+    return outcome, time_of_trouble()
+
+
+@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["in-host"]))
+def test_a_rank_with_the_checkpoint_of_another_algorithm_says_so_and_the_others_end_with_it(transport: str) -> None:
+    results = run_ranks(SIZE, _load_another_algorithm, env=TRANSPORTS[transport], dying={ODD_ONE})
+    survivors = [result for result in results if result is not None]
+    assert len(survivors) == SIZE - 1
+    same_cause([outcome.message for outcome, _ in survivors])
+    for outcome, left in survivors:
+        assert outcome.when - left < SLACK_SECONDS
+        assert f"rank {ODD_ONE}" in outcome.message

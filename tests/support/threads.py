@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The threads of this process."""
 
-from collections.abc import Iterator
 from pathlib import Path
+
+
+def threads() -> list[str]:
+    """Return the names of all threads, sorted: also of those that Gloo, torch or Python have started."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended in between
+    return sorted(names)
 
 
 def bagua_threads() -> list[str]:
     """Return the names of the threads that bagua has started, sorted."""
-    return sorted(name for name in _names() if name.startswith("bagua"))
-
-
-def _names() -> Iterator[str]:
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            yield (task / "comm").read_text().strip()
-        except FileNotFoundError:
-            continue  # ended in between
+    return [name for name in threads() if name.startswith("bagua")]

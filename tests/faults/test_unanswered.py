@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work that another rank never answers, though it lives: an abort from another thread, a destroyed group or the end of
+the process is not held up by it."""
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from holdings import holdings, left_behind, wait_for
+from hooked_models import emulated_hosts
+from ranks import run_ranks
+from threads import bagua_threads
+from torch.nn.parallel import DistributedDataParallel as DDP
+from trouble import SLACK_SECONDS, TRANSPORTS, Outcome, expect_error, selection, store, warm_up
+
+CPU = torch.device("cpu")
+# What shutdown() waits for work that may yet be done, and some more for the end of threads and a process.
+END_SECONDS = 10.0
+# Long enough for a rank that waits to have fallen asleep. What a test expects is the same before.
+ASLEEP_SECONDS = 0.2
+
+
+# --- abort from another thread ---
+
+
+class Aborted(NamedTuple):
+    """What the thread that waited was told, and how long after the abort; how long that itself took."""
+
+    outcome: Outcome
+    begun: float
+    ended: float
+
+
+def _aborted(backend: Any, is_under_way: Callable[[], object], call: Callable[[], Any]) -> Aborted:
+    """Make the call here; abort the group on another thread once it is under way."""
+    times: list[float] = []
+
+    def abort() -> None:
+        assert wait_for(is_under_way, 30.0)
+        time.sleep(ASLEEP_SECONDS)
+        times.append(time.monotonic())
+        backend.abort()
+        times.append(time.monotonic())
+
+    aborting = threading.Thread(target=abort)
+    aborting.start()
+    outcome = expect_error(call)
+    aborting.join()
+    return Aborted(outcome, *times)
+
+
+def _abort_collective(call: Callable[[], Any], group: Any) -> Aborted:
+    before = group._get_sequence_number_for_group()
+    return _aborted(group._get_backend(CPU), lambda: group._get_sequence_number_for_group() > before, call)
+
+
+def _abort_message() -> Aborted:
+    is_posted = threading.Event()
+
+    def receive() -> None:
+        work = dist.irecv(torch.zeros(3), 1)
+        assert work is not None
+        is_posted.set()
+        work.wait()
+
+    group: Any = dist.group.WORLD
+    return _aborted(group._get_backend(CPU), is_posted.is_set, receive)
+
+
+# Rank 0 alone makes them.
+UNANSWERED: dict[str, Callable[[], Aborted]] = {
+    "all_reduce": lambda: _abort_collective(lambda: dist.all_reduce(torch.ones(300_000)), dist.group.WORLD),
+    "barrier": lambda: _abort_collective(lambda: dist.barrier(), dist.group.WORLD),
+    "recv": _abort_message,
+}
+
+
+def _abort_while_waiting(call: str, is_connected: bool) -> Aborted | None:
+    if is_connected:
+        warm_up()
+    if dist.get_rank() == 1:
+        store().wait(["released"], timedelta(seconds=60))
+        return None
+    aborted = UNANSWERED[call]()
+    store().set("released", "yes")
+    return aborted
+
+
+def _assert_released(aborted: Aborted | None) -> str:
+    assert aborted is not None
+    assert aborted.ended - aborted.begun < SLACK_SECONDS
+    assert aborted.outcome.when - aborted.begun < SLACK_SECONDS
+    assert "the group was aborted" in aborted.outcome.message
+    return aborted.outcome.message
+
+
+# Ranks connect in their first operation.
+@pytest.mark.parametrize(
+    ("call", "is_connected", "transport"),
+    selection(
+        itertools.product(UNANSWERED, (True, False), TRANSPORTS),
+        [
+            ("all_reduce", True, "in-host"),
+            ("all_reduce", True, "between-hosts"),
+            ("barrier", False, "in-host"),
+            ("recv", True, "between-hosts"),
+        ],
+    ),
+)
+def test_an_abort_from_another_thread_releases_those_who_wait(call: str, is_connected: bool, transport: str) -> None:
+    aborted = run_ranks(2, _abort_while_waiting, call, is_connected, env=TRANSPORTS[transport])[0]
+    assert f"bagua:{call}" in _assert_released(aborted)
+
+
+def _abort_in_backward() -> Aborted | None:
+    # A host each: on one host bytegrad has nothing to compress.
+    with emulated_hosts("ab") as group:
+        ddp = DDP(torch.nn.Linear(2000, 100), process_group=group)
+        handle = bagua.register_comm_hook(ddp, "bytegrad")
+        for _ in range(2):
+            ddp(torch.ones(2, 2000)).sum().backward()
+        assert "compress" in handle.stats()["seconds"]
+        loss = ddp(torch.ones(2, 2000)).sum()
+        aborted = None
+        if dist.get_rank() == 0:
+            aborted = _abort_collective(loss.backward, group)
+            store().set("released", "yes")
+        else:
+            store().wait(["released"], timedelta(seconds=60))
+    return aborted
+
+
+def test_an_abort_from_another_thread_releases_a_backward() -> None:
+    message = _assert_released(run_ranks(2, _abort_in_backward)[0])
+    assert "bagua:reduce_bucket" in message
+    assert "bytegrad(" in message
+
+
+def _abort_while_a_group_is_made() -> Aborted | None:
+    warm_up()
+    if dist.get_rank() == 1:
+        store().wait(["released"], timedelta(seconds=60))
+        return None
+    default: Any = dist.group.WORLD
+    is_begun = threading.Event()
+
+    def make() -> None:
+        is_begun.set()
+        dist.new_group(timeout=timedelta(seconds=2))
+
+    aborted = _aborted(default._get_backend(CPU), is_begun.is_set, make)
+    store().set("released", "yes")
+    return aborted
+
+
+def test_a_group_that_cannot_be_made_holds_up_no_abort_and_names_who_is_missing() -> None:
+    aborted = run_ranks(2, _abort_while_a_group_is_made)[0]
+    assert aborted.ended - aborted.begun < SLACK_SECONDS
+    assert "could not make the process group" in aborted.outcome.message
+    assert "Not there after 2000 ms: rank 1" in aborted.outcome.message
+
+
+# --- destroy_process_group() ---
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(300_000), async_op=True),
+    "irecv": lambda: dist.irecv(torch.zeros(3), 1),
+    "isend": lambda: dist.isend(torch.zeros(3_000_000), 1),
+}
+
+
+def _destroy_with_work_under_way(call: str) -> tuple[float, list[str], str]:
+    shared, rank = store(), dist.get_rank()
+    dist.destroy_process_group()
+    assert wait_for(lambda: not bagua_threads())
+    before = holdings()
+    part = dist.PrefixStore("unanswered", shared)
+    dist.init_process_group("bagua", store=part, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    warm_up()
+    seconds, message = 0.0, ""
+    if rank == 0:
+        work = CALLS[call]()
+        begin = time.monotonic()
+        dist.destroy_process_group()
+        seconds = time.monotonic() - begin
+        message = expect_error(work.wait).message
+        del work
+        shared.set("destroyed", "yes")
+    else:
+        shared.wait(["destroyed"], timedelta(seconds=60))
+        dist.destroy_process_group()
+    return seconds, left_behind(before), message
+
+
+@pytest.mark.parametrize(
+    ("call", "transport"),
+    selection(itertools.product(CALLS, TRANSPORTS), [("all_reduce", "in-host"), ("irecv", "between-hosts")]),
+)
+def test_a_group_may_be_destroyed_whose_work_nobody_answers(call: str, transport: str) -> None:
+    results = run_ranks(2, _destroy_with_work_under_way, call, env=TRANSPORTS[transport], group_timeout=120.0)
+    seconds, _, message = results[0]
+    assert seconds < END_SECONDS
+    assert "shut down" in message
+    for _, left, _ in results:
+        assert not left
+
+
+def _destroy_and_keep_the_hook() -> tuple[float, str]:
+    ddp = DDP(torch.nn.Linear(4, 1))
+    handle = bagua.register_comm_hook(ddp, "bytegrad")
+    ddp(torch.ones(2, 4)).sum().backward()
+    shared = store()
+    if dist.get_rank() == 1:
+        shared.set("destroyed", str(time.monotonic()))
+        dist.destroy_process_group()
+        shared.wait(["noticed"], timedelta(seconds=60))
+        assert handle.stats()["steps"] == 1
+        return 0.0, ""
+    destroyed = float(shared.get("destroyed"))
+    outcome = expect_error(lambda: dist.all_reduce(torch.ones(5)))
+    shared.set("noticed", "yes")
+    return outcome.when - destroyed, outcome.message
+
+
+def test_a_rank_that_has_destroyed_its_group_is_missed_at_once_though_a_hook_still_holds_it() -> None:
+    seconds, message = run_ranks(2, _destroy_and_keep_the_hook, group_timeout=120.0)[0]
+    assert seconds < SLACK_SECONDS
+    assert "rank 1 has left the exchange in shared memory" in message
+
+
+# --- the end of a process ---
+
+LEAVING = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+rank, port, call, end = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("bagua", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+dist.all_reduce(torch.ones(4))
+if rank == 0:
+    if call == "all_reduce":
+        work = dist.all_reduce(torch.ones(300_000), async_op=True)
+    elif call == "irecv":
+        work = dist.irecv(torch.zeros(3), 1)
+    else:
+        work = dist.isend(torch.zeros(3_000_000), 1)
+    print("leaving", flush=True)
+    if end == "destroys":
+        dist.destroy_process_group()
+else:
+    print("staying", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "end", "transport"),
+    selection(
+        itertools.product(CALLS, ("exits", "destroys"), TRANSPORTS),
+        [("all_reduce", "exits", "between-hosts"), ("irecv", "exits", "in-host")],
+    ),
+)
+def test_a_process_may_end_whose_work_nobody_answers(call: str, end: str, transport: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVING, str(rank), str(server.port), call, end],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **TRANSPORTS[transport]},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank, line in zip(ranks, ("leaving\n", "staying\n"), strict=True):
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == line
+        begin = time.monotonic()
+        ranks[0].wait(timeout=60)
+        seconds = time.monotonic() - begin
+        outputs = [rank.communicate("", timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output
+        assert not list(Path("/dev/shm").glob(f"bagua-{rank.pid}-*"))
+    assert seconds < END_SECONDS, outputs
