@@ -51,8 +51,8 @@ test-asan: $(SETUP_STAMP)  ## C++ tests under AddressSanitizer and UndefinedBeha
 test-tsan: $(SETUP_STAMP)  ## C++ tests under ThreadSanitizer
 	@scripts/sanitize.sh $(VENV) tsan
 
-fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 a target (needs clang 16)
-	@scripts/fuzz.sh $(VENV) $(or $(FUZZ_SECONDS),60)
+fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 for each of FUZZ_TARGETS (all; needs clang 16)
+	@scripts/fuzz.sh $(VENV) $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)
 
 soak: build  ## SOAK_OPERATIONS=200000 random operations on 2 to 8 ranks, each checked
 	@OMP_NUM_THREADS=1 $(PY) tests/soak/soak.py --operations $(or $(SOAK_OPERATIONS),200000) $(SOAK_ARGS)
