@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -91,6 +92,15 @@ void fillStore(FuzzedBytes& input, c10d::Store& store, const ProgramFingerprint&
   }
 }
 
+std::optional<int64_t> calledRoll(FailureBoard& board) {
+  try {
+    return board.callTheRoll();
+  } catch (const std::logic_error&) {
+    // The store: what it was to count is no number.
+    return std::nullopt;
+  }
+}
+
 void readStore(FuzzedBytes& input, c10d::Store& store, const ProgramFingerprint& operation) {
   FailureBoard board(store, 0);
   if (const auto failure = board.firstFailure()) TORCH_INTERNAL_ASSERT(failure->rank >= 0, "rank ", failure->rank);
@@ -101,11 +111,7 @@ void readStore(FuzzedBytes& input, c10d::Store& store, const ProgramFingerprint&
   for (const auto& [rank, text] : board.answers(rollCall, missing)) answers[rank] = checkedActivities(text);
   TORCH_INTERNAL_ASSERT(answers.size() + missing.size() == 3);
   checkAttendance(input, operation, answers, missing);
-  try {
-    if (const auto number = board.callTheRoll()) TORCH_INTERNAL_ASSERT(*number == rollCall + 1);
-  } catch (const std::logic_error&) {
-    // The store: what it was to count is no number.
-  }
+  if (const auto number = calledRoll(board)) TORCH_INTERNAL_ASSERT(*number == rollCall + 1);
 }
 
 }  // namespace
