@@ -62,7 +62,6 @@ def _die_in(operation: str) -> tuple[Outcome, float] | None:
             ("all_reduce", "in-host"),
             ("barrier", "in-host"),
             ("all_to_all", "between-hosts"),
-            ("recv", "in-host"),
             ("send", "in-host"),
         ],
     ),
@@ -106,7 +105,7 @@ def _stop_in(operation: str) -> Outcome | None:
     ("operation", "transport"),
     selection(
         itertools.product(OPERATIONS, TRANSPORTS),
-        [("all_reduce", "in-host"), ("broadcast", "between-hosts"), ("batch_isend_irecv", "between-hosts")],
+        [("all_reduce", "in-host"), ("batch_isend_irecv", "between-hosts")],
     ),
 )
 def test_a_stopped_rank_is_named_at_the_timeout(operation: str, transport: str) -> None:
