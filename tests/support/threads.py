@@ -14,5 +14,5 @@ def _names() -> Iterator[str]:
     for task in Path("/proc/self/task").iterdir():
         try:
             yield (task / "comm").read_text().strip()
-        except FileNotFoundError:
-            continue  # ended in between
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended in between, before its file was opened or after
