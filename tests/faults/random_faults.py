@@ -170,6 +170,11 @@ def run(rank: int, plan: Plan, connection: Connection) -> None:
         "bagua", store=store, rank=rank, world_size=plan.size, timeout=timedelta(seconds=plan.timeout)
     )
 
+    # On both channels, which then have their segment: its name may stay where the rank that makes it is stopped, and
+    # killed when nobody is left.
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1))
+
     def checkpoint() -> None:
         if not connection.poll():
             return

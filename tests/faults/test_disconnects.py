@@ -101,7 +101,7 @@ def _messages(texts: Sequence[str], before: float) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("workload", selection(WORKLOADS, ["bytegrad"]))
+@pytest.mark.parametrize("workload", selection(WORKLOADS, ["all_reduce"]))
 def test_a_network_that_is_gone_for_a_while_costs_only_time(workload: str, hosts: list[Host]) -> None:
     ranks = _start(hosts, 4.0, workload=workload)
     with _killed_at_the_end(ranks):

@@ -62,7 +62,6 @@ def _die_in(operation: str) -> tuple[Outcome, float] | None:
             ("all_reduce", "in-host"),
             ("barrier", "in-host"),
             ("all_to_all", "between-hosts"),
-            ("recv", "in-host"),
             ("send", "in-host"),
         ],
     ),
@@ -106,7 +105,7 @@ def _stop_in(operation: str) -> Outcome | None:
     ("operation", "transport"),
     selection(
         itertools.product(OPERATIONS, TRANSPORTS),
-        [("all_reduce", "in-host"), ("broadcast", "between-hosts"), ("batch_isend_irecv", "between-hosts")],
+        [("all_reduce", "in-host"), ("batch_isend_irecv", "between-hosts")],
     ),
 )
 def test_a_stopped_rank_is_named_at_the_timeout(operation: str, transport: str) -> None:
@@ -268,6 +267,9 @@ def _lose_the_store(sent: signal.Signals) -> Outcome | None:
     else:
         server = dist.TCPStore("127.0.0.1", int(shared.get("port")), SIZE, is_master=False)
     dist.destroy_process_group()
+    # On a busy machine they come at different times: not what the timeout is to measure.
+    shared.set(f"ready {rank}", "")
+    shared.wait([f"ready {peer}" for peer in range(SIZE)], timedelta(seconds=60))
     dist.init_process_group("bagua", store=server, rank=rank, world_size=SIZE, timeout=timedelta(seconds=TIMEOUT))
     warm_up()
     if rank == 0:
@@ -308,7 +310,7 @@ def _errors_of_a_death() -> dict[str, str]:
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 7), process_group=group)
     bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
     ddp(torch.ones(2, 6)).sum().backward()
-    if pair != dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(pair, dist.ProcessGroup):
         dist.barrier(pair)
     loss = ddp(torch.ones(2, 6)).sum()
     dist.barrier()
@@ -321,7 +323,7 @@ def _errors_of_a_death() -> dict[str, str]:
         all_reduce: expect_error(lambda: dist.all_reduce(torch.ones(5))).message,
         f"{bucket}{here} '{group.group_name}' failed:": expect_error(loss.backward).message,
     }
-    if pair != dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(pair, dist.ProcessGroup):
         # In which this rank is the first.
         expected = f"bagua:broadcast #1 (Double[8], peer rank 1) on rank 0 of 2, group '{pair.group_name}' failed:"
         ones = torch.ones(8, dtype=torch.float64)
