@@ -16,11 +16,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _NOBODY = socket.AF_UNSPEC.to_bytes(2, "little") + bytes(14)
 
 
+# Longer than a thread that others keep from running stays in a call of the kernel.
+_PATIENCE_SECONDS = 10.0
+
+
 def _disconnect(connection: socket.socket) -> None:
+    end = time.monotonic() + _PATIENCE_SECONDS
     while _libc.connect(connection.fileno(), _NOBODY, len(_NOBODY)) != 0:
         code = ctypes.get_errno()
         # A thread is just about to leave the socket.
-        if code != errno.EBUSY:
+        if code != errno.EBUSY or time.monotonic() > end:
             raise OSError(code, os.strerror(code))
         time.sleep(0.001)
     # A reset that comes from the network lets the own end read the end of the stream, too. Without, that end waits on,

@@ -6,18 +6,22 @@ sum.
 """
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import bagua
 import torch
 import torch.distributed as dist
+from devices import settle
+from holdings import wait_for
 from hooked_models import Leaves
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 LENGTH = 11
 SECONDS = 20.0  # for a test that takes one or two: a hang is a failure
-PAUSE = 0.02  # long enough for a round between processes of one machine, and for the interval of 1 ms
+INTERVAL = 0.001  # seconds between rounds, and between looks at whether one has come in
+ROUNDS = 3  # that a training has to have seen
 
 
 class Drift:
@@ -31,20 +35,43 @@ class Drift:
             self.ddp, "async", optimizer=self.optimizer, **{"sync_interval_ms": 1, **options}
         )
         self.gradient = torch.full((LENGTH,), dist.get_rank() + 1.0, dtype=dtype)
+        # Steps of the optimizer.
+        self.taken = 0
+        self._before_forward = self.handle.stats()
 
     def forward(self) -> Tensor:
+        self._before_forward = self.handle.stats()
         loss: Tensor = self.ddp([self.gradient])
         return loss
 
-    def step(self, pause: float = PAUSE) -> None:
+    def step(self, pause: float = INTERVAL) -> None:
         self.optimizer.zero_grad()
         self.forward().backward()
         self.optimizer.step()
+        self.taken += 1
         time.sleep(pause)
 
-    def steps(self, count: int, pause: float = PAUSE) -> None:
+    def steps(self, count: int, pause: float = INTERVAL) -> None:
         for _ in range(count):
             self.step(pause)
+
+    def numbers(self, least: int, rounds: int = ROUNDS) -> Iterator[int]:
+        """Count what the caller repeats: `least` times, and on until there have been so many more rounds."""
+        before, number = self.rounds(), 0
+        while number < least or (dist.get_world_size() > 1 and self.rounds() - before < rounds):
+            yield number
+            number += 1
+
+    def steps_with_rounds(self, least: int, rounds: int = ROUNDS, pause: float = INTERVAL) -> None:
+        for _ in self.numbers(least, rounds):
+            self.step(pause)
+
+    def await_round(self) -> None:
+        """Wait until an average has come in since the last forward, if that has begun a round: there is one to add."""
+        before = self._before_forward
+        if self.handle.stats()["logical_bytes"] > before["logical_bytes"]:
+            seconds = before["seconds"].get("average_weights")
+            assert wait_for(lambda: self.handle.stats()["seconds"].get("average_weights") != seconds, SECONDS)
 
     def copy(self) -> Tensor:
         return self.weight.detach().clone()
@@ -52,6 +79,18 @@ class Drift:
     def rounds(self) -> int:
         rounds: int = self.handle.stats()["rounds"]
         return rounds
+
+
+def let_rounds_come_in() -> None:
+    """Wait until the round that all ranks have begun has ended here, and the interval after it.
+
+    By a barrier behind it, in the order of the group that the newest hook has for its rounds. Ranks have to call it
+    after the same number of rounds.
+    """
+    *_, group = [group for group in dist.distributed_c10d._world.pg_map if "_bagua_hook_" in group.group_name]
+    dist.barrier(group)
+    settle()
+    time.sleep(2 * INTERVAL)
 
 
 def assert_agree(weights: list[Tensor], steps: list[int]) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """decentralized, low_precision_decentralized and async under stock DDP, step by step against simulations.py."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
+from async_drift import let_rounds_come_in
 from followed_training import ONE_BUCKET, SEVERAL_BUCKETS, STEPS, Run, Training, assert_follows, take_step, train_rank
 from hooked_models import SMALL_BUCKETS, perceptron, same
 from ranks import RankPool, run_ranks
@@ -294,7 +294,7 @@ def test_one_rank_trains_as_without_a_hook(rank_pools: dict[int, RankPool], algo
 # --- async ---
 
 
-def _train_in_step(options: dict[str, Any], steps: int, pause: float) -> tuple[list[Tensor], int]:
+def _train_in_step(options: dict[str, Any], steps: int) -> tuple[list[Tensor], int]:
     ddp = DDP(sim.narrow_model())
     optimizer = momentum_sgd(ddp)
     handle = bagua.register_comm_hook(ddp, "async", optimizer=optimizer, sync_interval_ms=1, **options)
@@ -302,24 +302,16 @@ def _train_in_step(options: dict[str, Any], steps: int, pause: float) -> tuple[l
     for step in range(steps):
         take_step(ddp, optimizer, [sim.Batch(step)])
         history.append(sim.flat(ddp.parameters()))
-        dist.barrier()
-        time.sleep(pause)  # for the round that this step's forward has started
+        let_rounds_come_in()  # that of this step's forward
     return history, handle.stats()["rounds"]
-
-
-def _histories_in_step(pool: RankPool, options: dict[str, Any], steps: int) -> list[list[Tensor]]:
-    """With pauses long enough for this machine: every step but the last has one exchange that has come in."""
-    for pause in (0.03, 0.1, 0.3, 1.0):
-        histories, rounds = zip(*pool.run(_train_in_step, options, steps, pause), strict=True)
-        if set(rounds) == {steps - 1}:
-            return list(histories)
-    raise AssertionError(f"rounds of {steps} steps: {rounds}")
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_async_ranks_that_wait_for_their_rounds_follow_the_simulation(peers: RankPool, warmup: int) -> None:
     steps, size = 16, peers.world_size
-    histories = _histories_in_step(peers, {"warmup_steps": warmup}, steps)
+    histories, rounds = zip(*peers.run(_train_in_step, {"warmup_steps": warmup}, steps), strict=True)
+    # Every step but the last has one exchange that has come in.
+    assert rounds == (steps - 1,) * size
     models = sim.copies(sim.narrow_model(), size)
     optimizers = [momentum_sgd(model) for model in models]
     expected = sim.simulate(models, optimizers, sim.AsyncAverage(warmup), sim.one_batch_a_step(steps))

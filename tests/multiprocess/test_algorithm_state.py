@@ -2,7 +2,6 @@
 """A run that is saved and continued by new processes holds the same bits as one that was never interrupted."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
+from async_drift import let_rounds_come_in
 from followed_training import take_step
 from hooked_models import Leaves, emulated_hosts, perceptron
 from ranks import RankPool, run_ranks
@@ -76,8 +76,7 @@ def _steps(trained: Trained, begin: int, end: int) -> None:
         take_step(trained.ddp, trained.optimizer, [sim.Batch(step)])
         if step in (0, HALF) and trained.handle.algorithm == "async":
             # The one round that the long interval allows, if it begins here, has come in before the next step.
-            dist.barrier()
-            time.sleep(0.3)
+            let_rounds_come_in()
 
 
 def _state(trained: Trained) -> dict[str, Any]:

@@ -138,7 +138,8 @@ def _abort_while_waiting() -> list[str]:
             assert received is not None
             assert reduced is not None
             backend = group._get_backend(torch.device("cpu"))
-            aborter = threading.Timer(0.3, backend.abort)
+            # Before this thread waits or while it does: both are under way.
+            aborter = threading.Thread(target=backend.abort)
             aborter.start()
             for work in (received, reduced):
                 with pytest.raises(dist.DistBackendError) as error:

@@ -136,6 +136,20 @@ def test_empty_message(peers: RankPool) -> None:
     peers.run(_empty_message)
 
 
+def _empty_message_from_anyone() -> None:
+    if dist.get_rank() == 1:
+        dist.send(torch.empty(0), 0)
+    elif dist.get_rank() == 0:
+        assert dist.recv(torch.empty(0)) == 1
+    # The group works on.
+    dist.barrier()
+
+
+@pytest.mark.cpu_only("NCCL receives from a named rank")
+def test_empty_message_from_anyone(peers: RankPool) -> None:
+    peers.run(_empty_message_from_anyone)
+
+
 def _large_exchange() -> None:
     """Both sides send first: neither may wait for the other's receive."""
     rank = dist.get_rank()

@@ -5,7 +5,6 @@ import gc
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from bagua.torch_api import communication, env
 from bagua.torch_api.communication import BaguaProcessGroup, CommMember, Communicator
 from bagua.torch_api.exceptions import RepeatedInitializationError
+from holdings import wait_for
 from ranks import RankPool, run_ranks
 
 
@@ -329,9 +329,11 @@ def _abort() -> None:
             except RuntimeError as error:
                 failures.append(error)
 
+        group: Any = comm.torch_group
+        before = group._get_sequence_number_for_group()
         thread = threading.Thread(target=wait)
         thread.start()
-        time.sleep(0.5)
+        assert wait_for(lambda: group._get_sequence_number_for_group() > before)
         assert thread.is_alive()
         comm.abort()
         thread.join(timeout=30)
@@ -351,16 +353,26 @@ def test_abort_ends_what_is_in_flight_and_leaves_other_groups_alone() -> None:
     run_ranks(2, _abort)
 
 
+def _is_checked(group: Any) -> bool:
+    return type(group._get_backend(torch.device("cpu"))).__name__ == "_ProcessGroupWrapper"
+
+
 def _debug_level() -> None:
+    # Torch reads TORCH_DISTRIBUTED_DEBUG when it is loaded, which it has been in these processes.
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
     with _hosts("aab") as group:
+        assert _is_checked(group.torch_group)
         intra = group.get_intra_node_communicator()
+        assert isinstance(intra, Communicator)
+        assert _is_checked(intra.torch_group)
         assert _sum_over(intra, 1.0) == (1.0 if dist.get_rank() == 2 else 2.0)
-    tensor = torch.tensor([1, 2])
-    api.allgather(tensor, torch.empty(6, dtype=torch.int64))
+        gathered = torch.empty(6, dtype=torch.int64)
+        api.allgather(torch.tensor([1, 2]), gathered, comm=group.get_global_communicator())
+        assert gathered.tolist() == [1, 2] * 3
 
 
 def test_torch_s_checking_wrapper_is_no_obstacle() -> None:
-    run_ranks(3, _debug_level, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    run_ranks(3, _debug_level)
 
 
 def _example_of_the_documentation() -> None:

@@ -4,7 +4,7 @@
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from soak_plan import POOL_LENGTH, Call
 from torch import Tensor
 
 # Small enough that no reduction over eight ranks rounds in any dtype.
-_pool = torch.randint(-3, 4, (POOL_LENGTH,), generator=torch.Generator().manual_seed(7)).to(torch.int8)
+_pool = torch.randint(-3, 4, (POOL_LENGTH,), generator=torch.Generator().manual_seed(7), dtype=torch.int8)
 
 _GUARD_BYTES = 64
 _GUARD_VALUE = 0xA5
@@ -324,11 +324,112 @@ def _ring(call: Call, side: Side) -> Started:
     return Started(call, lambda: result.expect(inputs[previous], call, "message"), list(works))
 
 
+# Beyond those of _message(), and below those without room for a size.
+_BATCH_TAG = 60_000
+_ANYONE_TAGS = range(100, 50_000)
+
+
+def _batch(call: Call, side: Side) -> Started:
+    """Messages between many pairs, several between some, which each rank issues in an order of its own."""
+    inputs = _inputs(call, side.size, call.numel)
+    common, own = random.Random(call.seed), random.Random(f"{call.seed} {side.position}")
+    transfers, received = [], []
+    for number in range(3 * side.size):
+        sender, receiver = common.sample(range(side.size), 2)
+        content = inputs[sender][: common.randint(0, call.numel)]
+        if side.position == sender:
+            buffer = _Buffer(content)
+            peer = side.ranks[receiver]
+            transfers.append(dist.P2POp(dist.isend, buffer.tensor, peer, side.group, _BATCH_TAG + number))
+        elif side.position == receiver:
+            buffer = _unset(content.numel(), call)
+            peer = side.ranks[sender]
+            transfers.append(dist.P2POp(dist.irecv, buffer.tensor, peer, side.group, _BATCH_TAG + number))
+            received.append((buffer, content))
+    own.shuffle(transfers)
+    # Torch takes no empty list.
+    works = dist.batch_isend_irecv(transfers) if transfers else []
+
+    def check() -> None:
+        for buffer, content in received:
+            buffer.expect(content, call, "message")
+
+    return Started(call, check, list(works))
+
+
+def _from_anyone(call: Call, side: Side) -> Started:
+    """Everybody sends to the root, which takes what comes and is told from whom."""
+    inputs = _inputs(call, side.size, call.numel)
+    tag = _ANYONE_TAGS[call.number % len(_ANYONE_TAGS)]
+    if side.position != call.root:
+        source = _Buffer(inputs[side.position])
+        peer = side.ranks[call.root]
+        if not call.is_async:
+            dist.send(source.tensor, peer, side.group, tag)
+            return Started(call, lambda: None)
+        return Started(
+            call,
+            lambda: source.expect(inputs[side.position], call, "input"),
+            [dist.isend(source.tensor, peer, side.group, tag)],
+        )
+    results = [_unset(call.numel, call) for _ in range(side.size - 1)]
+    works: list[Any] = []
+    sources: list[int] = []
+    for result in results:
+        if call.is_async:
+            works.append(dist.irecv(result.tensor, None, side.group, tag))
+        else:
+            sources.append(side.ranks.index(dist.recv(result.tensor, None, side.group, tag)))
+    issued = tuple(works)
+
+    def check() -> None:
+        # Positions: a work tells the rank in its group.
+        found = sources or [work._source_rank() for work in issued]
+        if sorted(found) != [position for position in range(side.size) if position != call.root]:
+            raise AssertionError(f"{call}: messages came from {found}")
+        for position, result in zip(found, results, strict=True):
+            result.expect(inputs[position], call, f"message from {position}")
+
+    return Started(call, check, works)
+
+
 # --- Others -----------------------------------------------------------------------------------------------------------
 
 
 def _barrier(call: Call, side: Side) -> Started:
     return _started(call, dist.barrier(side.group, call.is_async), lambda: None)
+
+
+# What one coalescing manager takes of each; with a device it takes others, mixed.
+_COALESCED = ("all_reduce", "all_gather", "reduce_scatter")
+_COALESCED_ON_DEVICE = ("broadcast", "all_to_all", "all_gather_list", "gather")
+
+
+def _coalesced(call: Call, side: Side) -> Started:
+    random_numbers = random.Random(call.seed)
+    count, is_on_device = random_numbers.randint(1, 4), random_numbers.random() < 0.4
+    kinds = [random_numbers.choice(_COALESCED)] * count
+    if is_on_device:
+        kinds = random_numbers.choices(_COALESCED_ON_DEVICE, k=count)
+    parts = [
+        replace(
+            call,
+            kind=kind,
+            numel=random_numbers.randint(0, call.numel),
+            offset=max(0, call.offset - place),  # so that equal sizes differ in their values
+            is_async=True,  # all are waited for at the end
+        )
+        for place, kind in enumerate(kinds)
+    ]
+    device = torch.device("cpu") if is_on_device else None
+    with dist._coalescing_manager(side.group, device, async_ops=call.is_async) as manager:  # type: ignore[attr-defined]
+        started = [_STARTERS[part.kind](part, side) for part in parts]
+
+    def check() -> None:
+        for one in started:
+            one.check()
+
+    return Started(call, check, list(manager.works))
 
 
 def _objects(call: Call, side: Side) -> Started:
@@ -361,6 +462,9 @@ _STARTERS: dict[str, Callable[[Call, Side], Started]] = {
     "scatter": _scatter,
     "message": _message,
     "ring": _ring,
+    "batch": _batch,
+    "from_anyone": _from_anyone,
+    "coalesced": _coalesced,
     "barrier": _barrier,
     "objects": _objects,
 }

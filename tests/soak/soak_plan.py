@@ -9,7 +9,7 @@ import torch
 from reference import COMPLEX, DTYPES, FLOATS, MEANINGFUL
 
 # Values that calls take as their input; every rank can name those of every other.
-POOL_LENGTH = 1 << 21
+POOL_LENGTH = 1 << 23
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
 MOVES = (
@@ -22,15 +22,19 @@ MOVES = (
     "gather",
     "scatter",
 )
-MESSAGES = ("message", "ring")
-OTHERS = ("barrier", "objects", "rounding")
+MESSAGES = ("message", "ring", "batch", "from_anyone")
+OTHERS = ("coalesced", "barrier", "objects", "rounding")
 KINDS = (*REDUCTIONS, *MOVES, *MESSAGES, *OTHERS)
-_WEIGHTS = [*[4] * len(REDUCTIONS), *[3] * len(MOVES), *[4] * len(MESSAGES), 2, 1, 3]
+_WEIGHTS = [*[4] * len(REDUCTIONS), *[3] * len(MOVES), 4, 4, 3, 3, 4, 2, 1, 3]
 
 # torch.distributed itself refuses products of complex numbers.
 _REDUCIBLE = [case for case in MEANINGFUL if not (case[0] == "PRODUCT" and case[1] in COMPLEX)]
 # How often one of the groups is destroyed and made anew, in calls.
 _RENEWAL = 250
+# How often a call is of more bytes than those below which ranks of one host go through a slot of shared memory at once,
+# and than Gloo takes in one piece. Rarely: every rank computes what all put in.
+_LARGE_PROBABILITY = 0.006
+_LARGE_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,14 @@ def _call(number: int, groups: list[list[int]], random_numbers: random.Random) -
     group = random_numbers.randrange(len(groups))
     size = len(groups[group])
     kind = random_numbers.choices(KINDS, _WEIGHTS)[0]
-    op, dtype = random_numbers.choice(_REDUCIBLE) if kind in REDUCTIONS else ("SUM", random_numbers.choice(DTYPES))
+    is_reduction = kind in (*REDUCTIONS, "coalesced")
+    op, dtype = random_numbers.choice(_REDUCIBLE) if is_reduction else ("SUM", random_numbers.choice(DTYPES))
     if kind == "rounding":
         dtype = random_numbers.choice(FLOATS)
-    numel = _numel(kind, size, random_numbers)
+    numel = _numel(kind, size, dtype, random_numbers)
     root, receiver = random_numbers.sample(range(size), 2)
-    # A row holds at most a part for every rank; rows may overlap.
-    room = POOL_LENGTH - numel * size
+    # A row holds a part for every rank, or one; rows may overlap.
+    room = POOL_LENGTH - numel * (size if _is_cut(kind) else 1)
     offset = random_numbers.randrange(room)
     return Call(
         number,
@@ -102,13 +107,19 @@ def _call(number: int, groups: list[list[int]], random_numbers: random.Random) -
     )
 
 
-def _numel(kind: str, size: int, random_numbers: random.Random) -> int:
+def _is_cut(kind: str) -> bool:
+    """Whether the input has a part for every rank."""
+    return kind.startswith(("reduce_scatter", "all_to_all", "scatter", "coalesced"))
+
+
+def _numel(kind: str, size: int, dtype: torch.dtype, random_numbers: random.Random) -> int:
     """Mostly small; now and then nothing, or more than any piece that a transport cuts tensors into."""
     dice = random_numbers.random()
+    if dice > 1 - _LARGE_PROBABILITY and dtype.itemsize >= 4:
+        numel = int(_LARGE_BYTES / dtype.itemsize * random_numbers.uniform(1, 1.5))
+        return numel // size if _is_cut(kind) else numel
     if dice < 0.02:
         return 0
     largest = 10 if dice < 0.7 else 14 if dice < 0.97 else 17
     numel = int(2 ** random_numbers.uniform(0, largest))
-    # Kinds whose input has a part for every rank.
-    is_cut = kind.startswith(("reduce_scatter", "all_to_all", "scatter"))
-    return max(1, numel // size) if is_cut else numel
+    return max(1, numel // size) if _is_cut(kind) else numel

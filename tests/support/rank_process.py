@@ -22,7 +22,6 @@ class Settings(NamedTuple):
     backend: str
     env: Mapping[str, str]
     folder: str
-    store_port: int
     group_timeout: float
     device: str = "cpu"
 
@@ -79,7 +78,7 @@ def _initialise(settings: Settings) -> None:
     if settings.device != "cpu":
         torch.cuda.set_device(settings.device)
         torch.set_default_device(settings.device)
-    store = dist.TCPStore("127.0.0.1", settings.store_port, is_master=False)
+    store = dist.FileStore(str(Path(settings.folder, "store")), settings.world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
         settings.backend,
         store=store,

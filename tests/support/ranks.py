@@ -30,7 +30,6 @@ from unittest import mock
 
 import gpus
 import rank_process
-import torch.distributed as dist
 from devices import DEVICE
 
 # A hung rank reports itself when its time is over; this is how much longer the parent waits for that report.
@@ -82,9 +81,6 @@ class RankPool:
         self._share_gpu = share_gpu
         self._ranks: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        # Here, as torchrun has it in its agent: it outlives every rank. In a file, a rank that is killed while it
-        # writes would leave half an entry, over which torch's FileStore loops for good on all others.
-        self._store: dist.TCPStore | None = None
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, dying: Collection[int] = ()
@@ -128,14 +124,13 @@ class RankPool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         folder = Path(self._folder.name)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         placed = gpus.placement_here(self.world_size, share=self._share_gpu) if DEVICE == "cuda" else None
         # The server takes its environment from here; with one thread each, four ranks do not fight for two cores.
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
             for index in range(self.world_size):
                 env = {name: value if isinstance(value, str) else value[index] for name, value in self._env.items()}
                 settings = rank_process.Settings(
-                    index, self.world_size, self.backend, env, str(folder), self._store.port, self._group_timeout
+                    index, self.world_size, self.backend, env, str(folder), self._group_timeout
                 )
                 if placed:
                     settings = settings._replace(env={**placed.env[index], **env}, device=f"cuda:{placed.gpus[index]}")
@@ -193,7 +188,6 @@ class RankPool:
             rank.process.join()
             rank.connection.close()
         self._ranks = []
-        self._store = None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
