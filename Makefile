@@ -22,7 +22,7 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build test test-gpu test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
+.PHONY: help setup build package test test-gpu test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
 .PHONY: docs wheel clean distclean FORCE
 
 help:  ## this list
@@ -39,6 +39,10 @@ setup: $(SETUP_STAMP)  ## make .venv, install everything, build
 build: $(SETUP_STAMP)  ## build what changed
 	@scripts/build.sh $(VENV) $(CUDA) $(CUDA_TOOLKIT)
 
+# What the Python package consists of: two thirds of the time of a whole build.
+package: $(SETUP_STAMP)
+	@scripts/build.sh $(VENV) $(CUDA) $(CUDA_TOOLKIT) bagua _C
+
 test: build  ## C++ units, Python tests, PyTorch's own suite
 	@scripts/test.sh $(VENV)
 
@@ -51,13 +55,13 @@ test-asan: $(SETUP_STAMP)  ## C++ tests under AddressSanitizer and UndefinedBeha
 test-tsan: $(SETUP_STAMP)  ## C++ tests under ThreadSanitizer
 	@scripts/sanitize.sh $(VENV) tsan
 
-fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 a target (needs clang 16)
-	@scripts/fuzz.sh $(VENV) $(or $(FUZZ_SECONDS),60)
+fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 for each of FUZZ_TARGETS (all; needs clang 16)
+	@scripts/fuzz.sh $(VENV) $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)
 
-soak: build  ## SOAK_OPERATIONS=200000 random operations on 2 to 8 ranks, each checked
+soak: package  ## SOAK_OPERATIONS=200000 random operations on 2 to 8 ranks, each checked
 	@OMP_NUM_THREADS=1 $(PY) tests/soak/soak.py --operations $(or $(SOAK_OPERATIONS),200000) $(SOAK_ARGS)
 
-test-faults: build  ## kill, stop, hang and raise at random moments for BAGUA_FAULT_MINUTES (60)
+test-faults: package  ## kill, stop, hang and raise at random moments for BAGUA_FAULT_MINUTES (60)
 	@OMP_NUM_THREADS=1 BAGUA_FAULT_MINUTES=$${BAGUA_FAULT_MINUTES:-60} $(PY) -m pytest tests/faults -o timeout=0
 
 lint: $(SETUP_STAMP)  ## clang-format, clang-tidy, ruff, mypy
@@ -66,19 +70,19 @@ lint: $(SETUP_STAMP)  ## clang-format, clang-tidy, ruff, mypy
 format: $(SETUP_STAMP)  ## rewrite the sources as clang-format and ruff want them
 	@scripts/lint.sh $(VENV) --format
 
-demo: build  ## train on Fashion-MNIST with 2 ranks: 8-bit gradients beside full precision
+demo: package  ## train on Fashion-MNIST with 2 ranks: 8-bit gradients beside full precision
 	@$(PY) examples/demo.py $(DEMO_ARGS)
 
 bench: build  ## measure collectives and algorithms
 	@scripts/bench.sh $(VENV) $(BENCH_ARGS)
 
-bench-gpu: build  ## measure what needs a GPU, on those that there are; measures nothing and fails without one
+bench-gpu: package  ## measure what needs a GPU, on those that there are; measures nothing and fails without one
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/gpu/bench_gpu.py $(BENCH_ARGS)
 
-convergence: build  ## train with every algorithm and seed, rewrite docs/convergence.md (about 25 minutes on two cores)
+convergence: package  ## train with every algorithm and seed, rewrite docs/convergence.md (about 25 minutes on two cores)
 	@PYTHONPATH=examples OMP_NUM_THREADS=1 $(PY) benchmarks/convergence/run.py $(CONVERGENCE_ARGS)
 
-docs: build  ## the documentation site, build/site/index.html
+docs: package  ## the documentation site, build/site/index.html
 	@$(PY) docs/site/build.py build/site
 	@echo build/site/index.html
 

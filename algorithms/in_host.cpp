@@ -12,7 +12,7 @@ void reduceInHost(at::Tensor& flat, const HostLanes& lanes, float divisor, Commu
   const int rank = communicator.rank();
   const int64_t own = lanes.ownLength(rank);
   at::Tensor copies = at::empty({lanes.localSize(), own}, flat.options());
-  communicator.allToAll(copies, flat, lanes.ownedBySelf(), lanes.ownedByPeers());
+  communicator.allToAllInHost(copies, flat, lanes.ownedBySelf(), lanes.ownedByPeers());
   const bool isDouble = flat.scalar_type() == at::kDouble;
   const at::Tensor sum = copies.sum(0, false, isDouble ? at::kDouble : at::kFloat).div_(divisor);
   flat.narrow(0, lanes.begin(lanes.firstLane(rank)), own).copy_(sum);
@@ -22,7 +22,7 @@ void gatherInHost(at::Tensor& flat, const HostLanes& lanes, Communicator& commun
   const int rank = communicator.rank();
   const at::Tensor own = flat.narrow(0, lanes.begin(lanes.firstLane(rank)), lanes.ownLength(rank));
   const at::Tensor sent = own.repeat({lanes.localSize()});
-  communicator.allToAll(flat, sent, lanes.ownedByPeers(), lanes.ownedBySelf());
+  communicator.allToAllInHost(flat, sent, lanes.ownedByPeers(), lanes.ownedBySelf());
 }
 
 std::vector<std::vector<at::Tensor>> swapLanes(const std::vector<at::Tensor>& messages,

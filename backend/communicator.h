@@ -68,10 +68,15 @@ class Communicator {
   // Part j of `input` goes to rank j, part i of `output` comes from rank i. Parts may be empty.
   virtual void allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                         const Splits& inputSplits) = 0;
-  // The same two of byte tensors, with a pipeline where the transport has one; elsewhere its steps are taken once,
-  // before and after. This rank's part for itself does not travel: what its place in `output` holds is undefined until
-  // a step writes it after receiving, and it is no longer than the others. Of the ranks of one host either all have
-  // parts for each other or none has.
+  // The same where no rank has parts for ranks of other hosts.
+  virtual void allToAllInHost(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
+                              const Splits& inputSplits) {
+    allToAll(output, input, outputSplits, inputSplits);
+  }
+  // allGather and allToAll of byte tensors, with a pipeline where the transport has one; elsewhere its steps are taken
+  // once, before and after. This rank's part for itself does not travel: what its place in `output` holds is undefined
+  // until a step writes it after receiving, and it is no longer than the others. Of the ranks of one host either all
+  // have parts for each other or none has.
   virtual void allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline);
   virtual void allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                                 const Splits& inputSplits, const Pipeline& pipeline);

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the project and installs it, editable, into the virtual environment: build.sh VENV [CUDA] [CUDA_TOOLKIT]
+# Builds the project and installs it, editable, into the virtual environment:
+# build.sh VENV [CUDA [CUDA_TOOLKIT [TARGET...]]]; without targets everything, the tests too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly VENV=${1:?usage: build.sh VENV [CUDA] [CUDA_TOOLKIT]} CUDA=${2:-AUTO} CUDA_TOOLKIT=${3:-auto}
+readonly VENV=${1:?usage: build.sh VENV [CUDA [CUDA_TOOLKIT [TARGET...]]]} CUDA=${2:-AUTO} CUDA_TOOLKIT=${3:-auto}
+readonly TARGETS=("${@:4}")
 BIN=$(cd "$VENV" && pwd)/bin
 PATH=$BIN:$PATH
 SITE=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
@@ -20,7 +22,7 @@ readonly WANTED="$PWD ${DEFINES[*]}"
 install_editable() {
   local installer=(uv pip install --quiet --python "$BIN/python")
   command -v uv >/dev/null || installer=(python -m pip install --quiet --disable-pip-version-check)
-  "${installer[@]}" --no-build-isolation --no-deps --editable . -C build-dir="$BUILD" -C build.targets=all \
+  "${installer[@]}" --no-build-isolation --no-deps --editable . -C build-dir="$BUILD" \
     "${DEFINES[@]/#/-Ccmake.define.}"
   echo "$WANTED" >"$STAMP"
 }
@@ -33,7 +35,7 @@ stale() {
 if [ ! -e "$BUILD/build.ninja" ] || stale; then
   cmake -S . -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$BIN/python" "${DEFINES[@]/#/-D}"
 fi
-cmake --build "$BUILD"
+cmake --build "$BUILD" ${TARGETS[@]:+--target "${TARGETS[@]}"}
 if stale; then
   install_editable
 fi

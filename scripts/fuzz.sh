@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Fuzzes every target of tests/fuzz with libFuzzer: fuzz.sh VENV [SECONDS]
+# Fuzzes the targets of tests/fuzz with libFuzzer, all or those named: fuzz.sh VENV [SECONDS [TARGET...]]
 # What is found lies in build/fuzz/findings; new inputs worth keeping are merged into tests/fuzz/corpus.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly VENV=${1:?usage: fuzz.sh VENV [SECONDS]} SECONDS_EACH=${2:-60} BUILD=build/fuzz MOST_BYTES=1024
+readonly VENV=${1:?usage: fuzz.sh VENV [SECONDS [TARGET...]]} SECONDS_EACH=${2:-60} BUILD=build/fuzz MOST_BYTES=1024
+TARGETS=("${@:3}")
+if [ ${#TARGETS[@]} -eq 0 ]; then
+  for source in tests/fuzz/*_fuzz.cpp; do TARGETS+=("$(basename "$source" _fuzz.cpp)"); done
+fi
+readonly TARGETS
 BIN=$(cd "$VENV" && pwd)/bin
 PATH=$BIN:$PATH
 readonly BIN
@@ -29,8 +34,7 @@ readonly CLANG
 cmake --preset fuzz -DCMAKE_CXX_COMPILER="$CLANG" -DPython_EXECUTABLE="$BIN/python" --log-level=WARNING
 cmake --build --preset fuzz --target fuzz_targets
 mkdir -p $BUILD/findings
-for source in tests/fuzz/*_fuzz.cpp; do
-  target=$(basename "$source" _fuzz.cpp)
+for target in "${TARGETS[@]}"; do
   corpus=tests/fuzz/corpus/$target
   mkdir -p "$BUILD/corpus/$target" "$corpus"
   echo "fuzz: $target, $SECONDS_EACH s"

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
 
 namespace bagua {
 namespace {
@@ -54,7 +55,7 @@ Failure FailureBoard::report(const std::string& message) {
 std::optional<Failure> FailureBoard::firstFailure() {
   if (!store_->check({kFailureKey})) return std::nullopt;
   const auto reported = numberAndText(store_->get_to_str(kFailureKey));
-  if (!reported) return std::nullopt;
+  if (!reported || reported->first < 0 || !std::in_range<int>(reported->first)) return std::nullopt;
   return Failure{static_cast<int>(reported->first), reported->second};
 }
 

@@ -139,9 +139,25 @@ FlightRecorder& FlightRecorder::instance() {
 
 uint64_t FlightRecorder::addGroup(Group group) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const uint64_t id = groups_.empty() ? 0 : groups_.rbegin()->first + 1;
-  groups_.emplace(id, std::move(group));
-  return id;
+  groups_.emplace(nextGroup_, KnownGroup{.group = std::move(group)});
+  return nextGroup_++;
+}
+
+void FlightRecorder::endGroup(uint64_t id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto known = groups_.find(id);
+  known->second.hasEnded = true;
+  dropIfUnused(known);
+}
+
+void FlightRecorder::makeRoom(const Entry& overwritten) {
+  const auto known = groups_.find(overwritten.group);
+  --known->second.entries;
+  dropIfUnused(known);
+}
+
+void FlightRecorder::dropIfUnused(std::map<uint64_t, KnownGroup>::iterator known) {
+  if (known->second.hasEnded && known->second.entries == 0) groups_.erase(known);
 }
 
 uint64_t FlightRecorder::begin(uint64_t group, const Operation& operation, const ProgramFingerprint& program) {
@@ -150,18 +166,21 @@ uint64_t FlightRecorder::begin(uint64_t group, const Operation& operation, const
   if (capacity_ == 0) return 0;
   const int64_t created = now();
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (isMessage(operation.type)) ++messagesOf_[group];
+  auto& known = groups_.at(group);
+  if (isMessage(operation.type)) ++known.messages;
+  ++known.entries;
   Entry entry{.id = next_,
               .group = group,
               .type = operation.type,
               .program = program,
-              .messages = messagesOf_[group],
+              .messages = known.messages,
               .created = created,
               .timeout = operation.timeout.count(),
               .thread = kThread};
   if (entries_.size() < capacity_) {
     entries_.push_back(entry);
   } else {
+    makeRoom(entries_[next_ % capacity_]);
     entries_[next_ % capacity_] = entry;
   }
   return next_++;
@@ -184,17 +203,18 @@ std::string FlightRecorder::dump() const {
   List entries = newList();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [id, group] : groups_) {
+    for (const auto& [id, known] : groups_) {
       Dict config = newDict();
-      config.insert("name", group.name);
+      config.insert("name", known.group.name);
       config.insert("desc", "undefined");
-      config.insert("ranks", c10::str("[", c10::Join(", ", group.globalRanks), "]"));
-      groups.insert(group.name, config);
+      config.insert("ranks", c10::str("[", c10::Join(", ", known.group.globalRanks), "]"));
+      // Of several with one name the latest, as torch has it.
+      groups.insert_or_assign(known.group.name, config);
     }
     const uint64_t first = next_ - entries_.size();
     for (uint64_t id = first; id < next_; ++id) {
       const Entry& entry = entries_[id % capacity_];
-      entries.push_back(dictOf(entry, groups_.at(entry.group)));
+      entries.push_back(dictOf(entry, groups_.at(entry.group).group));
     }
   }
   Dict all = newDict();

@@ -42,6 +42,8 @@ class FlightRecorder {
 
   // Returns what begin() calls the group.
   uint64_t addGroup(Group group);
+  // Nothing of it begins any more. It is forgotten with the last of its operations that the ring holds.
+  void endGroup(uint64_t id);
   // Returns what end() calls the operation.
   uint64_t begin(uint64_t group, const Operation& operation, const ProgramFingerprint& program);
   void end(uint64_t id, bool isSuccess);
@@ -52,10 +54,22 @@ class FlightRecorder {
   [[nodiscard]] std::string write(uint64_t globalRank) const;
 
  private:
+  struct KnownGroup {
+    Group group;
+    uint64_t messages = 0;
+    // In the ring.
+    size_t entries = 0;
+    bool hasEnded = false;
+  };
+
+  // Under the mutex.
+  void makeRoom(const Entry& overwritten);
+  void dropIfUnused(std::map<uint64_t, KnownGroup>::iterator known);
+
   const size_t capacity_;
   mutable std::mutex mutex_;
-  std::map<uint64_t, Group> groups_;
-  std::map<uint64_t, uint64_t> messagesOf_;
+  std::map<uint64_t, KnownGroup> groups_;
+  uint64_t nextGroup_ = 0;
   // A ring: entry i is at i % capacity_.
   std::vector<Entry> entries_;
   uint64_t next_ = 0;

@@ -141,6 +141,9 @@ struct GroupHealth::Core : std::enable_shared_from_this<GroupHealth::Core> {
 
   Core(GroupIdentity identity, c10::intrusive_ptr<c10d::Store> sharedStore, std::vector<uint64_t> ranks,
        milliseconds storePatience);
+  ~Core() { FlightRecorder::instance().endGroup(recorderGroup); }
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
 
   void startThread();
   void run() noexcept;

@@ -473,7 +473,7 @@ void HostCommunicator::exchangeInHost(const std::vector<at::Tensor>& received, c
   sharedMemory_->allToAll(to, from, deadline());
 }
 
-void HostCommunicator::allToAllInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) {
+void HostCommunicator::swapInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) {
   for (const int member : members()) {
     if (member != rank()) countShown(sent[member].numel());
   }
@@ -537,7 +537,7 @@ void HostCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, con
   }
   swap(exchanges);
   // Not skipped when this rank has nothing to send or receive: the others may have.
-  if (sharedMemory_) allToAllInHost(received, sent);
+  if (sharedMemory_) swapInHost(received, sent);
 }
 
 void HostCommunicator::allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline) {

@@ -81,7 +81,7 @@ class HostCommunicator final : public Communicator {
   // The n-th of them, for every n, becomes what this host has of it, in `reduced` of the member that deals with it.
   void reducePartsInHost(std::vector<at::Tensor>& reduced, const at::Tensor& prepared,
                          const std::vector<std::vector<int>>& parts, const ReduceOp& op);
-  void allToAllInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent);
+  void swapInHost(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent);
   // Throws a MismatchError if a rank is to get from this one, or this one from it, another number of bytes than it is
   // sent: the network between hosts would end the process. `item`: bytes per element.
   void checkParts(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent, int64_t item);

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
+#include <c10/util/thread_name.h>
 
 #include <thread>
 
@@ -74,6 +75,7 @@ class MessageWork final : public c10d::Work {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
     std::thread([self = std::move(self), future = future_] {
+      c10::setThreadName("bagua_message");
       try {
         self->wait(kNoTimeout);
         future->markCompleted(c10::IValue(self->result()));

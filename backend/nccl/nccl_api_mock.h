@@ -12,7 +12,8 @@
 
 namespace bagua::testing {
 
-// Says how our code calls NCCL; proves nothing about NCCL. By default every call succeeds and init hands out kComm.
+// Says how our code calls NCCL; proves nothing about NCCL. By default every call succeeds init hands out kComm and
+// split kSplitComm.
 class MockNcclApi : public NcclApi {
  public:
   MockNcclApi() {
@@ -21,6 +22,7 @@ class MockNcclApi : public NcclApi {
     using ::testing::Return;
     using ::testing::SetArgPointee;
     ON_CALL(*this, commInitRankConfig).WillByDefault(DoAll(SetArgPointee<0>(kComm), Return(ncclSuccess)));
+    ON_CALL(*this, commSplit).WillByDefault(DoAll(SetArgPointee<3>(kSplitComm), Return(ncclSuccess)));
     ON_CALL(*this, commGetAsyncError).WillByDefault(DoAll(SetArgPointee<1>(ncclSuccess), Return(ncclSuccess)));
     ON_CALL(*this, describe).WillByDefault([](ncclResult_t result, ncclComm_t) {
       return "nccl says " + std::to_string(static_cast<int>(result));
@@ -29,10 +31,12 @@ class MockNcclApi : public NcclApi {
 
   // Never looked into.
   static inline const ncclComm_t kComm = reinterpret_cast<ncclComm_t>(uintptr_t{0x10});
+  static inline const ncclComm_t kSplitComm = reinterpret_cast<ncclComm_t>(uintptr_t{0x11});
 
   MOCK_METHOD(ncclResult_t, getUniqueId, (ncclUniqueId*), (override));
   MOCK_METHOD(ncclResult_t, commInitRankConfig, (ncclComm_t*, int, const ncclUniqueId&, int, ncclConfig_t*),
               (override));
+  MOCK_METHOD(ncclResult_t, commSplit, (ncclComm_t, int, int, ncclComm_t*), (override));
   MOCK_METHOD(ncclResult_t, commGetAsyncError, (ncclComm_t, ncclResult_t*), (override));
   MOCK_METHOD(ncclResult_t, commAbort, (ncclComm_t), (override));
   MOCK_METHOD(ncclResult_t, commFinalize, (ncclComm_t), (override));

@@ -8,6 +8,7 @@
 
 #include "backend/nccl/nccl_types.h"
 #include "backend/nccl/premul_sum.h"
+#include "backend/nccl/run_together.h"
 #include "backend/tensor_bytes.h"
 
 namespace bagua {
@@ -32,14 +33,50 @@ NcclCommunicator::NcclCommunicator(int rank, int size, std::shared_ptr<const Hos
     : Communicator(rank, size, std::move(topology)),
       environment_(std::move(environment)),
       api_(environment_.api),
-      handle_(environment_.api) {}
+      handle_(environment_.api, environment_.prepareThread),
+      inHost_(environment_.api, environment_.prepareThread) {}
 
-void NcclCommunicator::onComm(const char* what, const Enqueue& enqueue) {
-  if (!handle_.isOpen() && !handle_.isAborted()) environment_.connect(handle_);
+bool NcclCommunicator::hasInHostStages() const {
+  return topology().hostCount() > 1 && topology().maxRanksPerHost() > 1;
+}
+
+void NcclCommunicator::connect() {
+  environment_.connect(handle_);
+  if (!hasInHostStages()) return;
+  try {
+    inHost_.split(handle_, topology().hostOf(rank()), topology().localRank(rank()),
+                  std::chrono::steady_clock::now() + environment_.timeout);
+  } catch (...) {
+    abort();
+    throw;
+  }
+}
+
+void NcclCommunicator::onComm(NcclHandle& handle, const char* what, const Enqueue& enqueue) {
+  if (!handle_.isOpen() && !handle_.isAborted()) connect();
   ++calls_;
   const cudaStream_t stream = environment_.currentStream();
-  handle_.call(what, std::chrono::steady_clock::now() + remaining(),
-               [&](ncclComm_t comm) { return enqueue(comm, stream); });
+  handle.call(what, std::chrono::steady_clock::now() + remaining(),
+              [&](ncclComm_t comm) { return enqueue(comm, stream); });
+}
+
+void NcclCommunicator::abort() {
+  runTogether(environment_.prepareThread, {[this] { handle_.abort(); }, [this] { inHost_.abort(); }});
+}
+
+std::string NcclCommunicator::asyncError() {
+  std::string error = handle_.asyncError();
+  return error.empty() ? inHost_.asyncError() : error;
+}
+
+void NcclCommunicator::close(std::chrono::steady_clock::time_point deadline) {
+  inHost_.close(deadline);
+  handle_.close(deadline);
+}
+
+void NcclCommunicator::enterGraph() {
+  inHost_.enterGraph();
+  handle_.enterGraph();
 }
 
 template <typename EnqueueReduction>
@@ -126,11 +163,17 @@ std::vector<NcclCommunicator::Message> NcclCommunicator::partsOf(const at::Tenso
   return parts;
 }
 
-void NcclCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
-                                const Splits& inputSplits) {
+std::vector<NcclCommunicator::Message> NcclCommunicator::messagesOf(const at::Tensor& output, const at::Tensor& input,
+                                                                    const Splits& outputSplits,
+                                                                    const Splits& inputSplits) const {
   std::vector<Message> messages = partsOf(input, inputSplits, /*isSend=*/true);
   for (auto& part : partsOf(output, outputSplits, /*isSend=*/false)) messages.push_back(std::move(part));
-  exchange(messages);
+  return messages;
+}
+
+void NcclCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
+                                const Splits& inputSplits) {
+  exchange(messagesOf(output, input, outputSplits, inputSplits));
 }
 
 ncclResult_t NcclCommunicator::enqueueMessages(const std::vector<Message>& messages, ncclComm_t comm,
@@ -149,9 +192,24 @@ ncclResult_t NcclCommunicator::enqueueMessages(const std::vector<Message>& messa
   return result == ncclSuccess || result == ncclInProgress ? end : result;
 }
 
+void NcclCommunicator::allToAllInHost(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
+                                      const Splits& inputSplits) {
+  if (!hasInHostStages()) return allToAll(output, input, outputSplits, inputSplits);
+  std::vector<Message> messages = messagesOf(output, input, outputSplits, inputSplits);
+  std::erase_if(messages, [this](const Message& m) { return topology().hostOf(m.peer) != topology().hostOf(rank()); });
+  countSentIn(messages);
+  for (auto& message : messages) message.peer = topology().localRank(message.peer);
+  onComm(inHost_, "ncclSend/ncclRecv in a host",
+         [&](ncclComm_t comm, cudaStream_t stream) { return enqueueMessages(messages, comm, stream); });
+}
+
 void NcclCommunicator::exchange(const std::vector<Message>& messages) {
   onComm("ncclSend/ncclRecv",
          [&](ncclComm_t comm, cudaStream_t stream) { return enqueueMessages(messages, comm, stream); });
+  countSentIn(messages);
+}
+
+void NcclCommunicator::countSentIn(const std::vector<Message>& messages) {
   for (const auto& message : messages) {
     if (message.isSend) countSentTo(message.peer, bytes(message.tensor));
   }

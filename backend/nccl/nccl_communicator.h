@@ -21,6 +21,10 @@ class NcclCommunicator final : public Communicator, public OwnedTransport {
     // Opens the handle; collective.
     std::function<void(NcclHandle&)> connect;
     std::function<cudaStream_t()> currentStream;
+    // For what making communicators takes beyond connect().
+    std::chrono::milliseconds timeout;
+    // Runs first in each thread that calls NCCL for a while.
+    std::function<void()> prepareThread;
   };
 
   // One side of a message. NCCL has no tags: messages between two ranks match in the order of the calls.
@@ -39,14 +43,18 @@ class NcclCommunicator final : public Communicator, public OwnedTransport {
   void reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) override;
   void allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                 const Splits& inputSplits) override;
+  // Where there are several hosts, over a communicator of the ranks of each. It is made with the one of all ranks, when
+  // no call of that can be under way yet, as NCCL demands.
+  void allToAllInHost(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
+                      const Splits& inputSplits) override;
   void barrier() override;
   // All of them at once: none waits for another.
   void exchange(const std::vector<Message>& messages);
 
-  void abort() override { handle_.abort(); }
-  [[nodiscard]] std::string asyncError() override { return handle_.asyncError(); }
-  void close(std::chrono::steady_clock::time_point deadline) override { handle_.close(deadline); }
-  void enterGraph() override { handle_.enterGraph(); }
+  void abort() override;
+  [[nodiscard]] std::string asyncError() override;
+  void close(std::chrono::steady_clock::time_point deadline) override;
+  void enterGraph() override;
   // A connection that failed has reached the transport too; it leaves the handle aborted.
   [[nodiscard]] uint64_t calls() const override { return calls_ + (handle_.isAborted() ? 1 : 0); }
 
@@ -54,8 +62,14 @@ class NcclCommunicator final : public Communicator, public OwnedTransport {
   using Enqueue = std::function<ncclResult_t(ncclComm_t, cudaStream_t)>;
   // The part for (or from) each rank, in rank order.
   [[nodiscard]] std::vector<Message> partsOf(const at::Tensor& tensor, const Splits& splits, bool isSend) const;
+  [[nodiscard]] std::vector<Message> messagesOf(const at::Tensor& output, const at::Tensor& input,
+                                                const Splits& outputSplits, const Splits& inputSplits) const;
   ncclResult_t enqueueMessages(const std::vector<Message>& messages, ncclComm_t comm, cudaStream_t stream);
-  void onComm(const char* what, const Enqueue& enqueue);
+  void onComm(const char* what, const Enqueue& enqueue) { onComm(handle_, what, enqueue); }
+  void onComm(NcclHandle& handle, const char* what, const Enqueue& enqueue);
+  void connect();
+  [[nodiscard]] bool hasInHostStages() const;
+  void countSentIn(const std::vector<Message>& messages);
   // Calls `enqueue` with NCCL's dtype, count factor and operation.
   template <typename EnqueueReduction>
   void reduceOnComm(const char* what, const at::Tensor& tensor, const ReduceOp& op, EnqueueReduction&& enqueue);
@@ -63,6 +77,7 @@ class NcclCommunicator final : public Communicator, public OwnedTransport {
   const Environment environment_;
   NcclApi& api_;
   NcclHandle handle_;
+  NcclHandle inHost_;
   uint64_t calls_ = 0;
   // What barrier() reduces.
   at::Tensor token_;

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <barrier>
 #include <cstring>
 
 #include "backend/nccl/nccl_api_mock.h"
@@ -41,17 +42,20 @@ class NcclCommunicatorTest : public ::testing::Test {
   std::function<void(NcclHandle&)> connect_ = [](NcclHandle& handle) {
     handle.init(kSize, kRank, ncclUniqueId{}, std::chrono::steady_clock::now() + std::chrono::minutes(1));
   };
-  NcclCommunicator communicator_{kRank,
-                                 kSize,
-                                 std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(kSize)),
-                                 {.api = api_,
-                                  .device = at::kCPU,
-                                  .connect =
-                                      [this](NcclHandle& handle) {
-                                        ++connections_;
-                                        connect_(handle);
-                                      },
-                                  .currentStream = [] { return kStream; }}};
+  NcclCommunicator::Environment environment_{
+      .api = api_,
+      .device = at::kCPU,
+      .connect =
+          [this](NcclHandle& handle) {
+            ++connections_;
+            connect_(handle);
+          },
+      .currentStream = [] { return kStream; },
+      .timeout = std::chrono::minutes(1),
+      .prepareThread = [] {},
+  };
+  NcclCommunicator communicator_{
+      kRank, kSize, std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(kSize)), environment_};
 };
 
 TEST_F(NcclCommunicatorTest, ConnectsOnceWithTheFirstCall) {
@@ -201,6 +205,85 @@ TEST_F(NcclCommunicatorTest, CountsTheBytesThatLeaveThisRank) {
   EXPECT_EQ(communicator_.traffic().sentBytes(), 48);
   communicator_.broadcast(tensor, kRank);
   EXPECT_EQ(communicator_.traffic().sentBytes(), 48 + 96);
+}
+
+// Ranks 0 and 2 are on one host, 1 and 3 on another.
+class InHostTest : public NcclCommunicatorTest {
+ protected:
+  InHostTest() { onHosts_.setDeadline(std::chrono::steady_clock::now() + std::chrono::minutes(1)); }
+  void exchange() { onHosts_.allToAllInHost(output_, input_, {0, 1, 0, 2}, {0, 1, 0, 3}); }
+
+  const at::Tensor input_ = at::ones({4}, at::kByte);
+  at::Tensor output_ = at::ones({3}, at::kByte);
+  NcclCommunicator onHosts_{
+      kRank, kSize, std::make_shared<const HostTopology>(std::vector<std::string>{"a", "b", "a", "b"}), environment_};
+};
+
+TEST_F(InHostTest, GoesOverACommunicatorOfTheHost) {
+  auto* const in = static_cast<uint8_t*>(input_.data_ptr());
+  auto* const out = static_cast<uint8_t*>(output_.data_ptr());
+  const ncclComm_t kHost = MockNcclApi::kSplitComm;
+  EXPECT_CALL(api_, commSplit(kComm, 1, 0, _)).Times(1);
+  EXPECT_CALL(api_, send(in, 1, ncclUint8, 0, kHost, kStream)).Times(2);
+  EXPECT_CALL(api_, send(in + 1, 3, ncclUint8, 1, kHost, kStream)).Times(2);
+  EXPECT_CALL(api_, receive(out, 1, ncclUint8, 0, kHost, kStream)).Times(2);
+  EXPECT_CALL(api_, receive(out + 1, 2, ncclUint8, 1, kHost, kStream)).Times(2);
+  exchange();
+  exchange();
+  EXPECT_EQ(onHosts_.traffic().inHostBytes, 2 * 3);
+  EXPECT_EQ(onHosts_.traffic().betweenHostsBytes, 0);
+}
+
+TEST_F(InHostTest, IsMadeWithTheFirstCallOfAnyKind) {
+  EXPECT_CALL(api_, commSplit).Times(1);
+  at::Tensor tensor = at::ones({3});
+  onHosts_.broadcast(tensor, 0);
+  onHosts_.broadcast(tensor, 0);
+}
+
+TEST_F(InHostTest, IsNotMadeWhereNoRanksShareAHost) {
+  EXPECT_CALL(api_, commSplit).Times(0);
+  at::Tensor tensor = at::ones({3});
+  communicator_.broadcast(tensor, 0);
+  at::Tensor output = at::ones({1}, at::kByte);
+  communicator_.allToAllInHost(output, at::ones({1}, at::kByte), {0, 1, 0, 0}, {0, 1, 0, 0});
+}
+
+TEST_F(InHostTest, ASplitThatFailsAbortsTheGroupAndCountsAsACall) {
+  ON_CALL(api_, commSplit).WillByDefault(Return(ncclSystemError));
+  EXPECT_CALL(api_, commAbort(kComm)).Times(1);
+  at::Tensor tensor = at::ones({3});
+  EXPECT_THAT(messageThrownBy([&] { onHosts_.broadcast(tensor, 0); }), HasSubstr("ncclCommSplit: nccl says"));
+  EXPECT_GT(onHosts_.calls(), 0);
+}
+
+TEST_F(InHostTest, EndsWithTheGroupAndBeforeIt) {
+  exchange();
+  const InSequence order;
+  EXPECT_CALL(api_, commDestroy(MockNcclApi::kSplitComm));
+  EXPECT_CALL(api_, commDestroy(kComm));
+  onHosts_.close(std::chrono::steady_clock::now() + std::chrono::minutes(1));
+}
+
+TEST_F(InHostTest, BothCommunicatorsAreAbortedAtTheSameTime) {
+  exchange();
+  std::barrier<> both(2);
+  const auto wait = [&](ncclComm_t) {
+    both.arrive_and_wait();
+    return ncclSuccess;
+  };
+  EXPECT_CALL(api_, commAbort(kComm)).WillOnce(wait);
+  EXPECT_CALL(api_, commAbort(MockNcclApi::kSplitComm)).WillOnce(wait);
+  onHosts_.abort();
+  EXPECT_THAT(messageThrownBy([&] { exchange(); }), HasSubstr("has been aborted"));
+}
+
+TEST_F(InHostTest, ItsErrorsAreTheGroups) {
+  exchange();
+  EXPECT_EQ(onHosts_.asyncError(), "");
+  ON_CALL(api_, commGetAsyncError(MockNcclApi::kSplitComm, _))
+      .WillByDefault(DoAll(SetArgPointee<1>(ncclRemoteError), Return(ncclSuccess)));
+  EXPECT_THAT(onHosts_.asyncError(), HasSubstr("nccl says"));
 }
 
 }  // namespace

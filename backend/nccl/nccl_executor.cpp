@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "backend/nccl/device_thread.h"
 #include "backend/nccl/nccl_bootstrap.h"
 
 namespace bagua {
@@ -38,6 +39,8 @@ std::shared_ptr<StreamLane> makeLane(const NcclExecutor::Options& options, const
               },
           .currentStream = [device =
                                 options.device] { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); },
+          .timeout = options.timeout,
+          .prepareThread = [device = options.device] { prepareDeviceThread(device); },
       });
   OwnedTransport* owned = communicator.get();
   return std::make_shared<StreamLane>(std::move(communicator), owned, options.device, options.isHighPriority);

@@ -4,10 +4,12 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
+#include <memory>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "backend/nccl/run_together.h"
 #include "backend/operation.h"
 
 namespace bagua {
@@ -38,6 +40,32 @@ void NcclHandle::init(int size, int rank, const ncclUniqueId& id, Deadline deadl
     result = api_.commInitRankConfig(&comm_, size, id, rank, &config);
   }
   finish(kWhat, result, deadline);
+}
+
+void NcclHandle::split(NcclHandle& parent, int color, int key, Deadline deadline) {
+  constexpr const char* kWhat = "ncclCommSplit";
+  // Written by a thread of NCCL's, before the parent is ready again. If the parent is given up before, that thread may
+  // still be at work: it then keeps what it writes to.
+  auto made = std::make_unique<ncclComm_t>(nullptr);
+  try {
+    parent.call(kWhat, deadline, [&](ncclComm_t comm) {
+      const ncclResult_t result = api_.commSplit(comm, color, key, made.get());
+      // Success means that it has begun; only the parent's state tells when it has ended.
+      return result == ncclSuccess ? ncclInProgress : result;
+    });
+  } catch (...) {
+    static_cast<void>(made.release());
+    throw;
+  }
+  bool isUnwanted = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_INTERNAL_ASSERT(comm_ == nullptr, "one NcclHandle holds one communicator");
+    isUnwanted = isAborted_;
+    if (!isUnwanted) comm_ = *made;
+  }
+  if (isUnwanted) abort(api_, *made);
+  call(kWhat, deadline, [](ncclComm_t) { return ncclInProgress; });
 }
 
 bool NcclHandle::isOpen() const {
@@ -111,7 +139,7 @@ void NcclHandle::abort() {
   if (comm == nullptr) return;
   if (isInGraph) {
     try {
-      std::thread([&api = api_, comm] { abort(api, comm); }).detach();
+      std::thread(inOwnThread(prepareThread_, [&api = api_, comm] { abort(api, comm); })).detach();
     } catch (const std::system_error& error) {
       LOG(WARNING)
           << "bagua: an NCCL communicator that a CUDA graph holds stays open, for want of a thread to wait for "

@@ -5,6 +5,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "backend/nccl/nccl_api.h"
 
@@ -16,7 +17,10 @@ class NcclHandle {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
 
-  explicit NcclHandle(NcclApi& api) : api_(api) {}
+  // `prepareThread` runs first in the thread that ends what a CUDA graph holds.
+  explicit NcclHandle(
+      NcclApi& api, std::function<void()> prepareThread = [] {})
+      : api_(api), prepareThread_(std::move(prepareThread)) {}
   // Aborts a communicator that close() has not ended: waiting for peers has no place here.
   ~NcclHandle();
   NcclHandle(const NcclHandle&) = delete;
@@ -24,6 +28,9 @@ class NcclHandle {
 
   // Collective.
   void init(int size, int rank, const ncclUniqueId& id, Deadline deadline);
+  // Collective among the ranks of `parent`, no call of which may be under way on the device: those with one color get a
+  // communicator, in the order of their keys.
+  void split(NcclHandle& parent, int color, int key, Deadline deadline);
   [[nodiscard]] bool isOpen() const;
 
   // Makes one NCCL call and returns when NCCL has done its part on the host: only then is the work on the stream.
@@ -48,6 +55,7 @@ class NcclHandle {
   void checkOpen(const char* what) const;
 
   NcclApi& api_;
+  const std::function<void()> prepareThread_;
   // Held during every NCCL call on comm_, none of which blocks. ncclCommAbort and ncclCommDestroy do, and free it: they
   // are called with what comm_ held before.
   mutable std::mutex mutex_;

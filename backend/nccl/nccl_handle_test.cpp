@@ -88,6 +88,49 @@ TEST_F(NcclHandleTest, AbortEndsACallInAnotherThread) {
   EXPECT_THAT(message, HasSubstr("the NCCL communicator has been aborted"));
 }
 
+TEST_F(NcclHandleTest, SplitWaitsForTheParentAndThenForTheNewCommunicator) {
+  open();
+  ncclComm_t* made = nullptr;
+  const InSequence order;
+  EXPECT_CALL(api_, commSplit(MockNcclApi::kComm, 3, 1, _)).WillOnce([&](ncclComm_t, int, int, ncclComm_t* comm) {
+    made = comm;
+    return ncclSuccess;  // it has only begun
+  });
+  EXPECT_CALL(api_, commGetAsyncError(MockNcclApi::kComm, _)).WillOnce(state(ncclInProgress));
+  EXPECT_CALL(api_, commGetAsyncError(MockNcclApi::kComm, _)).WillOnce([&](ncclComm_t, ncclResult_t* result) {
+    *made = MockNcclApi::kSplitComm;
+    *result = ncclSuccess;
+    return ncclSuccess;
+  });
+  EXPECT_CALL(api_, commGetAsyncError(MockNcclApi::kSplitComm, _)).WillOnce(state(ncclInProgress));
+  EXPECT_CALL(api_, commGetAsyncError(MockNcclApi::kSplitComm, _)).WillOnce(state(ncclSuccess));
+  EXPECT_CALL(api_, commAbort(MockNcclApi::kSplitComm));
+  EXPECT_CALL(api_, commAbort(MockNcclApi::kComm));
+  NcclHandle part(api_);
+  part.split(*handle_, 3, 1, muchLater());
+  EXPECT_TRUE(part.isOpen());
+}
+
+TEST_F(NcclHandleTest, SplitThatNeverFinishesThrowsAtItsDeadline) {
+  open();
+  ON_CALL(api_, commSplit).WillByDefault(Return(ncclInProgress));
+  ON_CALL(api_, commGetAsyncError).WillByDefault(state(ncclInProgress));
+  NcclHandle part(api_);
+  EXPECT_THAT(messageThrownBy([&] { part.split(*handle_, 0, 0, soon()); }),
+              HasSubstr("ncclCommSplit has not returned within its time limit"));
+  EXPECT_FALSE(part.isOpen());
+}
+
+TEST_F(NcclHandleTest, WhatASplitMadeForAnAbortedHandleIsAborted) {
+  open();
+  NcclHandle part(api_);
+  part.abort();
+  EXPECT_CALL(api_, commAbort(MockNcclApi::kSplitComm)).Times(1);
+  EXPECT_THAT(messageThrownBy([&] { part.split(*handle_, 0, 0, muchLater()); }),
+              HasSubstr("ncclCommSplit: the NCCL communicator has been aborted"));
+  EXPECT_CALL(api_, commAbort(MockNcclApi::kComm)).Times(1);
+}
+
 // ncclCommAbort of a communicator returns when the last graph with its calls is gone.
 class EndlessAbort {
  public:

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/nccl/stream_executor.h"
 
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
+
+#include "backend/nccl/device_thread.h"
 
 namespace bagua {
 namespace {
@@ -22,13 +22,6 @@ std::exception_ptr makeError(const std::string& message) {
   return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, message));
 }
 
-// Queries from this thread create no context on another device and break no capture of another thread.
-void prepareWatchdogThread(at::Device device) {
-  c10::cuda::set_device(device.index());
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
-  C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
-}
-
 }  // namespace
 
 StreamExecutor::StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> lane, at::Device device,
@@ -36,10 +29,10 @@ StreamExecutor::StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> 
     : group_(std::move(group)),
       device_(device),
       lane_(std::move(lane)),
-      lanes_(std::make_shared<LaneSet>()),
+      lanes_(std::make_shared<LaneSet>([device] { prepareDeviceThread(device); })),
       health_(health ? std::move(health) : GroupHealth(group_, nullptr).addTrack("cuda")),
       watchdog_(
-          group_, lanes_, [device] { prepareWatchdogThread(device); }, health_) {
+          group_, lanes_, [device] { prepareDeviceThread(device); }, health_) {
   TORCH_CHECK(device_.is_cuda() && device_.has_index(), "expected a CUDA device with an index, got ", device_);
   lanes_->add(-1, lane_);
 }
@@ -72,18 +65,20 @@ c10::intrusive_ptr<WorkCuda> StreamExecutor::launch(StreamLane& lane, Launch lau
     failure = lane.enqueue(*launch.work, std::move(launch.program), std::move(launch.after));
     nextSequence_ += launch.numbers;
   }
-  follow(launch.work, failure);
+  using Kind = GroupHealth::Track::Kind;
+  follow(launch.work, launch.numbers == 0 ? Kind::kMessage : Kind::kProgram, failure);
   return launch.work;
 }
 
-void StreamExecutor::follow(const c10::intrusive_ptr<WorkCuda>& work, const std::exception_ptr& failure) {
+void StreamExecutor::follow(const c10::intrusive_ptr<WorkCuda>& work, GroupHealth::Track::Kind kind,
+                            const std::exception_ptr& failure) {
   if (failure) {
     const auto error = health_->explain(failure, work->operation());
     work->fail(error);
     watchdog_.fail(error);
   }
   keepCaptured(work);
-  if (!work->isCaptured()) watchdog_.watch(work);
+  if (!work->isCaptured()) watchdog_.watch(work, kind);
   work->publish();
 }
 

@@ -37,7 +37,7 @@ class StreamExecutor : public Executor {
     Operation operation;
     std::vector<at::Tensor> results;
     Program program;
-    // How many sequence numbers it takes.
+    // How many sequence numbers it takes: none if it holds messages only.
     uint64_t numbers = 1;
     // Null: a new one.
     c10::intrusive_ptr<WorkCuda> work;
@@ -54,7 +54,8 @@ class StreamExecutor : public Executor {
   void addLane(int position, std::shared_ptr<StreamLane> lane) { lanes_->add(position, std::move(lane)); }
 
  private:
-  void follow(const c10::intrusive_ptr<WorkCuda>& work, const std::exception_ptr& failure);
+  void follow(const c10::intrusive_ptr<WorkCuda>& work, GroupHealth::Track::Kind kind,
+              const std::exception_ptr& failure);
   void keepCaptured(const c10::intrusive_ptr<WorkCuda>& work);
 
   const GroupIdentity group_;

@@ -7,6 +7,8 @@
 
 #include <utility>
 
+#include "backend/nccl/run_together.h"
+
 namespace bagua {
 namespace {
 
@@ -105,7 +107,10 @@ void LaneSet::abort() {
     const std::lock_guard<std::mutex> lock(mutex_);
     isAborted_ = true;
   }
-  for (const auto& lane : lanes()) lane->communicator().abort();
+  // At the same time: an abort frees device memory, which waits for the kernels of all the others.
+  std::vector<std::function<void()>> aborts;
+  for (const auto& lane : lanes()) aborts.emplace_back([lane] { lane->communicator().abort(); });
+  runTogether(prepareThread_, aborts);
 }
 
 }  // namespace bagua

@@ -4,10 +4,12 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "backend/nccl/owned_transport.h"
@@ -48,6 +50,9 @@ class StreamLane {
 // The lanes of one executor.
 class LaneSet final : public WatchedTransport {
  public:
+  // `prepareThread` runs first in each thread that aborts a lane.
+  explicit LaneSet(std::function<void()> prepareThread) : prepareThread_(std::move(prepareThread)) {}
+
   // Lanes are closed in ascending order of `position`, which must lead no two ranks to wait for each other.
   void add(int position, std::shared_ptr<StreamLane> lane);
   // From now on abort() leaves communicators alone that belong to somebody else.
@@ -60,6 +65,7 @@ class LaneSet final : public WatchedTransport {
  private:
   [[nodiscard]] std::vector<std::shared_ptr<StreamLane>> lanes();
 
+  const std::function<void()> prepareThread_;
   std::mutex mutex_;
   std::map<int, std::shared_ptr<StreamLane>> lanes_;
   bool isAborted_ = false;

@@ -204,9 +204,9 @@ Watchdog::Watchdog(GroupIdentity group, std::shared_ptr<WatchedTransport> transp
 
 Watchdog::~Watchdog() { stop(kDestructorLimit); }
 
-void Watchdog::watch(const c10::intrusive_ptr<WatchedWork>& work) {
+void Watchdog::watch(const c10::intrusive_ptr<WatchedWork>& work, GroupHealth::Track::Kind kind) {
   std::exception_ptr error;
-  const auto token = core_->health->begin(work->operation());
+  const auto token = core_->health->begin(work->operation(), kind);
   {
     const std::lock_guard<std::mutex> lock(core_->mutex);
     error = core_->error;

@@ -49,7 +49,8 @@ class Watchdog {
   Watchdog& operator=(const Watchdog&) = delete;
 
   // The timeout of its operation counts from here. A work that has failed is only kept until the device is done.
-  void watch(const c10::intrusive_ptr<WatchedWork>& work);
+  void watch(const c10::intrusive_ptr<WatchedWork>& work,
+             GroupHealth::Track::Kind kind = GroupHealth::Track::Kind::kProgram);
   // First call wins: fails everything that is not done, then aborts the transport.
   void fail(const std::exception_ptr& cause);
   [[nodiscard]] std::exception_ptr error() const;

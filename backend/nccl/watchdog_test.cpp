@@ -6,7 +6,10 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
+#include <future>
 #include <stdexcept>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 namespace bagua {
 namespace {
@@ -90,6 +93,30 @@ class WatchdogTest : public ::testing::Test {
   std::unique_ptr<Watchdog> watchdog_ =
       std::make_unique<Watchdog>(GroupIdentity{"trainers", 1, 4}, transport_, [this] { ++prepared_; });
 };
+
+TEST_F(WatchdogTest, AMessageHasNoPlaceInTheOrderOfPrograms) {
+  ::setenv("TORCH_FR_DUMP_ON_TIMEOUT", "0", 1);  // a failure on purpose leaves no file
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const GroupIdentity absent{"trainers", 0, 2};
+  const GroupIdentity waiting{"trainers", 1, 2};
+  GroupHealth healthOfAbsent(absent, store);
+  GroupHealth healthOfWaiting(waiting, store);
+  Watchdog watchdog(
+      absent, transport_, [] {}, healthOfAbsent.addTrack("cuda"));
+  const auto message = c10::make_intrusive<FakeWork>(7, kLong);
+  message->isDeviceDone = true;
+  watchdog.watch(message, GroupHealth::Track::Kind::kMessage);
+  ASSERT_TRUE(watchdog.waitIdle(kLong));
+
+  std::promise<std::string> cause;
+  const auto track = healthOfWaiting.addTrack("cuda");
+  track->onFailure([&cause](const std::string& text) { cause.set_value(text); });
+  Operation program{.name = "all_reduce", .timeout = milliseconds(1500)};
+  program.sequence = 7;
+  track->begin(program);
+  EXPECT_THAT(cause.get_future().get(), HasSubstr("Not there: rank 0"));
+  healthOfWaiting.stop();
+}
 
 TEST_F(WatchdogTest, RetiresAWorkWhenTheDeviceIsDone) {
   const auto work = watched(0, kLong);

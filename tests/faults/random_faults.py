@@ -26,6 +26,7 @@ COLLECTIVES = (
     "ring of messages",
     "barrier",
 )
+FAULTS = ("kill", "stop", "hang", "raise", "reset")
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
 
 
@@ -35,11 +36,20 @@ class Plan(NamedTuple):
     size: int
     workload: str  # one of the above, or "mixed collectives"
     victim: int
-    fault: str  # "kill", "stop", "hang", "raise" or "reset"
-    is_in_host: bool
+    fault: str  # one of FAULTS
+    ranks_per_host: int
+    shares_memory: bool  # where ranks share a host
+    is_hierarchical: bool  # where the algorithm lets us choose
+    is_in_backward: bool  # where training hangs or raises; else between two steps
     timeout: float
     folder: str
     seed: int
+
+
+# Starting ranks, and building their groups, on a busy machine.
+START_SECONDS = 90.0
+# Steps before trouble: until buckets have been rebuilt and every algorithm has left its warm-up.
+FIRST_STEPS = 5
 
 
 class Report(NamedTuple):
@@ -85,7 +95,16 @@ def _collective(name: str, generator: random.Random) -> Callable[[], Any]:
     return ring
 
 
-def _training(algorithm: str, checkpoint: Callable[[], None]) -> Callable[[], Any]:
+def _options(algorithm: str, is_hierarchical: bool) -> dict[str, Any]:
+    from bagua._native import _C
+
+    options: dict[str, Any] = {"warmup_steps": 2, "sync_interval_ms": 1} if algorithm == "async" else {}
+    if "hierarchical" in _C.check_options(algorithm, {}):
+        options["hierarchical"] = is_hierarchical
+    return options
+
+
+def _training(algorithm: str, is_hierarchical: bool, checkpoint: Callable[[], None]) -> Callable[[], Any]:
     import bagua
     import torch
     from torch.nn.parallel import DistributedDataParallel as DDP
@@ -98,8 +117,7 @@ def _training(algorithm: str, checkpoint: Callable[[], None]) -> Callable[[], An
     optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
     if algorithm == "qadam":
         optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=0.01, warmup_steps=3)
-    options: dict[str, Any] = {"warmup_steps": 2, "sync_interval_ms": 1} if algorithm == "async" else {}
-    bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
+    bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **_options(algorithm, is_hierarchical))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -109,14 +127,16 @@ def _training(algorithm: str, checkpoint: Callable[[], None]) -> Callable[[], An
     return step
 
 
-def _workload(plan: Plan, checkpoint: Callable[[], None]) -> Callable[[], Any]:
-    if plan.workload in ALGORITHMS:
-        return _training(plan.workload, checkpoint)
-    generator = random.Random(plan.seed)
+def workload(
+    name: str, seed: int = 0, *, is_hierarchical: bool = True, checkpoint: Callable[[], None] = lambda: None
+) -> Callable[[], Any]:
+    """Return one step of the work, for as many as are wanted; training calls `checkpoint` in the backward."""
+    if name in ALGORITHMS:
+        return _training(name, is_hierarchical, checkpoint)
+    generator = random.Random(seed)
 
     def one() -> None:
-        name = generator.choice(COLLECTIVES) if plan.workload == "mixed collectives" else plan.workload
-        _collective(name, generator)()
+        _collective(generator.choice(COLLECTIVES) if name == "mixed collectives" else name, generator)()
 
     return one
 
@@ -132,16 +152,28 @@ def run(rank: int, plan: Plan, connection: Connection) -> None:
     # Of all threads, which have it from this one.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     threading.Thread(target=_reset_when_told, daemon=True).start()
-    os.environ.update(RANK=str(rank), BAGUA_SHARED_MEMORY="1" if plan.is_in_host else "0")
+    os.environ.update(
+        RANK=str(rank),
+        BAGUA_SHARED_MEMORY="1" if plan.shares_memory else "0",
+        BAGUA_HOST_ID=f"host-{rank // plan.ranks_per_host}",
+    )
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(Path(plan.folder, "trace_"))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(plan.folder, "store")), plan.size)  # type: ignore[attr-defined]
+    # On a busy machine ranks start at different times: not what the timeout is to measure.
+    store.set(f"started {rank}", "")
+    store.wait([f"started {peer}" for peer in range(plan.size)], timedelta(seconds=START_SECONDS))
     dist.init_process_group(
         "bagua", store=store, rank=rank, world_size=plan.size, timeout=timedelta(seconds=plan.timeout)
     )
+
+    # On both channels, which then have their segment: its name may stay where the rank that makes it is stopped, and
+    # killed when nobody is left.
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1))
 
     def checkpoint() -> None:
         if not connection.poll():
@@ -150,13 +182,21 @@ def run(rank: int, plan: Plan, connection: Connection) -> None:
             time.sleep(3600)
         raise InjectedError("on purpose")
 
-    work = _workload(plan, checkpoint)
-    work()
+    is_in_backward = plan.is_in_backward and plan.workload in ALGORITHMS
+    work = workload(
+        plan.workload,
+        plan.seed,
+        is_hierarchical=plan.is_hierarchical,
+        checkpoint=checkpoint if is_in_backward else lambda: None,
+    )
+    for _ in range(FIRST_STEPS if plan.workload in ALGORITHMS else 1):
+        work()
     connection.send("working")
     try:
         while True:
             work()
-            checkpoint()
+            if not is_in_backward:
+                checkpoint()
     except InjectedError as error:
         report = Report(repr(error), time.monotonic(), ())
     except RuntimeError as error:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from trouble import SLACK_SECONDS, same_cause
+from trouble import SLACK_SECONDS, same_cause, selection
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks" / "hosts"))
@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "hosts"))
 from emulated_hosts import INTERFACE, Host, NoEmulatedHosts, emulated_hosts  # noqa: E402  found by the line above
 
 SCRIPT = Path(__file__).with_name("cut_off_rank.py")
+WORKLOADS = ("all_reduce", "ring of messages", "barrier", "bytegrad", "low_precision_decentralized")
 TIMEOUT = 4.0
 # Of ranks that have to find out earlier.
 LONG_TIMEOUT = 60.0
@@ -45,14 +46,16 @@ def _links_are_up(hosts: list[Host]) -> Iterator[None]:
         _set_link(host, "up")
 
 
-def _start(hosts: Sequence[Host], seconds: float, timeout: float = TIMEOUT) -> list[subprocess.Popen[str]]:
+def _start(
+    hosts: Sequence[Host], seconds: float, timeout: float = TIMEOUT, workload: str = "all_reduce"
+) -> list[subprocess.Popen[str]]:
     ranks = []
     for rank, host in enumerate(hosts):
-        arguments = [str(rank), str(len(hosts)), hosts[0].address, str(timeout), str(seconds)]
+        arguments = [str(rank), str(len(hosts)), hosts[0].address, str(timeout), workload, str(seconds)]
         ranks.append(
             subprocess.Popen(
                 host.command([sys.executable, str(SCRIPT), *arguments]),
-                env={**host.environment(), "OMP_NUM_THREADS": "1"},
+                env={**host.environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests" / "support")},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -86,8 +89,21 @@ def _killed_at_the_end(ranks: Sequence[subprocess.Popen[str]]) -> Iterator[None]
             rank.wait()
 
 
-def test_a_network_that_is_gone_for_a_while_costs_only_time(hosts: list[Host]) -> None:
-    ranks = _start(hosts, 4.0)
+def _messages(texts: Sequence[str], before: float) -> list[str]:
+    """Return the errors, which all ranks had before this time."""
+    messages = []
+    for text in texts:
+        word, when, message = text.split(" ", 2)
+        assert word == "error", text
+        assert float(when) < before, text
+        assert message.startswith("bagua:"), text
+        messages.append(message.strip())
+    return messages
+
+
+@pytest.mark.parametrize("workload", selection(WORKLOADS, ["all_reduce"]))
+def test_a_network_that_is_gone_for_a_while_costs_only_time(workload: str, hosts: list[Host]) -> None:
+    ranks = _start(hosts, 4.0, workload=workload)
     with _killed_at_the_end(ranks):
         _set_link(hosts[1], "down")
         time.sleep(1.0)
@@ -96,20 +112,34 @@ def test_a_network_that_is_gone_for_a_while_costs_only_time(hosts: list[Host]) -
     assert texts == ["done\n"] * len(hosts)
 
 
-def test_a_host_that_loses_its_network_is_an_error_at_the_timeout_on_both_sides(hosts: list[Host]) -> None:
-    ranks = _start(hosts, 600.0)
+@pytest.mark.parametrize("workload", selection(WORKLOADS, ["low_precision_decentralized"]))
+def test_a_host_that_loses_its_network_is_an_error_at_the_timeout_on_both_sides(
+    workload: str, hosts: list[Host]
+) -> None:
+    ranks = _start(hosts, 600.0, workload=workload)
     with _killed_at_the_end(ranks):
         _set_link(hosts[2], "down")
         begun = time.monotonic()
         texts = _ends(ranks)
-    for text in texts:
-        word, when, message = text.split(" ", 2)
-        assert word == "error", text
-        assert float(when) - begun < TIMEOUT + GRACE + SLACK_SECONDS
-        assert "bagua:" in message
+    messages = _messages(texts, begun + TIMEOUT + GRACE + SLACK_SECONDS)
     # Those that still reach the store, which rank 0 holds, name the one that does not.
-    for text in texts[:2]:
-        assert "rank 2 (does not answer" in text
+    assert "rank 2 (does not answer" in same_cause(messages[:2])
+
+
+@pytest.mark.parametrize("workload", selection(WORKLOADS, ["ring of messages"]))
+def test_an_outage_longer_than_the_timeout_is_an_error_of_all_ranks(workload: str, hosts: list[Host]) -> None:
+    ranks = _start(hosts, 600.0, workload=workload)
+    with _killed_at_the_end(ranks):
+        _set_link(hosts[2], "down")
+        begun = time.monotonic()
+        time.sleep(TIMEOUT + 0.5)
+        _set_link(hosts[2], "up")
+        texts = _ends(ranks)
+    messages = _messages(texts, begun + TIMEOUT + GRACE + SLACK_SECONDS)
+    cause = same_cause(messages[:2])
+    assert "rank 2 (does not answer" in cause
+    # The one that was cut off hears of it if its connection to the store is back in time.
+    assert messages[2].endswith(cause) or "The other ranks could not be told" in messages[2]
 
 
 def _tell(rank: subprocess.Popen[str], what: str) -> None:
@@ -122,20 +152,14 @@ def _tell(rank: subprocess.Popen[str], what: str) -> None:
     assert int(count) > 0
 
 
-def test_connections_that_are_reset_are_an_error_of_all_ranks_at_once(hosts: list[Host]) -> None:
-    ranks = _start(hosts, 600.0, LONG_TIMEOUT)
+@pytest.mark.parametrize("workload", selection(WORKLOADS, ["all_reduce"]))
+def test_connections_that_are_reset_are_an_error_of_all_ranks_at_once(workload: str, hosts: list[Host]) -> None:
+    ranks = _start(hosts, 600.0, LONG_TIMEOUT, workload)
     with _killed_at_the_end(ranks):
         begun = time.monotonic()
         _tell(ranks[1], "reset connections between ranks")
         texts = _ends(ranks)
-    messages = []
-    for text in texts:
-        word, when, message = text.split(" ", 2)
-        assert word == "error", text
-        assert float(when) - begun < RESET_SECONDS + SLACK_SECONDS
-        assert message.startswith("bagua:")
-        messages.append(message.strip())
-    assert "onnection" in same_cause(messages)
+    assert "onnection" in same_cause(_messages(texts, begun + RESET_SECONDS + SLACK_SECONDS))
 
 
 def test_connections_to_the_store_that_are_reset_cost_nothing(hosts: list[Host]) -> None:

@@ -3,23 +3,27 @@
 
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import bagua
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from trouble import (
+    OPERATIONS,
     SLACK_SECONDS,
     TRANSPORTS,
     VICTIM,
     Outcome,
     announce_trouble,
-    collectives,
+    assert_names,
+    calls,
     expect_error,
     kill_the_victim,
     same_cause,
@@ -31,22 +35,6 @@ from trouble import (
 
 SIZE = 3
 TIMEOUT = 3.0
-# As trouble.collectives() has them.
-OPERATIONS = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "recv",
-    "barrier",
-)
 # A death has to be noticed within this time.
 DEATH_SECONDS = 2.0
 
@@ -61,15 +49,21 @@ def _die_in(operation: str) -> tuple[Outcome, float] | None:
     if dist.get_rank() == VICTIM:
         announce_trouble()
         os.kill(os.getpid(), signal.SIGKILL)
-    outcome = expect_error(collectives()[operation])
+    outcome = expect_error(calls()[operation])
     return outcome, time_of_trouble()
 
 
 @pytest.mark.parametrize(
     ("operation", "transport"),
     selection(
-        itertools.product(OPERATIONS, TRANSPORTS),
-        [("all_reduce", "in-host"), ("barrier", "in-host"), ("all_to_all", "between-hosts"), ("recv", "in-host")],
+        # Another rank may still send to whoever receives from any: see the timeouts below.
+        itertools.product(sorted(OPERATIONS.keys() - {"recv from any"}), TRANSPORTS),
+        [
+            ("all_reduce", "in-host"),
+            ("barrier", "in-host"),
+            ("all_to_all", "between-hosts"),
+            ("send", "in-host"),
+        ],
     ),
 )
 def test_a_death_is_noticed_within_two_seconds_by_all(operation: str, transport: str) -> None:
@@ -78,10 +72,19 @@ def test_a_death_is_noticed_within_two_seconds_by_all(operation: str, transport:
     assert len(survivors) == SIZE - 1
     for outcome, died in survivors:
         assert outcome.when - died < DEATH_SECONDS + SLACK_SECONDS
-        # A rank that only sends in the operation is caught in the barrier behind it.
-        assert operation in outcome.message or operation in ("reduce", "gather")
+        assert_names(operation, outcome.message)
         assert f"rank {VICTIM}" in outcome.message
     _assert_same_cause([outcome for outcome, _ in survivors])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_death_is_noticed_within_two_seconds_without_allowance(transport: str) -> None:
+    """A busy machine delays one or the other: of several deaths it is the one noticed first that counts."""
+    seconds: list[float] = []
+    while len(seconds) < 5 and not (seconds and min(seconds) < DEATH_SECONDS):
+        results = run_ranks(SIZE, _die_in, "all_reduce", env=TRANSPORTS[transport], group_timeout=60.0, dying={VICTIM})
+        seconds.append(max(outcome.when - died for outcome, died in (found for found in results if found is not None)))
+    assert min(seconds) < DEATH_SECONDS, seconds
 
 
 def _stop_in(operation: str) -> Outcome | None:
@@ -90,7 +93,7 @@ def _stop_in(operation: str) -> Outcome | None:
         announce_trouble()
         os.kill(os.getpid(), signal.SIGSTOP)
     begun = time.monotonic()
-    outcome = expect_error(collectives()[operation])
+    outcome = expect_error(calls()[operation])
     assert outcome.when - begun < TIMEOUT + SLACK_SECONDS
     # Whoever comes last ends the victim, which can do nothing any more.
     if store().add("done", 1) == SIZE - 1:
@@ -100,7 +103,10 @@ def _stop_in(operation: str) -> Outcome | None:
 
 @pytest.mark.parametrize(
     ("operation", "transport"),
-    selection(itertools.product(OPERATIONS, TRANSPORTS), [("all_reduce", "in-host"), ("broadcast", "between-hosts")]),
+    selection(
+        itertools.product(OPERATIONS, TRANSPORTS),
+        [("all_reduce", "in-host"), ("batch_isend_irecv", "between-hosts")],
+    ),
 )
 def test_a_stopped_rank_is_named_at_the_timeout(operation: str, transport: str) -> None:
     outcomes = run_ranks(SIZE, _stop_in, operation, env=TRANSPORTS[transport], group_timeout=TIMEOUT, dying={VICTIM})
@@ -117,7 +123,7 @@ def _hang_before(operation: str) -> Outcome | None:
         store().wait(["survivors are done"], timedelta(seconds=60))
     else:
         begun = time.monotonic()
-        outcome = expect_error(collectives()[operation])
+        outcome = expect_error(calls()[operation])
         assert outcome.when - begun < TIMEOUT + SLACK_SECONDS
         if store().add("done", 1) == SIZE - 1:
             store().set("survivors are done", "yes")
@@ -128,13 +134,13 @@ def _hang_before(operation: str) -> Outcome | None:
     ("operation", "transport"),
     selection(
         itertools.product(OPERATIONS, TRANSPORTS),
-        [("all_to_all", "in-host"), ("barrier", "between-hosts"), ("recv", "in-host")],
+        [("all_to_all", "in-host"), ("barrier", "between-hosts"), ("recv from any", "in-host")],
     ),
 )
 def test_a_rank_that_does_not_come_is_named_with_what_it_did_last(operation: str, transport: str) -> None:
     outcomes = run_ranks(SIZE, _hang_before, operation, env=TRANSPORTS[transport], group_timeout=TIMEOUT)
     cause = _assert_same_cause(outcomes)
-    assert operation in cause or operation in ("reduce", "gather")
+    assert_names(operation, cause)
     assert "Timed out" in cause
     # The second of the two operations of the warm-up.
     assert f"rank {VICTIM} (has nothing under way, last completed bagua:all_reduce #1 (Float[3], sum)" in cause
@@ -166,7 +172,7 @@ def _abort_on_one_rank() -> Outcome | None:
         announce_trouble()
         group._get_backend(torch.device("cpu")).abort()
         return None
-    return expect_error(collectives()["all_reduce"])
+    return expect_error(calls()["all_reduce"])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -176,7 +182,7 @@ def test_an_abort_on_one_rank_reaches_the_others(transport: str) -> None:
     assert "the group was aborted" in _assert_same_cause(outcomes)
 
 
-def _raise_in_backward() -> Outcome | None:
+def _raise_in_backward(is_destroyed: bool) -> tuple[Outcome, float] | None:
     class Fragile(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -185,6 +191,7 @@ def _raise_in_backward() -> Outcome | None:
         @staticmethod
         def backward(context: Any, *gradients: Any) -> Any:
             if dist.get_rank() == VICTIM:
+                announce_trouble()
                 raise ZeroDivisionError("the loss has exploded")
             return gradients[0]
 
@@ -208,43 +215,158 @@ def _raise_in_backward() -> Outcome | None:
     if dist.get_rank() == VICTIM:
         with pytest.raises(ZeroDivisionError):
             loss.backward()
-        # What a script does that is ended by an exception.
-        dist.destroy_process_group()
+        if is_destroyed:
+            # What a script does that is ended by an exception.
+            dist.destroy_process_group()
+        else:
+            # As one in a debugger, or in a handler that saves what it can.
+            store().wait(["survivors are done"], timedelta(seconds=60))
         return None
-    return expect_error(loss.backward)
+    outcome = expect_error(loss.backward)
+    if store().add("done", 1) == SIZE - 1:
+        store().set("survivors are done", "yes")
+    return outcome, time_of_trouble()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_exception_in_the_backward_of_one_rank_ends_the_others(transport: str) -> None:
-    outcomes = run_ranks(SIZE, _raise_in_backward, env=TRANSPORTS[transport], group_timeout=30.0)
-    assert outcomes[VICTIM] is None
-    _assert_same_cause(outcomes)
+@pytest.mark.parametrize(
+    ("transport", "is_destroyed"),
+    selection(
+        itertools.product(TRANSPORTS, [True, False]),
+        [("in-host", True), ("between-hosts", True), ("between-hosts", False)],
+    ),
+)
+def test_an_exception_in_the_backward_of_one_rank_ends_the_others(transport: str, is_destroyed: bool) -> None:
+    timeout = 30.0 if is_destroyed else TIMEOUT
+    results = run_ranks(SIZE, _raise_in_backward, is_destroyed, env=TRANSPORTS[transport], group_timeout=timeout)
+    assert results[VICTIM] is None
+    survivors = results[:VICTIM]
+    cause = _assert_same_cause([outcome for outcome, _ in survivors])
+    for outcome, raised in survivors:
+        # Its connections end, or it does not come.
+        assert outcome.when - raised < (DEATH_SECONDS if is_destroyed else timeout) + SLACK_SECONDS
+    assert cause.startswith("bagua:all_reduce #")
+    assert f"rank {VICTIM}" in cause
+    # Which lives.
+    assert "the process of" not in cause
+    if not is_destroyed:
+        assert f"rank {VICTIM} (has nothing under way, last completed bagua:" in cause
 
 
-def _lose_the_store() -> Outcome | None:
-    """Rank 0 holds the store, and dies with it."""
+# Beyond the timeout: a store that does not answer cannot tell whether another rank knows more.
+STORE_SECONDS = 3.0
+
+
+def _lose_the_store(sent: signal.Signals) -> Outcome | None:
+    """Rank 0 holds the store, and dies with it, or is stopped."""
     rank = dist.get_rank()
-    port = store()
+    shared = store()
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, SIZE, is_master=True, wait_for_workers=False)
-        port.set("port", str(server.port))
+        shared.set("port", str(server.port))
+        shared.set("holder", str(os.getpid()))
     else:
-        server = dist.TCPStore("127.0.0.1", int(port.get("port")), SIZE, is_master=False)
+        server = dist.TCPStore("127.0.0.1", int(shared.get("port")), SIZE, is_master=False)
     dist.destroy_process_group()
+    # On a busy machine they come at different times: not what the timeout is to measure.
+    shared.set(f"ready {rank}", "")
+    shared.wait([f"ready {peer}" for peer in range(SIZE)], timedelta(seconds=60))
     dist.init_process_group("bagua", store=server, rank=rank, world_size=SIZE, timeout=timedelta(seconds=TIMEOUT))
     warm_up()
     if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), sent)
     begun = time.monotonic()
     outcome = expect_error(lambda: dist.all_reduce(torch.ones(5)))
-    assert outcome.when - begun < TIMEOUT + SLACK_SECONDS
+    assert outcome.when - begun < TIMEOUT + STORE_SECONDS + SLACK_SECONDS
+    if sent == signal.SIGSTOP and shared.add("done", 1) == SIZE - 1:
+        os.kill(int(shared.get("holder")), signal.SIGKILL)
     return outcome
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_store_that_is_gone_hides_no_error(transport: str) -> None:
-    outcomes = run_ranks(SIZE, _lose_the_store, env=TRANSPORTS[transport], dying={0})
+@pytest.mark.parametrize(
+    ("transport", "sent"),
+    selection(
+        itertools.product(TRANSPORTS, [signal.SIGKILL, signal.SIGSTOP]),
+        [("in-host", signal.SIGKILL), ("between-hosts", signal.SIGKILL), ("in-host", signal.SIGSTOP)],
+    ),
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_store_that_is_gone_hides_no_error(transport: str, sent: signal.Signals) -> None:
+    outcomes = run_ranks(SIZE, _lose_the_store, sent, env=TRANSPORTS[transport], dying={0})
     for outcome in outcomes[1:]:
         assert "bagua:all_reduce #2" in outcome.message
-    if transport == "in-host":
+        if sent == signal.SIGSTOP:
+            assert "The other ranks could not be told" in outcome.message
+    if transport == "in-host" and sent == signal.SIGKILL:
         assert any("the process of rank 0" in outcome.message for outcome in outcomes[1:])
+
+
+def _errors_of_a_death() -> dict[str, str]:
+    """Return errors, by how they have to begin."""
+    warm_up()
+    everyone: Any = dist.group.WORLD
+    pair = dist.new_group([1, VICTIM])
+    group = dist.new_group(list(range(SIZE)))
+    assert group is not None
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 7), process_group=group)
+    bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
+    ddp(torch.ones(2, 6)).sum().backward()
+    if isinstance(pair, dist.ProcessGroup):
+        dist.barrier(pair)
+    loss = ddp(torch.ones(2, 6)).sum()
+    dist.barrier()
+    if dist.get_rank() == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    here = f"on rank {dist.get_rank()} of {SIZE}, group"
+    all_reduce = f"bagua:all_reduce #3 (Float[5], sum) {here} '{everyone.group_name}' failed:"
+    bucket = "bagua:reduce_bucket #NUMBER (Float[49], bytegrad(average=True, hierarchical=False)) "
+    found = {
+        all_reduce: expect_error(lambda: dist.all_reduce(torch.ones(5))).message,
+        f"{bucket}{here} '{group.group_name}' failed:": expect_error(loss.backward).message,
+    }
+    if isinstance(pair, dist.ProcessGroup):
+        # In which this rank is the first.
+        expected = f"bagua:broadcast #1 (Double[8], peer rank 1) on rank 0 of 2, group '{pair.group_name}' failed:"
+        ones = torch.ones(8, dtype=torch.float64)
+        found[expected] = expect_error(lambda: dist.broadcast(ones, VICTIM, group=pair)).message
+    return found
+
+
+@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["in-host"]))
+def test_an_error_says_what_has_failed_and_in_which_group(transport: str) -> None:
+    found = run_ranks(SIZE, _errors_of_a_death, env=TRANSPORTS[transport], dying={VICTIM})[:VICTIM]
+    for texts in found:
+        for expected, message in texts.items():
+            # How many operations DDP begins with is its own business.
+            assert re.sub(r"reduce_bucket #\d+", "reduce_bucket #NUMBER", message).startswith(expected), message
+    assert [len(texts) for texts in found] == [2, 3]
+    # The groups have names of their own.
+    assert len({expected.rpartition("group ")[2] for expected in found[1]}) == 3
+
+
+def _train_on_gloo(sent: signal.Signals) -> Outcome | None:
+    torch.manual_seed(0)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
+    for _ in range(3):
+        ddp(torch.ones(2, 64)).sum().backward()
+    if dist.get_rank() == VICTIM:
+        announce_trouble()
+        os.kill(os.getpid(), sent)
+    loss = ddp(torch.ones(2, 64)).sum()
+    begun = time.monotonic()
+    outcome = expect_error(loss.backward)
+    assert outcome.when - begun < (DEATH_SECONDS if sent == signal.SIGKILL else TIMEOUT) + SLACK_SECONDS
+    if sent == signal.SIGSTOP and store().add("done", 1) == SIZE - 1:
+        kill_the_victim()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "sent", selection([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]), ids=lambda value: value.name
+)
+def test_a_hook_on_a_stock_gloo_group_names_the_rank_in_trouble(sent: signal.Signals) -> None:
+    timeout = 60.0 if sent == signal.SIGKILL else TIMEOUT
+    outcomes = run_ranks(SIZE, _train_on_gloo, sent, backend="gloo", group_timeout=timeout, dying={VICTIM})
+    cause = _assert_same_cause(outcomes)
+    assert re.match(r"bagua:reduce_bucket #\d+ \(Float\[4160\], bytegrad\(average=True, hierarchical=False\)\)", cause)
+    assert (f"the process of rank {VICTIM}" if sent == signal.SIGKILL else f"rank {VICTIM} (does not answer") in cause

@@ -3,8 +3,11 @@
 
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from trouble import VICTIM, expect_error, store, warm_up
+from trouble import TRANSPORTS, VICTIM, captured_stderr, expect_error, store, warm_up
 
 SIZE = 3
 TIMEOUT = 3.0
@@ -59,6 +62,82 @@ def test_a_timeout_writes_what_every_rank_did(tmp_path: Path) -> None:
     assert analysis.returncode == 0, text
     # torch's analysis finds the rank that did not come.
     assert f"missing ranks: {{{VICTIM}}}" in text, text
+
+
+def _die_before_a_bucket() -> tuple[str, str]:
+    import bagua
+
+    # On several hosts there are two threads that run buckets.
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 7))
+    bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
+    for _ in range(2):
+        ddp(torch.ones(2, 6)).sum().backward()
+    loss = ddp(torch.ones(2, 6)).sum()
+    if dist.get_rank() == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with captured_stderr() as written:
+        message = expect_error(loss.backward).message
+        # Whoever waits is released first.
+        end = time.monotonic() + 30.0
+        while "The last operations of this rank are in" not in written() and time.monotonic() < end:
+            time.sleep(0.05)
+        return message, written()
+
+
+def test_the_bucket_in_which_a_peer_has_died_is_written_and_logged(tmp_path: Path) -> None:
+    prefix = tmp_path / "trace_"
+    env = {**TRANSPORTS["between-hosts"], "TORCH_FR_DUMP_TEMP_FILE": str(prefix)}
+    results = run_ranks(SIZE, _die_before_a_bucket, env=env, dying={VICTIM})
+    assert not Path(f"{prefix}{VICTIM}").exists()
+    for rank, (message, written) in enumerate(results[:VICTIM]):
+        last = pickle.loads(Path(f"{prefix}{rank}").read_bytes())["entries"][-1]
+        operation = last["bagua_operation"]
+        assert re.fullmatch(
+            r"bagua:reduce_bucket #\d+ \(Float\[49\], bytegrad\(average=True, hierarchical=False\)\)", operation
+        )
+        assert last["state"] == "started"
+        assert last["input_sizes"] == [[49]]
+        assert message.startswith(f"{operation} on rank {rank} of {SIZE}")
+        # As torch logs errors, once.
+        lines = [line for line in written.splitlines() if "The last operations of this rank are in" in line]
+        assert len(lines) == 1, written
+        assert re.match(rf"\[rank{rank}\]:\[E.* group_health\.cpp:\d+\] bagua: rank {rank}, group '", lines[0]), lines
+        assert f"rank {VICTIM} (does not answer" in lines[0]
+        assert lines[0].endswith(f"The last operations of this rank are in {prefix}{rank}")
+
+
+ENDING = """
+import os, signal, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+rank, path = int(sys.argv[1]), sys.argv[2]
+store = dist.FileStore(path, 2)
+dist.init_process_group("bagua", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+dist.all_reduce(torch.ones(4))
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(5))
+"""
+
+
+def test_a_process_that_ends_with_the_error_has_written_its_file(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "trace_")}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDING, str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output, _ = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert ranks[0].returncode == 1, output
+    assert "DistBackendError: bagua:all_reduce #1 (Float[5], sum) on rank 0 of 2" in output
+    entries = pickle.loads((tmp_path / "trace_0").read_bytes())["entries"]
+    assert [entry["input_sizes"] for entry in entries] == [[[4]], [[5]]]
+    assert [entry["state"] for entry in entries] == ["completed", "started"]
 
 
 def _entries() -> list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 """Ranks that are killed, stopped, hang, raise or lose their connections at random moments, in whatever they do.
 
 A few rounds by default; `make test-faults` goes on for BAGUA_FAULT_MINUTES. A round that fails prints its plan, which
-BAGUA_FAULT_SEED= repeats (but for the moment of the fault, which depends on the machine).
+BAGUA_FAULT_SEED= repeats first (but for the moment of the fault, which depends on the machine).
 """
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -16,41 +17,56 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
-from random_faults import ALGORITHMS, COLLECTIVES, Plan, Report, run
-from trouble import SLACK_SECONDS, same_cause
+from random_faults import ALGORITHMS, COLLECTIVES, FAULTS, START_SECONDS, Plan, Report, run
+from trouble import SLACK_SECONDS, same_cause, selection
 
-FAULTS = ("kill", "stop", "hang", "raise", "reset")
+_PAIRS = list(itertools.product(("mixed collectives", *COLLECTIVES, *ALGORITHMS), FAULTS))
 TIMEOUT = 3.0
 DEATH_SECONDS = 2.0
-# Starting ranks, and building their groups, on a busy machine.
-START_SECONDS = 90.0
 
 _context = multiprocessing.get_context("forkserver")
 
 
-def _plans() -> Iterator[tuple[Plan, random.Random]]:
+def _plan(seed: int) -> tuple[Plan, float]:
+    """Return the plan and the moment of the fault, in seconds.
+
+    Seeds in a row walk through all pairs of a workload and a fault, in a new order each time.
+    """
+    walk, place = divmod(seed, len(_PAIRS))
+    workload, fault = random.Random(f"walk {walk}").sample(_PAIRS, len(_PAIRS))[place]
+    generator = random.Random(seed)
+    size = generator.choice((2, 3, 4))
+    ranks_per_host = generator.choice((1, 2, size))
+    # There are no connections in shared memory.
+    may_share = fault != "reset" or ranks_per_host == 1
+    plan = Plan(
+        size=size,
+        workload=workload,
+        victim=generator.randrange(size),
+        fault=fault,
+        ranks_per_host=ranks_per_host,
+        shares_memory=generator.random() < 0.5 and may_share,
+        is_hierarchical=generator.random() < 0.5,
+        is_in_backward=generator.random() < 0.5,
+        timeout=TIMEOUT,
+        folder="",
+        seed=seed,
+    )
+    return plan, generator.random() * 0.5
+
+
+def _plans() -> Iterator[tuple[Plan, float]]:
     minutes = float(os.environ.get("BAGUA_FAULT_MINUTES", "0"))
     end = time.monotonic() + 60 * minutes
-    seed = int(os.environ.get("BAGUA_FAULT_SEED", time.time_ns() % 1_000_000))
-    number = 0
     # The short form meets every fault once.
-    while number < len(FAULTS) if minutes == 0 else time.monotonic() < end:
-        generator = random.Random(seed + number)
-        size = generator.choice((2, 3, 4))
-        fault = FAULTS[number] if minutes == 0 else generator.choice(FAULTS)
-        plan = Plan(
-            size=size,
-            workload=generator.choice(("mixed collectives", *COLLECTIVES, *ALGORITHMS)),
-            victim=generator.randrange(size),
-            fault=fault,
-            # There are no connections in shared memory.
-            is_in_host=generator.random() < 0.5 and fault != "reset",
-            timeout=TIMEOUT,
-            folder="",
-            seed=seed + number,
-        )
-        yield plan, generator
-        number += 1
+    not_met = set(FAULTS)
+    for seed in itertools.count(int(os.environ.get("BAGUA_FAULT_SEED", time.time_ns() % 1_000_000))):
+        if not not_met if minutes == 0 else time.monotonic() > end:
+            return
+        plan, moment = _plan(seed)
+        if minutes > 0 or plan.fault in not_met:
+            not_met.discard(plan.fault)
+            yield plan, moment
 
 
 def _segments_of(ranks: Iterable[ForkServerProcess]) -> list[str]:
@@ -70,7 +86,7 @@ def _check(plan: Plan, reports: dict[int, Report], faulted: float) -> None:
     assert is_noticed or ("Timed out" if plan.fault == "reset" else f"rank {plan.victim}") in cause
 
 
-def _round(plan: Plan, generator: random.Random) -> None:
+def _round(plan: Plan, moment: float) -> None:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         plan = plan._replace(folder=folder)
         pipes = [_context.Pipe() for _ in range(plan.size)]
@@ -86,7 +102,7 @@ def _round(plan: Plan, generator: random.Random) -> None:
             for connection in connections:
                 assert connection.poll(START_SECONDS)
                 assert connection.recv() == "working"
-            time.sleep(generator.random() * 0.5)
+            time.sleep(moment)
             victim = ranks[plan.victim]
             assert victim.pid is not None
             faulted = time.monotonic()
@@ -110,10 +126,42 @@ def _round(plan: Plan, generator: random.Random) -> None:
     assert not _segments_of(ranks)
 
 
+# Hosts with one rank, and with two that share memory.
+@pytest.mark.parametrize(
+    ("algorithm", "fault", "ranks_per_host"),
+    selection(
+        itertools.product(ALGORITHMS, FAULTS, (1, 2)),
+        [
+            ("gradient_allreduce", "raise", 1),
+            ("bytegrad", "kill", 2),
+            ("decentralized", "stop", 1),
+            ("low_precision_decentralized", "reset", 1),
+            ("qadam", "hang", 2),
+            ("async", "kill", 1),
+        ],
+    ),
+)
+def test_a_fault_in_an_algorithm_between_hosts(algorithm: str, fault: str, ranks_per_host: int) -> None:
+    plan = Plan(
+        size=ranks_per_host + 2,
+        workload=algorithm,
+        victim=1,
+        fault=fault,
+        ranks_per_host=ranks_per_host,
+        shares_memory=True,
+        is_hierarchical=True,
+        is_in_backward=True,
+        timeout=TIMEOUT,
+        folder="",
+        seed=0,
+    )
+    _round(plan, moment=0.1)
+
+
 def test_random_faults() -> None:
-    for plan, generator in _plans():
+    for plan, moment in _plans():
         print(plan, flush=True)
         try:
-            _round(plan, generator)
+            _round(plan, moment)
         except BaseException as error:
             pytest.fail(f"{plan}: {type(error).__name__}: {error}")

@@ -1,34 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """An operation that takes unusually long: one warning, by one rank, that names the rank that all wait for."""
 
-import os
-import tempfile
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from trouble import TAKES_ALL, TRANSPORTS, VICTIM, selection, warm_up
+from trouble import TAKES_ALL, TRANSPORTS, VICTIM, captured_stderr, selection, warm_up
 
 SIZE = 3
 
 
 def _wait_for_a_slow_rank() -> str:
     warm_up()
-    with tempfile.TemporaryFile("w+") as captured:
-        usual = os.dup(2)
-        os.dup2(captured.fileno(), 2)
-        try:
-            if dist.get_rank() == VICTIM:
-                # Longer than the others wait before they warn, and than the ranks may take to answer.
-                time.sleep(4.0)
-            dist.all_reduce(torch.ones(5))
-        finally:
-            os.dup2(usual, 2)
-            os.close(usual)
-        captured.seek(0)
-        return captured.read()
+    with captured_stderr() as written:
+        if dist.get_rank() == VICTIM:
+            # Longer than the others wait before they warn, and than the ranks may take to answer.
+            time.sleep(4.0)
+        dist.all_reduce(torch.ones(5))
+        return written()
 
 
 @pytest.mark.parametrize("transport", selection(TRANSPORTS, ["in-host"]))

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import re
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,9 +20,33 @@ import torch.distributed as dist
 
 # Scheduling of busy processes on two cores, beside the time that is promised.
 SLACK_SECONDS = 8.0
-# How ranks exchange CPU tensors: through memory that they share, or as between hosts.
-TRANSPORTS: dict[str, Mapping[str, str]] = {"in-host": {}, "between-hosts": {"BAGUA_SHARED_MEMORY": "0"}}
+# How ranks exchange CPU tensors: through memory that they share, or each on a host of its own.
+TRANSPORTS: dict[str, Mapping[str, str | Sequence[str]]] = {
+    "in-host": {},
+    "between-hosts": {"BAGUA_HOST_ID": [f"host-{rank}" for rank in range(4)]},
+}
 VICTIM = 2
+# Calls that no rank completes without the victim, see calls(), and how errors name what they end in: a rank that only
+# sends in the operation is caught in the barrier behind it.
+OPERATIONS = {
+    "all_reduce": "bagua:all_reduce #",
+    "broadcast": "bagua:broadcast #",
+    "reduce": "bagua:(reduce|barrier) #",
+    "all_gather": "bagua:all_gather #",
+    "all_gather_into_tensor": "bagua:all_gather_into_tensor #",
+    "gather": "bagua:(gather|barrier) #",
+    "scatter": "bagua:scatter #",
+    "reduce_scatter": "bagua:reduce_scatter #",
+    "reduce_scatter_tensor": "bagua:reduce_scatter_tensor #",
+    "all_to_all": "bagua:all_to_all #",
+    "all_to_all_single": "bagua:all_to_all_single #",
+    "barrier": "bagua:barrier #",
+    "send": "bagua:send ",
+    "recv": "bagua:recv ",
+    "irecv": "bagua:recv ",
+    "recv from any": "bagua:recvAnySource ",
+    "batch_isend_irecv": "bagua:(send|recv) ",
+}
 # `make test-faults` takes every case, `make test` a selection.
 TAKES_ALL = "BAGUA_FAULT_MINUTES" in os.environ
 
@@ -35,11 +63,22 @@ def selection(cases: Iterable[Any], selected: Iterable[Any]) -> list[Any]:
     return list(cases if TAKES_ALL else selected)
 
 
-def collectives() -> dict[str, Callable[[], Any]]:
-    """Return calls that no rank completes without the victim, by what their errors call them."""
+def calls() -> dict[str, Callable[[], Any]]:
+    """Return the calls that OPERATIONS names."""
     size, rank = dist.get_world_size(), dist.get_rank()
     ones = torch.ones(5)
     many = torch.ones(300_000)
+
+    def wait(work: dist.Work | None) -> None:
+        assert work is not None
+        work.wait()
+
+    def exchange_with_the_victim() -> None:
+        # More than the buffers of a connection hold.
+        messages = [dist.P2POp(dist.isend, torch.ones(4_000_000), VICTIM), dist.P2POp(dist.irecv, ones, VICTIM)]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+
     return {
         "all_reduce": lambda: dist.all_reduce(many),
         "broadcast": lambda: dist.broadcast(ones, VICTIM),
@@ -57,8 +96,12 @@ def collectives() -> dict[str, Callable[[], Any]]:
             [torch.ones(5) for _ in range(size)], [torch.ones(5) for _ in range(size)]
         ),
         "all_to_all_single": lambda: dist.all_to_all_single(torch.ones(5 * size), torch.ones(5 * size)),
-        "recv": lambda: dist.recv(ones, VICTIM),
         "barrier": lambda: dist.barrier(),
+        "send": lambda: dist.send(torch.ones(4_000_000), VICTIM),
+        "recv": lambda: dist.recv(ones, VICTIM),
+        "irecv": lambda: wait(dist.irecv(ones, VICTIM)),
+        "recv from any": lambda: dist.recv(ones),
+        "batch_isend_irecv": exchange_with_the_victim,
     }
 
 
@@ -105,11 +148,34 @@ def kill_the_victim() -> None:
     os.kill(int(store().get("victim")), signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def captured_stderr() -> Iterator[Callable[[], str]]:
+    """Give a function that returns what this process, C++ included, has written there so far."""
+    with tempfile.TemporaryFile("w+") as captured:
+        usual = os.dup(2)
+        os.dup2(captured.fileno(), 2)
+
+        def text() -> str:
+            # Not by the descriptor that is written to, whose place would move.
+            return Path(f"/proc/self/fd/{captured.fileno()}").read_text()
+
+        try:
+            yield text
+        finally:
+            os.dup2(usual, 2)
+            os.close(usual)
+
+
 def expect_error(call: Callable[[], Any]) -> Outcome:
     """Return what the call raised, and when."""
     with pytest.raises(RuntimeError) as caught:
         call()
     return Outcome(str(caught.value), time.monotonic())
+
+
+def assert_names(operation: str, message: str) -> None:
+    """Assert that the error is one of this operation."""
+    assert re.match(OPERATIONS[operation], message), message
 
 
 def same_cause(messages: Sequence[str]) -> str:

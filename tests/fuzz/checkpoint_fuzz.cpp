@@ -116,6 +116,7 @@ void fuzzCheckpoint(FuzzedBytes& input) {
     input.coin() ? checkLayouts(input) : loadAndStep(input);
   } catch (const c10::ValueError&) {
     // It does not fit.
+    return;
   }
 }
 

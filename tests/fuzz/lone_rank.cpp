@@ -31,6 +31,10 @@ class MadeUpPeers final : public Communicator {
   }
   void allGather(at::Tensor& output, const at::Tensor& input) override {
     TORCH_INTERNAL_ASSERT(output.numel() == size() * input.numel());
+    // As if all said the same, until the peers make up something else.
+    for (int rank = 0; rank < size(); ++rank) {
+      output.view({size(), input.numel()})[rank].copy_(input.reshape({input.numel()}));
+    }
     receive(output);
   }
   void reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& /*op*/) override {

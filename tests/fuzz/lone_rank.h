@@ -12,7 +12,7 @@ namespace bagua::fuzz {
 // Rank 0 of a group whose other members say whatever the fuzzer makes up. Programs run at once.
 class LoneRank final : public Executor, public ExecutorProvider {
  public:
-  // Fills what has been received.
+  // Fills what has been received. Of an allgather it finds there what peers would send that say the same as this rank.
   using Peers = std::function<void(void* bytes, size_t count)>;
 
   // `hosts` names the host of each rank; empty: a host each.

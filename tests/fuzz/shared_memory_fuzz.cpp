@@ -45,12 +45,43 @@ void fillSeats(fuzz::FuzzedBytes& input, const SharedSegment& segment, int ranks
   }
 }
 
+// Where an all-to-all says how much there is to come.
+void fillSlots(fuzz::FuzzedBytes& input, const SharedSegment& segment, int ranks) {
+  uint8_t* const slots = segment.data() + ranks * MeetingRoom::bytesPerSeat();
+  input.fill(slots, 64);
+  for (int slot = 0; slot < 2 * ranks; ++slot) {
+    const int64_t largest = input.coin() ? input.claim() : 0;
+    std::memcpy(slots + slot * MeetingRoom::kSlotBytes, &largest, sizeof(largest));
+  }
+}
+
+void allToAll(fuzz::FuzzedBytes& input, SharedMemoryExchange& memory, SharedMemoryExchange::Deadline deadline) {
+  std::vector<at::Tensor> sent;
+  std::vector<at::Tensor> received;
+  for (int peer = 0; peer < memory.size(); ++peer) {
+    sent.push_back(at::zeros({input.from(0, 400'000)}, at::kByte));
+    received.push_back(peer == memory.rank() ? sent.back().clone() : at::zeros({input.from(0, 400'000)}, at::kByte));
+  }
+  memory.allToAll(received, sent, deadline);
+}
+
+void gather(fuzz::FuzzedBytes& input, SharedMemoryExchange& memory, SharedMemoryExchange::Deadline deadline) {
+  std::vector<SharedMemoryExchange::Span> spans;
+  int64_t end = 0;
+  for (int peer = 0; peer < memory.size(); ++peer) {
+    spans.push_back({end, input.from(0, 200'000)});
+    end += spans.back().length;
+  }
+  at::Tensor all = at::zeros({end}, at::kFloat);
+  memory.gather(all, spans, deadline);
+}
+
 void exchange(fuzz::FuzzedBytes& input, SharedMemoryExchange& memory, int ranks) {
   const auto deadline = Clock::now() + std::chrono::milliseconds(input.from(0, 3));
   at::Tensor tensor = at::zeros({input.from(0, 100'000)}, at::kFloat);
   const c10d::ReduceOp sum = c10d::ReduceOp::SUM;
   const int root = static_cast<int>(input.from(0, ranks - 1));
-  switch (input.take<uint8_t>() % 4) {
+  switch (input.take<uint8_t>() % 6) {
     case 0: {
       at::Tensor bytes = at::zeros({input.from(0, 2'000'000)}, at::kByte);
       return memory.broadcast(bytes, root, deadline);
@@ -59,6 +90,10 @@ void exchange(fuzz::FuzzedBytes& input, SharedMemoryExchange& memory, int ranks)
       return memory.allReduce(tensor, tensor.clone(), sum, deadline);
     case 2:
       return memory.reduce(tensor, tensor.clone(), root, sum, deadline);
+    case 3:
+      return allToAll(input, memory, deadline);
+    case 4:
+      return gather(input, memory, deadline);
     default:
       return memory.barrier(deadline);
   }
@@ -75,7 +110,7 @@ void fuzzSharedMemory(fuzz::FuzzedBytes& input) {
   const int ranks = static_cast<int>(input.from(2, 4));
   SharedSegment segment = segmentOf(ranks);
   fillSeats(input, segment, ranks);
-  input.fill(segment.data() + ranks * MeetingRoom::bytesPerSeat(), 64);
+  fillSlots(input, segment, ranks);
   std::vector<std::string> names(ranks, "a rank");
   SharedMemoryExchange memory(
       std::make_unique<MeetingRoom>(std::move(segment), static_cast<int>(input.from(0, ranks - 1)), names));
@@ -83,6 +118,7 @@ void fuzzSharedMemory(fuzz::FuzzedBytes& input) {
     for (int64_t calls = input.from(1, 3); calls > 0; --calls) exchange(input, memory, ranks);
   } catch (const c10::DistNetworkError&) {
     // Somebody has not come, has given up, or is late.
+    return;
   }
 }
 

@@ -2,6 +2,8 @@
 """What happens beside the order of programs: callbacks of futures, dropped handles, aborts, groups left half made."""
 
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hooked_models import Gradients, loss_of, new_group, perceptron, same, train
 from ranks import RankPool
+from threads import bagua_threads
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -27,6 +30,32 @@ def _wait_inside_a_callback() -> float:
 def test_a_callback_may_wait_for_a_later_operation(peers: RankPool) -> None:
     results = peers.run(_wait_inside_a_callback)
     assert results == [2.0 * peers.world_size] * peers.world_size
+
+
+def _threads_become(is_right: Callable[[list[str]], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not (found := is_right(bagua_threads())) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+def _future_of_a_message() -> bool:
+    rank, received = dist.get_rank(), torch.zeros(3)
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+        dist.send(torch.full((3,), 7.0), 0)
+    if rank != 0:
+        return True
+    work: Any = dist.irecv(received, 1)
+    future = work.get_future()
+    has_thread = _threads_become(lambda names: "bagua_message" in names)
+    dist.send(torch.ones(1), 1)
+    assert torch.equal(future.wait()[0], torch.full((3,), 7.0))
+    return has_thread and _threads_become(lambda names: "bagua_message" not in names)
+
+
+def test_the_future_of_a_message_has_a_named_thread_that_ends_with_it(peers: RankPool) -> None:
+    assert all(peers.run(_future_of_a_message))
 
 
 def _train_with_power_sgd() -> list[Gradients]:

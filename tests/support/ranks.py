@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -60,14 +60,17 @@ class _Rank(NamedTuple):
 
 
 class RankPool:
-    """Ranks that are kept from one call of run() to the next; after a failure the next call starts new ones."""
+    """Ranks that are kept from one call of run() to the next; after a failure the next call starts new ones.
+
+    `env` has the same value for all ranks, or a list with one for each.
+    """
 
     def __init__(
         self,
         world_size: int,
         backend: str = "bagua",
         *,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str | Sequence[str]] | None = None,
         group_timeout: float = 60.0,
         share_gpu: bool = False,
     ) -> None:
@@ -125,13 +128,12 @@ class RankPool:
         # The server takes its environment from here; with one thread each, four ranks do not fight for two cores.
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
             for index in range(self.world_size):
+                env = {name: value if isinstance(value, str) else value[index] for name, value in self._env.items()}
                 settings = rank_process.Settings(
-                    index, self.world_size, self.backend, self._env, str(folder), self._group_timeout
+                    index, self.world_size, self.backend, env, str(folder), self._group_timeout
                 )
                 if placed:
-                    settings = settings._replace(
-                        env={**placed.env[index], **self._env}, device=f"cuda:{placed.gpus[index]}"
-                    )
+                    settings = settings._replace(env={**placed.env[index], **env}, device=f"cuda:{placed.gpus[index]}")
                 connection, remote = _context.Pipe()
                 process = _context.Process(target=rank_process.main, args=(settings, remote), daemon=True)
                 process.start()
@@ -197,7 +199,7 @@ def run_ranks(
     *args: Any,
     backend: str = "bagua",
     timeout: float = 60.0,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str | Sequence[str]] | None = None,
     group_timeout: float = 60.0,
     dying: Collection[int] = (),
 ) -> list[Any]:

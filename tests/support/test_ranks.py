@@ -88,6 +88,7 @@ def test_ranks_are_forked_from_a_process_without_threads(pool: RankPool) -> None
 
 def test_environment_reaches_the_ranks() -> None:
     assert run_ranks(2, _variable, "PLANTED", backend="gloo", env={"PLANTED": "yes"}) == ["yes", "yes"]
+    assert run_ranks(2, _variable, "PLANTED", backend="gloo", env={"PLANTED": ["one", "two"]}) == ["one", "two"]
     assert "PLANTED" not in os.environ
 
 

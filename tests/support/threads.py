@@ -11,7 +11,7 @@ def threads() -> list[str]:
         try:
             names.append((task / "comm").read_text().strip())
         except (FileNotFoundError, ProcessLookupError):
-            continue  # ended in between
+            continue  # ended in between, before its file was opened or after
     return sorted(names)
 
 

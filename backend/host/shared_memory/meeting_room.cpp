@@ -123,7 +123,8 @@ void MeetingRoom::sleepOn(Seat& peer, uint32_t seen) const {
 
 void MeetingRoom::checkAlive(int rank) const {
   const int32_t process = seat(rank).process;
-  if (process != ::getpid() && !segment_.isTaken(rank)) {
+  // A rank that leaves in order says so before its lock goes.
+  if (process != ::getpid() && !segment_.isTaken(rank) && seat(rank).hasGivenUp == 0) {
     BAGUA_THROW(PeerDiedError, "the process of ", names_[rank], " (", process, ") has ended");
   }
   for (int other = 0; other < size(); ++other) {

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
@@ -271,12 +272,20 @@ TEST(MeetingRoom, ASeatIsTakenOnce) {
   EXPECT_EQ(WEXITSTATUS(status), 7);
 }
 
+// Returns when somebody sleeps on the rank's arrival: the second word of its seat counts them.
+void waitForSleeper(const SharedSegment& segment, int rank) {
+  auto* const seat = segment.data() + rank * MeetingRoom::bytesPerSeat();
+  const std::atomic_ref<uint32_t> sleepers(*reinterpret_cast<uint32_t*>(seat + sizeof(uint32_t)));
+  while (sleepers.load() == 0) std::this_thread::yield();
+}
+
 TEST(MeetingRoom, ARankThatGivesUpWakesTheOthers) {
   auto segment = newSegment(2);
+  const auto watched = openAgain(segment, 2);
   MeetingRoom other(openAgain(segment, 2), 1, names(2));
   MeetingRoom room(std::move(segment), 0, names(2));
   std::thread quitter([&] {
-    std::this_thread::sleep_for(milliseconds(30));
+    waitForSleeper(watched, 1);
     other.abort();
   });
   const auto begin = Clock::now();
@@ -313,17 +322,34 @@ TEST(MeetingRoom, RanksOfDifferentProgramsAreAllToldBoth) {
 
 TEST(MeetingRoom, NoticesAProcessThatEnded) {
   auto segment = newSegment(2);
+  std::array<int, 2> seated{};
+  ASSERT_EQ(::pipe(seated.data()), 0);
   const pid_t child = ::fork();
   if (child == 0) {
-    auto mapped = openAgain(segment, 2);
-    new MeetingRoom(std::move(mapped), 1, names(2));  // never destroyed: killed
-    ::usleep(100'000);
+    ::alarm(60);
+    const auto watched = openAgain(segment, 2);
+    new MeetingRoom(openAgain(segment, 2), 1, names(2));  // never destroyed: killed
+    const char here = 1;
+    if (::write(seated[1], &here, 1) != 1) ::_exit(1);
+    waitForSleeper(watched, 1);
     ::_exit(0);
   }
-  ::usleep(50'000);
+  ::close(seated[1]);
+  char here = 0;
+  ASSERT_EQ(::read(seated[0], &here, 1), 1) << "the child has not taken its seat";
+  ::close(seated[0]);
   MeetingRoom room(std::move(segment), 0, names(2));
-  EXPECT_NE(messageOfMeeting(room, milliseconds(20'000)).find("the process of rank 1"), std::string::npos);
+  // Its number is in its seat: one that nobody has taken looks like that of a process that has ended, too.
+  EXPECT_EQ(messageOfMeeting(room, milliseconds(20'000)),
+            "the process of rank 1 (" + std::to_string(child) + ") has ended");
   ::waitpid(child, nullptr, 0);
+}
+
+TEST(MeetingRoom, TellsARankThatHasLeftFromAProcessThatEnded) {
+  auto segment = newSegment(2);
+  inKilledProcess([&] { const MeetingRoom room(openAgain(segment, 2), 1, names(2)); });
+  MeetingRoom room(std::move(segment), 0, names(2));
+  EXPECT_NE(messageOfMeeting(room, milliseconds(20'000)).find("rank 1 has left"), std::string::npos);
 }
 
 TEST(StreamingCopy, CopiesEveryByteAtAnyAlignment) {

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/nccl/run_together.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <barrier>
+#include <stdexcept>
+#include <thread>
+
+namespace bagua {
+namespace {
+
+TEST(RunTogether, CallsThatWaitForEachOtherReturn) {
+  std::barrier<> all(3);
+  const std::function<void()> wait = [&all] { all.arrive_and_wait(); };
+  runTogether([] {}, {wait, wait, wait});
+}
+
+TEST(RunTogether, TheFirstRunsInTheCallersThread) {
+  std::thread::id first;
+  runTogether([] {}, {[&first] { first = std::this_thread::get_id(); }, [] {}});
+  EXPECT_EQ(first, std::this_thread::get_id());
+}
+
+TEST(RunTogether, AFailureStopsNoneOfTheOthersAndIsThrown) {
+  std::atomic<int> ran = 0;
+  const auto succeed = [&ran] { ++ran; };
+  const auto fail = [] { throw std::runtime_error("no"); };
+  EXPECT_THROW(runTogether([] {}, {succeed, fail, succeed}), std::runtime_error);
+  EXPECT_THROW(runTogether([] {}, {fail, succeed}), std::runtime_error);
+  EXPECT_EQ(ran, 3);
+}
+
+TEST(RunTogether, EveryThreadButTheCallersIsPreparedFirst) {
+  const auto caller = std::this_thread::get_id();
+  std::atomic<int> prepared = 0;
+  const auto prepare = [&] {
+    EXPECT_NE(std::this_thread::get_id(), caller);
+    ++prepared;
+  };
+  int seen = 0;
+  runTogether(prepare, {[] {}, [&] { seen = prepared; }});
+  EXPECT_EQ(seen, 1);
+}
+
+TEST(RunTogether, AThreadThatCannotBePreparedMakesItsCallAllTheSame) {
+  bool isMade = false;
+  runTogether([] { throw std::runtime_error("no device"); }, {[] {}, [&] { isMade = true; }});
+  EXPECT_TRUE(isMade);
+}
+
+TEST(RunTogether, NothingToRun) {
+  runTogether([] {}, {});
+}
+
+}  // namespace
+}  // namespace bagua
