@@ -24,6 +24,7 @@ from trouble import (
     announce_trouble,
     assert_names,
     calls,
+    die,
     expect_error,
     kill_the_victim,
     same_cause,
@@ -48,7 +49,7 @@ def _die_in(operation: str) -> tuple[Outcome, float] | None:
     warm_up()
     if dist.get_rank() == VICTIM:
         announce_trouble()
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     outcome = expect_error(calls()[operation])
     return outcome, time_of_trouble()
 
@@ -150,7 +151,7 @@ def _leave_work_behind() -> list[Outcome]:
     warm_up()
     if dist.get_rank() == VICTIM:
         announce_trouble()
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(4)]
     return [expect_error(work.wait) for work in works if work is not None]
 
@@ -315,7 +316,7 @@ def _errors_of_a_death() -> dict[str, str]:
     loss = ddp(torch.ones(2, 6)).sum()
     dist.barrier()
     if dist.get_rank() == VICTIM:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     here = f"on rank {dist.get_rank()} of {SIZE}, group"
     all_reduce = f"bagua:all_reduce #3 (Float[5], sum) {here} '{everyone.group_name}' failed:"
     bucket = "bagua:reduce_bucket #NUMBER (Float[49], bytegrad(average=True, hierarchical=False)) "

@@ -4,7 +4,6 @@
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from trouble import TRANSPORTS, VICTIM, captured_stderr, expect_error, store, warm_up
+from trouble import TRANSPORTS, VICTIM, captured_stderr, die, expect_error, store, warm_up
 
 SIZE = 3
 TIMEOUT = 3.0
@@ -74,7 +73,7 @@ def _die_before_a_bucket() -> tuple[str, str]:
         ddp(torch.ones(2, 6)).sum().backward()
     loss = ddp(torch.ones(2, 6)).sum()
     if dist.get_rank() == VICTIM:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     with captured_stderr() as written:
         message = expect_error(loss.backward).message
         # Whoever waits is released first.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from random_faults import ALGORITHMS, COLLECTIVES, FAULTS, START_SECONDS, Plan, Report, run
-from trouble import SLACK_SECONDS, same_cause, selection
+from trouble import SLACK_SECONDS, nobody_writes, same_cause, selection
 
 _PAIRS = list(itertools.product(("mixed collectives", *COLLECTIVES, *ALGORITHMS), FAULTS))
 TIMEOUT = 3.0
@@ -107,7 +107,8 @@ def _round(plan: Plan, moment: float) -> None:
             assert victim.pid is not None
             faulted = time.monotonic()
             if plan.fault in ("kill", "stop"):
-                os.kill(victim.pid, signal.SIGKILL if plan.fault == "kill" else signal.SIGSTOP)
+                with nobody_writes(Path(folder, "store")):
+                    os.kill(victim.pid, signal.SIGKILL if plan.fault == "kill" else signal.SIGSTOP)
             elif plan.fault == "reset":
                 os.kill(victim.pid, signal.SIGUSR1)
             else:

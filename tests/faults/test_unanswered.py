@@ -265,6 +265,10 @@ else:
 """
 
 
+def _environment(transport: str, rank: int) -> dict[str, str]:
+    return {name: value if isinstance(value, str) else value[rank] for name, value in TRANSPORTS[transport].items()}
+
+
 @pytest.mark.parametrize(
     ("call", "end", "transport"),
     selection(
@@ -276,7 +280,7 @@ def test_a_process_may_end_whose_work_nobody_answers(call: str, end: str, transp
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", LEAVING, str(rank), str(tmp_path / "store"), call, end],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **TRANSPORTS[transport]},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **_environment(transport, rank)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

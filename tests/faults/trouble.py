@@ -124,18 +124,25 @@ def announce_trouble() -> None:
 
 
 def die() -> None:
-    """End this process as the kernel does, but not while one of its threads writes to the store of the tests, a file.
-
-    Half an entry would stay there, over which torch's FileStore loops for good on all other ranks.
-    """
+    """End this process as the kernel does, but not while one of its threads writes to the tests' store, a file."""
     file = store()
     while isinstance(file, dist.PrefixStore):
         file = file.underlying_store
     assert isinstance(file, dist.FileStore)  # type: ignore[attr-defined]
-    with open(file.path) as entries:
-        # Given back with the process. A FileStore has the same lock while it writes.
-        fcntl.flock(entries, fcntl.LOCK_EX)
+    with nobody_writes(file.path):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def nobody_writes(file: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep all ranks from writing to a FileStore, which takes the same lock.
+
+    A rank that is killed in the middle would leave half an entry, over which FileStore loops for good on all others;
+    one that is stopped there would keep the lock.
+    """
+    with open(file) as entries:
+        fcntl.flock(entries, fcntl.LOCK_EX)
+        yield
 
 
 def time_of_trouble() -> float:
