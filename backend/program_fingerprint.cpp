@@ -20,10 +20,11 @@ std::string textOf(const char (&text)[size]) {
   return {text, ::strnlen(text, size)};
 }
 
-// `to` is all zeros, and the last of them stays.
+// `to` is all zeros, and the last of them stays. What does not fit is cut and ends in dots.
 template <size_t size>
 void copyText(char (&to)[size], const char* from, size_t length) {
   std::memcpy(to, from, std::min(length, size - 1));
+  if (length > size - 1) std::memcpy(to + size - 4, "...", 3);
 }
 
 uint64_t hashOf(const std::string& text) {

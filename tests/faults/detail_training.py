@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by torchrun with TORCH_DISTRIBUTED_DEBUG=DETAIL: every algorithm trains, then two ranks make different calls."""
 
+import sys
+
 import bagua
 import torch
 import torch.distributed as dist
@@ -8,6 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 STEPS = 4
+
+
+def _say(line: str) -> None:
+    # In one piece: the ranks share their output, where print() may write the end of the line by itself.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _is_checked(group: dist.ProcessGroup) -> bool:
@@ -39,7 +47,7 @@ def _train(algorithm: str, group: dist.ProcessGroup) -> None:
         others = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
         dist.all_gather(others, flat, group=group)
         assert all(torch.equal(other, flat) for other in others)
-    print(f"trained {algorithm}", flush=True)
+    _say(f"trained {algorithm}")
 
 
 def main() -> None:
@@ -56,7 +64,7 @@ def main() -> None:
     try:
         dist.all_reduce(torch.ones(4 + dist.get_rank()))
     except RuntimeError as error:
-        print(f"mismatch on rank {dist.get_rank()}: {str(error).splitlines()[0]}", flush=True)
+        _say(f"mismatch on rank {dist.get_rank()}: {str(error).splitlines()[0]}")
     dist.destroy_process_group()
 
 
