@@ -54,7 +54,7 @@ void NcclHandle::split(NcclHandle& parent, int color, int key, Deadline deadline
       return result == ncclSuccess ? ncclInProgress : result;
     });
   } catch (...) {
-    static_cast<void>(made.release());
+    [[maybe_unused]] ncclComm_t* const left = made.release();
     throw;
   }
   bool isUnwanted = false;
