@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <c10/util/Exception.h>
 
+#include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "algorithms/blocks.h"
 #include "algorithms/bytegrad/compressed_mean.h"
@@ -33,7 +38,7 @@ class QAdam final : public Algorithm {
     }
     {
       const Stage stage(bucket.seconds, "update_momentum");
-      for (const auto& entry : bucket.entries) updateMomentum(entry, *momenta);
+      updateMomenta(bucket.entries, *momenta);
     }
     bytegrad::reduceCompressed(bucket, {.hierarchical = hierarchical_}, communicator);
   }
@@ -41,22 +46,40 @@ class QAdam final : public Algorithm {
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
 
  private:
+  struct Tensors {
+    std::vector<at::Tensor> gradients, values;
+  };
+
   // The gradient's place takes the momentum that it leads to. The optimizer's own copy stays until its step: a step
   // that is skipped leaves no trace.
-  static void updateMomentum(const BucketEntry& entry, const std::vector<Momentum>& momenta) {
-    TORCH_INTERNAL_ASSERT(entry.parameter >= 0 && entry.parameter < static_cast<int64_t>(momenta.size()));
-    const Momentum& momentum = momenta[entry.parameter];
-    const auto update = [&momentum](const at::Tensor& gradient, const at::Tensor& value) {
-      gradient.copy_(value.mul(momentum.decay).add_(gradient, 1 - momentum.decay));
-    };
-    const bool areAlike =
-        entry.gradient.is_non_overlapping_and_dense() && entry.gradient.strides() == momentum.value.strides();
-    if (!areAlike) return update(entry.gradient, momentum.value);
-    const int64_t numel = entry.gradient.numel();
-    const at::Tensor gradient = entry.gradient.as_strided({numel}, {1});
-    const at::Tensor value = momentum.value.as_strided({numel}, {1});
+  static void updateMomenta(const std::vector<BucketEntry>& entries, const std::vector<Momentum>& momenta) {
+    std::map<double, Tensors> byDecay;
+    for (const auto& [parameter, gradient] : entries) {
+      TORCH_INTERNAL_ASSERT(parameter >= 0 && parameter < static_cast<int64_t>(momenta.size()));
+      const auto& [value, decay] = momenta[parameter];
+      const bool areAlike = gradient.is_non_overlapping_and_dense() && gradient.strides() == value.strides();
+      if (gradient.is_cpu() && areAlike) {
+        updateInBlocks(gradient, value, decay);
+      } else {
+        byDecay[decay].gradients.push_back(gradient);
+        byDecay[decay].values.push_back(value);
+      }
+    }
+    // Many at once: on a GPU a kernel for each takes longer to start than to run.
+    for (const auto& [decay, tensors] : byDecay) {
+      const auto updated = at::_foreach_mul(tensors.values, decay);
+      at::_foreach_add_(updated, tensors.gradients, 1 - decay);
+      at::_foreach_copy_(tensors.gradients, updated);
+    }
+  }
+
+  static void updateInBlocks(const at::Tensor& gradient, const at::Tensor& value, double decay) {
+    const int64_t numel = gradient.numel();
+    const at::Tensor flatGradient = gradient.as_strided({numel}, {1});
+    const at::Tensor flatValue = value.as_strided({numel}, {1});
     inBlocks(numel, gradient.device(), [&](int64_t begin, int64_t length) {
-      update(gradient.narrow(0, begin, length), value.narrow(0, begin, length));
+      const at::Tensor block = flatGradient.narrow(0, begin, length);
+      block.copy_(flatValue.narrow(0, begin, length).mul(decay).add_(block, 1 - decay));
     });
   }
 

@@ -172,18 +172,15 @@ class QAdamOptimizer(Optimizer):
     def _update_moments(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         beta1, beta2 = group["betas"]
         warming_up: list[Tensor] = []
-        replaced: list[Tensor] = []
         moved: list[Tensor] = []
         for p in parameters:
             state = self._state_of(p)
             state["step"] = int(state["step"]) + 1
             if state["step"] < self.warmup_steps:
                 warming_up.append(p)
-            elif state["step"] > self.warmup_steps:
-                (replaced if p in self._handed_out else moved).append(p)
+            elif state["step"] > self.warmup_steps and p not in self._handed_out:
+                moved.append(p)
         # Of many parameters at once: on a GPU a kernel for each takes longer to start than to run.
-        if replaced:
-            torch._foreach_copy_([self.state[p]["exp_avg"] for p in replaced], [_gradient(p) for p in replaced])
         if moved:
             gradients = [_gradient(p) for p in moved]
             torch._foreach_lerp_([self.state[p]["exp_avg"] for p in moved], gradients, 1 - beta1)
@@ -202,16 +199,22 @@ class QAdamOptimizer(Optimizer):
         together = []
         for p in parameters:
             state = self._state_of(p)
-            tensors = (p, state["exp_avg"], state["exp_avg_sq"])
+            tensors = (p, state["exp_avg"], state["exp_avg_sq"], _gradient(p))
             if not _have_blocks(*tensors):
                 together.append(p)
                 continue
+            is_replaced = p in self._handed_out
             size, correction = _scales(group, state["step"])
-            for weights, momentum, variance in _blocks(*tensors):
+            for weights, momentum, variance, gradient in _blocks(*tensors):
+                if is_replaced:
+                    momentum.copy_(gradient)
                 # The order of these operations is torch's, for the same bits.
                 weights.addcdiv_(momentum, variance.sqrt().div_(correction).add_(group["eps"]), value=size)
         if not together:
             return
+        replaced = [p for p in together if p in self._handed_out]
+        if replaced:
+            torch._foreach_copy_([self.state[p]["exp_avg"] for p in replaced], [_gradient(p) for p in replaced])
         sizes, corrections = zip(*(_scales(group, self._steps_of(p)) for p in together), strict=True)
         denominators = list(torch._foreach_sqrt([self.state[p]["exp_avg_sq"] for p in together]))
         torch._foreach_div_(denominators, corrections)

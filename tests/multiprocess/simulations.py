@@ -333,10 +333,14 @@ class QAdam(Nothing):
 
 
 class AsyncAverage(Nothing):
-    """Ranks in step, slow enough that a round that one forward starts has come in at the next."""
+    """Ranks in step, slow enough that a round that one forward starts has come in at the next.
 
-    def __init__(self, warmup: int = 0) -> None:
+    That forward starts the next round; where its end is seen there and the interval begins only then, the one after.
+    """
+
+    def __init__(self, warmup: int = 0, *, rests_after_a_round: bool = False) -> None:
         self.warmup, self.forwards = warmup, 0
+        self.rests_after_a_round = rests_after_a_round
         self.snapshots: list[Tensor] = []
 
     def at_forward(self, models: Sequence[nn.Module]) -> None:
@@ -348,6 +352,9 @@ class AsyncAverage(Nothing):
             average = mean(self.snapshots)
             for parameters, snapshot in zip(weights, self.snapshots, strict=True):
                 assign(parameters, flat(parameters) + (average - snapshot))
+            if self.rests_after_a_round:
+                self.snapshots = []
+                return
         self.snapshots = [flat(parameters) for parameters in weights]
 
     def after_backward(self, models: Sequence[nn.Module]) -> None:
