@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Makes the virtual environment with torch and the tools of this project: setup.sh VENV [TORCH]
 # PYTHON= names the interpreter to use; otherwise one of 3.10 to 3.13 is found. `make setup` calls this.
+# Where no package index can be reached, an interpreter that has torch lends what it has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -144,12 +145,67 @@ install_python_packages() {
   "${installer[@]}" "torch==$TORCH" --group dev --constraint scripts/constraints.txt
 }
 
+# --- Without a package index ------------------------------------------------------------------------------------------
+
+torch_of() {  # torch_of INTERPRETER: the version of its torch, if it is one that this project builds with
+  python_minor "$1" >/dev/null || return 1
+  "$1" -c 'import importlib.metadata as m, re; print(re.match(r"2\.1[1-5]\.\d+", m.version("torch"))[0])' 2>/dev/null
+}
+
+# One that has torch, and not the environment that is to be made.
+find_python_with_torch() {
+  local candidate own
+  own=$(realpath -m "$VENV")/
+  for candidate in ${PYTHON:-$(type -aP python3 python python3.12 python3.11 python3.13 python3.10)}; do
+    candidate=$(type -P "$candidate") || continue
+    case "$(realpath -s "$candidate")" in "$own"*) continue ;; esac
+    if torch_of "$candidate" >/dev/null; then printf '%s\n' "$candidate"; return; fi
+  done
+  return 1
+}
+
+# Asks with the interpreter's pip, which knows the index that is configured here.
+reaches_an_index() {
+  local folder status=0
+  folder=$(mktemp -d)
+  "$1" -m pip download --quiet --disable-pip-version-check --retries 1 --no-deps --dest "$folder" pluggy \
+    2>/dev/null >&2 || status=1
+  rm -r "$folder"
+  return $status
+}
+
+# The new environment finds the packages of the interpreter behind its own: nothing is written among them.
+borrow_packages() {  # borrow_packages INTERPRETER
+  local program torch
+  torch=$(torch_of "$1")
+  [ "${TORCH:-$torch}" = "$torch" ] || fail "no package index can be reached, and the torch of $1 is $torch, not $TORCH"
+  TORCH=$torch
+  say "no package index can be reached: $VENV borrows torch $TORCH and the tools of $1, of whatever version they are"
+  rm -rf "$VENV"
+  "$1" -m venv --without-pip "$VENV"
+  "$1" -c 'import sys
+for folder in sys.path:
+    if folder.endswith(("/site-packages", "/dist-packages")):
+        print(f"import site; site.addsitedir({folder!r})")' \
+    >"$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed_packages.pth"
+  for program in cmake ctest ninja; do
+    if [ -x "$(dirname "$1")/$program" ]; then ln -s "$(realpath "$(dirname "$1")")/$program" "$VENV/bin/$program"; fi
+  done
+  printf '#!/bin/sh\nexec "%s/bin/python" -m torch.distributed.run "$@"\n' "$(realpath "$VENV")" >"$VENV/bin/torchrun"
+  chmod +x "$VENV/bin/torchrun"
+  "$VENV/bin/python" scripts/missing_packages.py
+}
+
 check_torch_choice
 install_system_packages
 drop_other_torch
-make_venv
-choose_default_torch
-install_python_packages
+if LENDER=$(find_python_with_torch) && ! reaches_an_index "$LENDER"; then
+  borrow_packages "$LENDER"
+else
+  make_venv
+  choose_default_torch
+  install_python_packages
+fi
 rm -f "$VENV"/.setup-torch-*
 touch "$VENV/.setup-torch-$TORCH"
 say "$VENV is ready: $("$VENV/bin/python" --version), torch $TORCH"
