@@ -61,8 +61,10 @@ def _aborted(backend: Any, is_under_way: Callable[[], object], call: Callable[[]
 
 
 def _abort_collective(call: Callable[[], Any], group: Any) -> Aborted:
-    before = group._get_sequence_number_for_group()
-    return _aborted(group._get_backend(CPU), lambda: group._get_sequence_number_for_group() > before, call)
+    # Of the backend: before torch 2.14 a group asks only backends whose names it knows.
+    backend = group._get_backend(CPU)
+    before = backend._get_sequence_number_for_group()
+    return _aborted(backend, lambda: backend._get_sequence_number_for_group() > before, call)
 
 
 def _abort_message() -> Aborted:
