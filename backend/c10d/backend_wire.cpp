@@ -24,6 +24,14 @@ at::Tensor pieceOf(const at::Tensor& bytes, int64_t index) {
   return bytes.narrow(0, begin, std::min(kPieceBytes, bytes.numel() - begin));
 }
 
+int64_t largestOf(const std::vector<Wire::Exchange>& exchanges) {
+  int64_t largest = 0;
+  for (const auto& exchange : exchanges) {
+    largest = std::max({largest, exchange.sent.numel(), exchange.received.numel()});
+  }
+  return largest;
+}
+
 std::chrono::milliseconds timeUntil(Wire::Deadline deadline) {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
   // Transports take 0 for "no limit".
@@ -35,31 +43,40 @@ std::chrono::milliseconds timeUntil(Wire::Deadline deadline) {
 BackendWire::BackendWire(c10::intrusive_ptr<c10d::Backend> backend, int channel)
     : Wire(backend->getRank(), backend->getSize()), backend_(std::move(backend)), tag_(kTag + channel) {}
 
-void BackendWire::swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline, Deadline deadline) {
-  int64_t largest = 0;
-  for (const auto& exchange : exchanges) {
-    largest = std::max({largest, exchange.sent.numel(), exchange.received.numel()});
-  }
+// All ranks start the pieces in the same order, for messages between two of them are told apart by nothing else: it
+// follows from the number of pieces alone.
+void BackendWire::swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline,
+                               const std::vector<Exchange>& passedOn, Deadline deadline) {
   struct Piece {
     int64_t begin;
     int64_t end;
     Works works;
   };
   std::deque<Piece> underWay;
+  std::deque<Piece> onItsWayBack;
   const size_t window = pipeline.beforeSending ? kWindowOfMade : kWindow;
-  const auto finishOldest = [&] {
-    const Piece piece = std::move(underWay.front());
-    underWay.pop_front();
+  const auto finishOldest = [&](std::deque<Piece>& pieces) {
+    Piece piece = std::move(pieces.front());
+    pieces.pop_front();
     finish(piece.works, deadline);
-    if (pipeline.afterReceiving) pipeline.afterReceiving(piece.begin, piece.end);
+    return piece;
   };
+  const auto passOldestOn = [&] {
+    const Piece piece = finishOldest(underWay);
+    if (pipeline.afterReceiving) pipeline.afterReceiving(piece.begin, piece.end);
+    if (passedOn.empty()) return;
+    onItsWayBack.push_back({piece.begin, piece.end, start(passedOn, piece.begin / kPieceBytes)});
+    if (onItsWayBack.size() >= window) finishOldest(onItsWayBack);
+  };
+  const int64_t largest = largestOf(exchanges);
   for (int64_t begin = 0; begin < largest; begin += kPieceBytes) {
     const int64_t end = std::min(begin + kPieceBytes, largest);
     if (pipeline.beforeSending) pipeline.beforeSending(begin, end);
     underWay.push_back({begin, end, start(exchanges, begin / kPieceBytes)});
-    if (underWay.size() >= window) finishOldest();
+    if (underWay.size() >= window) passOldestOn();
   }
-  while (!underWay.empty()) finishOldest();
+  while (!underWay.empty()) passOldestOn();
+  while (!onItsWayBack.empty()) finishOldest(onItsWayBack);
 }
 
 BackendWire::Works BackendWire::start(const std::vector<Exchange>& exchanges, int64_t piece) {
@@ -88,12 +105,10 @@ void BackendWire::finish(const Works& works, Deadline deadline) {
     const bool hasEnded = work->wait(timeUntil(deadline));
     TORCH_CHECK_WITH(DistNetworkError, hasEnded, "the exchange was aborted");
   }
-  // Dropped outside of the lock: a tensor that Python knows may go with them.
-  Works done;
+  // Not the last that hold them: a tensor that Python knows may go with them, and that must not be under the lock.
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto end = underWay_.begin() + static_cast<std::ptrdiff_t>(works.size());
-  done.assign(underWay_.begin(), end);
-  underWay_.erase(underWay_.begin(), end);
+  std::erase_if(underWay_,
+                [&](const auto& work) { return std::find(works.begin(), works.end(), work) != works.end(); });
 }
 
 void BackendWire::checkNotAborted() const {

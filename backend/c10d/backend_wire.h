@@ -17,7 +17,8 @@ class BackendWire final : public Wire {
   // Wires of one backend with different `channel`s do not hear each other's messages.
   explicit BackendWire(c10::intrusive_ptr<c10d::Backend> backend, int channel = 0);
 
-  void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline, Deadline deadline) override;
+  void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline,
+                    const std::vector<Exchange>& passedOn, Deadline deadline) override;
   void abort() override;
 
  private:

@@ -149,9 +149,11 @@ int HostCommunicator::deputyOn(int host, int rank) const {
   return ranks[hosts_->localRank(rank) % static_cast<int>(ranks.size())];
 }
 
-void HostCommunicator::swap(const Exchanges& exchanges, const Pipeline& pipeline) {
-  for (const auto& exchange : exchanges) countSentTo(exchange.peer, exchange.sent.numel());
-  wire_->swapInPieces(exchanges, pipeline, deadline());
+void HostCommunicator::swap(const Exchanges& exchanges, const Pipeline& pipeline, const Exchanges& passedOn) {
+  for (const auto* const sent : {&exchanges, &passedOn}) {
+    for (const auto& exchange : *sent) countSentTo(exchange.peer, exchange.sent.numel());
+  }
+  wire_->swapInPieces(exchanges, pipeline, passedOn, deadline());
 }
 
 // For the others of the host to read.
@@ -191,13 +193,15 @@ void HostCommunicator::allReduceInParts(const Owners& owners, at::Tensor& flat, 
   const at::Tensor ownPart = parts[own];
   const int64_t item = itemSize(flat);
 
-  // In turn, so that not all send to the same one first.
+  // In turn, so that not all send to the same one first. What has been reduced goes where the others' own was.
   Exchanges exchanges;
+  Exchanges reduced;
   std::vector<const void*> copies(count, ownPart.const_data_ptr());
   for (int step = 1; step < count; ++step) {
     const int index = (own + step) % count;
     exchanges.push_back({owners[index], bytesOf(parts[index]), at::empty({ownPart.numel() * item}, at::kByte)});
     copies[index] = exchanges.back().received.const_data_ptr();
+    reduced.push_back({owners[index], bytesOf(ownPart), bytesOf(parts[index])});
   }
   const auto reduceArrived = [&](int64_t beginBytes, int64_t endBytes) {
     const int64_t begin = beginBytes / item;
@@ -207,13 +211,7 @@ void HostCommunicator::allReduceInParts(const Owners& owners, at::Tensor& flat, 
     for (const void* copy : copies) arrived.push_back(static_cast<const uint8_t*>(copy) + begin * item);
     reduction::reduceParts(arrived, op, size(), ownPart.narrow(0, begin, end - begin));
   };
-  swap(exchanges, {.beforeSending = {}, .afterReceiving = reduceArrived});
-
-  for (int step = 1; step < count; ++step) {
-    const int index = (own + step) % count;
-    exchanges[step - 1] = {owners[index], bytesOf(ownPart), bytesOf(parts[index])};
-  }
-  swap(exchanges);
+  swap(exchanges, {.beforeSending = {}, .afterReceiving = reduceArrived}, reduced);
 }
 
 void HostCommunicator::reduceTo(int host, const Owners& owners, at::Tensor& flat, const ReduceOp& op) {

@@ -62,7 +62,7 @@ class HostCommunicator final : public Communicator {
   // On `host`, who deals with what is `rank`'s: all its members in turn.
   [[nodiscard]] int deputyOn(int host, int rank) const;
 
-  void swap(const Exchanges& exchanges, const Pipeline& pipeline = {});
+  void swap(const Exchanges& exchanges, const Pipeline& pipeline = {}, const Exchanges& passedOn = {});
   void countShown(int64_t bytes);
 
   // In place, of what each of `owners` holds. AVG divides by the number of all ranks.

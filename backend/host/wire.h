@@ -33,9 +33,11 @@ class Wire {
 
   // Returns when all have been sent and received. Two ranks that exchange several things name them in the same order,
   // with the same sizes.
-  void swap(const std::vector<Exchange>& exchanges, Deadline deadline) { swapInPieces(exchanges, {}, deadline); }
-  // A step that is not set is not taken.
-  virtual void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline, Deadline deadline) = 0;
+  void swap(const std::vector<Exchange>& exchanges, Deadline deadline) { swapInPieces(exchanges, {}, {}, deadline); }
+  // A step that is not set is not taken. A piece of `passedOn` is exchanged once that piece of `exchanges` has come and
+  // gone and been used: it may send what came of that, and be received where that was sent from.
+  virtual void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline,
+                            const std::vector<Exchange>& passedOn, Deadline deadline) = 0;
   // Has swap() throw, also one that is under way. From any thread.
   virtual void abort() = 0;
 

@@ -164,5 +164,5 @@ def test_random_faults() -> None:
         print(plan, flush=True)
         try:
             _round(plan, moment)
-        except BaseException as error:
+        except (Exception, pytest.fail.Exception) as error:
             pytest.fail(f"{plan}: {type(error).__name__}: {error}")

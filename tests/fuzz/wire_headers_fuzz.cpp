@@ -23,15 +23,19 @@ class MadeUpWire final : public Wire {
  public:
   MadeUpWire(int rank, int size, FuzzedBytes& input) : Wire(rank, size), input_(input) {}
 
-  void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline, Deadline /*deadline*/) override {
+  void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline,
+                    const std::vector<Exchange>& passedOn, Deadline /*deadline*/) override {
     int64_t longest = 0;
-    for (const auto& [peer, sent, received] : exchanges) {
-      TORCH_INTERNAL_ASSERT(0 <= peer && peer < size(), "no rank ", peer);
-      longest = std::max({longest, sent.numel(), received.numel()});
+    for (const auto* const list : {&exchanges, &passedOn}) {
+      for (const auto& [peer, sent, received] : *list) {
+        TORCH_INTERNAL_ASSERT(0 <= peer && peer < size(), "no rank ", peer);
+        longest = std::max({longest, sent.numel(), received.numel()});
+      }
     }
     if (pipeline.beforeSending) pipeline.beforeSending(0, longest);
     for (const auto& exchange : exchanges) receive(exchange);
     if (pipeline.afterReceiving) pipeline.afterReceiving(0, longest);
+    for (const auto& exchange : passedOn) receive(exchange);
   }
   void abort() override {}
 

@@ -71,7 +71,8 @@ class ThreadWire final : public Wire {
  public:
   ThreadWire(int rank, int size, MailRoom& mail) : Wire(rank, size), mail_(mail) {}
 
-  void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline, Deadline /*deadline*/) override {
+  void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline,
+                    const std::vector<Exchange>& passedOn, Deadline /*deadline*/) override {
     int64_t largest = 0;
     for (const auto& exchange : exchanges) {
       largest = std::max({largest, exchange.sent.numel(), exchange.received.numel()});
@@ -79,25 +80,30 @@ class ThreadWire final : public Wire {
     for (int64_t begin = 0; begin < largest; begin += kPieceBytes) {
       const int64_t end = std::min(begin + kPieceBytes, largest);
       if (pipeline.beforeSending) pipeline.beforeSending(begin, end);
-      for (const auto& exchange : exchanges) {
-        const at::Tensor sent = within(exchange.sent, begin, end);
-        if (sent.numel() > 0) mail_.send(rank(), exchange.peer, sent);
-      }
-      for (const auto& exchange : exchanges) {
-        at::Tensor received = within(exchange.received, begin, end);
-        if (received.numel() == 0) continue;
-        const at::Tensor bytes = mail_.receive(exchange.peer, rank());
-        TORCH_CHECK(bytes.numel() == received.numel(), "rank ", rank(), " expects ", received.numel(),
-                    " bytes of rank ", exchange.peer, ", which sends ", bytes.numel());
-        received.copy_(bytes);
-      }
+      swapPiece(exchanges, begin, end);
       if (pipeline.afterReceiving) pipeline.afterReceiving(begin, end);
+      swapPiece(passedOn, begin, end);
     }
   }
 
   void abort() override { mail_.fail(std::make_exception_ptr(std::runtime_error("aborted"))); }
 
  private:
+  void swapPiece(const std::vector<Exchange>& exchanges, int64_t begin, int64_t end) {
+    for (const auto& exchange : exchanges) {
+      const at::Tensor sent = within(exchange.sent, begin, end);
+      if (sent.numel() > 0) mail_.send(rank(), exchange.peer, sent);
+    }
+    for (const auto& exchange : exchanges) {
+      at::Tensor received = within(exchange.received, begin, end);
+      if (received.numel() == 0) continue;
+      const at::Tensor bytes = mail_.receive(exchange.peer, rank());
+      TORCH_CHECK(bytes.numel() == received.numel(), "rank ", rank(), " expects ", received.numel(), " bytes of rank ",
+                  exchange.peer, ", which sends ", bytes.numel());
+      received.copy_(bytes);
+    }
+  }
+
   static at::Tensor within(const at::Tensor& bytes, int64_t begin, int64_t end) {
     const int64_t first = std::min(begin, bytes.numel());
     return bytes.narrow(0, first, std::min(end, bytes.numel()) - first);
