@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Makes the virtual environment with torch and the tools of this project: setup.sh VENV [TORCH]
 # PYTHON= names the interpreter to use; otherwise one of 3.10 to 3.13 is found. `make setup` calls this.
-# Where no package index can be reached, an interpreter that has torch lends what it has.
+# Where no package index can be reached, a Python that has torch lends what it has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -57,10 +57,11 @@ python_minor() {
 }
 
 # A Python without venv, or without the headers that an extension includes, is of no use here.
-python_is_complete() {
-  "$1" -c 'import ensurepip, os, sysconfig, venv
+has_headers() {
+  "$1" -c 'import os, sysconfig
 assert os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null
 }
+python_is_complete() { has_headers "$1" && "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 
 complete_python() {  # complete_python INTERPRETER: installs what a distribution's Python lacks
   local minor
@@ -98,14 +99,18 @@ drop_other_torch() {
   done
 }
 
+is_borrowed() { [ -e "$VENV/.borrowed" ]; }
+
 make_venv() {
-  if [ -x "$VENV/bin/python" ] && { [ -z "${PYTHON:-}" ] ||
+  if ! is_borrowed && [ -x "$VENV/bin/python" ] && { [ -z "${PYTHON:-}" ] ||
       [ "$(python_minor "$VENV/bin/python")" = "$(python_minor "$PYTHON")" ]; }; then
     return
   fi
+  # First, for its own python may be the first on the PATH.
+  rm -rf "$VENV"
+  hash -r
   find_python
   say "making $VENV with $("$PYTHON" --version)"
-  rm -rf "$VENV"
   "$PYTHON" -m venv "$VENV"
 }
 
@@ -138,7 +143,8 @@ install_python_packages() {
     installer=("$VENV/bin/uv" pip install --quiet --compile-bytecode --python "$VENV/bin/python")
   else
     say "uv cannot be installed; going on with pip"
-    "$VENV/bin/python" -m pip install --quiet --upgrade "pip>=25.1"
+    "$VENV/bin/python" -m pip install --quiet --upgrade "pip>=25.1" ||
+      fail "no package can be installed, see above. Without an index, PYTHON= has to name a Python that has torch $TORCH"
     installer=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check)
   fi
   say "installing torch $TORCH and the tools of the project"
@@ -152,56 +158,72 @@ torch_of() {  # torch_of INTERPRETER: the version of its torch, if it is one tha
   "$1" -c 'import importlib.metadata as m, re; print(re.match(r"2\.1[1-5]\.\d+", m.version("torch"))[0])' 2>/dev/null
 }
 
-# One that has torch, and not the environment that is to be made.
-find_python_with_torch() {
-  local candidate own
-  own=$(realpath -m "$VENV")/
-  for candidate in ${PYTHON:-$(type -aP python3 python python3.12 python3.11 python3.13 python3.10)}; do
-    candidate=$(type -P "$candidate") || continue
-    case "$(realpath -s "$candidate")" in "$own"*) continue ;; esac
-    if torch_of "$candidate" >/dev/null; then printf '%s\n' "$candidate"; return; fi
-  done
+# Whether the usual way would go on with the environment that is there. Such a one is never replaced by a borrowed one.
+keeps_venv() {
+  [ -x "$VENV/bin/python" ] && ! is_borrowed && { [ -z "$TORCH" ] || [ -e "$VENV/.setup-torch-$TORCH" ]; }
+}
+
+# A Python with the torch that is wanted, and not the environment that is to be made.
+find_lender() {
+  local candidate candidates own torch
+  own=$(realpath -m "$VENV/bin")
+  if [ -n "${PYTHON:-}" ]; then
+    candidates=$(type -P "$PYTHON") || return 1
+  else
+    candidates=$(type -aP python3 python python3.12 python3.11 python3.13 python3.10) || true
+  fi
+  while IFS= read -r candidate; do
+    if [ "$(realpath "$(dirname "$candidate")")" = "$own" ] || ! torch=$(torch_of "$candidate"); then continue; fi
+    if [ "${TORCH:-$torch}" = "$torch" ]; then printf '%s\n' "$candidate"; return; fi
+  done <<<"$candidates"
   return 1
 }
 
-# Asks with the interpreter's pip, which knows the index that is configured here.
+# Asks with a pip, which knows the index that is configured here: the interpreter's, or one made for the purpose. Where
+# there is neither, the usual way says what is missing.
 reaches_an_index() {
-  local folder status=0
+  local folder python=$1 status=0
   folder=$(mktemp -d)
-  "$1" -m pip download --quiet --disable-pip-version-check --retries 1 --no-deps --dest "$folder" pluggy \
-    2>/dev/null >&2 || status=1
+  if ! "$python" -m pip --version >/dev/null 2>&1; then
+    "$python" -m venv "$folder/venv" >/dev/null 2>&1 && python=$folder/venv/bin/python
+  fi
+  if "$python" -m pip --version >/dev/null 2>&1; then
+    PIP_REQUIRE_VIRTUALENV=0 "$python" -m pip download --quiet --disable-pip-version-check --retries 1 --no-deps \
+      --dest "$folder" pluggy >/dev/null 2>&1 || status=1
+  fi
   rm -r "$folder"
   return $status
 }
 
 # The new environment finds the packages of the interpreter behind its own: nothing is written among them.
 borrow_packages() {  # borrow_packages INTERPRETER
-  local program torch
-  torch=$(torch_of "$1")
-  [ "${TORCH:-$torch}" = "$torch" ] || fail "no package index can be reached, and the torch of $1 is $torch, not $TORCH"
-  TORCH=$torch
+  local bin program
+  TORCH=$(torch_of "$1")
   say "no package index can be reached: $VENV borrows torch $TORCH and the tools of $1, of whatever version they are"
+  has_headers "$1" || fail "$1 lacks its header files (Python.h), which the build includes"
+  "$1" scripts/missing_packages.py || fail "$1 cannot lend what the build needs"
   rm -rf "$VENV"
   "$1" -m venv --without-pip "$VENV"
+  touch "$VENV/.borrowed"
   "$1" -c 'import sys
 for folder in sys.path:
     if folder.endswith(("/site-packages", "/dist-packages")):
         print(f"import site; site.addsitedir({folder!r})")' \
     >"$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed_packages.pth"
+  bin=$(realpath "$(dirname "$1")")
   for program in cmake ctest ninja; do
-    if [ -x "$(dirname "$1")/$program" ]; then ln -s "$(realpath "$(dirname "$1")")/$program" "$VENV/bin/$program"; fi
+    if [ -x "$bin/$program" ]; then ln -s "$bin/$program" "$VENV/bin/$program"; fi
   done
   printf '#!/bin/sh\nexec "%s/bin/python" -m torch.distributed.run "$@"\n' "$(realpath "$VENV")" >"$VENV/bin/torchrun"
   chmod +x "$VENV/bin/torchrun"
-  "$VENV/bin/python" scripts/missing_packages.py
 }
 
 check_torch_choice
 install_system_packages
-drop_other_torch
-if LENDER=$(find_python_with_torch) && ! reaches_an_index "$LENDER"; then
+if ! keeps_venv && LENDER=$(find_lender) && ! reaches_an_index "$LENDER"; then
   borrow_packages "$LENDER"
 else
+  drop_other_torch
   make_venv
   choose_default_torch
   install_python_packages
