@@ -10,6 +10,7 @@ readonly VENV=${1:?usage: setup.sh VENV [TORCH]}
 TORCH=${2:-}
 readonly DEFAULT_TORCH=2.15.0
 readonly NEWEST_TORCH_FOR_PYTHON_3_10=2.14.0
+readonly PYTHONS=(python3.12 python3.11 python3.13 python3 python3.10)
 readonly DATASET=/usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -76,10 +77,10 @@ find_python() {
     complete_python "$PYTHON"
     return
   fi
-  for candidate in python3.12 python3.11 python3.13 python3 python3.10; do
+  for candidate in "${PYTHONS[@]}"; do
     if python_minor $candidate >/dev/null && python_is_complete $candidate; then PYTHON=$candidate; return; fi
   done
-  for candidate in python3.12 python3.11 python3.13 python3 python3.10; do
+  for candidate in "${PYTHONS[@]}"; do
     if python_minor $candidate >/dev/null; then PYTHON=$candidate; complete_python $candidate; return; fi
   done
   need required "everything here (3.10 to 3.13)" python3 python3-dev python3-venv
@@ -170,7 +171,7 @@ find_lender() {
   if [ -n "${PYTHON:-}" ]; then
     candidates=$(type -P "$PYTHON") || return 1
   else
-    candidates=$(type -aP python3 python python3.12 python3.11 python3.13 python3.10) || true
+    candidates=$(type -aP python3 python "${PYTHONS[@]}") || true
   fi
   while IFS= read -r candidate; do
     if [ "$(realpath "$(dirname "$candidate")")" = "$own" ] || ! torch=$(torch_of "$candidate"); then continue; fi

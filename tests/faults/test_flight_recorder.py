@@ -59,8 +59,8 @@ def test_a_timeout_writes_what_every_rank_did(tmp_path: Path) -> None:
         check=False,
     )
     text = analysis.stdout + analysis.stderr
-    if "name formatting error? c10d" in text:
-        pytest.skip("the analysis of this torch reads records of NCCL only; the records are as they should be")
+    if torch.__version__.startswith("2.11.") and "name formatting error? c10d" in text:
+        pytest.skip("the analysis of torch 2.11 reads records of NCCL only; the records are as they should be")
     assert analysis.returncode == 0, text
     # torch's analysis finds the rank that did not come.
     assert f"missing ranks: {{{VICTIM}}}" in text, text
