@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -82,6 +83,7 @@ void MeetingRoom::meet(Clock::time_point deadline) {
 void MeetingRoom::arrive() {
   Seat& own = seat(rank_);
   if (!std::exchange(isDescribed_, true)) own.description = program_;
+  own.core.store(::sched_getcpu(), std::memory_order_relaxed);
   own.program[(round_ + 1) % 2].store(programHash_, std::memory_order_relaxed);
   own.arrived.store(++round_);
   if (own.sleepers.load() > 0) futex(own.arrived, FUTEX_WAKE, INT_MAX, nullptr);
@@ -97,6 +99,8 @@ void MeetingRoom::waitFor(int rank, Clock::time_point deadline) {
       if (isThere()) return;
       relax();
     }
+    // A peer that was last on this core may be waiting for it: spinning would keep it away.
+    if (peer.core.load(std::memory_order_relaxed) == ::sched_getcpu()) std::this_thread::yield();
   } while (Clock::now() < sleepAt);
   while (!isThere()) {
     sleepOn(peer, peer.arrived.load());

@@ -60,6 +60,8 @@ class MeetingRoom {
     std::atomic<uint32_t> sleepers;
     std::atomic<uint32_t> hasGivenUp;
     std::atomic<int32_t> process;
+    // The core on which the rank was when it last arrived.
+    std::atomic<int32_t> core;
     // What the rank has come for, with two meetings in turn, as the slots.
     std::array<std::atomic<uint64_t>, 2> program;
     // Read by others after a mismatch only, when nobody writes any more.

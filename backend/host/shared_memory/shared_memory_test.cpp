@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <grp.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -16,6 +17,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <ctime>
 #include <numeric>
 #include <set>
 #include <string>
@@ -229,6 +231,43 @@ TEST(MeetingRoom, ShowsEveryRoundWhatThePeersWrote) {
     });
   }
   for (auto& thread : threads) thread.join();
+}
+
+// Restricts the calling thread to the first core that it may use.
+void stayOnFirstCore() {
+  cpu_set_t cores;
+  TORCH_CHECK(::sched_getaffinity(0, sizeof(cores), &cores) == 0);
+  int first = 0;
+  while (!CPU_ISSET(first, &cores)) ++first;
+  CPU_ZERO(&cores);
+  CPU_SET(first, &cores);
+  TORCH_CHECK(::sched_setaffinity(0, sizeof(cores), &cores) == 0);
+}
+
+Clock::duration processorTimeOfThisThread() {
+  timespec time{};
+  TORCH_CHECK(::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time) == 0);
+  return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+}
+
+// As where the system has put two processes on one core: each could spin only while the other cannot arrive.
+TEST(MeetingRoom, RanksOnOneCoreMakeRoomForEachOther) {
+  constexpr int kRanks = 2;
+  constexpr int kRounds = 2000;
+  auto creator = newSegment(kRanks);
+  std::array<Clock::duration, kRanks> taken{};
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      stayOnFirstCore();
+      MeetingRoom room(openAgain(creator, kRanks), rank, names(kRanks));
+      for (int round = 0; round < kRounds; ++round) room.meet(Clock::now() + std::chrono::seconds(20));
+      taken[rank] = processorTimeOfThisThread();
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  // Spinning, one of them takes 100 us at each meeting.
+  EXPECT_LT((taken[0] + taken[1]) / kRounds, std::chrono::microseconds(50));
 }
 
 TEST(MeetingRoom, NamesTheRankThatDoesNotCome) {

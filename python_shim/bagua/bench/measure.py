@@ -18,6 +18,11 @@ from bagua.bench.options import Settings, options_of
 from bagua.bench.progress import Progress
 from bagua.bench.training_step import TrainingStep, algorithm
 
+# Ranks leave a barrier some 10 us apart, more than the fastest calls last, hence many of those to an iteration. Gloo's
+# take 0.4 ms mostly and now and then several, hence so long.
+_SHORTEST_ITERATION = 0.02  # seconds
+_MOST_CALLS = 4096
+
 
 class _Case(Protocol):
     place: Place
@@ -153,20 +158,42 @@ class Measurement:
         """Return the seconds of each case's iterations, taken in turn, each from a common start to the last rank."""
         warmup, iterations = self._settings.warmup, self._settings.iterations
         seconds = torch.zeros(len(cases), iterations, dtype=torch.float64)
+        calls = [1] * len(cases)
         for iteration in range(-warmup, iterations):
             done = (iteration + warmup) / (warmup + iterations)
             self._progress.at(self._number + done, self._what)
+            if iteration == 0:
+                calls = [self._calls_of_an_iteration(case) for case in cases]
             for index, case in enumerate(cases):
-                dist.barrier()
-                self._synchronise()
-                begin = time.perf_counter()
-                case.step()
-                self._synchronise()
+                taken = self._seconds(case, calls[index])
                 if iteration >= 0:
-                    seconds[index, iteration] = time.perf_counter() - begin
+                    seconds[index, iteration] = taken / calls[index]
+        return self._of_the_slowest_rank(seconds).tolist()  # type: ignore[no-any-return]
+
+    def _seconds(self, case: _Case, calls: int) -> float:
+        """Return how long this rank takes for `calls` calls, one after another."""
+        dist.barrier()
+        self._synchronise()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            case.step()
+        self._synchronise()
+        return time.perf_counter() - begin
+
+    def _calls_of_an_iteration(self, case: _Case) -> int:
+        """Return the same number on all ranks. Collective."""
+        calls = 1
+        while isinstance(case, Collective) and calls < _MOST_CALLS:
+            taken = torch.tensor(self._seconds(case, calls), dtype=torch.float64)
+            if self._of_the_slowest_rank(taken).item() >= _SHORTEST_ITERATION / 2:
+                break
+            calls *= 2
+        return calls
+
+    def _of_the_slowest_rank(self, seconds: torch.Tensor) -> torch.Tensor:
         seconds = seconds.to(self._device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return seconds.tolist()  # type: ignore[no-any-return]
+        return seconds
 
     def _synchronise(self) -> None:
         # With the stream that all cases wait on, not with the device: of "async" a rank may have begun a round that

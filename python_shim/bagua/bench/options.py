@@ -35,8 +35,10 @@ algorithms:   {", ".join(bagua.available_algorithms())}
 
 columns:
   time     of one call in microseconds: minimum, median and maximum over the iterations, each that of the
-           slowest rank. An algorithm's call is a training step without arithmetic: forward, backward and
-           optimizer of a DistributedDataParallel model with one parameter of this size.
+           slowest rank. An iteration of a collective is as many calls, one after another, as take about 20 ms,
+           and at least one; its time is their mean. An algorithm's iteration is one training step without
+           arithmetic: forward, backward and optimizer of a DistributedDataParallel model with one parameter
+           of this size.
   algbw    size / median time, in GB/s (1e9 bytes)
   busbw    algbw times the bytes that a rank has to send per byte of size, whatever the implementation
            (2 (n-1)/n for all_reduce and for algorithms): comparable with the speed of the link
@@ -156,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where tensors are (auto)")
     how = parser.add_argument_group("how")
-    how.add_argument("-n", "--iterations", type=_positive, default=20, help="timed calls of each size (20)")
+    how.add_argument("-n", "--iterations", type=_positive, default=20, help="timed iterations of each size (20)")
     how.add_argument("-w", "--warmup", type=int, default=5, help="calls before them (5)")
     how.add_argument("--vs", metavar="BACKEND", help="another backend of torch to compare with: gloo, nccl")
     how.add_argument("--no-check", dest="is_checked", action="store_false", help="do not verify results")
