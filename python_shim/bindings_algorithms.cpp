@@ -13,6 +13,7 @@
 #include "backend/c10d/backend_executors.h"
 #include "backend/config.h"
 #include "backend/process_group_bagua.h"
+#include "kernels/adam/adam.h"
 #include "python_shim/bindings.h"
 
 namespace bagua {
@@ -200,10 +201,25 @@ void bindHook(py::module& module) {
   bindControl(hook);
 }
 
+// What QAdamOptimizer does on CPUs.
+void bindAdam(py::module& module) {
+  module.def("adam_takes", &adam::areAlike, py::arg("tensors"));
+  module.def(
+      "adam_step",
+      // NOLINTNEXTLINE(readability-function-size): the operands of the formula.
+      [](const at::Tensor& weights, const at::Tensor& momentum, const at::Tensor& variance, const at::Tensor& gradient,
+         double size, double correction, double eps) {
+        adam::step(weights, momentum, variance, gradient, {.size = size, .correction = correction, .eps = eps});
+      },
+      py::arg("weights"), py::arg("momentum"), py::arg("variance"), py::arg("gradient"), py::arg("size"),
+      py::arg("correction"), py::arg("eps"), py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bindAlgorithms(py::module& module) {
   bindHook(module);
+  bindAdam(module);
   bindBucketOperations(module);
   module.def("algorithm_names", &AlgorithmRegistry::names);
   module.def("algorithm_info", &infoDict, py::arg("name"));

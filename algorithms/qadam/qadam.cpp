@@ -9,9 +9,9 @@
 #include <mutex>
 #include <vector>
 
-#include "algorithms/blocks.h"
 #include "algorithms/bytegrad/compressed_mean.h"
 #include "algorithms/registry.h"
+#include "kernels/adam/adam.h"
 
 namespace bagua {
 namespace {
@@ -57,9 +57,8 @@ class QAdam final : public Algorithm {
     for (const auto& [parameter, gradient] : entries) {
       TORCH_INTERNAL_ASSERT(parameter >= 0 && parameter < static_cast<int64_t>(momenta.size()));
       const auto& [value, decay] = momenta[parameter];
-      const bool areAlike = gradient.is_non_overlapping_and_dense() && gradient.strides() == value.strides();
-      if (gradient.is_cpu() && areAlike) {
-        updateInBlocks(gradient, value, decay);
+      if (adam::areAlike({gradient, value})) {
+        adam::makeMomentum(gradient, value, decay);
       } else {
         byDecay[decay].gradients.push_back(gradient);
         byDecay[decay].values.push_back(value);
@@ -71,16 +70,6 @@ class QAdam final : public Algorithm {
       at::_foreach_add_(updated, tensors.gradients, 1 - decay);
       at::_foreach_copy_(tensors.gradients, updated);
     }
-  }
-
-  static void updateInBlocks(const at::Tensor& gradient, const at::Tensor& value, double decay) {
-    const int64_t numel = gradient.numel();
-    const at::Tensor flatGradient = gradient.as_strided({numel}, {1});
-    const at::Tensor flatValue = value.as_strided({numel}, {1});
-    inBlocks(numel, gradient.device(), [&](int64_t begin, int64_t length) {
-      const at::Tensor block = flatGradient.narrow(0, begin, length);
-      block.copy_(flatValue.narrow(0, begin, length).mul(decay).add_(block, 1 - decay));
-    });
   }
 
   std::shared_ptr<const std::vector<Momentum>> currentMomenta() {

@@ -98,3 +98,13 @@ def register_hook(reducer: dist.Reducer, hook: Hook) -> None: ...
 def split_buckets(
     reducer: dist.Reducer, logger: dist.Logger, parameters: list[torch.Tensor], most_bytes: int
 ) -> None: ...
+def adam_takes(tensors: list[torch.Tensor]) -> bool: ...
+def adam_step(
+    weights: torch.Tensor,
+    momentum: torch.Tensor,
+    variance: torch.Tensor,
+    gradient: torch.Tensor,
+    size: float,
+    correction: float,
+    eps: float,
+) -> None: ...

@@ -22,7 +22,7 @@ def _gradient(numel: int, step: int) -> Tensor:
 
 def _steps(p: nn.Parameter, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for step in range(steps):
-        p.grad = _gradient(p.numel(), step).as_strided(p.size(), p.stride())
+        p.grad = _gradient(p.numel(), step).to(p.dtype).as_strided(p.size(), p.stride())
         optimizer.step()
 
 
@@ -48,3 +48,40 @@ def test_large_weights_that_are_not_contiguous_are_updated_too() -> None:
     _steps(flat, bagua.QAdamOptimizer([flat], lr=1e-3, warmup_steps=WARMUP), STEPS)
     _steps(transposed, bagua.QAdamOptimizer([transposed], lr=1e-3, warmup_steps=WARMUP), STEPS)
     assert torch.equal(transposed.detach().t().reshape(-1), flat.detach())
+
+
+def _steps_with_momenta(p: nn.Parameter, optimizer: bagua.QAdamOptimizer, steps: int) -> None:
+    """As with the algorithm on a single rank: the gradient becomes the momentum to which it leads."""
+    for step in range(steps):
+        handed_out = optimizer.momenta([p])
+        gradient = _gradient(p.numel(), step).to(p.dtype)
+        if handed_out:
+            momentum, beta1 = handed_out[0]
+            gradient.mul_(1 - beta1).add_(momentum, alpha=beta1)
+        p.grad = gradient
+        optimizer.step()
+
+
+@pytest.mark.parametrize("numel", [5, LARGE])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12), (torch.bfloat16, 0.05)]
+)
+def test_momenta_of_the_algorithm_lead_to_the_steps_of_own_ones(
+    numel: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    given, own = (nn.Parameter(_weights(numel).detach().to(dtype)) for _ in range(2))
+    _steps_with_momenta(given, bagua.QAdamOptimizer([given], lr=1e-2, warmup_steps=WARMUP), STEPS)
+    _steps(own, bagua.QAdamOptimizer([own], lr=1e-2, warmup_steps=WARMUP), STEPS)
+    torch.testing.assert_close(given, own, rtol=0, atol=tolerance)
+
+
+def test_a_step_with_a_momentum_tells_autograd_that_the_weights_have_changed() -> None:
+    p = _weights(5)
+    optimizer = bagua.QAdamOptimizer([p], warmup_steps=WARMUP)
+    _steps_with_momenta(p, optimizer, STEPS)
+    square = (p * p).sum()
+    optimizer.momenta([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.backward()
