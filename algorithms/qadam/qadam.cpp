@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "algorithms/blocks.h"
 #include "algorithms/bytegrad/compressed_mean.h"
 #include "algorithms/registry.h"
 #include "kernels/adam/adam.h"
@@ -59,6 +60,8 @@ class QAdam final : public Algorithm {
       const auto& [value, decay] = momenta[parameter];
       if (adam::areAlike({gradient, value})) {
         adam::makeMomentum(gradient, value, decay);
+      } else if (gradient.is_cpu() && gradient.is_contiguous() && value.is_contiguous()) {
+        updateInBlocks(gradient, value, decay);
       } else {
         byDecay[decay].gradients.push_back(gradient);
         byDecay[decay].values.push_back(value);
@@ -70,6 +73,16 @@ class QAdam final : public Algorithm {
       at::_foreach_add_(updated, tensors.gradients, 1 - decay);
       at::_foreach_copy_(tensors.gradients, updated);
     }
+  }
+
+  // bfloat16 and half.
+  static void updateInBlocks(const at::Tensor& gradient, const at::Tensor& value, double decay) {
+    const at::Tensor flatGradient = gradient.view(-1);
+    const at::Tensor flatValue = value.view(-1);
+    inBlocks(gradient.numel(), gradient.device(), [&](int64_t begin, int64_t length) {
+      const at::Tensor block = flatGradient.narrow(0, begin, length);
+      block.copy_(flatValue.narrow(0, begin, length).mul(decay).add_(block, 1 - decay));
+    });
   }
 
   std::shared_ptr<const std::vector<Momentum>> currentMomenta() {

@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "backend/host/callback_threads.h"
+#include "kernels/share_out.h"
 
 namespace bagua {
 namespace {
@@ -167,6 +168,8 @@ void HostExecutor::Queue::checkUsableLocked(const char* operation) const {
 
 void HostExecutor::Queue::run(size_t channel) {
   c10::setThreadName("bagua_comm");
+  // The other intra-op threads are the training's, which goes on.
+  const StayOnThread stayOnThread;
   // The callers' thread-local state stays with them: during a backward it holds Python objects, which the transport's
   // threads would drop at a time when they cannot have the GIL.
   const at::NoGradGuard noGrad;

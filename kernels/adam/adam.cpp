@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/adam/adam.h"
 
-#include <ATen/Parallel.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kernels/adam/adam_loops.h"
+#include "kernels/share_out.h"
 
 namespace bagua::adam {
 namespace {
@@ -54,15 +55,14 @@ void stepOf(const at::Tensor& weights, const at::Tensor& momentum, const at::Ten
                                    .size = static_cast<T>(scales.size),
                                    .correction = static_cast<T>(scales.correction),
                                    .eps = static_cast<T>(scales.eps)};
-  at::parallel_for(0, weights.numel(), kGrain,
-                   [&](int64_t begin, int64_t end) { fastest<T>().step(arguments, begin, end); });
+  shareOut(weights.numel(), kGrain, [&](int64_t begin, int64_t end) { fastest<T>().step(arguments, begin, end); });
 }
 
 template <class T>
 void makeMomentumOf(const at::Tensor& gradient, const at::Tensor& momentum, double decay) {
   T* const g = gradient.mutable_data_ptr<T>();
   const T* const m = momentum.const_data_ptr<T>();
-  at::parallel_for(0, gradient.numel(), kGrain, [&](int64_t begin, int64_t end) {
+  shareOut(gradient.numel(), kGrain, [&](int64_t begin, int64_t end) {
     fastest<T>().makeMomentum(g + begin, m + begin, static_cast<T>(decay), static_cast<T>(1 - decay), end - begin);
   });
 }
@@ -88,9 +88,11 @@ bool areAlike(const std::vector<at::Tensor>& tensors) {
   const at::Tensor& first = tensors.at(0);
   if (first.scalar_type() != at::kFloat && first.scalar_type() != at::kDouble) return false;
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-    return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.scalar_type() == first.scalar_type() &&
-           tensor.is_non_overlapping_and_dense() && tensor.sizes() == first.sizes() &&
-           tensor.strides() == first.strides();
+    // What stands for other data, or has none, is left to torch.
+    const bool isPlain = tensor.has_storage() && !at::isTensorSubclassLike(tensor) && !tensor.is_neg();
+    return isPlain && tensor.is_cpu() && tensor.layout() == at::kStrided &&
+           tensor.scalar_type() == first.scalar_type() && tensor.is_non_overlapping_and_dense() &&
+           tensor.sizes() == first.sizes() && tensor.strides() == first.strides();
   });
 }
 

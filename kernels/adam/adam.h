@@ -5,7 +5,7 @@
 
 #include <vector>
 
-// Adam's arithmetic on CPU tensors, each in one pass over memory and shared out over torch's intra-op threads. A chain
+// Adam's arithmetic on CPU tensors, each in one pass over memory, on the intra-op threads of torch. A chain
 // of operations on tensors takes more than twice as long, even block by block, where what one writes the next finds in
 // a cache: 10.6 million weights 13.4 instead of 6.5 ms, their momenta 8.6 instead of 3.3.
 namespace bagua::adam {
@@ -27,8 +27,8 @@ struct StepScales {
 void step(const at::Tensor& weights, const at::Tensor& momentum, const at::Tensor& variance, const at::Tensor& gradient,
           const StepScales& scales);
 
-// gradient = decay * momentum + (1 - decay) * gradient, with the bits of torch's mul() and add_() of a factor, which on
-// processors that can rounds the second product and the sum at once.
+// gradient = decay * momentum + (1 - decay) * gradient. As torch's add_() of a factor does, the second product and the
+// sum are rounded at once on processors that can.
 void makeMomentum(const at::Tensor& gradient, const at::Tensor& momentum, double decay);
 
 }  // namespace bagua::adam

@@ -26,6 +26,8 @@ struct ElementLoops {
 
 struct Loops {
   const char* name;
+  // A product and a sum, where the momentum is made.
+  bool roundsOnce;
   ElementLoops<float> ofFloat;
   ElementLoops<double> ofDouble;
 };
@@ -67,7 +69,10 @@ void momentumLoop(T* gradient, const T* momentum, T decay, T rest, int64_t count
 
 template <class Isa>
 constexpr Loops loopsOf(const char* name) {
-  return {name, {stepLoop<Isa, float>, momentumLoop<Isa, float>}, {stepLoop<Isa, double>, momentumLoop<Isa, double>}};
+  return {name,
+          Isa::kRoundsOnce,
+          {stepLoop<Isa, float>, momentumLoop<Isa, float>},
+          {stepLoop<Isa, double>, momentumLoop<Isa, double>}};
 }
 
 }  // namespace bagua::adam

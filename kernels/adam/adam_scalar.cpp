@@ -5,7 +5,11 @@ namespace bagua::adam {
 namespace {
 
 struct Scalar {
+#if defined(__aarch64__)
+  static constexpr bool kRoundsOnce = true;
+#else
   static constexpr bool kRoundsOnce = false;
+#endif
 };
 
 }  // namespace

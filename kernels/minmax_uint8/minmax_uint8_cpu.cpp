@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 
 #include "kernels/minmax_uint8/minmax_uint8_loops.h"
+#include "kernels/share_out.h"
 
 namespace bagua::minmax_uint8::cpu {
 namespace {
@@ -49,20 +51,21 @@ void quantizeBackwards(const ElementLoops<Element>& loops, const Element* x, int
 // Splits `count` elements over the threads; f(begin, end) takes whole blocks.
 template <class F>
 void forBlocks(int64_t count, const F& f) {
-  at::parallel_for(0, (count + kBlock - 1) / kBlock, 1,
-                   [&](int64_t first, int64_t last) { f(first * kBlock, std::min(last * kBlock, count)); });
+  shareOut((count + kBlock - 1) / kBlock, 1,
+           [&](int64_t first, int64_t last) { f(first * kBlock, std::min(last * kBlock, count)); });
 }
 
 // rangeOf(begin, end) may make the elements while it looks at them.
 template <class T, class RangeOf>
 Range<T> rangeOfBlocks(int64_t count, const RangeOf& rangeOf) {
-  const int64_t blocks = (count + kBlock - 1) / kBlock;
-  return at::parallel_reduce(
-      0, blocks, 1, emptyRange<T>(),
-      [&](int64_t first, int64_t last, Range<T> range) {
-        return merge(range, rangeOf(first * kBlock, std::min(last * kBlock, count)));
-      },
-      [](Range<T> a, Range<T> b) { return merge(a, b); });
+  std::mutex mutex;
+  Range<T> range = emptyRange<T>();
+  forBlocks(count, [&](int64_t begin, int64_t end) {
+    const Range<T> part = rangeOf(begin, end);
+    const std::lock_guard<std::mutex> lock(mutex);
+    range = merge(range, part);
+  });
+  return range;
 }
 
 // The header and the padding of a chunk with elements of this range.
@@ -135,7 +138,7 @@ void forChunks(const Layout& layout, const F& f) {
     return;
   }
   const int64_t grain = std::max<int64_t>(1, kBlock / std::max<int64_t>(1, layout.stride));
-  at::parallel_for(0, layout.chunks, grain, [&](int64_t first, int64_t last) {
+  shareOut(layout.chunks, grain, [&](int64_t first, int64_t last) {
     for (int64_t chunk = first; chunk < last; ++chunk) f(chunk);
   });
 }

@@ -65,7 +65,7 @@ inline const ElementLoops<BFloat16Bits>& Loops::of<BFloat16Bits>() const {
 const std::vector<const Loops*>& availableLoops();
 inline const Loops& bestLoops() { return *availableLoops().back(); }
 
-// Runs on the intra-op threads of torch; the result does not depend on their number.
+// Shared out over the intra-op threads of torch; the result does not depend on their number.
 template <class Element>
 void compress(const Loops& loops, const Element* input, const Layout& layout, uint8_t* packed);
 

@@ -2,13 +2,14 @@
 #include "kernels/minmax_uint8/minmax_uint8.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
 #include <string>
 #include <vector>
+
+#include "tests/support/intra_op_threads.h"
 
 namespace bagua::minmax_uint8 {
 namespace {
@@ -201,18 +202,16 @@ TEST(MinMaxUint8, AcceptsInputThatIsNotContiguous) {
 }
 
 TEST(MinMaxUint8, DoesNotDependOnTheNumberOfThreads) {
+  BAGUA_NEEDS_INTRA_OP_THREADS();
   at::manual_seed(2);
-  const int threads = at::get_num_threads();
   const auto input = at::randn({300007});
   for (const int64_t chunks : {1, 2, 7, 1000}) {
-    at::set_num_threads(1);
     const auto alone = packed(input, chunks);
     const auto decoded = unpacked(alone, chunks, input.numel(), at::kFloat);
-    at::set_num_threads(5);
+    const IntraOpThreads threads(5);
     EXPECT_TRUE(at::equal(packed(input, chunks), alone));
     EXPECT_TRUE(at::equal(unpacked(alone, chunks, input.numel(), at::kFloat), decoded));
   }
-  at::set_num_threads(threads);
 }
 
 class ReduceAndCompress : public ::testing::TestWithParam<at::ScalarType> {};

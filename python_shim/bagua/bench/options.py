@@ -35,7 +35,7 @@ algorithms:   {", ".join(bagua.available_algorithms())}
 
 columns:
   time     of one call in microseconds: minimum, median and maximum over the iterations, each that of the
-           slowest rank. An iteration of a collective is as many calls, one after another, as take about 20 ms,
+           slowest rank. An iteration of a collective is as many calls, one after another, as take 10 ms,
            and at least one; its time is their mean. An algorithm's iteration is one training step without
            arithmetic: forward, backward and optimizer of a DistributedDataParallel model with one parameter
            of this size.
