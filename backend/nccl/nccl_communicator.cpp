@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "backend/nccl/nccl_types.h"
@@ -178,6 +179,8 @@ void NcclCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, con
 
 ncclResult_t NcclCommunicator::enqueueMessages(const std::vector<Message>& messages, ncclComm_t comm,
                                                cudaStream_t stream) {
+  const auto isEmpty = [](const Message& message) { return memoryOf(message.tensor).size == 0; };
+  if (std::ranges::all_of(messages, isEmpty)) return ncclSuccess;
   ncclResult_t result = api_.groupStart();
   if (result != ncclSuccess) return result;
   for (const auto& message : messages) {

@@ -173,8 +173,9 @@ bool NcclHandle::isInGraph() const {
 }
 
 std::string NcclHandle::asyncError() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (comm_ == nullptr) return "";
+  // Whoever holds it is in an NCCL call, the first of which may wait for the device, and looks at its result himself.
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock() || comm_ == nullptr) return "";
   ncclResult_t state = ncclSuccess;
   const ncclResult_t query = api_.commGetAsyncError(comm_, &state);
   if (query != ncclSuccess) state = query;

@@ -44,7 +44,7 @@ class NcclHandle {
   // which may be never: abort() then leaves the waiting to a thread of its own.
   void enterGraph();
   [[nodiscard]] bool isAborted() const;
-  // What has gone wrong since the last call, on this rank or at a peer. Empty: nothing.
+  // What has gone wrong since the last call, on this rank or at a peer. Empty: nothing, or a call is just being made.
   [[nodiscard]] std::string asyncError();
 
  private:

@@ -229,6 +229,14 @@ TEST_F(NcclHandleTest, DestructorAbortsWhatWasNotClosed) {
   handle_.reset();
 }
 
+TEST_F(NcclHandleTest, AsyncErrorDoesNotWaitForACall) {
+  open();
+  handle_->call("ncclAllReduce", muchLater(), [this](ncclComm_t) {
+    EXPECT_EQ(std::async(std::launch::async, [this] { return handle_->asyncError(); }).get(), "");
+    return ncclSuccess;
+  });
+}
+
 TEST_F(NcclHandleTest, AsyncErrorIsEmptyWhileAllIsWell) {
   EXPECT_EQ(handle_->asyncError(), "");
   open();

@@ -40,10 +40,6 @@ std::optional<ncclDataType_t> realDtype(at::ScalarType dtype) {
       return ncclFloat64;
     case at::kBFloat16:
       return ncclBfloat16;
-    case at::kFloat8_e4m3fn:
-      return ncclFloat8e4m3;
-    case at::kFloat8_e5m2:
-      return ncclFloat8e5m2;
     default:
       return std::nullopt;
   }

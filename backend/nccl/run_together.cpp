@@ -38,10 +38,6 @@ void runTogether(const std::function<void()>& prepareThread, const std::vector<s
   std::vector<std::future<void>> others;
   std::vector<std::function<void()>> here;
   for (const auto& call : calls) {
-    if (here.empty()) {
-      here.push_back(call);
-      continue;
-    }
     try {
       others.push_back(std::async(std::launch::async, inOwnThread(prepareThread, call)));
     } catch (const std::system_error&) {
