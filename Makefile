@@ -46,8 +46,8 @@ package: $(SETUP_STAMP)
 test: build  ## C++ units, Python tests, PyTorch's own suite
 	@scripts/test.sh $(VENV)
 
-test-gpu: build  ## every GPU test, on as many GPUs as there are; runs nothing and fails without one
-	@scripts/test_gpu.sh $(VENV)
+test-gpu: build  ## every GPU test, or those of FOLDERS=tests/gpu; runs nothing and fails without a GPU
+	@scripts/test_gpu.sh $(VENV) $(FOLDERS)
 
 test-asan: $(SETUP_STAMP)  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@scripts/sanitize.sh $(VENV) asan

@@ -1,25 +1,35 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs every GPU test: test_gpu.sh VENV
+# Runs every GPU test, folder by folder, or those of the folders named: test_gpu.sh VENV [FOLDER...]
 # Exit codes: 0 all passed, 1 some failed, 2 nothing was run for want of a GPU.
 # BAGUA_TEST_DEVICE=cpu runs what of tests/gpu makes sense on the CPU, to try the tests themselves; it tests no GPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-readonly VENV=${1:?usage: test_gpu.sh VENV}
+readonly VENV=${1:?usage: test_gpu.sh VENV [FOLDER...]}
 PATH=$(cd "$VENV" && pwd)/bin:$PATH
 # Ranks are processes; without this each takes every core for itself.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} BAGUA_TEST_DEVICE=${BAGUA_TEST_DEVICE:-cuda}
 
-tests=tests
+folders=("${@:2}")
 if [ "$BAGUA_TEST_DEVICE" = cuda ]; then
   python tests/support/gpus.py || exit
+  # What is about GPUs alone comes first.
+  [ ${#folders[@]} -gt 0 ] || mapfile -t folders < <(echo tests/gpu && grep -rl --include='test_*.py' any_device tests |
+    grep -v '^tests/gpu/' | xargs dirname | sort -u)
 else
-  tests=tests/gpu
+  folders=(tests/gpu)
 fi
 BUILD=build/torch$(python -c 'import importlib.metadata as m; print(".".join(m.version("torch").split(".")[:2]))')
-mkdir -p "$BUILD/reports-gpu"
+readonly REPORTS=$BUILD/reports-gpu NO_TESTS=5
+mkdir -p "$REPORTS"
+rm -f "$REPORTS"/*.xml
 status=0
-python -m pytest "$tests" --junitxml "$BUILD/reports-gpu/pytest.xml" -o junit_family=xunit2 || status=1
-python scripts/sum_reports.py "$BUILD/reports-gpu/pytest.xml" || status=1
+for folder in "${folders[@]}"; do
+  echo "== $folder"
+  python -m pytest "$folder" --junitxml "$REPORTS/$(basename "$folder").xml" -o junit_family=xunit2
+  ended=$?
+  [ $ended -eq 0 ] || [ $ended -eq $NO_TESTS ] || status=1
+done
+python scripts/sum_reports.py "$REPORTS"/*.xml || status=1
 exit $status

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from devices import settle
+from devices import DEVICE, settle
 from hooked_models import new_group
 from ranks import RankPool, run_ranks
 
@@ -24,6 +24,8 @@ LENGTH = 100_003
 PATIENCE = timedelta(seconds=50)
 # Of busy processes, beside the time that is promised.
 SLACK_SECONDS = 15.0
+# Of a group whose ranks may take turns on one GPU, to come together and to act.
+TIMEOUT = {"cpu": 3.0, "cuda": 10.0}[DEVICE]
 OPERATIONS = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
@@ -53,10 +55,20 @@ def _the_device_still_works() -> None:
     assert (torch.ones(1000) + 1).sum().item() == 2000
 
 
-def _last_rank_does_not_come(operation: str, timeout: float) -> tuple[str, float] | None:
+def _load_nccl() -> None:
+    """Seconds, which the short timeouts of other groups have no room for."""
+    dist.all_reduce(torch.ones(3))
+    settle()
+
+
+def _last_rank_does_not_come(operation: str, used_before: bool) -> tuple[str, float] | None:
     found = None
-    with new_group(timeout=timedelta(seconds=timeout)) as group:
-        dist.all_reduce(torch.ones(3), group=group)
+    _load_nccl()
+    with new_group(timeout=timedelta(seconds=TIMEOUT)) as group:
+        if used_before:
+            _issue(operation, group).wait(PATIENCE)
+        else:
+            dist.all_reduce(torch.ones(3), group=group)
         settle()
         if dist.get_rank() != dist.get_world_size() - 1:
             found = _fails(operation, group)
@@ -71,17 +83,25 @@ def _last_rank_does_not_come(operation: str, timeout: float) -> tuple[str, float
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_peer_that_does_not_come_is_an_error_at_the_timeout(peers: RankPool, operation: str) -> None:
-    timeout = 3.0
-    found = [result for result in peers.run(_last_rank_does_not_come, operation, timeout) if result]
+    _assert_all_others_are_told(peers, operation, used_before=True)
+
+
+def test_a_peer_that_does_not_come_to_connect_is_an_error_at_the_timeout(peers: RankPool) -> None:
+    # NCCL connects for the algorithm of a longer operation when that comes, on the host.
+    _assert_all_others_are_told(peers, "all_reduce", used_before=False)
+
+
+def _assert_all_others_are_told(peers: RankPool, operation: str, *, used_before: bool) -> None:
+    found = [result for result in peers.run(_last_rank_does_not_come, operation, used_before) if result]
     assert len(found) == peers.world_size - 1
     for message, seconds in found:
         assert operation in message
-        assert seconds < timeout + SLACK_SECONDS
+        assert seconds < TIMEOUT + SLACK_SECONDS
 
 
 def _aborted_in_flight() -> str:
     with new_group(timeout=timedelta(seconds=60)) as group:
-        dist.all_reduce(torch.ones(3), group=group)
+        _issue("all_reduce", group).wait(PATIENCE)
         settle()
         message = ""
         if dist.get_rank() == 0:
@@ -109,7 +129,7 @@ def test_abort_ends_what_is_in_flight_and_a_new_group_works(peers: RankPool) -> 
 
 def _killed(operation: str, folder: str) -> tuple[str, float] | None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.all_reduce(torch.ones(3))
+    _issue(operation).wait(PATIENCE)
     settle()
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -127,7 +147,7 @@ def _killed(operation: str, folder: str) -> tuple[str, float] | None:
 @pytest.mark.parametrize("operation", ["all_reduce", "all_gather_into_tensor"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_survivors_of_a_killed_rank_are_told_and_go_on_without_it(tmp_path: Path, size: int, operation: str) -> None:
-    timeout = 10.0
+    timeout = {"cpu": 10.0, "cuda": 30.0}[DEVICE]  # from the start of the processes
     results = run_ranks(size, _killed, operation, str(tmp_path), group_timeout=timeout, dying={size - 1})
     for message, seconds in results[: size - 1]:
         assert operation in message

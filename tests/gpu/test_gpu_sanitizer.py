@@ -58,14 +58,19 @@ def test_the_walk_ends_well_by_itself(tmp_path: Path, size: int) -> None:
     _walk(size, tmp_path / "store", [])
 
 
+# Two ranks run the same kernels, on what NCCL has received: is all of that theirs?
 @pytest.mark.cuda_only
-@pytest.mark.parametrize("size", CASES, ids="{}-ranks".format)
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+@pytest.mark.parametrize(
+    ("tool", "size"), [("memcheck", 1), ("memcheck", 2), ("racecheck", 1), ("synccheck", 1), ("initcheck", 1)]
+)
 def test_the_kernels_are_clean(tmp_path: Path, tool: str, size: int) -> None:
     sanitizer = _sanitizer()
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api)")
-    # Only kernels of ours: NCCL's wait for each other, and are not ours to check.
+    # Only kernels of ours: NCCL's wait for each other, and are not ours to check. Nor are calls of CUDA that fail: NCCL
+    # makes some to learn what the device can do.
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--kernel-name", "kns=bagua"]
+    if tool == "memcheck":
+        options += ["--report-api-errors", "no"]
     for text in _walk(size, tmp_path / "store", [sanitizer, *options]):
         assert "0 errors" in text or "0 hazards" in text, text[-8000:]

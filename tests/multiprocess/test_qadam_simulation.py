@@ -9,6 +9,7 @@ import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
+from devices import DEVICE
 from followed_training import ONE_BUCKET, SEVERAL_BUCKETS, STEPS, Run, Training, assert_follows, take_step, train_rank
 from hooked_models import SMALL_BUCKETS, new_group, perceptron, same
 from ranks import RankPool
@@ -18,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 pytestmark = pytest.mark.any_device
 
 WARMUP = 5
+# The simulation runs on the CPU. A GPU sums in another order, so that now and then a moment gets the neighbouring code.
+SAME_CODES = SEVERAL_BUCKETS if DEVICE == "cuda" else ONE_BUCKET
 FLAT: dict[str, Any] = {"hierarchical": False}
 
 
@@ -65,7 +68,7 @@ def _qadam(options: dict[str, Any], **settings: Any) -> Run:
     return Run(sim.narrow_model(), "qadam", options, qadam, **settings)
 
 
-def _follow(pool: RankPool, run: Run, tolerance: float = ONE_BUCKET) -> list[Training]:
+def _follow(pool: RankPool, run: Run, tolerance: float = SAME_CODES) -> list[Training]:
     layout = pool.run(_ddp_layout, run.model, run.ddp_options or {})[0]
     assert (len(layout) > 2) == (run.ddp_options == SMALL_BUCKETS)
     trainings = pool.run(train_rank, run)

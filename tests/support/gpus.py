@@ -5,6 +5,7 @@ python tests/support/gpus.py    # says how ranks would be placed here; exit code
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,6 +15,10 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 NO_GPU = 2
 _SHARING_IS_AN_OPTION = (2, 30)
+# NCCL 2.28 takes 33 MB there for each rank and communicator that goes over sockets, and the ranks of a session keep
+# about thirty.
+_SHARED_MEMORY = "/dev/shm"
+_SHARED_MEMORY_BYTES = 2 << 30
 
 
 class Placement(NamedTuple):
@@ -42,7 +47,7 @@ def placement(nccl: tuple[int, ...], gpus: int, ranks: int, *, share: bool = Fal
         return Placement(
             first, [env] * ranks, f"{ranks} ranks: share a GPU, NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL {version})"
         )
-    hosts = [{"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"} for rank in range(ranks)]
+    hosts = [{"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"} for rank in range(ranks)]
     return Placement(
         first, list(hosts), f"{ranks} ranks: share a GPU as hosts of their own, NCCL_HOSTID by rank (NCCL {version})"
     )
@@ -77,6 +82,12 @@ def main() -> int:
     print(f"GPU tests: {gpus} GPUs, torch {torch.__version__}")
     for ranks in (1, 2, 3, 4):
         print(f"  {placement_here(ranks).how}")
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if free < _SHARED_MEMORY_BYTES:
+        print(
+            f"  {_SHARED_MEMORY} has {free >> 20} MiB left, and NCCL may need {_SHARED_MEMORY_BYTES >> 20}: "
+            f"mount -o remount,size=4G {_SHARED_MEMORY}"
+        )
     return 0
 
 

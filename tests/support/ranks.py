@@ -30,7 +30,7 @@ from unittest import mock
 
 import gpus
 import rank_process
-from devices import DEVICE
+from devices import DEVICE, PATIENCE
 
 # A hung rank reports itself when its time is over; this is how much longer the parent waits for that report.
 _GRACE_SECONDS = 20.0
@@ -87,6 +87,7 @@ class RankPool:
     ) -> list[Any]:
         """What the function returned on each rank. The ranks in `dying` have to end their process instead."""
         __tracebackhide__ = True
+        timeout *= PATIENCE
         if not self._ranks:
             self._start()
         request = pickle.dumps((_describe(function), pickle.dumps(args), timeout))

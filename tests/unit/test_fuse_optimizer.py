@@ -67,7 +67,6 @@ ON_GPUS: list[Any] = [
     partial(optim.Adam, weight_decay=0.1, fused=True),
     partial(optim.Adam, amsgrad=True, capturable=True),
     partial(optim.SGD, lr=0.05, momentum=0.9, fused=True),
-    partial(optim.Adagrad, fused=True),
     partial(optim.NAdam, capturable=True),
     partial(optim.ASGD, capturable=True),
 ]
