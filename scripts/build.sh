@@ -13,7 +13,8 @@ SITE=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 BUILD=build/torch$(python -c 'import importlib.metadata as m; print(".".join(m.version("torch").split(".")[:2]))')
 readonly BIN SITE BUILD STAMP=$SITE/.bagua-editable
 readonly DEFINES=(
-  BAGUA_BUILD_TESTS=ON BAGUA_WARNINGS_AS_ERRORS="${BAGUA_WARNINGS_AS_ERRORS:-OFF}" BAGUA_CUDA="$CUDA" BAGUA_CUDA_TOOLKIT="$CUDA_TOOLKIT"
+  BAGUA_BUILD_TESTS=ON BAGUA_WARNINGS_AS_ERRORS="${BAGUA_WARNINGS_AS_ERRORS:-OFF}"
+  BAGUA_CUDA="$CUDA" BAGUA_CUDA_TOOLKIT="$CUDA_TOOLKIT"
   BAGUA_CUDA_WHEELS_DIR="${BIN%/bin}/cuda-toolkit"
 )
 readonly WANTED="$PWD ${DEFINES[*]}"

@@ -12,13 +12,13 @@ PATH=$(cd "$VENV" && pwd)/bin:$PATH
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} BAGUA_TEST_DEVICE=${BAGUA_TEST_DEVICE:-cuda}
 
 folders=("${@:2}")
+[ ${#folders[@]} -gt 0 ] || folders=(tests/gpu)
 if [ "$BAGUA_TEST_DEVICE" = cuda ]; then
   python tests/support/gpus.py || exit
-  # What is about GPUs alone comes first.
-  [ ${#folders[@]} -gt 0 ] || mapfile -t folders < <(echo tests/gpu && grep -rl --include='test_*.py' any_device tests |
-    grep -v '^tests/gpu/' | xargs dirname | sort -u)
-else
-  folders=(tests/gpu)
+  if [ $# -eq 1 ]; then  # what is about GPUs alone stays first
+    mapfile -t -O 1 folders < <(grep -rl --include='test_*.py' any_device tests | xargs dirname | sort -u |
+      grep -vx tests/gpu)
+  fi
 fi
 BUILD=build/torch$(python -c 'import importlib.metadata as m; print(".".join(m.version("torch").split(".")[:2]))')
 readonly REPORTS=$BUILD/reports-gpu NO_TESTS=5

@@ -184,8 +184,8 @@ ncclResult_t NcclCommunicator::enqueueMessages(const std::vector<Message>& messa
   ncclResult_t result = api_.groupStart();
   if (result != ncclSuccess) return result;
   for (const auto& message : messages) {
+    if (isEmpty(message)) continue;
     const Region region = memoryOf(message.tensor);
-    if (region.size == 0) continue;
     result = message.isSend ? api_.send(region.data, region.size, ncclUint8, message.peer, comm, stream)
                             : api_.receive(region.data, region.size, ncclUint8, message.peer, comm, stream);
     if (result != ncclSuccess && result != ncclInProgress) break;

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from devices import DEVICE, settle
+from devices import TIME_FACTOR, settle
 from hooked_models import new_group
 from ranks import RankPool, run_ranks
 
@@ -25,7 +25,7 @@ PATIENCE = timedelta(seconds=50)
 # Of busy processes, beside the time that is promised.
 SLACK_SECONDS = 15.0
 # Of a group whose ranks may take turns on one GPU, to come together and to act.
-TIMEOUT = {"cpu": 3.0, "cuda": 10.0}[DEVICE]
+TIMEOUT = 3.0 * TIME_FACTOR
 OPERATIONS = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
@@ -147,7 +147,7 @@ def _killed(operation: str, folder: str) -> tuple[str, float] | None:
 @pytest.mark.parametrize("operation", ["all_reduce", "all_gather_into_tensor"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_survivors_of_a_killed_rank_are_told_and_go_on_without_it(tmp_path: Path, size: int, operation: str) -> None:
-    timeout = {"cpu": 10.0, "cuda": 30.0}[DEVICE]  # from the start of the processes
+    timeout = 10.0 * TIME_FACTOR  # from the start of the processes
     results = run_ranks(size, _killed, operation, str(tmp_path), group_timeout=timeout, dying={size - 1})
     for message, seconds in results[: size - 1]:
         assert operation in message

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.any_device
 
 WARMUP = 5
 # The simulation runs on the CPU. A GPU sums in another order, so that now and then a moment gets the neighbouring code.
-SAME_CODES = SEVERAL_BUCKETS if DEVICE == "cuda" else ONE_BUCKET
+TOLERANCE = SEVERAL_BUCKETS if DEVICE == "cuda" else ONE_BUCKET
 FLAT: dict[str, Any] = {"hierarchical": False}
 
 
@@ -68,7 +68,7 @@ def _qadam(options: dict[str, Any], **settings: Any) -> Run:
     return Run(sim.narrow_model(), "qadam", options, qadam, **settings)
 
 
-def _follow(pool: RankPool, run: Run, tolerance: float = SAME_CODES) -> list[Training]:
+def _follow(pool: RankPool, run: Run, tolerance: float = TOLERANCE) -> list[Training]:
     layout = pool.run(_ddp_layout, run.model, run.ddp_options or {})[0]
     assert (len(layout) > 2) == (run.ddp_options == SMALL_BUCKETS)
     trainings = pool.run(train_rank, run)

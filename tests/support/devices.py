@@ -16,8 +16,8 @@ DEVICE = os.environ.get("BAGUA_TEST_DEVICE", "cpu")
 if DEVICE not in ("cpu", "cuda"):
     raise ValueError(f"BAGUA_TEST_DEVICE is cpu or cuda, got {DEVICE!r}")
 
-# Ranks that share a GPU take turns on it: each collective takes them some 15 ms.
-PATIENCE = {"cpu": 1, "cuda": 4}[DEVICE]
+# Of limits of time. Ranks that share a GPU take turns on it: each collective takes them some 15 ms.
+TIME_FACTOR = {"cpu": 1, "cuda": 4}[DEVICE]
 # What torch itself has for tensors of that device.
 STOCK_BACKEND = {"cpu": "gloo", "cuda": "nccl"}[DEVICE]
 

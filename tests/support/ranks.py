@@ -30,7 +30,7 @@ from unittest import mock
 
 import gpus
 import rank_process
-from devices import DEVICE, PATIENCE
+from devices import DEVICE, TIME_FACTOR
 
 # A hung rank reports itself when its time is over; this is how much longer the parent waits for that report.
 _GRACE_SECONDS = 20.0
@@ -85,9 +85,12 @@ class RankPool:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, dying: Collection[int] = ()
     ) -> list[Any]:
-        """What the function returned on each rank. The ranks in `dying` have to end their process instead."""
+        """What the function returned on each rank. The ranks in `dying` have to end their process instead.
+
+        `timeout` is in seconds, on CPUs.
+        """
         __tracebackhide__ = True
-        timeout *= PATIENCE
+        timeout *= TIME_FACTOR
         if not self._ranks:
             self._start()
         request = pickle.dumps((_describe(function), pickle.dumps(args), timeout))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused steps are those of the plain optimizer, to the bit, in fewer operations."""
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -70,6 +71,8 @@ ON_GPUS: list[Any] = [
     partial(optim.NAdam, capturable=True),
     partial(optim.ASGD, capturable=True),
 ]
+if "cuda_unsupported=True" not in inspect.getsource(optim.Adagrad):  # torch 2.11 has no fused one for GPUs
+    ON_GPUS.append(partial(optim.Adagrad, fused=True))
 CASES = [(device, config) for device in DEVICES for config in ORIGINAL + FURTHER + ON_GPUS * (device == "cuda")]
 
 
