@@ -10,6 +10,10 @@
 #include "kernels/minmax_uint8/minmax_uint8_loops.h"
 #include "kernels/share_out.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace bagua::minmax_uint8::cpu {
 namespace {
 
@@ -143,13 +147,24 @@ void forChunks(const Layout& layout, const F& f) {
   });
 }
 
+#if defined(__x86_64__)
+// F16C, by which the loops read and write half floats. clang 16 does not know it in __builtin_cpu_supports.
+bool hasHalfConversion() {
+  unsigned int eax = 0;
+  unsigned int ebx = 0;
+  unsigned int ecx = 0;
+  unsigned int edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 }  // namespace
 
 const std::vector<const Loops*>& availableLoops() {
   static const std::vector<const Loops*> kAvailable = [] {
     std::vector<const Loops*> available = {&scalarLoops()};
 #if defined(__x86_64__)
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && hasHalfConversion();
     if (avx2) available.push_back(&avx2Loops());
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
