@@ -55,7 +55,7 @@ test-asan: $(SETUP_STAMP)  ## C++ tests under AddressSanitizer and UndefinedBeha
 test-tsan: $(SETUP_STAMP)  ## C++ tests under ThreadSanitizer
 	@scripts/sanitize.sh $(VENV) tsan
 
-fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 for each of FUZZ_TARGETS (all; needs clang 16)
+fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 for each of FUZZ_TARGETS (all; clang 16 or later)
 	@scripts/fuzz.sh $(VENV) $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)
 
 soak: package  ## SOAK_OPERATIONS=200000 random operations on 2 to 8 ranks, each checked
@@ -73,7 +73,7 @@ format: $(SETUP_STAMP)  ## rewrite the sources as clang-format and ruff want the
 demo: package  ## train on Fashion-MNIST with 2 ranks: 8-bit gradients beside full precision
 	@$(PY) examples/demo.py $(DEMO_ARGS)
 
-bench: build  ## measure collectives and algorithms
+bench: build  ## measure codec, optimizers, calls inside a host, and training between emulated hosts
 	@scripts/bench.sh $(VENV) $(BENCH_ARGS)
 
 bench-gpu: package  ## measure what needs a GPU, on those that there are; measures nothing and fails without one

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-// Every environment variable that bagua reads. The README lists them.
+// Every environment variable that bagua reads. docs/settings.md lists them.
 namespace bagua::config {
 
 // BAGUA_HOST_ID: ranks with different values count as being on different hosts (as NCCL_HOSTID does for NCCL).

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds and runs the benchmarks, about 20 minutes on two cores: bench.sh VENV [arguments of Google Benchmark]
-# Those between emulated hosts need root and iproute2, and write benchmarks/results/ and docs/figures/.
+# Builds and runs the benchmarks, about 25 minutes on two cores: bench.sh VENV [arguments of Google Benchmark]
+# Those between emulated hosts need root and iproute2. They write benchmarks/results/ and docs/figures/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,6 +18,8 @@ for benchmark in "$BUILD"/benchmarks/*_bench; do
 done
 echo "== fuse_optimizer"
 python benchmarks/fuse_optimizer.py
+echo "== single calls inside a host"
+torchrun --standalone --nproc-per-node 2 benchmarks/in_host/single_calls.py benchmarks/results/in_host.json
 echo "== training steps between emulated hosts"
 if [ "$(id -u)" != 0 ] || ! command -v tc >/dev/null; then
   echo "skipped: they need root and iproute2 (sudo make bench)"

@@ -42,5 +42,6 @@ for target in "${TARGETS[@]}"; do
     -print_final_stats=1 -verbosity=1 -artifact_prefix="$BUILD/findings/$target-" "$BUILD/corpus/$target" "$corpus" \
     2>"$BUILD/$target.log" || { tail -n 60 "$BUILD/$target.log"; echo "fuzz: $target FAILED" >&2; exit 1; }
   grep -E "^(Done|stat::number_of_executed_units)" "$BUILD/$target.log"
-  $BUILD/tests/fuzz/"${target}_fuzz" -merge=1 -max_len=$MOST_BYTES "$corpus" "$BUILD/corpus/$target" 2>/dev/null
+  $BUILD/tests/fuzz/"${target}_fuzz" -merge=1 -max_len=$MOST_BYTES "$corpus" "$BUILD/corpus/$target" \
+    2>>"$BUILD/$target.log" || { tail -n 60 "$BUILD/$target.log"; echo "fuzz: $target could not be merged" >&2; exit 1; }
 done

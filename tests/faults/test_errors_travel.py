@@ -88,6 +88,27 @@ def test_a_death_is_noticed_within_two_seconds_without_allowance(transport: str)
     assert min(seconds) < DEATH_SECONDS, seconds
 
 
+def _receive_from_any_beside_a_death() -> tuple[Outcome, float] | None:
+    warm_up()
+    if dist.get_rank() == VICTIM:
+        die()
+    begun = time.monotonic()
+    return expect_error(calls()["recv from any"]), begun
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_receive_from_any_rank_ends_at_its_timeout_and_names_the_dead(transport: str) -> None:
+    results = run_ranks(
+        SIZE, _receive_from_any_beside_a_death, env=TRANSPORTS[transport], group_timeout=TIMEOUT, dying={VICTIM}
+    )
+    survivors = [result for result in results if result is not None]
+    assert len(survivors) == SIZE - 1
+    for outcome, begun in survivors:
+        assert TIMEOUT - 0.5 < outcome.when - begun < TIMEOUT + SLACK_SECONDS
+        assert_names("recv from any", outcome.message)
+        assert f"rank {VICTIM}" in outcome.message
+
+
 def _stop_in(operation: str) -> Outcome | None:
     warm_up()
     if dist.get_rank() == VICTIM:

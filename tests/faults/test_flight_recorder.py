@@ -66,6 +66,26 @@ def test_a_timeout_writes_what_every_rank_did(tmp_path: Path) -> None:
     assert f"missing ranks: {{{VICTIM}}}" in text, text
 
 
+def _time_out_without_the_victim() -> None:
+    warm_up()
+    if dist.get_rank() == VICTIM:
+        store().wait(["survivors are done"], timedelta(seconds=60))
+        return
+    expect_error(lambda: dist.all_reduce(torch.ones(5)))
+    if store().add("done", 1) == SIZE - 1:
+        store().set("survivors are done", "yes")
+
+
+@pytest.mark.parametrize("dumps", ["1", "0"])
+@pytest.mark.parametrize("variable", ["TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"])
+def test_a_variable_keeps_the_files_from_being_written(variable: str, dumps: str, tmp_path: Path) -> None:
+    env = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "trace_"), variable: dumps}
+    run_ranks(SIZE, _time_out_without_the_victim, env=env, group_timeout=TIMEOUT)
+    survivors = {f"trace_{rank}" for rank in range(SIZE) if rank != VICTIM}
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files >= survivors if dumps == "1" else not files
+
+
 def _die_before_a_bucket() -> tuple[str, str]:
     import bagua
 
