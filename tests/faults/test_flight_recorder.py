@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from trouble import TRANSPORTS, VICTIM, captured_stderr, die, expect_error, store, warm_up
+from trouble import TRANSPORTS, VICTIM, captured_stderr, die, expect_error, fail_without_the_victim, store, warm_up
 
 SIZE = 3
 TIMEOUT = 3.0
@@ -68,12 +68,7 @@ def test_a_timeout_writes_what_every_rank_did(tmp_path: Path) -> None:
 
 def _time_out_without_the_victim() -> None:
     warm_up()
-    if dist.get_rank() == VICTIM:
-        store().wait(["survivors are done"], timedelta(seconds=60))
-        return
-    expect_error(lambda: dist.all_reduce(torch.ones(5)))
-    if store().add("done", 1) == SIZE - 1:
-        store().set("survivors are done", "yes")
+    fail_without_the_victim(lambda: dist.all_reduce(torch.ones(5)))
 
 
 @pytest.mark.parametrize("dumps", ["1", "0"])

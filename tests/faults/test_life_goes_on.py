@@ -19,7 +19,7 @@ from holdings import Holdings, holdings, left_behind, wait_for
 from ranks import run_ranks
 from threads import bagua_threads
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TRANSPORTS, VICTIM, die, expect_error, selection, store, warm_up
+from trouble import TRANSPORTS, VICTIM, die, expect_error, fail_without_the_victim, selection, store, warm_up
 
 SIZE = 3
 SHARED_MEMORY = Path("/dev/shm")
@@ -68,12 +68,7 @@ def _die() -> None:
 
 
 def _stay_away() -> None:
-    if dist.get_rank() == VICTIM:
-        store().wait(["survivors are done"], timedelta(seconds=60))
-        return
-    expect_error(lambda: dist.all_reduce(torch.ones(300_000)))
-    if store().add("done", 1) == SIZE - 1:
-        store().set("survivors are done", "yes")
+    fail_without_the_victim(lambda: dist.all_reduce(torch.ones(300_000)))
 
 
 def _differ() -> None:

@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,6 +179,17 @@ def expect_error(call: Callable[[], Any]) -> Outcome:
     with pytest.raises(RuntimeError) as caught:
         call()
     return Outcome(str(caught.value), time.monotonic())
+
+
+def fail_without_the_victim(call: Callable[[], Any]) -> Outcome | None:
+    """Return what the call raised on the ranks that make it; the victim stays away until they have all failed."""
+    if dist.get_rank() == VICTIM:
+        store().wait(["survivors are done"], timedelta(seconds=60))
+        return None
+    outcome = expect_error(call)
+    if store().add("done", 1) == dist.get_world_size() - 1:
+        store().set("survivors are done", "yes")
+    return outcome
 
 
 def assert_names(operation: str, message: str) -> None:
