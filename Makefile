@@ -6,7 +6,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 VENV ?= .venv
-JOBS ?= $(shell nproc)
+JOBS ?= $(shell scripts/cores.sh)
 CUDA ?= AUTO
 CUDA_TOOLKIT ?= auto
 
@@ -22,7 +22,7 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build package test test-gpu test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
+.PHONY: help setup build package short-build test test-rest test-all test-gpu test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
 .PHONY: docs wheel clean distclean FORCE
 
 help:  ## this list
@@ -41,10 +41,32 @@ build: $(SETUP_STAMP)  ## build what changed
 
 # What the Python package consists of: two thirds of the time of a whole build.
 package: $(SETUP_STAMP)
-	@scripts/build.sh $(VENV) $(CUDA) $(CUDA_TOOLKIT) bagua _C
+	@scripts/build.sh $(VENV) $(CUDA) $(CUDA_TOOLKIT) bagua _C emulated_network
 
-test: build  ## C++ units, Python tests, PyTorch's own suite
-	@scripts/test.sh $(VENV)
+# What `make test` runs: without the executables of tests that are labelled `long`.
+short-build: $(SETUP_STAMP)
+	@scripts/build.sh $(VENV) $(CUDA) $(CUDA_TOOLKIT) bagua _C emulated_network short_unit_tests
+
+# Set-up and build are timed, for the summary at the end; each is a make of its own, as the first changes what the
+# second finds.
+define set_up_and_build
+	@mkdir -p build && rm -f $(STEPS)
+	@begin=$$SECONDS; $(MAKE) $(SETUP_STAMP); echo "$$((SECONDS - begin)) set-up" >>$(STEPS)
+	@begin=$$SECONDS; $(MAKE) $(1); echo "$$((SECONDS - begin)) build" >>$(STEPS)
+endef
+STEPS := build/steps.txt
+
+test:  ## C++ units, Python tests, PyTorch's own suite: every promise once (15 minutes on two cores)
+	$(call set_up_and_build,short-build)
+	@BAGUA_STEPS=$(STEPS) scripts/test.sh $(VENV) short
+
+test-rest:  ## what `make test` leaves out: the tests marked `long`
+	$(call set_up_and_build,build)
+	@BAGUA_STEPS=$(STEPS) scripts/test.sh $(VENV) rest
+
+test-all:  ## all tests, those marked `long` too
+	$(call set_up_and_build,build)
+	@BAGUA_STEPS=$(STEPS) scripts/test.sh $(VENV) all
 
 test-gpu: build  ## every GPU test, or those of FOLDERS=tests/gpu; runs nothing and fails without a GPU
 	@scripts/test_gpu.sh $(VENV) $(FOLDERS)

@@ -11,31 +11,25 @@
 #include <memory>
 #include <optional>
 
+#include "backend/operation/hash.h"
+
 namespace bagua {
 namespace {
 
 constexpr const char* kCheckAgreement = "bagua:check_agreement";
-// What travels: a byte that tells whether the rank refuses, two hashes, and the beginning of the algorithm's text.
-constexpr int64_t kHashBytes = sizeof(int64_t);
+// What travels: a byte that tells whether the rank refuses, two hashes, and the beginning of the text.
+constexpr int64_t kHashBytes = sizeof(uint64_t);
 constexpr int64_t kTextBytes = 240;
 constexpr int64_t kMessageBytes = 1 + 2 * kHashBytes + kTextBytes;
 
-// FNV-1a: the same on every rank, machine and build.
-int64_t stableHash(const std::string& text) {
-  uint64_t hash = 14695981039346656037ULL;
-  for (const unsigned char byte : text) hash = (hash ^ byte) * 1099511628211ULL;
-  return static_cast<int64_t>(hash);
-}
-
-at::Tensor messageOf(const Facts& facts) {
+at::Tensor messageOf(const Registration& own) {
   at::Tensor message = at::zeros({kMessageBytes}, at::kByte);
   auto* const bytes = message.data_ptr<uint8_t>();
-  bytes[0] = facts.algorithm.empty() ? 1 : 0;
-  const std::array<int64_t, 2> hashes{stableHash(facts.algorithm), stableHash(facts.parameters)};
+  bytes[0] = own.text.empty() ? 1 : 0;
+  const std::array<uint64_t, 2> hashes{hashOf(own.text), hashOf(own.detail)};
   std::memcpy(bytes + 1, hashes.data(), sizeof(hashes));
   // NOLINTNEXTLINE(bugprone-not-null-terminated-result): the message is all zeros, and at least one of them stays
-  std::memcpy(bytes + 1 + sizeof(hashes), facts.algorithm.data(),
-              std::min<size_t>(facts.algorithm.size(), kTextBytes - 1));
+  std::memcpy(bytes + 1 + sizeof(hashes), own.text.data(), std::min<size_t>(own.text.size(), kTextBytes - 1));
   return message;
 }
 
@@ -59,24 +53,23 @@ class Found {
   const at::Tensor messages_;
 };
 
-void check(const Found& found, const Facts& own, const GroupIdentity& group) {
+void check(const Found& found, const Registration& own, const AgreementWords& words, const GroupIdentity& group) {
   for (int rank = 0; rank < group.size; ++rank) {
-    TORCH_CHECK_VALUE(!found.isRefusal(rank), "bagua: rank ", rank,
-                      " could not register its algorithm (its own error says why); rank ", group.rank, " has ",
-                      own.algorithm);
+    TORCH_CHECK_VALUE(!found.isRefusal(rank), "bagua: rank ", rank, " ", words.refuses,
+                      " (its own error says why); rank ", group.rank, " has ", own.text);
   }
   for (int rank = 0; rank < group.size; ++rank) {
-    TORCH_CHECK_VALUE(found.isSame(rank, 0), "bagua: rank ", rank, " registered another algorithm or other options ",
-                      "than rank 0: ", found.text(rank), " against ", found.text(0));
-    TORCH_CHECK_VALUE(found.isSame(rank, 1), "bagua: rank ", rank,
-                      " registered its algorithm on a model of other parameters than rank 0; rank ", group.rank,
-                      " has ", own.parameters);
+    TORCH_CHECK_VALUE(found.isSame(rank, 0), "bagua: rank ", rank, " ", words.otherText, ": ", found.text(rank),
+                      " against ", found.text(0));
+    TORCH_CHECK_VALUE(found.isSame(rank, 1), "bagua: rank ", rank, " ", words.otherDetail, "; rank ", group.rank,
+                      " has ", own.detail);
   }
 }
 
 }  // namespace
 
-HostTopology agreeOn(const Facts& own, ExecutorProvider& executors, at::Device device) {
+HostTopology agreeOn(const Registration& own, const AgreementWords& words, ExecutorProvider& executors,
+                     at::Device device) {
   const auto& group = executors.identity();
   const at::Tensor mine = messageOf(own).to(device);
   at::Tensor all = at::empty({group.size, kMessageBytes}, mine.options());
@@ -95,7 +88,7 @@ HostTopology agreeOn(const Facts& own, ExecutorProvider& executors, at::Device d
               })
       ->wait(kNoTimeout);
   // A rank that refuses says itself what is wrong.
-  if (!own.algorithm.empty()) check(Found(all), own, group);
+  if (!own.text.empty()) check(Found(all), own, words, group);
   return topology->value();
 }
 

@@ -8,14 +8,27 @@
 namespace bagua {
 
 // What has to be the same on all ranks, as text.
-struct Facts {
-  // The algorithm and its options; empty on a rank that has found them wrong and is about to say so.
-  std::string algorithm;
-  // Shapes and dtypes of the model's parameters.
-  std::string parameters;
+struct Registration {
+  // All ranks' are shown where they differ; empty on a rank that cannot go on and is about to say why.
+  std::string text;
+  // Longer; of this only the rank's own is shown.
+  std::string detail;
 };
 
-// Collective. Throws ValueError on every rank unless all come with the same facts. Returns who shares a host.
-HostTopology agreeOn(const Facts& own, ExecutorProvider& executors, at::Device device);
+// How an error goes on after "rank 1 ".
+struct AgreementWords {
+  const char* refuses;
+  const char* otherText;
+  const char* otherDetail;
+};
+
+// Of the algorithm and its options, and of the shapes and dtypes of the model's parameters.
+inline constexpr AgreementWords kOfRegistration{"could not register its algorithm",
+                                                "registered another algorithm or other options than rank 0",
+                                                "registered its algorithm on a model of other parameters than rank 0"};
+
+// Collective. Throws ValueError on every rank unless all come with the same own. Returns who shares a host.
+HostTopology agreeOn(const Registration& own, const AgreementWords& words, ExecutorProvider& executors,
+                     at::Device device);
 
 }  // namespace bagua

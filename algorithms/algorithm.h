@@ -35,6 +35,13 @@ struct Momentum {
   double decay = 0;
 };
 
+// What a model says of a parameter beside its tensor.
+struct ParameterFacts {
+  std::string name;
+  // "embedding", "head" (of the last linear layer), or nothing.
+  std::string role;
+};
+
 // One way to make the ranks of a data-parallel job agree. An instance serves one model.
 //
 // A training step is: beforeForward, reduce for every bucket, afterBackward, afterStep. reduce() runs as a program, in
@@ -45,19 +52,34 @@ class Algorithm {
  public:
   virtual ~Algorithm() = default;
 
-  // Called once, before all else. Throws ValueError where the ranks, as they are spread over hosts, cannot take part.
+  // Called once, before all else. Throws ValueError for a model that the algorithm cannot take.
+  virtual void useModel(const StepContext& /*context*/) {}
+  // Called once, after that. Throws ValueError where the ranks, as they are spread over hosts, cannot take part.
   virtual void useTopology(const HostTopology& /*topology*/) {}
+
+  // By parameter, in the order of StepContext::parameters(). Called once, before the first step; not at all where the
+  // model is not known.
+  virtual void useParameters(const std::vector<ParameterFacts>& /*facts*/) {}
 
   // Whether the gradients of the step at hand travel. If not, the optimizer sees the rank's own.
   [[nodiscard]] virtual bool reducesGradients() const { return true; }
   // Replaces the gradients of one bucket by what the optimizer is to see. Dense, any floating dtype.
   virtual void reduce(Bucket& bucket, Communicator& communicator) = 0;
+  // Whether gradients stay inside a host: reduce() is then called on a group of the ranks of one host. The same on all
+  // ranks, and settled by useTopology().
+  [[nodiscard]] virtual bool staysInHost() const { return false; }
   // Whether reduce() may run for two buckets at a time, on threads and communicators of their own, and they may end in
-  // any order: only if it writes to nothing but its bucket.
+  // any order: only if it writes to nothing but its bucket and the state of the bucket's own parameters.
   [[nodiscard]] virtual bool bucketsMayOverlap() const { return false; }
   // Whether the result is the mean over the ranks (else their sum). Sparse gradients, which no codec takes, are reduced
   // in full precision accordingly.
   [[nodiscard]] virtual bool averages() const { return true; }
+
+  // How many steps it has taken, where all ranks have to have taken as many when they communicate; else 0. Ranks
+  // compare it in every program, so that states of different steps are not mixed.
+  [[nodiscard]] virtual int64_t commonStep() const { return 0; }
+  // Whether what reduce() sends depends on Bucket::step, so that ranks have to compare that.
+  [[nodiscard]] virtual bool sendsByStep() const { return false; }
 
   // The start of a forward whose backward will be synchronised.
   virtual void beforeForward(StepContext& /*context*/) {}
@@ -65,18 +87,25 @@ class Algorithm {
   virtual void afterBackward(StepContext& /*context*/) {}
   // The end of the optimizer's step.
   virtual void afterStep(StepContext& /*context*/) {}
+  // A step that was not taken: gradients have been dropped, as GradScaler has it done where they overflow. Only told to
+  // algorithms that run in the background and whose ranks take the same number of steps.
+  virtual void afterSkippedStep(StepContext& /*context*/) {}
 
   // By parameter, in the order of StepContext::parameters(); empty while the optimizer takes gradients. Only asked of
   // an algorithm that names QAdamOptimizer as its optimizer.
   // NOLINTNEXTLINE(performance-unnecessary-value-param): those who override it keep it
   virtual void useMomenta(std::vector<Momentum> /*momenta*/) {}
 
+  // Where ranks hold different weights: gives all of them the same, and goes on. Collective.
+  virtual void synchronize(StepContext& /*context*/) {}
   // Stop and restart what runs in the background. Collective. Whether anything changed.
   virtual bool abort(StepContext& context);
   virtual bool resume(StepContext& context);
   // The last call: leaves a model that plain averaging of gradients can go on with. Collective.
   virtual void leave(StepContext& /*context*/) {}
 
+  // Memory that it keeps between steps, beside the weights and what the optimizer has.
+  [[nodiscard]] virtual int64_t stateBytes() const { return 0; }
   // Between two steps.
   [[nodiscard]] virtual AlgorithmState state() const { return {}; }
   // Throws ValueError for a state that does not fit the model.
@@ -89,11 +118,15 @@ struct AlgorithmInfo {
   // Where the name stands in listings.
   int position = 0;
   Agreement agreement = Agreement::kIdentical;
+  // Bound of what a gradient may be off, relative to the largest magnitude; as the default options are.
+  double relativeError = 1.0 / 255;
   // The class that the optimizer has to be of: "" where none is needed, "Optimizer" for any.
   std::string optimizer = {};
-  // Ranks may take different numbers of steps: nothing may communicate in a step, and what runs in the background needs
-  // a process group of its own.
+  // Something runs beside the steps: it needs a process group of its own, and no step may wait for another rank's but
+  // through the algorithm.
   bool runsInBackground = false;
+  // Ranks may take different numbers of steps.
+  bool stepsMayDiffer = false;
   std::vector<OptionInfo> options;
   std::function<std::unique_ptr<Algorithm>(const Options&)> create;
 };

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "algorithms/stage.h"
@@ -11,7 +12,8 @@ namespace bagua {
 
 // One gradient of a bucket.
 struct BucketEntry {
-  // The parameter's position among those that the algorithm was given; -1 where it was given none.
+  // The parameter's position among those that the algorithm was given. Where it was given none: in the order in which
+  // DDP first handed the gradients over, which is the same on all ranks, and stays when DDP rebuilds its buckets.
   int64_t parameter = -1;
   // A view of the bucket's flat tensor, laid out as the parameter is.
   at::Tensor gradient;
@@ -21,7 +23,14 @@ struct BucketEntry {
 struct Bucket {
   at::Tensor flat;
   std::vector<BucketEntry> entries = {};
+  // Synchronised backwards before this one, in earlier runs too where this one continues a checkpoint.
+  int64_t step = 0;
+  // For whatever is drawn at random: of the step and the first parameter, the same on all ranks.
+  uint64_t key = 0;
   StageSeconds seconds = {};
 };
+
+// Bucket::key.
+uint64_t bucketKey(uint64_t seed, int64_t step, const std::vector<BucketEntry>& entries);
 
 }  // namespace bagua

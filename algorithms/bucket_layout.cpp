@@ -5,6 +5,9 @@
 #include <c10/util/Exception.h>
 
 #include <set>
+#include <string>
+
+#include "backend/operation/hash.h"
 
 namespace bagua {
 namespace {
@@ -23,26 +26,65 @@ std::vector<int64_t> positionsOf(const std::vector<BucketEntry>& entries) {
   return positions;
 }
 
+uint64_t hashOf(const std::vector<std::vector<BucketEntry>>& parts) {
+  uint64_t hash = kHashSeed;
+  for (const auto& part : parts) {
+    hash = mix(hash, part.size());
+    for (const auto& entry : part) hash = mix(hash, static_cast<uint64_t>(entry.parameter)) ^ (hash >> 29U);
+  }
+  return hash;
+}
+
+// "5-3, 8": neighbouring positions in one, upwards or downwards.
+std::string textOf(const std::vector<BucketEntry>& part) {
+  std::string text;
+  for (size_t begin = 0, end = 0; begin < part.size(); begin = end) {
+    const int64_t first = part[begin].parameter;
+    const int64_t direction = begin + 1 < part.size() ? part[begin + 1].parameter - first : 0;
+    end = begin + 1;
+    while ((direction == 1 || direction == -1) && end < part.size() &&
+           part[end].parameter == part[end - 1].parameter + direction) {
+      ++end;
+    }
+    text += c10::str(text.empty() ? "" : ", ", first);
+    if (end > begin + 1) text += c10::str("-", part[end - 1].parameter);
+  }
+  return text;
+}
+
 }  // namespace
 
+uint64_t bucketKey(uint64_t seed, int64_t step, const std::vector<BucketEntry>& entries) {
+  const int64_t first = entries.empty() ? -1 : entries.front().parameter;
+  return mix(mix(mix(kHashSeed, seed), static_cast<uint64_t>(step)), static_cast<uint64_t>(first));
+}
+
 BucketLayouts::BucketLayouts(const std::vector<at::Tensor>& parameters, int64_t unusualSteps)
-    : unusualSteps_(unusualSteps) {
+    : isLearning_(parameters.empty()), unusualSteps_(unusualSteps) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     positions_.emplace(parameters[i].unsafeGetTensorImpl(), static_cast<int64_t>(i));
   }
 }
 
-std::vector<BucketEntry> BucketLayouts::entriesOf(const c10d::GradBucket& gradients) const {
+int64_t BucketLayouts::positionOf(const at::Tensor& parameter) {
+  const auto known = positions_.find(parameter.unsafeGetTensorImpl());
+  if (known != positions_.end()) return known->second;
+  TORCH_CHECK(isLearning_, "bagua: DDP handed over the gradient of a parameter that the model did ",
+              "not have when the hook was registered: register the hook again on a new DistributedDataParallel");
+  const auto position = static_cast<int64_t>(learnt_.size());
+  positions_.emplace(parameter.unsafeGetTensorImpl(), position);
+  learnt_.push_back(parameter);
+  return position;
+}
+
+std::vector<BucketEntry> BucketLayouts::entriesOf(const c10d::GradBucket& gradients) {
   std::vector<BucketEntry> entries;
-  if (positions_.empty() || gradients.getBuffer().is_sparse()) return entries;
+  if (gradients.getBuffer().is_sparse()) return entries;
   const auto parameters = gradients.getParameters();
   int64_t begin = 0;
   for (const auto& parameter : parameters) {
-    const auto position = positions_.find(parameter.unsafeGetTensorImpl());
-    TORCH_CHECK(position != positions_.end(), "bagua: DDP handed over the gradient of a parameter that the model did ",
-                "not have when the hook was registered: register the hook again on a new DistributedDataParallel");
     const at::Tensor slice = gradients.getBuffer().narrow(0, begin, parameter.numel());
-    entries.push_back({position->second, likeParameter(slice, parameter)});
+    entries.push_back({positionOf(parameter), likeParameter(slice, parameter)});
     begin += parameter.numel();
   }
   return entries;
@@ -66,6 +108,19 @@ std::vector<std::vector<BucketEntry>> BucketLayouts::partsOf(const std::vector<B
   }
   if (covered != bucket.size()) return {bucket};
   return parts;
+}
+
+std::shared_ptr<const GradientList> BucketLayouts::gradientsOf(const std::vector<std::vector<BucketEntry>>& parts) {
+  if (parts.front().empty()) return nullptr;
+  const uint64_t hash = hashOf(parts);
+  auto& known = gradientLists_[hash];
+  if (!known) {
+    std::string text;
+    for (const auto& part : parts) text += c10::str(text.empty() ? "" : "|", textOf(part));
+    known = std::make_shared<const GradientList>(
+        GradientList{.text = text, .hash = static_cast<uint32_t>(hash ^ (hash >> 32U))});
+  }
+  return known;
 }
 
 void BucketLayouts::note(const std::vector<std::vector<BucketEntry>>& parts, bool isFirst, bool isLast) {

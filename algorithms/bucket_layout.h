@@ -3,11 +3,13 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <unordered_map>
 #include <vector>
 
 #include "algorithms/bucket.h"
+#include "backend/operation/operation.h"
 
 namespace bagua {
 
@@ -23,9 +25,14 @@ class BucketLayouts {
   // `unusualSteps`: how many steps of a process come before DDP has rebuilt its buckets.
   BucketLayouts(const std::vector<at::Tensor>& parameters, int64_t unusualSteps);
 
-  [[nodiscard]] std::vector<BucketEntry> entriesOf(const c10d::GradBucket& gradients) const;
+  // Without parameters to recognise, it learns them in the order in which it meets them.
+  [[nodiscard]] std::vector<BucketEntry> entriesOf(const c10d::GradBucket& gradients);
   // The parts of `bucket` that the wanted layout has travel apart, or else the whole. Their entries are in that order.
   [[nodiscard]] std::vector<std::vector<BucketEntry>> partsOf(const std::vector<BucketEntry>& bucket) const;
+
+  // What of them ranks compare and see in messages: "5-3|2-0", parts of one bucket apart. Null where no parameter is
+  // known.
+  std::shared_ptr<const GradientList> gradientsOf(const std::vector<std::vector<BucketEntry>>& parts);
 
   // Notes what has travelled together; `isFirst` and `isLast` of a step.
   void note(const std::vector<std::vector<BucketEntry>>& parts, bool isFirst, bool isLast);
@@ -36,12 +43,19 @@ class BucketLayouts {
   void want(BucketLayout layout) { wanted_ = std::move(layout); }
 
  private:
+  [[nodiscard]] int64_t positionOf(const at::Tensor& parameter);
+
   std::unordered_map<const c10::TensorImpl*, int64_t> positions_;
+  // Those that were learnt, alive: another tensor could take the place of one that is gone.
+  std::vector<at::Tensor> learnt_;
+  const bool isLearning_;
   const int64_t unusualSteps_;
   BucketLayout wanted_;
   BucketLayout current_;
   BucketLayout last_;
   int64_t steps_ = 0;
+  // By their hash: a text is made once for each layout and not for each bucket.
+  std::unordered_map<uint64_t, std::shared_ptr<const GradientList>> gradientLists_;
 };
 
 // Whether both hold the same parameters in the same order.

@@ -22,12 +22,13 @@ c10::intrusive_ptr<c10d::Work> submit(ExecutorProvider& executors, const char* n
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> reduce(ExecutorProvider& executors, const at::Tensor& flat, bool isCompressed,
-                                      const bytegrad::CompressedMean& options) {
-  return submit(executors, "bagua:reduce_bucket", flat, [flat, isCompressed, options](Communicator& communicator) {
-    Bucket bucket{.flat = flat};
-    if (isCompressed) return bytegrad::reduceCompressed(bucket, options, communicator);
-    communicator.allReduce(bucket.flat, options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
-  });
+                                      const compressed::MeanOptions& options) {
+  return submit(executors, "bagua:reduce_bucket", flat,
+                [flat = flat, isCompressed, options](Communicator& communicator) mutable {
+                  StageSeconds seconds;
+                  if (isCompressed) return compressed::reduceToMean(flat, options, {}, seconds, communicator);
+                  communicator.allReduce(flat, options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+                });
 }
 
 c10::intrusive_ptr<c10d::Work> averagePeers(ExecutorProvider& executors, const at::Tensor& flat, int64_t exchange,

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "algorithms/bytegrad/compressed_mean.h"
+#include "algorithms/compressed/mean.h"
 #include "algorithms/low_precision_decentralized/ring_exchange.h"
 #include "backend/executor.h"
 
@@ -15,7 +15,7 @@ namespace bagua::bucket_operations {
 
 // Mean or sum over the ranks; `isCompressed`: with 8-bit messages (then `options.hierarchical` counts).
 c10::intrusive_ptr<c10d::Work> reduce(ExecutorProvider& executors, const at::Tensor& flat, bool isCompressed,
-                                      const bytegrad::CompressedMean& options);
+                                      const compressed::MeanOptions& options);
 
 // Exchange number `exchange` of weights, see PeerAverage.
 c10::intrusive_ptr<c10d::Work> averagePeers(ExecutorProvider& executors, const at::Tensor& flat, int64_t exchange,

@@ -5,16 +5,37 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "algorithms/profiler_handover.h"
 #include "algorithms/registry.h"
-#include "backend/sparse_reduction.h"
+#include "algorithms/weights.h"
+#include "backend/operation/sparse_reduction.h"
 
 namespace bagua {
 namespace {
 
+// Of all that algorithms draw at random.
+constexpr uint64_t kSeed = 0;
+
 std::unique_ptr<Algorithm> create(const std::string& name, const std::map<std::string, OptionValue>& options) {
   const auto& info = AlgorithmRegistry::find(name);
   return info.create(Options(name, info.options, options));
+}
+
+constexpr const char* kSuccessor = "gradient_allreduce";
+
+constexpr AgreementWords kOfLeaving{"could not remove its algorithm",
+                                    "removes its algorithm at another moment than rank 0",
+                                    "removes its algorithm with an optimizer of another state than rank 0"};
+
+constexpr AgreementWords kOfSynchronizing{"could not synchronise its weights",
+                                          "synchronises its weights at another moment than rank 0",
+                                          "synchronises its weights at another moment than rank 0"};
+
+std::shared_ptr<const std::string> configurationOf(const std::string& name, const Options& options) {
+  return std::make_shared<const std::string>(name + "(" + options.toString() + ")");
 }
 
 // What DDP waits for where nothing travels.
@@ -41,10 +62,18 @@ HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string,
       group_(std::move(group)),
       parameters_(std::move(parameters)),
       actsOnWeights_(!AlgorithmRegistry::find(algorithm).optimizer.empty()),
+      countsSteps_(AlgorithmRegistry::find(algorithm).runsInBackground &&
+                   !AlgorithmRegistry::find(algorithm).stepsMayDiffer),
       isFirstStatic_(isStaticGraph),
       layouts_(parameters_, isStaticGraph ? 2 : 1),
       algorithm_(create(algorithm, options)),
-      configuration_(std::make_shared<const std::string>(name_ + "(" + options_.toString() + ")")) {}
+      configuration_(configurationOf(name_, options_)) {}
+
+void HookRunner::useModel(std::vector<int64_t> layers, std::vector<at::Tensor> buffers) {
+  layers_ = std::move(layers);
+  buffers_ = std::move(buffers);
+  algorithm_->useModel(*this);
+}
 
 // The first program connects the ranks, for which they wait for each other: here and not in a training step.
 void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
@@ -56,6 +85,7 @@ void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
 
 void HookRunner::useTopology(const HostTopology& topology) {
   spansHosts_ = topology.hostCount() > 1;
+  hostRanks_ = topology.ranksOf(topology.hostOf(rank()));
   algorithm_->useTopology(topology);
 }
 
@@ -76,6 +106,7 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
                                                         bool isFirst, bool isLast) {
   const auto parts = layouts_.partsOf(entries);
   layouts_.note(parts, isFirst, isLast);
+  if (isFirst) ++step_;
   const bool travels = algorithm_->reducesGradients();
   {
     const std::lock_guard<std::mutex> lock(ledger_->mutex);
@@ -86,30 +117,35 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
   if (!travels) return {};
   // The end of backward waits for it.
   const auto wait = algorithm_->bucketsMayOverlap() ? Wait::kNowInAnyOrder : Wait::kNow;
-  return submitTo(*group_, "bagua:reduce_bucket", {flat}, wait,
-                  [algorithm = algorithm_, gradients = flat, entries, parts](Communicator& communicator,
-                                                                             StageSeconds& seconds) mutable {
-                    reduce(*algorithm, gradients, entries, parts, communicator, seconds);
-                  });
+  return submitTo(
+      host_ ? *host_ : *group_, "bagua:reduce_bucket", {flat}, wait,
+      [algorithm = algorithm_, handover = Handover{flat, entries, parts, step_ - 1}](Communicator& communicator,
+                                                                                     StageSeconds& seconds) mutable {
+        reduce(*algorithm, handover, communicator, seconds);
+      },
+      layouts_.gradientsOf(parts));
 }
 
-void HookRunner::reduce(Algorithm& algorithm, at::Tensor& gradients, const std::vector<BucketEntry>& whole,
-                        const std::vector<std::vector<BucketEntry>>& parts, Communicator& communicator,
-                        StageSeconds& seconds) {
+void HookRunner::reduce(Algorithm& algorithm, Handover& handover, Communicator& communicator, StageSeconds& seconds) {
+  auto& [gradients, whole, parts, step] = handover;
+  const auto reduceBucket = [&](Bucket& bucket, int64_t number) {
+    bucket.step = number;
+    bucket.key = bucketKey(kSeed, number, bucket.entries);
+    algorithm.reduce(bucket, communicator);
+    addTo(seconds, bucket.seconds);
+  };
   if (gradients.is_sparse()) {
     const Stage stage(seconds, "sparse_allreduce");
     return allReduceSparse(communicator, gradients, algorithm.averages());
   }
   if (parts.size() == 1 && isSameOrder(parts[0], whole)) {
     Bucket bucket{.flat = gradients, .entries = whole};
-    algorithm.reduce(bucket, communicator);
-    return addTo(seconds, bucket.seconds);
+    return reduceBucket(bucket, step);
   }
   for (const auto& part : parts) {
     Bucket bucket = gatherPart(part);
-    algorithm.reduce(bucket, communicator);
+    reduceBucket(bucket, step);
     scatterPart(bucket, part);
-    addTo(seconds, bucket.seconds);
   }
 }
 
@@ -119,9 +155,34 @@ void HookRunner::queueAfterBackward() {
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->afterBackward(); });
 }
 
+void HookRunner::atBackward(bool isBypassed) {
+  // That of a forward under no_sync() is none of ours.
+  if (!isAnnounced_) return;
+  if (isBeforeStep_ && haveGradientsGone()) wasStepSkipped_ = true;
+  if (!isBypassed) return;
+  ++step_;
+  {
+    const std::lock_guard<std::mutex> lock(ledger_->mutex);
+    ++ledger_->stats.steps;
+  }
+  queueAfterBackward();
+}
+
+bool HookRunner::haveGradientsGone() const {
+  const at::NoGradGuard noGrad;
+  return std::none_of(parameters_.begin(), parameters_.end(), [](const at::Tensor& parameter) {
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) return false;
+    return gradient.is_sparse() ? gradient._nnz() > 0 : gradient.any().item<bool>();
+  });
+}
+
 void HookRunner::afterBackward() {
   const at::NoGradGuard noGrad;
   isAnnounced_ = false;
+  if (std::exchange(wasStepSkipped_, false)) algorithm_->afterSkippedStep(*this);
+  isBeforeStep_ = true;
+  forwards_.clear();
   algorithm_->afterBackward(*this);
 }
 
@@ -137,7 +198,8 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitInBackground(const char* name, 
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, const char* name,
-                                                    const std::vector<at::Tensor>& tensors, Wait wait, Task task) {
+                                                    const std::vector<at::Tensor>& tensors, Wait wait, Task task,
+                                                    std::shared_ptr<const GradientList> gradients) {
   const at::Tensor& first = tensors.front();
   int64_t numel = 0;
   for (const auto& tensor : tensors) numel += tensor.numel();
@@ -145,6 +207,7 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
     const std::lock_guard<std::mutex> lock(ledger_->mutex);
     ledger_->stats.logicalBytes += bytesOfAll(tensors);
   }
+  const int64_t step = algorithm_->sendsByStep() ? step_ : algorithm_->commonStep();
   const Operation operation{.type = c10d::OpType::ALLREDUCE,
                             .name = name,
                             .dtype = first.scalar_type(),
@@ -152,7 +215,9 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
                             .timeout = group.timeout(),
                             .mayOverlap = wait == Wait::kNowInAnyOrder,
                             .isProfiled = wait != Wait::kLater,
-                            .configuration = configuration_};
+                            .configuration = configuration_,
+                            .gradients = std::move(gradients),
+                            .step = static_cast<uint32_t>(step)};
   const auto handover = wait != Wait::kLater ? ProfilerHandover::ofThisThread() : ProfilerHandover();
   auto program = [ledger = ledger_, handover, task = std::move(task)](Communicator& communicator) {
     const ProfilerHandover::Scope profiled(handover);
@@ -171,16 +236,39 @@ void HookRunner::countRound() {
   ++ledger_->stats.rounds;
 }
 
+void HookRunner::noteMemory(std::map<std::string, int64_t> bytes) {
+  const std::lock_guard<std::mutex> lock(ledger_->mutex);
+  ledger_->stats.memory = std::move(bytes);
+}
+
 void HookRunner::beforeForward(std::vector<Momentum> momenta) {
   const at::NoGradGuard noGrad;
+  if (countsSteps_ && isBeforeStep_ && haveGradientsGone()) {
+    isBeforeStep_ = false;
+    algorithm_->afterSkippedStep(*this);
+  }
   algorithm_->useMomenta(std::move(momenta));
   algorithm_->beforeForward(*this);
   isAnnounced_ = true;
 }
 
+void HookRunner::checkWeightsAreFree(const char* call) const {
+  TORCH_CHECK(!forwards_.any(), "bagua: ", call, " of algorithm '", name_, "' on rank ", rank(),
+              " comes between a forward and its backward, which needs the weights as they are: call it after the "
+              "backward. If none is to follow, let go of what the forward returned (del loss) before");
+}
+
 void HookRunner::afterStep() {
   const at::NoGradGuard noGrad;
+  isBeforeStep_ = false;
   algorithm_->afterStep(*this);
+}
+
+void HookRunner::synchronize() {
+  const at::NoGradGuard noGrad;
+  if (AlgorithmRegistry::find(name_).agreement != Agreement::kEventual) return;
+  checkThatAllCan("synchronize()", kOfSynchronizing, {.text = "synchronize()", .detail = ""});
+  algorithm_->synchronize(*this);
 }
 
 bool HookRunner::abort() {
@@ -190,21 +278,51 @@ bool HookRunner::abort() {
 
 bool HookRunner::resume() { return algorithm_->resume(*this); }
 
-void HookRunner::leave() {
+void HookRunner::leave(const Belongings& belongings) {
   const at::NoGradGuard noGrad;
-  algorithm_->leave(*this);
-  algorithm_ = create("gradient_allreduce", {});
+  if (AlgorithmRegistry::find(name_).agreement == Agreement::kEventual) makeEqual(belongings);
+  algorithm_ = create(kSuccessor, {});
+  configuration_ = configurationOf(kSuccessor, Options(kSuccessor, AlgorithmRegistry::find(kSuccessor).options, {}));
+  actsOnWeights_ = false;
+  countsSteps_ = false;
+  host_.reset();
+  noteMemory({});
+  forwards_.clear();
 }
 
-void HookRunner::load(const AlgorithmState& state, BucketLayout layout) {
+void HookRunner::checkThatAllCan(const char* call, const AgreementWords& words, Registration own) {
+  const at::Device device = parameters_.front().device();
+  if (countsSteps_) own.text += c10::str(" after step ", algorithm_->commonStep());
+  try {
+    checkWeightsAreFree(call);
+  } catch (...) {
+    // The other ranks may have found nothing wrong and wait for this one.
+    agreeOn({}, words, meetingGroup(), device);
+    throw;
+  }
+  agreeOn(own, words, meetingGroup(), device);
+}
+
+void HookRunner::makeEqual(const Belongings& belongings) {
+  checkThatAllCan("remove()", kOfLeaving, {belongings.moment, belongings.shapes});
+  algorithm_->leave(*this);
+  averageTensors(*this, belongings.gradients);
+  broadcastTensors(*this, belongings.state);
+}
+
+void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t step) {
+  TORCH_CHECK_VALUE(step >= 0, "bagua: the checkpoint was written after ", step, " steps");
   layouts_.check(layout);
   algorithm_->load(state, *this);
   layouts_.want(std::move(layout));
+  step_ = step;
 }
 
 HookStats HookRunner::stats() const {
   const std::lock_guard<std::mutex> lock(ledger_->mutex);
-  return ledger_->stats;
+  HookStats stats = ledger_->stats;
+  stats.stateBytes = algorithm_->stateBytes();
+  return stats;
 }
 
 }  // namespace bagua

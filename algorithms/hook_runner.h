@@ -6,8 +6,10 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include "algorithms/agreement.h"
 #include "algorithms/algorithm.h"
 #include "algorithms/bucket_layout.h"
+#include "algorithms/outstanding_forwards.h"
 #include "backend/executor.h"
 
 namespace bagua {
@@ -23,6 +25,10 @@ struct HookStats {
   // What this rank sent to other ranks for them.
   Traffic traffic;
   StageSeconds seconds;
+  // Memory that the algorithm keeps between steps.
+  int64_t stateBytes = 0;
+  // What the algorithm holds beside the model, in bytes.
+  std::map<std::string, int64_t> memory;
 };
 
 // An algorithm at work on one model: turns each bucket that DDP hands over into a program, tells the algorithm how far
@@ -33,6 +39,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Without `parameters` it serves algorithms that only know gradients. `isStaticGraph`: of the DDP model.
   HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options,
              std::shared_ptr<ExecutorProvider> group, std::vector<at::Tensor> parameters, bool isStaticGraph = false);
+  // What StepContext tells of the model besides its parameters; before the ranks agree.
+  void useModel(std::vector<int64_t> layers, std::vector<at::Tensor> buffers);
   // For algorithms that declare runsInBackground, before the first step. Collective.
   void useBackground(std::shared_ptr<ExecutorProvider> group);
 
@@ -47,18 +55,51 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void afterBackward();
 
   void useTopology(const HostTopology& topology);
+  // Before the first step, where they are known.
+  void useParameters(const std::vector<ParameterFacts>& facts) { algorithm_->useParameters(facts); }
   // Whether gradients travel between hosts, where they had better leave early and in small buckets.
-  [[nodiscard]] bool wantsSmallBuckets() const { return spansHosts_ && algorithm_->reducesGradients(); }
+  [[nodiscard]] bool wantsSmallBuckets() const {
+    return spansHosts_ && algorithm_->reducesGradients() && !algorithm_->staysInHost();
+  }
+  // The ranks of this host, where gradients stay inside it, else none. After useTopology().
+  [[nodiscard]] std::vector<int> hostRanks() const {
+    return algorithm_->staysInHost() ? hostRanks_ : std::vector<int>();
+  }
+  // A group of these; before the first step.
+  void useHost(std::shared_ptr<ExecutorProvider> group) { host_ = std::move(group); }
+  // Whether DDP has to gather the gradients of the step at hand.
+  [[nodiscard]] bool reducesGradients() const { return algorithm_->reducesGradients(); }
   void beforeForward(std::vector<Momentum> momenta);
+  // The end of such a forward: what it returned.
+  void afterForward(const std::vector<at::Tensor>& outputs) { forwards_.add(outputs); }
+  // The start of a backward, on the thread that computes the first gradient, before any is added to what is there. Of a
+  // backward that `isBypassed` DDP hands over nothing.
+  void atBackward(bool isBypassed);
   void afterStep();
+  // Whether a synchronised backward has come since the optimizer's last step.
+  [[nodiscard]] bool isBeforeStep() const { return isBeforeStep_; }
+  // Throws on all ranks, and changes nothing, unless all of them can. Collective.
+  void synchronize();
   bool abort();
   bool resume();
-  // From the next bucket on the gradients are averaged in full precision, as by DDP without a hook. Collective.
-  void leave();
+  // What a model of its own has on every rank, where ranks differ: the optimizer's state, and the gradients that it has
+  // not taken yet. `moment` and `shapes` tell ranks apart that are not at the same place.
+  struct Belongings {
+    std::string moment;
+    std::string shapes;
+    std::vector<at::Tensor> state;
+    std::vector<at::Tensor> gradients;
+  };
+  // From the next bucket on the gradients are averaged in full precision, as by DDP without a hook. Where ranks may
+  // differ it makes them equal: weights and gradients are averaged, the optimizer's state is rank 0's. Throws on all
+  // ranks, and changes nothing, unless all of them can leave. Collective.
+  void leave(const Belongings& belongings);
 
   [[nodiscard]] AlgorithmState state() const { return algorithm_->state(); }
   [[nodiscard]] const BucketLayout& layout() const { return layouts_.last(); }
-  void load(const AlgorithmState& state, BucketLayout layout);
+  // Synchronised backwards so far, in this run and in those that it continues.
+  [[nodiscard]] int64_t step() const { return step_; }
+  void load(const AlgorithmState& state, BucketLayout layout, int64_t step);
 
   [[nodiscard]] HookStats stats() const;
   [[nodiscard]] const std::string& name() const { return name_; }
@@ -73,38 +114,65 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
 
   [[nodiscard]] const std::string& algorithm() const override { return name_; }
   [[nodiscard]] const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  [[nodiscard]] const std::vector<int64_t>& layers() const override { return layers_; }
+  [[nodiscard]] const std::vector<at::Tensor>& buffers() const override { return buffers_; }
   [[nodiscard]] int rank() const override { return group_->identity().rank; }
   [[nodiscard]] int size() const override { return group_->identity().size; }
+  void checkWeightsAreFree(const char* call) const override;
   c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                         Task task) override;
   c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
                                                     Task task) override;
   void countRound() override;
+  void noteMemory(std::map<std::string, int64_t> bytes) override;
 
+  // Where all ranks are at the same step when they make themselves equal: a rank that is at another one, and waits in a
+  // round, finds out at once.
+  [[nodiscard]] ExecutorProvider& meetingGroup() const { return countsSteps_ ? *background_ : *group_; }
+  void checkThatAllCan(const char* call, const AgreementWords& words, Registration own);
+  [[nodiscard]] bool haveGradientsGone() const;
   c10::intrusive_ptr<c10d::Work> submitTo(ExecutorProvider& group, const char* name,
-                                          const std::vector<at::Tensor>& tensors, Wait wait, Task task);
-  // Reduces what DDP handed over; `parts` as BucketLayouts::partsOf makes them.
-  static void reduce(Algorithm& algorithm, at::Tensor& gradients, const std::vector<BucketEntry>& whole,
-                     const std::vector<std::vector<BucketEntry>>& parts, Communicator& communicator,
-                     StageSeconds& seconds);
+                                          const std::vector<at::Tensor>& tensors, Wait wait, Task task,
+                                          std::shared_ptr<const GradientList> gradients = nullptr);
+  void makeEqual(const Belongings& belongings);
+  // What DDP handed over in a step; `parts` as BucketLayouts::partsOf makes them.
+  struct Handover {
+    at::Tensor gradients;
+    std::vector<BucketEntry> whole;
+    std::vector<std::vector<BucketEntry>> parts;
+    int64_t step = 0;
+  };
+  static void reduce(Algorithm& algorithm, Handover& handover, Communicator& communicator, StageSeconds& seconds);
   void queueAfterBackward();
 
   const std::string name_;
   const Options options_;
   const std::shared_ptr<ExecutorProvider> group_;
   std::shared_ptr<ExecutorProvider> background_;
+  std::shared_ptr<ExecutorProvider> host_;
+  std::vector<int> hostRanks_;
   const std::vector<at::Tensor> parameters_;
-  const bool actsOnWeights_;
+  std::vector<int64_t> layers_;
+  std::vector<at::Tensor> buffers_;
+  bool actsOnWeights_;
+  // Whether the algorithm is told of skipped steps, too.
+  bool countsSteps_;
   // In the first step of a static graph DDP hands over all buckets, none of them as the last, at the end of backward.
   bool isFirstStatic_;
   // Whether the coming backward is one of a forward that the algorithm has seen.
   bool isAnnounced_ = false;
+  // Since the last synchronised backward.
+  OutstandingForwards forwards_;
+  bool isBeforeStep_ = false;
+  // Whether the step before the backward at hand was skipped, which was seen too late to tell the algorithm.
+  bool wasStepSkipped_ = false;
   bool spansHosts_ = false;
   const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
   BucketLayouts layouts_;
+  int64_t step_ = 0;
   std::shared_ptr<Algorithm> algorithm_;
   // As the ranks compare it in every program.
-  const std::shared_ptr<const std::string> configuration_;
+  std::shared_ptr<const std::string> configuration_;
 };
 
 }  // namespace bagua

@@ -25,9 +25,9 @@ void gatherInHost(at::Tensor& flat, const HostLanes& lanes, Communicator& commun
   communicator.allToAllInHost(flat, sent, lanes.ownedByPeers(), lanes.ownedBySelf());
 }
 
-std::vector<std::vector<at::Tensor>> swapLanes(const std::vector<at::Tensor>& messages,
-                                               const std::vector<int>& partners, const HostLanes& lanes,
-                                               Communicator& communicator) {
+std::vector<std::vector<at::Tensor>> exchangeLanes(const std::vector<at::Tensor>& messages,
+                                                   const std::vector<int>& partners, const HostLanes& lanes,
+                                                   Communicator& communicator) {
   const int first = lanes.firstLane(communicator.rank());
   const auto count = static_cast<int>(messages.size());
   // Every rank owns a lane, see HostLanes.

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "backend/communicator.h"
-#include "backend/host_lanes.h"
+#include "backend/topology/host_lanes.h"
 
 namespace bagua {
 
@@ -15,11 +15,12 @@ void reduceInHost(at::Tensor& flat, const HostLanes& lanes, float divisor, Commu
 // Everybody on the host receives the lanes of everybody else.
 void gatherInHost(at::Tensor& flat, const HostLanes& lanes, Communicator& communicator);
 
-// The step between hosts where a host has few partners: the owners of each lane swap messages with the owners of the
-// same lane on the `partners` of their host, which are the same on all ranks of a host and have this host as a partner.
-// `messages` holds one per owned lane, of one length on all hosts. Returns, per owned lane, what each partner sent.
-std::vector<std::vector<at::Tensor>> swapLanes(const std::vector<at::Tensor>& messages,
-                                               const std::vector<int>& partners, const HostLanes& lanes,
-                                               Communicator& communicator);
+// The step between hosts where a host has few partners: the owners of each lane exchange messages with the owners of
+// the same lane on the `partners` of their host, which are the same on all ranks of a host and have this host as a
+// partner. `messages` holds one per owned lane, of one length on all hosts. Returns, per owned lane, what each partner
+// sent.
+std::vector<std::vector<at::Tensor>> exchangeLanes(const std::vector<at::Tensor>& messages,
+                                                   const std::vector<int>& partners, const HostLanes& lanes,
+                                                   Communicator& communicator);
 
 }  // namespace bagua

@@ -26,7 +26,7 @@ std::string namesOf(const std::vector<OptionInfo>& declared) {
 
 std::string toString(const OptionValue& value) {
   if (const auto* flag = std::get_if<bool>(&value)) return *flag ? "True" : "False";
-  if (const auto* text = std::get_if<std::string>(&value)) return "'" + *text + "'";
+  if (const auto* text = std::get_if<std::string>(&value)) return text->empty() ? "None" : "'" + *text + "'";
   std::ostringstream number;
   std::visit([&](const auto& plain) { number << plain; }, value);
   return number.str();

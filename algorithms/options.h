@@ -9,6 +9,7 @@
 
 namespace bagua {
 
+// An empty string is Python's None.
 using OptionValue = std::variant<bool, int64_t, double, std::string>;
 
 struct OptionInfo {
@@ -17,7 +18,7 @@ struct OptionInfo {
   std::string summary;
 };
 
-// "True", "3", "0.5", "'all'": as Python writes it.
+// "True", "3", "0.5", "'all'", "None": as Python writes it.
 std::string toString(const OptionValue& value);
 
 // The options of one algorithm: every declared one has a value of its declared type.

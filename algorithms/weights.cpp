@@ -6,6 +6,8 @@
 
 #include <limits>
 
+#include "backend/operation/sparse_reduction.h"
+
 namespace bagua {
 
 WeightBucket::WeightBucket(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {
@@ -22,10 +24,25 @@ void WeightBucket::forEachPart(const at::Tensor& flat, Visit&& visit) const {
   }
 }
 
-at::Tensor WeightBucket::pack() const {
-  at::Tensor flat = at::empty({numel_}, parameters_.front().options().memory_format(std::nullopt));
+at::Tensor WeightBucket::pack() const { return packAs(parameters_.front().scalar_type()); }
+
+at::Tensor WeightBucket::packAs(at::ScalarType dtype) const {
+  at::Tensor flat = at::empty({numel_}, parameters_.front().options().dtype(dtype).memory_format(std::nullopt));
   forEachPart(flat, [](const at::Tensor& parameter, const at::Tensor& part) { part.copy_(parameter); });
   return flat;
+}
+
+at::Tensor WeightBucket::subtractedFrom(const at::Tensor& flat) const {
+  at::Tensor difference = flat.clone();
+  forEachPart(difference, [](const at::Tensor& parameter, const at::Tensor& part) { part.sub_(parameter); });
+  return difference;
+}
+
+void WeightBucket::mixWith(const at::Tensor& flat, double mixing) const {
+  if (mixing == 0) return unpack(flat);
+  forEachPart(flat, [mixing](const at::Tensor& parameter, const at::Tensor& part) {
+    parameter.copy_(part.lerp(parameter.to(part.scalar_type()), mixing));
+  });
 }
 
 void WeightBucket::unpack(const at::Tensor& flat) const {
@@ -77,8 +94,9 @@ void unpackAll(const std::vector<WeightBucket>& buckets, const std::vector<at::T
 namespace {
 
 template <typename Call>
-void replaceWeights(StepContext& context, const char* name, Call call) {
-  const auto buckets = weightBuckets(context.parameters());
+void replace(StepContext& context, const std::vector<at::Tensor>& tensors, const char* name, Call call) {
+  if (tensors.empty()) return;
+  const auto buckets = weightBuckets(tensors);
   std::vector<at::Tensor> flats = packAll(buckets);
   context
       .submit(name, flats, StepContext::Wait::kNow,
@@ -92,15 +110,32 @@ void replaceWeights(StepContext& context, const char* name, Call call) {
 
 }  // namespace
 
-void averageWeights(StepContext& context) {
-  replaceWeights(context, "bagua:average_weights", [](at::Tensor& flat, Communicator& communicator) {
-    communicator.allReduce(flat, c10d::ReduceOp::AVG);
-  });
+void averageWeights(StepContext& context) { averageTensors(context, context.parameters()); }
+
+void broadcastWeights(StepContext& context) { broadcastTensors(context, context.parameters()); }
+
+void averageTensors(StepContext& context, const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> dense;
+  for (const auto& tensor : tensors) {
+    if (!tensor.is_sparse()) {
+      dense.push_back(tensor);
+      continue;
+    }
+    context
+        .submit("bagua:average_weights", {tensor}, StepContext::Wait::kNow,
+                [sparse = tensor](Communicator& communicator, StageSeconds& seconds) mutable {
+                  const Stage stage(seconds, "bagua:average_weights");
+                  allReduceSparse(communicator, sparse, /*average=*/true);
+                })
+        ->wait(kNoTimeout);
+  }
+  replace(context, dense, "bagua:average_weights",
+          [](at::Tensor& flat, Communicator& communicator) { communicator.allReduce(flat, c10d::ReduceOp::AVG); });
 }
 
-void broadcastWeights(StepContext& context) {
-  replaceWeights(context, "bagua:broadcast_weights",
-                 [](at::Tensor& flat, Communicator& communicator) { communicator.broadcast(flat, 0); });
+void broadcastTensors(StepContext& context, const std::vector<at::Tensor>& tensors) {
+  replace(context, tensors, "bagua:broadcast_weights",
+          [](at::Tensor& flat, Communicator& communicator) { communicator.broadcast(flat, 0); });
 }
 
 int64_t versionOf(const std::vector<at::Tensor>& parameters) {

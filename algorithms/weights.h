@@ -18,6 +18,12 @@ class WeightBucket {
   [[nodiscard]] int64_t numel() const { return numel_; }
   // A new flat tensor with the values of the parameters, one after another.
   [[nodiscard]] at::Tensor pack() const;
+  // The same in another dtype.
+  [[nodiscard]] at::Tensor packAs(at::ScalarType dtype) const;
+  // `flat` less the parameters, in the dtype of `flat`.
+  [[nodiscard]] at::Tensor subtractedFrom(const at::Tensor& flat) const;
+  // The parameters become mixing * parameters + (1 - mixing) * flat, computed in the dtype of `flat`.
+  void mixWith(const at::Tensor& flat, double mixing) const;
   // Overwrites the parameters.
   void unpack(const at::Tensor& flat) const;
   // Adds to the parameters; rounds once, to their dtype, whatever the dtype of `flat`.
@@ -31,6 +37,9 @@ class WeightBucket {
   int64_t numel_ = 0;
 };
 
+// The dtype in which weights of `dtype` are computed with: float64 of float64, else float32.
+inline at::ScalarType computeTypeOf(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
 // The parameters in reversed order, roughly that of their gradients; a bucket is closed when it has reached
 // `bucketBytes`. Reduced the same way on every rank.
 std::vector<WeightBucket> weightBuckets(const std::vector<at::Tensor>& parameters, int64_t bucketBytes);
@@ -43,6 +52,9 @@ void unpackAll(const std::vector<WeightBucket>& buckets, const std::vector<at::T
 // Blocks until all ranks hold the mean of their weights, or those of rank 0. Collective.
 void averageWeights(StepContext& context);
 void broadcastWeights(StepContext& context);
+// The same for other tensors, as many and of the same shapes on all ranks; those to be averaged may be sparse.
+void averageTensors(StepContext& context, const std::vector<at::Tensor>& tensors);
+void broadcastTensors(StepContext& context, const std::vector<at::Tensor>& tensors);
 
 // Counts the changes made to the parameters: another number, other weights.
 int64_t versionOf(const std::vector<at::Tensor>& parameters);

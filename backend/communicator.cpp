@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/communicator.h"
 
+#include "backend/operation/tensor_bytes.h"
+
 namespace bagua {
 
 Traffic& Traffic::operator+=(const Traffic& other) {
@@ -46,9 +48,9 @@ void Communicator::countSentEvenly(int64_t bytes) {
 }
 
 void Communicator::countSentParts(const at::Tensor& input, const Splits& splits) {
-  const auto itemSize = static_cast<int64_t>(input.element_size());
-  if (splits.empty()) return countSentToEach(input.numel() / size_ * itemSize);
-  for (int peer = 0; peer < size_; ++peer) countSentTo(peer, splits[peer] * itemSize);
+  const int64_t item = itemSize(input);
+  if (splits.empty()) return countSentToEach(input.numel() / size_ * item);
+  for (int peer = 0; peer < size_; ++peer) countSentTo(peer, splits[peer] * item);
 }
 
 }  // namespace bagua

@@ -10,8 +10,8 @@
 #include <memory>
 #include <vector>
 
-#include "backend/program_fingerprint.h"
-#include "backend/topology.h"
+#include "backend/operation/program_fingerprint.h"
+#include "backend/topology/topology.h"
 #include "backend/torch_compat.h"
 
 namespace bagua {
@@ -75,8 +75,8 @@ class Communicator {
   }
   // allGather and allToAll of byte tensors, with a pipeline where the transport has one; elsewhere its steps are taken
   // once, before and after. This rank's part for itself does not travel: what its place in `output` holds is undefined
-  // until a step writes it after receiving, and it is no longer than the others. Of the ranks of one host either all
-  // have parts for each other or none has.
+  // until a step writes it after receiving. Steps are taken up to the end of the longest part of another rank. Of the
+  // ranks of one host either all have parts for each other or none has.
   virtual void allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline);
   virtual void allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                                 const Splits& inputSplits, const Pipeline& pipeline);

@@ -27,6 +27,15 @@ bool read(const std::string& text, Number& number) {
   return error == std::errc() && stop == end;
 }
 
+int64_t readDefaultBucketBytes() {
+  const auto text = c10::utils::get_env("BAGUA_DEFAULT_BUCKET_SIZE");
+  if (!text || text->empty()) return int64_t{10} << 20;
+  int64_t bytes = 0;
+  TORCH_CHECK_VALUE(read(*text, bytes) && bytes > 0,
+                    "bagua: BAGUA_DEFAULT_BUCKET_SIZE is to be a positive number of bytes, got '", *text, "'");
+  return bytes;
+}
+
 }  // namespace
 
 std::optional<std::string> hostId() {
@@ -35,14 +44,32 @@ std::optional<std::string> hostId() {
   return value;
 }
 
+HostTransport hostTransport() {
+  static const HostTransport transport = [] {
+    const auto text = firstOf({"BAGUA_HOST_TRANSPORT"}).value_or("sockets");
+    TORCH_CHECK_VALUE(text == "sockets" || text == "gloo",
+                      "bagua: BAGUA_HOST_TRANSPORT is to be 'sockets' or 'gloo', got '", text, "'");
+    return text == "gloo" ? HostTransport::kGloo : HostTransport::kSockets;
+  }();
+  return transport;
+}
+
+std::optional<std::string> socketInterface() { return firstOf({"BAGUA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}); }
+
+std::optional<std::string> masterAddress() { return firstOf({"MASTER_ADDR"}); }
+
+int socketConnections() {
+  const auto text = firstOf({"BAGUA_SOCKET_CONNECTIONS"});
+  int count = 8;
+  TORCH_CHECK_VALUE(!text || (read(*text, count) && count >= 1 && count <= 64),
+                    "bagua: BAGUA_SOCKET_CONNECTIONS is to be a number from 1 to 64, got '", *text, "'");
+  return count;
+}
+
 bool usesSharedMemory() { return c10::utils::get_env("BAGUA_SHARED_MEMORY") != "0"; }
 
 int64_t defaultBucketBytes() {
-  const auto text = c10::utils::get_env("BAGUA_DEFAULT_BUCKET_SIZE");
-  if (!text || text->empty()) return int64_t{10} << 20;
-  int64_t bytes = 0;
-  TORCH_CHECK_VALUE(read(*text, bytes) && bytes > 0,
-                    "bagua: BAGUA_DEFAULT_BUCKET_SIZE is to be a positive number of bytes, got '", *text, "'");
+  static const int64_t bytes = readDefaultBucketBytes();
   return bytes;
 }
 
@@ -68,6 +95,9 @@ bool writesFlightRecorder() {
   return !text || (*text != "0" && *text != "false");
 }
 
-bool checksPrograms() { return c10::utils::get_env("BAGUA_CHECK_PROGRAMS") != "0"; }
+bool checksPrograms() {
+  static const bool checks = c10::utils::get_env("BAGUA_CHECK_PROGRAMS") != "0";
+  return checks;
+}
 
 }  // namespace bagua::config

@@ -7,11 +7,27 @@
 #include <optional>
 #include <string>
 
-// Every environment variable that bagua reads. docs/settings.md lists them.
+// Every environment variable that bagua reads. docs/settings.md lists them. One that changes what travels between ranks
+// is read once in a process and has a field in rank_record.cpp, so that what ranks compare is what they use.
 namespace bagua::config {
 
 // BAGUA_HOST_ID: ranks with different values count as being on different hosts (as NCCL_HOSTID does for NCCL).
 std::optional<std::string> hostId();
+
+// BAGUA_HOST_TRANSPORT: what carries CPU tensors between hosts: "sockets", our own transport, by default; "gloo".
+// Throws ValueError for anything else.
+enum class HostTransport { kSockets, kGloo };
+HostTransport hostTransport();
+
+// BAGUA_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME: the network interface for CPU tensors.
+std::optional<std::string> socketInterface();
+
+// MASTER_ADDR, torch's: it tells the network between hosts.
+std::optional<std::string> masterAddress();
+
+// BAGUA_SOCKET_CONNECTIONS: the most connections to a process on another host, 8 by default. Throws ValueError unless
+// it is a number from 1 to 64.
+int socketConnections();
 
 // BAGUA_SHARED_MEMORY: "0" has CPU tensors go through the network also between the ranks of one host.
 bool usesSharedMemory();
@@ -32,8 +48,8 @@ size_t recordedOperations();
 // fails.
 bool writesFlightRecorder();
 
-// BAGUA_CHECK_PROGRAMS: "0" saves the message per operation in which ranks on different hosts compare what they are
-// about to do.
+// BAGUA_CHECK_PROGRAMS: with Gloo, "0" saves the message per operation in which ranks on different hosts compare what
+// they are about to do. Our own transport compares at no price, always.
 bool checksPrograms();
 
 }  // namespace bagua::config

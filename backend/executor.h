@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <functional>
 #include <memory>
@@ -9,7 +10,7 @@
 #include <vector>
 
 #include "backend/communicator.h"
-#include "backend/operation.h"
+#include "backend/operation/operation.h"
 #include "backend/torch_compat.h"
 
 namespace bagua {
@@ -18,9 +19,9 @@ namespace bagua {
 using Program = std::function<void(Communicator&)>;
 
 // Runs the programs of one group on one device, first in first out: that one order, the same on every rank, is what
-// allows a program to make several collective calls. On the CPU a thread runs them, or two between hosts, where some
-// may overlap; on CUDA they are enqueued on one communication stream, in the order of submission. All methods may be
-// called from any thread.
+// allows a program to make several collective calls. On the CPU a thread runs them, or several between hosts, where
+// those that may overlap are under way together; on CUDA they are enqueued on one communication stream, in the order of
+// submission. All methods may be called from any thread.
 //
 // A program that throws leaves the ranks out of step, so it fails its Work and every later one of this executor.
 class Executor {
@@ -35,6 +36,11 @@ class Executor {
   static constexpr int kAnySource = -1;
   virtual c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) = 0;
   virtual c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) = 0;
+
+  // See host/monitored_barrier.h. CPU only.
+  virtual void monitoredBarrier(std::chrono::milliseconds /*timeout*/, bool /*waitAllRanks*/) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua: monitored_barrier is for CPU tensors");
+  }
 
   // What is submitted between the two calls is one unit, completed by the Work that endGroup returns. A group that was
   // started and never ended is dropped by the next start: torch's coalescing manager leaves one when an operation in it

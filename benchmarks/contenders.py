@@ -72,9 +72,14 @@ def _torch_hook(hook: Any) -> Callable[[DistributedDataParallel, Any], None]:
     return lambda ddp, optimizer: ddp.register_comm_hook(ddp.process_group, hook)
 
 
-def _power_sgd(ddp: DistributedDataParallel, optimizer: Any) -> None:
-    state = powerSGD_hook.PowerSGDState(ddp.process_group, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+def _torchs_power_sgd(rank: int) -> Callable[[DistributedDataParallel, Any], None]:
+    def register(ddp: DistributedDataParallel, optimizer: Any) -> None:
+        state = powerSGD_hook.PowerSGDState(
+            ddp.process_group, matrix_approximation_rank=rank, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    return register
 
 
 def _ours(name: str, **options: Any) -> Callable[[DistributedDataParallel, Any], bagua.Handle]:
@@ -115,9 +120,12 @@ def ways(stock: str) -> dict[str, Way]:
         f"{stock}, QAdam": Way(stock, _nothing, "QAdam"),
         f"{stock}, fp16 hook": Way(stock, _torch_hook(default_hooks.fp16_compress_hook)),
         f"{stock}, bf16 hook": Way(stock, _torch_hook(default_hooks.bf16_compress_hook)),
-        f"{stock}, PowerSGD hook": Way(stock, _power_sgd),
+        f"{stock}, PowerSGD hook, rank 1": Way(stock, _torchs_power_sgd(1)),
+        f"{stock}, PowerSGD hook, rank 4": Way(stock, _torchs_power_sgd(4)),
         "gradient_allreduce": Way("bagua", _ours("gradient_allreduce")),
         "bytegrad": Way("bagua", _ours("bytegrad")),
+        "powersgd, rank 1": Way("bagua", _ours("powersgd", rank=1, start_step=2)),
+        "powersgd, rank 4": Way("bagua", _ours("powersgd", rank=4, start_step=2)),
         "decentralized": Way("bagua", _ours("decentralized")),
         "low_precision_decentralized": Way("bagua", _ours("low_precision_decentralized")),
         "qadam": Way("bagua", _ours("qadam"), "QAdam"),

@@ -2,7 +2,11 @@
 """Hugging Face accelerate; the lines marked `bagua` are the change.
 
 torchrun --standalone --nproc-per-node 2 examples/with_accelerate.py
+
+With --rounds behind it: weights in rounds, not gradients in steps.
 """
+
+import sys
 
 import bagua
 import torch
@@ -24,7 +28,10 @@ data = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
 
 model, optimizer, data = accelerator.prepare(network, optimizer, data)
 # bagua: on the model that accelerate has wrapped
-handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
+if "--rounds" in sys.argv:
+    handle = bagua.register_comm_hook(model, "local_sgd", optimizer=optimizer, sync_every=10)
+else:
+    handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
 
 for epoch in range(3):
     for x, y in data:
@@ -34,6 +41,7 @@ for epoch in range(3):
         optimizer.step()
     accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}")
 
+handle.synchronize()  # bagua: after rounds all ranks hold the same weights
 stats = handle.stats()
 accelerator.print(f"{stats['logical_bytes']:,} bytes of gradients, {stats['wire_bytes']:,} bytes sent")
 accelerator.end_training()

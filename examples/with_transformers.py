@@ -2,8 +2,11 @@
 """The Trainer of Hugging Face transformers; the lines marked `bagua` are the change.
 
 torchrun --standalone --nproc-per-node 2 examples/with_transformers.py
+
+With --rounds behind it: weights in rounds, not gradients in steps.
 """
 
+import sys
 import tempfile
 from typing import Any
 
@@ -29,9 +32,15 @@ class Compression(TrainerCallback):
     """bagua: registers the algorithm once the Trainer has wrapped the model."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.handle = bagua.register_comm_hook(trainer.model_wrapped, "bytegrad", hierarchical=False)
+        model = trainer.model_wrapped
+        if "--rounds" in sys.argv:
+            options = {"sync_every": 10, "fragments": 2, "delay": 2}
+            self.handle = bagua.register_comm_hook(model, "diloco", optimizer=kwargs["optimizer"], **options)
+        else:
+            self.handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.handle.synchronize()  # after rounds all ranks hold the same weights
         stats = self.handle.stats()
         if state.is_world_process_zero:
             print(f"{stats['logical_bytes']:,} bytes of gradients, {stats['wire_bytes']:,} bytes sent")

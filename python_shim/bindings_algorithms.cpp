@@ -3,17 +3,20 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "algorithms/agreement.h"
 #include "algorithms/bucket_operations.h"
 #include "algorithms/bucket_splitting.h"
 #include "algorithms/comm_hook.h"
+#include "algorithms/compressed/operations.h"
 #include "algorithms/registry.h"
-#include "backend/c10d/backend_executors.h"
-#include "backend/config.h"
-#include "backend/process_group_bagua.h"
+#include "backend/assembly/backend_executors.h"
+#include "backend/process_group/process_group_bagua.h"
 #include "kernels/adam/adam.h"
+#include "kernels/codec.h"
 #include "python_shim/bindings.h"
 
 namespace bagua {
@@ -22,6 +25,42 @@ namespace {
 namespace py = pybind11;
 using OptionValues = std::map<std::string, OptionValue>;
 using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
+
+// Words as "a, b", a mapping as "a=b, c=d"; nothing for other values.
+std::optional<std::string> textOf(const py::handle& value) {
+  std::string text;
+  const auto append = [&](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };
+  if (py::isinstance<py::dict>(value)) {
+    for (const auto& [key, entry] : py::reinterpret_borrow<py::dict>(value)) {
+      if (!py::isinstance<py::str>(key) || !py::isinstance<py::str>(entry)) return std::nullopt;
+      append(py::cast<std::string>(key) + "=" + py::cast<std::string>(entry));
+    }
+    return text;
+  }
+  if (!py::isinstance<py::tuple>(value) && !py::isinstance<py::list>(value)) return std::nullopt;
+  for (const auto& entry : py::reinterpret_borrow<py::sequence>(value)) {
+    if (!py::isinstance<py::str>(entry)) return std::nullopt;
+    append(py::cast<std::string>(entry));
+  }
+  return text;
+}
+
+// Python's None is an empty string, where that is what an option is by default.
+bool takesNone(const std::string& algorithm, const std::string& name) {
+  for (const auto& option : AlgorithmRegistry::find(algorithm).options) {
+    if (option.name == name) return option.defaultValue == OptionValue(std::string());
+  }
+  return false;
+}
+
+py::dict pythonValues(const std::string& algorithm, const OptionValues& values) {
+  py::dict dict;
+  for (const auto& [name, value] : values) {
+    const bool isNone = value == OptionValue(std::string()) && takesNone(algorithm, name);
+    dict[py::str(name)] = isNone ? py::none() : py::cast(value);
+  }
+  return dict;
+}
 
 // Exactly the types of an option: pybind11's own casters would take None for False, and any object with __float__.
 OptionValues optionValues(const std::string& algorithm, const py::dict& given) {
@@ -36,6 +75,10 @@ OptionValues optionValues(const std::string& algorithm, const py::dict& given) {
       converted = py::cast<double>(value);
     } else if (py::isinstance<py::str>(value)) {
       converted = py::cast<std::string>(value);
+    } else if (const auto text = textOf(value)) {
+      converted = *text;
+    } else if (value.is_none() && takesNone(algorithm, py::cast<std::string>(name))) {
+      converted = std::string();
     } else {
       throw py::type_error("option '" + py::cast<std::string>(name) + "' of algorithm '" + algorithm +
                            "' takes a bool, int, float or str, got " + py::cast<std::string>(py::repr(value)));
@@ -55,7 +98,9 @@ py::dict statsDict(const HookRunner& hook) {
   dict["wire_bytes"] = stats.traffic.sentBytes();
   dict["wire_bytes_in_host"] = stats.traffic.inHostBytes;
   dict["wire_bytes_between_hosts"] = stats.traffic.betweenHostsBytes;
+  dict["state_bytes"] = stats.stateBytes;
   dict["seconds"] = stats.seconds;
+  dict["memory"] = stats.memory;
   return dict;
 }
 
@@ -65,7 +110,7 @@ py::dict infoDict(const std::string& name) {
   for (const auto& option : info.options) {
     py::dict entry;
     entry["name"] = option.name;
-    entry["default"] = option.defaultValue;
+    entry["default"] = takesNone(name, option.name) ? py::none() : py::cast(option.defaultValue);
     entry["summary"] = option.summary;
     options.append(entry);
   }
@@ -74,6 +119,8 @@ py::dict infoDict(const std::string& name) {
   dict["summary"] = info.summary;
   dict["optimizer"] = info.optimizer;
   dict["runs_in_background"] = info.runsInBackground;
+  dict["steps_may_differ"] = info.stepsMayDiffer;
+  dict["is_exact"] = info.agreement == Agreement::kIdentical;
   dict["options"] = options;
   return dict;
 }
@@ -93,11 +140,24 @@ Executors executorsOfGroup(const c10::intrusive_ptr<ProcessGroupBagua>& group) {
 }
 
 Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& groupName,
-                               const std::vector<std::string>& hostIds, std::chrono::milliseconds timeout,
+                               const std::vector<std::string>& records, std::chrono::milliseconds timeout,
                                const c10::intrusive_ptr<c10d::Store>& store, const std::vector<uint64_t>& globalRanks) {
   return {
-      std::shared_ptr<BackendExecutors>(new BackendExecutors(backend, groupName, hostIds, timeout, store, globalRanks),
+      std::shared_ptr<BackendExecutors>(new BackendExecutors(backend, groupName, records, timeout, store, globalRanks),
                                         [](BackendExecutors* executors) { withoutGil([=] { delete executors; }); })};
+}
+
+// The same executors, with which a Python object ends: their group, where it was made for them alone.
+Executors withOwned(const Executors& executors, py::object owned) {
+  auto* kept = new py::object(std::move(owned));
+  auto release = [provider = executors.provider, kept](ExecutorProvider*) mutable {
+    provider.reset();
+    // After the interpreter's end there is nothing to drop it with.
+    if (Py_IsInitialized() == 0) return;
+    const py::gil_scoped_acquire gil;
+    delete kept;
+  };
+  return {std::shared_ptr<ExecutorProvider>(executors.provider.get(), std::move(release))};
 }
 
 void bindBucketOperations(py::module& module) {
@@ -127,29 +187,72 @@ void bindBucketOperations(py::module& module) {
       py::arg("hierarchical"), noGil);
 }
 
+// bagua.compressed.
+void bindCompressed(py::module& module) {
+  const auto noGil = py::call_guard<py::gil_scoped_release>();
+  module.def(
+      "compressed_all_reduce",
+      [](const Executors& executors, const at::Tensor& tensor, const std::string& codec, bool average, bool isAwaited) {
+        return compressed::submitAllReduce(*executors.provider, tensor, {codec, average, isAwaited});
+      },
+      py::arg("executors"), py::arg("tensor"), py::arg("codec"), py::arg("average"), py::arg("is_awaited"), noGil);
+  module.def(
+      "compressed_reduce_scatter",
+      // NOLINTNEXTLINE(readability-function-size): what c10d's takes, and the codec.
+      [](const Executors& executors, const at::Tensor& output, const at::Tensor& input, const std::string& codec,
+         bool average, bool isAwaited) {
+        return compressed::submitReduceScatter(*executors.provider, output, input, {codec, average, isAwaited});
+      },
+      py::arg("executors"), py::arg("output"), py::arg("input"), py::arg("codec"), py::arg("average"),
+      py::arg("is_awaited"), noGil);
+  module.def(
+      "compressed_all_gather",
+      [](const Executors& executors, const at::Tensor& output, const at::Tensor& input, const std::string& codec,
+         bool isAwaited) {
+        return compressed::submitAllGather(*executors.provider, output, input,
+                                           {.codec = codec, .average = false, .isAwaited = isAwaited});
+      },
+      py::arg("executors"), py::arg("output"), py::arg("input"), py::arg("codec"), py::arg("is_awaited"), noGil);
+}
+
 using HookClass = py::class_<HookRunner, std::shared_ptr<HookRunner>>;
 
 // What the user's handle asks for.
 void bindControl(HookClass& hook) {
   const auto noGil = py::call_guard<py::gil_scoped_release>();
   hook.def("after_step", &HookRunner::afterStep, noGil)
+      .def("at_backward", &HookRunner::atBackward, py::arg("is_bypassed"), noGil)
+      .def("synchronize", &HookRunner::synchronize, noGil)
       .def("abort", &HookRunner::abort, noGil)
       .def("resume", &HookRunner::resume, noGil)
-      .def("leave", &HookRunner::leave, noGil)
-      .def("state", &HookRunner::state)
+      .def("after_forward", &HookRunner::afterForward, py::arg("outputs"), noGil)
+      .def_property_readonly("is_before_step", &HookRunner::isBeforeStep)
+      .def(
+          "leave",
+          [](HookRunner& self, const std::string& moment, const std::string& shapes,
+             const std::vector<at::Tensor>& state, const std::vector<at::Tensor>& gradients) {
+            self.leave({.moment = moment, .shapes = shapes, .state = state, .gradients = gradients});
+          },
+          py::arg("moment"), py::arg("shapes"), py::arg("state"), py::arg("gradients"), noGil)
+      .def("state", &HookRunner::state, noGil)
       .def("layout", &HookRunner::layout)
-      .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), noGil)
+      .def("step", &HookRunner::step)
+      .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), py::arg("step"), noGil)
       .def("stats", &statsDict)
       .def_property_readonly("name", &HookRunner::name)
       .def_property_readonly("wants_small_buckets", &HookRunner::wantsSmallBuckets)
-      .def_property_readonly("options", [](const HookRunner& self) { return self.options().values(); });
+      .def_property_readonly("host_ranks", &HookRunner::hostRanks)
+      .def_property_readonly("reduces_gradients", &HookRunner::reducesGradients)
+      .def_property_readonly("options",
+                             [](const HookRunner& self) { return pythonValues(self.name(), self.options().values()); });
 }
 
 void bindHook(py::module& module) {
   py::class_<Executors>(module, "Executors");
   module.def("executors_of_group", &executorsOfGroup, py::arg("group"));
   module.def("executors_over_backend", &executorsOverBackend, py::arg("backend"), py::arg("group_name"),
-             py::arg("host_ids"), py::arg("timeout"), py::arg("store"), py::arg("global_ranks"));
+             py::arg("records"), py::arg("timeout"), py::arg("store"), py::arg("global_ranks"));
+  module.def("with_owned", &withOwned, py::arg("executors"), py::arg("owned"));
   const auto noGil = py::call_guard<py::gil_scoped_release>();
   HookClass hook(module, "Hook");
   hook.def(py::init([](const std::string& algorithm, const py::dict& options, const Executors& executors,
@@ -159,6 +262,19 @@ void bindHook(py::module& module) {
            }),
            py::arg("algorithm"), py::arg("options"), py::arg("executors"),
            py::arg("parameters") = std::vector<at::Tensor>(), py::arg("is_static_graph") = false)
+      .def(
+          "use_host", [](HookRunner& self, const Executors& executors) { self.useHost(executors.provider); },
+          py::arg("executors"), noGil)
+      .def("use_model", &HookRunner::useModel, py::arg("layers"), py::arg("buffers"), noGil)
+      .def(
+          "use_parameters",
+          [](HookRunner& self, const std::vector<std::pair<std::string, std::string>>& namesAndRoles) {
+            std::vector<ParameterFacts> facts;
+            facts.reserve(namesAndRoles.size());
+            for (const auto& [name, role] : namesAndRoles) facts.push_back({name, role});
+            self.useParameters(facts);
+          },
+          py::arg("names_and_roles"))
       .def(
           "use_background",
           [](HookRunner& self, const Executors& executors) { self.useBackground(executors.provider); },
@@ -184,9 +300,8 @@ void bindHook(py::module& module) {
           "agree",
           [](HookRunner& self, const Executors& executors, const std::string& parameters, const std::string& optimizer,
              const std::string& device) {
-            const std::string own = self.name() + "(" + self.options().toString() + ")" + optimizer + ", buckets of " +
-                                    std::to_string(config::defaultBucketBytes()) + " bytes";
-            self.useTopology(agreeOn({own, parameters}, *executors.provider, at::Device(device)));
+            const std::string own = self.name() + "(" + self.options().toString() + ")" + optimizer;
+            self.useTopology(agreeOn({own, parameters}, kOfRegistration, *executors.provider, at::Device(device)));
           },
           py::arg("executors"), py::arg("parameters"), py::arg("optimizer"), py::arg("device"), noGil)
       .def(
@@ -221,12 +336,15 @@ void bindAlgorithms(py::module& module) {
   bindHook(module);
   bindAdam(module);
   bindBucketOperations(module);
+  bindCompressed(module);
   module.def("algorithm_names", &AlgorithmRegistry::names);
   module.def("algorithm_info", &infoDict, py::arg("name"));
+  module.def("codec_names", &CodecRegistry::names);
   module.def(
       "check_options",
       [](const std::string& name, const py::dict& options) {
-        return Options(name, AlgorithmRegistry::find(name).options, optionValues(name, options)).values();
+        const Options complete(name, AlgorithmRegistry::find(name).options, optionValues(name, options));
+        return pythonValues(name, complete.values());
       },
       py::arg("name"), py::arg("options"),
       "All options of an algorithm with the defaults filled in. Unknown names are a ValueError that lists the valid "
@@ -234,7 +352,7 @@ void bindAlgorithms(py::module& module) {
   module.def(
       "refuse_registration",
       [](const Executors& executors, const std::string& device) {
-        agreeOn({}, *executors.provider, at::Device(device));
+        agreeOn({}, kOfRegistration, *executors.provider, at::Device(device));
       },
       py::arg("executors"), py::arg("device"), py::call_guard<py::gil_scoped_release>(),
       "Tells the ranks that are in Hook.agree() that this one will not register anything.");

@@ -3,10 +3,12 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "backend/c10d/backend_executors.h"
+#include "backend/assembly/backend_executors.h"
 #include "backend/health/flight_recorder.h"
-#include "backend/process_group_bagua.h"
-#include "backend/topology.h"
+#include "backend/operation/timeouts.h"
+#include "backend/process_group/process_group_bagua.h"
+#include "backend/topology/rank_record.h"
+#include "backend/topology/topology.h"
 #include "python_shim/bindings.h"
 
 namespace bagua {
@@ -69,7 +71,9 @@ void bindBackend(py::module& module) {
   module.def(
       "flight_recorder_trace", [] { return py::bytes(FlightRecorder::instance().dump()); },
       "The last operations of this process, pickled as torch's flight recorder does.");
+  module.attr("LONGEST_TIMEOUT") = py::cast(kLongestTimeout);
   module.def("local_host_id", &localHostId, "What identifies this process's host to its peers.");
+  module.def("own_record", &ownRecord, "What this process tells the other ranks of a new group.");
 }
 
 }  // namespace bagua

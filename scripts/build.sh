@@ -12,9 +12,13 @@ PATH=$BIN:$PATH
 SITE=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 BUILD=build/torch$(python -c 'import importlib.metadata as m; print(".".join(m.version("torch").split(".")[:2]))')
 readonly BIN SITE BUILD STAMP=$SITE/.bagua-editable
+# Where no GPU is, one architecture shows that the kernels compile, and its PTX runs on any later one. Wheels have all.
+CUDA_ARCHS="80;90;100"
+[ -e /proc/driver/nvidia/version ] || CUDA_ARCHS=80
+readonly CUDA_ARCHS
 readonly DEFINES=(
   BAGUA_BUILD_TESTS=ON BAGUA_WARNINGS_AS_ERRORS="${BAGUA_WARNINGS_AS_ERRORS:-OFF}"
-  BAGUA_CUDA="$CUDA" BAGUA_CUDA_TOOLKIT="$CUDA_TOOLKIT"
+  BAGUA_CUDA="$CUDA" BAGUA_CUDA_TOOLKIT="$CUDA_TOOLKIT" BAGUA_CUDA_ARCHS="$CUDA_ARCHS"
   BAGUA_CUDA_WHEELS_DIR="${BIN%/bin}/cuda-toolkit"
 )
 readonly WANTED="$PWD ${DEFINES[*]}"

@@ -30,7 +30,7 @@ clang_tidy() {
     -DBAGUA_BUILD_TESTS=ON -DBAGUA_CUDA_WHEELS_DIR="${BIN%/bin}/cuda-toolkit" --log-level=WARNING >/dev/null || return 1
   python -c 'import json, sys; print(*(entry["file"] for entry in json.load(sys.stdin)), sep="\0", end="")' \
     <$BUILD/compile_commands.json |
-    xargs -0 -n 1 -P "${JOBS:-$(nproc)}" clang-tidy --quiet -p $BUILD --extra-arg=-Wno-unknown-warning-option
+    xargs -0 -n 1 -P "${JOBS:-$(scripts/cores.sh)}" clang-tidy --quiet -p $BUILD --extra-arg=-Wno-unknown-warning-option
 }
 
 check clang-format clang-format --dry-run -Werror "${CXX_FILES[@]}"

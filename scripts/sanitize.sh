@@ -13,4 +13,6 @@ export OMP_NUM_THREADS=1
 cmake --preset "$PRESET" -DPython_EXECUTABLE="$BIN/python" --log-level=WARNING
 # Not the Python module: no C++ test needs it.
 cmake --build --preset "$PRESET" --target unit_tests
-ctest --preset "$PRESET" --parallel "${JOBS:-$(nproc)}"
+rm -rf "build/$PRESET/reports"
+mkdir -p "build/$PRESET/reports"
+ctest --preset "$PRESET" --output-junit "$PWD/build/$PRESET/reports/ctest.xml" --parallel "${JOBS:-$(scripts/cores.sh)}"

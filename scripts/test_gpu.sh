@@ -31,5 +31,5 @@ for folder in "${folders[@]}"; do
   ended=$?
   [ $ended -eq 0 ] || [ $ended -eq $NO_TESTS ] || status=1
 done
-python scripts/sum_reports.py "$REPORTS"/*.xml || status=1
+python scripts/sum_reports.py "$REPORTS" || status=1
 exit $status

@@ -10,6 +10,7 @@
 
 #include "algorithms/registry.h"
 #include "algorithms/weights.h"
+#include "backend/operation/timeouts.h"
 
 namespace bagua {
 namespace {
@@ -38,6 +39,8 @@ class AsyncModelAverage final : public Algorithm {
     communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
   }
 
+  [[nodiscard]] int64_t commonStep() const override { return isWarmingUp() ? step_ : 0; }
+
   void beforeForward(StepContext& context) override {
     if (isWarmingUp() || context.size() == 1) return;
     finishWarmup(context);
@@ -51,6 +54,7 @@ class AsyncModelAverage final : public Algorithm {
 
   bool abort(StepContext& context) override {
     if (isPaused_ || context.size() == 1) return !std::exchange(isPaused_, true);
+    context.checkWeightsAreFree("abort()");
     if (!isWarmingUp()) finishWarmup(context);
     if (round_) finishRound(context);
     bool isLast = false;
@@ -65,6 +69,12 @@ class AsyncModelAverage final : public Algorithm {
   bool resume(StepContext& /*context*/) override {
     nextRound_ = Clock::now();
     return std::exchange(isPaused_, false);
+  }
+
+  void synchronize(StepContext& context) override {
+    const bool wasPaused = isPaused_;
+    leave(context);
+    if (!wasPaused) resume(context);
   }
 
   void leave(StepContext& context) override {
@@ -183,14 +193,16 @@ BAGUA_REGISTER_ALGORITHM({
     .agreement = Agreement::kEventual,
     .optimizer = "Optimizer",
     .runsInBackground = true,
+    .stepsMayDiffer = true,
     .options = {{"peer_selection_mode", std::string("all"), "'all': average over all ranks."},
                 {"sync_interval_ms", int64_t{500}, "Milliseconds between the end of a round and the next."},
                 {"warmup_steps", int64_t{0}, "Steps that average gradients before that."}},
     .create =
         [](const Options& options) {
-          return std::make_unique<AsyncModelAverage>(options.get<std::string>("peer_selection_mode"),
-                                                     milliseconds(options.get<int64_t>("sync_interval_ms")),
-                                                     options.get<int64_t>("warmup_steps"));
+          return std::make_unique<AsyncModelAverage>(
+              options.get<std::string>("peer_selection_mode"),
+              limitedTimeout(milliseconds(options.get<int64_t>("sync_interval_ms"))),
+              options.get<int64_t>("warmup_steps"));
         },
 })
 

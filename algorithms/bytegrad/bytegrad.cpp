@@ -1,25 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "algorithms/bytegrad/compressed_mean.h"
+#include <memory>
+#include <string>
+
+#include "algorithms/compressed/mean.h"
 #include "algorithms/registry.h"
 
 namespace bagua {
 namespace {
 
-// Mean of the gradients with 8-bit messages: all-to-all of compressed chunks, reduction of the own chunk in float,
-// all-gather of the compressed result. Each rank sends about 2 N bytes for N gradients instead of 8 N.
+// Mean of the gradients with coded messages, of 8 bits unless a codec is named: all-to-all of compressed chunks,
+// reduction of the own chunk in float, all-gather of the compressed result. Each rank sends about 2 N bytes for N
+// gradients instead of 8 N.
 class ByteGrad final : public Algorithm {
  public:
-  explicit ByteGrad(const bytegrad::CompressedMean& options) : options_(options) {}
+  ByteGrad(const compressed::MeanOptions& options, const std::string& codec)
+      : options_(options), codec_(CodecRegistry::find(codec).codec) {}
 
   void reduce(Bucket& bucket, Communicator& communicator) override {
-    bytegrad::reduceCompressed(bucket, options_, communicator);
+    compressed::reduceToMean(bucket.flat, options_, compressed::codingOf(codec_, bucket.key), bucket.seconds,
+                             communicator);
   }
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
   [[nodiscard]] bool averages() const override { return options_.average; }
 
  private:
-  const bytegrad::CompressedMean options_;
+  const compressed::MeanOptions options_;
+  const std::shared_ptr<const Codec> codec_;
 };
 
 }  // namespace
@@ -32,11 +39,13 @@ BAGUA_REGISTER_ALGORITHM({
     .options = {{"hierarchical", true,
                  "Full precision inside a host, 8 bits between hosts (on a single host nothing is compressed); "
                  "False: 8 bits between all ranks."},
-                {"average", true, "Mean over the ranks; False: sum."}},
+                {"average", true, "Mean over the ranks; False: sum."},
+                {"codec", std::string(compressed::kDefaultCodec), "One of bagua.available_codecs()."}},
     .create =
         [](const Options& options) {
-          return std::make_unique<ByteGrad>(bytegrad::CompressedMean{.hierarchical = options.get<bool>("hierarchical"),
-                                                                     .average = options.get<bool>("average")});
+          return std::make_unique<ByteGrad>(compressed::MeanOptions{.hierarchical = options.get<bool>("hierarchical"),
+                                                                    .average = options.get<bool>("average")},
+                                            options.get<std::string>("codec"));
         },
 })
 

@@ -27,6 +27,8 @@ class Decentralized final : public Algorithm {
     TORCH_INTERNAL_ASSERT(false, "decentralized leaves gradients alone");
   }
 
+  [[nodiscard]] int64_t commonStep() const override { return step_; }
+
   void beforeForward(StepContext& context) override {
     if (step_ % interval_ != 0) return;
     if (buckets_.empty()) buckets_ = weightBuckets(context.parameters());
@@ -58,7 +60,8 @@ class Decentralized final : public Algorithm {
     context.countRound();
   }
 
-  void leave(StepContext& context) override { averageWeights(context); }
+  void synchronize(StepContext& context) override { averageWeights(context); }
+  void leave(StepContext& context) override { synchronize(context); }
 
   [[nodiscard]] AlgorithmState state() const override {
     return {{"step", counterTensor(step_)}, {"exchanges", counterTensor(exchanges_)}};

@@ -25,7 +25,7 @@ void averagePairs(const HostTopology& topology, at::Tensor& flat, int64_t exchan
       own.push_back(flat.narrow(0, lanes.begin(lane), lanes.length(lane)));
     }
     const int peer = shiftOnePeer(exchange, lanes.ownHost(), lanes.hostCount());
-    const auto received = swapLanes(own, {peer}, lanes, communicator);
+    const auto received = exchangeLanes(own, {peer}, lanes, communicator);
     for (size_t lane = 0; lane < own.size(); ++lane) own[lane].add_(received[lane][0]).div_(2);
   }
   if (lanes.count() > 1) {

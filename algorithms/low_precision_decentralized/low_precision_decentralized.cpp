@@ -18,7 +18,8 @@ namespace {
 // both ends hold.
 class LowPrecisionDecentralized final : public Algorithm {
  public:
-  LowPrecisionDecentralized(bool hierarchical, int64_t interval) : hierarchical_(hierarchical), interval_(interval) {
+  LowPrecisionDecentralized(bool hierarchical, int64_t interval, const std::string& codec)
+      : hierarchical_(hierarchical), interval_(interval), codec_(CodecRegistry::find(codec).codec) {
     TORCH_CHECK_VALUE(interval >= 1, "bagua: communication_interval must be at least 1, got ", interval);
   }
 
@@ -30,6 +31,8 @@ class LowPrecisionDecentralized final : public Algorithm {
   void reduce(Bucket& /*bucket*/, Communicator& /*communicator*/) override {
     TORCH_INTERNAL_ASSERT(false, "low_precision_decentralized leaves gradients alone");
   }
+
+  [[nodiscard]] int64_t commonStep() const override { return step_; }
 
   void beforeForward(StepContext& context) override { prepare(context); }
 
@@ -50,7 +53,12 @@ class LowPrecisionDecentralized final : public Algorithm {
     context.countRound();
   }
 
-  void leave(StepContext& context) override { averageWeights(context); }
+  void synchronize(StepContext& context) override {
+    averageWeights(context);
+    // They start again from these weights.
+    replicas_.clear();
+  }
+  void leave(StepContext& context) override { synchronize(context); }
 
   [[nodiscard]] AlgorithmState state() const override {
     AlgorithmState state{{"step", counterTensor(step_)}};
@@ -122,15 +130,22 @@ class LowPrecisionDecentralized final : public Algorithm {
                             });
     }
     return context.submit("bagua:exchange_differences", {weights}, StepContext::Wait::kNowInAnyOrder,
-                          [flat = weights, replicas = replicas_[bucket], topology = *topology_](
-                              Communicator& communicator, StageSeconds& seconds) mutable {
-                            const RingExchange ring(topology, communicator.rank(), flat.numel());
+                          [flat = weights, replicas = replicas_[bucket], topology = *topology_,
+                           coding = compressed::codingOf(codec_, keyOf(bucket))](Communicator& communicator,
+                                                                                 StageSeconds& seconds) mutable {
+                            const RingExchange ring(topology, communicator.rank(), flat.numel(), coding);
                             ring.step(flat, replicas, seconds, communicator);
                           });
   }
 
+  // Of the step at hand.
+  [[nodiscard]] uint64_t keyOf(size_t bucket) const {
+    return static_cast<uint64_t>(step_) << 32U ^ static_cast<uint64_t>(bucket);
+  }
+
   const bool hierarchical_;
   const int64_t interval_;
+  const std::shared_ptr<const Codec> codec_;
   // The participants as hosts.
   std::optional<HostTopology> topology_;
   std::vector<WeightBucket> buckets_;
@@ -150,11 +165,14 @@ BAGUA_REGISTER_ALGORITHM({
     .options = {{"hierarchical", true,
                  "A ring of hosts, after an average inside each (on a single host: that average alone); False: a ring "
                  "of ranks."},
-                {"communication_interval", int64_t{1}, "Exchange after every n-th step."}},
+                {"communication_interval", int64_t{1}, "Exchange after every n-th step."},
+                {"codec", std::string(compressed::kDefaultCodec),
+                 "Of the differences: one of bagua.available_codecs()."}},
     .create =
         [](const Options& options) {
           return std::make_unique<LowPrecisionDecentralized>(options.get<bool>("hierarchical"),
-                                                             options.get<int64_t>("communication_interval"));
+                                                             options.get<int64_t>("communication_interval"),
+                                                             options.get<std::string>("codec"));
         },
 })
 

@@ -9,8 +9,6 @@
 
 #include "algorithms/blocks.h"
 #include "algorithms/in_host.h"
-#include "kernels/minmax_uint8/minmax_uint8.h"
-#include "kernels/minmax_uint8/minmax_uint8_pieces.h"
 
 namespace bagua {
 namespace {
@@ -19,16 +17,17 @@ at::ScalarType computeType(const at::Tensor& weights) {
   return weights.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-at::Tensor compress(const at::Tensor& values) {
-  at::Tensor packed = at::empty({minmax_uint8::packedBytes(values.numel(), 1)}, values.options().dtype(at::kByte));
-  minmax_uint8::compress(values, 1, packed);
+at::Tensor compress(const Codec& codec, const Encoding& encoding, const at::Tensor& values) {
+  at::Tensor packed = at::empty({codec.layout().packedBytes(values.numel())}, values.options().dtype(at::kByte));
+  at::Tensor row = packed.unsqueeze(0);
+  codec.encodeChunks(values, values.numel(), encoding, row);
   return packed;
 }
 
 // weights += what `packed` holds, rounded once to their dtype: the same bits wherever it is done.
-void addDecoded(const at::Tensor& weights, const at::Tensor& packed) {
+void addDecoded(const Codec& codec, const at::Tensor& weights, const at::Tensor& packed) {
   at::Tensor difference = at::empty(weights.sizes(), weights.options().dtype(computeType(weights)));
-  minmax_uint8::decompress(packed, 1, difference);
+  codec.decodeChunks(packed.unsqueeze(0), weights.numel(), difference);
   weights.add_(difference);
 }
 
@@ -89,7 +88,7 @@ RingReplicas RingExchange::start(at::Tensor& flat, StageSeconds& seconds, Commun
   const int rank = communicator.rank();
   const at::Tensor own = ownPart(flat, rank).clone();
   const Stage stage(seconds, "exchange");
-  const auto received = swapLanes(lanesOf(own, rank), neighbours(), lanes_, communicator);
+  const auto received = exchangeLanes(lanesOf(own, rank), neighbours(), lanes_, communicator);
   std::vector<at::Tensor> left;
   std::vector<at::Tensor> right;
   for (const auto& lane : received) {
@@ -136,21 +135,21 @@ void RingExchange::exchangeWhole(const at::Tensor& difference, const at::Tensor&
   std::vector<at::Tensor> packed;
   {
     const Stage stage(seconds, "compress");
-    for (const auto& lane : lanesOf(difference, rank)) packed.push_back(compress(lane));
+    for (const auto& lane : lanesOf(difference, rank)) packed.push_back(compress(*codec_, encoding_, lane));
   }
   std::vector<std::vector<at::Tensor>> received;
   {
     const Stage stage(seconds, "exchange");
-    received = swapLanes(packed, neighbours(), lanes_, communicator);
+    received = exchangeLanes(packed, neighbours(), lanes_, communicator);
   }
   const Stage stage(seconds, "decompress");
   const auto self = lanesOf(replicas.self, rank);
   const auto left = lanesOf(replicas.left, rank);
   const auto right = lanesOf(replicas.right, rank);
   for (size_t lane = 0; lane < packed.size(); ++lane) {
-    addDecoded(self[lane], packed[lane]);
-    addDecoded(left[lane], received[lane].front());
-    if (!areOne(replicas)) addDecoded(right[lane], received[lane].back());
+    addDecoded(*codec_, self[lane], packed[lane]);
+    addDecoded(*codec_, left[lane], received[lane].front());
+    if (!areOne(replicas)) addDecoded(*codec_, right[lane], received[lane].back());
   }
   own.copy_(replicas.self);
 }
@@ -166,7 +165,8 @@ void RingExchange::exchangeInPieces(at::Tensor& difference, const at::Tensor& ow
   // A row for each peer; messages are in the order of ranks.
   std::sort(peers.begin(), peers.end());
   const auto rows = static_cast<int64_t>(peers.size());
-  const int64_t bytes = minmax_uint8::packedBytes(difference.numel(), 1);
+  const PackedLayout layout = codec_->layout();
+  const int64_t bytes = layout.packedBytes(difference.numel());
   const at::Tensor sent = at::empty({rows, bytes}, own.options().dtype(at::kByte));
   const at::Tensor received = at::empty_like(sent);
   Communicator::Splits splits(communicator.size(), 0);
@@ -177,30 +177,32 @@ void RingExchange::exchangeInPieces(at::Tensor& difference, const at::Tensor& ow
   at::Tensor packed = sent[0];
   {
     const Stage stage(seconds, "compress");
-    minmax_uint8::startChunk(difference, packed);
+    codec_->start(difference, encoding_, packed);
   }
   const auto make = [&](int64_t begin, int64_t end) {
     const Stage stage(seconds, "compress");
-    minmax_uint8::compressPiece(difference, minmax_uint8::pieceIn(begin, end, difference.numel()), packed);
+    const Piece piece = layout.begunIn(begin, end, difference.numel());
+    if (piece.begin < piece.end) codec_->encode(difference, piece, encoding_, packed);
     for (int64_t row = 1; row < rows; ++row) {
       sent[row].narrow(0, begin, end - begin).copy_(packed.narrow(0, begin, end - begin));
     }
   };
   const auto use = [&](int64_t beginByte, int64_t endByte) {
     const Stage stage(seconds, "decompress");
-    const auto piece = minmax_uint8::pieceIn(beginByte, endByte, difference.numel());
-    inBlocks(piece.end - piece.begin, own.device(), [&](int64_t begin, int64_t length) {
-      const minmax_uint8::Piece block{piece.begin + begin, piece.begin + begin + length};
+    const Piece piece = layout.endedIn(beginByte, endByte, difference.numel());
+    const auto useBlock = [&](int64_t begin, int64_t length) {
+      const Piece block{piece.begin + begin, piece.begin + begin + length};
       const auto within = [&](const at::Tensor& tensor) { return tensor.narrow(0, block.begin, length); };
       const auto add = [&](const at::Tensor& replica, const at::Tensor& codes) {
-        minmax_uint8::decompressPiece(codes, block, difference);
+        codec_->decode(codes, block, difference);
         within(replica).add_(within(difference));
       };
       add(replicas.self, packed);
       add(replicas.left, left);
       if (!areOne(replicas)) add(replicas.right, right);
       within(own).copy_(within(replicas.self));
-    });
+    };
+    inBlocks(piece.end - piece.begin, own.device(), useBlock, layout.groupElements);
   };
   const Elapsed exchange(seconds, "exchange", {"compress", "decompress"});
   at::Tensor receivedBytes = received.view({-1});

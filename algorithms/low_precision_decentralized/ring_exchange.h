@@ -3,11 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <vector>
 
+#include "algorithms/compressed/coding.h"
 #include "algorithms/stage.h"
 #include "backend/communicator.h"
-#include "backend/host_lanes.h"
+#include "backend/topology/host_lanes.h"
 
 namespace bagua {
 
@@ -24,7 +26,8 @@ struct RingReplicas {
 // bits. `topology` says who the participants are; every method is called by all ranks.
 class RingExchange {
  public:
-  RingExchange(const HostTopology& topology, int rank, int64_t numel) : lanes_(topology, rank, numel) {}
+  RingExchange(const HostTopology& topology, int rank, int64_t numel, const compressed::Coding& coding = {})
+      : lanes_(topology, rank, numel), codec_(coding.codec), encoding_(coding.sender) {}
 
   // Elements in the replicas of this rank.
   [[nodiscard]] int64_t ownLength(int rank) const { return lanes_.ownLength(rank); }
@@ -59,6 +62,8 @@ class RingExchange {
   [[nodiscard]] std::vector<int> neighbours() const;
 
   const HostLanes lanes_;
+  const std::shared_ptr<const Codec> codec_;
+  const Encoding encoding_;
 };
 
 }  // namespace bagua

@@ -7,10 +7,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "algorithms/blocks.h"
-#include "algorithms/bytegrad/compressed_mean.h"
+#include "algorithms/compressed/feedback.h"
+#include "algorithms/compressed/mean.h"
 #include "algorithms/registry.h"
 #include "kernels/adam/adam.h"
 
@@ -22,7 +24,10 @@ namespace {
 // variance is frozen, finds them in place of the gradients.
 class QAdam final : public Algorithm {
  public:
-  explicit QAdam(bool hierarchical) : hierarchical_(hierarchical) {}
+  QAdam(bool hierarchical, const std::string& codec, bool hasFeedback)
+      : options_{.hierarchical = hierarchical}, codec_(codec), hasFeedback_(hasFeedback) {
+    CodecRegistry::find(codec);
+  }
 
   void useMomenta(std::vector<Momentum> momenta) override {
     auto shared = std::make_shared<const std::vector<Momentum>>(std::move(momenta));
@@ -41,8 +46,19 @@ class QAdam final : public Algorithm {
       const Stage stage(bucket.seconds, "update_momentum");
       updateMomenta(bucket.entries, *momenta);
     }
-    bytegrad::reduceCompressed(bucket, {.hierarchical = hierarchical_}, communicator);
+    auto coding = compressed::codingOf(CodecRegistry::find(codec_).codec, bucket.key);
+    const bool remembers = hasFeedback_ && !bucket.entries.empty() && compressed::isCoded(options_, communicator);
+    if (remembers) {
+      feedback_.beginBucket(bucket.step);
+      feedback_.useFor(bucket, codec_, options_, communicator, coding);
+    }
+    compressed::reduceToMean(bucket.flat, options_, coding, bucket.seconds, communicator);
+    if (remembers) feedback_.endBucket(bucket.flat);
   }
+
+  [[nodiscard]] int64_t stateBytes() const override { return feedback_.bytes(); }
+  [[nodiscard]] AlgorithmState state() const override { return feedback_.state(); }
+  void load(const AlgorithmState& state, StepContext& context) override { feedback_.load(state, context.parameters()); }
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
 
@@ -90,7 +106,10 @@ class QAdam final : public Algorithm {
     return momenta_;
   }
 
-  const bool hierarchical_;
+  const compressed::MeanOptions options_;
+  const std::string codec_;
+  const bool hasFeedback_;
+  compressed::Feedback feedback_;
   std::mutex mutex_;
   // Replaced before a forward, while a program of a step that failed may still read the old ones.
   std::shared_ptr<const std::vector<Momentum>> momenta_ = std::make_shared<const std::vector<Momentum>>();
@@ -106,8 +125,15 @@ BAGUA_REGISTER_ALGORITHM({
     .optimizer = "QAdamOptimizer",
     .options = {{"hierarchical", true,
                  "After warm-up: full precision inside a host, 8 bits between hosts (on a single host nothing is "
-                 "compressed); False: 8 bits between all ranks."}},
-    .create = [](const Options& options) { return std::make_unique<QAdam>(options.get<bool>("hierarchical")); },
+                 "compressed); False: 8 bits between all ranks."},
+                {"codec", std::string(compressed::kDefaultCodec),
+                 "One of bagua.available_codecs(). With '1bit' and error_feedback it is 1-bit Adam."},
+                {"error_feedback", false, "Whether what coding leaves behind is added to the next step's momentum."}},
+    .create =
+        [](const Options& options) {
+          return std::make_unique<QAdam>(options.get<bool>("hierarchical"), options.get<std::string>("codec"),
+                                         options.get<bool>("error_feedback"));
+        },
 })
 
 }  // namespace bagua

@@ -3,7 +3,7 @@
 
 #include <numeric>
 
-#include "backend/tensor_bytes.h"
+#include "backend/operation/tensor_bytes.h"
 
 namespace bagua {
 namespace {

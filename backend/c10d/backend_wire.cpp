@@ -9,7 +9,7 @@
 namespace bagua {
 namespace {
 
-constexpr int64_t kPieceBytes = int64_t{256} << 10;
+constexpr int64_t kPieceBytes = Wire::kPieceBytes;
 // Pieces for and from each rank that are under way at a time: of those that are made on the way few, so that the first
 // leaves early; of others as many as keep a fast line busy while this thread waits for its core. With three of them,
 // gradient_allreduce of 42 MB at 10 Gbit/s takes a step of 142 ms instead of 125.
@@ -18,16 +18,10 @@ constexpr size_t kWindow = 8;
 // Keeps our messages apart from the users', who count from 0.
 constexpr int kTag = 0x6261'6775;
 
-// Empty past the end.
-at::Tensor pieceOf(const at::Tensor& bytes, int64_t index) {
-  const int64_t begin = std::min(index * kPieceBytes, bytes.numel());
-  return bytes.narrow(0, begin, std::min(kPieceBytes, bytes.numel() - begin));
-}
-
-int64_t largestOf(const std::vector<Wire::Exchange>& exchanges) {
+int64_t largestOf(const Wire::Exchanges& exchanges) {
   int64_t largest = 0;
   for (const auto& exchange : exchanges) {
-    largest = std::max({largest, exchange.sent.numel(), exchange.received.numel()});
+    largest = std::max({largest, exchange.sent.numel(), exchange.incomingBytes()});
   }
   return largest;
 }
@@ -40,20 +34,23 @@ std::chrono::milliseconds timeUntil(Wire::Deadline deadline) {
 
 }  // namespace
 
-BackendWire::BackendWire(c10::intrusive_ptr<c10d::Backend> backend, int channel)
-    : Wire(backend->getRank(), backend->getSize()), backend_(std::move(backend)), tag_(kTag + channel) {}
+BackendWire::BackendWire(c10::intrusive_ptr<c10d::Backend> backend, int channel, std::shared_ptr<PeerWatch> watch)
+    : Wire(backend->getRank(), backend->getSize()),
+      backend_(std::move(backend)),
+      tag_(kTag + channel),
+      watch_(std::move(watch)) {}
 
 // All ranks start the pieces in the same order, for messages between two of them are told apart by nothing else: it
 // follows from the number of pieces alone.
-void BackendWire::swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline,
-                               const std::vector<Exchange>& passedOn, Deadline deadline) {
+void BackendWire::exchangeInPieces(const Exchanges& exchanges, const Pipeline& pipeline, const Exchanges& forwarded,
+                                   Deadline deadline) {
   struct Piece {
     int64_t begin;
     int64_t end;
     Works works;
   };
   std::deque<Piece> underWay;
-  std::deque<Piece> onItsWayBack;
+  std::deque<Piece> forwardedUnderWay;
   const size_t window = pipeline.beforeSending ? kWindowOfMade : kWindow;
   const auto finishOldest = [&](std::deque<Piece>& pieces) {
     Piece piece = std::move(pieces.front());
@@ -61,39 +58,41 @@ void BackendWire::swapInPieces(const std::vector<Exchange>& exchanges, const Pip
     finish(piece.works, deadline);
     return piece;
   };
-  const auto passOldestOn = [&] {
+  const auto forwardOldest = [&] {
     const Piece piece = finishOldest(underWay);
     if (pipeline.afterReceiving) pipeline.afterReceiving(piece.begin, piece.end);
-    if (passedOn.empty()) return;
-    onItsWayBack.push_back({piece.begin, piece.end, start(passedOn, piece.begin / kPieceBytes)});
-    if (onItsWayBack.size() >= window) finishOldest(onItsWayBack);
+    if (forwarded.empty()) return;
+    forwardedUnderWay.push_back({piece.begin, piece.end, start(forwarded, piece.begin / kPieceBytes)});
+    if (forwardedUnderWay.size() >= window) finishOldest(forwardedUnderWay);
   };
   const int64_t largest = largestOf(exchanges);
   for (int64_t begin = 0; begin < largest; begin += kPieceBytes) {
     const int64_t end = std::min(begin + kPieceBytes, largest);
     if (pipeline.beforeSending) pipeline.beforeSending(begin, end);
     underWay.push_back({begin, end, start(exchanges, begin / kPieceBytes)});
-    if (underWay.size() >= window) passOldestOn();
+    if (underWay.size() >= window) forwardOldest();
   }
-  while (!underWay.empty()) passOldestOn();
-  while (!onItsWayBack.empty()) finishOldest(onItsWayBack);
+  while (!underWay.empty()) forwardOldest();
+  while (!forwardedUnderWay.empty()) finishOldest(forwardedUnderWay);
 }
 
-BackendWire::Works BackendWire::start(const std::vector<Exchange>& exchanges, int64_t piece) {
+BackendWire::Works BackendWire::start(const Exchanges& exchanges, int64_t piece) {
+  const int64_t begin = piece * kPieceBytes;
   Works works;
   // Under the lock, so that abort() finds all that has been started. Receiving first: what comes has a place to go.
   const std::lock_guard<std::mutex> lock(mutex_);
   checkNotAborted();
   for (const auto& exchange : exchanges) {
-    std::vector<at::Tensor> received{pieceOf(exchange.received, piece)};
+    std::vector<at::Tensor> received{
+        Wire::pieceOf(exchange.received, exchange.incomingBytes(), begin, begin + kPieceBytes)};
     if (exchange.peer == rank()) {
-      received[0].copy_(pieceOf(exchange.sent, piece));
+      received[0].copy_(Wire::pieceOf(exchange.sent, exchange.sent.numel(), begin, begin + kPieceBytes));
     } else if (received[0].numel() > 0) {
       works.push_back(backend_->recv(received, exchange.peer, tag_));
     }
   }
   for (const auto& exchange : exchanges) {
-    std::vector<at::Tensor> sent{pieceOf(exchange.sent, piece)};
+    std::vector<at::Tensor> sent{Wire::pieceOf(exchange.sent, exchange.sent.numel(), begin, begin + kPieceBytes)};
     if (exchange.peer != rank() && sent[0].numel() > 0) works.push_back(backend_->send(sent, exchange.peer, tag_));
   }
   underWay_.insert(underWay_.end(), works.begin(), works.end());
@@ -116,6 +115,7 @@ void BackendWire::checkNotAborted() const {
 }
 
 void BackendWire::abort() {
+  if (watch_) watch_->leave();
   Works interrupted;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -79,7 +79,7 @@ Activity::Moment momentOf(const ProgramFingerprint& program, std::chrono::steady
 std::string encode(const std::vector<Activity>& activities) {
   std::ostringstream text;
   for (const auto& activity : activities) {
-    text << activity.track;
+    text << activity.executor;
     encodeMoment(text, activity.completed);
     encodeMoment(text, activity.current);
     // Ends the last field, which would otherwise be lost where it is empty.
@@ -93,7 +93,7 @@ std::vector<Activity> decodeActivities(const std::string& text) {
   for (const auto& line : split(text, kLineEnd)) {
     const auto fields = split(line, kFieldEnd);
     if (fields.size() != kFields) continue;
-    Activity activity{.track = fields[0], .completed = {}, .current = {}};
+    Activity activity{.executor = fields[0], .completed = {}, .current = {}};
     if (decodeMoment(fields, 1, activity.completed) && decodeMoment(fields, 5, activity.current)) {
       activities.push_back(std::move(activity));
     }
@@ -115,13 +115,13 @@ std::string Attendance::describe() const {
   return text;
 }
 
-Attendance attendanceOf(const ProgramFingerprint& operation, bool isMessage, const std::string& track,
+Attendance attendanceOf(const ProgramFingerprint& operation, bool isMessage, const std::string& executor,
                         const std::map<int, std::vector<Activity>>& answers, const std::vector<int>& silent) {
   Attendance attendance{.waiting = {}, .absent = {}, .silent = silent};
   for (const auto& [rank, activities] : answers) {
     std::vector<Activity> found;
     std::copy_if(activities.begin(), activities.end(), std::back_inserter(found),
-                 [&](const Activity& activity) { return activity.track == track; });
+                 [&](const Activity& activity) { return activity.executor == executor; });
     const auto isInIt = [&](const Activity& activity) {
       return activity.current.exists && activity.current.hash == operation.hash();
     };

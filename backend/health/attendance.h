@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "backend/program_fingerprint.h"
+#include "backend/operation/program_fingerprint.h"
 
 namespace bagua {
 
@@ -22,7 +22,7 @@ struct Activity {
   };
 
   // The executor: what it is called on every rank.
-  std::string track;
+  std::string executor;
   Moment completed;
   Moment current;
 
@@ -50,7 +50,7 @@ struct Attendance {
 };
 
 // `isMessage`: it has no place in the order of programs, by which one could tell who has passed it.
-Attendance attendanceOf(const ProgramFingerprint& operation, bool isMessage, const std::string& track,
+Attendance attendanceOf(const ProgramFingerprint& operation, bool isMessage, const std::string& executor,
                         const std::map<int, std::vector<Activity>>& answers, const std::vector<int>& silent);
 
 }  // namespace bagua

@@ -20,18 +20,18 @@ ProgramFingerprint allReduce(uint64_t sequence, int64_t numel = 5) {
 }
 
 Activity within(const ProgramFingerprint& program) {
-  return {.track = "cpu", .completed = {}, .current = momentOf(program, Clock::now() - milliseconds(1500))};
+  return {.executor = "cpu", .completed = {}, .current = momentOf(program, Clock::now() - milliseconds(1500))};
 }
 
 Activity after(const ProgramFingerprint& program) {
-  return {.track = "cpu", .completed = momentOf(program, Clock::now() - milliseconds(2500)), .current = {}};
+  return {.executor = "cpu", .completed = momentOf(program, Clock::now() - milliseconds(2500)), .current = {}};
 }
 
 TEST(Activity, SurvivesTheWayThroughTheStore) {
   Activity both = after(allReduce(3));
   both.current = momentOf(allReduce(4), Clock::now());
   const auto read = decodeActivities(encode(
-      {both, within(allReduce(7)), after(allReduce(9)), Activity{.track = "cuda", .completed = {}, .current = {}}}));
+      {both, within(allReduce(7)), after(allReduce(9)), Activity{.executor = "cuda", .completed = {}, .current = {}}}));
   ASSERT_EQ(read.size(), 4);
   EXPECT_EQ(read[0].describe(), both.describe());
   EXPECT_EQ(read[0].completed.text, "bagua:all_reduce #3 (Float[5], sum)");

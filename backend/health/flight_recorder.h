@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "backend/program_fingerprint.h"
+#include "backend/operation/program_fingerprint.h"
 
 namespace bagua {
 

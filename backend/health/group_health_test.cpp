@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "backend/health/failure_board.h"
-#include "backend/peer_errors.h"
+#include "backend/operation/peer_errors.h"
 
 namespace bagua {
 namespace {
@@ -37,9 +37,9 @@ struct Rank {
        milliseconds storePatience = GroupHealth::kStorePatience)
       : group{.name = "group", .rank = rank, .size = size},
         health(group, store, {}, storePatience),
-        track(health.addTrack("cpu")) {
+        log(health.addLog("cpu")) {
     // The health's thread can outlive the rank, see AStoreThatDoesNotAnswerHoldsNobodyUp.
-    track->onFailure([aborted = aborted](const std::string& cause) { aborted->set_value(cause); });
+    log->onFailure([aborted = aborted](const std::string& cause) { aborted->set_value(cause); });
   }
 
   std::string causeOfAbort() {
@@ -51,7 +51,7 @@ struct Rank {
   GroupIdentity group;
   const std::shared_ptr<std::promise<std::string>> aborted = std::make_shared<std::promise<std::string>>();
   GroupHealth health;
-  std::shared_ptr<GroupHealth::Track> track;
+  std::shared_ptr<OperationLog> log;
 };
 
 Operation allReduce(uint64_t sequence, milliseconds timeout = std::chrono::minutes(5)) {
@@ -76,26 +76,26 @@ class GroupHealthTest : public ::testing::Test {
 TEST_F(GroupHealthTest, AFailureReachesTheOthersWithItsText) {
   Rank first(0, 2, store_);
   Rank second(1, 2, store_);
-  first.track->begin(allReduce(7));
-  second.track->begin(allReduce(7));
-  const std::string own = messageOf(second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
+  first.log->begin(allReduce(7));
+  second.log->begin(allReduce(7));
+  const std::string own = messageOf(second.log->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
   EXPECT_EQ(own, "all_reduce #7 (Float[4]) on rank 1 of 2, group 'group' failed: out of memory");
   EXPECT_EQ(first.causeOfAbort(), "rank 1 failed first: " + own);
   // Later errors of any rank name the same cause.
-  EXPECT_EQ(messageOf(first.track->explain(errorOf<PeerLeftError>("rank 1 has left"), allReduce(7))),
+  EXPECT_EQ(messageOf(first.log->explain(errorOf<PeerLeftError>("rank 1 has left"), allReduce(7))),
             "all_reduce #7 (Float[4]) on rank 0 of 2, group 'group' failed: rank 1 failed first: " + own);
 }
 
 TEST_F(GroupHealthTest, ASymptomWaitsForTheRankThatKnowsTheCause) {
   Rank first(0, 2, store_);
   Rank second(1, 2, store_);
-  first.track->begin(allReduce(7));
-  second.track->begin(allReduce(7));
+  first.log->begin(allReduce(7));
+  second.log->begin(allReduce(7));
   std::string seen;
   std::thread witness([&] {
-    seen = messageOf(first.track->explain(errorOf<PeerLeftError>("rank 1 has left the exchange"), allReduce(7)));
+    seen = messageOf(first.log->explain(errorOf<PeerLeftError>("rank 1 has left the exchange"), allReduce(7)));
   });
-  const std::string cause = messageOf(second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
+  const std::string cause = messageOf(second.log->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
   witness.join();
   EXPECT_THAT(cause, HasSubstr("failed: out of memory"));
   EXPECT_THAT(seen, HasSubstr("rank 1 failed first: " + cause));
@@ -104,9 +104,9 @@ TEST_F(GroupHealthTest, ASymptomWaitsForTheRankThatKnowsTheCause) {
 TEST_F(GroupHealthTest, ASymptomWithoutACauseNamesTheRankThatIsSilent) {
   Rank first(0, 3, store_);
   Rank second(1, 3, store_);  // the third has ended
-  first.track->begin(allReduce(7));
-  second.track->begin(allReduce(7));
-  const auto seen = messageOf(first.track->explain(errorOf<c10::DistNetworkError>("connection closed"), allReduce(7)));
+  first.log->begin(allReduce(7));
+  second.log->begin(allReduce(7));
+  const auto seen = messageOf(first.log->explain(errorOf<c10::DistNetworkError>("connection closed"), allReduce(7)));
   EXPECT_THAT(seen, AllOf(HasSubstr("connection closed"), HasSubstr("rank 2 (does not answer")));
   EXPECT_THAT(seen, ::testing::Not(HasSubstr("rank 1 (")));
   EXPECT_THAT(second.causeOfAbort(), StartsWith("rank 0 failed first: "));
@@ -115,19 +115,19 @@ TEST_F(GroupHealthTest, ASymptomWithoutACauseNamesTheRankThatIsSilent) {
 TEST_F(GroupHealthTest, ATimeoutNamesWhoHasNotCome) {
   Rank first(0, 2, store_);
   Rank second(1, 2, store_);
-  second.track->end(second.track->begin(allReduce(6)), true);
-  first.track->begin(allReduce(7, milliseconds(1500)));
-  EXPECT_THAT(
-      first.causeOfAbort(),
-      AllOf(StartsWith("all_reduce #7 (Float[4]) on rank 0 of 2, group 'group' failed: Timed out after 1500 ms."),
-            HasSubstr("rank 1 (has nothing under way, last completed all_reduce #6 (Float[4])")));
+  second.log->end(second.log->begin(allReduce(6)), true);
+  first.log->begin(allReduce(7, milliseconds(1500)));
+  EXPECT_THAT(first.causeOfAbort(),
+              AllOf(StartsWith("all_reduce #7 (Float[4]) on rank 0 of 2, group 'group' failed: Timed out waiting for "
+                               "the other ranks: timed out after 1500 ms."),
+                    HasSubstr("rank 1 (has nothing under way, last completed all_reduce #6 (Float[4])")));
 }
 
 TEST_F(GroupHealthTest, AnOperationThatEndsInTimeIsLeftAlone) {
   Rank first(0, 2, store_);
   Rank second(1, 2, store_);
-  const auto token = first.track->begin(allReduce(7, milliseconds(400)));
-  first.track->end(token, true);
+  const auto token = first.log->begin(allReduce(7, milliseconds(400)));
+  first.log->end(token, true);
   // Longer than the timeout, and than the ranks' looks at the store.
   EXPECT_EQ(first.aborted->get_future().wait_for(milliseconds(1500)), std::future_status::timeout);
 }
@@ -135,22 +135,23 @@ TEST_F(GroupHealthTest, AnOperationThatEndsInTimeIsLeftAlone) {
 TEST_F(GroupHealthTest, AnAbortReachesTheOthers) {
   Rank first(0, 2, store_);
   Rank second(1, 2, store_);
-  first.track->begin(allReduce(0));
-  second.track->begin(allReduce(0));
-  first.track->reportAbort("the group was aborted");
+  first.log->begin(allReduce(0));
+  second.log->begin(allReduce(0));
+  first.log->reportAbort("the group was aborted");
   first.health.stop();
-  EXPECT_THAT(second.causeOfAbort(), HasSubstr("rank 0 of 2, group 'group': the group was aborted"));
+  EXPECT_THAT(second.causeOfAbort(),
+              HasSubstr("rank 0 of 2, group 'group': the group was aborted (Connection closed by peer)"));
 }
 
 TEST_F(GroupHealthTest, AnExecutorMadeAfterTheFailureIsEndedAtOnce) {
   Rank first(0, 2, store_);
   Rank second(1, 2, store_);
-  first.track->begin(allReduce(7));
-  second.track->begin(allReduce(7));
-  second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7));
+  first.log->begin(allReduce(7));
+  second.log->begin(allReduce(7));
+  second.log->explain(errorOf<c10::Error>("out of memory"), allReduce(7));
   const std::string cause = first.causeOfAbort();
   std::string seen;
-  first.health.addTrack("cuda")->onFailure([&seen](const std::string& text) { seen = text; });
+  first.health.addLog("cuda")->onFailure([&seen](const std::string& text) { seen = text; });
   EXPECT_EQ(seen, cause);
 }
 
@@ -193,10 +194,10 @@ TEST_F(GroupHealthTest, ATimeoutOfManyRanksReadsTheAnswersOnce) {
   const auto store = c10::make_intrusive<CountingStore>();
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int rank = 0; rank < kRanks; ++rank) ranks.push_back(std::make_unique<Rank>(rank, kRanks, store));
-  ranks.back()->track->end(ranks.back()->track->begin(allReduce(6)), true);
-  for (int rank = 0; rank + 1 < kRanks; ++rank) ranks[rank]->track->begin(allReduce(7, milliseconds(2500)));
+  ranks.back()->log->end(ranks.back()->log->begin(allReduce(6)), true);
+  for (int rank = 0; rank + 1 < kRanks; ++rank) ranks[rank]->log->begin(allReduce(7, milliseconds(2500)));
   const std::string cause = causeForAll(ranks);
-  EXPECT_THAT(cause, AllOf(HasSubstr("Timed out after 2500 ms"),
+  EXPECT_THAT(cause, AllOf(HasSubstr("timed out after 2500 ms"),
                            HasSubstr("Not there: rank 23 (has nothing under way, last completed all_reduce #6")));
   // Each answer is looked for until it is there, and read once. Every rank for itself would be 24 times that.
   EXPECT_LE(store->answersRead(), 8 * kRanks);
@@ -208,13 +209,13 @@ TEST_F(GroupHealthTest, SymptomsOnManyRanksReadTheAnswersOnce) {
   std::vector<std::unique_ptr<Rank>> ranks;
   // The last one has ended.
   for (int rank = 0; rank + 1 < kRanks; ++rank) ranks.push_back(std::make_unique<Rank>(rank, kRanks, store));
-  for (const auto& rank : ranks) rank->track->begin(allReduce(7));
+  for (const auto& rank : ranks) rank->log->begin(allReduce(7));
   std::vector<std::thread> witnesses;
   std::vector<std::string> seen(ranks.size());
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     witnesses.emplace_back([&, rank] {
       seen[rank] =
-          messageOf(ranks[rank]->track->explain(errorOf<c10::DistNetworkError>("connection closed"), allReduce(7)));
+          messageOf(ranks[rank]->log->explain(errorOf<c10::DistNetworkError>("connection closed"), allReduce(7)));
     });
   }
   for (auto& witness : witnesses) witness.join();
@@ -228,11 +229,11 @@ TEST_F(GroupHealthTest, AnotherRankTakesThePlaceOfOneThatAskedAndEnded) {
   Rank first(0, 3, store_);
   Rank second(1, 3, store_);
   FailureBoard third(*store_, 2);
-  first.track->begin(allReduce(7, milliseconds(2500)));
-  second.track->begin(allReduce(7, milliseconds(2500)));
+  first.log->begin(allReduce(7, milliseconds(2500)));
+  second.log->begin(allReduce(7, milliseconds(2500)));
   ASSERT_TRUE(third.callTheRoll());
   const std::string seen = first.causeOfAbort();
-  EXPECT_THAT(seen, AllOf(HasSubstr("Timed out after 2500 ms"), HasSubstr("rank 2 (does not answer")));
+  EXPECT_THAT(seen, AllOf(HasSubstr("timed out after 2500 ms"), HasSubstr("rank 2 (does not answer")));
 }
 
 // A store whose server has gone away.
@@ -243,11 +244,11 @@ class DeadStore final : public c10d::HashStore {
 
 TEST_F(GroupHealthTest, AStoreThatIsGoneHidesNoError) {
   Rank rank(0, 2, c10::make_intrusive<DeadStore>());
-  rank.track->begin(allReduce(0));
-  EXPECT_THAT(messageOf(rank.track->explain(errorOf<c10::Error>("out of memory"), allReduce(0))),
+  rank.log->begin(allReduce(0));
+  EXPECT_THAT(messageOf(rank.log->explain(errorOf<c10::Error>("out of memory"), allReduce(0))),
               AllOf(HasSubstr("failed: out of memory"), HasSubstr("Connection reset by peer")));
-  rank.track->begin(allReduce(1, milliseconds(100)));
-  EXPECT_THAT(rank.causeOfAbort(), HasSubstr("Timed out after 100 ms"));
+  rank.log->begin(allReduce(1, milliseconds(100)));
+  EXPECT_THAT(rank.causeOfAbort(), HasSubstr("timed out after 100 ms"));
 }
 
 // A store that throws as long as it is told to.
@@ -289,12 +290,12 @@ TEST_F(GroupHealthTest, AStoreThatThrowsForAWhileIsUsedAgain) {
   const auto store = c10::make_intrusive<TroubledStore>();
   Rank first(0, 2, store);
   Rank second(1, 2, store);
-  first.track->begin(allReduce(7));
-  second.track->begin(allReduce(7));
+  first.log->begin(allReduce(7));
+  second.log->begin(allReduce(7));
   // More than once per rank.
   ASSERT_TRUE(store->waitForRefusals(6));
   store->setTrouble(false);
-  const std::string cause = messageOf(second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
+  const std::string cause = messageOf(second.log->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
   EXPECT_EQ(first.causeOfAbort(), "rank 1 failed first: " + cause);
 }
 
@@ -302,11 +303,11 @@ TEST_F(GroupHealthTest, AFailureDuringTroubleWithTheStoreReachesTheOthersAfterIt
   const auto store = c10::make_intrusive<TroubledStore>();
   Rank first(0, 2, store);
   Rank second(1, 2, store);
-  first.track->begin(allReduce(7));
-  second.track->begin(allReduce(7));
+  first.log->begin(allReduce(7));
+  second.log->begin(allReduce(7));
   ASSERT_TRUE(store->waitForRefusals(2));
   // Whoever waits is not kept waiting until the trouble is over.
-  EXPECT_THAT(messageOf(second.track->explain(errorOf<c10::Error>("out of memory"), allReduce(7))),
+  EXPECT_THAT(messageOf(second.log->explain(errorOf<c10::Error>("out of memory"), allReduce(7))),
               AllOf(HasSubstr("out of memory"), HasSubstr("could not be told"), HasSubstr("Connection reset")));
   store->setTrouble(false);
   EXPECT_THAT(first.causeOfAbort(), HasSubstr("rank 1 failed first: all_reduce #7 (Float[4]) on rank 1 of 2"));
@@ -318,12 +319,12 @@ TEST_F(GroupHealthTest, AStoreThatGoesOnThrowingIsGivenUpWithOneLineThatSaysWhat
   std::string seen;
   {
     Rank rank(0, 2, store, milliseconds(700));
-    rank.track->begin(allReduce(7));
-    rank.track->begin(allReduce(8, milliseconds(2500)));
+    rank.log->begin(allReduce(7));
+    rank.log->begin(allReduce(8, milliseconds(2500)));
     seen = rank.causeOfAbort();
   }
   const std::string log = ::testing::internal::GetCapturedStderr();
-  EXPECT_THAT(seen, AllOf(HasSubstr("Timed out after 2500 ms"), HasSubstr("could not be told"),
+  EXPECT_THAT(seen, AllOf(HasSubstr("timed out after 2500 ms"), HasSubstr("could not be told"),
                           HasSubstr("Connection reset by peer")));
   const std::regex line("goes on without the store[^\n]*no longer hears of failures on other ranks");
   EXPECT_EQ(std::distance(std::sregex_iterator(log.begin(), log.end(), line), std::sregex_iterator()), 1) << log;
@@ -352,8 +353,8 @@ TEST_F(GroupHealthTest, AStoreThatDoesNotAnswerHoldsNobodyUp) {
   const auto begun = std::chrono::steady_clock::now();
   {
     Rank rank(0, 2, c10::make_intrusive<SilentStore>(end.get_future().share(), gone));
-    rank.track->begin(allReduce(0));
-    EXPECT_THAT(messageOf(rank.track->explain(errorOf<c10::Error>("out of memory"), allReduce(0))),
+    rank.log->begin(allReduce(0));
+    EXPECT_THAT(messageOf(rank.log->explain(errorOf<c10::Error>("out of memory"), allReduce(0))),
                 AllOf(HasSubstr("failed: out of memory"), HasSubstr("the store has not answered")));
   }
   EXPECT_LT(std::chrono::steady_clock::now() - begun, kLimit);

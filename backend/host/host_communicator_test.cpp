@@ -13,7 +13,7 @@
 #include <set>
 
 #include "backend/host/reduction.h"
-#include "backend/peer_errors.h"
+#include "backend/operation/peer_errors.h"
 #include "tests/support/thread_ranks.h"
 
 namespace bagua {

@@ -13,6 +13,8 @@
 #include <cmath>
 #include <type_traits>
 
+#include "backend/operation/reduction_names.h"
+
 namespace bagua::reduction {
 namespace {
 
@@ -20,11 +22,6 @@ using c10d::ReduceOp;
 
 // Elements combined at a time: the accumulator stays in the first-level cache.
 constexpr int64_t kBlock = 1024;
-
-const char* nameOf(ReduceOp::RedOpType op) {
-  constexpr std::array kNames = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
-  return op < kNames.size() ? kNames[op] : "UNUSED";
-}
 
 bool isBitwise(ReduceOp::RedOpType op) { return op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR; }
 
@@ -209,7 +206,7 @@ void reduceTyped(const Parts& parts, int64_t numel, T* output, ReduceOp::RedOpTy
     default:
       break;
   }
-  TORCH_INTERNAL_ASSERT(false, "reduction ", nameOf(op), " should have been refused");
+  TORCH_INTERNAL_ASSERT(false, "reduction ", reductionName(op), " should have been refused");
 }
 
 }  // namespace
@@ -220,10 +217,10 @@ void checkSupported(const ArgumentChecks& checks, const ReduceOp& op, at::Scalar
   const bool isFloat = at::isFloatingType(dtype) || at::isComplexType(dtype);
   TORCH_CHECK_VALUE(kind <= ReduceOp::PREMUL_SUM, checks.where(), ": unknown reduce operation ",
                     static_cast<int>(kind));
-  TORCH_CHECK_VALUE(!(isBitwise(kind) && isFloat), checks.where(), ": reduce operation ", nameOf(kind),
+  TORCH_CHECK_VALUE(!(isBitwise(kind) && isFloat), checks.where(), ": reduce operation ", reductionName(kind),
                     " has no meaning for dtype ", at::toString(dtype), "; it takes integers and bools");
-  TORCH_CHECK_VALUE(!(isOrder(kind) && at::isComplexType(dtype)), checks.where(), ": reduce operation ", nameOf(kind),
-                    " has no meaning for complex dtype ", at::toString(dtype));
+  TORCH_CHECK_VALUE(!(isOrder(kind) && at::isComplexType(dtype)), checks.where(), ": reduce operation ",
+                    reductionName(kind), " has no meaning for complex dtype ", at::toString(dtype));
   TORCH_CHECK_VALUE(!(kind == ReduceOp::AVG && dtype == at::kBool), checks.where(),
                     ": reduce operation AVG has no meaning for bools");
   TORCH_CHECK_VALUE(!(kind == ReduceOp::PREMUL_SUM && !isFloat), checks.where(),

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
-#include "backend/argument_checks.h"
+#include "backend/process_group/argument_checks.h"
 
 namespace bagua::reduction {
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend/communicator.h"
+#include "backend/operation/program_fingerprint.h"
 
 namespace bagua {
 
@@ -21,7 +22,21 @@ class Wire {
     int peer;
     at::Tensor sent;
     at::Tensor received;
+    // How many bytes come, where `received` is smaller: it is filled again and again, byte i at i % received.numel(),
+    // which is a whole number of pieces. Only with a pipeline, which uses them meanwhile.
+    int64_t incoming = kWhatIsReceived;
+
+    static constexpr int64_t kWhatIsReceived = -1;
+    [[nodiscard]] int64_t incomingBytes() const { return incoming == kWhatIsReceived ? received.numel() : incoming; }
   };
+  using Exchanges = std::vector<Exchange>;
+  // What goes through the steps of a pipeline together, of every exchange.
+  static constexpr int64_t kPieceBytes = int64_t{256} << 10;
+  // Bytes [begin, end) of a message of `total` bytes, of which a piece is no longer than kPieceBytes: `bytes` holds it,
+  // or is filled with it again and again. Empty past the end.
+  static at::Tensor pieceOf(const at::Tensor& bytes, int64_t total, int64_t begin, int64_t end);
+  // What an Exchange sends, or receives, that only does the other.
+  static at::Tensor nothing();
 
   Wire(int rank, int size) : rank_(rank), size_(size) {}
   virtual ~Wire() = default;
@@ -31,14 +46,28 @@ class Wire {
   [[nodiscard]] int rank() const { return rank_; }
   [[nodiscard]] int size() const { return size_; }
 
+  // What the exchanges from now on belong to.
+  virtual void setProgram(const ProgramFingerprint& /*program*/) {}
+  // Whether two ranks that exchange anything find out by themselves that they are in different programs, or expect
+  // other sizes of each other: a MismatchError then, before a byte is used.
+  [[nodiscard]] virtual bool checksExchanges() const { return false; }
+  // Has the next exchange with each rank compare sizes, though there was one in this program already.
+  virtual void compareAgain() {}
+  // Has the next exchange, of this program and on every rank that takes part in it, throw a RefusedError that names
+  // rank `refusing`. Only where exchanges are checked.
+  virtual void refuse(int /*refusing*/) {}
+
   // Returns when all have been sent and received. Two ranks that exchange several things name them in the same order,
-  // with the same sizes.
-  void swap(const std::vector<Exchange>& exchanges, Deadline deadline) { swapInPieces(exchanges, {}, {}, deadline); }
-  // A step that is not set is not taken. A piece of `passedOn` is exchanged once that piece of `exchanges` has come and
-  // gone and been used: it may send what came of that, and be received where that was sent from.
-  virtual void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline,
-                            const std::vector<Exchange>& passedOn, Deadline deadline) = 0;
-  // Has swap() throw, also one that is under way. From any thread.
+  // with the same sizes; each names the other, also where it only sends, or only receives.
+  void exchange(const Exchanges& exchanges, Deadline deadline) { exchangeInPieces(exchanges, {}, {}, deadline); }
+  // Sends `said` to each of `peers` and returns what came from each, as many bytes, in their order. All of them hear
+  // each other directly: where one has died, all find out.
+  std::vector<at::Tensor> tellEach(const std::vector<int>& peers, const at::Tensor& said, Deadline deadline);
+  // A step that is not set is not taken. A piece of `forwarded` is exchanged once that piece of `exchanges` has come
+  // and gone and been used: it may send what came of that, and be received where that was sent from.
+  virtual void exchangeInPieces(const Exchanges& exchanges, const Pipeline& pipeline, const Exchanges& forwarded,
+                                Deadline deadline) = 0;
+  // Has exchange() throw, also one that is under way. From any thread.
   virtual void abort() = 0;
 
  private:

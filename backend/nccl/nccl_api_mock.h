@@ -16,18 +16,9 @@ namespace bagua::testing {
 // split kSplitComm.
 class MockNcclApi : public NcclApi {
  public:
-  MockNcclApi() {
-    using ::testing::_;
-    using ::testing::DoAll;
-    using ::testing::Return;
-    using ::testing::SetArgPointee;
-    ON_CALL(*this, commInitRankConfig).WillByDefault(DoAll(SetArgPointee<0>(kComm), Return(ncclSuccess)));
-    ON_CALL(*this, commSplit).WillByDefault(DoAll(SetArgPointee<3>(kSplitComm), Return(ncclSuccess)));
-    ON_CALL(*this, commGetAsyncError).WillByDefault(DoAll(SetArgPointee<1>(ncclSuccess), Return(ncclSuccess)));
-    ON_CALL(*this, describe).WillByDefault([](ncclResult_t result, ncclComm_t) {
-      return "nccl says " + std::to_string(static_cast<int>(result));
-    });
-  }
+  // Not inline: each would make every source that includes this instantiate all mockers.
+  MockNcclApi();
+  ~MockNcclApi() override;
 
   // Never looked into.
   static inline const ncclComm_t kComm = reinterpret_cast<ncclComm_t>(uintptr_t{0x10});

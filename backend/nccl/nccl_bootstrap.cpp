@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "backend/operation.h"
+#include "backend/operation/operation.h"
 
 namespace bagua {
 namespace {

@@ -10,7 +10,7 @@
 #include "backend/nccl/nccl_types.h"
 #include "backend/nccl/premul_sum.h"
 #include "backend/nccl/run_together.h"
-#include "backend/tensor_bytes.h"
+#include "backend/operation/tensor_bytes.h"
 
 namespace bagua {
 namespace {

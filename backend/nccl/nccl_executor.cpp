@@ -13,6 +13,7 @@
 
 #include "backend/nccl/device_thread.h"
 #include "backend/nccl/nccl_bootstrap.h"
+#include "backend/operation/backend_error.h"
 
 namespace bagua {
 namespace {
@@ -24,8 +25,8 @@ void checkNotCapturing(at::Device device) {
               "an NCCL communicator cannot be made while a CUDA graph is captured: make the same call once before");
 }
 
-std::shared_ptr<StreamLane> makeLane(const NcclExecutor::Options& options, const std::string& key,
-                                     const NcclMembers& members, std::shared_ptr<const HostTopology> topology) {
+std::shared_ptr<StreamChannel> makeChannel(const NcclExecutor::Options& options, const std::string& key,
+                                           const NcclMembers& members, std::shared_ptr<const HostTopology> topology) {
   auto bootstrap = std::make_shared<NcclBootstrap>(options.api, options.store, key, members);
   auto communicator = std::make_unique<NcclCommunicator>(
       members.self, static_cast<int>(members.ranks.size()), std::move(topology),
@@ -43,19 +44,19 @@ std::shared_ptr<StreamLane> makeLane(const NcclExecutor::Options& options, const
           .prepareThread = [device = options.device] { prepareDeviceThread(device); },
       });
   OwnedTransport* owned = communicator.get();
-  return std::make_shared<StreamLane>(std::move(communicator), owned, options.device, options.isHighPriority);
+  return std::make_shared<StreamChannel>(std::move(communicator), owned, options.device, options.isHighPriority);
 }
 
-std::shared_ptr<StreamLane> makeMainLane(const GroupIdentity& group, const NcclExecutor::Options& options) {
+std::shared_ptr<StreamChannel> makeMainChannel(const GroupIdentity& group, const NcclExecutor::Options& options) {
   NcclMembers members{.groupName = group.name, .ranks = std::vector<int>(group.size), .self = group.rank};
   std::iota(members.ranks.begin(), members.ranks.end(), 0);
-  return makeLane(options, "all", members, options.topology);
+  return makeChannel(options, "all", members, options.topology);
 }
 
 }  // namespace
 
-NcclExecutor::NcclExecutor(const GroupIdentity& group, Options options, std::shared_ptr<GroupHealth::Track> health)
-    : StreamExecutor(group, makeMainLane(group, options), options.device, std::move(health)),
+NcclExecutor::NcclExecutor(const GroupIdentity& group, Options options, std::shared_ptr<OperationLog> health)
+    : StreamExecutor(group, makeMainChannel(group, options), options.device, std::move(health)),
       options_(std::move(options)) {}
 
 c10::intrusive_ptr<c10d::Work> NcclExecutor::submit(Operation operation, std::vector<at::Tensor> results,
@@ -87,8 +88,8 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::message(const Operation& operation,
   TORCH_CHECK_VALUE(operation.peer != self, operation.name, " on rank ", self, ", group '", group().name,
                     "': a message to oneself needs a group (batch_isend_irecv) that holds both its sides");
   const NcclCommunicator::Message side{isSend, operation.peer < self ? 0 : 1, tensor};
-  const auto lane = pairLane(operation.peer);
-  return launch(*lane,
+  const auto channel = pairChannel(operation.peer);
+  return launch(*channel,
                 {.operation = operation,
                  .results = {tensor},
                  .program = [side](Communicator& pair) { static_cast<NcclCommunicator&>(pair).exchange({side}); },
@@ -97,18 +98,18 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::message(const Operation& operation,
                  .after = {}});
 }
 
-std::shared_ptr<StreamLane> NcclExecutor::pairLane(int peer) {
+std::shared_ptr<StreamChannel> NcclExecutor::pairChannel(int peer) {
   const std::lock_guard<std::mutex> lock(pairsMutex_);
-  auto& lane = pairs_[peer];
-  if (!lane) {
+  auto& channel = pairs_[peer];
+  if (!channel) {
     const auto [low, high] = std::minmax(group().rank, peer);
     const NcclMembers members{.groupName = group().name, .ranks = {low, high}, .self = group().rank == low ? 0 : 1};
-    lane = makeLane(options_, c10::str("pair/", low, ":", high), members,
-                    std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(2)));
+    channel = makeChannel(options_, c10::str("pair/", low, ":", high), members,
+                          std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(2)));
     // In this order every rank ends its pairs by their lower rank, then by their higher one.
-    addLane(peer, lane);
+    addChannel(peer, channel);
   }
-  return lane;
+  return channel;
 }
 
 void NcclExecutor::startGroup() {
@@ -120,8 +121,7 @@ void NcclExecutor::startGroup() {
     group_.swap(next);
   }
   if (!next) return;
-  next->work->fail(std::make_exception_ptr(
-      C10_BUILD_ERROR(DistBackendError, describe(operation, group()) + ": the group was never ended")));
+  next->work->fail(makeBackendError(describe(operation, group()) + ": the group was never ended"));
   next->work->publish();
 }
 
@@ -178,7 +178,7 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::endGroup() {
   }
   const auto work = group->work;
   try {
-    return launch(mainLane(), launchOf(std::move(*group)));
+    return launch(mainChannel(), launchOf(std::move(*group)));
   } catch (...) {
     // Its Work is in other hands already.
     work->fail(withContext(std::current_exception(), work->operation(), this->group()));
@@ -190,7 +190,7 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::endGroup() {
 std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Store>& store,
                                            at::Device device, std::shared_ptr<const HostTopology> topology,
                                            std::chrono::milliseconds timeout, bool highPriorityStream,
-                                           std::shared_ptr<GroupHealth::Track> health) {
+                                           std::shared_ptr<OperationLog> health) {
   // A group has an executor for each device that a rank uses. Every rank makes them in the same order.
   const int64_t ordinal = store->add(c10::str("nccl/executors/", group.rank), 1);
   NcclExecutor::Options options{.api = NcclApi::library(),

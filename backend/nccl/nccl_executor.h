@@ -27,7 +27,7 @@ class NcclExecutor final : public StreamExecutor {
     bool isHighPriority;
   };
 
-  NcclExecutor(const GroupIdentity& group, Options options, std::shared_ptr<GroupHealth::Track> health = nullptr);
+  NcclExecutor(const GroupIdentity& group, Options options, std::shared_ptr<OperationLog> health = nullptr);
 
   c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
   // Without tags: messages between two ranks match in the order of the calls.
@@ -56,19 +56,19 @@ class NcclExecutor final : public StreamExecutor {
   // Takes the part and returns the group's Work; outside a group it leaves the part alone and returns null.
   c10::intrusive_ptr<c10d::Work> defer(Part& part, const std::vector<at::Tensor>& results);
   static Launch launchOf(Group group);
-  std::shared_ptr<StreamLane> pairLane(int peer);
+  std::shared_ptr<StreamChannel> pairChannel(int peer);
 
   const Options options_;
   std::mutex groupMutex_;
   std::unique_ptr<Group> group_;
   std::mutex pairsMutex_;
-  std::map<int, std::shared_ptr<StreamLane>> pairs_;
+  std::map<int, std::shared_ptr<StreamChannel>> pairs_;
 };
 
 // Every rank of the group makes its executors in the same order, with the group's store. `device` has an index.
 std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Store>& store,
                                            at::Device device, std::shared_ptr<const HostTopology> topology,
                                            std::chrono::milliseconds timeout, bool highPriorityStream,
-                                           std::shared_ptr<GroupHealth::Track> health);
+                                           std::shared_ptr<OperationLog> health);
 
 }  // namespace bagua

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "backend/nccl/run_together.h"
-#include "backend/operation.h"
+#include "backend/operation/operation.h"
 
 namespace bagua {
 namespace {

@@ -3,18 +3,14 @@
 
 #include <c10/util/Exception.h>
 
-#include <array>
 #include <optional>
+
+#include "backend/operation/reduction_names.h"
 
 namespace bagua {
 namespace {
 
 using c10d::ReduceOp;
-
-const char* nameOf(ReduceOp::RedOpType op) {
-  constexpr std::array kNames = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
-  return op < kNames.size() ? kNames[op] : "UNUSED";
-}
 
 // Nothing for dtypes that NCCL cannot add (16-bit integers, quantised ones). Bools are bytes of 0 and 1.
 std::optional<ncclDataType_t> realDtype(at::ScalarType dtype) {
@@ -64,7 +60,7 @@ ncclRedOp_t opFor(ReduceOp::RedOpType op, at::ScalarType dtype) {
       TORCH_CHECK_TYPE(!isBool, "Cannot use ReduceOp.AVG with NCCL on tensors of dtype Bool");
       return ncclAvg;  // integers: the quotient of the sum, truncated
     default:
-      TORCH_CHECK_VALUE(false, "Cannot use ReduceOp.", nameOf(op),
+      TORCH_CHECK_VALUE(false, "Cannot use ReduceOp.", reductionName(op),
                         " with NCCL (CUDA tensors): it has SUM, PRODUCT, MIN, MAX, AVG and PREMUL_SUM");
   }
 }
@@ -75,12 +71,12 @@ NcclReduction ncclReductionFor(const ReduceOp& op, at::ScalarType dtype) {
   const ReduceOp::RedOpType kind = op;
   const bool isComplex = at::isComplexType(dtype);
   const bool isLinear = kind == ReduceOp::SUM || kind == ReduceOp::AVG || kind == ReduceOp::PREMUL_SUM;
-  TORCH_CHECK_VALUE(!isComplex || isLinear, "Cannot use ReduceOp.", nameOf(kind),
+  TORCH_CHECK_VALUE(!isComplex || isLinear, "Cannot use ReduceOp.", reductionName(kind),
                     " with NCCL on complex tensors (dtype ", at::toString(dtype), "): only SUM, AVG and PREMUL_SUM");
   const at::ScalarType real = isComplex ? at::toRealValueType(dtype) : dtype;
   const auto ncclDtype = realDtype(real);
   TORCH_CHECK_TYPE(ncclDtype.has_value(), "NCCL cannot reduce tensors of dtype ", at::toString(dtype), " (",
-                   nameOf(kind), "); calls that only move data take every dtype");
+                   reductionName(kind), "); calls that only move data take every dtype");
   NcclReduction reduction{.dtype = *ncclDtype, .valuesPerElement = isComplex ? 2 : 1};
   if (kind == ReduceOp::PREMUL_SUM) {
     TORCH_CHECK_TYPE(takesFactor(real), "Cannot use ReduceOp.PREMUL_SUM with NCCL on tensors of dtype ",

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "backend/nccl/device_thread.h"
+#include "backend/operation/backend_error.h"
 
 namespace bagua {
 namespace {
@@ -18,29 +19,26 @@ constexpr milliseconds kDrainTime{5000};
 constexpr milliseconds kCloseTime{5000};
 constexpr milliseconds kStopTime{1000};
 
-std::exception_ptr makeError(const std::string& message) {
-  return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, message));
-}
-
 }  // namespace
 
-StreamExecutor::StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> lane, at::Device device,
-                               std::shared_ptr<GroupHealth::Track> health)
+StreamExecutor::StreamExecutor(GroupIdentity group, std::shared_ptr<StreamChannel> channel, at::Device device,
+                               std::shared_ptr<OperationLog> health)
     : group_(std::move(group)),
       device_(device),
-      lane_(std::move(lane)),
-      lanes_(std::make_shared<LaneSet>([device] { prepareDeviceThread(device); })),
-      health_(health ? std::move(health) : GroupHealth(group_, nullptr).addTrack("cuda")),
+      channel_(std::move(channel)),
+      channels_(std::make_shared<ChannelSet>([device] { prepareDeviceThread(device); })),
+      health_(health ? std::move(health) : GroupHealth(group_, nullptr).addLog("cuda")),
       watchdog_(
-          group_, lanes_, [device] { prepareDeviceThread(device); }, health_) {
+          group_, channels_, [device] { prepareDeviceThread(device); }, health_) {
   TORCH_CHECK(device_.is_cuda() && device_.has_index(), "expected a CUDA device with an index, got ", device_);
-  lanes_->add(-1, lane_);
+  channels_->add(-1, channel_);
 }
 
 // Whoever drops an executor without shutdown() may hold the GIL: no draining here.
 StreamExecutor::~StreamExecutor() {
-  lanes_->dropBorrowed();
-  if (!watchdog_.isIdle()) watchdog_.fail(makeError("the group was destroyed before the operation had completed"));
+  channels_->dropBorrowed();
+  if (!watchdog_.isIdle())
+    watchdog_.fail(makeBackendError("the group was destroyed before the operation had completed"));
 }
 
 void StreamExecutor::checkUsable(const Operation& operation) const {
@@ -51,10 +49,10 @@ void StreamExecutor::checkUsable(const Operation& operation) const {
                    "' is unusable since an earlier failure: ", messageOf(error));
 }
 
-c10::intrusive_ptr<WorkCuda> StreamExecutor::launch(StreamLane& lane, Launch launch) {
+c10::intrusive_ptr<WorkCuda> StreamExecutor::launch(StreamChannel& channel, Launch launch) {
   std::exception_ptr failure;
   {
-    const std::lock_guard<std::mutex> order(lane.order());
+    const std::lock_guard<std::mutex> order(channel.order());
     checkUsable(launch.operation);
     launch.operation.sequence = nextSequence_;
     if (launch.work) {
@@ -62,15 +60,15 @@ c10::intrusive_ptr<WorkCuda> StreamExecutor::launch(StreamLane& lane, Launch lau
     } else {
       launch.work = c10::make_intrusive<WorkCuda>(group_, launch.operation, device_, std::move(launch.results));
     }
-    failure = lane.enqueue(*launch.work, std::move(launch.program), std::move(launch.after));
+    failure = channel.enqueue(*launch.work, std::move(launch.program), std::move(launch.after));
     nextSequence_ += launch.numbers;
   }
-  using Kind = GroupHealth::Track::Kind;
+  using Kind = OperationLog::Kind;
   follow(launch.work, launch.numbers == 0 ? Kind::kMessage : Kind::kProgram, failure);
   return launch.work;
 }
 
-void StreamExecutor::follow(const c10::intrusive_ptr<WorkCuda>& work, GroupHealth::Track::Kind kind,
+void StreamExecutor::follow(const c10::intrusive_ptr<WorkCuda>& work, OperationLog::Kind kind,
                             const std::exception_ptr& failure) {
   if (failure) {
     const auto error = health_->explain(failure, work->operation());
@@ -95,7 +93,7 @@ void StreamExecutor::keepCaptured(const c10::intrusive_ptr<WorkCuda>& work) {
 c10::intrusive_ptr<c10d::Work> StreamExecutor::submit(Operation operation, std::vector<at::Tensor> results,
                                                       Program program) {
   return launch(
-      *lane_,
+      *channel_,
       {.operation = operation, .results = std::move(results), .program = std::move(program), .work = {}, .after = {}});
 }
 
@@ -119,15 +117,15 @@ c10::intrusive_ptr<c10d::Work> StreamExecutor::endGroup() {
 
 void StreamExecutor::abort(const std::string& reason) {
   if (!watchdog_.error()) health_->reportAbort(reason);
-  watchdog_.fail(makeError(reason));
+  watchdog_.fail(makeBackendError(reason));
 }
 
 void StreamExecutor::shutdown() {
   if (isShutDown_.exchange(true)) return;
-  lanes_->dropBorrowed();
+  channels_->dropBorrowed();
   if (!watchdog_.error()) {
     if (watchdog_.waitIdle(kDrainTime)) {
-      lanes_->close(std::chrono::steady_clock::now() + kCloseTime);
+      channels_->close(std::chrono::steady_clock::now() + kCloseTime);
     } else {
       abort("the group was shut down before the operation had completed");
     }
@@ -140,10 +138,10 @@ void StreamExecutor::shutdown() {
 std::exception_ptr StreamExecutor::error() const { return watchdog_.error(); }
 
 std::shared_ptr<Executor> makeStreamExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
-                                             at::Device device, std::shared_ptr<GroupHealth::Track> health) {
-  auto lane =
-      std::make_shared<StreamLane>(std::move(communicator), /*owned=*/nullptr, device, /*isHighPriority=*/false);
-  return std::make_shared<StreamExecutor>(std::move(group), std::move(lane), device, std::move(health));
+                                             at::Device device, std::shared_ptr<OperationLog> health) {
+  auto channel =
+      std::make_shared<StreamChannel>(std::move(communicator), /*owned=*/nullptr, device, /*isHighPriority=*/false);
+  return std::make_shared<StreamExecutor>(std::move(group), std::move(channel), device, std::move(health));
 }
 
 }  // namespace bagua

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "backend/executor.h"
-#include "backend/nccl/stream_lane.h"
+#include "backend/nccl/stream_channel.h"
 #include "backend/nccl/watchdog.h"
 
 namespace bagua {
@@ -17,8 +17,8 @@ namespace bagua {
 class StreamExecutor : public Executor {
  public:
   // `health` as for the Watchdog.
-  StreamExecutor(GroupIdentity group, std::shared_ptr<StreamLane> lane, at::Device device,
-                 std::shared_ptr<GroupHealth::Track> health = nullptr);
+  StreamExecutor(GroupIdentity group, std::shared_ptr<StreamChannel> channel, at::Device device,
+                 std::shared_ptr<OperationLog> health = nullptr);
   ~StreamExecutor() override;
 
   c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
@@ -45,24 +45,25 @@ class StreamExecutor : public Executor {
     std::vector<at::cuda::CUDAEvent> after;
   };
 
-  c10::intrusive_ptr<WorkCuda> launch(StreamLane& lane, Launch launch);
+  c10::intrusive_ptr<WorkCuda> launch(StreamChannel& channel, Launch launch);
   void checkUsable(const Operation& operation) const;
   [[nodiscard]] const GroupIdentity& group() const { return group_; }
   [[nodiscard]] at::Device device() const { return device_; }
-  [[nodiscard]] StreamLane& mainLane() { return *lane_; }
-  // `position` as in LaneSet; that of the main lane is -1.
-  void addLane(int position, std::shared_ptr<StreamLane> lane) { lanes_->add(position, std::move(lane)); }
+  [[nodiscard]] StreamChannel& mainChannel() { return *channel_; }
+  // `position` as in ChannelSet; that of the main channel is -1.
+  void addChannel(int position, std::shared_ptr<StreamChannel> channel) {
+    channels_->add(position, std::move(channel));
+  }
 
  private:
-  void follow(const c10::intrusive_ptr<WorkCuda>& work, GroupHealth::Track::Kind kind,
-              const std::exception_ptr& failure);
+  void follow(const c10::intrusive_ptr<WorkCuda>& work, OperationLog::Kind kind, const std::exception_ptr& failure);
   void keepCaptured(const c10::intrusive_ptr<WorkCuda>& work);
 
   const GroupIdentity group_;
   const at::Device device_;
-  const std::shared_ptr<StreamLane> lane_;
-  const std::shared_ptr<LaneSet> lanes_;
-  const std::shared_ptr<GroupHealth::Track> health_;
+  const std::shared_ptr<StreamChannel> channel_;
+  const std::shared_ptr<ChannelSet> channels_;
+  const std::shared_ptr<OperationLog> health_;
   Watchdog watchdog_;
   std::atomic<uint64_t> nextSequence_ = 0;
   std::atomic<bool> isShutDown_ = false;
@@ -75,6 +76,6 @@ class StreamExecutor : public Executor {
 // Over a communicator that belongs to somebody else: for hooks on a model whose group is not ours. `device` has an
 // index.
 std::shared_ptr<Executor> makeStreamExecutor(GroupIdentity group, std::unique_ptr<Communicator> communicator,
-                                             at::Device device, std::shared_ptr<GroupHealth::Track> health = nullptr);
+                                             at::Device device, std::shared_ptr<OperationLog> health = nullptr);
 
 }  // namespace bagua

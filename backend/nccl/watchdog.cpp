@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "backend/operation/backend_error.h"
+
 namespace bagua {
 namespace {
 
@@ -21,10 +23,6 @@ using std::chrono::milliseconds;
 constexpr milliseconds kPollInterval{10};
 // Whoever destroys a watchdog may hold the GIL, which the release of a tensor can need.
 constexpr milliseconds kDestructorLimit{100};
-
-std::exception_ptr makeError(const std::string& message) {
-  return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, message));
-}
 
 bool isDone(const WatchedWork& work) {
   try {
@@ -40,15 +38,15 @@ struct Watchdog::Core {
   struct Entry {
     c10::intrusive_ptr<WatchedWork> work;
     Clock::time_point submitted;
-    GroupHealth::Track::Token token = 0;
+    OperationLog::Token token = 0;
   };
 
   Core(GroupIdentity identity, std::shared_ptr<WatchedTransport> watched, std::function<void()> prepare,
-       std::shared_ptr<GroupHealth::Track> track)
+       std::shared_ptr<OperationLog> log)
       : group(std::move(identity)),
         transport(std::move(watched)),
         prepareThread(std::move(prepare)),
-        health(track ? std::move(track) : GroupHealth(group, nullptr).addTrack("cuda")) {}
+        health(log ? std::move(log) : GroupHealth(group, nullptr).addLog("cuda")) {}
 
   void run() noexcept;
   void prepare();
@@ -63,7 +61,7 @@ struct Watchdog::Core {
   const GroupIdentity group;
   const std::shared_ptr<WatchedTransport> transport;
   const std::function<void()> prepareThread;
-  const std::shared_ptr<GroupHealth::Track> health;
+  const std::shared_ptr<OperationLog> health;
 
   std::mutex mutex;
   std::condition_variable wake;     // for the thread: the first entry has come, or it is to stop
@@ -87,7 +85,7 @@ void Watchdog::Core::run() noexcept {
       try {
         inspect(current);
       } catch (...) {
-        report(makeError("the watchdog failed: " + messageOf(std::current_exception())), nullptr);
+        report(makeBackendError("the watchdog failed: " + messageOf(std::current_exception())), nullptr);
       }
       // The last reference to a tensor may go here, for which the mutex must not be held.
       current.clear();
@@ -104,9 +102,9 @@ void Watchdog::Core::prepare() {
   try {
     prepareThread();
   } catch (...) {
-    report(
-        makeError("the watchdog of group '" + group.name + "' could not start: " + messageOf(std::current_exception())),
-        nullptr);
+    report(makeBackendError("the watchdog of group '" + group.name +
+                            "' could not start: " + messageOf(std::current_exception())),
+           nullptr);
   }
 }
 
@@ -138,7 +136,7 @@ void Watchdog::Core::failOnError(const std::vector<Entry>& unfinished) {
   const std::string asyncError = transport->asyncError();
   if (!asyncError.empty()) {
     const WatchedWork& oldest = *unfinished.front().work;
-    const auto cause = makeError(asyncError + ". A peer may have died: its own output says why");
+    const auto cause = makeBackendError(asyncError + ". A peer may have died: its own output says why");
     return report(withContext(cause, oldest.operation(), group), &oldest);
   }
   const auto now = Clock::now();
@@ -153,10 +151,11 @@ void Watchdog::Core::failOnError(const std::vector<Entry>& unfinished) {
 std::exception_ptr Watchdog::Core::timeoutOf(const Entry& entry, size_t outstanding) const {
   const Operation& operation = entry.work->operation();
   const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - entry.submitted);
-  return makeError(c10::str(describe(operation, group), " timed out: submitted ", waited.count(),
-                            " ms ago with a timeout of ", operation.timeout.count(), " ms; ", outstanding,
-                            " operation(s) of this rank have not completed. Check that every rank is alive and makes "
-                            "the same collective calls, of the same sizes, in the same order."));
+  return makeBackendError(
+      c10::str(describe(operation, group), " timed out after ", waited.count(), " ms, with a timeout of ",
+               operation.timeout.count(), " ms; ", outstanding,
+               " operation(s) of this rank have not completed. Check that every rank is alive and makes "
+               "the same collective calls, of the same sizes, in the same order."));
 }
 
 void Watchdog::Core::retire(const std::vector<c10::intrusive_ptr<WatchedWork>>& works) {
@@ -198,13 +197,13 @@ void Watchdog::Core::fail(const std::exception_ptr& cause, const WatchedWork* cu
 }
 
 Watchdog::Watchdog(GroupIdentity group, std::shared_ptr<WatchedTransport> transport,
-                   std::function<void()> prepareThread, std::shared_ptr<GroupHealth::Track> health)
+                   std::function<void()> prepareThread, std::shared_ptr<OperationLog> health)
     : core_(std::make_shared<Core>(std::move(group), std::move(transport), std::move(prepareThread),
                                    std::move(health))) {}
 
 Watchdog::~Watchdog() { stop(kDestructorLimit); }
 
-void Watchdog::watch(const c10::intrusive_ptr<WatchedWork>& work, GroupHealth::Track::Kind kind) {
+void Watchdog::watch(const c10::intrusive_ptr<WatchedWork>& work, OperationLog::Kind kind) {
   std::exception_ptr error;
   const auto token = core_->health->begin(work->operation(), kind);
   {

@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "backend/health/group_health.h"
-#include "backend/operation.h"
+#include "backend/operation/operation.h"
 
 namespace bagua {
 
@@ -43,14 +43,13 @@ class Watchdog {
   // `prepareThread` runs first on the thread: it must make querying the device safe there. `health` is told of every
   // operation and asked for the cause of every failure; null: this rank is on its own.
   Watchdog(GroupIdentity group, std::shared_ptr<WatchedTransport> transport, std::function<void()> prepareThread,
-           std::shared_ptr<GroupHealth::Track> health = nullptr);
+           std::shared_ptr<OperationLog> health = nullptr);
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
   // The timeout of its operation counts from here. A work that has failed is only kept until the device is done.
-  void watch(const c10::intrusive_ptr<WatchedWork>& work,
-             GroupHealth::Track::Kind kind = GroupHealth::Track::Kind::kProgram);
+  void watch(const c10::intrusive_ptr<WatchedWork>& work, OperationLog::Kind kind = OperationLog::Kind::kProgram);
   // First call wins: fails everything that is not done, then aborts the transport.
   void fail(const std::exception_ptr& cause);
   [[nodiscard]] std::exception_ptr error() const;

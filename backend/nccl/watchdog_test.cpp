@@ -102,18 +102,18 @@ TEST_F(WatchdogTest, AMessageHasNoPlaceInTheOrderOfPrograms) {
   GroupHealth healthOfAbsent(absent, store);
   GroupHealth healthOfWaiting(waiting, store);
   Watchdog watchdog(
-      absent, transport_, [] {}, healthOfAbsent.addTrack("cuda"));
+      absent, transport_, [] {}, healthOfAbsent.addLog("cuda"));
   const auto message = c10::make_intrusive<FakeWork>(7, kLong);
   message->isDeviceDone = true;
-  watchdog.watch(message, GroupHealth::Track::Kind::kMessage);
+  watchdog.watch(message, OperationLog::Kind::kMessage);
   ASSERT_TRUE(watchdog.waitIdle(kLong));
 
   std::promise<std::string> cause;
-  const auto track = healthOfWaiting.addTrack("cuda");
-  track->onFailure([&cause](const std::string& text) { cause.set_value(text); });
+  const auto log = healthOfWaiting.addLog("cuda");
+  log->onFailure([&cause](const std::string& text) { cause.set_value(text); });
   Operation program{.name = "all_reduce", .timeout = milliseconds(1500)};
   program.sequence = 7;
-  track->begin(program);
+  log->begin(program);
   EXPECT_THAT(cause.get_future().get(), HasSubstr("Not there: rank 0"));
   healthOfWaiting.stop();
 }

@@ -7,6 +7,8 @@
 
 #include <utility>
 
+#include "backend/operation/timeouts.h"
+
 namespace bagua {
 namespace {
 
@@ -78,7 +80,7 @@ bool WorkCuda::wait(milliseconds timeout) {
   const auto consumer = c10::cuda::getCurrentCUDAStream(device_.index());
   blockStream(consumer);
   const bool hasLimit = timeout > kNoTimeout;
-  if (!isCaptured() && (hasLimit || operation_.type == c10d::OpType::BARRIER)) waitOnHost(timeout);
+  if (!isCaptured() && (hasLimit || operation_.type == c10d::OpType::BARRIER)) waitOnHost(limitedTimeout(timeout));
   // Tensors of the producer's stream may go back to its pool: it has just been made to wait. To any other stream the
   // wait says nothing about them, so there the watchdog lets go when the device is done.
   if (consumer == enqueued_->producer) releaseTensors();
@@ -106,9 +108,8 @@ void WorkCuda::waitOnHost(milliseconds timeout) {
     lock.lock();
     if (isDone || completed_) break;
     TORCH_CHECK_WITH(DistBackendError, timeout <= kNoTimeout || std::chrono::steady_clock::now() - start < timeout,
-                     describe(operation_, group_), " has not completed within the ", timeout.count(),
-                     " ms that wait() was given; it goes on until its own timeout of ", operation_.timeout.count(),
-                     " ms");
+                     describe(operation_, group_), ": wait() timed out after ", timeout.count(),
+                     " ms; the operation goes on until its own timeout of ", operation_.timeout.count(), " ms");
     cv_.wait_for(lock, kHostPoll);
   }
   if (exception_) std::rethrow_exception(exception_);

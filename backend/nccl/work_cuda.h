@@ -47,6 +47,8 @@ class WorkCuda final : public WatchedWork {
 
   [[nodiscard]] bool isCaptured() const { return enqueued_ && enqueued_->isCaptured; }
   [[nodiscard]] const Operation& operation() const override { return operation_; }
+  // For its executor, until the work is published.
+  [[nodiscard]] const std::vector<at::Tensor>& results() const { return results_; }
   [[nodiscard]] bool deviceDone() const override;
   void fail(const std::exception_ptr& error) override;
   void retire() override;

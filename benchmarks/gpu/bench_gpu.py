@@ -132,13 +132,13 @@ class Bench:
         return {**about, "ways": ways}
 
     def _train_between_hosts(self, model: str, names: list[str], rate: float) -> dict[str, Any]:
-        from emulated_hosts import INTERFACE
+        from bagua.bench.emulated_hosts import INTERFACE, Network
         from run import run_on_hosts
 
         more = {**SOCKETS_ONLY, "NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
         device = "cuda:0" if self._is_gpu else "cpu"
         script = [str(HERE / "training.py"), device, self.stock, model, str(self._seconds), *names]
-        about, *ways = run_on_hosts(2, 1, rate, script, SECONDS_LIMIT, more)
+        about, *ways = run_on_hosts(2, 1, Network(rate), script, SECONDS_LIMIT, more)
         return {**about, "ways": ways}
 
 

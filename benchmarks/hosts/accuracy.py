@@ -8,11 +8,11 @@ import json
 import sys
 from pathlib import Path
 
-from emulated_hosts import NoEmulatedHosts
+from bagua.bench.emulated_hosts import Network, NoEmulatedHosts
 from run import RESULTS, run_on_hosts
 
 WAYS = ["gloo", "gloo, fp16 hook", "bytegrad", "qadam"]
-BITS_PER_SECOND = 100e6
+NETWORK = Network(bits_per_second=100e6)
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     results = []
     for way in args.ways:
         try:
-            lines = run_on_hosts(2, 1, BITS_PER_SECOND, ["training_accuracy.py", way, str(args.epochs)], limit=1200)
+            lines = run_on_hosts(2, 1, NETWORK, ["training_accuracy.py", way, str(args.epochs)], limit=1200)
         except NoEmulatedHosts as error:
             sys.exit(f"no emulated hosts on this machine: {error}")
         results += lines

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from run import Measurement, Network, line_end
+from run import Measurement, Scenario, line_end
 
 # Bytes per parameter and messages per bucket that a rank sends among n hosts.
 TRAFFIC: dict[str, Callable[[int], tuple[float, float]]] = {
@@ -58,32 +58,32 @@ class Fit:
 class Sample:
     """One measured median and what the model has to know of it."""
 
-    network: Network
+    scenario: Scenario
     local: Measurement
     parameters: int
     seconds: float
 
 
-def samples_of(way: str, runs: list[tuple[Network, list[Measurement]]]) -> list[Sample]:
+def samples_of(way: str, runs: list[tuple[Scenario, list[Measurement]]]) -> list[Sample]:
     """Return the medians of one way on all networks that the model describes."""
     samples = []
-    for network, measurements in runs:
+    for scenario, measurements in runs:
         by_way = {m.way: m for m in measurements}
-        if way not in by_way or not network.bits_per_second or network.hosts * network.ranks_per_host != 2:
+        if way not in by_way or not scenario.bits_per_second or scenario.hosts * scenario.ranks_per_host != 2:
             continue
         local, gloo = by_way["no communication"], by_way["gloo"]
-        parameters = round(gloo.bytes_between_hosts / TRAFFIC["gloo"](network.hosts)[0])
-        samples.append(Sample(network, local, parameters, by_way[way].median))
+        parameters = round(gloo.bytes_between_hosts / TRAFFIC["gloo"](scenario.hosts)[0])
+        samples.append(Sample(scenario, local, parameters, by_way[way].median))
     return samples
 
 
-def fit(way: str, runs: list[tuple[Network, list[Measurement]]]) -> Fit:
+def fit(way: str, runs: list[tuple[Scenario, list[Measurement]]]) -> Fit:
     """Search the efficiencies; the overhead that suits each best is its mean residual."""
     samples = samples_of(way, runs)
     best: Fit | None = None
     for efficiency in np.arange(0.6, 1.001, 0.02):
         bare = Fit(way, float(efficiency), 0.0, 0.0)
-        modelled = [bare.step(s.local, s.parameters, s.network.hosts, s.network.bits_per_second) for s in samples]
+        modelled = [bare.step(s.local, s.parameters, s.scenario.hosts, s.scenario.bits_per_second) for s in samples]
         weights = [1 / s.seconds for s in samples]
         residuals = [s.seconds - m for s, m in zip(samples, modelled, strict=True)]
         overhead = max(0.0, float(np.average(residuals, weights=weights)))

@@ -11,7 +11,7 @@ from typing import Any
 from cost_model import TRAFFIC, fit, samples_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from run import Measurement, Network
+from run import Measurement, Scenario
 
 COLOURS = {
     "no communication": "#888888",
@@ -28,13 +28,13 @@ COLOURS = {
 }
 # Of the model's figure.
 RATE = 1e9
-Runs = list[tuple[Network, list[Measurement]]]
+Runs = list[tuple[Scenario, list[Measurement]]]
 
 
 def load(path: Path) -> Runs:
     """Read what run.py wrote."""
     return [
-        (Network(**run["network"]), [Measurement(**m) for m in run["measurements"]])
+        (Scenario(**run["scenario"]), [Measurement(**m) for m in run["measurements"]])
         for run in json.loads(path.read_text())["runs"]
     ]
 
@@ -72,9 +72,9 @@ def draw_model(runs: Runs, path: Path) -> list[str]:
     hosts = [8, 16, 32, 64, 128, 256, 512, 1024]
     lines = []
     for way in TRAFFIC:
-        samples = [s for s in samples_of(way, runs) if s.network.model == "convolutional"]
+        samples = [s for s in samples_of(way, runs) if s.scenario.model == "convolutional"]
         fitted = fit(way, runs)
-        sample = next(s for s in samples if s.network.bits_per_second == RATE)
+        sample = next(s for s in samples if s.scenario.bits_per_second == RATE)
         times = [1e3 * fitted.step(sample.local, sample.parameters, n, RATE) for n in hosts]
         axes.plot(hosts, times, marker="o", label=way, color=COLOURS[way])
         lines.append(

@@ -2,7 +2,7 @@
 """Times training steps between emulated hosts, all ways to communicate in one run. Needs root and iproute2.
 
 python benchmarks/hosts/run.py                      the networks that docs/performance.md shows (about 8 minutes)
-python benchmarks/hosts/run.py --rates 300e6 --hosts 3 --ranks-per-host 2 --models transformer
+python benchmarks/hosts/run.py --rates 300M --round-trips 10ms --hosts 3 --ranks-per-host 2 --models transformer
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated_hosts import NoEmulatedHosts, emulated_hosts
+from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts, rate_of, time_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from ranks_of_benchmarks import Command, lines_of_the_first
@@ -35,6 +35,8 @@ WAYS = [
     "gloo, bf16 hook",
     "gradient_allreduce",
     "bytegrad",
+    "powersgd, rank 1",
+    "powersgd, rank 4",
     "qadam",
     "low_precision_decentralized",
     "decentralized",
@@ -52,23 +54,32 @@ STEADY_ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-# torch's hook talks from callbacks, which crashes or hangs on Gloo: by itself, and once.
-FRAGILE = "gloo, PowerSGD hook"
+# torch's hook talks from callbacks, which now and then crashes or hangs on Gloo. It takes its turns in runs of its own,
+# beside ways that tell how the machine fares, so that a failure costs no other figure.
+FRAGILE = ["gloo, PowerSGD hook, rank 1", "gloo, PowerSGD hook, rank 4"]
+BESIDE_FRAGILE = ["no communication", "powersgd, rank 1", "powersgd, rank 4"]
+FRAGILE_RUNS = 3
 
 
 @dataclass(frozen=True)
-class Network:
-    """What one run of the benchmark takes place on."""
+class Scenario:
+    """A model, and the hosts that train it."""
 
     model: str
     hosts: int
     ranks_per_host: int
     bits_per_second: float
+    # Seconds.
+    round_trip: float = 0.0
+
+    @property
+    def network(self) -> Network:
+        """What lies between the hosts."""
+        return Network(self.bits_per_second, self.round_trip)
 
     def __str__(self) -> str:
-        rate = f"{self.bits_per_second / 1e6:,.0f} Mbit/s" if self.bits_per_second else "no limit"
         ranks = "1 rank" if self.ranks_per_host == 1 else f"{self.ranks_per_host} ranks"
-        return f"{self.model}, {self.hosts} hosts of {ranks}, {rate}"
+        return f"{self.model}, {self.hosts} hosts of {ranks}, {self.network}"
 
 
 @dataclass
@@ -88,18 +99,18 @@ class Measurement:
         return statistics.median(self.times)
 
 
-DEFAULT_NETWORKS = [
-    *(Network("convolutional", 2, 1, rate) for rate in (100e6, 1e9, 10e9, 0)),
-    Network("convolutional", 2, 2, 1e9),
-    Network("convolutional", 4, 1, 1e9),
-    Network("transformer", 2, 1, 1e9),
+DEFAULT_SCENARIOS = [
+    *(Scenario("convolutional", 2, 1, rate) for rate in (100e6, 1e9, 10e9, 0)),
+    Scenario("convolutional", 2, 2, 1e9),
+    Scenario("convolutional", 4, 1, 1e9),
+    Scenario("transformer", 2, 1, 1e9),
 ]
 
 
 def run_on_hosts(
     hosts: int,
     ranks_per_host: int,
-    bits_per_second: float,
+    network: Network,
     script: list[str],
     limit: float,
     more: Mapping[str, str] | None = None,
@@ -108,22 +119,21 @@ def run_on_hosts(
 
     Return the lines of JSON that rank 0 prints.
     """
-    with emulated_hosts(hosts, bits_per_second or None) as made:
+    with emulated_hosts(hosts, network) as made:
         commands = []
         for index, host in enumerate(made):
             torchrun = ["-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={ranks_per_host}"]
             meeting = [f"--node-rank={index}", f"--master-addr={made[0].address}", "--master-port=29517"]
             command = host.command([sys.executable, *torchrun, *meeting, str(HERE / script[0]), *script[1:]])
             environment = {**host.environment(), **STEADY_ALLOCATOR, "OMP_NUM_THREADS": "1", **(more or {})}
-            environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
             commands.append(Command(command, environment))
         return lines_of_the_first(commands, limit)
 
 
-def measure(network: Network, ways: list[str], seconds: float, limit: float = 900) -> list[Measurement]:
+def measure(scenario: Scenario, ways: list[str], seconds: float, limit: float = 900) -> list[Measurement]:
     """Return what rank 0 measured."""
-    script = ["training_steps.py", network.model, str(network.hosts), str(seconds), *ways]
-    lines = run_on_hosts(network.hosts, network.ranks_per_host, network.bits_per_second, script, limit)
+    script = ["training_steps.py", scenario.model, str(scenario.hosts), str(seconds), *ways]
+    lines = run_on_hosts(scenario.hosts, scenario.ranks_per_host, scenario.network, script, limit)
     return [Measurement(**line) for line in lines]
 
 
@@ -142,24 +152,26 @@ def line_end(ready: list[list[tuple[float, int]]], wire: float) -> float:
     return statistics.median(ends)
 
 
-def add_limits(network: Network, measurements: list[Measurement]) -> None:
-    """Fill in how long a step would take if nothing but computing and the line took time.
+def add_limits(scenario: Scenario, measurements: list[Measurement]) -> None:
+    """Fill in how long a step would take if nothing but computing, the line and its delay took time.
 
     All ranks of a host share its line, which carries headers too. The optimizer's step follows when the last bucket has
     arrived.
     """
     local = next((m for m in measurements if m.way == "no communication"), None)
-    if local is None or not network.bits_per_second:
+    if local is None or not scenario.bits_per_second:
         return
     backward = local.median - statistics.median(local.optimizer_times)
     for m in measurements:
-        wire = WITH_HEADERS * m.bytes_between_hosts * network.ranks_per_host * 8 / network.bits_per_second
+        wire = WITH_HEADERS * m.bytes_between_hosts * scenario.ranks_per_host * 8 / scenario.bits_per_second
         if m.way in AFTER_THE_STEP:
             m.limit = local.median + wire
         elif m.way in BESIDE_THE_STEP:
             m.limit = max(local.median, wire)
         elif m.way not in ("async", "no communication"):
-            m.limit = max(backward, line_end(local.ready, wire)) + statistics.median(m.optimizer_times)
+            # The last bucket's bytes leave, and arrive half a round trip later; without distance that is nothing.
+            end = line_end(local.ready, wire) + scenario.round_trip / 2
+            m.limit = max(backward, end) + statistics.median(m.optimizer_times)
 
 
 def table(measurements: list[Measurement]) -> str:
@@ -175,51 +187,78 @@ def table(measurements: list[Measurement]) -> str:
     return "\n".join(lines)
 
 
-def try_fragile(seconds: float) -> str:
-    """Say how torch's PowerSGD hook fares."""
-    try:
-        measured = measure(Network("convolutional", 2, 1, 1e9), [FRAGILE], seconds, limit=90)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        return f"{FRAGILE}: fails on this torch ({type(error).__name__}: {str(error).splitlines()[0]})"
-    return (
-        f"{FRAGILE}: {1e3 * measured[0].median:.1f} ms per step, alone (convolutional, 2 hosts of 1 rank, 1,000 Mbit/s)"
-    )
+@dataclass
+class Fragile:
+    """How one way of FRAGILE fared: how often it failed, and one run in which it did not, with those beside it."""
+
+    way: str
+    runs: int
+    failures: list[str]
+    measurements: list[Measurement]
+
+    def __str__(self) -> str:
+        counted = f"{self.way}: {len(self.failures)} of {self.runs} runs failed"
+        if self.failures:
+            counted += f" (the last: {self.failures[-1]})"
+        return f"{counted}\n{table(self.measurements)}" if self.measurements else counted
 
 
-def chosen_networks(args: argparse.Namespace) -> list[Network]:
-    if not any((args.rates, args.hosts, args.ranks_per_host, args.models)):
-        return DEFAULT_NETWORKS
+def try_fragile(scenario: Scenario, way: str, seconds: float, runs: int) -> Fragile:
+    """Run one way `runs` times beside BESIDE_FRAGILE."""
+    tried = Fragile(way, runs, [], [])
+    # All of them in turn, their settling, and the start of the processes.
+    limit = 60 + 5 * seconds * (1 + len(BESIDE_FRAGILE))
+    for _ in range(runs):
+        try:
+            tried.measurements = measure(scenario, [*BESIDE_FRAGILE, way], seconds, limit)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            tried.failures.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    if tried.measurements:
+        add_limits(scenario, tried.measurements)
+    return tried
+
+
+def chosen_scenarios(args: argparse.Namespace) -> list[Scenario]:
+    if not any((args.rates, args.round_trips, args.hosts, args.ranks_per_host, args.models)):
+        return DEFAULT_SCENARIOS
     choices = itertools.product(
-        args.models or ["convolutional"], args.hosts or [2], args.ranks_per_host or [1], args.rates or [1e9]
+        args.models or ["convolutional"],
+        args.hosts or [2],
+        args.ranks_per_host or [1],
+        args.rates or [1e9],
+        args.round_trips or [0.0],
     )
-    return [Network(*choice) for choice in choices]
+    return [Scenario(*choice) for choice in choices]
 
 
 def main() -> None:
     """Measure, print a table for each network, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", help="bits per second; 0: no limit")
+    parser.add_argument("--rates", type=rate_of, nargs="+", help="bits per second, such as 100M or 1G; 0: no limit")
+    parser.add_argument("--round-trips", type=time_of, nargs="+", help="between hosts, such as 10ms")
     parser.add_argument("--hosts", type=int, nargs="+")
     parser.add_argument("--ranks-per-host", type=int, nargs="+")
     parser.add_argument("--models", nargs="+", choices=("convolutional", "transformer"))
     parser.add_argument("--ways", nargs="+", default=WAYS)
+    parser.add_argument("--fragile-runs", type=int, default=FRAGILE_RUNS, help="of each rank of torch's PowerSGD hook")
     parser.add_argument("--seconds", type=float, default=4.0, help="that each way is given on each network")
     parser.add_argument("--json", type=Path, default=RESULTS / "hosts.json", help="where to write all times")
     args = parser.parse_args()
     runs = []
     try:
-        for network in chosen_networks(args):
-            measurements = measure(network, args.ways, args.seconds)
-            add_limits(network, measurements)
-            print(f"\n{network}\n{table(measurements)}", flush=True)
-            runs.append({"network": asdict(network), "measurements": [asdict(m) for m in measurements]})
-        fragile = try_fragile(args.seconds)
+        for scenario in chosen_scenarios(args):
+            measurements = measure(scenario, args.ways, args.seconds)
+            add_limits(scenario, measurements)
+            print(f"\n{scenario}\n{table(measurements)}", flush=True)
+            fragile = [try_fragile(scenario, way, args.seconds, args.fragile_runs) for way in FRAGILE]
+            print("\n".join(map(str, fragile)), flush=True)
+            measured = {"scenario": asdict(scenario), "measurements": [asdict(m) for m in measurements]}
+            runs.append({**measured, "fragile": [asdict(tried) for tried in fragile]})
     except NoEmulatedHosts as error:
         sys.exit(f"no emulated hosts on this machine: {error}")
-    print(f"\n{fragile}")
     machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({**machine, "runs": runs, "fragile": fragile}, indent=1))
+    args.json.write_text(json.dumps({**machine, "runs": runs}, indent=1))
 
 
 if __name__ == "__main__":

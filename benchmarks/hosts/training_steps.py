@@ -22,11 +22,27 @@ MOST_STEPS = 6
 STOCK_BYTES = {"gloo": 4, "gloo, Adam": 4, "gloo, fp16 hook": 2, "gloo, bf16 hook": 2}
 
 
+# And those of torch's PowerSGD, by the rank of its factors.
+STOCK_RANKS = {"gloo, PowerSGD hook, rank 1": 1, "gloo, PowerSGD hook, rank 4": 4}
+
+
+def elements_of_factors(contender: Contender, rank: int) -> int:
+    """Return what torch's PowerSGD hook sends of a model: factors, and gradients that those are hardly smaller than."""
+    elements = 0
+    for parameter in contender.ddp.parameters():
+        rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
+        factors = (rows + columns) * min(rows, columns, rank)
+        elements += factors if 2 * factors < parameter.numel() else parameter.numel()
+    return elements
+
+
 def bytes_per_step(contender: Contender, hosts: int) -> float:
     """Return what one rank sends to other hosts."""
+    share = 2 * (hosts - 1) / hosts / (dist.get_world_size() / hosts)
     if contender.name in STOCK_BYTES:
-        ranks_of_host = dist.get_world_size() / hosts
-        return 2 * (hosts - 1) / hosts * contender.parameters * STOCK_BYTES[contender.name] / ranks_of_host
+        return share * contender.parameters * STOCK_BYTES[contender.name]
+    if contender.name in STOCK_RANKS:
+        return share * 4 * elements_of_factors(contender, STOCK_RANKS[contender.name])
     return contender.counted_bytes / len(contender.steps)
 
 

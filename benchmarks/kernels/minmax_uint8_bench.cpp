@@ -3,54 +3,24 @@
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>
 
-#include <algorithm>
-#include <chrono>
 #include <string>
 #include <vector>
 
+#include "benchmarks/kernels/beside_copy.h"
 #include "kernels/minmax_uint8/minmax_uint8.h"
 
-// The codec on the CPU beside a plain copy of the same tensor, timed in turns in one run. All speeds count the bytes of
-// the tensor, not of its packed form. `limit_ratio` is speed over the copy's speed; `over_us` is what a call takes more
-// than the target allows (60 % of the copy's speed to compress, 70 % to decompress): negative where the target is met.
+// The codec on the CPU beside a plain copy of the same tensor. `over_us` is what a call takes more than the target
+// allows (60 % of the copy's speed to compress, 70 % to decompress): negative where the target is met.
 namespace bagua::minmax_uint8 {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr double kCompressTarget = 0.6;
 constexpr double kDecompressTarget = 0.7;
 
 template <class F>
-double secondsOf(int64_t repeats, const F& f) {
-  const auto start = Clock::now();
-  for (int64_t i = 0; i < repeats; ++i) f();
-  return std::chrono::duration<double>(Clock::now() - start).count() / static_cast<double>(repeats);
-}
-
-double median(std::vector<double>& seconds) {
-  const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
-  std::nth_element(seconds.begin(), middle, seconds.end());
-  return *middle;
-}
-
-// Medians of batches: other work on the machine disturbs a few of them.
-template <class F>
-void besideCopy(benchmark::State& state, const at::Tensor& source, at::Tensor& destination, double target, const F& f) {
-  const auto bytes = static_cast<double>(source.nbytes());
-  const auto repeats = std::max<int64_t>(1, static_cast<int64_t>(4e6 / bytes));
-  std::vector<double> copies;
-  std::vector<double> mine;
-  for (auto _ : state) {
-    copies.push_back(secondsOf(repeats, [&] { destination.copy_(source); }));
-    mine.push_back(secondsOf(repeats, f));
-    state.SetIterationTime(mine.back());
-  }
-  const double copySeconds = median(copies);
-  const double seconds = median(mine);
-  state.counters["GB/s"] = bytes / seconds / 1e9;
-  state.counters["copy_GB/s"] = bytes / copySeconds / 1e9;
-  state.counters["limit_ratio"] = copySeconds / seconds;
+void besideCopyWithTarget(benchmark::State& state, const at::Tensor& source, at::Tensor& destination, double target,
+                          const F& f) {
+  const auto [seconds, copySeconds] = besideCopy(state, source, destination, f);
   state.counters["over_us"] = (seconds - copySeconds / target) * 1e6;
 }
 
@@ -63,7 +33,7 @@ void compressBench(benchmark::State& state, at::ScalarType dtype) {
   const at::Tensor source = tensorOf(state, dtype);
   at::Tensor copy = at::empty_like(source);
   at::Tensor packed = at::empty({packedBytes(source.numel(), state.range(1))}, at::kByte);
-  besideCopy(state, source, copy, kCompressTarget, [&] { compress(source, state.range(1), packed); });
+  besideCopyWithTarget(state, source, copy, kCompressTarget, [&] { compress(source, state.range(1), packed); });
 }
 
 void decompressBench(benchmark::State& state, at::ScalarType dtype) {
@@ -71,7 +41,7 @@ void decompressBench(benchmark::State& state, at::ScalarType dtype) {
   at::Tensor copy = at::empty_like(source);
   at::Tensor packed = at::empty({packedBytes(source.numel(), state.range(1))}, at::kByte);
   compress(source, state.range(1), packed);
-  besideCopy(state, source, copy, kDecompressTarget, [&] { decompress(packed, state.range(1), copy); });
+  besideCopyWithTarget(state, source, copy, kDecompressTarget, [&] { decompress(packed, state.range(1), copy); });
 }
 
 // One rank's part of a tensor shared out over `copies` ranks; a copy of that part is the measure.
@@ -84,7 +54,7 @@ void reduceBench(benchmark::State& state, at::ScalarType dtype) {
   at::Tensor received = at::empty({copies * chunkBytes}, at::kByte);
   compress(source, 1, packed);
   received.view({copies, chunkBytes}).copy_(packed.expand({copies, chunkBytes}));
-  besideCopy(state, source, copy, kCompressTarget, [&] {
+  besideCopyWithTarget(state, source, copy, kCompressTarget, [&] {
     reduceAndCompress(received, copies, source.numel(), source.numel(), dtype, static_cast<float>(copies), packed);
   });
 }

@@ -21,13 +21,25 @@ from sphinx.cmd.build import main as sphinx
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-GUIDE = ["install", "quick_start", "lightning", "algorithms", "several_machines", "measuring", "troubleshooting"]
+GUIDE = [
+    "install",
+    "quick_start",
+    "lightning",
+    "algorithms",
+    "rounds",
+    "compressed",
+    "several_machines",
+    "measuring",
+    "troubleshooting",
+]
 REFERENCE = ["settings", "migration", "torch_api"]
 # Whatever else lies in docs/ comes between these and the pages for developers.
 DEVELOPERS = {
     "architecture": "docs/architecture.md",
     "contributing": "CONTRIBUTING.md",
     "developers/algorithms": "algorithms/README.md",
+    "developers/compressed": "algorithms/compressed/README.md",
+    "developers/rounds": "algorithms/rounds/README.md",
     "developers/backend": "backend/README.md",
     "developers/nccl": "backend/nccl/README.md",
     "developers/kernels": "kernels/README.md",
@@ -43,7 +55,8 @@ def pages() -> dict[str, Path]:
     found["index"] = ROOT / "README.md"
     found["examples"] = ROOT / "examples" / "README.md"
     for readme in sorted(ROOT.glob("algorithms/*/README.md")):
-        found[f"algorithms/{readme.parent.name}"] = readme
+        if readme.relative_to(ROOT).as_posix() not in DEVELOPERS.values():
+            found[f"algorithms/{readme.parent.name}"] = readme
     found |= {name: ROOT / path for name, path in DEVELOPERS.items()}
     for path in sorted((ROOT / "docs").glob("*.md")):
         if path not in found.values():

@@ -80,7 +80,7 @@ def _public_modules(package: str) -> list[str]:
 def interface_pages() -> dict[str, str]:
     """Return page -> text."""
     described: set[int] = set()
-    pages = {name: _page(name, [name], described) for name in ("bagua", "bagua.lightning")}
+    pages = {name: _page(name, [name], described) for name in ("bagua", "bagua.compressed", "bagua.lightning")}
     # What the package re-exports is described where it is defined.
     modules = [module for module in _public_modules("bagua.torch_api") if module != "bagua.torch_api"]
     pages["bagua.torch_api"] = _page("bagua.torch_api", modules, described)

@@ -19,6 +19,8 @@
 namespace bagua::minmax_uint8 {
 namespace {
 
+int64_t ceilDivide(int64_t value, int64_t by) { return value / by + (value % by != 0 ? 1 : 0); }
+
 Layout layoutOf(int64_t length, int64_t chunks) { return {length, chunks, chunkLength(length, chunks)}; }
 
 void checkPacked(const at::Tensor& packed, int64_t bytes, const char* operation, int64_t length, int64_t chunks) {
@@ -47,6 +49,18 @@ int64_t bytesOfChunks(int64_t chunks, int64_t chunkBytes, int64_t length) {
   return chunks * chunkBytes;
 }
 
+// That of a row of `packed` per chunk.
+Layout layoutOfRows(const at::Tensor& packed, int64_t chunkLength, int64_t length, const char* operation) {
+  TORCH_CHECK_VALUE(packed.dim() == 2 && packed.size(1) == packedChunkBytes(chunkLength), "minmax_uint8 ", operation,
+                    " expects rows of ", packedChunkBytes(chunkLength), " bytes for chunks of ", chunkLength,
+                    " elements, got a packed tensor of shape ", packed.sizes());
+  const int64_t chunks = packed.size(0);
+  TORCH_CHECK_VALUE(length == 0 || (chunkLength > 0 && chunks >= ceilDivide(length, chunkLength)), "minmax_uint8 ",
+                    operation, ": ", length, " elements are more than ", chunks, " chunks of ", chunkLength);
+  checkPacked(packed, packed.numel(), operation, length, chunks);
+  return {length, chunks, chunkLength};
+}
+
 #if BAGUA_WITH_CUDA
 // Taken from ATen's allocator before the launch, on the current stream, which also makes it safe under graph capture.
 template <class Element>
@@ -55,12 +69,70 @@ at::Tensor workspaceFor(const at::Tensor& like, const Layout& layout) {
 }
 #endif
 
+Feedback feedbackOf(const Encoding& encoding) {
+  if (!encoding.hasFeedback()) return {};
+  return {encoding.residual.const_data_ptr<float>(), encoding.nextResidual.mutable_data_ptr<float>()};
+}
+
+void checkFeedback(const Encoding& encoding, const at::Tensor& input) {
+  if (!encoding.hasFeedback()) return;
+  for (const at::Tensor& residual : {encoding.residual, encoding.nextResidual}) {
+    TORCH_CHECK_VALUE(residual.scalar_type() == at::kFloat && residual.is_contiguous() &&
+                          residual.numel() == input.numel() && residual.device() == input.device(),
+                      "minmax_uint8 compress expects residuals of ", input.numel(), " contiguous float32 on ",
+                      input.device(), ", got shape ", residual.sizes(), " of ", residual.scalar_type(), " on ",
+                      residual.device());
+  }
+}
+
+void compressAs(const Layout& layout, const at::Tensor& x, const Encoding& encoding, at::Tensor& packed) {
+  const Feedback feedback = feedbackOf(encoding);
+  withElement(x.scalar_type(), "compress", [&](auto element) {
+    using Element = decltype(element);
+    const auto* data = static_cast<const Element*>(x.const_data_ptr());
+    auto* bytes = packed.mutable_data_ptr<uint8_t>();
+#if BAGUA_WITH_CUDA
+    if (x.is_cuda()) {
+      const c10::cuda::CUDAGuard guard(x.device());
+      const at::Tensor workspace = workspaceFor<Element>(x, layout);
+      const auto stream = at::cuda::getCurrentCUDAStream();
+      C10_CUDA_CHECK(encoding.hasFeedback()
+                         ? cuda::compressSums(data, layout, feedback, bytes, workspace.mutable_data_ptr(), stream)
+                         : cuda::compress(data, layout, bytes, workspace.mutable_data_ptr(), stream));
+      return;
+    }
+#endif
+    cpu::compress(cpu::bestLoops(), data, layout, encoding.hasFeedback() ? &feedback : nullptr, bytes);
+  });
+}
+
+void decompressAs(const Layout& layout, const at::Tensor& packed, at::Tensor& output) {
+  withElement(output.scalar_type(), "decompress", [&](auto element) {
+    using Element = decltype(element);
+    auto* data = static_cast<Element*>(output.mutable_data_ptr());
+    const auto* bytes = packed.const_data_ptr<uint8_t>();
+#if BAGUA_WITH_CUDA
+    if (output.is_cuda()) {
+      const c10::cuda::CUDAGuard guard(output.device());
+      C10_CUDA_CHECK(cuda::decompress(bytes, layout, data, at::cuda::getCurrentCUDAStream()));
+      return;
+    }
+#endif
+    cpu::decompress(cpu::bestLoops(), bytes, layout, data);
+  });
+}
+
+void checkOutput(const at::Tensor& output) {
+  TORCH_CHECK_VALUE(output.is_contiguous(), "minmax_uint8 decompress expects a contiguous output, got shape ",
+                    output.sizes(), " with strides ", output.strides());
+}
+
 }  // namespace
 
 int64_t chunkLength(int64_t length, int64_t chunks) {
   TORCH_CHECK_VALUE(chunks > 0, "minmax_uint8 expects at least one chunk, got ", chunks, " for ", length, " elements");
   TORCH_CHECK_VALUE(length >= 0, "minmax_uint8 expects a length of zero or more, got ", length);
-  return length / chunks + (length % chunks != 0 ? 1 : 0);
+  return ceilDivide(length, chunks);
 }
 
 int64_t packedChunkBytes(int64_t chunkLength) {
@@ -78,61 +150,55 @@ void compress(const at::Tensor& input, int64_t chunks, at::Tensor& packed) {
   checkDevices(input, packed, "compress");
   const Layout layout = layoutOf(input.numel(), chunks);
   checkPacked(packed, packedBytes(layout.length, chunks), "compress", layout.length, chunks);
-  const at::Tensor x = input.contiguous();
-  withElement(x.scalar_type(), "compress", [&](auto element) {
-    using Element = decltype(element);
-    const auto* data = static_cast<const Element*>(x.const_data_ptr());
-    auto* bytes = packed.mutable_data_ptr<uint8_t>();
-#if BAGUA_WITH_CUDA
-    if (x.is_cuda()) {
-      const c10::cuda::CUDAGuard guard(x.device());
-      const at::Tensor workspace = workspaceFor<Element>(x, layout);
-      C10_CUDA_CHECK(
-          cuda::compress(data, layout, bytes, workspace.mutable_data_ptr(), at::cuda::getCurrentCUDAStream()));
-      return;
-    }
-#endif
-    cpu::compress(cpu::bestLoops(), data, layout, bytes);
-  });
+  compressAs(layout, input.contiguous(), {}, packed);
+}
+
+void compressChunks(const at::Tensor& input, int64_t chunkLength, const Encoding& encoding, at::Tensor& packed) {
+  checkDevices(input, packed, "compress");
+  checkFeedback(encoding, input);
+  compressAs(layoutOfRows(packed, chunkLength, input.numel(), "compress"), input.contiguous(), encoding, packed);
 }
 
 void decompress(const at::Tensor& packed, int64_t chunks, at::Tensor& output) {
   checkDevices(packed, output, "decompress");
   const Layout layout = layoutOf(output.numel(), chunks);
   checkPacked(packed, packedBytes(layout.length, chunks), "decompress", layout.length, chunks);
-  TORCH_CHECK_VALUE(output.is_contiguous(), "minmax_uint8 decompress expects a contiguous output, got shape ",
-                    output.sizes(), " with strides ", output.strides());
-  withElement(output.scalar_type(), "decompress", [&](auto element) {
-    using Element = decltype(element);
-    auto* data = static_cast<Element*>(output.mutable_data_ptr());
-    const auto* bytes = packed.const_data_ptr<uint8_t>();
-#if BAGUA_WITH_CUDA
-    if (output.is_cuda()) {
-      const c10::cuda::CUDAGuard guard(output.device());
-      C10_CUDA_CHECK(cuda::decompress(bytes, layout, data, at::cuda::getCurrentCUDAStream()));
-      return;
-    }
-#endif
-    cpu::decompress(cpu::bestLoops(), bytes, layout, data);
-  });
+  checkOutput(output);
+  decompressAs(layout, packed, output);
+}
+
+void decompressChunks(const at::Tensor& packed, int64_t chunkLength, at::Tensor& output) {
+  checkDevices(packed, output, "decompress");
+  const Layout layout = layoutOfRows(packed, chunkLength, output.numel(), "decompress");
+  checkOutput(output);
+  decompressAs(layout, packed, output);
 }
 
 // NOLINTNEXTLINE(readability-function-size): see the header.
 void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t length, int64_t strideLength,
-                       at::ScalarType dtype, float divisor, at::Tensor& packed) {
-  const char* operation = "reduceAndCompress";
-  checkDevices(received, packed, operation);
-  TORCH_CHECK_VALUE(copies > 0, "minmax_uint8 reduceAndCompress expects at least one copy, got ", copies);
+                       at::ScalarType dtype, double divisor, at::Tensor& packed) {
   TORCH_CHECK_VALUE(0 <= length && length <= strideLength, "minmax_uint8 reduceAndCompress expects a length from 0 to ",
                     strideLength, ", got ", length);
-  const Layout layout = {length, 1, strideLength};
+  // The sum is read twice, for its range and for its codes.
+  at::Tensor sum = at::empty({length}, received.options().dtype(dtype));
+  reduceAndCompress(received, copies, strideLength, divisor, sum, packed);
+}
+
+void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t strideLength, double divisor,
+                       at::Tensor& sum, at::Tensor& packed) {
+  const char* operation = "reduceAndCompress";
+  checkDevices(received, packed, operation);
+  checkDevices(received, sum, operation);
+  TORCH_CHECK_VALUE(copies > 0, "minmax_uint8 reduceAndCompress expects at least one copy, got ", copies);
+  TORCH_CHECK_VALUE(sum.is_contiguous() && sum.numel() <= strideLength,
+                    "minmax_uint8 reduceAndCompress expects a contiguous sum of up to ", strideLength,
+                    " elements, got shape ", sum.sizes(), " with strides ", sum.strides());
+  const Layout layout = {sum.numel(), 1, strideLength};
   checkPacked(received, bytesOfChunks(copies, packedChunkBytes(strideLength), strideLength), operation, strideLength,
               copies);
   checkPacked(packed, packedChunkBytes(strideLength), operation, strideLength, 1);
-  withElement(dtype, operation, [&](auto element) {
+  withElement(sum.scalar_type(), operation, [&](auto element) {
     using Element = decltype(element);
-    // The sum is read twice, for its range and for its codes.
-    at::Tensor sum = at::empty({length}, received.options().dtype(dtype));
     auto* sums = static_cast<Element*>(sum.mutable_data_ptr());
     const Received source = {received.const_data_ptr<uint8_t>(), copies, divisor};
     auto* result = packed.mutable_data_ptr<uint8_t>();

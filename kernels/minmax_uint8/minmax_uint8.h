@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "kernels/codec.h"
+
 // The MinMaxUInt8 codec: a tensor cut into chunks, each coded to one byte per element on a grid taken from the chunk's
 // minimum and maximum. Wire format and numerics are described in kernels/README.md. Works on CPU and CUDA tensors and
 // produces the same bytes on both. CUDA calls enqueue on the current stream and never synchronise the host.
@@ -26,11 +28,19 @@ void compress(const at::Tensor& input, int64_t chunks, at::Tensor& packed);
 // Fills `output` from what compress() made of a tensor with output's element count and dtype.
 void decompress(const at::Tensor& packed, int64_t chunks, at::Tensor& output);
 
+// The same where chunks have `chunkLength` elements, the last ones fewer or none: `packed` has a row of
+// packedChunkBytes(chunkLength) bytes for each. With error feedback if `encoding` has it.
+void compressChunks(const at::Tensor& input, int64_t chunkLength, const Encoding& encoding, at::Tensor& packed);
+void decompressChunks(const at::Tensor& packed, int64_t chunkLength, at::Tensor& output);
+
 // Decodes `copies` packed chunks that lie one after another in `received` (rank order), adds them, divides by `divisor`
 // and codes the result into `packed` (packedChunkBytes(strideLength) bytes). A chunk holds `length` elements of type
 // `dtype` and is packed as if it had `strideLength`. The order of the additions depends on `copies` only.
 // NOLINTNEXTLINE(readability-function-size): seven parameters, none of which belong together more than the rest.
 void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t length, int64_t strideLength,
-                       at::ScalarType dtype, float divisor, at::Tensor& packed);
+                       at::ScalarType dtype, double divisor, at::Tensor& packed);
+// The same with the result as it was before it was coded in `sum`, which tells length and type.
+void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t strideLength, double divisor,
+                       at::Tensor& sum, at::Tensor& packed);
 
 }  // namespace bagua::minmax_uint8

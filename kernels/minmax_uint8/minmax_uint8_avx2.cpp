@@ -120,6 +120,23 @@ struct Avx2 {
   static void stream(BFloat16Bits* x, Floats v) { _mm_stream_si128(reinterpret_cast<__m128i*>(x), toBFloat16(v)); }
   static void fence() { _mm_sfence(); }
 
+  // Residuals, as numbers of T. A double that no float can hold becomes the largest.
+  template <class T>
+  static Vec<T> loadFloats(const float* x) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return load(x);
+    } else {
+      return {_mm256_cvtps_pd(_mm_loadu_ps(x)), _mm256_cvtps_pd(_mm_loadu_ps(x + 4))};
+    }
+  }
+  static void storeFloats(float* x, Floats v) { store(x, v); }
+  static void storeFloats(float* x, Doubles v) {
+    constexpr double kMax = ElementTraits<float>::kMaxFinite;
+    const Doubles bounded = max(min(v, broadcast(kMax)), broadcast(-kMax));
+    _mm_storeu_ps(x, _mm256_cvtpd_ps(bounded.first));
+    _mm_storeu_ps(x + 4, _mm256_cvtpd_ps(bounded.second));
+  }
+
   // The value as an element would hold it; the pointer only names the element's type.
   static Floats rounded(Floats v, const float* /*type*/) { return v; }
   static Doubles rounded(Doubles v, const double* /*type*/) { return v; }

@@ -122,6 +122,23 @@ struct Avx512 {
   static void stream(BFloat16Bits* x, Floats v) { _mm256_stream_si256(reinterpret_cast<__m256i*>(x), toBFloat16(v)); }
   static void fence() { _mm_sfence(); }
 
+  // Residuals, as numbers of T. A double that no float can hold becomes the largest.
+  template <class T>
+  static Vec<T> loadFloats(const float* x) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return load(x);
+    } else {
+      return {_mm512_cvtps_pd(_mm256_loadu_ps(x)), _mm512_cvtps_pd(_mm256_loadu_ps(x + 8))};
+    }
+  }
+  static void storeFloats(float* x, Floats v) { store(x, v); }
+  static void storeFloats(float* x, Doubles v) {
+    constexpr double kMax = ElementTraits<float>::kMaxFinite;
+    const Doubles bounded = max(min(v, broadcast(kMax)), broadcast(-kMax));
+    _mm256_storeu_ps(x, _mm512_cvtpd_ps(bounded.first));
+    _mm256_storeu_ps(x + 8, _mm512_cvtpd_ps(bounded.second));
+  }
+
   // The value as an element would hold it; the pointer only names the element's type.
   static Floats rounded(Floats v, const float* /*type*/) { return v; }
   static Doubles rounded(Doubles v, const double* /*type*/) { return v; }

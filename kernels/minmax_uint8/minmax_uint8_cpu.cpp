@@ -8,11 +8,8 @@
 #include <mutex>
 
 #include "kernels/minmax_uint8/minmax_uint8_loops.h"
+#include "kernels/processor.h"
 #include "kernels/share_out.h"
-
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
 
 namespace bagua::minmax_uint8::cpu {
 namespace {
@@ -36,8 +33,17 @@ void clearPadding(uint8_t* codes, int64_t count, int64_t packedStride) {
   std::memset(codes + count, 0, static_cast<size_t>(packedStride - kHeaderBytes - count));
 }
 
-// The second pass over a chunk or a part of it, from the last segment to the first: what the first pass read last is
-// still in a cache.
+// Calls f(begin, end) from the last segment to the first: what the pass before read last is still in a cache.
+template <class F>
+void forSegmentsBackwards(int64_t count, const F& f) {
+  for (int64_t end = count; end > 0;) {
+    const int64_t begin = (end - 1) / kSegment * kSegment;
+    f(begin, end);
+    end = begin;
+  }
+}
+
+// The second pass over a chunk or a part of it.
 template <class Element>
 void quantizeBackwards(const ElementLoops<Element>& loops, const Element* x, int64_t count,
                        const Grid<typename ElementLoops<Element>::T>& grid, bool bypassCache, uint8_t* codes) {
@@ -45,11 +51,22 @@ void quantizeBackwards(const ElementLoops<Element>& loops, const Element* x, int
     std::memset(codes, 0, static_cast<size_t>(count));
     return;
   }
-  for (int64_t end = count; end > 0;) {
-    const int64_t begin = (end - 1) / kSegment * kSegment;
+  forSegmentsBackwards(count, [&](int64_t begin, int64_t end) {
     loops.quantize(x + begin, codes + begin, end - begin, grid, bypassCache);
-    end = begin;
+  });
+}
+
+template <class Element>
+void quantizeSumsBackwards(const ElementLoops<Element>& loops, const Element* x, const Feedback& feedback,
+                           int64_t count, const Grid<typename ElementLoops<Element>::T>& grid, uint8_t* codes) {
+  if (!grid.finite()) {
+    std::memset(codes, 0, static_cast<size_t>(count));
+    std::memmove(feedback.next, feedback.residual, static_cast<size_t>(count) * sizeof(float));
+    return;
   }
+  forSegmentsBackwards(count, [&](int64_t begin, int64_t end) {
+    loops.quantizeSum(x + begin, feedback.from(begin), codes + begin, end - begin, grid);
+  });
 }
 
 // Splits `count` elements over the threads; f(begin, end) takes whole blocks.
@@ -76,7 +93,7 @@ Range<T> rangeOfBlocks(int64_t count, const RangeOf& rangeOf) {
 template <class Element>
 Grid<typename ElementLoops<Element>::T> writeFrame(Range<typename ElementLoops<Element>::T> range, int64_t count,
                                                    int64_t packedStride, uint8_t* packed) {
-  const auto header = headerRange(range, count);
+  const auto header = storedRange<Element>(headerRange(range, count));
   writeHeader<Element>(header, packed);
   clearPadding(packed + kHeaderBytes, count, packedStride);
   return makeGrid<Element>(header);
@@ -84,13 +101,18 @@ Grid<typename ElementLoops<Element>::T> writeFrame(Range<typename ElementLoops<E
 
 template <class Element, class RangeOf>
 void compressChunk(const ElementLoops<Element>& loops, const Element* x, int64_t count, int64_t packedStride,
-                   uint8_t* packed, const RangeOf& rangeOf) {
+                   const Feedback* feedback, uint8_t* packed, const RangeOf& rangeOf) {
   using T = ElementLoops<Element>::T;
   const auto grid = writeFrame<Element>(rangeOfBlocks<T>(count, rangeOf), count, packedStride, packed);
   uint8_t* codes = packed + kHeaderBytes;
   const bool bypassCache = bypassesCache<Element>(count);
   forBlocks(count, [&](int64_t begin, int64_t end) {
-    quantizeBackwards(loops, x + begin, end - begin, grid, bypassCache, codes + begin);
+    const int64_t size = end - begin;
+    if (feedback != nullptr) {
+      quantizeSumsBackwards(loops, x + begin, feedback->from(begin), size, grid, codes + begin);
+    } else {
+      quantizeBackwards(loops, x + begin, size, grid, bypassCache, codes + begin);
+    }
   });
 }
 
@@ -115,12 +137,19 @@ std::vector<Grid<typename ElementLoops<Element>::T>> gridsOf(const Received& rec
   return grids;
 }
 
+template <class Element>
+Range<typename ElementLoops<Element>::T> rangeOf(const ElementLoops<Element>& loops, const Element* x,
+                                                 const float* residual, int64_t begin, int64_t end) {
+  if (residual == nullptr) return loops.range(x + begin, end - begin);
+  return loops.rangeOfSum(x + begin, residual + begin, end - begin);
+}
+
 // Adds elements [begin, end) of the copies and returns the range of the result, a block at a time.
 template <class Element>
 Range<typename ElementLoops<Element>::T> reduceBlocks(const ElementLoops<Element>& loops, const Received& received,
                                                       int64_t packedStride,
                                                       const Grid<typename ElementLoops<Element>::T>* grids,
-                                                      int64_t begin, int64_t end, Element* sum) {
+                                                      int64_t begin, int64_t end, const float* residual, Element* sum) {
   using T = ElementLoops<Element>::T;
   Range<T> range = emptyRange<T>();
   for (int64_t first = begin; first < end; first += kBlock) {
@@ -128,7 +157,7 @@ Range<typename ElementLoops<Element>::T> reduceBlocks(const ElementLoops<Element
     const ReduceSource<T> source = {received.packed + kHeaderBytes + first, packedStride, received.copies, grids,
                                     static_cast<T>(received.divisor)};
     loops.reduce(source, sum + first, count);
-    range = merge(range, loops.range(sum + first, count));
+    range = merge(range, rangeOf(loops, sum, residual, first, first + count));
   }
   return range;
 }
@@ -147,29 +176,14 @@ void forChunks(const Layout& layout, const F& f) {
   });
 }
 
-#if defined(__x86_64__)
-// F16C, by which the loops read and write half floats. clang 16 does not know it in __builtin_cpu_supports.
-bool hasHalfConversion() {
-  unsigned int eax = 0;
-  unsigned int ebx = 0;
-  unsigned int ecx = 0;
-  unsigned int edx = 0;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-}
-#endif
-
 }  // namespace
 
 const std::vector<const Loops*>& availableLoops() {
   static const std::vector<const Loops*> kAvailable = [] {
     std::vector<const Loops*> available = {&scalarLoops()};
 #if defined(__x86_64__)
-    const bool avx2 = __builtin_cpu_supports("avx2") && hasHalfConversion();
-    if (avx2) available.push_back(&avx2Loops());
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-      available.push_back(&avx512Loops());
-    }
+    if (hasAvx2()) available.push_back(&avx2Loops());
+    if (hasAvx512()) available.push_back(&avx512Loops());
 #endif
     return available;
   }();
@@ -177,12 +191,15 @@ const std::vector<const Loops*>& availableLoops() {
 }
 
 template <class Element>
-void compress(const Loops& loops, const Element* input, const Layout& layout, uint8_t* packed) {
+void compress(const Loops& loops, const Element* input, const Layout& layout, const Feedback* feedback,
+              uint8_t* packed) {
   const ElementLoops<Element>& elementLoops = loops.of<Element>();
   forChunks(layout, [&](int64_t chunk) {
     const Element* x = input + layout.begin(chunk);
-    compressChunk(elementLoops, x, layout.size(chunk), layout.packedStride(), packed + chunk * layout.packedStride(),
-                  [&](int64_t begin, int64_t end) { return elementLoops.range(x + begin, end - begin); });
+    const Feedback part = feedback == nullptr ? Feedback{} : feedback->from(layout.begin(chunk));
+    compressChunk(elementLoops, x, layout.size(chunk), layout.packedStride(), feedback == nullptr ? nullptr : &part,
+                  packed + chunk * layout.packedStride(),
+                  [&](int64_t begin, int64_t end) { return rangeOf(elementLoops, x, part.residual, begin, end); });
   });
 }
 
@@ -205,17 +222,20 @@ void reduceAndCompress(const Loops& loops, const Received& received, const Layou
                        uint8_t* packed) {
   const ElementLoops<Element>& elementLoops = loops.of<Element>();
   const auto grids = gridsOf<Element>(received, layout.packedStride());
-  compressChunk(elementLoops, sum, layout.length, layout.packedStride(), packed, [&](int64_t begin, int64_t end) {
-    return reduceBlocks(elementLoops, received, layout.packedStride(), grids.data(), begin, end, sum);
-  });
+  const auto reduce = [&](int64_t begin, int64_t end) {
+    return reduceBlocks(elementLoops, received, layout.packedStride(), grids.data(), begin, end, nullptr, sum);
+  };
+  compressChunk(elementLoops, sum, layout.length, layout.packedStride(), nullptr, packed, reduce);
 }
 
+// NOLINTNEXTLINE(readability-function-size): one parameter more, which most callers leave out.
 template <class Element>
-void startChunk(const Loops& loops, const Element* x, int64_t count, uint8_t* packed, int64_t packedStride) {
+void startChunk(const Loops& loops, const Element* x, const float* residual, int64_t count, uint8_t* packed,
+                int64_t packedStride) {
   using T = ElementLoops<Element>::T;
-  const ElementLoops<Element>& elementLoops = loops.of<Element>();
-  const auto rangeOf = [&](int64_t begin, int64_t end) { return elementLoops.range(x + begin, end - begin); };
-  writeFrame<Element>(rangeOfBlocks<T>(count, rangeOf), count, packedStride, packed);
+  const auto range = rangeOfBlocks<T>(
+      count, [&](int64_t begin, int64_t end) { return rangeOf(loops.of<Element>(), x, residual, begin, end); });
+  writeFrame<Element>(range, count, packedStride, packed);
 }
 
 template <class Element>
@@ -225,12 +245,18 @@ void startChunk(const Range<double>& range, int64_t count, uint8_t* packed, int6
 }
 
 template <class Element>
-void compressPiece(const Loops& loops, const Element* x, const Piece& piece, uint8_t* packed) {
+void compressPiece(const Loops& loops, const Element* x, const Piece& piece, const Feedback* feedback,
+                   uint8_t* packed) {
   const ElementLoops<Element>& elementLoops = loops.of<Element>();
   const auto grid = makeGrid<Element>(readHeader<Element>(packed));
   forBlocks(piece.end - piece.begin, [&](int64_t begin, int64_t end) {
-    quantizeBackwards(elementLoops, x + piece.begin + begin, end - begin, grid, false,
-                      packed + kHeaderBytes + piece.begin + begin);
+    const int64_t first = piece.begin + begin;
+    uint8_t* codes = packed + kHeaderBytes + first;
+    if (feedback != nullptr) {
+      quantizeSumsBackwards(elementLoops, x + first, feedback->from(first), end - begin, grid, codes);
+    } else {
+      quantizeBackwards(elementLoops, x + first, end - begin, grid, false, codes);
+    }
   });
 }
 
@@ -245,28 +271,43 @@ void decompressPiece(const Loops& loops, const uint8_t* packed, const Piece& pie
 }
 
 template <class Element>
+void addPiece(const Loops& loops, const uint8_t* packed, const Piece& piece,
+              typename ElementTraits<Element>::Compute* sums) {
+  using T = ElementTraits<Element>::Compute;
+  const ElementLoops<Element>& elementLoops = loops.of<Element>();
+  const auto grid = makeGrid<Element>(readHeader<Element>(packed));
+  forBlocks(piece.end - piece.begin, [&](int64_t begin, int64_t end) {
+    if (!grid.finite()) return std::fill(sums + begin, sums + end, ElementTraits<T>::nan());
+    elementLoops.add(packed + kHeaderBytes + piece.begin + begin, sums + begin, end - begin, grid);
+  });
+}
+
+// NOLINTNEXTLINE(readability-function-size): one parameter more, which most callers leave out.
+template <class Element>
 Range<double> reducePiece(const Loops& loops, const Received& received, int64_t packedStride, const Piece& piece,
-                          Element* sum) {
+                          const float* residual, Element* sum) {
   using T = ElementLoops<Element>::T;
   const ElementLoops<Element>& elementLoops = loops.of<Element>();
   const auto grids = gridsOf<Element>(received, packedStride);
   const Range<T> range = rangeOfBlocks<T>(piece.end - piece.begin, [&](int64_t begin, int64_t end) {
     return reduceBlocks(elementLoops, received, packedStride, grids.data(), piece.begin + begin, piece.begin + end,
-                        sum);
+                        residual, sum);
   });
   return {range.low, range.high};
 }
 
 // NOLINTBEGIN(bugprone-macro-parentheses): the argument is a type.
-#define BAGUA_INSTANTIATE(Element)                                                                            \
-  template void compress<Element>(const Loops&, const Element*, const Layout&, uint8_t*);                     \
-  template void decompress<Element>(const Loops&, const uint8_t*, const Layout&, Element*);                   \
-  template void reduceAndCompress<Element>(const Loops&, const Received&, const Layout&, Element*, uint8_t*); \
-  template void startChunk<Element>(const Loops&, const Element*, int64_t, uint8_t*, int64_t);                \
-  template void startChunk<Element>(const Range<double>&, int64_t, uint8_t*, int64_t);                        \
-  template void compressPiece<Element>(const Loops&, const Element*, const Piece&, uint8_t*);                 \
-  template void decompressPiece<Element>(const Loops&, const uint8_t*, const Piece&, Element*);               \
-  template Range<double> reducePiece<Element>(const Loops&, const Received&, int64_t, const Piece&, Element*);
+#define BAGUA_INSTANTIATE(Element)                                                                                \
+  template void compress<Element>(const Loops&, const Element*, const Layout&, const Feedback*, uint8_t*);        \
+  template void decompress<Element>(const Loops&, const uint8_t*, const Layout&, Element*);                       \
+  template void reduceAndCompress<Element>(const Loops&, const Received&, const Layout&, Element*, uint8_t*);     \
+  template void startChunk<Element>(const Loops&, const Element*, const float*, int64_t, uint8_t*, int64_t);      \
+  template void startChunk<Element>(const Range<double>&, int64_t, uint8_t*, int64_t);                            \
+  template void compressPiece<Element>(const Loops&, const Element*, const Piece&, const Feedback*, uint8_t*);    \
+  template void decompressPiece<Element>(const Loops&, const uint8_t*, const Piece&, Element*);                   \
+  template void addPiece<Element>(const Loops&, const uint8_t*, const Piece&, ElementTraits<Element>::Compute*);  \
+  template Range<double> reducePiece<Element>(const Loops&, const Received&, int64_t, const Piece&, const float*, \
+                                              Element*);
 // NOLINTEND(bugprone-macro-parentheses)
 BAGUA_INSTANTIATE(float)
 BAGUA_INSTANTIATE(double)

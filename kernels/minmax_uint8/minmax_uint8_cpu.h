@@ -31,6 +31,11 @@ struct ElementLoops {
   void (*quantize)(const Element* x, uint8_t* codes, int64_t count, const Grid<T>& grid, bool bypassCache);
   void (*dequantize)(const uint8_t* codes, Element* x, int64_t count, const Grid<T>& grid, bool bypassCache);
   void (*reduce)(const ReduceSource<T>& source, Element* x, int64_t count);
+  // As range and quantize, of x + residual.
+  Range<T> (*rangeOfSum)(const Element* x, const float* residual, int64_t count);
+  void (*quantizeSum)(const Element* x, const Feedback& feedback, uint8_t* codes, int64_t count, const Grid<T>& grid);
+  // Adds decoded values, rounded to Element, to `sums`.
+  void (*add)(const uint8_t* codes, T* sums, int64_t count, const Grid<T>& grid);
 };
 
 struct Loops {
@@ -65,9 +70,11 @@ inline const ElementLoops<BFloat16Bits>& Loops::of<BFloat16Bits>() const {
 const std::vector<const Loops*>& availableLoops();
 inline const Loops& bestLoops() { return *availableLoops().back(); }
 
-// Shared out over the intra-op threads of torch; the result does not depend on their number.
+// Shared out over the intra-op threads of torch; the result does not depend on their number. `feedback` and `residual`
+// are null where there is no error feedback.
 template <class Element>
-void compress(const Loops& loops, const Element* input, const Layout& layout, uint8_t* packed);
+void compress(const Loops& loops, const Element* input, const Layout& layout, const Feedback* feedback,
+              uint8_t* packed);
 
 template <class Element>
 void decompress(const Loops& loops, const uint8_t* packed, const Layout& layout, Element* output);
@@ -79,20 +86,27 @@ void reduceAndCompress(const Loops& loops, const Received& received, const Layou
 
 // One chunk piece by piece, see minmax_uint8_pieces.h.
 template <class Element>
-void startChunk(const Loops& loops, const Element* x, int64_t count, uint8_t* packed, int64_t packedStride);
+void startChunk(const Loops& loops, const Element* x, const float* residual, int64_t count, uint8_t* packed,
+                int64_t packedStride);
 
-// The range of values of Element is exact in double.
+// The range of values of Element, or of their sums with residuals, is exact in double.
 template <class Element>
 void startChunk(const Range<double>& range, int64_t count, uint8_t* packed, int64_t packedStride);
 
 template <class Element>
-void compressPiece(const Loops& loops, const Element* x, const Piece& piece, uint8_t* packed);
+void compressPiece(const Loops& loops, const Element* x, const Piece& piece, const Feedback* feedback, uint8_t* packed);
 
 template <class Element>
 void decompressPiece(const Loops& loops, const uint8_t* packed, const Piece& piece, Element* x);
 
+// Adds decoded values, rounded to Element, to `sums`, whose first belongs to the first of the piece.
+template <class Element>
+void addPiece(const Loops& loops, const uint8_t* packed, const Piece& piece,
+              typename ElementTraits<Element>::Compute* sums);
+
+// Returns the range of the sums, or of their sums with `residual`.
 template <class Element>
 Range<double> reducePiece(const Loops& loops, const Received& received, int64_t packedStride, const Piece& piece,
-                          Element* sum);
+                          const float* residual, Element* sum);
 
 }  // namespace bagua::minmax_uint8::cpu

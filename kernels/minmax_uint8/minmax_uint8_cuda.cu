@@ -108,13 +108,6 @@ __device__ void quantizeItem(const Element* x, uint8_t* codes, const Item& item,
   }
 }
 
-template <class T>
-__device__ Range<T> rangeOfPartials(const Range<T>* partials, int64_t parts) {
-  Range<T> range = emptyRange<T>();
-  for (int64_t i = threadIdx.x; i < parts; i += kThreads) range = merge(range, partials[i]);
-  return range;
-}
-
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     quantizeKernel(const Element* __restrict__ input, Layout layout, Split split,
@@ -138,10 +131,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     uint8_t* codes = header + kHeaderBytes;
     quantizeItem(input + layout.begin(item.chunk), codes, item, grid);
-    if (item.part == split.parts - 1) {
-      const int64_t padded = layout.packedStride() - kHeaderBytes;
-      for (int64_t i = layout.size(item.chunk) + threadIdx.x; i < padded; i += kThreads) codes[i] = 0;
-    }
+    if (item.part == split.parts - 1) clearPadding(codes, item, layout);
     __syncthreads();  // Before the grid and the scratch are used again.
   }
 }

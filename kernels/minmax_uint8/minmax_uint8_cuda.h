@@ -29,6 +29,11 @@ int64_t workspaceBytes(const Layout& layout) {
 template <class Element>
 cudaError_t compress(const Element* input, const Layout& layout, uint8_t* packed, void* workspace, cudaStream_t stream);
 
+// The same of input + residual, with the next residual.
+template <class Element>
+cudaError_t compressSums(const Element* input, const Layout& layout, const Feedback& feedback, uint8_t* packed,
+                         void* workspace, cudaStream_t stream);
+
 template <class Element>
 cudaError_t decompress(const uint8_t* packed, const Layout& layout, Element* output, cudaStream_t stream);
 

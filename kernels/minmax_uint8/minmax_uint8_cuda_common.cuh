@@ -80,6 +80,19 @@ struct Item {
   }
 };
 
+template <class T>
+__device__ Range<T> rangeOfPartials(const Range<T>* partials, int64_t parts) {
+  Range<T> range = emptyRange<T>();
+  for (int64_t i = threadIdx.x; i < parts; i += kThreads) range = merge(range, partials[i]);
+  return range;
+}
+
+// The zeros after the codes of a chunk.
+__device__ inline void clearPadding(uint8_t* codes, const Item& item, const Layout& layout) {
+  const int64_t padded = layout.packedStride() - kHeaderBytes;
+  for (int64_t i = layout.size(item.chunk) + threadIdx.x; i < padded; i += kThreads) codes[i] = 0;
+}
+
 inline unsigned gridBlocks(const Layout& layout, const Split& split) {
   return static_cast<unsigned>(std::min(layout.chunks * split.parts, kMaxGridBlocks));
 }

@@ -6,47 +6,48 @@
 namespace bagua::minmax_uint8::cuda {
 namespace {
 
-// The decoders of up to kMaxReduceLanes copies from `first` on. `first` is a multiple of kMaxReduceLanes, so that copy
-// first + i belongs to lane i modulo the number of lanes. All threads of a block call it together.
+// The decoders of up to kMaxPartialSums copies from `first` on. `first` is a multiple of kMaxPartialSums, so that copy
+// first + i belongs to partial sum i modulo their number. All threads of a block call it together.
 template <class Element>
 __device__ void loadDecoders(const Received& received, int64_t packedStride, int64_t first,
                              Decoder<typename ElementTraits<Element>::Compute>* decoders) {
   __syncthreads();
   const int64_t copy = first + threadIdx.x;
-  if (threadIdx.x < kMaxReduceLanes && copy < received.copies) {
+  if (threadIdx.x < kMaxPartialSums && copy < received.copies) {
     const auto range = readHeader<Element>(received.packed + copy * packedStride);
     decoders[threadIdx.x] = makeDecoder(makeGrid<Element>(range));
   }
   __syncthreads();
 }
 
-template <class T, int kLanes>
-__device__ T sumOfLanes(T (&sums)[kLanes]) {
+template <class T, int kPartialSums>
+__device__ T sumOfPartialSums(T (&sums)[kPartialSums]) {
 #pragma unroll
-  for (int half = kLanes / 2; half > 0; half /= 2) {
+  for (int half = kPartialSums / 2; half > 0; half /= 2) {
 #pragma unroll
-    for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+    for (int part = 0; part < half; ++part) sums[part] += sums[part + half];
   }
   return sums[0];
 }
 
-// Elements of a thread and round: lanes times elements must fit into registers.
-template <int kLanes>
-constexpr int kReduceItems = kLanes <= 8 ? 4 : 1;
+// Elements of a thread and round: partial sums times elements must fit into registers.
+template <int kPartialSums>
+constexpr int kReduceItems = kPartialSums <= 8 ? 4 : 1;
 
 // The sums of the elements from `i` on, over all copies. All threads of a block call it together.
-template <class Element, int kLanes>
-__device__ Pack<Element, kReduceItems<kLanes>> reducePack(const Received& received, int64_t packedStride, int64_t i,
-                                                          int64_t end,
-                                                          Decoder<typename ElementTraits<Element>::Compute>* decoders) {
+template <class Element, int kPartialSums>
+__device__ Pack<Element, kReduceItems<kPartialSums>> reducePack(
+    const Received& received, int64_t packedStride, int64_t i, int64_t end,
+    Decoder<typename ElementTraits<Element>::Compute>* decoders) {
   using Traits = ElementTraits<Element>;
-  constexpr int kCount = kReduceItems<kLanes>;
-  constexpr int kTile = kLanes < kMaxReduceLanes ? 2 * kLanes : kMaxReduceLanes;  // Fewer lanes mean fewer copies.
+  constexpr int kCount = kReduceItems<kPartialSums>;
+  constexpr int kTile =
+      kPartialSums < kMaxPartialSums ? 2 * kPartialSums : kMaxPartialSums;  // Fewer sums mean fewer copies.
   using Codes = Pack<uint8_t, kCount>;
-  typename Traits::Compute sums[kCount][kLanes] = {};
+  typename Traits::Compute sums[kCount][kPartialSums] = {};
   const auto divisor = static_cast<typename Traits::Compute>(received.divisor);
-  for (int64_t first = 0; first < received.copies; first += kMaxReduceLanes) {
-    if (received.copies > kMaxReduceLanes) loadDecoders<Element>(received, packedStride, first, decoders);
+  for (int64_t first = 0; first < received.copies; first += kMaxPartialSums) {
+    if (received.copies > kMaxPartialSums) loadDecoders<Element>(received, packedStride, first, decoders);
     const uint8_t* codes = received.packed + first * packedStride + kHeaderBytes + i;
     const bool aligned = isAligned<Codes>(codes);
 #pragma unroll
@@ -56,7 +57,7 @@ __device__ Pack<Element, kReduceItems<kLanes>> reducePack(const Received& receiv
       const auto& decoder = decoders[offset];
       // Rounded to the tensor's type first: the original decodes into a tensor before it adds.
       const auto add = [&](int item, typename Traits::Compute value) {
-        sums[item][offset % kLanes] += Traits::load(Traits::store(value));
+        sums[item][offset % kPartialSums] += Traits::load(Traits::store(value));
       };
       if (decoder.reciprocal != 0) {  // The same for all threads.
 #pragma unroll
@@ -69,26 +70,27 @@ __device__ Pack<Element, kReduceItems<kLanes>> reducePack(const Received& receiv
   }
   Pack<Element, kCount> result;
 #pragma unroll
-  for (int item = 0; item < kCount; ++item) result.items[item] = Traits::store(divide(sumOfLanes(sums[item]), divisor));
+  for (int item = 0; item < kCount; ++item)
+    result.items[item] = Traits::store(divide(sumOfPartialSums(sums[item]), divisor));
   return result;
 }
 
-template <class Element, int kLanes>
+template <class Element, int kPartialSums>
 __global__ void __launch_bounds__(kThreads)
     reduceKernel(Received received, Layout layout, Split split, Element* __restrict__ sum,
                  Range<typename ElementTraits<Element>::Compute>* __restrict__ partials) {
   using T = typename ElementTraits<Element>::Compute;
   using BlockReduce = cub::BlockReduce<Range<T>, kThreads>;
-  constexpr int kCount = kReduceItems<kLanes>;
+  constexpr int kCount = kReduceItems<kPartialSums>;
   __shared__ typename BlockReduce::TempStorage scratch;
-  __shared__ Decoder<T> decoders[kMaxReduceLanes];
+  __shared__ Decoder<T> decoders[kMaxPartialSums];
   const Item item(blockIdx.x, layout, split);
   const bool aligned = isAligned<Pack<Element, kCount>>(sum);
-  if (received.copies <= kMaxReduceLanes) loadDecoders<Element>(received, layout.packedStride(), 0, decoders);
+  if (received.copies <= kMaxPartialSums) loadDecoders<Element>(received, layout.packedStride(), 0, decoders);
   Range<T> mine = emptyRange<T>();
   for (int64_t round = item.begin; round < item.end; round += kThreads * kCount) {
     const int64_t i = round + threadIdx.x * kCount;
-    const auto result = reducePack<Element, kLanes>(received, layout.packedStride(), i, item.end, decoders);
+    const auto result = reducePack<Element, kPartialSums>(received, layout.packedStride(), i, item.end, decoders);
     storePack(sum + i, result, item.end - i, aligned);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
@@ -100,10 +102,10 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) partials[blockIdx.x] = all;
 }
 
-template <class Element, int kLanes>
+template <class Element, int kPartialSums>
 void launchReduce(const Received& received, const Layout& layout, const Split& split, Element* sum,
                   Range<typename ElementTraits<Element>::Compute>* partials, cudaStream_t stream) {
-  reduceKernel<Element, kLanes>
+  reduceKernel<Element, kPartialSums>
       <<<gridBlocks(layout, split), kThreads, 0, stream>>>(received, layout, split, sum, partials);
 }
 
@@ -115,7 +117,7 @@ cudaError_t reduceAndCompress(const Received& received, const Layout& layout, El
   const Split split = splitOf(layout);
   auto* partials = static_cast<Range<typename ElementTraits<Element>::Compute>*>(workspace);
   const auto launch = [&] {
-    switch (reduceLanes(received.copies)) {
+    switch (partialSumCount(received.copies)) {
       case 2:
         return launchReduce<Element, 2>;
       case 4:
@@ -125,7 +127,7 @@ cudaError_t reduceAndCompress(const Received& received, const Layout& layout, El
       case 16:
         return launchReduce<Element, 16>;
       default:
-        return launchReduce<Element, kMaxReduceLanes>;
+        return launchReduce<Element, kMaxPartialSums>;
     }
   }();
   launch(received, layout, split, sum, partials, stream);

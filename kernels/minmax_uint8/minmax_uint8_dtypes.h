@@ -4,7 +4,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
-#include "kernels/minmax_uint8/minmax_uint8_elements.h"
+#include "kernels/elements.h"
 
 namespace bagua::minmax_uint8 {
 

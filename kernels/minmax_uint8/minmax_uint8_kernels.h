@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/minmax_uint8/minmax_uint8_elements.h"
+#include "kernels/elements.h"
 
 // The arithmetic of the codec, shared by the scalar, the vector and the CUDA code, which therefore agree bit for bit.
 // No expression here multiplies and adds, so contraction to fused multiply-add cannot change a result.
@@ -12,7 +12,7 @@ namespace bagua::minmax_uint8 {
 
 inline constexpr int64_t kHeaderBytes = 32;
 inline constexpr int64_t kAlignment = 32;
-inline constexpr int64_t kMaxReduceLanes = 32;
+inline constexpr int64_t kMaxPartialSums = 32;
 
 BAGUA_HOST_DEVICE int64_t roundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -94,6 +94,19 @@ BAGUA_HOST_DEVICE Range<T> headerRange(Range<T> range, int64_t count) {
   if (count == 0) return {T{0}, T{0}};
   if (!isFinite(range.low) || !isFinite(range.high)) return {ElementTraits<T>::nan(), ElementTraits<T>::nan()};
   return {range.low + T{0}, range.high + T{0}};
+}
+
+// The range as a decoder will find it in the header: rounded to the tensor's type. Only error feedback makes values
+// between the numbers of a type, or beyond its largest.
+template <class Element>
+BAGUA_HOST_DEVICE Range<typename ElementTraits<Element>::Compute> storedRange(
+    Range<typename ElementTraits<Element>::Compute> range) {
+  using Traits = ElementTraits<Element>;
+  using T = Traits::Compute;
+  constexpr T kMax = Traits::kMaxFinite;
+  const T low = range.low < -kMax ? -kMax : range.low;  // Comparisons that let a NaN pass.
+  const T high = range.high > kMax ? kMax : range.high;
+  return {Traits::load(Traits::store(low)) + T{0}, Traits::load(Traits::store(high)) + T{0}};
 }
 
 template <class Element>
@@ -179,19 +192,54 @@ BAGUA_HOST_DEVICE T dequantize(uint8_t code, const Grid<T>& grid) {
   return valueAt(divide(static_cast<T>(code) + grid.lower, grid.scale), grid);
 }
 
+// Error feedback: h = x + residual is coded, and what is left of h without what it decodes to is the next residual.
+// Both may be one array.
+struct Feedback {
+  const float* residual;
+  float* next;
+
+  [[nodiscard]] BAGUA_HOST_DEVICE Feedback from(int64_t element) const { return {residual + element, next + element}; }
+};
+
+template <class Element>
+BAGUA_HOST_DEVICE typename ElementTraits<Element>::Compute sumOf(Element x, float residual) {
+  using T = ElementTraits<Element>::Compute;
+  return ElementTraits<Element>::load(x) + static_cast<T>(residual);
+}
+
+struct CodedSum {
+  uint8_t code;
+  float residual;
+};
+
+// Only for a finite grid.
+template <class Element>
+BAGUA_HOST_DEVICE CodedSum codeSum(Element x, float residual,
+                                   const Grid<typename ElementTraits<Element>::Compute>& grid) {
+  using Traits = ElementTraits<Element>;
+  using T = Traits::Compute;
+  constexpr T kMax = static_cast<T>(ElementTraits<float>::kMaxFinite);
+  const T sum = sumOf(x, residual);
+  const uint8_t code = quantize(sum, grid);
+  const T rest = sum - Traits::load(Traits::store(dequantize(code, grid)));
+  // A double may leave more than a float can hold.
+  const T bounded = rest > kMax ? kMax : rest;
+  return {code, static_cast<float>(bounded < -kMax ? -kMax : bounded)};
+}
+
 // Packed chunks of the same elements from several ranks, one after another in rank order, to be added and divided.
 struct Received {
   const uint8_t* packed;
   int64_t copies;
-  float divisor;
+  double divisor;
 };
 
-// The original adds n copies in this many lanes: lane t takes copies t, t + lanes, ... from 0 upwards, then the upper
-// half of the lanes is added to the lower half until one is left.
-BAGUA_HOST_DEVICE int64_t reduceLanes(int64_t copies) {
-  int64_t lanes = 2;
-  while (lanes < kMaxReduceLanes && copies > 2 * lanes) lanes *= 2;
-  return lanes;
+// The original adds n copies in this many partial sums: sum t takes copies t, t + count, ... from 0 upwards, then the
+// upper half of the sums is added to the lower half until one is left.
+BAGUA_HOST_DEVICE int64_t partialSumCount(int64_t copies) {
+  int64_t count = 2;
+  while (count < kMaxPartialSums && copies > 2 * count) count *= 2;
+  return count;
 }
 
 }  // namespace bagua::minmax_uint8

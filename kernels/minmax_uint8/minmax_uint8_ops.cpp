@@ -78,7 +78,7 @@ at::Tensor reduceAndCompressOp(const at::Tensor& received, int64_t copies, int64
   const int64_t chunkBytes = received.numel() / copies;
   const int64_t strideLength = chunkBytes - packedChunkBytes(0);
   at::Tensor packed = at::empty({chunkBytes}, received.options().memory_format(at::MemoryFormat::Contiguous));
-  reduceAndCompress(received, copies, length, strideLength, dtype, static_cast<float>(divisor), packed);
+  reduceAndCompress(received, copies, length, strideLength, dtype, divisor, packed);
   return packed;
 }
 

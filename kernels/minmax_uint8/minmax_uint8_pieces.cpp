@@ -35,7 +35,7 @@ void startChunk(const at::Tensor& values, at::Tensor& packed) {
   check(values, {0, values.numel()}, packed);
   withElement(values.scalar_type(), "of pieces", [&](auto element) {
     using Element = decltype(element);
-    cpu::startChunk(cpu::bestLoops(), static_cast<const Element*>(values.const_data_ptr()), values.numel(),
+    cpu::startChunk(cpu::bestLoops(), static_cast<const Element*>(values.const_data_ptr()), nullptr, values.numel(),
                     packed.mutable_data_ptr<uint8_t>(), packed.numel());
   });
 }
@@ -52,7 +52,7 @@ void compressPiece(const at::Tensor& values, const Piece& piece, at::Tensor& pac
   check(values, piece, packed);
   withElement(values.scalar_type(), "of pieces", [&](auto element) {
     using Element = decltype(element);
-    cpu::compressPiece(cpu::bestLoops(), static_cast<const Element*>(values.const_data_ptr()), piece,
+    cpu::compressPiece(cpu::bestLoops(), static_cast<const Element*>(values.const_data_ptr()), piece, nullptr,
                        packed.mutable_data_ptr<uint8_t>());
   });
 }
@@ -66,7 +66,7 @@ void decompressPiece(const at::Tensor& packed, const Piece& piece, at::Tensor& v
   });
 }
 
-Range<double> reducePiece(const at::Tensor& received, int64_t copies, const Piece& piece, float divisor,
+Range<double> reducePiece(const at::Tensor& received, int64_t copies, const Piece& piece, double divisor,
                           at::Tensor& sum) {
   TORCH_CHECK_VALUE(copies > 0 && received.numel() % copies == 0, "minmax_uint8: ", received.numel(),
                     " bytes do not hold ", copies, " chunks");
@@ -80,7 +80,7 @@ Range<double> reducePiece(const at::Tensor& received, int64_t copies, const Piec
   withElement(sum.scalar_type(), "of pieces", [&](auto element) {
     using Element = decltype(element);
     range = cpu::reducePiece(cpu::bestLoops(), {received.const_data_ptr<uint8_t>(), copies, divisor}, stride, piece,
-                             static_cast<Element*>(sum.mutable_data_ptr()));
+                             nullptr, static_cast<Element*>(sum.mutable_data_ptr()));
   });
   return range;
 }

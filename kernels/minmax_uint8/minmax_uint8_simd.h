@@ -40,7 +40,28 @@ struct VectorLoops {
     note(bounds[1], Isa::load(x + 2 * kWidth), Isa::load(x + 3 * kWidth));
   }
 
-  static BAGUA_HOST_DEVICE Range<T> finish(const Bounds& bounds) {
+  static BAGUA_HOST_DEVICE Vec sums(const Element* x, const float* residual) {
+    return Isa::add(Isa::load(x), Isa::template loadFloats<T>(residual));
+  }
+
+  static BAGUA_HOST_DEVICE void noteGroupOfSums(Bounds (&bounds)[2], const Element* x, const float* residual) {
+    note(bounds[0], sums(x, residual), sums(x + kWidth, residual + kWidth));
+    note(bounds[1], sums(x + 2 * kWidth, residual + 2 * kWidth), sums(x + 3 * kWidth, residual + 3 * kWidth));
+  }
+
+  static BAGUA_HOST_DEVICE Bounds boundsOf(Vec first) { return {first, first, Isa::unordered(first, first)}; }
+
+  // What is left of a group, filled up with an element that belongs to it.
+  template <class E>
+  static BAGUA_HOST_DEVICE void copyRest(OneGroup<E>& rest, const E* x, int64_t count) {
+    for (E& element : rest) element = x[0];
+    memcpy(rest, x, static_cast<size_t>(count) * sizeof(E));
+  }
+
+  static BAGUA_HOST_DEVICE Range<T> finish(Bounds (&both)[2]) {
+    Bounds& bounds = both[0];
+    note(bounds, both[1].low, both[1].high);
+    bounds.nan = Isa::either(bounds.nan, both[1].nan);
     if (Isa::any(bounds.nan)) return {ElementTraits<T>::nan(), ElementTraits<T>::nan()};
     OneVector<T> lows;
     OneVector<T> highs;
@@ -54,18 +75,31 @@ struct VectorLoops {
   static Range<T> range(const Element* x, int64_t count) {
     if (count == 0) return emptyRange<T>();
     const Vec first = Isa::template broadcast<T>(ElementTraits<Element>::load(x[0]));
-    Bounds bounds[2] = {{first, first, Isa::unordered(first, first)}, {first, first, Isa::unordered(first, first)}};
+    Bounds bounds[2] = {boundsOf(first), boundsOf(first)};
     int64_t i = 0;
     for (; i + kGroup <= count; i += kGroup) noteGroup(bounds, x + i);
     if (i < count) {
       OneGroup<Element> rest;
-      for (Element& element : rest) element = x[0];
-      memcpy(rest, x + i, static_cast<size_t>(count - i) * sizeof(Element));
+      copyRest(rest, x + i, count - i);
       noteGroup(bounds, rest);
     }
-    note(bounds[0], bounds[1].low, bounds[1].high);
-    bounds[0].nan = Isa::either(bounds[0].nan, bounds[1].nan);
-    return finish(bounds[0]);
+    return finish(bounds);
+  }
+
+  static Range<T> rangeOfSum(const Element* x, const float* residual, int64_t count) {
+    if (count == 0) return emptyRange<T>();
+    const Vec first = Isa::template broadcast<T>(sumOf(x[0], residual[0]));
+    Bounds bounds[2] = {boundsOf(first), boundsOf(first)};
+    int64_t i = 0;
+    for (; i + kGroup <= count; i += kGroup) noteGroupOfSums(bounds, x + i, residual + i);
+    if (i < count) {
+      OneGroup<Element> rest;
+      OneGroup<float> restOfResidual;
+      copyRest(rest, x + i, count - i);
+      copyRest(restOfResidual, residual + i, count - i);
+      noteGroupOfSums(bounds, rest, restOfResidual);
+    }
+    return finish(bounds);
   }
 
   struct VectorGrid {
@@ -121,10 +155,68 @@ struct VectorLoops {
   }
 
   // As dequantize(): the operands stand so that a NaN passes both bounds.
-  static BAGUA_HOST_DEVICE Vec valueOf(const uint8_t* codes, const VectorGrid& grid) {
-    const Vec level = Isa::add(Isa::template loadCodes<T>(codes), grid.lower);
-    const Vec value = Isa::add(grid.base, Isa::div(level, grid.scale));
+  static BAGUA_HOST_DEVICE Vec valueAt(Vec codes, const VectorGrid& grid) {
+    const Vec value = Isa::add(grid.base, Isa::div(Isa::add(codes, grid.lower), grid.scale));
     return Isa::max(grid.floor, Isa::min(grid.ceiling, value));
+  }
+
+  static BAGUA_HOST_DEVICE Vec valueOf(const uint8_t* codes, const VectorGrid& grid) {
+    return valueAt(Isa::template loadCodes<T>(codes), grid);
+  }
+
+  // As codeSum(). The codes stay numbers of T until they are packed.
+  static BAGUA_HOST_DEVICE auto codesOfSums(const Element* x, const Feedback& feedback, const VectorGrid& grid) {
+    const Vec sum = sums(x, feedback.residual);
+    const Vec level = Isa::roundHalfToEven(Isa::mul(Isa::sub(sum, grid.base), grid.scale));
+    const Vec code = Isa::max(Isa::sub(Isa::min(level, grid.upper), grid.lower), Isa::template broadcast<T>(T{0}));
+    Isa::storeFloats(feedback.next, Isa::sub(sum, Isa::rounded(valueAt(code, grid), x)));
+    return Isa::toInt(code);
+  }
+
+  static BAGUA_HOST_DEVICE void quantizeGroupOfSums(const Element* x, const Feedback& feedback, uint8_t* codes,
+                                                    const VectorGrid& grid) {
+    const auto first = codesOfSums(x, feedback, grid);
+    const auto second = codesOfSums(x + kWidth, feedback.from(kWidth), grid);
+    const auto third = codesOfSums(x + 2 * kWidth, feedback.from(2 * kWidth), grid);
+    const auto fourth = codesOfSums(x + 3 * kWidth, feedback.from(3 * kWidth), grid);
+    Isa::storeCodes(codes, Isa::pack(first, second, third, fourth));
+  }
+
+  static void quantizeSum(const Element* x, const Feedback& feedback, uint8_t* codes, int64_t count,
+                          const Grid<T>& grid) {
+    const VectorGrid vectorGrid(grid);
+    int64_t i = 0;
+    for (; i + kGroup <= count; i += kGroup) {
+      quantizeGroupOfSums(x + i, feedback.from(i), codes + i, vectorGrid);
+    }
+    if (i == count) return;
+    OneGroup<Element> rest;
+    OneGroup<float> residual;
+    OneGroup<float> next;
+    OneGroup<uint8_t> restCodes;
+    copyRest(rest, x + i, count - i);
+    copyRest(residual, feedback.residual + i, count - i);
+    quantizeGroupOfSums(rest, {residual, next}, restCodes, vectorGrid);
+    memcpy(feedback.next + i, next, static_cast<size_t>(count - i) * sizeof(float));
+    memcpy(codes + i, restCodes, static_cast<size_t>(count - i));
+  }
+
+  static BAGUA_HOST_DEVICE void addSome(const uint8_t* codes, T* sums, const VectorGrid& grid) {
+    constexpr const Element* kType = nullptr;
+    Isa::store(sums, Isa::add(Isa::load(sums), Isa::rounded(valueOf(codes, grid), kType)));
+  }
+
+  static void add(const uint8_t* codes, T* sums, int64_t count, const Grid<T>& grid) {
+    const VectorGrid vectorGrid(grid);
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) addSome(codes + i, sums + i, vectorGrid);
+    if (i == count) return;
+    OneVector<uint8_t> restCodes = {};
+    OneVector<T> rest = {};
+    memcpy(restCodes, codes + i, static_cast<size_t>(count - i));
+    memcpy(rest, sums + i, static_cast<size_t>(count - i) * sizeof(T));
+    addSome(restCodes, rest, vectorGrid);
+    memcpy(sums + i, rest, static_cast<size_t>(count - i) * sizeof(T));
   }
 
   static BAGUA_HOST_DEVICE void dequantizeSome(const uint8_t* codes, Element* x, int64_t count,
@@ -152,41 +244,41 @@ struct VectorLoops {
   }
 
   // kWidth sums, of the codes from `codes` on in every copy.
-  template <int kLanes>
+  template <int kPartialSums>
   static BAGUA_HOST_DEVICE void reduceSome(const ReduceSource<T>& source, const uint8_t* codes, Element* x) {
-    Vec sums[static_cast<size_t>(kLanes)];
+    Vec sums[static_cast<size_t>(kPartialSums)];
 #pragma GCC unroll 32
-    for (int lane = 0; lane < kLanes; ++lane) sums[lane] = Isa::template broadcast<T>(T{0});
-    for (int64_t first = 0; first < source.copies; first += kLanes) {
-      // Unrolled, so that the lanes stay in registers.
+    for (int part = 0; part < kPartialSums; ++part) sums[part] = Isa::template broadcast<T>(T{0});
+    for (int64_t first = 0; first < source.copies; first += kPartialSums) {
+      // Unrolled, so that the partial sums stay in registers.
 #pragma GCC unroll 32
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const int64_t copy = first + lane;
+      for (int part = 0; part < kPartialSums; ++part) {
+        const int64_t copy = first + part;
         if (copy >= source.copies) break;
         const Vec value = valueOf(codes + copy * source.copyStride, VectorGrid(source.grids[copy]));
-        sums[lane] = Isa::add(sums[lane], Isa::rounded(value, x));
+        sums[part] = Isa::add(sums[part], Isa::rounded(value, x));
       }
     }
 #pragma GCC unroll 5
-    for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int half = kPartialSums / 2; half > 0; half /= 2) {
 #pragma GCC unroll 16
-      for (int lane = 0; lane < half; ++lane) sums[lane] = Isa::add(sums[lane], sums[lane + half]);
+      for (int part = 0; part < half; ++part) sums[part] = Isa::add(sums[part], sums[part + half]);
     }
     Isa::store(x, Isa::div(sums[0], Isa::template broadcast<T>(source.divisor)));
   }
 
-  template <int kLanes>
+  template <int kPartialSums>
   static void reduceIn(const ReduceSource<T>& source, Element* x, int64_t count) {
     int64_t i = 0;
-    for (; i + kWidth <= count; i += kWidth) reduceSome<kLanes>(source, source.codes + i, x + i);
+    for (; i + kWidth <= count; i += kWidth) reduceSome<kPartialSums>(source, source.codes + i, x + i);
     if (i == count) return;
     OneVector<Element> rest;
-    reduceSome<kLanes>(source, source.codes + i, rest);
+    reduceSome<kPartialSums>(source, source.codes + i, rest);
     memcpy(x + i, rest, static_cast<size_t>(count - i) * sizeof(Element));
   }
 
   static void reduce(const ReduceSource<T>& source, Element* x, int64_t count) {
-    switch (reduceLanes(source.copies)) {
+    switch (partialSumCount(source.copies)) {
       case 2:
         return reduceIn<2>(source, x, count);
       case 4:
@@ -196,11 +288,13 @@ struct VectorLoops {
       case 16:
         return reduceIn<16>(source, x, count);
       default:
-        return reduceIn<kMaxReduceLanes>(source, x, count);
+        return reduceIn<kMaxPartialSums>(source, x, count);
     }
   }
 
-  static constexpr ElementLoops<Element> loops() { return {range, quantize, dequantize, reduce}; }
+  static constexpr ElementLoops<Element> loops() {
+    return {range, quantize, dequantize, reduce, rangeOfSum, quantizeSum, add};
+  }
 };
 
 template <class Isa>

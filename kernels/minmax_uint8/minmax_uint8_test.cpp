@@ -216,17 +216,17 @@ TEST(MinMaxUint8, DoesNotDependOnTheNumberOfThreads) {
 
 class ReduceAndCompress : public ::testing::TestWithParam<at::ScalarType> {};
 
-// The lanes and the tree of the original, in tensor operations.
+// The partial sums and the tree of the original, in tensor operations.
 at::Tensor originalSum(const std::vector<at::Tensor>& decoded) {
   const auto copies = static_cast<int64_t>(decoded.size());
-  const size_t lanes = copies <= 4 ? 2 : copies <= 8 ? 4 : copies <= 16 ? 8 : copies <= 32 ? 16 : 32;
+  const size_t count = copies <= 4 ? 2 : copies <= 8 ? 4 : copies <= 16 ? 8 : copies <= 32 ? 16 : 32;
   const auto type = decoded[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  std::vector<at::Tensor> sums(lanes, at::zeros_like(decoded[0], type));
+  std::vector<at::Tensor> sums(count, at::zeros_like(decoded[0], type));
   for (size_t copy = 0; copy < decoded.size(); ++copy) {
-    sums[copy % lanes] = sums[copy % lanes] + decoded[copy].to(type);
+    sums[copy % count] = sums[copy % count] + decoded[copy].to(type);
   }
-  for (size_t half = lanes / 2; half > 0; half /= 2) {
-    for (size_t lane = 0; lane < half; ++lane) sums[lane] = sums[lane] + sums[lane + half];
+  for (size_t half = count / 2; half > 0; half /= 2) {
+    for (size_t part = 0; part < half; ++part) sums[part] = sums[part] + sums[part + half];
   }
   return sums[0];
 }

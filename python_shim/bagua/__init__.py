@@ -7,12 +7,22 @@ communication hooks, chosen by name::
     handle = bagua.register_comm_hook(ddp_model, "bytegrad")
 """
 
-from bagua import _native
+from bagua import _native, compressed
 from bagua._native import Options
+from bagua.codecs import available_codecs
 from bagua.handle import Handle
 from bagua.hooks import available_algorithms, comm_hook, register_comm_hook
 from bagua.optimizers import QAdamOptimizer
 
 __version__ = _native.package_version()
 
-__all__ = ["Handle", "Options", "QAdamOptimizer", "available_algorithms", "comm_hook", "register_comm_hook"]
+__all__ = [
+    "Handle",
+    "Options",
+    "QAdamOptimizer",
+    "available_algorithms",
+    "available_codecs",
+    "comm_hook",
+    "compressed",
+    "register_comm_hook",
+]

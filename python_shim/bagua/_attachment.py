@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_leaves
 
+from bagua._belongings import Belongings
 from bagua._eager import eager
 from bagua._native import _C
 from bagua.optimizers import QAdamOptimizer
@@ -27,8 +30,35 @@ _OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {"Optimizer": Optimizer, "QAdam
 
 def trainable_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
     """Parameters whose gradients DDP reduces, in the order of the module."""
+    named = dict(ddp.module.named_parameters())
+    return [named[name] for name in trainable_names(ddp)]
+
+
+def trainable_names(ddp: DistributedDataParallel) -> list[str]:
+    """Names of `trainable_parameters`."""
     ignored = ddp.parameters_to_ignore
-    return [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+    return [name for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+
+
+def synchronised_buffers(ddp: DistributedDataParallel) -> list[Tensor]:
+    """Buffers that DDP keeps the same on all ranks, in the order of the module."""
+    return [buffer for name, buffer in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore]
+
+
+def names_and_roles(module: nn.Module, parameters: list[Tensor]) -> list[tuple[str, str]]:
+    """Return the name of each parameter, and whether it is an "embedding" or of the output "head", or "" for neither.
+
+    The head is the last linear layer of the module. A weight that is shared with an embedding is an embedding.
+    """
+    roles: dict[Tensor, str] = {}
+    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    for head in linear[-1:]:
+        roles.update(dict.fromkeys(head.parameters(recurse=False), "head"))
+    for layer in module.modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            roles.update(dict.fromkeys(layer.parameters(recurse=False), "embedding"))
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    return [(names.get(parameter, ""), roles.get(parameter, "")) for parameter in parameters]
 
 
 def refuse_uneven_division(ddp: nn.Module, args: Any) -> None:
@@ -79,7 +109,7 @@ def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str
         )
 
 
-def check_model(ddp: DistributedDataParallel, algorithm: str, *, runs_in_background: bool) -> None:
+def check_model(ddp: DistributedDataParallel, algorithm: str, info: dict[str, Any], *, is_hierarchical: bool) -> None:
     """Refuse a model whose weights cannot be exchanged, or one that communicates where the algorithm must not."""
     parameters = trainable_parameters(ddp)
     if any(p.is_complex() for p in parameters):
@@ -87,10 +117,12 @@ def check_model(ddp: DistributedDataParallel, algorithm: str, *, runs_in_backgro
     devices = {p.device for p in parameters}
     if len(devices) > 1:
         raise ValueError(f"algorithm {algorithm!r} takes a model on one device, got {sorted(map(str, devices))}")
-    if not runs_in_background:
+    if not info["runs_in_background"]:
         return
-    reason = f"ranks may take different numbers of steps with algorithm {algorithm!r}"
-    if ddp.find_unused_parameters and not ddp.static_graph:
+    reason = f"ranks do not wait for each other in a step with algorithm {algorithm!r}"
+    if info["steps_may_differ"]:
+        reason = f"ranks may take different numbers of steps with algorithm {algorithm!r}"
+    if (info["steps_may_differ"] or is_hierarchical) and ddp.find_unused_parameters and not ddp.static_graph:
         raise ValueError(f"{reason}, but find_unused_parameters=True communicates in every step: switch it off")
     if any(isinstance(module, nn.SyncBatchNorm) for module in ddp.modules()):
         raise ValueError(f"{reason}, but SyncBatchNorm communicates in every forward: use BatchNorm")
@@ -105,30 +137,38 @@ class Attachment:
         executors: Any,
         ddp: DistributedDataParallel,
         optimizer: Optimizer,
-        *,
-        runs_in_background: bool,
+        info: dict[str, Any],
     ) -> None:
         self._hook = hook
         self._executors = executors
         # Not the model itself, which holds us.
         self._ddp = weakref.ref(ddp)
         self._parameters = trainable_parameters(ddp)
+        self._optimizer = weakref.ref(optimizer)
         self._momentum_optimizer = optimizer if isinstance(optimizer, QAdamOptimizer) else None
         self._is_first_forward = True
         self._broadcasts_buffers = ddp.broadcast_buffers
-        self._runs_in_background = runs_in_background
-        if runs_in_background and ddp.broadcast_buffers:
-            if any(True for _ in ddp.module.buffers()):
+        self._runs_in_background = bool(info["runs_in_background"])
+        # Whether backwards without a bucket of DDP's are noticed, and steps that the optimizer did not take.
+        self._counts_steps = self._runs_in_background and not info["steps_may_differ"]
+        # Whether DDP takes the last synchronised forward for one under no_sync(), so that it copies no gradients; and
+        # whether that is still at work.
+        self._is_bypassed = self._is_in_bypass = False
+        if self._runs_in_background and ddp.broadcast_buffers:
+            if any(True for _ in ddp.module.buffers()) and not hook.options.get("average_buffers"):
                 _logger.warning(
                     "algorithm %r switches DDP's broadcast_buffers off: each rank keeps running statistics of its own "
                     "until handle.abort(), which gives all ranks those of rank 0",
                     hook.name,
                 )
             ddp.broadcast_buffers = False
-        self._removable = [
+        self._removable: list[Any] = [
             ddp.register_forward_pre_hook(self._before_forward),
+            ddp.register_forward_hook(self._after_forward, always_call=True),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        if self._counts_steps:
+            self._removable.append(register_multi_grad_hook(self._parameters, self._at_backward, mode="any"))
         # The model may be wrapped once more, for another fit: the optimizer then works for the later one.
         former = getattr(optimizer, "_bagua_attachment", None)
         if former is not None:
@@ -150,6 +190,20 @@ class Attachment:
         if is_synchronised:
             self._check_first_forward()
             self._hook.before_forward(momenta)
+            # In the first backward of a static graph DDP would reduce all the same.
+            is_local = self._counts_steps and not self._hook.reduces_gradients and not ddp.static_graph
+            self._is_bypassed = self._is_in_bypass = is_local
+            if is_local:
+                ddp.require_backward_grad_sync = False
+
+    @eager
+    def _after_forward(self, ddp: nn.Module, args: Any, output: Any) -> None:
+        assert isinstance(ddp, DistributedDataParallel)
+        if self._is_in_bypass:
+            ddp.require_backward_grad_sync = True
+            self._is_in_bypass = False
+        if ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+            self._hook.after_forward([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
 
     def _check_first_forward(self) -> None:
         """Find ranks whose optimizers have come differently far, of which some would send momenta and others not."""
@@ -161,6 +215,10 @@ class Attachment:
     @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._hook.after_step()
+
+    @eager
+    def _at_backward(self, gradient: Tensor) -> None:
+        self._hook.at_backward(self._is_bypassed)
 
     def state_loaded(self) -> None:
         """Have the ranks compared again at the next forward."""
@@ -182,11 +240,18 @@ class Attachment:
             handle.remove()
 
     def remove(self) -> None:
-        """Take all hooks off again and leave the model to plain averaging of gradients."""
+        """Take all hooks off again and leave the model to plain averaging of gradients. Collective."""
+        is_before_step = self._hook.is_before_step
+        belongings = Belongings(self._optimizer(), self._parameters, is_before_step=is_before_step)
+        self._hook.leave(belongings.moment, belongings.shapes, belongings.state, belongings.gradients)
+        belongings.write_back()
+        if self._momentum_optimizer is not None:
+            self._momentum_optimizer.take_momenta_back(is_before_step=is_before_step)
         self.detach()
         ddp = self._ddp()
         if ddp is not None:
             ddp.broadcast_buffers = self._broadcasts_buffers
+            ddp.require_forward_param_sync = True
             ddp.register_forward_pre_hook(refuse_uneven_division)
 
     def __reduce__(self) -> str:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,20 @@ def _shut_down_groups_at_exit() -> None:
     atexit.register(_shut_down_groups)
 
 
+@contextlib.contextmanager
+def _uncounted_if_it_fails(name: str) -> Iterator[None]:
+    """Take a group that could not be made back out of torch's count, by which it names the next one.
+
+    A rank that tries again would otherwise name the group differently from one that comes for the first time.
+    """
+    try:
+        yield
+    except Exception:
+        if name == str(distributed_c10d._world.group_count - 1):
+            distributed_c10d._world.group_count -= 1
+        raise
+
+
 def create_backend(dist_backend_opts: _DistributedBackendOptions, pg_options: Any) -> Any:
     """Create the ProcessGroupBagua that torch asks for.
 
@@ -63,14 +79,11 @@ def create_backend(dist_backend_opts: _DistributedBackendOptions, pg_options: An
             f"backend 'bagua' takes pg_options of type bagua.Options, got {type(pg_options).__module__}."
             f"{type(pg_options).__qualname__}"
         )
-    options._timeout = dist_backend_opts.timeout
+    options._timeout = min(dist_backend_opts.timeout, _C.LONGEST_TIMEOUT)
     options.group_name = dist_backend_opts.group_id
     options.global_ranks_in_group = list(dist_backend_opts.global_ranks_in_group)
     _shut_down_groups_at_exit()
-    return _C.ProcessGroupBagua(
-        fresh_part(dist_backend_opts.store, dist_backend_opts.group_size),
-        dist_backend_opts.group_rank,
-        dist_backend_opts.group_size,
-        options,
-        _make_host_backend,
-    )
+    rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
+    with _uncounted_if_it_fails(dist_backend_opts.group_id):
+        store = fresh_part(dist_backend_opts.store, rank, size, options._timeout)
+        return _C.ProcessGroupBagua(store, rank, size, options, _make_host_backend)

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bagua._fresh_store import life, turn_of
-from bagua._named_groups import new_named_group
+from bagua._fresh_store import new_name
+from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 
 
@@ -25,8 +27,10 @@ def _timeout_of(backend: Any) -> timedelta:
     return options._timeout if options is not None else dist.default_pg_timeout
 
 
-def _private_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a second group of the same ranks and backend, for the hook alone.
+def _private_group(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, members: Sequence[int] | None = None
+) -> dist.ProcessGroup:
+    """Make a second group of the same backend and ranks, or of `members` among them, for the hook alone.
 
     Its programs run beside the user's, in an order of their own; in one group they would meet in another order on each
     rank.
@@ -34,22 +38,39 @@ def _private_group(group: dist.ProcessGroup, device: torch.device, timeout: time
     name = dist.get_backend(group)
     if ":" in name:
         name = dict(pair.split(":") for pair in name.split(","))[device.type]
-    ranks = dist.get_process_group_ranks(group)
-    # Every rank comes once for each private group, and waits for the others before it comes for the next.
-    number = turn_of(group.get_group_store(), "bagua_private_group", len(ranks))
-    return new_named_group(f"{group.group_name}_bagua_hook_{life()}_{number}", ranks, name, timeout)
+    everybody = dist.get_process_group_ranks(group)
+    members = range(len(everybody)) if members is None else members
+    ranks = [everybody[member] for member in members]
+    # Of several groups at once, each has its own part of the store.
+    store = dist.PrefixStore(f"bagua_private_group/{ranks[0]}", group.get_group_store())
+    unique = new_name(store, list(members).index(dist.get_rank(group)), len(ranks), timeout)
+    return new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, timeout)
 
 
 def _executors_over(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Any:
     backend = _unwrapped(group._get_backend(device))
     if isinstance(backend, _C.ProcessGroupBagua):
         return _C.executors_of_group(backend)
-    host_ids: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(host_ids, _C.local_host_id(), group=group)
+    records: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(records, _C.own_record(), group=group)
     # A group for CPU tensors is the hook's own, and so is its store. NCCL has a watchdog itself.
     store = group.get_group_store() if device.type == "cpu" else None
     ranks = dist.get_process_group_ranks(group)
-    return _C.executors_over_backend(backend, group.group_name, host_ids, timeout, store, ranks)
+    return _C.executors_over_backend(backend, group.group_name, records, timeout, store, ranks)
+
+
+class _Use:
+    """Lives as long as the executors over a group."""
+
+
+def _executors_over_private(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, members: Sequence[int] | None = None
+) -> Any:
+    """Executors over a group of their own, which ends with them."""
+    use = _Use()
+    private = _private_group(group, device, timeout, members)
+    destroy_with(use, private)
+    return _C.with_owned(_executors_over(private, device, timeout), use)
 
 
 def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -57,11 +78,29 @@ def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     backend = _unwrapped(group._get_backend(device))
     timeout = _timeout_of(backend)
     if device.type == "cpu" and not isinstance(backend, _C.ProcessGroupBagua):
-        group = _private_group(group, device, timeout)
+        return _executors_over_private(group, device, timeout)
     return _executors_over(group, device, timeout)
+
+
+# Made once for each group: with a backend other than "bagua" that makes another group.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Any]] = weakref.WeakKeyDictionary()
+
+
+def shared_executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return executors for single operations, the same at every call. The first for a group is collective."""
+    known = _known.setdefault(group, {})
+    if device not in known:
+        known[device] = executors_for(group, device)
+    return known[device]
 
 
 def background_executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return executors whose programs run beside those of `executors_for`, in an order of their own. Collective."""
     timeout = _timeout_of(_unwrapped(group._get_backend(device)))
-    return _executors_over(_private_group(group, device, timeout), device, timeout)
+    return _executors_over_private(group, device, timeout)
+
+
+def host_executors_for(group: dist.ProcessGroup, device: torch.device, members: Sequence[int]) -> Any:
+    """Return executors of a group of `members` of `group`, those of one host. Every one of them has to call."""
+    timeout = _timeout_of(_unwrapped(group._get_backend(device)))
+    return _executors_over_private(group, device, timeout, members)

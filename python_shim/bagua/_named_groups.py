@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,6 +41,20 @@ def new_named_group(name: str, ranks: Sequence[int], backend: str, timeout: time
     assert isinstance(group, dist.ProcessGroup)  # this rank is one of `ranks`
     distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def destroy_with(owner: object, group: dist.ProcessGroup) -> None:
+    """Destroy a group that was made for `owner` when that is gone: else its threads stay until the process ends.
+
+    It may have been destroyed before, as with all groups by `torch.distributed.destroy_process_group()`.
+    """
+    weakref.finalize(owner, _destroy, weakref.ref(group)).atexit = False
+
+
+def _destroy(known: weakref.ref[dist.ProcessGroup]) -> None:
+    group = known()
+    if group is not None and group in distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 @contextmanager

@@ -14,14 +14,18 @@ from bagua._attachment import (
     check_model,
     check_optimizer,
     facts_of,
+    names_and_roles,
     refuse_uneven_division,
+    synchronised_buffers,
+    trainable_names,
     trainable_parameters,
     unwrapped,
 )
 from bagua._buckets import BucketSplitter
-from bagua._executors import background_executors_for, executors_for
+from bagua._executors import background_executors_for, executors_for, host_executors_for
+from bagua._layers import layers_of
 from bagua._native import _C
-from bagua.handle import Handle, OptionValue
+from bagua.handle import Handle, OptionArgument, OptionValue
 
 
 def available_algorithms() -> list[str]:
@@ -42,7 +46,7 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
 def _make_hook(
     ddp: DistributedDataParallel,
     name: str,
-    options: dict[str, OptionValue],
+    options: dict[str, OptionArgument],
     optimizer: torch.optim.Optimizer | None,
     executors: Any,
 ) -> _C.Hook:
@@ -52,8 +56,12 @@ def _make_hook(
     info = _C.algorithm_info(name)
     if info["optimizer"]:
         check_optimizer(ddp, optimizer, name, info["optimizer"])
-        check_model(ddp, name, runs_in_background=info["runs_in_background"])
-    return _C.Hook(name, complete, executors, trainable_parameters(ddp), ddp.static_graph)
+        check_model(ddp, name, info, is_hierarchical=bool(complete.get("hierarchical")))
+    parameters = trainable_parameters(ddp)
+    hook = _C.Hook(name, complete, executors, parameters, ddp.static_graph)
+    hook.use_parameters(names_and_roles(ddp.module, parameters))
+    hook.use_model(layers_of(trainable_names(ddp)), synchronised_buffers(ddp))
+    return hook
 
 
 def register_comm_hook(
@@ -61,7 +69,7 @@ def register_comm_hook(
     name: str,
     optimizer: torch.optim.Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
-    **options: OptionValue,
+    **options: OptionArgument,
 ) -> Handle:
     """Let an algorithm communicate for a DDP model. Collective: every rank calls it, before the first step.
 
@@ -71,8 +79,8 @@ def register_comm_hook(
         ddp: the model, wrapped in DistributedDataParallel.
         name: one of `available_algorithms()`.
         optimizer: the model's optimizer, for algorithms that change weights or momentum: "decentralized",
-            "low_precision_decentralized", "async" (any optimizer) and "qadam" (`bagua.QAdamOptimizer`). One that
-            accelerate or Lightning has wrapped will do.
+            "low_precision_decentralized", "async", "local_sgd", "diloco" (any optimizer) and "qadam"
+            (`bagua.QAdamOptimizer`). One that accelerate or Lightning has wrapped will do.
         process_group: where to communicate; by default the model's own group.
         **options: the algorithm's options, see each algorithm's page.
 
@@ -104,13 +112,15 @@ def register_comm_hook(
     info = _C.algorithm_info(name)
     if info["runs_in_background"]:
         hook.use_background(background_executors_for(group, device))
+    if hook.host_ranks:
+        hook.use_host(host_executors_for(group, device, hook.host_ranks))
     _C.register_hook(ddp.reducer, hook)
     if hook.wants_small_buckets:
         BucketSplitter(ddp, parameters)
     attachment = None
     if info["optimizer"]:
         assert optimizer is not None
-        attachment = Attachment(hook, main, ddp, optimizer, runs_in_background=info["runs_in_background"])
+        attachment = Attachment(hook, main, ddp, optimizer, info)
     else:
         ddp.register_forward_pre_hook(refuse_uneven_division)
     handle = Handle(hook, attachment)
@@ -158,7 +168,7 @@ def _run_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 def comm_hook(
-    name: str, process_group: dist.ProcessGroup | None = None, **options: OptionValue
+    name: str, process_group: dist.ProcessGroup | None = None, **options: OptionArgument
 ) -> tuple[HookState, Any]:
     """Return `(state, hook)` for `ddp.register_comm_hook(state, hook)` and Lightning's `ddp_comm_state/ddp_comm_hook`.
 

@@ -140,6 +140,23 @@ class QAdamOptimizer(Optimizer):
             has_momentum = p.grad is not None and bool(p.grad.any()) and bool(p.grad.isfinite().all())
             self._handed_out[p] = _gradient(p).detach().clone() if has_momentum else self._state_of(p)["exp_avg"]
 
+    @torch.no_grad()
+    def take_momenta_back(self, *, is_before_step: bool) -> None:
+        """For the algorithm that leaves: from here on gradients are gradients, also those of the step at hand.
+
+        Args:
+            is_before_step: whether a synchronised backward has come since the last step.
+        """
+        beta1_of = {p: float(group["betas"][0]) for group in self.param_groups for p in group["params"]}
+        for p, start in self._handed_out.items():
+            momentum = self._state_of(p)["exp_avg"]
+            holds_momentum = is_before_step or start is not momentum
+            if p.grad is not None and holds_momentum and bool(p.grad.any()):
+                # What leads from the momentum of the last step to this one.
+                p.grad.sub_(momentum, alpha=beta1_of[p]).div_(1 - beta1_of[p])
+        self._handed_out.clear()
+        self._was_synchronised = False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Gradients that were accumulated for a step that is not taken leave no trace."""
         for p, start in self._handed_out.items():

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.bench.collectives import COLLECTIVES, AllReduce, Barrier, Collective, Place
+from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts, rate_of, share_of, time_of
 from bagua.bench.measure import Result, Times
 from bagua.bench.options import Settings, parse, size_in_bytes, sizes_between
 from bagua.bench.pattern import difference, fill, sums, values
@@ -35,6 +36,7 @@ def _bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Comple
     )
 
 
+@pytest.mark.long
 def test_every_test_is_right_and_compared_with_gloo(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install matplotlib")
     file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
@@ -63,6 +65,37 @@ def test_every_test_is_right_and_compared_with_gloo(tmp_path: Path) -> None:
     assert "hierarchical=False" in done.stdout.splitlines()[0]
 
 
+def test_hosts_are_as_far_apart_as_was_asked_for(tmp_path: Path) -> None:
+    try:
+        with emulated_hosts(2, Network(round_trip=0.001)):
+            pass
+    except NoEmulatedHosts as reason:
+        pytest.skip(str(reason))
+    file = tmp_path / "bench.json"
+    size, rate, round_trip = 1 << 20, 200e6, 0.04
+    command = f"broadcast barrier --device cpu -b {size} -e {size} -n 2 -w 1 --no-check --json {file}"
+    done = _bench(*command.split(), "--hosts", "2", "--rate", "200M", "--delay", "40ms")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(file.read_text())
+    assert content["environment"]["network"] == "200 Mbit/s, 40 ms round trip"
+    assert content["environment"]["hosts"] == 2
+    seconds = {result["test"]: result["seconds"]["minimum"] for result in content["results"]}
+    # No rank can leave a barrier before it has heard of the other.
+    assert seconds["barrier"] > round_trip / 2
+    assert seconds["broadcast"] > 8 * size / rate
+
+
+def test_rates_times_and_shares_are_read() -> None:
+    assert (rate_of("0"), rate_of("100M"), rate_of("2.5Gbit")) == (0.0, 100e6, 2.5e9)
+    assert (time_of("10ms"), time_of("0.05s"), time_of("200us")) == (0.01, 0.05, pytest.approx(2e-4))
+    assert share_of("0.1%") == pytest.approx(0.001)
+    for reader, wrong in ((rate_of, "fast"), (time_of, "10"), (share_of, "100%"), (share_of, "0.1")):
+        with pytest.raises(ValueError, match="write"):
+            reader(wrong)
+    assert str(Network(1e9, 0.01, 0.001)) == "1,000 Mbit/s, 10 ms round trip, 0.1 % lost"
+
+
+@pytest.mark.long
 def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -91,6 +124,9 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
         ("bytegrad -o hierarchical", "write name=value"),
         ("--vs glou", "choose from gloo"),
         ("--vs nccl --device cpu", "nccl takes CUDA tensors only"),
+        ("--delay 10ms", "add --hosts 2"),
+        ("--hosts 2 --delay 10 --device cpu", "write a number with its unit"),
+        ("--hosts 2 --rate fast", "such as 100M, 1G"),
         ("--json /no/such/folder/file", "make the folder"),
     ],
 )

@@ -24,6 +24,8 @@ from suite_process import SuiteProcess, list_suite
 pytest.importorskip("expecttest", reason="PyTorch's suite imports expecttest, which is not installed")
 
 WORLD_SIZES = (2, 4)
+# The suite with more ranks asks much the same again.
+_LONG = {world_size: [pytest.mark.long] if world_size > min(WORLD_SIZES) else [] for world_size in WORLD_SIZES}
 
 RunSuiteTest = Callable[[int, str], dict[str, str]]
 
@@ -56,7 +58,9 @@ def _cases_for_cpus() -> list[Any]:
             cases.append(pytest.param(world_size, "", id=f"{world_size}-unknown", marks=pytest.mark.skip(reason)))
             continue
         for name, expected in read_expectations(path).items():
-            cases.append(pytest.param(world_size, name, id=f"{world_size}-{name}", marks=_marks(expected)))
+            cases.append(
+                pytest.param(world_size, name, id=f"{world_size}-{name}", marks=_marks(expected) + _LONG[world_size])
+            )
     return cases
 
 

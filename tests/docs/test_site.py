@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 300
 
 
+@pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "docs" / "site" / "build.py"), str(tmp_path / "site")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
@@ -38,6 +39,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (site / "algorithms" / "bytegrad.html").exists()
 
 
+@pytest.mark.long
 def test_a_link_that_leads_nowhere_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
     from links import Repository

@@ -16,14 +16,18 @@ SECONDS = 300
 COMPRESSED = ["ddp", "with_accelerate", "with_compile", "with_transformers"]
 
 
-def _output(name: str) -> str:
+def _output(name: str, *arguments: str) -> str:
     for package in ("accelerate", "transformers"):
         if name.endswith(package) and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install {package}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [*command, str(FOLDER / f"{name}.py")], env=environment, capture_output=True, text=True, timeout=SECONDS
+        [*command, str(FOLDER / f"{name}.py"), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -33,7 +37,9 @@ def _losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss'?:? '?(\d+\.\d+)", text)]
 
 
-@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize(
+    "name", [COMPRESSED[0], *(pytest.param(name, marks=pytest.mark.long) for name in COMPRESSED[1:])]
+)
 def test_training_with_compressed_gradients(name: str) -> None:
     text = _output(name)
     losses = _losses(text)
@@ -45,12 +51,23 @@ def test_training_with_compressed_gradients(name: str) -> None:
     assert 0.25 <= sent / gradients < 0.27
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["with_accelerate", "with_transformers"])
+def test_training_in_rounds(name: str) -> None:
+    text = _output(name, "--rounds")
+    losses = _losses(text)
+    assert losses[-1] < losses[0] / 2, text
+    assert re.search(r"bytes of gradients, [\d,]+ bytes sent", text), text
+
+
+@pytest.mark.long
 def test_training_with_fsdp() -> None:
     text = _output("with_fsdp")
     losses = _losses(text)
     assert losses[-1] < losses[0] / 2, text
 
 
+@pytest.mark.long
 def test_tensor_parallelism_over_a_device_mesh() -> None:
     text = _output("with_device_mesh")
     difference = re.search(r"network on one rank: (\S+)", text)

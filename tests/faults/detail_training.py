@@ -2,6 +2,7 @@
 """Run by torchrun with TORCH_DISTRIBUTED_DEBUG=DETAIL: every algorithm trains, then two ranks make different calls."""
 
 import sys
+from typing import Any
 
 import bagua
 import torch
@@ -30,7 +31,9 @@ def _train(algorithm: str, group: dist.ProcessGroup) -> None:
     if algorithm == "qadam":
         optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
     # On a single host nothing is compressed by default.
-    options = {} if algorithm in ("gradient_allreduce", "async") else {"hierarchical": False}
+    options: dict[str, Any] = {} if algorithm in ("gradient_allreduce", "async") else {"hierarchical": False}
+    if algorithm in ("local_sgd", "diloco"):
+        options["sync_every"] = 2
     handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
     for step in range(STEPS):
         data = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))

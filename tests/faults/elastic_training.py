@@ -55,6 +55,10 @@ class Training:
             self.optimizer = bagua.QAdamOptimizer(self.ddp.parameters(), lr=1e-3, warmup_steps=3)
         if algorithm == "async":
             options = {"sync_interval_ms": 1, "warmup_steps": 3}
+        if algorithm == "local_sgd":
+            options = {"sync_every": 3}
+        if algorithm == "diloco":
+            options = {"sync_every": 6, "fragments": 2, "delay": 2, "mixing": 0.5}
         self.handle = bagua.register_comm_hook(self.ddp, algorithm, optimizer=self.optimizer, **options)
 
     def step(self, number: int, is_deadly: bool) -> None:

@@ -12,13 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from bagua.bench.emulated_hosts import INTERFACE, Host, NoEmulatedHosts, emulated_hosts
 from trouble import SLACK_SECONDS, same_cause, selection
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks" / "hosts"))
-
-from emulated_hosts import INTERFACE, Host, NoEmulatedHosts, emulated_hosts  # noqa: E402  found by the line above
-
 SCRIPT = Path(__file__).with_name("cut_off_rank.py")
 WORKLOADS = ("all_reduce", "ring of messages", "barrier", "bytegrad", "low_precision_decentralized")
 TIMEOUT = 4.0
@@ -33,7 +30,7 @@ GRACE = 4.0
 def hosts() -> Iterator[list[Host]]:
     with contextlib.ExitStack() as stack:
         try:
-            made = stack.enter_context(emulated_hosts(3, None))
+            made = stack.enter_context(emulated_hosts(3))
         except NoEmulatedHosts as reason:
             pytest.skip(str(reason))
         yield made
@@ -101,6 +98,7 @@ def _messages(texts: Sequence[str], before: float) -> list[str]:
     return messages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workload", selection(WORKLOADS, ["all_reduce"]))
 def test_a_network_that_is_gone_for_a_while_costs_only_time(workload: str, hosts: list[Host]) -> None:
     ranks = _start(hosts, 4.0, LONG_TIMEOUT, workload)
@@ -126,6 +124,7 @@ def test_a_host_that_loses_its_network_is_an_error_at_the_timeout_on_both_sides(
     assert "rank 2 (does not answer" in same_cause(messages[:2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workload", selection(WORKLOADS, ["ring of messages"]))
 def test_an_outage_longer_than_the_timeout_is_an_error_of_all_ranks(workload: str, hosts: list[Host]) -> None:
     ranks = _start(hosts, 600.0, workload=workload)
@@ -162,6 +161,7 @@ def test_connections_that_are_reset_are_an_error_of_all_ranks_at_once(workload: 
     assert "onnection" in same_cause(_messages(texts, begun + RESET_SECONDS + SLACK_SECONDS))
 
 
+@pytest.mark.long
 def test_connections_to_the_store_that_are_reset_cost_nothing(hosts: list[Host]) -> None:
     ranks = _start(hosts, 4.0)
     with _killed_at_the_end(ranks):
@@ -170,6 +170,7 @@ def test_connections_to_the_store_that_are_reset_cost_nothing(hosts: list[Host])
     assert texts == ["done\n"] * len(hosts)
 
 
+@pytest.mark.long
 def test_a_rank_finds_the_store_again_after_a_reset(hosts: list[Host]) -> None:
     ranks = _start(hosts, 600.0)
     with _killed_at_the_end(ranks):

@@ -162,6 +162,7 @@ elif how == "with an exception":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "code"), [("without destroying", 0), ("with work in flight", 0), ("with an exception", 7)]
 )
@@ -258,6 +259,7 @@ def _is_abandoned(segment: Path) -> bool:
         return True  # taken away by ranks of another program
 
 
+@pytest.mark.long
 def test_ranks_killed_while_they_make_segments_leave_none(tmp_path: Path) -> None:
     """Whatever the moment: what is left loses its name when the next group is made."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

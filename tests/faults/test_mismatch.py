@@ -177,10 +177,20 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
 }
 
 
+def _until_told(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A rank that exchanges something only with ranks that agree with it is told at the next call."""
+
+    def calls() -> None:
+        call()
+        dist.all_reduce(torch.ones(2))
+
+    return calls
+
+
 def _differ(case: str) -> tuple[Outcome, bool]:
     warm_up()
     odd, usual, _, _ = MISMATCHES[case]
-    outcome = expect_error(odd if dist.get_rank() == ODD_ONE else usual)
+    outcome = expect_error(_until_told(odd if dist.get_rank() == ODD_ONE else usual))
     # The ranks are out of step: later calls are refused and say why.
     later = expect_error(lambda: dist.all_reduce(torch.ones(2)))
     return outcome, "do not make the same call" in later.message
@@ -222,8 +232,8 @@ def _other_reductions() -> list[float]:
     return tensor.tolist()
 
 
-def test_a_variable_keeps_ranks_of_different_hosts_from_comparing_their_calls() -> None:
-    env = {**TRANSPORTS["between-hosts"], "BAGUA_CHECK_PROGRAMS": "0"}
+def test_with_gloo_a_variable_keeps_ranks_of_different_hosts_from_comparing_their_calls() -> None:
+    env = {**TRANSPORTS["between-hosts"], "BAGUA_HOST_TRANSPORT": "gloo", "BAGUA_CHECK_PROGRAMS": "0"}
     results = run_ranks(SIZE, _other_reductions, env=env)
     # Each rank reduces a part, and does so in its own way: nobody is told.
     largest, total = 3.0, 6.0
@@ -252,7 +262,7 @@ def test_a_bucket_does_not_miss_another_call() -> None:
         assert barrier is not None
         assert bucket[1] == barrier[1]
         numbers.append(int(bucket[1]))
-    # Of the two channels, which buckets take in turn between hosts, either one.
+    # In another channel each time: of an even number of channels they take turns.
     assert {number % 2 for number in numbers} == {0, 1}, numbers
 
 
@@ -292,7 +302,7 @@ WRONG_PARTS = {
 
 def _exchange_wrong_parts(name: str) -> Outcome:
     warm_up()
-    return expect_error(WRONG_PARTS[name])
+    return expect_error(_until_told(WRONG_PARTS[name]))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +329,8 @@ def _message_of_another_size(length: int) -> Outcome:
     # One of the right size arrives.
     if dist.get_rank() == 0:
         dist.send(torch.ones(4), 1)
-        return expect_error(lambda: dist.send(torch.ones(length), 1))
+        # A small message has gone before anybody looks at it.
+        return expect_error(_until_told(lambda: dist.send(torch.ones(length), 1)))
     received = torch.zeros(4)
     dist.recv(received, 0)
     assert received.tolist() == [1.0] * 4
@@ -330,10 +341,9 @@ def _message_of_another_size(length: int) -> Outcome:
 def test_a_message_of_another_size_than_expected_is_an_error_of_both_ends(length: int) -> None:
     outcomes = run_ranks(2, _message_of_another_size, length, group_timeout=3.0)
     cause = same_cause([outcome.message for outcome in outcomes])
-    assert "bagua:send" in cause
-    assert f"(Float[{length}], peer rank 1)" in cause
     assert "bagua:recv" in cause
     assert "(Float[4], peer rank 0)" in cause
+    assert f"rank 0 sends a message of {4 * length} bytes with tag 0, where this rank has a place for 16" in cause
 
 
 def _message_against_collective() -> Outcome:
@@ -346,7 +356,7 @@ def _message_against_collective() -> Outcome:
 def test_a_message_against_a_collective_ends_at_the_timeout_which_names_both(transport: str) -> None:
     outcomes = run_ranks(SIZE, _message_against_collective, env=TRANSPORTS[transport], group_timeout=3.0)
     cause = same_cause([outcome.message for outcome in outcomes])
-    assert "Timed out after 3000 ms" in cause
+    assert "timed out after 3000 ms" in cause
     assert "bagua:all_reduce #2 (Float[4], sum)" in cause
     assert "bagua:recv #0 (Float[4], peer rank 0)" in cause
 

@@ -159,6 +159,7 @@ def test_a_fault_in_an_algorithm_between_hosts(algorithm: str, fault: str, ranks
     _round(plan, moment=0.1)
 
 
+@pytest.mark.long
 def test_random_faults() -> None:
     for plan, moment in _plans():
         print(plan, flush=True)

@@ -215,7 +215,8 @@ def test_a_group_may_be_destroyed_whose_work_nobody_answers(call: str, transport
     assert seconds < END_SECONDS + SLACK_SECONDS
     assert "shut down" in message
     for _, left, _ in results:
-        assert not left
+        # The process keeps its sockets, and their thread, for the groups to come.
+        assert not [held for held in left if held not in ("threads: bagua_wire", "files: socket")]
 
 
 def _destroy_and_keep_the_hook() -> tuple[float, str]:
@@ -238,7 +239,8 @@ def _destroy_and_keep_the_hook() -> tuple[float, str]:
 def test_a_rank_that_has_destroyed_its_group_is_missed_at_once_though_a_hook_still_holds_it() -> None:
     seconds, message = run_ranks(2, _destroy_and_keep_the_hook, group_timeout=120.0)[0]
     assert seconds < SLACK_SECONDS
-    assert "rank 1 has left the exchange in shared memory" in message
+    # Beside our own words those of Gloo, which others look for.
+    assert "Connection closed by peer: rank 1 has left the exchange in shared memory" in message
 
 
 # --- the end of a process ---
@@ -275,7 +277,10 @@ def _environment(transport: str, rank: int) -> dict[str, str]:
     ("call", "end", "transport"),
     selection(
         itertools.product(CALLS, ("exits", "destroys"), TRANSPORTS),
-        [("all_reduce", "exits", "between-hosts"), ("irecv", "exits", "in-host")],
+        [
+            ("all_reduce", "exits", "between-hosts"),
+            pytest.param("irecv", "exits", "in-host", marks=pytest.mark.long),
+        ],
     ),
 )
 def test_a_process_may_end_whose_work_nobody_answers(call: str, end: str, transport: str, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using bagua::fuzz::FuzzedBytes;
   FuzzedBytes input(data, size);
-  const bagua::Facts own{.algorithm = input.text(255), .parameters = input.text(32)};
+  const bagua::Registration own{.text = input.text(255), .detail = input.text(32)};
   const int ranks = static_cast<int>(input.from(1, 8));
   bagua::fuzz::LoneRank executors(ranks, {}, [&input](void* bytes, size_t count) { input.fill(bytes, count); });
   try {
-    bagua::agreeOn(own, executors, at::kCPU);
+    bagua::agreeOn(own, bagua::kOfRegistration, executors, at::kCPU);
   } catch (const c10::ValueError&) {
     // The ranks do not agree.
     return 0;

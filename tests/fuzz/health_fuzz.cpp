@@ -57,7 +57,8 @@ std::vector<Activity> checkedActivities(const std::string& text) {
   const auto again = decodeActivities(encode(activities));
   TORCH_INTERNAL_ASSERT(again.size() == activities.size(), "an activity is lost on its way through the store");
   for (size_t i = 0; i < again.size(); ++i) {
-    TORCH_INTERNAL_ASSERT(again[i].track == activities[i].track && isSame(again[i].current, activities[i].current) &&
+    TORCH_INTERNAL_ASSERT(again[i].executor == activities[i].executor &&
+                              isSame(again[i].current, activities[i].current) &&
                               isSame(again[i].completed, activities[i].completed),
                           "an activity changes on its way through the store");
     TORCH_INTERNAL_ASSERT(!activities[i].describe().empty());

@@ -5,7 +5,7 @@
 
 #include <numeric>
 
-#include "backend/work_bagua.h"
+#include "backend/process_group/work_bagua.h"
 
 namespace bagua::fuzz {
 namespace {

@@ -10,7 +10,7 @@
 #include <array>
 #include <cstring>
 
-#include "backend/sparse_reduction.h"
+#include "backend/operation/sparse_reduction.h"
 #include "tests/fuzz/fuzzed_bytes.h"
 #include "tests/fuzz/lone_rank.h"
 

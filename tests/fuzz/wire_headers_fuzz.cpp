@@ -10,6 +10,7 @@
 #include <string>
 
 #include "backend/host/host_communicator.h"
+#include "backend/operation/peer_errors.h"
 #include "tests/fuzz/fuzzed_bytes.h"
 
 namespace bagua {
@@ -23,19 +24,21 @@ class MadeUpWire final : public Wire {
  public:
   MadeUpWire(int rank, int size, FuzzedBytes& input) : Wire(rank, size), input_(input) {}
 
-  void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline,
-                    const std::vector<Exchange>& passedOn, Deadline /*deadline*/) override {
+  void exchangeInPieces(const Exchanges& exchanges, const Pipeline& pipeline, const Exchanges& forwarded,
+                        Deadline /*deadline*/) override {
     int64_t longest = 0;
-    for (const auto* const list : {&exchanges, &passedOn}) {
-      for (const auto& [peer, sent, received] : *list) {
-        TORCH_INTERNAL_ASSERT(0 <= peer && peer < size(), "no rank ", peer);
-        longest = std::max({longest, sent.numel(), received.numel()});
+    for (const auto* const list : {&exchanges, &forwarded}) {
+      for (const auto& exchange : *list) {
+        TORCH_INTERNAL_ASSERT(0 <= exchange.peer && exchange.peer < size(), "no rank ", exchange.peer);
+        // What is filled again and again is larger than anything here.
+        TORCH_INTERNAL_ASSERT(exchange.incomingBytes() == exchange.received.numel());
+        longest = std::max({longest, exchange.sent.numel(), exchange.received.numel()});
       }
     }
     if (pipeline.beforeSending) pipeline.beforeSending(0, longest);
     for (const auto& exchange : exchanges) receive(exchange);
     if (pipeline.afterReceiving) pipeline.afterReceiving(0, longest);
-    for (const auto& exchange : passedOn) receive(exchange);
+    for (const auto& exchange : forwarded) receive(exchange);
   }
   void abort() override {}
 
@@ -126,6 +129,8 @@ void fuzzWireHeaders(FuzzedBytes& input) {
       communicator.setProgram(fingerprintOf(madeUpOperation(input, ranks)));
       exchange(input, communicator);
     }
+  } catch (const RefusedError&) {
+    // A peer may say that it has refused its arguments.
   } catch (const c10::DistNetworkError& error) {
     TORCH_INTERNAL_ASSERT(std::string(error.what_without_backtrace()).starts_with("the ranks do not make the same"));
   }

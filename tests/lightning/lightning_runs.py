@@ -34,6 +34,10 @@ DETERMINISTIC: dict[str, dict[str, Any]] = {
     "low_precision_decentralized": {"hierarchical": False},
     "qadam": {"hierarchical": False},
     "async": {"warmup_steps": 10**6},
+    "powersgd": {"start_step": 3, "rank": 2, "min_compression": 0.5},
+    # An epoch is two rounds: its end has nothing left to synchronise.
+    "local_sgd": {"sync_every": STEPS_PER_EPOCH // 2},
+    "diloco": {"sync_every": STEPS_PER_EPOCH // 2, "delay": 1, "outer_momentum": 0.3},
 }
 WEIGHTS_DIFFER = ("decentralized", "low_precision_decentralized")
 
@@ -120,7 +124,7 @@ def weights_by_hand(
     optimizer = optimizer_for(algorithm, module)
     ddp = DDP(module, gradient_as_bucket_view=True)
     if register is None:
-        needed = optimizer if algorithm in (*WEIGHTS_DIFFER, "qadam", "async") else None
+        needed = None if algorithm in ("gradient_allreduce", "bytegrad") else optimizer
         bagua.register_comm_hook(ddp, algorithm, optimizer=needed, **DETERMINISTIC[algorithm])
     else:
         register(ddp, optimizer)

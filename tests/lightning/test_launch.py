@@ -19,7 +19,7 @@ pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip
 FOLDER = Path(__file__).parent
 EXAMPLE = FOLDER.parents[1] / "examples" / "lightning_fashion_mnist.py"
 # Two processes import torch and Lightning, on cores that others use too.
-SECONDS = 150
+SECONDS = 300
 
 
 def _environment(**changes: str) -> dict[str, str]:
@@ -39,6 +39,7 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+@pytest.mark.long
 def test_torchrun_on_two_hosts_with_pytorch_lightning(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port()), "--node-rank"]
@@ -79,6 +80,7 @@ def _write_idx(path: Path, array: Any) -> None:
     path.write_bytes(header + array.astype(np.uint8).tobytes())
 
 
+@pytest.mark.long
 def test_the_example_starts_its_own_ranks(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for part, images in (("train", 32), ("t10k", 8)):

@@ -48,6 +48,10 @@ CASES = {
     "qadam_switches_there": Case("qadam", FLAT, qadam_warmup=HALF),
     "qadam_switches_one_later": Case("qadam", FLAT, qadam_warmup=HALF + 1),
     "qadam_between_hosts": Case("qadam", {}, qadam_warmup=5, size=3, hosts="AAB"),
+    "powersgd": Case("powersgd", {"start_step": 4, "rank": 2}, size=3),
+    "powersgd_starts_there": Case("powersgd", {"start_step": HALF, "rank": 1}),
+    "powersgd_without_warm_start": Case("powersgd", {"start_step": 0, "warm_start": False}),
+    "powersgd_between_hosts": Case("powersgd", {"start_step": 4, "codec": "minmax_uint8"}, size=3, hosts="AAB"),
     "async_in_warm_up": Case("async", {"warmup_steps": 100}),
     "async_warm_up_ends_there": Case("async", {"warmup_steps": HALF, "sync_interval_ms": 10**9}),
     "async_after_its_round": Case("async", {"sync_interval_ms": 10**9}),
@@ -148,6 +152,7 @@ def _differences(one: Any, other: Any, name: str) -> list[str]:
 def _assert_same(whole: dict[str, Any], continued: dict[str, Any], rank: int) -> None:
     for key in ("model", "optimizer"):
         assert not _differences(whole[key], continued[key], f"rank {rank}: {key}")
+    assert whole["handle"]["step"] == continued["handle"]["step"] == WHOLE
     before, after = whole["handle"]["state"], continued["handle"]["state"]
     for state in (before, after):
         state.pop("milliseconds_to_round", None)  # of async: by the clock

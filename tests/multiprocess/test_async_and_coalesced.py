@@ -138,6 +138,28 @@ def test_all_reduce_coalesced(ranks: RankPool, asynchronous: bool) -> None:
     ranks.run(_all_reduce_coalesced, asynchronous)
 
 
+def _with_a_tensor_twice() -> None:
+    total = sum(range(1, dist.get_world_size() + 1))
+    own = dist.get_rank() + 1.0
+    twice = torch.full((5,), own)
+    dist.all_reduce_coalesced([twice, torch.ones(3), twice])
+    assert twice.tolist() == [total] * 5
+    # In part: a view of the first half, and what it is a view of.
+    whole = torch.full((6,), own)
+    dist.all_reduce_coalesced([whole[:3], whole, torch.ones(2)])
+    assert whole.tolist() == [total] * 6
+    grouped = torch.full((4,), own)
+    with dist._coalescing_manager():
+        dist.all_reduce(grouped)
+        dist.all_reduce(grouped)
+    assert grouped.tolist() == [total] * 4
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_tensor_that_is_coalesced_twice_is_reduced_once(peers: RankPool) -> None:
+    peers.run(_with_a_tensor_twice)
+
+
 def _all_gather_coalesced() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     outputs = [[torch.empty(3), torch.empty(2, 2)] for _ in range(size)]

@@ -225,7 +225,7 @@ def test_with_one_rank_per_host_both_forms_are_the_same(peers: RankPool, length:
 
 
 @pytest.mark.parametrize("hosts", ["AABB", "AAAB", "ABBB", "ABBA", "ABAB", "AABC", "ABB", "AAB", "ABA"])
-@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
+@pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.long)], ids=["mean", "sum"])
 def test_hosts_of_several_ranks_are_within_the_error_of_coding(
     rank_pools: dict[int, RankPool], hosts: str, average: bool
 ) -> None:

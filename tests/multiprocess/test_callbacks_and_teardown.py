@@ -81,6 +81,7 @@ def _drop_everything_unwaited() -> bool:
     return True
 
 
+@pytest.mark.long
 def test_handles_and_groups_may_be_dropped_with_work_in_flight(peers: RankPool) -> None:
     assert all(peers.run(_drop_everything_unwaited))
 

@@ -285,3 +285,45 @@ def _barrier_orders(path_folder: str) -> None:
 
 def test_nobody_passes_a_barrier_before_all_have_come(ranks: RankPool, tmp_path: object) -> None:
     ranks.run(_barrier_orders, str(tmp_path))
+
+
+def _of_any_strides(value: float, *shape: int) -> list[Tensor]:
+    """The same numbers in several kinds of tensors, none of them dense."""
+    plain = torch.arange(float(shape[0] * shape[1])).reshape(shape) + value
+    wide = torch.zeros(shape[0], 2 * shape[1])
+    wide[:, ::2] = plain
+    column = plain[:, :1].expand(shape)
+    return [plain.t().contiguous().t(), wide[:, ::2], column]
+
+
+def _inputs_of_any_strides() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for kind in range(3):
+        everyone = [_of_any_strides(other, 6, 4)[kind] for other in range(size)]
+        mine, outputs = everyone[rank], [torch.zeros(6, 4) for _ in range(size)]
+        assert not mine.is_contiguous()
+        joined, single = torch.zeros(6 * size, 4), torch.zeros(6, 4)
+
+        dist.all_gather(outputs, mine)
+        assert torch.equal(torch.cat(outputs), torch.cat(everyone))
+        dist.all_gather_into_tensor(joined, mine)
+        assert torch.equal(joined, torch.cat(everyone))
+        dist.gather(mine, outputs if rank == 0 else None)
+        assert torch.equal(torch.cat(outputs), torch.cat(everyone))
+        dist.scatter(single, everyone if rank == 0 else None)
+        assert torch.equal(single, mine)
+        dist.reduce_scatter(single, [mine] * size)
+        assert torch.equal(single, torch.stack(everyone).sum(0))
+        dist.all_to_all(outputs, [mine] * size)
+        assert torch.equal(torch.cat(outputs), torch.cat(everyone))
+
+        parts = _of_any_strides(rank, 6 * size, 4)[kind]
+        dist.all_to_all_single(joined, parts)
+        expected = [_of_any_strides(other, 6 * size, 4)[kind][6 * rank : 6 * rank + 6] for other in range(size)]
+        assert torch.equal(joined, torch.cat(expected))
+        dist.reduce_scatter_tensor(single, parts)
+        assert torch.equal(single, torch.stack(expected).sum(0))
+
+
+def test_inputs_may_have_any_strides(peers: RankPool) -> None:
+    peers.run(_inputs_of_any_strides)

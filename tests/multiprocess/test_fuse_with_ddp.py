@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused optimizers inside DistributedDataParallel, with bagua's hooks, and with with_bagua()."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,7 +60,8 @@ def _train(model: nn.Module, optimizer: Any, set_to_none: bool) -> list[Any]:
         optimizer.fuse_step() if fuses else optimizer.step()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return [weights, gradients, optimizer.state_dict()["state"]]
+    # A copy: the removal of an algorithm changes it.
+    return [weights, gradients, copy.deepcopy(optimizer.state_dict()["state"])]
 
 
 def _is_same_training(run: Callable[[Fuse], tuple[nn.Module, Any]], set_to_none: bool) -> None:

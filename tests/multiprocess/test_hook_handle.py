@@ -1,20 +1,266 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle that register_comm_hook() returns: figures, checkpoints, removal."""
+"""The handle that register_comm_hook() returns: figures, checkpoints, removal; of every algorithm, at every moment."""
 
 import copy
 import io
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import bagua
 import pytest
+import simulations as sim
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, loss_of, perceptron, random_gradient
+from bagua._native import _C
+from hooked_models import Leaves, emulated_hosts, loss_of, perceptron, random_gradient
 from ranks import RankPool
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.any_device
+
+of_every_algorithm = pytest.mark.parametrize("algorithm", bagua.available_algorithms())
+HOSTS = "ABC"
+# As long as qadam warms up, and one more.
+STEPS_BEFORE = 3
+SECONDS = 60.0  # a rank that waits for another which raised is a failure
+
+
+class Trained(NamedTuple):
+    ddp: DDP
+    optimizer: torch.optim.Optimizer
+    handle: bagua.Handle
+
+
+def _hooked(algorithm: str, group: dist.ProcessGroup | None = None) -> Trained:
+    ddp = DDP(perceptron(), process_group=group, bucket_cap_mb=0.0001)  # several buckets
+    optimizer: torch.optim.Optimizer
+    if _C.algorithm_info(algorithm)["optimizer"] == "QAdamOptimizer":
+        optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
+    else:
+        # It has momenta, which differ where weights do, and counts steps on the CPU.
+        optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-3)
+    return Trained(ddp, optimizer, bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer))
+
+
+def _is_exact(algorithm: str) -> bool:
+    return bool(_C.algorithm_info(algorithm)["is_exact"])
+
+
+def _runs_in_background(algorithm: str) -> bool:
+    return bool(_C.algorithm_info(algorithm)["runs_in_background"])
+
+
+def _everywhere(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(copies, tensor, group=group)
+    return copies
+
+
+def _are_equal(group: dist.ProcessGroup, tensors: list[Tensor]) -> bool:
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return all(torch.equal(copy, flat) for copy in _everywhere(group, flat))
+
+
+# --- each call at each moment ---
+
+
+def _get_state(trained: Trained) -> None:
+    state = trained.handle.state_dict()
+    assert state["algorithm"] == trained.handle.algorithm
+    assert state["options"] == trained.handle.options
+
+
+def _load_state(trained: Trained) -> None:
+    trained.handle.load_state_dict(trained.handle.state_dict())
+
+
+def _look_at_stats(trained: Trained) -> None:
+    stats = trained.handle.stats()
+    assert stats["algorithm"] == trained.handle.algorithm
+    # Where no gradients travel DDP may leave them out of its buckets.
+    assert stats["steps"] >= 0
+    assert stats["steps"] <= stats["buckets"] or stats["buckets"] == 0
+
+
+CALLS: dict[str, Callable[[Trained], None]] = {
+    "state_dict": _get_state,
+    "load_state_dict": _load_state,
+    "stats": _look_at_stats,
+    "synchronize": lambda trained: trained.handle.synchronize(),
+    "remove": lambda trained: trained.handle.remove(),
+    "abort": lambda trained: trained.handle.abort(),
+    "resume": lambda trained: trained.handle.resume(),
+}
+MOMENTS = ["before the first step", "between forward and backward", "between backward and step", "after steps"]
+
+
+def _refusal(call: str, moment: str, algorithm: str) -> str:
+    """What the error says, or nothing where there is to be none."""
+    if call in ("abort", "resume") and not _runs_in_background(algorithm):
+        return f"background.*'{algorithm}'"
+    changes_weights = call == "abort" or (call in ("remove", "synchronize") and not _is_exact(algorithm))
+    if changes_weights and moment == "between forward and backward":
+        return "between a forward and its backward"
+    return ""
+
+
+def _call(call: str, moment: str, trained: Trained) -> bool:
+    """Whether the call was carried out; where it has to be refused it is on every rank, or the test fails."""
+    refusal = _refusal(call, moment, trained.handle.algorithm)
+    if not refusal:
+        CALLS[call](trained)
+        return True
+    with pytest.raises(RuntimeError, match=refusal):
+        CALLS[call](trained)
+    return False
+
+
+def _step(trained: Trained, number: int, at: Callable[[str], None] = lambda moment: None) -> float:
+    trained.optimizer.zero_grad()
+    loss = loss_of(trained.ddp, number)
+    at(MOMENTS[1])
+    loss.backward()
+    at(MOMENTS[2])
+    trained.optimizer.step()
+    return loss.item()
+
+
+def _mean_gradients(group: dist.ProcessGroup, ddp: DDP, number: int) -> list[Tensor]:
+    """As plain averaging gives them, of the weights at hand."""
+    local = torch.autograd.grad(loss_of(ddp.module, number), list(ddp.module.parameters()))
+    return [torch.stack(_everywhere(group, gradient)).mean(0) for gradient in local]
+
+
+def _train_around(call: str, moment: str, algorithm: str, group: dist.ProcessGroup) -> None:
+    trained, done = _hooked(algorithm, group), []
+
+    def at(now: str) -> None:
+        if now == moment:
+            done.append(_call(call, moment, trained))
+
+    at(MOMENTS[0])
+    if moment != MOMENTS[0]:
+        for number in range(STEPS_BEFORE - 1):
+            _step(trained, number)
+        _step(trained, STEPS_BEFORE - 1, at)
+        at(MOMENTS[3])
+    assert len(done) == 1
+    is_removed = call == "remove" and done[0]
+    if done[0] and call in ("remove", "abort", "synchronize") and moment in (MOMENTS[0], MOMENTS[3]):
+        assert _are_equal(group, list(trained.ddp.parameters())), "right after the call"
+    for number in (STEPS_BEFORE, STEPS_BEFORE + 1):
+        expected = _mean_gradients(group, trained.ddp, number) if is_removed else []
+        loss = _step(trained, number)
+        assert torch.tensor(loss).isfinite()
+        for gradient, parameter in zip(expected, trained.ddp.parameters(), strict=False):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
+    if is_removed or _is_exact(algorithm):
+        assert _are_equal(group, list(trained.ddp.parameters()))
+    _check_afterwards(trained, is_removed=is_removed, steps=2 if moment == MOMENTS[0] else STEPS_BEFORE + 2)
+
+
+def _check_afterwards(trained: Trained, *, is_removed: bool, steps: int) -> None:
+    assert trained.handle.stats()["steps"] == steps
+    assert trained.handle.algorithm in repr(trained.handle)
+    if not is_removed:
+        if _runs_in_background(trained.handle.algorithm):
+            trained.handle.abort()
+        return
+    trained.handle.remove()  # once more changes nothing
+    handle = trained.handle
+    for call in (handle.state_dict, handle.abort, handle.resume, handle.synchronize):
+        with pytest.raises(RuntimeError, match="has been removed"):
+            call()
+
+
+def _train_around_each(algorithm: str) -> None:
+    with emulated_hosts(HOSTS) as group:
+        for call in CALLS:
+            for moment in MOMENTS:
+                try:
+                    _train_around(call, moment, algorithm, group)
+                except BaseException as error:
+                    error.add_note(f"{call} {moment}")
+                    raise
+
+
+@of_every_algorithm
+def test_each_call_at_each_moment(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[len(HOSTS)].run(_train_around_each, algorithm, timeout=SECONDS)
+
+
+# --- removal ---
+
+
+def _remove_too_early_on_one_rank(algorithm: str) -> str:
+    trained = _hooked(algorithm)
+    _step(trained, 0)
+    loss = loss_of(trained.ddp, 1)
+    if dist.get_rank() != 1:
+        del loss  # no backward is to come
+    with pytest.raises((RuntimeError, ValueError)) as refused:
+        trained.handle.remove()
+    loss = loss_of(trained.ddp, 1)
+    del loss
+    trained.handle.remove()
+    _step(trained, 2)
+    assert _are_equal(dist.group.WORLD, list(trained.ddp.parameters()))
+    return f"{type(refused.value).__name__}: {refused.value}"
+
+
+@pytest.mark.parametrize("algorithm", [name for name in bagua.available_algorithms() if not _is_exact(name)])
+def test_a_rank_that_cannot_remove_the_algorithm_yet_keeps_it_on_all(
+    rank_pools: dict[int, RankPool], algorithm: str
+) -> None:
+    messages = rank_pools[3].run(_remove_too_early_on_one_rank, algorithm)
+    assert "RuntimeError: bagua: remove()" in messages[1]
+    assert "on rank 1 comes between a forward and its backward" in messages[1]
+    for rank in (0, 2):
+        assert "ValueError: bagua: rank 1 could not remove its algorithm" in messages[rank]
+
+
+def _remove_at_other_moments() -> str:
+    trained = _hooked("decentralized")
+    trained.optimizer.zero_grad()
+    loss_of(trained.ddp, 0).backward()
+    if dist.get_rank() == 1:
+        trained.optimizer.zero_grad()
+    with pytest.raises(ValueError, match="at another moment") as refused:
+        trained.handle.remove()
+    return str(refused.value)
+
+
+def test_ranks_that_remove_at_other_moments_are_told_both(rank_pools: dict[int, RankPool]) -> None:
+    for message in rank_pools[2].run(_remove_at_other_moments):
+        assert "rank 1" in message
+        assert "between two steps against between a backward and its step" in message
+
+
+def _remove_in_accumulation(removes: bool) -> Tensor:
+    """A step of two synchronised backwards, after the second of which qadam is removed, or not."""
+    trained = _hooked("qadam")
+    for number in range(STEPS_BEFORE):
+        _step(trained, number)
+    trained.optimizer.zero_grad()
+    for number in (7, 8):
+        loss_of(trained.ddp, number).backward()
+    if removes:
+        trained.handle.remove()
+    trained.optimizer.step()
+    return sim.flat(trained.ddp.parameters())
+
+
+def test_the_step_at_hand_is_the_same_when_qadam_has_been_removed(rank_pools: dict[int, RankPool]) -> None:
+    removed = rank_pools[2].run(_remove_in_accumulation, True)
+    kept = rank_pools[2].run(_remove_in_accumulation, False)
+    # The momentum is taken apart and put together again, in float32.
+    torch.testing.assert_close(removed[0], kept[0], rtol=1e-5, atol=1e-6)
+    assert torch.equal(removed[0], removed[1])
+
+
+# --- figures ---
 
 
 def _figures(algorithm: str, options: dict[str, Any], length: int, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -24,7 +270,8 @@ def _figures(algorithm: str, options: dict[str, Any], length: int, steps: int) -
     for step in range(steps):
         ddp([random_gradient(length, dist.get_rank(), step)]).backward()
     assert handle.algorithm == algorithm
-    assert handle.options == {"hierarchical": algorithm == "bytegrad", "average": True, **options}
+    codec = {"codec": "minmax_uint8"} if algorithm == "bytegrad" else {}
+    assert handle.options == {"hierarchical": algorithm == "bytegrad", "average": True, **codec, **options}
     assert algorithm in repr(handle)
     return before, handle.stats()
 
@@ -45,6 +292,9 @@ def test_figures_count_steps_and_bytes(peers: RankPool) -> None:
             assert after["wire_bytes"] == pytest.approx(expected, rel=0.01)
             assert all(seconds > 0 for seconds in after["seconds"].values())
             assert ("compress" in after["seconds"]) == (options.get("hierarchical") is False)
+
+
+# --- checkpoints ---
 
 
 def _checkpoint() -> None:
@@ -69,51 +319,35 @@ def test_a_checkpoint_fits_the_same_algorithm_and_options_only(rank_pools: dict[
     rank_pools[2].run(_checkpoint)
 
 
-def _remove(after_steps: int) -> None:
-    rank, length = dist.get_rank(), 1003
-    ddp = DDP(Leaves(length))
-    handle = bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
-    for step in range(after_steps + 2):
-        if step == after_steps:
-            handle.remove()
-        ddp.zero_grad()
-        ddp([random_gradient(length, rank, step)]).backward()
-        exact = (random_gradient(length, 0, step) + random_gradient(length, 1, step)) / 2
-        assert torch.equal(ddp.module.leaves[0].grad, exact) == (step >= after_steps), f"{step=}"
-    handle.remove()  # once more changes nothing
+# --- copies ---
 
 
-@pytest.mark.parametrize("after_steps", [0, 2])
-def test_a_removed_algorithm_leaves_the_plain_mean(rank_pools: dict[int, RankPool], after_steps: int) -> None:
-    rank_pools[2].run(_remove, after_steps)
-
-
-def _background_control(name: str) -> None:
-    handle = bagua.register_comm_hook(DDP(Leaves(3)), name)
-    for control in (handle.abort, handle.resume):
-        with pytest.raises(RuntimeError, match=f"background.*'{name}'"):
-            control()
-
-
-@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad"])
-def test_algorithms_without_background_work_cannot_be_aborted(rank_pools: dict[int, RankPool], name: str) -> None:
-    rank_pools[1].run(_background_control, name)
-
-
-def _copy_hooked() -> None:
-    registered, two_arguments = DDP(perceptron()), DDP(perceptron())
-    handle = bagua.register_comm_hook(registered, "bytegrad")
-    two_arguments.register_comm_hook(*bagua.comm_hook("bytegrad"))
-    for ddp in (registered, two_arguments):
-        for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
-            with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
-                duplicate(ddp)
-        copy.deepcopy(ddp.module)
-        pickle.dumps(ddp.module.state_dict())
-        loss_of(ddp, 0).backward()  # still works
+def _copy_hooked(algorithm: str) -> None:
+    trained = _hooked(algorithm)
+    for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
+            duplicate(trained.ddp)
+    copy.deepcopy(trained.ddp.module)
+    pickle.dumps(trained.ddp.module.state_dict())
     with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(handle)
+        pickle.dumps(trained.handle)
+    _step(trained, 0)  # still works
+    trained.handle.remove()
 
 
-def test_a_hooked_model_cannot_be_copied_without_its_hook(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[1].run(_copy_hooked)
+@of_every_algorithm
+def test_a_hooked_model_cannot_be_copied_without_its_hook(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_copy_hooked, algorithm)
+
+
+def _copy_with_two_arguments() -> None:
+    ddp = DDP(perceptron())
+    ddp.register_comm_hook(*bagua.comm_hook("bytegrad"))
+    for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
+            duplicate(ddp)
+    loss_of(ddp, 0).backward()
+
+
+def test_nor_can_one_with_the_two_argument_form(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[1].run(_copy_with_two_arguments)

@@ -23,6 +23,8 @@ from hooked_models import (
     with_hook,
 )
 from ranks import RankPool, run_ranks
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # --- wrong use of hooks ---
@@ -223,7 +225,7 @@ def test_an_exception_on_one_rank_ends_the_others(then_exit: bool) -> None:
 # --- scripts ---
 
 
-def _run_script(script: str, ranks: int, tmp_path: Path, timeout: float = 100.0) -> list[str]:
+def _run_script(script: str, ranks: int, tmp_path: Path, timeout: float = 200.0) -> list[str]:
     """Outputs of a script on each rank; rendezvous over a file."""
     path = tmp_path / "script.py"
     path.write_text(script)
@@ -320,3 +322,57 @@ def test_a_script_may_end_without_destroying_the_group(tmp_path: Path) -> None:
     for output in _run_script(_EXIT_WITHOUT_DESTROY, 2, tmp_path):
         assert "steps 3" in output
         assert "terminate" not in output
+
+
+# --- the devices of a group ---
+
+_DEVICES = """
+import os
+import torch
+import torch.distributed as dist
+
+def devices_of_a_group() -> str:
+    dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1)
+    config, types = dist.get_backend_config(), sorted(str(device) for device in dist.group.WORLD._device_types)
+    dist.destroy_process_group()
+    return f"{config} {types}"
+
+print(devices_of_a_group())
+print("started", torch.cuda.is_initialized())
+child = os.fork()
+if child == 0:
+    # Had CUDA been started, or been asked in earnest whether it can be, it would be of no use here.
+    print("spoilt", torch.cuda._is_in_bad_fork(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+
+# Found out when a group is made: as if there were a GPU, visible from now on.
+del os.environ["CUDA_VISIBLE_DEVICES"]
+torch.cuda._raw_device_count_nvml = lambda: 1
+print(devices_of_a_group())
+"""
+
+
+def test_a_group_serves_the_devices_that_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    lines = _run_script(_DEVICES, 1, tmp_path)[0].splitlines()
+    assert lines[:3] == ["cpu:bagua ['cpu']", "started False", "spoilt False"]
+    if torch.backends.cuda.is_built():
+        assert lines[3] == "cpu:bagua,cuda:bagua ['cpu', 'cuda']"
+
+
+def _gather_shards() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(4.0 * size).reshape(2 * size, 2)
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{peer}/cpu" for peer in range(size)])
+    sharded = sharded_tensor.empty(spec, 2 * size, 2)
+    sharded.local_shards()[0].tensor.copy_(whole[2 * rank : 2 * rank + 2])
+    gathered = torch.empty(2 * size, 2) if rank == 0 else None
+    sharded.gather(0, gathered)
+    if gathered is not None:
+        assert torch.equal(gathered, whole)
+
+
+def test_torch_finds_the_device_of_a_group(rank_pools: dict[int, RankPool]) -> None:
+    """Torch gathers shards on the first device that is not the CPU, where the group names one."""
+    rank_pools[2].run(_gather_shards)

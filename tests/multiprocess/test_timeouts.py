@@ -56,7 +56,14 @@ def _wait_in_vain(operation: str) -> tuple[float, str] | None:
     return time.monotonic() - start, str(caught.value)
 
 
-@pytest.mark.parametrize("operation", WAITING)
+# One of each way to wait: for all, for those who send, for one, and without data.
+# What the others ask, tests/faults asks too.
+_SHORT = ("all_reduce", "recv")
+
+
+@pytest.mark.parametrize(
+    "operation", [pytest.param(name, marks=() if name in _SHORT else pytest.mark.long) for name in WAITING]
+)
 def test_operation_raises_within_its_timeout(backend: str, operation: str) -> None:
     results = run_ranks(3, _wait_in_vain, operation, backend=backend, group_timeout=TIMEOUT)
     for rank in WAITING[operation][0]:
@@ -115,7 +122,13 @@ def _die_before(operation: str) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "broadcast", "barrier", "recv"])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "all_reduce",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("all_gather", "broadcast", "barrier", "recv")),
+    ],
+)
 def test_death_of_a_peer_is_an_error_long_before_the_timeout(backend: str, operation: str) -> None:
     results = run_ranks(3, _die_before, operation, backend=backend, group_timeout=50.0, dying={ABSENT})
     assert max(results[0], results[1]) < 50.0 / 2

@@ -25,6 +25,7 @@ ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
     ("decentralized", {"hierarchical": False, "peer_selection_mode": "shift_one", "communication_interval": 2}),
     ("low_precision_decentralized", {"hierarchical": False}),
     ("qadam", {"hierarchical": False}),
+    ("powersgd", {"start_step": 3, "rank": 2}),
 ]
 
 

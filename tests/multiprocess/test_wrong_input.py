@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import RankPool, run_ranks
 from torch import Tensor
 
 # What torch.distributed, and below it the backend, may raise for an argument.
@@ -22,18 +22,18 @@ def _like_ranks(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> 
     return [torch.ones(shape, dtype=dtype) for _ in range(count)]
 
 
-# Operation as its message calls it -> the wrong call. They run on every rank, with the number of ranks.
+# Operation as its message calls it -> the wrong call. They run on every rank, with the number of ranks. What is written
+# to has to be contiguous, and what a message is made of.
 NON_CONTIGUOUS: dict[str, Callable[[int], Any]] = {
     "all_reduce": lambda size: dist.all_reduce(_transposed()),
     "broadcast": lambda size: dist.broadcast(_transposed(), 0),
     "reduce": lambda size: dist.reduce(_transposed(), 0),
-    "all_gather": lambda size: dist.all_gather(_like_ranks(size, 6, 4), _transposed()),
-    "all_gather_into_tensor": lambda size: dist.all_gather_into_tensor(torch.ones(6 * size, 4), _transposed()),
+    "all_gather": lambda size: dist.all_gather([_transposed()] * size, torch.ones(6, 4)),
+    "all_gather_into_tensor": lambda size: dist.all_gather_into_tensor(torch.ones(4, 6 * size).t(), torch.ones(6, 4)),
     "reduce_scatter": lambda size: dist.reduce_scatter(_transposed(), _like_ranks(size, 6, 4)),
     "reduce_scatter_tensor": lambda size: dist.reduce_scatter_tensor(_transposed(), torch.ones(6 * size, 4)),
     "all_to_all": lambda size: dist.all_to_all([_transposed()] * size, _like_ranks(size, 6, 4)),
-    "all_to_all_single": lambda size: dist.all_to_all_single(torch.ones(4 * size, 6), torch.ones(6, 4 * size).t()),
-    "gather": lambda size: dist.gather(_transposed(), _like_ranks(size, 6, 4) if dist.get_rank() == 0 else None),
+    "all_to_all_single": lambda size: dist.all_to_all_single(torch.ones(6, 4 * size).t(), torch.ones(4 * size, 6)),
     "scatter": lambda size: dist.scatter(_transposed(), _like_ranks(size, 6, 4) if dist.get_rank() == 0 else None),
     "send": lambda size: dist.send(_transposed(), (dist.get_rank() + 1) % size),
     "recv": lambda size: dist.recv(_transposed(), (dist.get_rank() + 1) % size),
@@ -164,3 +164,39 @@ def _wrong_asynchronously() -> None:
 
 def test_wrong_input_of_an_asynchronous_operation(ranks: RankPool) -> None:
     ranks.run(_wrong_asynchronously)
+
+
+def _wrong_list_on_the_root() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    root, plain = size - 1, torch.ones(3)
+    # The lists: one too short, of another size, of another dtype. The empty tensors have nothing to wait for.
+    for tensor in (plain, torch.ones(0)):
+        for wrong in ([tensor] * (size - 1), [torch.ones(7)] * size, [tensor.double()] * size):
+            calls: list[Callable[[], Any]] = [
+                lambda tensor=tensor, wrong=wrong: dist.group.WORLD.scatter(  # type: ignore[misc]
+                    [tensor.clone()], [wrong] if rank == root else [], _rooted(dist.ScatterOptions(), root)
+                ),
+                lambda tensor=tensor, wrong=wrong: dist.group.WORLD.gather(  # type: ignore[misc]
+                    [wrong] if rank == root else [], [tensor], _rooted(dist.GatherOptions(), root)
+                ),
+            ]
+            for call in calls:
+                with pytest.raises(ARGUMENT_ERRORS) as caught:
+                    call().wait()
+                if rank != root:
+                    assert f"rank {root} has refused its own arguments" in str(caught.value)
+                # At the next call, and though the refusal is not the last one under way.
+                _assert_usable()
+
+
+def _rooted(options: Any, root: int) -> Any:
+    options.rootRank = root
+    return options
+
+
+def test_a_wrong_list_on_the_root_is_refused_on_all_ranks(peers: RankPool) -> None:
+    peers.run(_wrong_list_on_the_root)
+
+
+def test_a_wrong_list_on_the_root_is_refused_between_hosts() -> None:
+    run_ranks(3, _wrong_list_on_the_root, env={"BAGUA_HOST_ID": ["a", "b", "a"]})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_hosts import Host, NoEmulatedHosts, emulated_hosts
+from bagua.bench.emulated_hosts import Host, NoEmulatedHosts, emulated_hosts
 
 SCRIPT = Path(__file__).parent / "train_script.py"
 STEPS = 20
@@ -22,7 +22,7 @@ SECONDS = 400
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
     try:
-        network = emulated_hosts(2, bits_per_second=None)
+        network = emulated_hosts(2)
         made = network.__enter__()
     except NoEmulatedHosts as error:
         pytest.skip(f"no emulated hosts on this machine: {error}")
@@ -81,6 +81,7 @@ def test_static_rendezvous(hosts: list[Host], tmp_path: Path) -> None:
     _check(_run(tmp_path, hosts, 2, [["--node-rank", "0", *address], ["--node-rank", "1", *address]]), 2)
 
 
+@pytest.mark.long
 def test_elastic_rendezvous(hosts: list[Host], tmp_path: Path) -> None:
     endpoint = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{hosts[0].address}:29518"]
     # Both hosts have the machine's name, by which the ranks would be told to meet.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/immediate_steps.h"
 
-#include "backend/work_bagua.h"
+#include "backend/process_group/work_bagua.h"
 
 namespace bagua::testing {
 

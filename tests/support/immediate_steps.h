@@ -16,8 +16,11 @@ class ImmediateSteps final : public StepContext {
 
   [[nodiscard]] const std::string& algorithm() const override { return name_; }
   [[nodiscard]] const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  [[nodiscard]] const std::vector<int64_t>& layers() const override { return layers_; }
+  [[nodiscard]] const std::vector<at::Tensor>& buffers() const override { return buffers_; }
   [[nodiscard]] int rank() const override { return communicator_.rank(); }
   [[nodiscard]] int size() const override { return communicator_.size(); }
+  void checkWeightsAreFree(const char* /*call*/) const override {}
   c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                         Task task) override;
   c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
@@ -25,11 +28,14 @@ class ImmediateSteps final : public StepContext {
     return submit(name, tensors, Wait::kLater, std::move(task));
   }
   void countRound() override {}
+  void noteMemory(std::map<std::string, int64_t> /*bytes*/) override {}
 
  private:
   const std::string name_ = "under test";
   Communicator& communicator_;
   const std::vector<at::Tensor>& parameters_;
+  const std::vector<int64_t> layers_;
+  const std::vector<at::Tensor> buffers_;
 };
 
 }  // namespace bagua::testing

@@ -54,6 +54,7 @@ def main(settings: Settings, connection: Connection) -> None:
             if not started:
                 _initialise(settings)
                 started = True
+            _destroy_other_groups()
             result = _call(_find(*function), pickle.loads(arguments), settings.device)
         except BaseException:  # even SystemExit is a failure of the test here
             error = "\n" + traceback.format_exc()
@@ -95,6 +96,20 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], device: str)
     from devices import moved
 
     return moved(function(*moved(arguments, device)), "cpu")
+
+
+def _destroy_other_groups() -> None:
+    """Destroy what earlier tests have left: their threads would slow the next one down.
+
+    Not right after a test: a peer may be in its last operation still.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        # One may have made another, which ends with it.
+        if group is not dist.group.WORLD and group in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def _destroy() -> None:

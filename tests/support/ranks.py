@@ -83,7 +83,7 @@ class RankPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, dying: Collection[int] = ()
+        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, dying: Collection[int] = ()
     ) -> list[Any]:
         """What the function returned on each rank. The ranks in `dying` have to end their process instead.
 
@@ -202,7 +202,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     backend: str = "bagua",
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     env: Mapping[str, str | Sequence[str]] | None = None,
     group_timeout: float = 60.0,
     dying: Collection[int] = (),

@@ -18,9 +18,9 @@ namespace bagua::testing {
 namespace {
 
 // Messages on their way between the threads, and the first error.
-class MailRoom {
+class Mailboxes {
  public:
-  explicit MailRoom(int size) : size_(size), boxes_(static_cast<size_t>(size) * size) {}
+  explicit Mailboxes(int size) : size_(size), boxes_(static_cast<size_t>(size) * size) {}
 
   void send(int from, int to, const at::Tensor& bytes) {
     {
@@ -69,33 +69,33 @@ constexpr int64_t kPieceBytes = 24'000;
 
 class ThreadWire final : public Wire {
  public:
-  ThreadWire(int rank, int size, MailRoom& mail) : Wire(rank, size), mail_(mail) {}
+  ThreadWire(int rank, int size, Mailboxes& mail) : Wire(rank, size), mail_(mail) {}
 
-  void swapInPieces(const std::vector<Exchange>& exchanges, const Pipeline& pipeline,
-                    const std::vector<Exchange>& passedOn, Deadline /*deadline*/) override {
+  void exchangeInPieces(const Exchanges& exchanges, const Pipeline& pipeline, const Exchanges& forwarded,
+                        Deadline /*deadline*/) override {
     int64_t largest = 0;
     for (const auto& exchange : exchanges) {
-      largest = std::max({largest, exchange.sent.numel(), exchange.received.numel()});
+      largest = std::max({largest, exchange.sent.numel(), exchange.incomingBytes()});
     }
     for (int64_t begin = 0; begin < largest; begin += kPieceBytes) {
       const int64_t end = std::min(begin + kPieceBytes, largest);
       if (pipeline.beforeSending) pipeline.beforeSending(begin, end);
-      swapPiece(exchanges, begin, end);
+      exchangePiece(exchanges, begin, end);
       if (pipeline.afterReceiving) pipeline.afterReceiving(begin, end);
-      swapPiece(passedOn, begin, end);
+      exchangePiece(forwarded, begin, end);
     }
   }
 
   void abort() override { mail_.fail(std::make_exception_ptr(std::runtime_error("aborted"))); }
 
  private:
-  void swapPiece(const std::vector<Exchange>& exchanges, int64_t begin, int64_t end) {
+  void exchangePiece(const Exchanges& exchanges, int64_t begin, int64_t end) {
     for (const auto& exchange : exchanges) {
-      const at::Tensor sent = within(exchange.sent, begin, end);
+      const at::Tensor sent = pieceOf(exchange.sent, exchange.sent.numel(), begin, end);
       if (sent.numel() > 0) mail_.send(rank(), exchange.peer, sent);
     }
     for (const auto& exchange : exchanges) {
-      at::Tensor received = within(exchange.received, begin, end);
+      at::Tensor received = pieceOf(exchange.received, exchange.incomingBytes(), begin, end);
       if (received.numel() == 0) continue;
       const at::Tensor bytes = mail_.receive(exchange.peer, rank());
       TORCH_CHECK(bytes.numel() == received.numel(), "rank ", rank(), " expects ", received.numel(), " bytes of rank ",
@@ -104,12 +104,7 @@ class ThreadWire final : public Wire {
     }
   }
 
-  static at::Tensor within(const at::Tensor& bytes, int64_t begin, int64_t end) {
-    const int64_t first = std::min(begin, bytes.numel());
-    return bytes.narrow(0, first, std::min(end, bytes.numel()) - first);
-  }
-
-  MailRoom& mail_;
+  Mailboxes& mail_;
 };
 
 }  // namespace
@@ -117,7 +112,7 @@ class ThreadWire final : public Wire {
 void runRanks(int size, const std::function<void(Communicator&)>& body, std::vector<std::string> hosts) {
   if (hosts.empty()) hosts.assign(size, "host");
   const auto topology = std::make_shared<const HostTopology>(hosts);
-  MailRoom mail(size);
+  Mailboxes mail(size);
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < size; ++rank) {
     ranks.emplace_back([&, rank] {

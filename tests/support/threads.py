@@ -16,5 +16,5 @@ def threads() -> list[str]:
 
 
 def bagua_threads() -> list[str]:
-    """Return the names of the threads that bagua has started, sorted."""
-    return [name for name in threads() if name.startswith("bagua")]
+    """Return the names of the threads that bagua has started for groups, sorted: not that of the process's sockets."""
+    return [name for name in threads() if name.startswith("bagua") and name != "bagua_wire"]

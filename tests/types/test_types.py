@@ -30,6 +30,7 @@ def _checked(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_users_script_is_strictly_typed(tmp_path: Path) -> None:
     pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install lightning")
     # As torch re-exports most of torch.distributed without saying so, a strict user has to allow it, too.
@@ -37,6 +38,7 @@ def test_a_users_script_is_strictly_typed(tmp_path: Path) -> None:
     _checked(tmp_path, "mypy", *strict, str(HERE / "user_script.py"))
 
 
+@pytest.mark.long
 def test_the_stub_of_the_compiled_module_agrees_with_it(tmp_path: Path) -> None:
     allowed = tmp_path / "allowed.txt"
     # What pybind11 adds to every class: attributes, a metaclass, and a constructor that raises where there is none.

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("bagua", pg_options=bagua.Options(is_high_priority_stream=True))
 names: list[str] = bagua.available_algorithms()
+codecs: list[str] = bagua.available_codecs()
 network = nn.Linear(4, 4)
 model = DistributedDataParallel(network)
 

@@ -130,6 +130,7 @@ def _torchrun(**changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
 
 
+@pytest.mark.long
 def test_ranks_of_torchrun_try_whether_they_reach_each_other() -> None:
     done = _torchrun()
     assert done.returncode == 0, done.stdout + done.stderr

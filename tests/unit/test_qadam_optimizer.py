@@ -107,3 +107,36 @@ def test_a_step_with_a_momentum_tells_autograd_that_the_weights_have_changed() -
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square.backward()
+
+
+@pytest.mark.parametrize(
+    "moment", ["before the backward", "after it", "in accumulation", "after a step that was skipped"]
+)
+def test_momenta_that_are_taken_back_leave_gradients(moment: str) -> None:
+    """As if the algorithm had never been: the step at hand, whatever lies in the gradient, and those to come."""
+    p, alone = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))
+    optimizer = bagua.QAdamOptimizer([p], lr=1e-2, warmup_steps=WARMUP)
+    expected = bagua.QAdamOptimizer([alone], lr=1e-2, warmup_steps=WARMUP)
+    _steps_with_momenta(p, optimizer, STEPS)
+    _steps(alone, expected, STEPS)
+    first, second = _gradient(5, 11), _gradient(5, 12)
+    optimizer.zero_grad(set_to_none=False)
+    (momentum, beta1) = optimizer.momenta([p])[0]
+    assert p.grad is not None
+    if moment != "before the backward":
+        p.grad.copy_(beta1 * momentum + (1 - beta1) * first)
+    if moment == "after a step that was skipped":
+        optimizer.zero_grad(set_to_none=False)
+    if moment == "in accumulation":
+        optimizer.momenta([p])
+    is_before_step = moment in ("after it", "after a step that was skipped")
+    optimizer.take_momenta_back(is_before_step=is_before_step)
+    if moment != "after it":
+        p.grad.add_(second)
+    alone.grad = {"after it": first, "in accumulation": first + second}.get(moment, second).clone()
+    for each in (optimizer, expected):
+        each.step()
+    torch.testing.assert_close(p, alone, rtol=1e-4, atol=1e-6)
+    _steps(p, optimizer, STEPS)
+    _steps(alone, expected, STEPS)
+    torch.testing.assert_close(p, alone, rtol=1e-4, atol=1e-6)

@@ -7,12 +7,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 #include <ctime>
 #include <thread>
 #include <utility>
 
-#include "backend/peer_errors.h"
+#include "backend/operation/peer_errors.h"
 
 namespace bagua {
 namespace {
@@ -27,6 +28,8 @@ constexpr std::chrono::microseconds kSpinTimeWhenCrowded{2};
 constexpr int kLooksPerClock = 16;
 // How long a rank sleeps before it looks whether the other is still there.
 constexpr long kSleepNanoseconds = 50'000'000;
+// At how many ranks, beside the one it waits for, a rank then looks: in turn at all of them, 128 within half a second.
+constexpr int kRanksPerLook = 16;
 
 void relax() {
 #if defined(__x86_64__)
@@ -57,7 +60,9 @@ MeetingRoom::MeetingRoom(SharedSegment segment, int rank, std::vector<std::strin
   seat(rank_).process = ::getpid();
 }
 
-MeetingRoom::~MeetingRoom() { seat(rank_).hasGivenUp = 1; }
+MeetingRoom::~MeetingRoom() {
+  if (segment_.isOpen()) seat(rank_).hasGivenUp = 1;
+}
 
 uint8_t* MeetingRoom::slot(int rank, uint32_t round) const {
   return segment_.data() + size() * sizeof(Seat) + (2 * static_cast<int64_t>(rank) + round % 2) * kSlotBytes;
@@ -106,9 +111,9 @@ void MeetingRoom::waitFor(int rank, Clock::time_point deadline) {
     sleepOn(peer, peer.arrived.load());
     if (isThere()) return;
     try {
-      checkAlive(rank);
+      checkPeers(rank);
     } catch (const c10::DistNetworkError&) {
-      // It may have arrived and gone on to its end in between: whoever leaves has seen all arrive.
+      // All may have arrived and gone on to their end in between: whoever leaves has seen all arrive.
       if (isThere()) return;
       throw;
     }
@@ -125,18 +130,28 @@ void MeetingRoom::sleepOn(Seat& peer, uint32_t seen) const {
   peer.sleepers.fetch_sub(1);
 }
 
-void MeetingRoom::checkAlive(int rank) const {
-  const int32_t process = seat(rank).process;
-  // A rank that leaves in order says so before its lock goes.
-  if (process != ::getpid() && !segment_.isTaken(rank) && seat(rank).hasGivenUp == 0) {
-    BAGUA_THROW(PeerDiedError, "the process of ", names_[rank], " (", process, ") has ended");
+void MeetingRoom::checkPeers(int awaited) {
+  // A death first: who has left may have left because of it.
+  checkAlive(awaited);
+  for (int look = 0; look < std::min(kRanksPerLook, size()); ++look) {
+    lookedAt_ = (lookedAt_ + 1) % size();
+    if (lookedAt_ != rank_) checkAlive(lookedAt_);
   }
   for (int other = 0; other < size(); ++other) {
     if (seat(other).hasGivenUp == 0) continue;
-    BAGUA_THROW(PeerLeftError, names_[other],
+    BAGUA_THROW(PeerLeftError, "Connection closed by peer: ", names_[other],
                 " has left the exchange in shared memory, after an error or because its process group was destroyed, "
                 "while this rank waited for ",
-                names_[rank]);
+                names_[awaited]);
+  }
+}
+
+void MeetingRoom::checkAlive(int rank) const {
+  const int32_t process = seat(rank).process;
+  // A rank that leaves in order says so before its lock goes. 0: it has not come yet.
+  if (process != 0 && !segment_.isTaken(rank) && seat(rank).hasGivenUp == 0) {
+    BAGUA_THROW(PeerDiedError, "Connection closed by peer: the process of ", names_[rank], " (", process,
+                ") has ended");
   }
 }
 
@@ -157,6 +172,7 @@ void MeetingRoom::fail(const std::string& reason) {
 }
 
 void MeetingRoom::abort() {
+  if (!segment_.isOpen()) return;
   seat(rank_).hasGivenUp = 1;
   for (int rank = 0; rank < size(); ++rank) futex(seat(rank).arrived, FUTEX_WAKE, INT_MAX, nullptr);
 }

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "backend/host/shared_memory/shared_segment.h"
-#include "backend/program_fingerprint.h"
+#include "backend/operation/program_fingerprint.h"
 
 namespace bagua {
 
@@ -41,8 +41,8 @@ class MeetingRoom {
   [[nodiscard]] uint8_t* ownSlot() const { return slot(rank_, round_); }
   // What the coming meetings are for. Ranks that meet for different programs all throw a MismatchError.
   void setProgram(const ProgramFingerprint& program);
-  // Returns when all ranks have called it. Throws an error that names who is missing: at the deadline, when a process
-  // has ended (PeerDiedError), or when a rank has given up (PeerLeftError).
+  // Returns when all ranks have called it. Throws an error that names who is missing: at the deadline, soon after a
+  // process has ended (PeerDiedError), whichever rank's, or when a rank has given up (PeerLeftError).
   void meet(std::chrono::steady_clock::time_point deadline);
   // The slot of a rank as of the last meeting.
   [[nodiscard]] const uint8_t* shown(int rank) const { return slot(rank, round_ - 1); }
@@ -59,6 +59,7 @@ class MeetingRoom {
     std::atomic<uint32_t> arrived;
     std::atomic<uint32_t> sleepers;
     std::atomic<uint32_t> hasGivenUp;
+    // For those who read an error; in the rank's own pid namespace.
     std::atomic<int32_t> process;
     // The core on which the rank was when it last arrived.
     std::atomic<int32_t> core;
@@ -74,6 +75,9 @@ class MeetingRoom {
   void waitFor(int rank, std::chrono::steady_clock::time_point deadline);
   // Sleeps until the rank arrives, for a short while at most.
   void sleepOn(Seat& peer, uint32_t seen) const;
+  // Throws if a rank has died or left, whichever it is: the one that is awaited may only be slow because of that, or
+  // for reasons of its own.
+  void checkPeers(int awaited);
   void checkAlive(int rank) const;
   void checkSameProgram(int rank) const;
   [[noreturn]] void fail(const std::string& reason);
@@ -82,6 +86,8 @@ class MeetingRoom {
   const int rank_;
   const std::vector<std::string> names_;
   const bool isCrowded_;
+  // The rank that was looked at last.
+  int lookedAt_ = 0;
   // Meetings so far.
   uint32_t round_ = 0;
   ProgramFingerprint program_;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/host/shared_memory/shared_memory_exchange.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "backend/host/shared_memory/streaming_copy.h"
+#include "backend/operation/tensor_bytes.h"
 
 namespace bagua {
 namespace {
@@ -25,27 +25,21 @@ constexpr int64_t kNameBytes = 64;
 uint8_t* bytesAt(const at::Tensor& tensor) { return static_cast<uint8_t*>(tensor.mutable_data_ptr()); }
 const uint8_t* constBytesAt(const at::Tensor& tensor) { return static_cast<const uint8_t*>(tensor.const_data_ptr()); }
 
-int64_t itemSize(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
-
 // Calls visit(begin, length) for pieces of at most `most` of `total`.
 template <typename Visit>
 void inPieces(int64_t total, int64_t most, Visit&& visit) {
   for (int64_t begin = 0; begin < total; begin += most) visit(begin, std::min(most, total - begin));
 }
 
-// What every member says, in their order. Every one hears every other directly: where one has died, all find out.
+// What every member says, in their order.
 std::vector<std::string> tellAll(Wire& wire, const std::vector<int>& members, const std::string& text,
                                  SharedMemoryExchange::Deadline deadline) {
   at::Tensor sent = at::zeros({kNameBytes}, at::kByte);
   std::memcpy(bytesAt(sent), text.data(), std::min<size_t>(text.size(), kNameBytes - 1));
-  std::vector<Wire::Exchange> exchanges;
-  exchanges.reserve(members.size());
-  for (const int member : members) exchanges.push_back({member, sent, at::empty({kNameBytes}, at::kByte)});
-  wire.swap(exchanges, deadline);
   std::vector<std::string> texts;
-  for (const auto& exchange : exchanges) {
+  for (const auto& heard : wire.tellEach(members, sent, deadline)) {
     // A peer's: it need not end with a zero.
-    const auto* const begin = reinterpret_cast<const char*>(constBytesAt(exchange.received));
+    const auto* const begin = reinterpret_cast<const char*>(constBytesAt(heard));
     texts.emplace_back(begin, ::strnlen(begin, kNameBytes));
   }
   return texts;

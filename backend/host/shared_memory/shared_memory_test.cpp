@@ -18,7 +18,9 @@
 #include <csignal>
 #include <cstring>
 #include <ctime>
+#include <memory>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -292,24 +294,9 @@ TEST(MeetingRoom, EndsAtTheDeadlineThoughAllAreThere) {
 
 TEST(MeetingRoom, ASeatIsTakenOnce) {
   auto segment = newSegment(2);
-  const std::string name = segment.name();
+  auto again = openAgain(segment, 2);
   const MeetingRoom room(std::move(segment), 0, names(2));
-  const pid_t child = ::fork();
-  if (child == 0) {
-    // Seats are kept by processes, so it takes another one to find this one taken.
-    std::string whyNot;
-    auto again = SharedSegment::open(name, MeetingRoom::bytesFor(2), whyNot);
-    try {
-      const MeetingRoom intruder(std::move(again.value()), 0, names(2));
-    } catch (const c10::Error&) {
-      ::_exit(7);
-    }
-    ::_exit(0);
-  }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  EXPECT_TRUE(WIFEXITED(status));
-  EXPECT_EQ(WEXITSTATUS(status), 7);
+  EXPECT_THROW(const MeetingRoom intruder(std::move(again), 0, names(2)), c10::Error);
 }
 
 // Returns when somebody sleeps on the rank's arrival: the second word of its seat counts them.
@@ -379,10 +366,98 @@ TEST(MeetingRoom, NoticesAProcessThatEnded) {
   ASSERT_EQ(::read(seated[0], &here, 1), 1) << "the child has not taken its seat";
   ::close(seated[0]);
   MeetingRoom room(std::move(segment), 0, names(2));
-  // Its number is in its seat: one that nobody has taken looks like that of a process that has ended, too.
   EXPECT_EQ(messageOfMeeting(room, milliseconds(20'000)),
-            "the process of rank 1 (" + std::to_string(child) + ") has ended");
+            "Connection closed by peer: the process of rank 1 (" + std::to_string(child) + ") has ended");
   ::waitpid(child, nullptr, 0);
+}
+
+// Runs `body`, which ends with _exit(), in a process that takes itself for process 1, as in a container of its own.
+// Returns its exit status; nothing where the system does not let us.
+template <typename Body>
+std::optional<int> inOwnPidNamespace(Body&& body) {
+  constexpr int kNotAllowed = 200;
+  const pid_t outer = ::fork();
+  if (outer == 0) {
+    if (::unshare(CLONE_NEWPID) != 0) ::_exit(kNotAllowed);
+    const pid_t inner = ::fork();
+    if (inner == 0) body();
+    int status = 0;
+    ::waitpid(inner, &status, 0);
+    ::_exit(WIFEXITED(status) ? WEXITSTATUS(status) : 1);
+  }
+  int status = 0;
+  ::waitpid(outer, &status, 0);
+  if (!WIFEXITED(status)) return 1;
+  return WEXITSTATUS(status) == kNotAllowed ? std::nullopt : std::optional(WEXITSTATUS(status));
+}
+
+TEST(MeetingRoom, NoticesAProcessThatEndedThoughItHadTheSameProcessId) {
+  constexpr int kDone = 7;
+  const auto segment = newSegment(2);
+  const auto ended = inOwnPidNamespace([&] {
+    new MeetingRoom(openAgain(segment, 2), 1, names(2));  // never destroyed
+    ::_exit(::getpid() == 1 ? kDone : 0);
+  });
+  if (!ended) GTEST_SKIP() << "this user may not make a pid namespace";
+  ASSERT_EQ(ended, kDone);
+  const auto noticed = inOwnPidNamespace([&] {
+    MeetingRoom room(openAgain(segment, 2), 0, names(2));
+    const std::string message = messageOfMeeting(room, milliseconds(2000));
+    ::_exit(message.find("the process of rank 1 (1) has ended") != std::string::npos ? kDone : 0);
+  });
+  EXPECT_EQ(noticed, kDone);
+}
+
+TEST(MeetingRoom, NoticesADeathWhileItWaitsForAnother) {
+  constexpr int kRanks = 20;
+  auto segment = newSegment(kRanks);
+  inKilledProcess([&] { new MeetingRoom(openAgain(segment, kRanks), kRanks - 1, names(kRanks)); });
+  // All but the last are there, and the first takes its time.
+  std::vector<std::unique_ptr<MeetingRoom>> slow;
+  for (int rank = 0; rank < kRanks - 2; ++rank) {
+    slow.push_back(std::make_unique<MeetingRoom>(openAgain(segment, kRanks), rank, names(kRanks)));
+  }
+  MeetingRoom room(std::move(segment), kRanks - 2, names(kRanks));
+  const auto begin = Clock::now();
+  EXPECT_NE(messageOfMeeting(room, milliseconds(5000)).find("the process of rank 19"), std::string::npos);
+  EXPECT_LT(Clock::now() - begin, milliseconds(2000));
+}
+
+TEST(MeetingRoom, NoticesADeathThoughAChildLivesOn) {
+  auto segment = newSegment(2);
+  std::array<int, 2> ends{};
+  ASSERT_EQ(::pipe(ends.data()), 0);
+  inKilledProcess([&] {
+    new MeetingRoom(openAgain(segment, 2), 1, names(2));  // never destroyed: killed
+    if (::fork() != 0) return;
+    // As a data loader's worker: until the test is over.
+    ::close(ends[1]);
+    char none = 0;
+    ::_exit(static_cast<int>(::read(ends[0], &none, 1)));
+  });
+  MeetingRoom room(std::move(segment), 0, names(2));
+  EXPECT_NE(messageOfMeeting(room, milliseconds(2000)).find("the process of rank 1"), std::string::npos);
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
+TEST(MeetingRoom, AForkedChildLeavesTheSeatToItsParent) {
+  auto segment = newSegment(2);
+  auto other = std::make_unique<MeetingRoom>(openAgain(segment, 2), 1, names(2));
+  auto own = std::make_unique<MeetingRoom>(std::move(segment), 0, names(2));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    own->abort();
+    own.reset();
+    other.reset();
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  std::thread peer([&] { other->meet(Clock::now() + std::chrono::seconds(5)); });
+  EXPECT_NO_THROW(own->meet(Clock::now() + std::chrono::seconds(5)));
+  peer.join();
 }
 
 TEST(MeetingRoom, TellsARankThatHasLeftFromAProcessThatEnded) {

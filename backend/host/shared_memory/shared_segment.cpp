@@ -28,9 +28,6 @@ constexpr int kCreatorSeat = 1 << 30;
 // A name without a lock that is younger may be one that is being made.
 constexpr time_t kYoungSeconds = 10;
 
-// "/bagua-<process>-", for the names of one process.
-std::string namesOf(pid_t process) { return std::string(kPrefix) + std::to_string(process) + "-"; }
-
 std::string withErrno(const char* call, int error) { return std::string(call) + ": " + std::strerror(error); }
 
 // The process, for whoever looks into /dev/shm, and 128 random bits. Empty if the system has none.
@@ -40,7 +37,7 @@ std::string newName(std::string& whyNot) {
     whyNot = withErrno("getrandom", errno);
     return "";
   }
-  std::string name = namesOf(::getpid());
+  std::string name = std::string(kPrefix) + std::to_string(::getpid()) + "-";
   for (const uint8_t byte : random) {
     name += kNameCharacters[byte / 16];
     name += kNameCharacters[byte % 16];
@@ -74,9 +71,27 @@ struct flock lockOf(int seat, short type) {
   return lock;
 }
 
+// Locks belong to the open file: other places of this process see them, too, and to close the same file there does not
+// drop them.
+bool takeLock(int file, int seat) {
+  struct flock lock = lockOf(seat, F_WRLCK);
+  return ::fcntl(file, F_OFD_SETLK, &lock) == 0;
+}
+
+// Makes a new file ready; empty, or what the system says against it.
+std::string reserve(int file, size_t bytes) {
+  if (!takeLock(file, kCreatorSeat)) return withErrno("fcntl", errno);
+  // Reserved now: memory that is found missing later would end the process by a signal.
+  if (const int error = ::posix_fallocate(file, 0, static_cast<off_t>(bytes))) {
+    return withErrno("posix_fallocate", error);
+  }
+  return "";
+}
+
+// Whether somebody else has locked it.
 bool isLocked(int file, int seat) {
   struct flock lock = lockOf(seat, F_WRLCK);
-  return ::fcntl(file, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+  return ::fcntl(file, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 bool isOldAndOwn(const std::filesystem::path& path) {
@@ -88,14 +103,11 @@ bool isOldAndOwn(const std::filesystem::path& path) {
 }  // namespace
 
 void SharedSegment::removeAbandonedNames() {
-  // To close any file drops all locks that the process has on it: not the segments that it has made, nor young ones, in
-  // which it may be taking a seat.
-  const std::string own = namesOf(::getpid());
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(kFolder, error)) {
     std::string name = "/";
     name += entry.path().filename().string();
-    if (!isName(name) || name.starts_with(own) || !isOldAndOwn(entry.path())) continue;
+    if (!isName(name) || !isOldAndOwn(entry.path())) continue;
     const int file = ::shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
     if (file < 0) continue;
     if (!isLocked(file, kCreatorSeat)) ::shm_unlink(name.c_str());
@@ -107,26 +119,19 @@ std::optional<SharedSegment> SharedSegment::create(size_t bytes, std::string& wh
   removeAbandonedNames();
   const std::string name = newName(whyNot);
   if (name.empty()) return std::nullopt;
-  const int file = ::shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR);
-  if (file < 0) {
+  UnsharedFile file(::shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  if (!file.isOpen()) {
     whyNot = withErrno("shm_open", errno);
     return std::nullopt;
   }
-  struct flock lock = lockOf(kCreatorSeat, F_WRLCK);
-  if (::fcntl(file, F_SETLK, &lock) != 0) {
-    whyNot = withErrno("fcntl", errno);
-    ::close(file);
+  whyNot = reserve(file.descriptor(), bytes);
+  auto segment = whyNot.empty() ? map(name, std::move(file), bytes, whyNot) : std::nullopt;
+  if (segment) {
+    segment->ownsName_ = true;
+  } else {
     ::shm_unlink(name.c_str());
-    return std::nullopt;
   }
-  // Reserved now: memory that is found missing later would end the process by a signal.
-  if (const int error = ::posix_fallocate(file, 0, static_cast<off_t>(bytes))) {
-    whyNot = withErrno("posix_fallocate", error);
-    ::close(file);
-    ::shm_unlink(name.c_str());
-    return std::nullopt;
-  }
-  return map(name, file, bytes, true, whyNot);
+  return segment;
 }
 
 std::optional<SharedSegment> SharedSegment::open(const std::string& name, size_t bytes, std::string& whyNot) {
@@ -134,58 +139,57 @@ std::optional<SharedSegment> SharedSegment::open(const std::string& name, size_t
     whyNot = "the name that was told is none of ours";
     return std::nullopt;
   }
-  const int file = ::shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
-  if (file < 0) {
+  UnsharedFile file(::shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
+  if (!file.isOpen()) {
     whyNot = withErrno("shm_open", errno);
     return std::nullopt;
   }
-  whyNot = objectionTo(file, bytes);
-  if (!whyNot.empty()) {
-    ::close(file);
-    return std::nullopt;
-  }
-  return map(name, file, bytes, false, whyNot);
+  whyNot = objectionTo(file.descriptor(), bytes);
+  if (!whyNot.empty()) return std::nullopt;
+  return map(name, std::move(file), bytes, whyNot);
 }
 
-std::optional<SharedSegment> SharedSegment::map(const std::string& name, int file, size_t bytes, bool ownsName,
+std::optional<SharedSegment> SharedSegment::map(const std::string& name, UnsharedFile file, size_t bytes,
                                                 std::string& whyNot) {
-  void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.descriptor(), 0);
   if (data == MAP_FAILED) {
     whyNot = withErrno("mmap", errno);
-    ::close(file);
-    if (ownsName) ::shm_unlink(name.c_str());
     return std::nullopt;
   }
-  return SharedSegment(name, file, static_cast<uint8_t*>(data), bytes, ownsName);
+  // A child's mapping would keep the open file, and with it the locks.
+  if (::madvise(data, bytes, MADV_DONTFORK) != 0) {
+    whyNot = withErrno("madvise", errno);
+    ::munmap(data, bytes);
+    return std::nullopt;
+  }
+  return SharedSegment(name, std::move(file), static_cast<uint8_t*>(data), bytes);
 }
 
 SharedSegment::SharedSegment(SharedSegment&& other) noexcept
     : name_(std::move(other.name_)),
-      file_(std::exchange(other.file_, -1)),
+      file_(std::move(other.file_)),
       data_(std::exchange(other.data_, nullptr)),
       bytes_(other.bytes_),
       ownsName_(std::exchange(other.ownsName_, false)) {}
 
 SharedSegment::~SharedSegment() {
+  // Moved from, or the copy of a forked child, where something else may be mapped in its place.
+  if (!isOpen()) return;
   removeName();
-  if (data_ != nullptr) ::munmap(data_, bytes_);
-  if (file_ >= 0) ::close(file_);
+  ::munmap(data_, bytes_);
 }
 
 void SharedSegment::removeName() {
-  if (file_ < 0) return;
-  // Locks of this process are invisible to it.
-  const bool isOfThisProcess = name_.starts_with(namesOf(::getpid()));
-  const bool isAbandoned = !isOfThisProcess && !isLocked(file_, kCreatorSeat);
+  if (!isOpen()) return;
+  const bool isAbandoned = !isLocked(file_.descriptor(), kCreatorSeat);
   if (std::exchange(ownsName_, false) || isAbandoned) ::shm_unlink(name_.c_str());
 }
 
 void SharedSegment::take(int seat) {
-  struct flock lock = lockOf(seat, F_WRLCK);
-  TORCH_CHECK(::fcntl(file_, F_SETLK, &lock) == 0, "bagua: cannot lock seat ", seat,
+  TORCH_CHECK(takeLock(file_.descriptor(), seat), "bagua: cannot lock seat ", seat,
               " of the shared memory: ", std::strerror(errno));
 }
 
-bool SharedSegment::isTaken(int seat) const { return isLocked(file_, seat); }
+bool SharedSegment::isTaken(int seat) const { return isLocked(file_.descriptor(), seat); }
 
 }  // namespace bagua

@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
+
+#include "backend/unshared_file.h"
 
 namespace bagua {
 
@@ -28,23 +31,27 @@ class SharedSegment {
   // Idempotent. For the creator, once everybody has opened it; no effect elsewhere while the creator lives.
   void removeName();
 
-  // A process that is in `seat` keeps it until it ends or drops the segment; others can ask. Seats of this process look
-  // empty.
+  // False in a forked child, which has no access to the memory.
+  [[nodiscard]] bool isOpen() const { return file_.isOpen(); }
+
+  // Whoever is in `seat` keeps it until the process ends or drops this segment; others can ask, also in the same
+  // process. The kernel keeps account by open files, which do not depend on process ids: containers may have equal
+  // ones.
   void take(int seat);
   [[nodiscard]] bool isTaken(int seat) const;
 
  private:
-  SharedSegment(std::string name, int file, uint8_t* data, size_t bytes, bool ownsName)
-      : name_(std::move(name)), file_(file), data_(data), bytes_(bytes), ownsName_(ownsName) {}
+  SharedSegment(std::string name, UnsharedFile file, uint8_t* data, size_t bytes)
+      : name_(std::move(name)), file_(std::move(file)), data_(data), bytes_(bytes) {}
   // Names of segments whose creators have been killed.
   static void removeAbandonedNames();
-  static std::optional<SharedSegment> map(const std::string& name, int file, size_t bytes, bool ownsName,
+  static std::optional<SharedSegment> map(const std::string& name, UnsharedFile file, size_t bytes,
                                           std::string& whyNot);
 
   std::string name_;
-  int file_ = -1;
-  uint8_t* data_ = nullptr;
-  size_t bytes_ = 0;
+  UnsharedFile file_;
+  uint8_t* data_;
+  size_t bytes_;
   bool ownsName_ = false;
 };
 

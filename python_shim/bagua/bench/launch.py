@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,12 +17,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bagua._native import _C
+from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts
 from bagua.bench.measure import Measurement, Result, environment
 from bagua.bench.options import Settings, is_under_a_launcher
 from bagua.bench.plot import write_plot
 from bagua.bench.report import header, line, write_json
 
 _WRONG = 1
+# On an emulated host, where nobody else listens.
+_PORT = 29517
 
 
 def run(settings: Settings) -> int:
@@ -26,6 +33,8 @@ def run(settings: Settings) -> int:
     if is_under_a_launcher():
         dist.init_process_group("bagua")
         return _measure(settings)
+    if settings.network is not None:
+        return _run_on_emulated_hosts(settings, settings.network)
     # Each rank would take every core for itself.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // settings.ranks, 1)))
     with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
@@ -40,6 +49,55 @@ def run(settings: Settings) -> int:
     return 0
 
 
+def _run_on_emulated_hosts(settings: Settings, network: Network) -> int:
+    ranks: list[subprocess.Popen[bytes]] = []
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // settings.ranks, 1)))
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder,
+            emulated_hosts(settings.hosts, network) as hosts,
+        ):
+            file = Path(folder, "settings")
+            file.write_bytes(pickle.dumps(settings))
+            meeting = f"tcp://{hosts[0].address}:{_PORT}"
+            try:
+                for rank in range(settings.ranks):
+                    host = hosts[_host_of(rank, settings)]
+                    command = [sys.executable, "-m", "bagua.bench.rank", str(file), str(rank), meeting]
+                    ranks.append(subprocess.Popen(host.command(command), env=host.environment()))
+                return _wait_for(ranks)
+            finally:
+                for process in ranks:
+                    process.kill()
+                    process.wait()
+    except NoEmulatedHosts as error:
+        return _failed(f"--rate, --delay and --loss need emulated hosts, which this machine cannot make: {error}")
+    except KeyboardInterrupt:
+        return 130
+
+
+def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Return the exit status of the first that fails, or 0 when all have ended."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        failed = [code for code in codes if code]
+        if failed or None not in codes:
+            return abs(failed[0]) if failed else 0
+        time.sleep(0.05)
+
+
+def be_rank(file: str, rank: str, meeting: str) -> int:
+    """Be one of the ranks that were started on emulated hosts."""
+    # Written by the process that has started this one.
+    settings: Settings = pickle.loads(Path(file).read_bytes())
+    dist.init_process_group("bagua", init_method=meeting, rank=int(rank), world_size=settings.ranks)
+    return _measure(settings)
+
+
+def _host_of(rank: int, settings: Settings) -> int:
+    return rank * settings.hosts // settings.ranks
+
+
 def _failed(message: str) -> int:
     print(f"bagua.bench: {message}", file=sys.stderr)
     return 1
@@ -49,7 +107,7 @@ def _rank(rank: int, settings: Settings, folder: str) -> None:
     """Be one of the ranks that `run` starts."""
     os.environ["LOCAL_RANK"] = str(rank)
     if settings.hosts > 1:
-        os.environ["BAGUA_HOST_ID"] = f"host-{rank * settings.hosts // settings.ranks}"
+        os.environ["BAGUA_HOST_ID"] = f"host-{_host_of(rank, settings)}"
     store = Path(folder, "store")
     dist.init_process_group("bagua", init_method=f"file://{store}", rank=rank, world_size=settings.ranks)
     status = _measure(settings)

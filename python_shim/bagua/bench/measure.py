@@ -230,6 +230,7 @@ def environment(settings: Settings, device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "ranks": len(hosts),
         "hosts": len(set(hosts)),
+        "network": str(settings.network) if settings.network else None,
         "threads": torch.get_num_threads(),
         "vs": settings.vs,
         "options": settings.options,

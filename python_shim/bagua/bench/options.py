@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import bagua
 from bagua import _build_info
 from bagua._native import _C
 from bagua.bench.collectives import COLLECTIVES
+from bagua.bench.emulated_hosts import Network, rate_of, share_of, time_of
 
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
@@ -50,6 +51,7 @@ columns:
 examples:
   python -m bagua.bench all_reduce --vs gloo
   python -m bagua.bench algorithms -b 1M -e 64M --ranks 4 --hosts 2 --plot bench.png
+  python -m bagua.bench all_reduce bytegrad --hosts 2 --rate 1G --delay 10ms --vs gloo
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m bagua.bench bytegrad
 """
 
@@ -63,6 +65,8 @@ class Settings:
     dtypes: tuple[str, ...]
     ranks: int
     hosts: int
+    # What lies between emulated hosts; None: hosts only by name.
+    network: Network | None
     device: str
     iterations: int
     warmup: int
@@ -117,6 +121,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _read(reader: Callable[[str], float]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            return reader(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bagua.bench",
@@ -156,6 +170,10 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="let the ranks take themselves for so many hosts: CPU tensors then travel over the loopback interface",
     )
+    network = "; hosts are then network namespaces (needs root)"
+    where.add_argument("--rate", type=_read(rate_of), metavar="RATE", help=f"bits per second of a host: 1G{network}")
+    where.add_argument("--delay", type=_read(time_of), metavar="TIME", help=f"round trip between hosts: 10ms{network}")
+    where.add_argument("--loss", type=_read(share_of), metavar="SHARE", help=f"packets that get lost: 0.1%%{network}")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where tensors are (auto)")
     how = parser.add_argument_group("how")
     how.add_argument("-n", "--iterations", type=_positive, default=20, help="timed iterations of each size (20)")
@@ -200,6 +218,7 @@ def parse(arguments: Sequence[str]) -> Settings:
         dtypes=tuple(args.dtypes),
         ranks=ranks,
         hosts=args.hosts,
+        network=_network(parser, args, device),
         device=device,
         iterations=args.iterations,
         warmup=max(args.warmup, 0),
@@ -209,6 +228,19 @@ def parse(arguments: Sequence[str]) -> Settings:
         json=args.json,
         plot=args.plot,
     )
+
+
+def _network(parser: argparse.ArgumentParser, args: argparse.Namespace, device: str) -> Network | None:
+    given = [f"--{name}" for name in ("rate", "delay", "loss") if getattr(args, name) is not None]
+    if not given:
+        return None
+    if is_under_a_launcher():
+        parser.error(f"{given[0]} is for hosts that bagua.bench makes itself: leave it out under torchrun")
+    if args.hosts < 2:
+        parser.error(f"{given[0]} is about a network between hosts: add --hosts 2")
+    if device != "cpu":
+        parser.error(f"{given[0]} makes hosts out of this machine, whose GPUs they would share: add --device cpu")
+    return Network(args.rate or 0.0, args.delay or 0.0, args.loss or 0.0)
 
 
 def _tests(parser: argparse.ArgumentParser, names: Sequence[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ def header(environment: dict[str, Any]) -> str:
     """Return what stands above the table."""
     where = f"{environment['ranks']} ranks on {environment['hosts']} host{'s' if environment['hosts'] > 1 else ''}"
     options = "".join(f", {name}={value}" for name, value in environment["options"].items())
+    where += f" ({environment['network']})" if environment["network"] else ""
     vs = environment["vs"]
     columns = f"{'test':<28}{'size':>10}  {'dtype':<9}{'min us':>10}{'median':>10}{'max':>10}"
     columns += f"{'algbw':>9}{'busbw':>9}{'sent':>13}  {'check':<6}"

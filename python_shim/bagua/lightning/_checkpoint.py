@@ -34,7 +34,7 @@ def add_states_of_all_ranks(checkpoint: dict[str, Any], state: dict[str, Any], *
         with_weights: whether weights and optimizers of the other ranks are kept too.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    own = {"state": state["state"], "layout": state["layout"]}
+    own = {part: state[part] for part in ("state", "layout", "step")}
     if with_weights and rank != 0:
         own |= {part: checkpoint[part] for part in _PARTS_OF_A_RANK}
     everyones: list[Any] | None = [None] * ranks if rank == 0 else None
@@ -62,5 +62,6 @@ def of_this_rank(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     entry = checkpoint[_KEY]
     own = entry["ranks"][dist.get_rank()]
     state = {"algorithm": entry["algorithm"], "options": entry["options"]}
-    state |= {"state": own["state"], "layout": own["layout"]}
+    # A checkpoint from before steps were counted begins with the first.
+    state |= {"state": own["state"], "layout": own["layout"], "step": own.get("step", 0)}
     return {**checkpoint, **{part: own[part] for part in _PARTS_OF_A_RANK if part in own}}, state

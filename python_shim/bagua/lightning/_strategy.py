@@ -53,13 +53,14 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
     A checkpoint of the whole training state holds the algorithm's state, of every rank, and a run that continues from
     it with the same algorithm, options and number of ranks gives the bits that it would have given without the break
     (async: the rounds aside). Where ranks hold different weights ("decentralized", "low_precision_decentralized",
-    "async") that takes the weights and optimizers of all ranks: the file grows with their number.
-    With `save_every_rank=False` it holds those of rank 0 only; all ranks then continue from these and the algorithm
-    starts afresh. It does so too, with a warning, from a checkpoint of another algorithm, other options or another
-    number of ranks. In all cases the checkpoint's `state_dict` is the model of rank 0.
+    "async", "local_sgd", "diloco") that takes the weights and optimizers of all ranks: the file grows with their
+    number. With `save_every_rank=False` it holds those of rank 0 only; all ranks then continue from these and the
+    algorithm starts afresh. It does so too, with a warning, from a checkpoint of another algorithm, other options or
+    another number of ranks. In all cases the checkpoint's `state_dict` is the model of rank 0.
 
     With "async", background averaging pauses during validation and ends with training: all ranks then hold the same
-    weights.
+    weights. With "local_sgd" and "diloco" all ranks hold the same weights at the end of training, too; validation takes
+    each rank's own.
 
     Args:
         algorithm: one of `bagua.available_algorithms()`.
@@ -171,6 +172,9 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
     def _runs_in_background(self) -> bool:
         return bool(_C.algorithm_info(self._algorithm)["runs_in_background"])
 
+    def _pauses_for_validation(self) -> bool:
+        return bool(_C.algorithm_info(self._algorithm)["steps_may_differ"])
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As DDPStrategy."""
         # Validation puts DDP's wrapper into evaluation mode, and afterwards Lightning takes only the module out of it.
@@ -185,15 +189,18 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
             self._handle.resume()
 
     def on_validation_start(self) -> None:
-        """Pause background communication, so that all ranks validate, and then save, the same weights."""
+        """Pause background communication, so that all ranks validate, and then save, the same weights.
+
+        Not where that would end a round, and change what is trained.
+        """
         super().on_validation_start()
-        if self._handle is not None and self._runs_in_background():
+        if self._handle is not None and self._pauses_for_validation():
             self._handle.abort()
 
     def on_validation_end(self) -> None:
         """Let background communication go on."""
         super().on_validation_end()
-        if self._handle is not None and self._runs_in_background():
+        if self._handle is not None and self._pauses_for_validation():
             self._handle.resume()
 
     def on_train_end(self) -> None:

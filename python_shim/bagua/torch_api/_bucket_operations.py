@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,24 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bagua._executors import executors_for
+from bagua._executors import shared_executors_for
 from bagua._native import _C
 from bagua.torch_api.tensor import as_bagua
 
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
     from bagua.torch_api.communication import BaguaProcessGroup
-
-
-# Made once for each group: with a backend other than "bagua" that makes another group.
-_known_executors: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Any]] = weakref.WeakKeyDictionary()
-
-
-def _executors_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    known = _known_executors.setdefault(group, {})
-    if device not in known:
-        known[device] = executors_for(group, device)
-    return known[device]
 
 
 class Operation(Protocol):
@@ -65,7 +53,7 @@ class _GroupOperation:
     def _executors(self, bucket: BaguaBucket, model_executors: Any) -> Any:
         if self._group is None:
             return model_executors
-        return _executors_of(self._group.torch_group, bucket.backend_tensor.device)
+        return shared_executors_for(self._group.torch_group, bucket.backend_tensor.device)
 
 
 class CentralizedOperation(_GroupOperation):

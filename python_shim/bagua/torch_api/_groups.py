@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from bagua._named_groups import new_named_group
+from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua.torch_api._communicators import Comm, CommMember, Communicator, StreamSlot, alive
 from bagua.torch_api.exceptions import RepeatedInitializationError
@@ -91,6 +91,7 @@ class BaguaProcessGroup:
             dist.get_backend(group),
             _timeout_of(group),
         )
+        destroy_with(group, made)
         return Communicator(made, self._stream)
 
     def _intra_ranks(self) -> list[int]:

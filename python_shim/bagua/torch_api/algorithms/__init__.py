@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms: the six that come with bagua, and what one of your own derives from."""
+"""Algorithms: the seven that come with bagua, and what one of your own derives from."""
 
 from bagua.torch_api.algorithms import (
     async_model_average,
@@ -7,6 +7,7 @@ from bagua.torch_api.algorithms import (
     bytegrad,
     decentralized,
     gradient_allreduce,
+    powersgd,
     q_adam,
 )
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
@@ -20,5 +21,6 @@ __all__ = [
     "bytegrad",
     "decentralized",
     "gradient_allreduce",
+    "powersgd",
     "q_adam",
 ]

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bagua._attachment import facts_of
+from bagua._attachment import facts_of, names_and_roles
 from bagua._executors import background_executors_for, executors_for
 from bagua._native import _C
-from bagua.handle import OptionValue
+from bagua.handle import OptionArgument
 from bagua.optimizers import QAdamOptimizer
 from bagua.torch_api._checks import some
 from bagua.torch_api.algorithms.base import AlgorithmImpl
@@ -46,7 +46,7 @@ class NativeAlgorithmImpl(AlgorithmImpl):
     # Buckets hold weights, which the algorithm exchanges by itself, and gradients stay local.
     takes_weights = False
 
-    def __init__(self, process_group: BaguaProcessGroup, name: str, **options: OptionValue) -> None:
+    def __init__(self, process_group: BaguaProcessGroup, name: str, **options: OptionArgument) -> None:
         super().__init__(process_group)
         self._name = name
         self._options = _C.check_options(name, options)
@@ -99,6 +99,7 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         group, device = self.process_group.torch_group, parameters[0].device
         executors = executors_for(group, device)
         hook = _C.Hook(self._name, self._options, executors, parameters)
+        hook.use_parameters(names_and_roles(bagua_module, parameters))
         # Strides too: elements travel as they lie in memory.
         text = "; ".join(f"{p.dtype}{list(p.shape)}{list(p.stride())}" for p in parameters)
         hook.agree(executors, text, self._facts(), str(device))
@@ -199,7 +200,7 @@ class MomentumAlgorithmImpl(NativeAlgorithmImpl):
     """An algorithm that takes the momenta of a `QAdamOptimizer`."""
 
     def __init__(
-        self, process_group: BaguaProcessGroup, name: str, optimizer: QAdamOptimizer, **options: OptionValue
+        self, process_group: BaguaProcessGroup, name: str, optimizer: QAdamOptimizer, **options: OptionArgument
     ) -> None:
         super().__init__(process_group, name, **options)
         self._optimizer = optimizer

@@ -8,7 +8,9 @@ from bagua.torch_api.algorithms.base import GlobalAlgorithmRegistry
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms.powersgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm
+from bagua.torch_api.algorithms.quantized_allreduce import QuantizedAllReduceAlgorithm
 
 _register = GlobalAlgorithmRegistry.register
 _register("gradient_allreduce", GradientAllReduceAlgorithm, "Gradient AllReduce Algorithm")
@@ -18,4 +20,6 @@ _register(
     "low_precision_decentralized", LowPrecisionDecentralizedAlgorithm, "Low Precision Decentralized SGD Algorithm"
 )
 _register("qadam", QAdamAlgorithm, "QAdam Algorithm")
+_register("quantized_allreduce", QuantizedAllReduceAlgorithm, "Quantized AllReduce Algorithm")
 _register("async", AsyncModelAverageAlgorithm, "Asynchronous Model Average Algorithm")
+_register("powersgd", PowerSGDAlgorithm, "PowerSGD Algorithm")

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "algorithms/bucket.h"
+#include "algorithms/compressed/coding.h"
+#include "algorithms/compressed/mean.h"
+#include "algorithms/parameter_state.h"
+
+namespace bagua::compressed {
+
+// The residuals of error feedback: what a rank has not sent of its gradients, and what the owner of a chunk has not
+// sent of the mean.
+//
+// A step reads one set and writes the other. The next step goes on from what was written, unless some result of the
+// step was not finite: GradScaler then skips the optimizer's step on every rank, so what was sent was lost and the old
+// residuals hold. Results are the same bits on all ranks, and so is that decision.
+class Feedback {
+ public:
+  // The first of a step's buckets decides about the step before.
+  void beginBucket(int64_t step);
+
+  // Lets `coding` read and write the residuals of a bucket whose values travel with `codec`.
+  void useFor(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
+              const Communicator& communicator, Coding& coding);
+
+  // `result`: all that a bucket's parameters get.
+  void endBucket(const at::Tensor& result);
+
+  [[nodiscard]] int64_t bytes() const;
+  [[nodiscard]] AlgorithmState state() const;
+  void load(const AlgorithmState& state, const std::vector<at::Tensor>& parameters);
+
+ private:
+  // Of the values that a codec takes.
+  struct Residuals {
+    explicit Residuals(const std::string& codec)
+        : sender{ParameterState("sender." + codec), ParameterState("sender." + codec)},
+          owner{ParameterState("owner." + codec), ParameterState("owner." + codec)} {}
+
+    ParameterState sender[2];
+    ParameterState owner[2];
+  };
+
+  Residuals& residualsOf(const std::string& codec);
+  // On CUDA, where the host does not wait for the results.
+  void restoreIfLost(const at::Tensor& current, const at::Tensor& before) const;
+  // The set to go on from, between two steps.
+  [[nodiscard]] int currentBetweenSteps() const;
+
+  mutable std::mutex mutex_;
+  std::map<std::string, std::unique_ptr<Residuals>> residuals_;
+  // The set that the step at hand reads.
+  int current_ = 0;
+  int64_t step_ = -1;
+  // Whether the step at hand has written residuals, and whether one of its results was not finite.
+  bool hasWritten_ = false;
+  bool isLost_ = false;
+  // On CUDA instead: a flag of the step at hand, and of the one before.
+  at::Tensor lostOnDevice_;
+  at::Tensor lostBefore_;
+};
+
+}  // namespace bagua::compressed

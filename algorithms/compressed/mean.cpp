@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/compressed/mean.h"
+
+#include <memory>
+
+#include "algorithms/compressed/collectives.h"
+#include "algorithms/in_host.h"
+
+namespace bagua::compressed {
+namespace {
+
+HostTopology topologyOf(const MeanOptions& options, const Communicator& communicator) {
+  return options.hierarchical ? communicator.topology() : HostTopology::oneRankPerHost(communicator.size());
+}
+
+}  // namespace
+
+CodedLanes::CodedLanes(const MeanOptions& options, int64_t length, const Communicator& communicator)
+    : topology(topologyOf(options, communicator)), lanes(topology, communicator.rank(), length) {}
+
+bool isCoded(const MeanOptions& options, const Communicator& communicator) {
+  // Full precision inside a host, where there is only one.
+  return communicator.size() > 1 && (!options.hierarchical || communicator.topology().hostCount() > 1);
+}
+
+void reduceToMean(at::Tensor& flat, const MeanOptions& options, const Coding& coding, StageSeconds& seconds,
+                  Communicator& communicator) {
+  if (flat.numel() == 0 || communicator.size() == 1) return;
+  if (isCoded(options, communicator)) {
+    std::vector<Sum> sums = {{flat, coding}};
+    return reduceToMeans(sums, options, seconds, communicator);
+  }
+  const Stage stage(seconds, "allreduce");
+  communicator.allReduce(flat, options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+}
+
+void reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeconds& seconds,
+                   Communicator& communicator) {
+  std::vector<std::unique_ptr<CodedLanes>> lanes;
+  std::vector<Part> parts;
+  for (const auto& sum : sums) {
+    lanes.push_back(std::make_unique<CodedLanes>(options, sum.flat.numel(), communicator));
+    parts.push_back({sum.flat, lanes.back()->lanes, sum.coding});
+  }
+  const float divisor = options.average ? static_cast<float>(communicator.size()) : 1.0F;
+  if (parts.front().lanes.count() == 1) return allReduceTogether(parts, divisor, seconds, communicator);
+  {
+    const Stage stage(seconds, "reduce_in_host");
+    for (auto& part : parts) reduceInHost(part.flat, part.lanes, divisor, communicator);
+  }
+  // Already divided above, where a sum of 16-bit floats could overflow.
+  allReduceTogether(parts, 1, seconds, communicator);
+  const Stage stage(seconds, "gather_in_host");
+  for (auto& part : parts) gatherInHost(part.flat, part.lanes, communicator);
+}
+
+}  // namespace bagua::compressed

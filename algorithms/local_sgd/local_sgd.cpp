@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/registry.h"
+#include "algorithms/rounds/rounds.h"
+
+namespace bagua {
+
+BAGUA_REGISTER_ALGORITHM({
+    .name = "local_sgd",
+    .summary = "Weights averaged every sync_every steps; ranks train on their own in between.",
+    .position = 9,
+    .agreement = Agreement::kEventual,
+    .optimizer = "Optimizer",
+    .runsInBackground = true,
+    .options = {{"sync_every", int64_t{8}, "Steps of the optimizer between two averages."},
+                {"hierarchical", false,
+                 "Gradients averaged in every step inside a host, weights between hosts; False: every rank by itself."},
+                {"average_buffers", false,
+                 "Floating-point buffers (running statistics) are averaged with the weights."}},
+    .create =
+        [](const Options& options) {
+          return std::make_unique<rounds::Rounds>(
+              rounds::Settings{.schedule = rounds::Schedule(options.get<int64_t>("sync_every"), 1, 0),
+                               .hierarchical = options.get<bool>("hierarchical"),
+                               .averageBuffers = options.get<bool>("average_buffers")});
+        },
+})
+
+}  // namespace bagua

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <compare>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "algorithms/bucket.h"
+#include "kernels/codec.h"
+
+namespace bagua::powersgd {
+
+// A matrix and the rank of the product that stands for it.
+struct Shape {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t rank = 0;
+
+  auto operator<=>(const Shape&) const = default;
+};
+
+// When a gradient is worth a product.
+struct Worth {
+  int64_t rank = 0;
+  // Elements of the matrix for each of the factors'.
+  double minCompression = 0;
+};
+
+// The matrix that a gradient is: the first dimension against all others, as torch's hook has it, or the outermost in
+// memory of one that is stored otherwise (channels_last, transposed), so that it need not be copied. Nothing for
+// vectors and for what the factors would hardly be smaller than: those travel as they are.
+std::optional<Shape> matrixOf(const at::Tensor& gradient, const Worth& worth);
+
+// A gradient of a bucket that is a matrix.
+struct Matrix {
+  int64_t parameter = -1;
+  // In the bucket's flat tensor.
+  Piece elements;
+};
+
+// All matrices of a bucket of one shape, in the bucket's order.
+struct MatrixGroup {
+  Shape shape;
+  std::vector<Matrix> matrices;
+};
+
+// What of a bucket travels in which way.
+struct Division {
+  // By shape.
+  std::vector<MatrixGroup> groups;
+  // The matrices' elements, ascending, and those between them, which travel as they are; neighbours in one.
+  std::vector<Piece> matrices;
+  std::vector<Piece> exact;
+};
+
+Division divide(const Bucket& bucket, const Worth& worth);
+
+}  // namespace bagua::powersgd

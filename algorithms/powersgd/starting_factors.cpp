@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/powersgd/starting_factors.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <c10/util/Exception.h>
+
+#include <charconv>
+#include <string>
+
+namespace bagua::powersgd {
+namespace {
+
+constexpr const char* kName = "q.";
+
+// "q.<number>" -> the number; -1 for other texts.
+int64_t positionIn(const std::string& text) {
+  const std::string prefix = kName;
+  if (!text.starts_with(prefix)) return -1;
+  int64_t number = -1;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data() + prefix.size(), end, number);
+  return error == std::errc() && stop == end ? number : -1;
+}
+
+}  // namespace
+
+// As the README says, for those who want to draw the same.
+at::Tensor StartingFactors::drawn(int64_t parameter, const Shape& shape, int64_t step,
+                                  const at::TensorOptions& options) const {
+  constexpr uint64_t kSpread = 1'000'003;
+  const uint64_t key = (static_cast<uint64_t>(seed_) * kSpread + static_cast<uint64_t>(step)) * kSpread +
+                       static_cast<uint64_t>(parameter);
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(key);
+  const at::Tensor columns = at::randn({shape.columns, shape.rank}, generator, at::TensorOptions().dtype(at::kFloat));
+  return columns.t().contiguous().to(options);
+}
+
+at::Tensor StartingFactors::startOf(const MatrixGroup& group, int64_t step, const at::TensorOptions& options) {
+  std::vector<at::Tensor> starts;
+  if (!isWarm_) {
+    for (const auto& matrix : group.matrices) starts.push_back(drawn(matrix.parameter, group.shape, step, options));
+    return at::stack(starts);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<at::Tensor> spares;
+  for (const auto& matrix : group.matrices) {
+    at::Tensor& spare = spare_[matrix.parameter];
+    if (!spare.defined()) spare = drawn(matrix.parameter, group.shape, 0, options);
+    spares.push_back(spare);
+    const auto kept = kept_.find(matrix.parameter);
+    starts.push_back(kept == kept_.end() ? spare : kept->second.to(options));
+  }
+  const at::Tensor start = at::stack(starts);
+  const at::Tensor isZero = start.abs().amax(-1, true) == 0;
+  return at::where(isZero, at::stack(spares), start);
+}
+
+void StartingFactors::keep(const MatrixGroup& group, const at::Tensor& q) {
+  if (!isWarm_) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < group.matrices.size(); ++i) {
+    kept_[group.matrices[i].parameter] = q.select(0, static_cast<int64_t>(i));
+  }
+}
+
+bool StartingFactors::isName(const std::string& name) { return positionIn(name) >= 0; }
+
+AlgorithmState StartingFactors::state() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  AlgorithmState state;
+  for (const auto& [parameter, q] : kept_) state.emplace(kName + std::to_string(parameter), q.clone());
+  return state;
+}
+
+void StartingFactors::load(const AlgorithmState& state, const std::vector<at::Tensor>& parameters, const Worth& worth) {
+  std::map<int64_t, at::Tensor> loaded;
+  for (const auto& [name, q] : state) {
+    const int64_t parameter = positionIn(name);
+    if (parameter < 0) continue;
+    TORCH_CHECK_VALUE(q.dim() == 2 && (q.scalar_type() == at::kFloat || q.scalar_type() == at::kDouble), "bagua: '",
+                      name, "' of the checkpoint is no factor: ", q.scalar_type(), " ", q.sizes());
+    if (!parameters.empty()) {
+      TORCH_CHECK_VALUE(parameter < static_cast<int64_t>(parameters.size()), "bagua: the checkpoint has '", name,
+                        "', this model has ", parameters.size(), " trainable parameters");
+      const auto shape = matrixOf(parameters[parameter], worth);
+      TORCH_CHECK_VALUE(shape && q.size(0) == shape->rank && q.size(1) == shape->columns, "bagua: '", name,
+                        "' of the checkpoint is ", q.sizes(), ", parameter ", parameter, " of this model is ",
+                        parameters[parameter].sizes());
+    }
+    loaded.emplace(parameter, q.clone());
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  kept_ = std::move(loaded);
+}
+
+}  // namespace bagua::powersgd

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/cat.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "algorithms/compressed/collectives.h"
+#include "algorithms/compressed/feedback.h"
+#include "algorithms/compressed/mean.h"
+#include "algorithms/compressed/raw_codec.h"
+#include "algorithms/quantized_allreduce/selection.h"
+#include "algorithms/registry.h"
+
+namespace bagua {
+namespace {
+
+using quantized::Selection;
+
+Rounding roundingOf(const std::string& name) {
+  if (name == "nearest") return Rounding::kNearest;
+  TORCH_CHECK_VALUE(name == "stochastic",
+                    "option 'rounding' of algorithm 'quantized_allreduce' takes 'nearest' or 'stochastic', got '", name,
+                    "'");
+  return Rounding::kStochastic;
+}
+
+// Mean of the gradients with few bits for most of them, and error feedback. The gradients of a bucket that are to stay
+// exact, or that another codec takes, travel in the same messages.
+class QuantizedAllReduce final : public Algorithm {
+ public:
+  QuantizedAllReduce(Selection selection, const compressed::MeanOptions& options, bool hasFeedback, Rounding rounding)
+      : selection_(std::move(selection)), options_(options), hasFeedback_(hasFeedback), rounding_(rounding) {}
+
+  void useParameters(const std::vector<ParameterFacts>& facts) override { selection_.useParameters(facts); }
+
+  void reduce(Bucket& bucket, Communicator& communicator) override {
+    if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
+    if (!compressed::isCoded(options_, communicator)) {
+      const Stage stage(bucket.seconds, "allreduce");
+      communicator.allReduce(bucket.flat, options_.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+      return;
+    }
+    // Gradients without parameters (of nobody's model) leave nothing to be remembered by.
+    const bool remembers = hasFeedback_ && !bucket.entries.empty();
+    if (remembers) feedback_.beginBucket(bucket.step);
+    auto sections = sectionsOf(bucket);
+    std::vector<compressed::Sum> sums;
+    for (auto& section : sections) sums.push_back({section.flat, codingOf(bucket, section, remembers, communicator)});
+    compressed::reduceToMeans(sums, options_, bucket.seconds, communicator);
+    for (const auto& section : sections) section.scatterTo(bucket.flat);
+    if (remembers) {
+      const bool keepsPlace = sections.front().pieces.empty() && !sections.front().codec.empty();
+      if (keepsPlace) forgetOthers(sections, sums.front(), communicator);
+      const Stage stage(bucket.seconds, "check");
+      feedback_.endBucket(bucket.flat);
+    }
+  }
+
+  [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
+  [[nodiscard]] bool averages() const override { return options_.average; }
+  [[nodiscard]] int64_t stateBytes() const override { return feedback_.bytes(); }
+  [[nodiscard]] AlgorithmState state() const override { return feedback_.state(); }
+  void load(const AlgorithmState& state, StepContext& context) override { feedback_.load(state, context.parameters()); }
+
+ private:
+  // Gradients of a bucket that one codec takes, or that stay exact (no codec).
+  struct Section {
+    std::string codec;
+    at::Tensor flat;
+    std::vector<BucketEntry> entries;
+    // Where the entries are in the bucket's flat tensor. Empty where the section is that tensor itself.
+    std::vector<Piece> pieces;
+
+    void scatterTo(const at::Tensor& whole) const {
+      int64_t begin = 0;
+      for (const auto& piece : pieces) {
+        const int64_t length = piece.end - piece.begin;
+        whole.narrow(0, piece.begin, length).copy_(flat.narrow(0, begin, length));
+        begin += length;
+      }
+    }
+  };
+
+  // The largest first. It is the bucket's own tensor, with zeros in the places of the others, unless these are many: a
+  // copy of all would cost more than a few zeros on the line.
+  [[nodiscard]] std::vector<Section> sectionsOf(const Bucket& bucket) const {
+    if (bucket.entries.empty()) return {{selection_.codecOf(-1, bucket.flat.view({-1, 1})), bucket.flat, {}, {}}};
+    std::map<std::string, Section> byCodec;
+    int64_t begin = 0;
+    for (const auto& entry : bucket.entries) {
+      const std::string codec = selection_.codecOf(entry.parameter, entry.gradient);
+      Section& section = byCodec[codec];
+      section.codec = codec;
+      section.entries.push_back(entry);
+      section.pieces.push_back({begin, begin + entry.gradient.numel()});
+      begin += entry.gradient.numel();
+    }
+    TORCH_INTERNAL_ASSERT(begin == bucket.flat.numel());
+    std::vector<Section> sections;
+    for (auto& [codec, section] : byCodec) sections.push_back(std::move(section));
+    std::stable_sort(sections.begin(), sections.end(),
+                     [](const Section& a, const Section& b) { return lengthOf(a) > lengthOf(b); });
+    const bool keepsPlace = lengthOf(sections.front()) * 4 >= bucket.flat.numel() * 3;
+    for (size_t i = keepsPlace ? 1 : 0; i < sections.size(); ++i) {
+      std::vector<at::Tensor> values;
+      for (const auto& piece : sections[i].pieces) values.push_back(elementsOf(bucket.flat, piece));
+      sections[i].flat = at::cat(values);
+      if (!keepsPlace) continue;
+      for (const auto& value : values) value.zero_();
+    }
+    if (!keepsPlace) return sections;
+    Section& first = sections.front();
+    first.flat = bucket.flat;
+    first.entries = bucket.entries;
+    first.pieces.clear();
+    return sections;
+  }
+
+  // Zeros in the places of the others may have been coded as something else, which nobody sees: there is nothing to
+  // make good.
+  void forgetOthers(const std::vector<Section>& sections, const compressed::Sum& first,
+                    const Communicator& communicator) const {
+    const compressed::CodedLanes coded(options_, first.flat.numel(), communicator);
+    const auto owned = compressed::ownPieces(coded.lanes, communicator.rank());
+    for (size_t i = 1; i < sections.size(); ++i) {
+      for (const auto& piece : sections[i].pieces) {
+        elementsOf(first.coding.sender.nextResidual, piece).zero_();
+        int64_t before = 0;
+        for (const auto& own : owned) {
+          const int64_t begin = std::max(piece.begin, own.begin);
+          const int64_t end = std::min(piece.end, own.end);
+          if (begin < end) {
+            elementsOf(first.coding.owner.nextResidual, {before + begin - own.begin, before + end - own.begin}).zero_();
+          }
+          before += own.end - own.begin;
+        }
+      }
+    }
+  }
+
+  static at::Tensor elementsOf(const at::Tensor& flat, const Piece& piece) {
+    return flat.narrow(0, piece.begin, piece.end - piece.begin);
+  }
+
+  static int64_t lengthOf(const Section& section) {
+    int64_t length = 0;
+    for (const auto& piece : section.pieces) length += piece.end - piece.begin;
+    return length;
+  }
+
+  compressed::Coding codingOf(const Bucket& bucket, const Section& section, bool remembers,
+                              const Communicator& communicator) {
+    if (section.codec.empty()) return {.codec = compressed::rawCodec(bucket.flat.scalar_type())};
+    const auto& codec = CodecRegistry::find(section.codec).codec;
+    const Rounding rounding = codec->canRoundStochastically() ? rounding_ : Rounding::kNearest;
+    compressed::Coding coding = compressed::codingOf(codec, bucket.key);
+    coding.sender.rounding = coding.owner.rounding = rounding;
+    if (remembers) {
+      const Bucket own{.flat = section.flat, .entries = section.entries};
+      feedback_.useFor(own, section.codec, options_, communicator, coding);
+    }
+    return coding;
+  }
+
+  Selection selection_;
+  const compressed::MeanOptions options_;
+  const bool hasFeedback_;
+  const Rounding rounding_;
+  compressed::Feedback feedback_;
+};
+
+}  // namespace
+
+BAGUA_REGISTER_ALGORITHM({
+    .name = "quantized_allreduce",
+    .summary = "Mean of the gradients with 4 bits or fewer, and error feedback.",
+    .position = 7,
+    .agreement = Agreement::kIdentical,
+    .relativeError = 0.15,
+    .options =
+        {{"codec", std::string("4bit"),
+          "One of bagua.available_codecs(), or a mapping from patterns of parameters' names to codecs, of which "
+          "the first that fits counts; the last is '*'."},
+         {"error_feedback", true,
+          "Whether what coding leaves behind is added to the next step's gradients, at the sender and at the "
+          "owner of a chunk."},
+         {"exact", std::string("1d, embedding, small"),
+          "What travels uncoded in the same messages: '1d' (biases, norms), 'embedding', 'head' (the last linear "
+          "layer), 'small' (below 1024 elements), and patterns of parameters' names."},
+         {"rounding", std::string("nearest"), "'nearest' or 'stochastic' (unbiased, with a larger error)."},
+         {"hierarchical", true,
+          "Full precision inside a host, coded between hosts (on a single host nothing is coded); False: coded "
+          "between all ranks."},
+         {"average", true, "Mean over the ranks; False: sum."}},
+    .create = [](const Options& options) -> std::unique_ptr<Algorithm> {
+      Selection selection(options.get<std::string>("codec"), options.get<std::string>("exact"));
+      return std::make_unique<QuantizedAllReduce>(
+          std::move(selection),
+          compressed::MeanOptions{.hierarchical = options.get<bool>("hierarchical"),
+                                  .average = options.get<bool>("average")},
+          options.get<bool>("error_feedback"), roundingOf(options.get<std::string>("rounding")));
+    },
+})
+
+}  // namespace bagua

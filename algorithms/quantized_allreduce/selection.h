@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "algorithms/algorithm.h"
+
+namespace bagua::quantized {
+
+// Which codec takes the gradient of which parameter, and which gradients stay exact.
+class Selection {
+ public:
+  // `codec`: a name, or "pattern=name, pattern=name, ...", of which the first that fits the parameter's name counts; a
+  // name alone fits all. `exact`: words, "1d", "embedding", "head" and "small" or patterns of names. Patterns are those
+  // of the shell ("*", "?", "[]"). Throws ValueError for an unknown codec.
+  Selection(const std::string& codec, const std::string& exact);
+
+  void useParameters(const std::vector<ParameterFacts>& facts) { facts_ = facts; }
+
+  // The codec's name; empty for exact. A parameter without a name fits no pattern but "*".
+  [[nodiscard]] std::string codecOf(int64_t parameter, const at::Tensor& gradient) const;
+
+ private:
+  [[nodiscard]] bool isExact(const ParameterFacts& facts, const at::Tensor& gradient) const;
+
+  std::vector<std::pair<std::string, std::string>> codecs_;
+  std::vector<std::string> exact_;
+  std::vector<ParameterFacts> facts_;
+};
+
+}  // namespace bagua::quantized

@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/rounds/rounds.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "algorithms/blocks.h"
+#include "algorithms/compressed/collectives.h"
+#include "algorithms/compressed/mean.h"
+
+namespace bagua::rounds {
+namespace {
+
+// Of all that is drawn at random.
+constexpr uint64_t kSeed = 0;
+
+// Equal for equal bits; on two ranks, whatever their devices.
+at::Tensor digestOf(const std::vector<at::Tensor>& flats) {
+  constexpr int64_t kOdd = 0x1E3779B97F4A7C15;
+  at::Tensor digest = at::zeros({2}, flats.front().options().dtype(at::kLong));
+  for (const auto& flat : flats) {
+    // Sums of whole numbers, which wrap: the same in any order.
+    inBlocks(flat.numel(), flat.device(), [&](int64_t begin, int64_t length) {
+      const auto word = flat.scalar_type() == at::kDouble ? at::kLong : at::kInt;
+      const at::Tensor bits = flat.narrow(0, begin, length).view(word).to(at::kLong);
+      const at::Tensor places = at::arange(begin, begin + length, bits.options()).mul_(kOdd).add_(1);
+      digest[0].add_(bits.sum());
+      digest[1].mul_(31).add_((bits * places).sum());
+    });
+  }
+  return digest;
+}
+
+std::string numbered(const char* name, size_t number) { return std::string(name) + "." + std::to_string(number); }
+
+int64_t bytesOf(const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; }
+
+}  // namespace
+
+Rounds::Rounds(Settings settings) : settings_(std::move(settings)) {
+  TORCH_CHECK_VALUE(settings_.mixing >= 0 && settings_.mixing <= 1, "bagua: mixing must be from 0 to 1, got ",
+                    settings_.mixing);
+  if (settings_.outer) check(*settings_.outer);
+}
+
+// --- The model -------------------------------------------------------------------------------------------------------
+
+std::vector<std::vector<int64_t>> Rounds::cut(const StepContext& context) const {
+  std::vector<int64_t> lengths;
+  for (const auto& parameter : context.parameters()) lengths.push_back(parameter.numel());
+  return cutIntoFragments(lengths, context.layers(), settings_.schedule.fragments(), settings_.pattern);
+}
+
+void Rounds::useModel(const StepContext& context) { static_cast<void>(cut(context)); }
+
+void Rounds::useTopology(const HostTopology& topology) {
+  topology_ = settings_.hierarchical ? topology : HostTopology::oneRankPerHost(topology.size());
+  staysInHost_ = topology_->maxRanksPerHost() > 1;
+}
+
+void Rounds::makeFragments(const StepContext& context) {
+  for (const auto& positions : cut(context)) {
+    Fragment& fragment = fragments_.emplace_back();
+    // In the order of their first parameters: the same on all ranks.
+    std::vector<std::pair<at::ScalarType, std::vector<int64_t>>> groups;
+    for (const int64_t position : positions) {
+      const auto own = context.parameters()[position].scalar_type();
+      const auto dtype = settings_.outer ? computeTypeOf(own) : own;
+      auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& it) { return it.first == dtype; });
+      if (group == groups.end()) group = groups.insert(groups.end(), {dtype, {}});
+      group->second.push_back(position);
+    }
+    for (const auto& [dtype, group] : groups) {
+      std::vector<at::Tensor> parameters;
+      for (const int64_t position : group) parameters.push_back(context.parameters()[position]);
+      fragment.parts.push_back(
+          std::make_shared<Part>(Part{WeightBucket(std::move(parameters)), dtype, group.front(), {}}));
+    }
+  }
+  if (!settings_.averageBuffers) return;
+  std::vector<at::Tensor> buffers;
+  for (const auto& buffer : context.buffers()) {
+    if (buffer.is_floating_point()) buffers.push_back(buffer);
+  }
+  buffers_ = weightBuckets(buffers);
+}
+
+Rounds::Parts Rounds::allParts() const {
+  Parts all;
+  for (const auto& fragment : fragments_) all.insert(all.end(), fragment.parts.begin(), fragment.parts.end());
+  return all;
+}
+
+bool Rounds::isCoded() const { return settings_.codec && topology_->hostCount() > 1; }
+
+int64_t Rounds::ownedOf(const Part& part, int rank) const {
+  return compressed::ownLength(HostLanes(*topology_, rank, part.weights.numel()), rank);
+}
+
+void Rounds::allocate(Part& part, int rank) const {
+  const at::Tensor& weights = part.outer.weights;
+  if (settings_.outer->momentum != 0 && !part.outer.momentum.defined()) part.outer.momentum = at::empty_like(weights);
+  if (isCoded() && settings_.errorFeedback && !part.residual.defined()) {
+    const auto options = weights.options().dtype(at::kFloat);
+    part.residual = at::zeros({part.weights.numel()}, options);
+    part.ownerResidual = at::zeros({ownedOf(part, rank)}, options);
+  }
+}
+
+// --- Rounds ----------------------------------------------------------------------------------------------------------
+
+void Rounds::reduce(Bucket& bucket, Communicator& communicator) {
+  const Stage stage(bucket.seconds, "allreduce");
+  communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
+}
+
+void Rounds::prepare(StepContext& context) {
+  if (fragments_.empty()) makeFragments(context);
+  if (settings_.outer && !hasStarted_) startOuterWeights(context);
+}
+
+// They are the weights before the first step. Ranks may have loaded checkpoints of their own: unless all have the same
+// bits, they take rank 0's.
+void Rounds::startOuterWeights(StepContext& context) {
+  std::vector<at::Tensor> flats;
+  for (const auto& part : allParts()) {
+    part->outer = {.weights = part->weights.packAs(part->dtype)};
+    flats.push_back(part->outer.weights);
+  }
+  const at::Tensor digest = digestOf(flats);
+  context
+      .submitInBackground("bagua:start_rounds", {digest},
+                          [flats, digest](Communicator& communicator, StageSeconds& seconds) mutable {
+                            const Stage stage(seconds, "start_rounds");
+                            at::Tensor least = digest.clone();
+                            at::Tensor most = digest.clone();
+                            communicator.allReduce(least, c10d::ReduceOp::MIN);
+                            communicator.allReduce(most, c10d::ReduceOp::MAX);
+                            if (least.equal(most)) return;
+                            for (auto& flat : flats) communicator.broadcast(flat, 0);
+                          })
+      ->wait(kNoTimeout);
+  for (const auto& part : allParts()) allocate(*part, context.rank());
+  hasStarted_ = true;
+  noteMemory(context);
+}
+
+void Rounds::noteMemory(StepContext& context) const {
+  std::map<std::string, int64_t> bytes;
+  for (const auto& part : allParts()) {
+    bytes["outer_weights"] += bytesOf(part->outer.weights);
+    bytes["outer_momentum"] += bytesOf(part->outer.momentum);
+    bytes["residuals"] += bytesOf(part->residual) + bytesOf(part->ownerResidual);
+  }
+  // Of the fragment on its way: its differences.
+  int64_t largest = 0;
+  for (const auto& fragment : fragments_) {
+    int64_t own = 0;
+    for (const auto& part : fragment.parts)
+      own += part->weights.numel() * static_cast<int64_t>(elementSize(part->dtype));
+    largest = std::max(largest, own);
+  }
+  bytes["largest_fragment"] = largest;
+  context.noteMemory(std::move(bytes));
+}
+
+void Rounds::beforeForward(StepContext& context) {
+  prepare(context);
+  // An error in the background comes out at the next step, not only when the delay is over.
+  for (const auto& fragment : fragments_) {
+    if (fragment.exchange && fragment.exchange->work && fragment.exchange->work->isCompleted()) {
+      fragment.exchange->work->wait(kNoTimeout);
+    }
+  }
+}
+
+void Rounds::afterStep(StepContext& context) {
+  prepare(context);
+  ++step_;
+  if (!isPaused_) {
+    if (const auto number = settings_.schedule.takenAfter(step_)) take(*number, context);
+  }
+  if (const auto number = settings_.schedule.synchronisedAfter(step_); number && fragments_[*number].exchange) {
+    synchronise(*number, context);
+  }
+}
+
+void Rounds::take(int64_t number, StepContext& context) {
+  Fragment& fragment = fragments_[number];
+  TORCH_INTERNAL_ASSERT(!fragment.exchange);
+  Exchange& exchange = fragment.exchange.emplace();
+  std::vector<at::Tensor> flats;
+  for (const auto& part : fragment.parts) {
+    flats.push_back(settings_.outer ? part->weights.subtractedFrom(part->outer.weights) : part->weights.pack());
+  }
+  if (!settings_.outer) exchange.means = flats;
+  if (number + 1 == settings_.schedule.fragments()) exchange.buffers = packAll(buffers_);
+  std::vector<at::Tensor> tensors = flats;
+  tensors.insert(tensors.end(), exchange.buffers.begin(), exchange.buffers.end());
+  const auto codec = isCoded() ? settings_.codec : nullptr;
+  auto program = [parts = fragment.parts, flats, buffers = exchange.buffers, outer = settings_.outer, codec,
+                  hierarchical = settings_.hierarchical, errorFeedback = settings_.errorFeedback,
+                  step = step_](Communicator& communicator, StageSeconds& seconds) mutable {
+    for (size_t i = 0; i < parts.size(); ++i) {
+      Part& part = *parts[i];
+      if (codec) {
+        const uint64_t key = bucketKey(kSeed, step, {BucketEntry{.parameter = part.firstParameter, .gradient = {}}});
+        const auto rounding =
+            !errorFeedback && codec->canRoundStochastically() ? Rounding::kStochastic : Rounding::kNearest;
+        const compressed::Coding coding{.codec = codec,
+                                        .sender = {rounding, key, part.residual, part.residual},
+                                        .owner = {rounding, ~key, part.ownerResidual, part.ownerResidual}};
+        compressed::reduceToMean(flats[i], {.hierarchical = hierarchical}, coding, seconds, communicator);
+      } else {
+        const Stage stage(seconds, "average_fragment");
+        communicator.allReduce(flats[i], c10d::ReduceOp::AVG);
+      }
+      if (!outer) continue;
+      const Stage stage(seconds, "outer_step");
+      rounds::step(part.outer, flats[i], *outer);
+    }
+    const Stage stage(seconds, "average_buffers");
+    for (auto& buffer : buffers) communicator.allReduce(buffer, c10d::ReduceOp::AVG);
+  };
+  exchange.work = context.submitInBackground("bagua:average_fragment", tensors, std::move(program));
+}
+
+void Rounds::synchronise(int64_t number, StepContext& context) {
+  Fragment& fragment = fragments_[number];
+  const Exchange exchange = *std::exchange(fragment.exchange, std::nullopt);
+  if (exchange.work) {
+    RECORD_USER_SCOPE("bagua:wait_for_fragment");
+    exchange.work->wait(kNoTimeout);
+  }
+  for (size_t i = 0; i < fragment.parts.size(); ++i) {
+    const Part& part = *fragment.parts[i];
+    if (settings_.outer) {
+      part.weights.mixWith(part.outer.weights, settings_.mixing);
+    } else {
+      part.weights.unpack(exchange.means[i]);
+    }
+  }
+  if (!exchange.buffers.empty()) unpackAll(buffers_, exchange.buffers);
+  fragment.synchronisedAfter = step_;
+  context.countRound();
+}
+
+void Rounds::synchronize(StepContext& context) {
+  prepare(context);
+  for (int64_t number = 0; number < settings_.schedule.fragments(); ++number) {
+    if (fragments_[number].exchange) synchronise(number, context);
+  }
+  for (int64_t number = 0; number < settings_.schedule.fragments(); ++number) {
+    if (fragments_[number].synchronisedAfter == step_) continue;
+    take(number, context);
+    synchronise(number, context);
+  }
+  if (!settings_.outer || settings_.mixing == 0) return;
+  for (const auto& part : allParts()) part->weights.unpack(part->outer.weights);
+}
+
+bool Rounds::abort(StepContext& context) {
+  if (isPaused_) return false;
+  context.checkWeightsAreFree("abort()");
+  synchronize(context);
+  return !std::exchange(isPaused_, true);
+}
+
+bool Rounds::resume(StepContext& /*context*/) { return std::exchange(isPaused_, false); }
+
+// --- Checkpoints -----------------------------------------------------------------------------------------------------
+
+AlgorithmState Rounds::state() const {
+  AlgorithmState state{{"step", counterTensor(step_)},
+                       {"has_started", counterTensor(hasStarted_ ? 1 : 0)},
+                       {"is_paused", counterTensor(isPaused_ ? 1 : 0)}};
+  for (size_t number = 0; number < fragments_.size(); ++number) {
+    const Fragment& fragment = fragments_[number];
+    if (fragment.synchronisedAfter >= 0) {
+      state.emplace(numbered("synchronised_after", number), counterTensor(fragment.synchronisedAfter));
+    }
+    if (!fragment.exchange) continue;
+    if (fragment.exchange->work) fragment.exchange->work->wait(kNoTimeout);
+    state.emplace(numbered("on_its_way", number), counterTensor(1));
+    for (size_t i = 0; i < fragment.exchange->buffers.size(); ++i) {
+      state.emplace(numbered("buffers", i), fragment.exchange->buffers[i].clone());
+    }
+  }
+  const Parts parts = allParts();
+  for (size_t number = 0; number < parts.size() && hasStarted_; ++number) {
+    const Part& part = *parts[number];
+    state.emplace(numbered("outer_weights", number), part.outer.weights.clone());
+    if (part.outer.hasMomentum) state.emplace(numbered("outer_momentum", number), part.outer.momentum.clone());
+    if (part.residual.defined()) {
+      state.emplace(numbered("residual", number), part.residual.clone());
+      state.emplace(numbered("owner_residual", number), part.ownerResidual.clone());
+    }
+  }
+  return state;
+}
+
+void Rounds::load(const AlgorithmState& state, StepContext& context) {
+  // A state that is refused changes nothing.
+  const int64_t step = counterOf(state, "step");
+  const bool hasStarted = settings_.outer && counterOf(state, "has_started") != 0;
+  const bool isPaused = counterOf(state, "is_paused") != 0;
+  if (fragments_.empty()) makeFragments(context);
+  std::vector<Loaded> loaded;
+  const Parts parts = allParts();
+  for (size_t number = 0; number < parts.size() && hasStarted; ++number) {
+    loaded.push_back(loadedPart(state, number, *parts[number], context));
+  }
+  std::vector<Fragment> fragments;
+  for (size_t number = 0; number < fragments_.size(); ++number) {
+    Fragment& fragment = fragments.emplace_back(Fragment{.parts = fragments_[number].parts});
+    const std::string synchronised = numbered("synchronised_after", number);
+    if (state.contains(synchronised)) fragment.synchronisedAfter = counterOf(state, synchronised);
+    if (!hasStarted || !state.contains(numbered("on_its_way", number))) continue;
+    Exchange& exchange = fragment.exchange.emplace();
+    if (number + 1 < fragments_.size()) continue;
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      exchange.buffers.push_back(tensorOf(state, numbered("buffers", i), buffers_[i].pack()));
+    }
+  }
+
+  // What is on its way writes to the parts.
+  for (const auto& fragment : fragments_) {
+    if (fragment.exchange && fragment.exchange->work) fragment.exchange->work->wait(kNoTimeout);
+  }
+  step_ = step;
+  isPaused_ = isPaused;
+  hasStarted_ = hasStarted;
+  fragments_ = std::move(fragments);
+  for (size_t number = 0; number < loaded.size(); ++number) {
+    Part& part = *parts[number];
+    part.outer = std::move(loaded[number].outer);
+    part.residual = std::move(loaded[number].residual);
+    part.ownerResidual = std::move(loaded[number].ownerResidual);
+    allocate(part, context.rank());
+  }
+  if (hasStarted) noteMemory(context);
+}
+
+Rounds::Loaded Rounds::loadedPart(const AlgorithmState& state, size_t number, const Part& part,
+                                  const StepContext& context) const {
+  const auto options = at::TensorOptions(context.parameters().front().device());
+  const at::Tensor like = at::empty({part.weights.numel()}, options.dtype(part.dtype));
+  Loaded loaded{.outer = {.weights = tensorOf(state, numbered("outer_weights", number), like)}};
+  const std::string momentum = numbered("outer_momentum", number);
+  if (state.contains(momentum)) {
+    loaded.outer.momentum = tensorOf(state, momentum, like);
+    loaded.outer.hasMomentum = true;
+  }
+  const std::string residual = numbered("residual", number);
+  if (!isCoded() || !settings_.errorFeedback || !state.contains(residual)) return loaded;
+  loaded.residual = tensorOf(state, residual, at::empty({part.weights.numel()}, options.dtype(at::kFloat)));
+  // Of another number of ranks it is of other elements: what it held back is lost.
+  const std::string owner = numbered("owner_residual", number);
+  const at::Tensor likeOwned = at::zeros({ownedOf(part, context.rank())}, options.dtype(at::kFloat));
+  const auto entry = state.find(owner);
+  const bool isSame = entry != state.end() && entry->second.sizes() == likeOwned.sizes();
+  loaded.ownerResidual = isSame ? tensorOf(state, owner, likeOwned) : likeOwned;
+  return loaded;
+}
+
+}  // namespace bagua::rounds

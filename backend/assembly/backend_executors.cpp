@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/assembly/backend_executors.h"
+
+#include <c10/util/Exception.h>
+
+#include "backend/assembly/make_host_executor.h"
+#include "backend/c10d/backend_communicator.h"
+#include "backend/operation/timeouts.h"
+#include "backend/topology/rank_record.h"
+#if BAGUA_WITH_CUDA
+#include "backend/nccl/nccl_executor.h"
+#endif
+
+namespace bagua {
+
+BackendExecutors::BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
+                                   const std::vector<std::string>& records, std::chrono::milliseconds timeout,
+                                   c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks)
+    : backend_(std::move(backend)),
+      identity_{groupName, backend_->getRank(), backend_->getSize()},
+      members_(membersOf(records)),
+      topology_(std::make_shared<const HostTopology>(members_.topology)),
+      timeout_(limitedTimeout(timeout)),
+      health_(identity_, std::move(store), std::move(globalRanks)) {
+  TORCH_CHECK_VALUE(topology_->size() == identity_.size, "bagua: expected the records of ", identity_.size,
+                    " ranks, got ", topology_->size());
+}
+
+BackendExecutors::~BackendExecutors() {
+  if (!mark_.isFromParent()) return;
+  neverDestroy(std::move(executor_));
+  neverDestroy(c10::intrusive_ptr<c10d::Backend>(backend_));
+}
+
+Executor& BackendExecutors::executorFor(at::Device device) {
+  TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(), "bagua: group '", identity_.name,
+                   "' belongs to the process that has forked this one, which is no rank of it");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (executor_) {
+    TORCH_CHECK_VALUE(*device_ == device, "bagua: a hook serves the tensors of one device, got ", *device_, " and ",
+                      device);
+    return *executor_;
+  }
+  if (device.is_cpu()) {
+    executor_ = makeHostExecutor(
+        identity_, members_, topology_, [this] { return backend_; }, health_);
+  } else {
+#if BAGUA_WITH_CUDA
+    const auto log = health_.addLog("cuda");
+    executor_ = makeStreamExecutor(identity_, std::make_unique<BackendCommunicator>(backend_, topology_), device, log);
+    endWithGroup(executor_, *log);
+#else
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate gradients on ", device);
+#endif
+  }
+  device_ = device;
+  return *executor_;
+}
+
+}  // namespace bagua

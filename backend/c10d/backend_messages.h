@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "backend/host/message_transport.h"
+
+namespace bagua {
+
+// Messages over a c10d backend that posts them at once (Gloo does).
+class BackendMessages final : public MessageTransport {
+ public:
+  explicit BackendMessages(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+
+  c10::intrusive_ptr<c10d::Work> send(const at::Tensor& bytes, int peer, int tag) override;
+  c10::intrusive_ptr<c10d::Work> receive(const at::Tensor& bytes, int peer, int tag) override;
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+namespace bagua {
+
+// While it lives, this thread is in the state that a program with these results runs in, on whichever thread: without
+// gradients, and in inference mode if it writes to inference tensors, which torch lets nobody change outside of that
+// mode. What else the program makes is of the same kind on the caller's thread as on the executor's own.
+class ProgramMode {
+ public:
+  explicit ProgramMode(const std::vector<at::Tensor>& results) {
+    const bool isNeeded =
+        std::any_of(results.begin(), results.end(), [](const at::Tensor& result) { return result.is_inference(); });
+    if (isNeeded != c10::InferenceMode::is_enabled()) inferenceMode_.emplace(isNeeded);
+    noGrad_.emplace();
+  }
+
+ private:
+  std::optional<c10::InferenceMode> inferenceMode_;
+  // After the mode, which sets it too; gone before it.
+  std::optional<at::NoGradGuard> noGrad_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <type_traits>
+
+// What travels on a connection between two processes: one Hello from whoever has opened it, then frames. Integers are
+// little-endian. Whatever comes is checked before it is believed: see checkFrame().
+namespace bagua::wire {
+
+// Bumped whenever a byte of these structures changes its meaning.
+inline constexpr uint16_t kVersion = 1;
+
+// A process, drawn at random when it starts to communicate.
+using ProcessId = std::array<uint64_t, 2>;
+
+struct Hello {
+  static constexpr uint32_t kMagic = 0x4857'4742;  // "BGWH"
+  uint32_t magic = kMagic;
+  uint16_t version = kVersion;
+  uint16_t unused = 0;
+  ProcessId from = {};
+  ProcessId to = {};
+  // Of the link that the connection belongs to. A process that has lost a link makes another one.
+  uint64_t link = 0;
+};
+static_assert(sizeof(Hello) == 48 && std::is_trivially_copyable_v<Hello>);
+
+// Which message of a group a frame belongs to.
+struct MessageKey {
+  // The operation's sequence number, or what a message between two ranks is called by.
+  uint64_t stream = 0;
+  // The sender, in the group.
+  uint32_t source = 0;
+  // Messages of a stream from one rank to another are counted.
+  uint32_t index = 0;
+
+  friend auto operator<=>(const MessageKey&, const MessageKey&) = default;
+};
+
+struct Frame {
+  static constexpr uint32_t kMagic = 0x4657'4742;  // "BGWF"
+  enum class Kind : uint16_t {
+    // A part of a message.
+    kData = 1,
+    // The receiver has a place for the first `total` bytes of the message.
+    kPlace = 2,
+    // The sender, key.source, has left the group, to which it has sent `total` data frames on this link.
+    kLeave = 3,
+  };
+  uint32_t magic = kMagic;
+  Kind kind = Kind::kData;
+  // Bytes of context between this header and the payload. Only the frame with offset 0 has some.
+  uint16_t contextBytes = 0;
+  uint64_t group = 0;
+  MessageKey key = {};
+  // Bytes of the message, and where the payload of this frame lies in it.
+  uint64_t total = 0;
+  uint64_t offset = 0;
+  uint32_t payloadBytes = 0;
+  uint32_t unused = 0;
+};
+static_assert(sizeof(Frame) == 56 && std::is_trivially_copyable_v<Frame>);
+
+// Of one frame: small enough that several connections share a message evenly, and that what is urgent waits for little.
+inline constexpr uint32_t kMostPayload = 256U << 10U;
+inline constexpr uint16_t kMostContext = 512;
+// What is sent of a message before its receiver has said that it has a place for it.
+inline constexpr uint64_t kEagerBytes = 4U << 20U;
+inline constexpr uint64_t kLargestMessage = uint64_t{1} << 46U;
+
+// Whether a frame is about messages and carries none.
+inline bool isControl(const Frame& frame) {
+  return frame.kind == Frame::Kind::kPlace || frame.kind == Frame::Kind::kLeave;
+}
+
+// Whether a header can be what it says it is. Nothing of it is used before.
+inline bool isValid(const Frame& frame) {
+  if (frame.magic != Frame::kMagic || frame.payloadBytes > kMostPayload || frame.contextBytes > kMostContext)
+    return false;
+  if (isControl(frame)) return frame.payloadBytes == 0 && frame.contextBytes == 0;
+  return frame.kind == Frame::Kind::kData && frame.total <= kLargestMessage && frame.offset <= frame.total &&
+         frame.payloadBytes <= frame.total - frame.offset && (frame.offset == 0 || frame.contextBytes == 0);
+}
+
+}  // namespace bagua::wire

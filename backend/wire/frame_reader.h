@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/wire/frame.h"
+#include "backend/wire/incoming.h"
+#include "backend/wire/socket.h"
+
+namespace bagua::wire {
+
+// Reads frames from a socket and puts their payload where it belongs. On the loop's thread only.
+class FrameReader {
+ public:
+  // Where the payload of a data frame goes: null refuses the frame, and the connection with it.
+  using Begin = std::function<std::shared_ptr<Incoming>(const Frame& frame, const std::vector<uint8_t>& context)>;
+  // A frame that carries no message.
+  using Control = std::function<void(const Frame& frame)>;
+  // All of a data frame is there.
+  using End = std::function<void(const Frame& frame)>;
+
+  FrameReader(Begin begin, End end, Control control)
+      : begin_(std::move(begin)), end_(std::move(end)), control_(std::move(control)) {}
+
+  // kDry: there is no more for now. kError: the text is in error().
+  enum class Result { kMore, kDry, kEnd, kError };
+  // Reads what is there, for a while.
+  Result read(int socket);
+  [[nodiscard]] const std::string& error() const { return error_; }
+  // Whether the peer's end came in the middle of a frame.
+  [[nodiscard]] bool isInFrame() const { return isInPayload_ || filled_ > used_; }
+
+ private:
+  bool parse();
+  bool beginFrame();
+  bool takeBuffered();
+  Result readPayload(int socket);
+  Result fill(int socket);
+  Result failWith(std::string text);
+
+  const Begin begin_;
+  const End end_;
+  const Control control_;
+  // What was read ahead: headers and small payloads.
+  std::array<uint8_t, 64U << 10U> buffer_{};
+  size_t used_ = 0;
+  size_t filled_ = 0;
+  Frame frame_;
+  bool isInPayload_ = false;
+  uint64_t payloadRead_ = 0;
+  std::shared_ptr<Incoming> message_;
+  std::string error_;
+};
+
+}  // namespace bagua::wire

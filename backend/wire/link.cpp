@@ -1,0 +1,431 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/wire/link.h"
+
+#include <c10/util/Exception.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+namespace bagua::wire {
+namespace {
+
+// From this round trip on a link has all the connections that it may; below, two keep a fast line busy.
+constexpr uint32_t kDistantMicroseconds = 2000;
+constexpr int kNearConnections = 2;
+// Of places told ahead: what a peer may have this rank remember.
+constexpr size_t kMostPlacesAhead = 65536;
+// What has to wait before another connection is worth its opening.
+constexpr uint64_t kBacklogBytes = 512U << 10U;
+
+template <class Object>
+std::vector<uint8_t> bytesOf(const Object& object) {
+  const auto* const begin = reinterpret_cast<const uint8_t*>(&object);
+  return {begin, begin + sizeof(object)};
+}
+
+}  // namespace
+
+// One socket of a link. What is written to it is guarded by the link's mutex, but for the writing itself, which one
+// thread at a time does without it.
+class Link::Connection final : public EventLoop::Handler, public std::enable_shared_from_this<Connection> {
+ public:
+  Connection(std::weak_ptr<Link> link, FileDescriptor socket, const Receiver& receiver, bool isConnecting)
+      : socket_(std::move(socket)),
+        isConnecting(isConnecting),
+        isBlocked(isConnecting),
+        link_(std::move(link)),
+        reader_(receiver.begin, receiver.end, [this](const Frame& frame) {
+          if (const auto owner = link_.lock()) owner->onControl(frame);
+        }) {}
+
+  void onReadable() override {
+    const auto link = link_.lock();
+    if (!link) return;
+    // Why it cannot connect, which also counts as readable.
+    if (isConnecting) return link->onWritable(*this);
+    link->onRead(shared_from_this(), reader_.read(number()));
+  }
+  void onWritable() override {
+    const auto link = link_.lock();
+    if (link) link->onWritable(*this);
+  }
+
+  [[nodiscard]] int number() const { return socket_.number(); }
+  [[nodiscard]] const FileDescriptor& socket() const { return socket_; }
+  [[nodiscard]] const FrameReader& reader() const { return reader_; }
+  [[nodiscard]] bool hasToWrite() const { return headWritten < head.size() || payloadLeft > 0; }
+
+  // Without the link's mutex. The error, or 0.
+  int write() {
+    while (hasToWrite()) {
+      std::array<iovec, 2> parts{
+          {{head.data() + headWritten, head.size() - headWritten}, {const_cast<uint8_t*>(payload), payloadLeft}}};
+      msghdr message{};
+      message.msg_iov = parts.data();
+      message.msg_iovlen = parts.size();
+      const ssize_t size = sendmsg(number(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (size < 0) return errno;
+      const size_t ofHead = std::min(static_cast<size_t>(size), head.size() - headWritten);
+      headWritten += ofHead;
+      payload += static_cast<size_t>(size) - ofHead;
+      payloadLeft -= static_cast<size_t>(size) - ofHead;
+    }
+    return 0;
+  }
+
+ private:
+  const FileDescriptor socket_;
+
+ public:
+  // The frame that is being written.
+  std::vector<uint8_t> head;
+  size_t headWritten = 0;
+  const uint8_t* payload = nullptr;
+  uint64_t payloadLeft = 0;
+  uint64_t payloadBytes = 0;
+  // Where the payload lies in its message.
+  uint64_t offset = 0;
+  std::shared_ptr<Outgoing> message;
+  // Payload of a message that was cancelled.
+  std::vector<uint8_t> own;
+
+  bool isConnecting = false;
+  // The kernel takes no more; the loop tells when it does.
+  bool isBlocked = false;
+  // A thread is writing.
+  bool isBusy = false;
+  bool isClosed = false;
+  // The peer sends nothing more.
+  bool hasEnded = false;
+
+ private:
+  const std::weak_ptr<Link> link_;
+  FrameReader reader_;
+};
+
+Link::Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, uint64_t id, int mostConnections,
+           Receiver receiver)
+    : loop_(std::move(loop)),
+      self_(self),
+      id_(id),
+      mostConnections_(mostConnections),
+      receiver_(std::move(receiver)),
+      peer_(std::move(peer)) {}
+
+Link::~Link() {
+  for (const auto& connection : connections_) loop_->remove(connection->number());
+}
+
+void Link::send(const std::shared_ptr<Outgoing>& outgoing) {
+  Lock lock(mutex_);
+  if (!error_.empty()) return;
+  const auto place = placesAhead_.find({outgoing->group, outgoing->key});
+  if (place != placesAhead_.end()) {
+    outgoing->allowed = std::max(outgoing->allowed, place->second);
+    placesAhead_.erase(place);
+  }
+  queue_.push_back(outgoing);
+  pump(lock);
+}
+
+void Link::makeReady(const std::shared_ptr<Outgoing>& outgoing, uint64_t ready) {
+  Lock lock(mutex_);
+  outgoing->ready = std::max(outgoing->ready, ready);
+  pump(lock);
+}
+
+void Link::connect() {
+  std::string failure;
+  {
+    const Lock lock(mutex_);
+    if (!error_.empty() || !connections_.empty() || peer_.address.size() == 0) return;
+    try {
+      open();
+    } catch (const c10::Error& error) {
+      failure = error.what_without_backtrace();
+    }
+  }
+  if (!failure.empty()) close(failure);
+}
+
+void Link::tellPlace(uint64_t group, const MessageKey& key, uint64_t bytes) {
+  Lock lock(mutex_);
+  if (!error_.empty()) return;
+  controls_.push_back({.kind = Frame::Kind::kPlace, .group = group, .key = key, .total = bytes});
+  pump(lock);
+}
+
+void Link::leave(uint64_t group, uint32_t source) {
+  Lock lock(mutex_);
+  if (!error_.empty()) return;
+  std::erase_if(queue_, [&](const auto& outgoing) { return outgoing->group == group; });
+  std::erase_if(placesAhead_, [&](const auto& place) { return place.first.first == group; });
+  const auto frames = framesOf_.find(group);
+  const uint64_t count = frames == framesOf_.end() ? 0 : frames->second;
+  if (frames != framesOf_.end()) framesOf_.erase(frames);
+  const MessageKey key{.stream = 0, .source = source, .index = 0};
+  controls_.push_back({.kind = Frame::Kind::kLeave, .group = group, .key = key, .total = count});
+  pump(lock);
+}
+
+void Link::onControl(const Frame& frame) {
+  if (frame.kind == Frame::Kind::kPlace) return onPlace(frame);
+  receiver_.leave(frame);
+}
+
+void Link::onPlace(const Frame& frame) {
+  Lock lock(mutex_);
+  const auto isMeant = [&](const auto& outgoing) {
+    return outgoing->group == frame.group && outgoing->key == frame.key;
+  };
+  const auto outgoing = std::find_if(queue_.begin(), queue_.end(), isMeant);
+  if (outgoing == queue_.end()) {
+    // A message that is complete needs no place any more; the sender of one that is to come will look here.
+    if (placesAhead_.size() >= kMostPlacesAhead) placesAhead_.erase(placesAhead_.begin());
+    auto& ahead = placesAhead_[{frame.group, frame.key}];
+    ahead = std::max(ahead, frame.total);
+    return;
+  }
+  (*outgoing)->allowed = std::max((*outgoing)->allowed, frame.total);
+  pump(lock);
+}
+
+Link::State Link::stateOf(const Outgoing& outgoing) {
+  const Lock lock(mutex_);
+  if (outgoing.isComplete()) {
+    return {.isComplete = true, .hasContextGone = true, .gone = outgoing.total, .error = ""};
+  }
+  State state{.hasContextGone = outgoing.hasBegun, .gone = outgoing.taken, .error = error_};
+  for (const auto& connection : connections_) {
+    if (connection->message.get() != &outgoing) continue;
+    state.gone = std::min(state.gone, connection->offset);
+    if (connection->offset == 0) state.hasContextGone = false;
+  }
+  return state;
+}
+
+void Link::cancel(const std::shared_ptr<Outgoing>& outgoing) {
+  Lock lock(mutex_);
+  outgoing->isCancelled = true;
+  std::erase(queue_, outgoing);
+  for (const auto& connection : connections_) {
+    if (connection->message != outgoing) continue;
+    written_.wait(lock, [&] { return !connection->isBusy; });
+    if (connection->message != outgoing) continue;
+    connection->own.assign(connection->payload, connection->payload + connection->payloadLeft);
+    connection->payload = connection->own.data();
+  }
+}
+
+bool Link::isLost() {
+  const Lock lock(mutex_);
+  return !error_.empty();
+}
+
+int Link::connections() {
+  const Lock lock(mutex_);
+  return static_cast<int>(connections_.size());
+}
+
+// --- Connections -----------------------------------------------------------------------------------------------------
+
+bool Link::adopt(FileDescriptor& socket, uint64_t peerLink) {
+  Lock lock(mutex_);
+  if (!error_.empty() || peerLink_.value_or(peerLink) != peerLink) return false;
+  peerLink_ = peerLink;
+  const int number = socket.number();
+  const auto connection = std::make_shared<Connection>(weak_from_this(), std::move(socket), receiver_, false);
+  connections_.push_back(connection);
+  loop_->add(number, connection, false);
+  pump(lock);
+  return true;
+}
+
+void Link::learnAddress(const SocketAddress& address) {
+  const Lock lock(mutex_);
+  peer_.address = address;
+}
+
+void Link::open() {
+  FileDescriptor socket = startConnecting(peer_.address);
+  const int number = socket.number();
+  const auto connection = std::make_shared<Connection>(weak_from_this(), std::move(socket), receiver_, true);
+  Hello hello;
+  hello.from = self_;
+  hello.to = peer_.process;
+  hello.link = id_;
+  connection->head = bytesOf(hello);
+  connections_.push_back(connection);
+  loop_->add(number, connection, true);
+}
+
+void Link::openWhereNeeded() {
+  const auto count = static_cast<int>(connections_.size());
+  // A link that the peer has opened, before any group has told us where it listens: its connections have to do.
+  if (peer_.address.size() == 0) return;
+  if (count == 0) return open();
+  if (count >= mostConnections_) return;
+  uint64_t waiting = 0;
+  for (const auto& outgoing : queue_) waiting += outgoing->sendable() - outgoing->taken;
+  const auto isConnecting = [](const auto& connection) { return connection->isConnecting; };
+  if (waiting < kBacklogBytes || std::any_of(connections_.begin(), connections_.end(), isConnecting)) return;
+  const bool isDistant = shortestRoundTrip(connections_.front()->socket()) >= kDistantMicroseconds;
+  const int wanted = isDistant ? mostConnections_ : std::min(kNearConnections, mostConnections_);
+  // All at once: one after another would take a round trip each.
+  for (int i = count; i < wanted; ++i) open();
+}
+
+void Link::onWritable(Connection& connection) {
+  Lock lock(mutex_);
+  if (connection.isClosed || connection.isBusy) return;
+  if (connection.isConnecting) {
+    const std::string error = errorOf(connection.socket());
+    if (!error.empty()) {
+      lock.unlock();
+      return close("cannot connect to " + peer_.address.address() + " port " + std::to_string(peer_.address.port()) +
+                   ": " + error);
+    }
+    connection.isConnecting = false;
+  }
+  connection.isBlocked = false;
+  loop_->askForWritable(connection.number(), false);
+  pump(lock);
+}
+
+void Link::onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result) {
+  using Result = FrameReader::Result;
+  if (result == Result::kMore || result == Result::kDry) return;
+  const bool isEnd = result == Result::kEnd && !connection->reader().isInFrame();
+  if (!isEnd) {
+    const std::string why = result == Result::kEnd ? "in the middle of a message" : connection->reader().error();
+    return close("Connection closed by peer: " + why);
+  }
+  Lock lock(mutex_);
+  connection->hasEnded = true;
+  loop_->remove(connection->number());
+  // The others may still hold what the peer has sent before it ended.
+  if (!std::all_of(connections_.begin(), connections_.end(), [](const auto& other) { return other->hasEnded; })) return;
+  lock.unlock();
+  close("Connection closed by peer");
+}
+
+void Link::close(const std::string& reason) {
+  std::vector<std::shared_ptr<Connection>> closed;
+  std::vector<std::shared_ptr<Signal>> signals;
+  {
+    const Lock lock(mutex_);
+    if (!error_.empty()) return;
+    error_ = reason;
+    // Kept until the link goes: a thread may be writing to one.
+    closed = connections_;
+    for (const auto& outgoing : queue_) signals.push_back(outgoing->signal);
+    for (const auto& connection : closed) {
+      connection->isClosed = true;
+      if (connection->message) signals.push_back(connection->message->signal);
+      shutdown(connection->number(), SHUT_RDWR);
+    }
+    queue_.clear();
+    controls_.clear();
+  }
+  for (const auto& connection : closed) loop_->remove(connection->number());
+  for (const auto& signal : signals) signal->notify();
+  receiver_.lost(reason);
+}
+
+// --- Writing ---------------------------------------------------------------------------------------------------------
+
+bool Link::giveFrame(Connection& connection) {
+  if (!controls_.empty()) {
+    connection.head = bytesOf(controls_.front());
+    connection.headWritten = 0;
+    controls_.pop_front();
+    return true;
+  }
+  const auto next = std::find_if(queue_.begin(), queue_.end(), [](const auto& message) { return message->hasFrame(); });
+  if (next == queue_.end()) return false;
+  const auto outgoing = *next;
+  giveFrameOf(*outgoing, outgoing, connection);
+  return true;
+}
+
+void Link::giveFrameOf(Outgoing& outgoing, const std::shared_ptr<Outgoing>& owner, Connection& connection) {
+  Frame frame{.kind = Frame::Kind::kData, .group = outgoing.group, .key = outgoing.key, .total = outgoing.total};
+  frame.offset = outgoing.taken;
+  frame.payloadBytes = static_cast<uint32_t>(std::min<uint64_t>(outgoing.sendable() - outgoing.taken, kMostPayload));
+  frame.contextBytes = outgoing.hasBegun ? 0 : static_cast<uint16_t>(outgoing.context.size());
+  connection.head = bytesOf(frame);
+  if (!outgoing.hasBegun) {
+    connection.head.insert(connection.head.end(), outgoing.context.begin(), outgoing.context.end());
+  }
+  connection.headWritten = 0;
+  connection.payload = outgoing.data + outgoing.taken;
+  connection.payloadLeft = frame.payloadBytes;
+  connection.payloadBytes = frame.payloadBytes;
+  connection.offset = frame.offset;
+  connection.message = owner;
+  ++framesOf_[outgoing.group];
+  outgoing.hasBegun = true;
+  outgoing.taken += frame.payloadBytes;
+  if (outgoing.taken == outgoing.total) std::erase(queue_, owner);
+}
+
+void Link::afterWriting(Connection& connection, std::vector<std::shared_ptr<Signal>>& signals) {
+  if (connection.hasToWrite()) return;
+  connection.head.clear();
+  connection.headWritten = 0;
+  connection.own.clear();
+  const auto message = std::exchange(connection.message, nullptr);
+  if (!message) return;
+  message->sent += std::exchange(connection.payloadBytes, 0);
+  if (message->isComplete() || message->tellsProgress) signals.push_back(message->signal);
+}
+
+void Link::pump(Lock& lock) {
+  std::vector<std::shared_ptr<Signal>> signals;
+  std::string failure;
+  while (error_.empty() && failure.empty()) {
+    const auto isFree = [](const auto& connection) {
+      return !connection->isBlocked && !connection->isBusy && !connection->isClosed;
+    };
+    // What is half written first; then a connection that a frame can be given to.
+    std::shared_ptr<Connection> connection;
+    for (const auto& candidate : connections_) {
+      if (isFree(candidate) && (candidate->hasToWrite() || giveFrame(*candidate))) {
+        connection = candidate;
+        break;
+      }
+    }
+    if (!connection) break;
+    connection->isBusy = true;
+    lock.unlock();
+    const int error = connection->write();
+    lock.lock();
+    connection->isBusy = false;
+    written_.notify_all();
+    afterWriting(*connection, signals);
+    if (error == EAGAIN || error == EWOULDBLOCK) {
+      connection->isBlocked = true;
+      loop_->askForWritable(connection->number(), true);
+    } else if (error != 0 && error != EINTR) {
+      failure = "Connection closed by peer: " + std::generic_category().message(error);
+    }
+  }
+  if (error_.empty() && failure.empty() && (!queue_.empty() || !controls_.empty())) {
+    try {
+      openWhereNeeded();
+    } catch (const c10::Error& error) {
+      failure = error.what_without_backtrace();
+    }
+  }
+  lock.unlock();
+  for (const auto& signal : signals) signal->notify();
+  if (!failure.empty()) close(failure);
+}
+
+}  // namespace bagua::wire

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backend/wire/event_loop.h"
+#include "backend/wire/frame_reader.h"
+#include "backend/wire/incoming.h"
+
+namespace bagua::wire {
+
+// A message on its way out, in its link's hands. Read through Link::stateOf().
+struct Outgoing {
+  uint64_t group = 0;
+  MessageKey key;
+  const uint8_t* data = nullptr;
+  uint64_t total = 0;
+  std::vector<uint8_t> context;
+  std::shared_ptr<Signal> signal;
+
+  // Bytes from the beginning that may leave; that the receiver takes; that connections have been given; that the kernel
+  // has. The last is a count: frames overtake each other.
+  uint64_t ready = 0;
+  uint64_t allowed = kEagerBytes;
+  uint64_t taken = 0;
+  uint64_t sent = 0;
+  bool hasBegun = false;
+  bool isCancelled = false;
+  // Whether `signal` is told of every frame that has gone, not only of the last.
+  bool tellsProgress = false;
+
+  [[nodiscard]] uint64_t sendable() const { return std::min(ready, allowed); }
+  // An empty message is a frame too.
+  [[nodiscard]] bool hasFrame() const { return taken < sendable() || (!hasBegun && total == 0); }
+  [[nodiscard]] bool isComplete() const { return hasBegun && sent == total; }
+};
+
+// All connections between this process and another one. Messages are cut into frames, which go out on whatever
+// connection takes one next, the oldest message first. Any thread may call; who sends writes to the sockets himself as
+// long as they take it, and the event loop goes on from there.
+//
+// Connections are opened by who has something to send. With a distance there are several: one alone is limited by the
+// kernel's buffers, and recovers slowly from a loss.
+class Link final : public std::enable_shared_from_this<Link> {
+ public:
+  struct Peer {
+    ProcessId process{};
+    SocketAddress address;
+  };
+  // Frames that come for a group: see FrameReader.
+  struct Receiver {
+    FrameReader::Begin begin;
+    FrameReader::End end;
+    // Of a group: its sender has left, after so many data frames.
+    FrameReader::Control leave;
+    // The link is lost, with what was under way on it.
+    std::function<void(const std::string& error)> lost;
+  };
+  struct State {
+    bool isComplete = false;
+    // The first frame, with the context, has gone.
+    bool hasContextGone = false;
+    // Bytes from the beginning that are no longer read.
+    uint64_t gone = 0;
+    // Not empty: it will never be.
+    std::string error;
+  };
+
+  Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, uint64_t id, int mostConnections,
+       Receiver receiver);
+  ~Link();
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  // The first `ready` bytes may leave at once. `outgoing.data` stays until it is complete or cancelled.
+  void send(const std::shared_ptr<Outgoing>& outgoing);
+  void makeReady(const std::shared_ptr<Outgoing>& outgoing, uint64_t ready);
+  State stateOf(const Outgoing& outgoing);
+  // From here on its data are not read. Its frames that have begun are completed with what is in them.
+  void cancel(const std::shared_ptr<Outgoing>& outgoing);
+  // Opens a connection where there is none, though there is nothing to send: whoever waits for the peer is to notice
+  // its end.
+  void connect();
+  // Tells the peer that there is a place for the first `bytes` of its message.
+  void tellPlace(uint64_t group, const MessageKey& key, uint64_t bytes);
+  // Gives up what is still to be sent for a group, and tells the peer that no more will come from rank `source`.
+  void leave(uint64_t group, uint32_t source);
+
+  // A connection that the peer has opened, for its link `peerLink`. False where that is another than so far: the peer
+  // has lost the one that this is the end of.
+  bool adopt(FileDescriptor& socket, uint64_t peerLink);
+  // The peer has opened the link; this is where we can reach it.
+  void learnAddress(const SocketAddress& address);
+  void close(const std::string& reason);
+  [[nodiscard]] bool isLost();
+  // For statistics and tests.
+  [[nodiscard]] int connections();
+
+ private:
+  class Connection;
+  using Lock = std::unique_lock<std::mutex>;
+
+  // Under the mutex.
+  void openWhereNeeded();
+  void open();
+  bool giveFrame(Connection& connection);
+  void giveFrameOf(Outgoing& outgoing, const std::shared_ptr<Outgoing>& owner, Connection& connection);
+  void afterWriting(Connection& connection, std::vector<std::shared_ptr<Signal>>& signals);
+  // Writes until nothing is left or nobody takes it.
+  void pump(Lock& lock);
+
+  // From connections, on the loop's thread.
+  void onWritable(Connection& connection);
+  void onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result);
+  void onControl(const Frame& frame);
+  void onPlace(const Frame& frame);
+
+  const std::shared_ptr<EventLoop> loop_;
+  const ProcessId self_;
+  const uint64_t id_;
+  const int mostConnections_;
+  const Receiver receiver_;
+
+  std::mutex mutex_;
+  Peer peer_;
+  // A thread has come back from writing.
+  std::condition_variable written_;
+  std::vector<std::shared_ptr<Connection>> connections_;
+  // In the order of submission.
+  std::deque<std::shared_ptr<Outgoing>> queue_;
+  // Without a message. They go first.
+  std::deque<Frame> controls_;
+  // Places that the peer has told of, for messages that this rank has not come to yet.
+  std::map<std::pair<uint64_t, MessageKey>, uint64_t> placesAhead_;
+  // Data frames of each group that have begun to leave.
+  std::map<uint64_t, uint64_t> framesOf_;
+  std::optional<uint64_t> peerLink_;
+  std::string error_;
+};
+
+}  // namespace bagua::wire

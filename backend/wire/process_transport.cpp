@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/wire/process_transport.h"
+
+#include <mutex>
+#include <optional>
+
+#include "backend/config.h"
+#include "backend/process_mark.h"
+#include "backend/wire/local_address.h"
+
+namespace bagua::wire {
+namespace {
+
+struct Kept {
+  ProcessMark mark;
+  std::shared_ptr<Transport> transport;
+};
+
+}  // namespace
+
+std::shared_ptr<Transport> processTransport() {
+  // Never destroyed: groups may be left behind at the end of the process, when the order of destruction is anybody's.
+  // The kernel closes the connections.
+  static auto* const mutex = new std::mutex;            // NOLINT(cppcoreguidelines-owning-memory)
+  static auto* const kept = new std::optional<Kept>();  // NOLINT(cppcoreguidelines-owning-memory)
+  const std::lock_guard<std::mutex> lock(*mutex);
+  // The parent's threads are not here.
+  if (*kept && (*kept)->mark.isFromParent()) neverDestroy(std::move((*kept)->transport));
+  if (!*kept || (*kept)->mark.isFromParent()) {
+    kept->reset();
+    kept->emplace(Kept{.mark = {}, .transport = Transport::listenAt(localAddress(), config::socketConnections())});
+  }
+  return (*kept)->transport;
+}
+
+}  // namespace bagua::wire

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+
+#include "backend/wire/transport.h"
+
+namespace bagua::wire {
+
+// The transport of this process, which all of its groups share; made at the first call, at localAddress(). Throws
+// DistNetworkError or ValueError. A forked child gets one of its own.
+std::shared_ptr<Transport> processTransport();
+
+}  // namespace bagua::wire

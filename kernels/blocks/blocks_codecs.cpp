@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "kernels/blocks/blocks_loops.h"
+#include "kernels/codec.h"
+#include "kernels/processor.h"
+#include "kernels/share_out.h"
+#if BAGUA_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "kernels/blocks/blocks_cuda.h"
+#endif
+
+// The block codecs as Codec, and their registration: int8, 4bit, 2bit and 1bit. The formats are in blocks_formats.h.
+namespace bagua::blocks {
+namespace {
+
+// Groups that a thread takes at a time: enough to outweigh waking it.
+constexpr int64_t kGroupsOfThread = 128;
+
+// Groups whose sums are made at once, and stay in the nearest cache.
+constexpr int64_t kGroupsOfMean = 16;
+
+struct InstructionSet {
+  const char* name;
+  const Loops& loops;
+};
+
+// Those that this machine can run, the fastest last.
+const std::vector<InstructionSet>& availableSets() {
+  static const std::vector<InstructionSet> kAvailable = [] {
+    std::vector<InstructionSet> available = {{"scalar", scalarLoops()}};
+#if defined(__x86_64__)
+    if (hasAvx2()) available.push_back({"avx2", avx2Loops()});
+    if (hasAvx512()) available.push_back({"avx512", avx512Loops()});
+#endif
+    return available;
+  }();
+  return kAvailable;
+}
+
+// Calls f with a value of the element type that `dtype` names.
+template <class F>
+void withElement(at::ScalarType dtype, const F& f) {
+  switch (dtype) {
+    case at::kFloat:
+      return f(float{});
+    case at::kDouble:
+      return f(double{});
+    case at::kHalf:
+      return f(HalfBits{});
+    case at::kBFloat16:
+      return f(BFloat16Bits{});
+    default:
+      TORCH_CHECK_TYPE(false, "block codecs expect float32, float64, float16 or bfloat16, got ", dtype);
+  }
+}
+
+template <class T>
+const T* dataOf(const at::Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <class T>
+T* mutableDataOf(const at::Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+template <class Element>
+Source<Element> sourceOf(const at::Tensor& values, const Encoding& encoding) {
+  Source<Element> source{dataOf<Element>(values), nullptr, nullptr, encoding.rounding == Rounding::kStochastic,
+                         encoding.key};
+  if (encoding.hasFeedback()) {
+    source.residual = dataOf<float>(encoding.residual);
+    source.nextResidual = mutableDataOf<float>(encoding.nextResidual);
+  }
+  return source;
+}
+
+#if BAGUA_WITH_CUDA
+cuda::Launch launchOn(const at::Tensor& tensor) {
+  return {at::cuda::getCurrentCUDAStream(tensor.device().index()),
+          at::cuda::getDeviceProperties(tensor.device().index())->multiProcessorCount};
+}
+#endif
+
+struct Format {
+  const char* name;
+  const char* summary;
+  int position;
+  FormatLoops Loops::*loops;
+  int64_t groupBytes;
+  // Whether the decoder has to know the key, which then is the header.
+  bool isRotated;
+#if BAGUA_WITH_CUDA
+  const cuda::FormatKernels& (*kernels)();
+#endif
+};
+
+class BlockCodec final : public Codec {
+ public:
+  BlockCodec(const Format& format, const Loops& loops) : format_(format), loops_(loops.*format.loops) {}
+
+  [[nodiscard]] PackedLayout layout() const override {
+    return {.headerBytes = headerBytes(), .groupElements = kGroup, .groupBytes = format_.groupBytes, .alignment = 1};
+  }
+
+  [[nodiscard]] bool canRoundStochastically() const override { return true; }
+
+  void start(const at::Tensor& values, const Encoding& encoding, at::Tensor& packed) const override {
+    // On CUDA encode() does it all.
+    if (packed.is_cuda()) return;
+    auto* bytes = mutableDataOf<uint8_t>(packed);
+    const int64_t used = layout().packedBytes(values.numel());
+    if (format_.isRotated) std::memcpy(bytes, &encoding.key, sizeof(encoding.key));
+    std::memset(bytes + used, 0, static_cast<size_t>(packed.numel() - used));
+  }
+
+  void encode(const at::Tensor& values, const Piece& piece, const Encoding& encoding,
+              at::Tensor& packed) const override {
+    if (values.is_cuda()) return encodeOnCuda(values, encoding, packed);
+    auto* bytes = mutableDataOf<uint8_t>(packed);
+    withElement(values.scalar_type(), [&](auto element) {
+      using Element = decltype(element);
+      const auto source = sourceOf<Element>(values, encoding);
+      forParts(piece, kGroupsOfThread, [&](int64_t begin, int64_t end) {
+        loops_.of<Element>().encode(source, begin, end, bytes + offsetOf(begin));
+      });
+    });
+  }
+
+  void decode(const at::Tensor& packed, const Piece& piece, at::Tensor& values) const override {
+    if (values.is_cuda()) return decodeOnCuda(packed, values);
+    const auto* bytes = dataOf<uint8_t>(packed);
+    withElement(values.scalar_type(), [&](auto element) {
+      using Element = decltype(element);
+      forParts(piece, kGroupsOfThread, [&](int64_t begin, int64_t end) {
+        loops_.of<Element>().decode(bytes + offsetOf(begin), keyOf(bytes), begin, end, mutableDataOf<Element>(values));
+      });
+    });
+  }
+
+  void decodeAdd(const at::Tensor& packed, const Piece& piece, at::ScalarType dtype, at::Tensor& sums) const override {
+    if (sums.is_cuda()) return addOnCuda(packed, dtype, sums);
+    const auto* bytes = dataOf<uint8_t>(packed);
+    withElement(dtype, [&](auto element) {
+      using Element = decltype(element);
+      using T = ElementTraits<Element>::Compute;
+      forParts(piece, kGroupsOfThread, [&](int64_t begin, int64_t end) {
+        loops_.of<Element>().add(bytes + offsetOf(begin), keyOf(bytes), begin, end,
+                                 mutableDataOf<T>(sums) + (begin - piece.begin));
+      });
+    });
+  }
+
+  void decodeMean(const at::Tensor& copies, const Piece& piece, double divisor, const Encoding& encoding,
+                  at::Tensor& mean, at::Tensor& packed) const override {
+    if (mean.is_cuda()) return Codec::decodeMean(copies, piece, divisor, encoding, mean, packed);
+    withElement(mean.scalar_type(), [&](auto element) {
+      using Element = decltype(element);
+      forParts(piece, kGroupsOfMean, [&](int64_t begin, int64_t end) {
+        meanOfPart<Element>(copies, divisor, begin, end, mutableDataOf<Element>(mean));
+      });
+    });
+    const bool isEmpty = piece.begin == piece.end && mean.numel() > 0;
+    if (piece.end == mean.numel() && !isEmpty) start(mean, encoding, packed);
+  }
+
+ private:
+  [[nodiscard]] int64_t headerBytes() const { return format_.isRotated ? static_cast<int64_t>(sizeof(uint64_t)) : 0; }
+
+  // Of a group's first element.
+  [[nodiscard]] int64_t offsetOf(int64_t element) const {
+    return headerBytes() + element / kGroup * format_.groupBytes;
+  }
+
+  [[nodiscard]] uint64_t keyOf(const uint8_t* packed) const {
+    uint64_t key = 0;
+    if (format_.isRotated) std::memcpy(&key, packed, sizeof(key));
+    return key;
+  }
+
+  // Shares a piece out in parts of some groups.
+  template <class F>
+  static void forParts(const Piece& piece, int64_t groups, const F& f) {
+    const int64_t step = groups * kGroup;
+    const int64_t parts = (piece.end - piece.begin + step - 1) / step;
+    shareOut(parts, std::max<int64_t>(kGroupsOfThread / groups, 1), [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        f(piece.begin + i * step, std::min(piece.begin + (i + 1) * step, piece.end));
+      }
+    });
+  }
+
+  template <class Element>
+  void meanOfPart(const at::Tensor& copies, double divisor, int64_t begin, int64_t end, Element* mean) const {
+    using T = ElementTraits<Element>::Compute;
+    const ElementLoops<Element>& loops = loops_.of<Element>();
+    T sums[kGroupsOfMean * kGroup] = {};
+    for (int64_t copy = 0; copy < copies.size(0); ++copy) {
+      const uint8_t* row = dataOf<uint8_t>(copies) + copy * copies.stride(0);
+      loops.add(row + offsetOf(begin), keyOf(row), begin, end, sums);
+    }
+    loops.divide(sums, static_cast<T>(divisor), end - begin, mean + begin);
+  }
+
+#if BAGUA_WITH_CUDA
+  template <class Element>
+  [[nodiscard]] const cuda::ElementKernels<Element>& kernels() const {
+    const cuda::FormatKernels& all = format_.kernels();
+    return all.of<Element>();
+  }
+
+  void encodeOnCuda(const at::Tensor& values, const Encoding& encoding, const at::Tensor& packed) const {
+    const c10::cuda::CUDAGuard guard(values.device());
+    withElement(values.scalar_type(), [&](auto element) {
+      using Element = decltype(element);
+      const cuda::PackedChunk chunk{mutableDataOf<uint8_t>(packed), packed.numel()};
+      C10_CUDA_CHECK(
+          kernels<Element>().encode(sourceOf<Element>(values, encoding), values.numel(), chunk, launchOn(values)));
+    });
+  }
+
+  void decodeOnCuda(const at::Tensor& packed, const at::Tensor& values) const {
+    const c10::cuda::CUDAGuard guard(values.device());
+    withElement(values.scalar_type(), [&](auto element) {
+      using Element = decltype(element);
+      C10_CUDA_CHECK(kernels<Element>().decode(dataOf<uint8_t>(packed), values.numel(), mutableDataOf<Element>(values),
+                                               launchOn(values)));
+    });
+  }
+
+  void addOnCuda(const at::Tensor& packed, at::ScalarType dtype, const at::Tensor& sums) const {
+    const c10::cuda::CUDAGuard guard(sums.device());
+    withElement(dtype, [&](auto element) {
+      using Element = decltype(element);
+      using T = ElementTraits<Element>::Compute;
+      C10_CUDA_CHECK(
+          kernels<Element>().add(dataOf<uint8_t>(packed), sums.numel(), mutableDataOf<T>(sums), launchOn(sums)));
+    });
+  }
+#else
+  // The caller has checked that tensors are on a device of this build.
+  void encodeOnCuda(const at::Tensor& /*values*/, const Encoding& /*encoding*/, const at::Tensor& /*packed*/) const {
+    TORCH_INTERNAL_ASSERT(false, "built without CUDA");
+  }
+  void decodeOnCuda(const at::Tensor& /*packed*/, const at::Tensor& /*values*/) const {
+    TORCH_INTERNAL_ASSERT(false, "built without CUDA");
+  }
+  void addOnCuda(const at::Tensor& /*packed*/, at::ScalarType /*dtype*/, const at::Tensor& /*sums*/) const {
+    TORCH_INTERNAL_ASSERT(false, "built without CUDA");
+  }
+#endif
+
+  const Format& format_;
+  const FormatLoops& loops_;
+};
+
+#if BAGUA_WITH_CUDA
+#define BAGUA_KERNELS(Format) , cuda::kernelsOf<Format>
+#else
+#define BAGUA_KERNELS(Format)
+#endif
+
+const Format kFormats[] = {
+    {"int8", "one byte per element, a scale for every 128", 20, &Loops::eightBits, kBytesOfGroup<EightBits>,
+     EightBits::kIsRotated BAGUA_KERNELS(EightBits)},
+    {"4bit", "sixteen levels, a scale for every 16 elements", 30, &Loops::fourBits, kBytesOfGroup<FourBits>,
+     FourBits::kIsRotated BAGUA_KERNELS(FourBits)},
+    {"2bit", "four levels after a random rotation of 128 elements", 40, &Loops::twoBits, kBytesOfGroup<TwoBits>,
+     TwoBits::kIsRotated BAGUA_KERNELS(TwoBits)},
+    {"1bit", "the sign after a random rotation of 128 elements", 50, &Loops::oneBit, kBytesOfGroup<OneBit>,
+     OneBit::kIsRotated BAGUA_KERNELS(OneBit)},
+};
+
+#undef BAGUA_KERNELS
+
+[[maybe_unused]] const bool kAreRegistered = [] {
+  for (const Format& format : kFormats) {
+    CodecInfo info{.name = format.name, .summary = format.summary, .position = format.position, .codec = nullptr};
+    for (const InstructionSet& set : availableSets()) {
+      info.variants.push_back(std::make_shared<BlockCodec>(format, set.loops));
+    }
+    info.codec = info.variants.back();
+    CodecRegistry::add(std::move(info));
+  }
+  return true;
+}();
+
+}  // namespace
+}  // namespace bagua::blocks

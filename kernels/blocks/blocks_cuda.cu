@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/blocks/blocks_cuda.h"
+
+// A warp takes a group: its thread t holds elements t, t + 32, t + 64 and t + 96, so that a warp reads neighbours at
+// once. Sums and rotations meet in the order of blocks_lanes.h, which gives the same bits.
+namespace bagua::blocks::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kGroupsOfBlock = kThreads / kWarp;
+constexpr int kBlocksOfMultiprocessor = 8;
+constexpr unsigned kAll = 0xFFFFFFFF;
+
+struct Warp {
+  static constexpr int kLanes = kWarp;
+  static constexpr int kParts = kGroup / kLanes;
+  // A thread's parts are in blocks of their own.
+  static constexpr int kBlocks = kParts;
+  static_assert(2 * FourBits::kBlock == kWarp);
+
+  using Floats = float;
+  using Ints = int32_t;
+  using Group = Floats[kParts];
+
+  static __device__ int lane() { return static_cast<int>(threadIdx.x % kWarp); }
+
+  static __device__ Floats floats(float x) { return x; }
+  static __device__ Ints ints(int32_t x) { return x; }
+  static __device__ Ints bits(Floats x) { return __float_as_int(x); }
+  static __device__ Floats asFloats(Ints x) { return __int_as_float(x); }
+  static __device__ Ints toInts(uint32_t x) { return static_cast<int32_t>(x); }
+  static __device__ Floats toFloats(Ints x) { return static_cast<float>(x); }
+
+  template <class Value>
+  static __device__ Value select(bool isFirst, Value yes, Value no) {
+    return isFirst ? yes : no;
+  }
+
+  static __device__ uint32_t elements(int part) { return static_cast<uint32_t>(part * kLanes + lane()); }
+
+  static __device__ float sum(const Group& x) {
+    float all = (x[0] + x[2]) + (x[1] + x[3]);
+    for (int stride = kWarp / 2; stride > 0; stride /= 2) all += __shfl_xor_sync(kAll, all, stride);
+    return all;
+  }
+
+  static __device__ Ints magnitudeBits(float x) { return bits(x) & 0x7FFFFFFF; }
+
+  static __device__ float largest(const Group& x) {
+    Ints top = max(max(magnitudeBits(x[0]), magnitudeBits(x[1])), max(magnitudeBits(x[2]), magnitudeBits(x[3])));
+    for (int stride = kWarp / 2; stride > 0; stride /= 2) top = max(top, __shfl_xor_sync(kAll, top, stride));
+    return asFloats(top);
+  }
+
+  static __device__ void hadamard(Group& x) {
+    for (int stride = kParts / 2; stride > 0; stride /= 2) {
+      for (int i = 0; i < kParts; ++i) {
+        if ((i & stride) != 0) continue;
+        const float one = x[i];
+        const float other = x[i + stride];
+        x[i] = one + other;
+        x[i + stride] = one - other;
+      }
+    }
+    for (int stride = kWarp / 2; stride > 0; stride /= 2) {
+      const bool isSecond = (lane() & stride) != 0;
+      for (float& mine : x) {
+        const float other = __shfl_xor_sync(kAll, mine, stride);
+        mine = other + (isSecond ? -mine : mine);
+      }
+    }
+  }
+
+  static __device__ Ints signsOf(const Draw& draw, int part) {
+    const int element = part * kLanes + lane();
+    return static_cast<int32_t>(static_cast<uint32_t>(draw.signs[element / 64] >> (element % 64)) << 31U);
+  }
+
+  static __device__ int blockOf(int part) { return part; }
+  static __device__ int blockInGroup(int part) { return (part * kLanes + lane()) / FourBits::kBlock; }
+
+  static __device__ void largestOfBlocks(const Group& x, float (&tops)[kBlocks]) {
+    for (int i = 0; i < kParts; ++i) {
+      Ints top = magnitudeBits(x[i]);
+      for (int stride = FourBits::kBlock / 2; stride > 0; stride /= 2) {
+        top = max(top, __shfl_xor_sync(kAll, top, stride));
+      }
+      tops[i] = asFloats(top);
+    }
+  }
+
+  static __device__ float largestOf(const float (&tops)[kBlocks]) { return largest(tops); }
+
+  static __device__ uint64_t gatherScales(const uint32_t (&scales)[kBlocks]) {
+    uint64_t word = 0;
+    for (int i = 0; i < kBlocks; ++i) word |= static_cast<uint64_t>(scales[i]) << (6 * blockInGroup(i));
+    return word | __shfl_xor_sync(kAll, word, FourBits::kBlock);
+  }
+
+  static __device__ void scatterScales(uint64_t word, uint32_t (&scales)[kBlocks]) {
+    for (int i = 0; i < kBlocks; ++i) scales[i] = static_cast<uint32_t>(word >> (6 * blockInGroup(i))) & 63U;
+  }
+
+  static __device__ Floats lookUp(uint64_t table, Ints index) {
+    return static_cast<float>(static_cast<uint32_t>(table >> (8 * index)) & 0xFFU);
+  }
+
+  static __device__ void storeScale(uint64_t scale, int count, uint8_t* to) {
+    if (lane() < count) to[lane()] = static_cast<uint8_t>(scale >> (8 * lane()));
+  }
+
+  static __device__ uint64_t loadScale(const uint8_t* from, int count) {
+    uint64_t scale = 0;
+    for (int i = 0; i < count; ++i) scale |= static_cast<uint64_t>(from[i]) << (8 * i);
+    return scale;
+  }
+
+  template <int kBits>
+  static __device__ void storeCodes(const Ints (&codes)[kParts], uint8_t* to) {
+    if constexpr (kBits == 1) {
+      // Byte j holds elements j + 16 k: of thread j for even k, of thread j + 16 for odd ones.
+      Ints all = 0;
+      const int isOdd = lane() / 16;
+      for (int i = 0; i < kParts; ++i) all |= codes[i] << (2 * i + isOdd);
+      all |= __shfl_xor_sync(kAll, all, 16);
+      if (isOdd == 0) to[lane()] = static_cast<uint8_t>(all);
+    } else {
+      constexpr int kStep = kParts * kBits / 8;
+      for (int i = 0; i < kStep; ++i) {
+        Ints all = codes[i];
+        for (int j = 1; j < 8 / kBits; ++j) all |= codes[i + j * kStep] << (j * kBits);
+        to[i * kLanes + lane()] = static_cast<uint8_t>(all);
+      }
+    }
+  }
+
+  template <int kBits>
+  static __device__ void loadCodes(const uint8_t* from, Ints (&codes)[kParts]) {
+    if constexpr (kBits == 1) {
+      const Ints all = from[lane() % 16];
+      for (int i = 0; i < kParts; ++i) codes[i] = (all >> (2 * i + lane() / 16)) & 1;
+    } else {
+      constexpr int kStep = kParts * kBits / 8;
+      for (int i = 0; i < kStep; ++i) {
+        const Ints all = from[i * kLanes + lane()];
+        for (int j = 0; j < 8 / kBits; ++j) codes[i + j * kStep] = (all >> (j * kBits)) & ((1 << kBits) - 1);
+      }
+    }
+  }
+};
+
+template <class Format>
+constexpr int64_t kHeaderBytes = Format::kIsRotated ? static_cast<int64_t>(sizeof(uint64_t)) : 0;
+
+// Calls f(group) for the groups of this warp.
+template <class F>
+__device__ void forGroups(int64_t length, const F& f) {
+  const int64_t groups = (length + kGroup - 1) / kGroup;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroupsOfBlock + threadIdx.x / kWarp;
+  for (int64_t group = first; group < groups; group += static_cast<int64_t>(gridDim.x) * kGroupsOfBlock) f(group);
+}
+
+template <class Format, class Element>
+__device__ void keepRest(const Source<Element>& source, int64_t length, int64_t first,
+                         const typename ElementTraits<Element>::Compute (&h)[Warp::kParts], const Coded<Warp>& coded,
+                         const Draw& draw) {
+  using Traits = ElementTraits<Element>;
+  using T = typename Traits::Compute;
+  const bool isNan = Format::isNan(coded.scale);
+  Warp::Group decoded;
+  if (!isNan) Format::template values<Warp>(coded, draw, decoded);
+  for (int i = 0; i < Warp::kParts; ++i) {
+    const int64_t element = first + Warp::elements(i);
+    if (element >= length) continue;
+    source.nextResidual[element] =
+        isNan ? source.residual[element] : restOf(h[i], Traits::load(toElement<Element>(static_cast<T>(decoded[i]))));
+  }
+}
+
+template <class Format, class Element, bool kIsStochastic>
+__global__ void __launch_bounds__(kThreads) encodeKernel(Source<Element> source, int64_t length, PackedChunk packed) {
+  using Traits = ElementTraits<Element>;
+  using T = typename Traits::Compute;
+  forGroups(length, [&](int64_t group) {
+    const Draw draw(source.key, group);
+    T h[Warp::kParts];
+    Warp::Group x;
+    for (int i = 0; i < Warp::kParts; ++i) {
+      const int64_t element = group * kGroup + Warp::elements(i);
+      h[i] = element < length ? Traits::load(source.values[element]) : T{0};
+      if (source.residual != nullptr && element < length) h[i] += static_cast<T>(source.residual[element]);
+      x[i] = toCoded(h[i]);
+    }
+    const Coded<Warp> coded = Format::template code<Warp, kIsStochastic>(x, draw);
+    writeGroup<Format>(coded, packed.bytes + kHeaderBytes<Format> + group * kBytesOfGroup<Format>);
+    if (source.nextResidual != nullptr) keepRest<Format>(source, length, group * kGroup, h, coded, draw);
+  });
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (thread < kHeaderBytes<Format>) packed.bytes[thread] = static_cast<uint8_t>(source.key >> (8 * thread));
+  const int64_t used = kHeaderBytes<Format> + (length + kGroup - 1) / kGroup * kBytesOfGroup<Format>;
+  for (int64_t i = used + thread; i < packed.size; i += static_cast<int64_t>(gridDim.x) * kThreads) packed.bytes[i] = 0;
+}
+
+// Calls take(element, value) for this thread's elements of every group, with values as elements hold them.
+template <class Format, class Element, class Take>
+__device__ void forDecoded(const uint8_t* packed, int64_t length, const Take& take) {
+  using Traits = ElementTraits<Element>;
+  const uint64_t key = kHeaderBytes<Format> == 0 ? 0 : Warp::loadScale(packed, kHeaderBytes<Format>);
+  forGroups(length, [&](int64_t group) {
+    const Coded<Warp> coded = readGroup<Format, Warp>(packed + kHeaderBytes<Format> + group * kBytesOfGroup<Format>);
+    const bool isNan = Format::isNan(coded.scale);
+    Warp::Group x;
+    if (!isNan) Format::template values<Warp>(coded, Draw(key, group), x);
+    for (int i = 0; i < Warp::kParts; ++i) {
+      const int64_t element = group * kGroup + Warp::elements(i);
+      if (element >= length) continue;
+      take(element, isNan ? Traits::nan() : toElement<Element>(static_cast<typename Traits::Compute>(x[i])));
+    }
+  });
+}
+
+template <class Format, class Element>
+__global__ void __launch_bounds__(kThreads)
+    decodeKernel(const uint8_t* __restrict__ packed, int64_t length, Element* __restrict__ values) {
+  forDecoded<Format, Element>(packed, length, [&](int64_t element, Element value) { values[element] = value; });
+}
+
+template <class Format, class Element>
+__global__ void __launch_bounds__(kThreads) addKernel(const uint8_t* __restrict__ packed, int64_t length,
+                                                      typename ElementTraits<Element>::Compute* __restrict__ sums) {
+  forDecoded<Format, Element>(
+      packed, length, [&](int64_t element, Element value) { sums[element] += ElementTraits<Element>::load(value); });
+}
+
+// One at least: an empty chunk has a header.
+unsigned gridBlocks(int64_t length, const Launch& launch) {
+  const int64_t groups = (length + kGroup - 1) / kGroup;
+  const int64_t wanted = (groups + kGroupsOfBlock - 1) / kGroupsOfBlock;
+  const int64_t most = static_cast<int64_t>(launch.multiprocessors) * kBlocksOfMultiprocessor;
+  return static_cast<unsigned>(wanted < 1 ? 1 : (wanted < most ? wanted : most));
+}
+
+template <class Format, class Element>
+cudaError_t encode(const Source<Element>& source, int64_t length, const PackedChunk& packed, const Launch& launch) {
+  const unsigned blocks = gridBlocks(length, launch);
+  if (source.isStochastic) {
+    encodeKernel<Format, Element, true><<<blocks, kThreads, 0, launch.stream>>>(source, length, packed);
+  } else {
+    encodeKernel<Format, Element, false><<<blocks, kThreads, 0, launch.stream>>>(source, length, packed);
+  }
+  return cudaGetLastError();
+}
+
+template <class Format, class Element>
+cudaError_t decode(const uint8_t* packed, int64_t length, Element* values, const Launch& launch) {
+  if (length == 0) return cudaSuccess;
+  decodeKernel<Format, Element><<<gridBlocks(length, launch), kThreads, 0, launch.stream>>>(packed, length, values);
+  return cudaGetLastError();
+}
+
+template <class Format, class Element>
+cudaError_t add(const uint8_t* packed, int64_t length, typename ElementTraits<Element>::Compute* sums,
+                const Launch& launch) {
+  if (length == 0) return cudaSuccess;
+  addKernel<Format, Element><<<gridBlocks(length, launch), kThreads, 0, launch.stream>>>(packed, length, sums);
+  return cudaGetLastError();
+}
+
+template <class Format, class Element>
+constexpr ElementKernels<Element> elementKernels() {
+  return {encode<Format, Element>, decode<Format, Element>, add<Format, Element>};
+}
+
+}  // namespace
+
+template <class Format>
+const FormatKernels& kernelsOf() {
+  static constexpr FormatKernels kKernels = {elementKernels<Format, float>(), elementKernels<Format, double>(),
+                                             elementKernels<Format, HalfBits>(),
+                                             elementKernels<Format, BFloat16Bits>()};
+  return kKernels;
+}
+
+template const FormatKernels& kernelsOf<EightBits>();
+template const FormatKernels& kernelsOf<FourBits>();
+template const FormatKernels& kernelsOf<TwoBits>();
+template const FormatKernels& kernelsOf<OneBit>();
+
+}  // namespace bagua::blocks::cuda

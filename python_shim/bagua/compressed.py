@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives whose messages are coded into fewer bytes, beside those of torch.distributed::
+
+    bagua.compressed.all_reduce(tensor)                          # the mean over the ranks, 8 bits per element
+    work = bagua.compressed.all_gather(output, input, codec="minmax_uint8", async_op=True)
+
+Every rank of the group calls, with the same operation, codec, dtype and size; otherwise the ranks get an error that
+names both calls. All ranks take part in rank order, wherever they run: each codes what it sends, to ranks of its own
+host too. A group of one rank codes nothing, its results are exact.
+
+The group may be of backend "bagua" or of a stock one ("gloo", "nccl"). On "bagua" these operations are in one order
+with the group's others. On "gloo" they run on a group of their own, which the first call makes, and every rank makes
+that call at the same place of its program. Streams and `Work` are as in torch.distributed: on CUDA the operation
+starts after what the current stream has been given, and `wait()` lets the current stream wait for it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from bagua._executors import shared_executors_for
+from bagua._native import _C
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+
+
+def _group_of(group: dist.ProcessGroup | None, name: str) -> dist.ProcessGroup | None:
+    """Return the group to use; None, after a warning like torch's, where this rank is not in it."""
+    if distributed_c10d._rank_not_in_group(group):
+        distributed_c10d._warn_not_in_group(f"bagua.compressed.{name}")
+        return None
+    return group or distributed_c10d._get_default_group()
+
+
+def _averages(op: dist.ReduceOp | dist.ReduceOp.RedOpType, name: str) -> bool:
+    if op == dist.ReduceOp.AVG:
+        return True
+    if op == dist.ReduceOp.SUM:
+        return False
+    raise ValueError(f"bagua.compressed.{name}: op must be ReduceOp.AVG or ReduceOp.SUM, got {op}")
+
+
+def _check_tensors(name: str, **tensors: Tensor) -> None:
+    for role, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"bagua.compressed.{name}: {role} must be a tensor, got {type(tensor).__qualname__}")
+        if tensor.layout == torch.strided and not tensor.is_contiguous():
+            raise ValueError(
+                f"bagua.compressed.{name}: {role} must be contiguous, got shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}: pass {role}.contiguous(), and copy back what is written to it"
+            )
+
+
+def _finish(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
+    codec: str = "minmax_uint8",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Replace `tensor` by its mean or sum over the ranks, with coded messages.
+
+    All ranks end with the same bits. Each element is coded twice, once on the way to the rank that adds up its part
+    and once on the way back; the sums in between are of float32 (of float64 for float64). Sends about
+    `2 (n-1)/n` coded tensors per rank, for n ranks.
+
+    Args:
+        tensor: any shape, contiguous; float32, float64, float16 or bfloat16, on the CPU or on CUDA. Changed in place.
+            The flat tensor is cut into n parts of `ceil(numel / n)` elements, the last ones shorter or empty; a codec
+            with a range or scale for the whole of what it codes has one for each part.
+        op: `ReduceOp.AVG` (default) or `ReduceOp.SUM`.
+        codec: one of `bagua.available_codecs()`.
+        group: None is the default group.
+        async_op: return at once, with a `Work` to wait for.
+
+    Returns:
+        The `Work` if `async_op`; None otherwise, and on ranks that are not in the group.
+
+    Raises:
+        ValueError: another op, an unknown codec (the message lists the known ones), a tensor that is not contiguous.
+        TypeError: another dtype.
+        torch.distributed.DistBackendError: ranks that do not call the same, a rank that failed or did not come in time.
+    """
+    members = _group_of(group, "all_reduce")
+    if members is None:
+        return None
+    average = _averages(op, "all_reduce")
+    _check_tensors("all_reduce", tensor=tensor)
+    executors = shared_executors_for(members, tensor.device)
+    return _finish(_C.compressed_all_reduce(executors, tensor, codec, average, not async_op), async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
+    codec: str = "minmax_uint8",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Fill `output` with the mean or sum over the ranks of this rank's part of `input`, with coded messages.
+
+    Each element is coded once, on the way to the rank that adds it up; the result is not. Sends about `(n-1)/n` coded
+    inputs per rank, for n ranks.
+
+    Args:
+        output: any shape, contiguous; dtype and device as in `all_reduce`.
+        input: n times as many elements as `output`, contiguous; rank r receives elements
+            `[r * output.numel(), (r + 1) * output.numel())` of the flat tensor.
+        op: `ReduceOp.AVG` (default) or `ReduceOp.SUM`.
+        codec: one of `bagua.available_codecs()`. Each rank's part is coded as a unit.
+        group: None is the default group.
+        async_op: return at once, with a `Work` to wait for.
+
+    Returns:
+        As `all_reduce`.
+
+    Raises:
+        As `all_reduce`, and ValueError for sizes that do not fit.
+    """
+    members = _group_of(group, "reduce_scatter")
+    if members is None:
+        return None
+    average = _averages(op, "reduce_scatter")
+    _check_tensors("reduce_scatter", output=output, input=input)
+    executors = shared_executors_for(members, output.device)
+    return _finish(_C.compressed_reduce_scatter(executors, output, input, codec, average, not async_op), async_op)
+
+
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    codec: str = "minmax_uint8",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Fill `output` with the `input` of every rank, in rank order, as the coded messages give it.
+
+    All ranks end with the same bits: this rank's own part of `output` is coded and decoded too. Sends `n - 1` coded
+    inputs per rank, for n ranks.
+
+    Args:
+        output: n times as many elements as `input`, contiguous; dtype and device as in `all_reduce`.
+        input: any shape, contiguous. Coded as a unit.
+        codec: one of `bagua.available_codecs()`.
+        group: None is the default group.
+        async_op: return at once, with a `Work` to wait for.
+
+    Returns:
+        As `all_reduce`.
+
+    Raises:
+        As `all_reduce`, and ValueError for sizes that do not fit.
+    """
+    members = _group_of(group, "all_gather")
+    if members is None:
+        return None
+    _check_tensors("all_gather", output=output, input=input)
+    executors = shared_executors_for(members, input.device)
+    return _finish(_C.compressed_all_gather(executors, output, input, codec, not async_op), async_op)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests in PyTorch's source that its wheel has not: what passes there with Gloo passes with "bagua" in its place.
+
+    TORCH_SOURCE=~/pytorch python -m pytest tests/conformance/test_torch_source.py
+
+The checkout is to be of the version that is installed. Each file runs twice; what Gloo does is expected.
+"""
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+_FOLDER = Path(__file__).parent
+_FILES = [line for line in (_FOLDER / "torch_source_files.txt").read_text().splitlines() if not line.startswith("#")]
+_SOURCE = os.environ.get("TORCH_SOURCE", "")
+# Of one file: some have hundreds of tests that start ranks.
+_SECONDS = 3600.0
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(3 * _SECONDS),
+    pytest.mark.skipif(not _SOURCE, reason="TORCH_SOURCE names no checkout of PyTorch"),
+]
+
+
+def _results(file: Path, report: Path, environment: dict[str, str]) -> dict[str, str]:
+    """How each test of a file ends, by its name."""
+    command = [sys.executable, "-m", "pytest", file.name, "--quiet", "--junitxml", str(report)]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        cwd=file.parent,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    assert report.exists(), done.stdout + done.stderr
+    results = {}
+    for case in ET.parse(report).iter("testcase"):
+        problems = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        name = f"{case.get('classname')}.{case.get('name')}"
+        results[name] = f"{problems[0].tag}: {problems[0].get('message')}" if problems else "passed"
+    return results
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_what_passes_with_gloo_passes_with_bagua(name: str, tmp_path: Path) -> None:
+    file = Path(_SOURCE, "test", "distributed", name)
+    if not file.exists():
+        pytest.skip(f"this PyTorch has no {name}")
+    groups = tmp_path / "groups"
+    groups.mkdir()
+    gloo = _results(file, tmp_path / "gloo.xml", {})
+    passed = {test for test, result in gloo.items() if result == "passed"}
+    if all(result.startswith("skipped") for result in gloo.values()):
+        pytest.skip(f"torch skips all {len(gloo)} tests with Gloo on CPUs")
+    assert passed, f"none of the {len(gloo)} tests passes with Gloo: is the checkout of another version? {gloo}"
+    path = os.pathsep.join(filter(None, [str(_FOLDER / "in_gloos_place"), os.environ.get("PYTHONPATH", "")]))
+    ours = _results(file, tmp_path / "bagua.xml", {"PYTHONPATH": path, "BAGUA_TEST_GROUPS": str(groups)})
+    assert {test: ours.get(test, "missing") for test in passed} == dict.fromkeys(passed, "passed")
+    assert any(groups.iterdir()), "no process has made a group of bagua"

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bagua.compressed: values against what the codec makes of chunks on one rank; arguments, groups and mismatches."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _C, compressed
+from devices import here, randn
+from ranks import RankPool, run_ranks
+from torch import Tensor
+
+pytestmark = pytest.mark.any_device
+
+OPS = torch.ops.bagua
+AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+OTHER_CODEC = [{"codec": codec} for codec in _C.codec_names()[1:2]]
+# Fewer elements than ranks, multiples of nothing, several pieces on the way.
+LENGTHS = [1, 2, 97, 20_011, 1_200_011]
+
+
+def _given(rank: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    with torch.device("cpu"):
+        return here((randn(length, seed=31 * rank + length) + 0.3 * rank).to(dtype))
+
+
+def _all_given(length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [_given(rank, length, dtype) for rank in range(dist.get_world_size())]
+
+
+def _coded(chunk: Tensor) -> Tensor:
+    decoded = torch.empty_like(chunk)
+    OPS.minmax_uint8_decompress(OPS.minmax_uint8_compress(chunk, 1), decoded, 1)
+    return decoded
+
+
+def _result_of_chunk(chunks: list[Tensor], divisor: int) -> Tensor:
+    """The mean or sum that an owner makes of its chunk, as all ranks decode it."""
+    received = torch.cat([OPS.minmax_uint8_compress(chunk, 1) for chunk in chunks])
+    packed = OPS.minmax_uint8_reduce_and_compress(received, len(chunks), chunks[0].numel(), chunks[0].dtype, divisor)
+    decoded = torch.empty_like(chunks[0])
+    OPS.minmax_uint8_decompress(packed, decoded, 1)
+    return decoded
+
+
+def _all_reduced(given: list[Tensor], divisor: int) -> Tensor:
+    length = -(-given[0].numel() // len(given))
+    return torch.cat([_result_of_chunk(list(c), divisor) for c in zip(*(g.split(length) for g in given), strict=True)])
+
+
+def _check_values(group: dist.ProcessGroup | None = None) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in DTYPES:
+        for length in LENGTHS if dtype == torch.float32 else LENGTHS[1:3]:
+            given = _all_given(length, dtype)
+            for op, divisor in ((AVG, size), (SUM, 1)):
+                tensor = given[rank].clone()
+                assert compressed.all_reduce(tensor, op=op, group=group) is None
+                assert torch.equal(tensor, _all_reduced(given, divisor)), f"{dtype} {length} {op}"
+
+            output = torch.empty(size * length, dtype=dtype)
+            assert compressed.all_gather(output, given[rank], group=group) is None
+            assert torch.equal(output, torch.cat([_coded(each) for each in given])), f"{dtype} {length}"
+
+            # The result of a reduction is not coded: gathered exactly and coded then, it is that of all_reduce.
+            inputs = _all_given(size * length, dtype)
+            part = torch.empty(length, dtype=dtype)
+            assert compressed.reduce_scatter(part, inputs[rank], group=group) is None
+            parts = [torch.empty_like(part) for _ in range(size)]
+            dist.all_gather(parts, part)
+            assert torch.equal(torch.cat([_coded(each) for each in parts]), _all_reduced(inputs, size)), f"{length}"
+
+
+def _check_every_codec() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for codec in _C.codec_names():
+        given = _all_given(4000)
+        exact = torch.stack(given).mean(0)
+        waited, started = given[rank].clone(), given[rank].clone()
+        compressed.all_reduce(waited, codec=codec)
+        work = compressed.all_reduce(started, codec=codec, async_op=True)
+        assert work is not None
+        work.wait()
+        assert torch.equal(waited, started)
+        copies = [torch.empty_like(waited) for _ in range(size)]
+        dist.all_gather(copies, waited)
+        assert all(torch.equal(copy, waited) for copy in copies), codec
+        # Whatever a codec loses, a bit per element tells more than half of what there is.
+        assert torch.nn.functional.cosine_similarity(waited, exact, dim=0) > 0.5, codec
+        assert not torch.equal(waited, exact), codec
+
+        part, whole = torch.empty(1000), torch.empty(1000 * size)
+        compressed.reduce_scatter(part, _given(rank, 1000 * size), codec=codec)
+        compressed.all_gather(whole, part, codec=codec)
+        tensor = _given(rank, 1000 * size)
+        compressed.all_reduce(tensor, codec=codec)
+        assert torch.equal(whole, tensor), codec
+
+
+def _check_shapes_and_order() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # A scalar, a matrix, a leaf that wants a gradient, nothing.
+    for shape in ((), (3, 5), (2, 0)):
+        length = torch.Size(shape).numel()
+        given = [_given(each, length).view(shape) for each in range(size)]
+        tensor = given[rank].clone().requires_grad_()
+        compressed.all_reduce(tensor)
+        expected = _all_reduced([each.view(-1) for each in given], size) if length else given[rank].view(-1)
+        assert torch.equal(tensor.detach().view(-1), expected)
+    output = torch.empty(2 * size, 4)
+    compressed.all_gather(output, _given(rank, 8).view(2, 4))
+    assert torch.equal(output.view(-1), torch.cat([_coded(each) for each in _all_given(8)]))
+    # In one order with the group's other operations, none of which is waited for before the last.
+    tensor = torch.full((1000,), float(rank))
+    dist.all_reduce(tensor, async_op=True)
+    compressed.all_reduce(tensor, op=SUM, async_op=True)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
+    assert torch.equal(tensor, torch.full((1000,), float(sum(range(size)) * size**2)))
+
+
+def _message(call: Callable[[], Any], error: type[Exception]) -> str:
+    with pytest.raises(error) as raised:
+        call()
+    return str(raised.value)
+
+
+def _check_refusals() -> None:
+    size = dist.get_world_size()
+    ones = torch.ones(4)
+    assert "AVG" in _message(lambda: compressed.all_reduce(ones, op=dist.ReduceOp.MAX), ValueError)
+    assert "SUM" in _message(lambda: compressed.reduce_scatter(ones, ones, op=dist.ReduceOp.MIN), ValueError)
+    assert "minmax_uint8" in _message(lambda: compressed.all_reduce(ones, codec="minmax"), ValueError)
+    assert "float32" in _message(lambda: compressed.all_reduce(ones.int()), TypeError)
+    assert "float32" in _message(lambda: compressed.all_gather(torch.ones(4 * size).cfloat(), ones.cfloat()), TypeError)
+    assert "contiguous()" in _message(lambda: compressed.all_reduce(torch.ones(4, 3).t()), ValueError)
+    assert "contiguous()" in _message(lambda: compressed.all_gather(torch.ones(8 * size)[::2], ones), ValueError)
+    assert "dense" in _message(lambda: compressed.all_reduce(ones.to_sparse()), ValueError)
+    assert f"{4 * size} elements" in _message(lambda: compressed.all_gather(torch.ones(3), ones), ValueError)
+    assert f"{4 * size} elements" in _message(lambda: compressed.reduce_scatter(ones, torch.ones(3)), ValueError)
+    assert "dtype" in _message(lambda: compressed.all_gather(torch.ones(4 * size).double(), ones), TypeError)
+    assert "tensor" in _message(lambda: compressed.all_reduce([ones]), TypeError)  # type: ignore[arg-type]
+    # The group is as usable as before.
+    compressed.all_reduce(ones)
+    assert torch.equal(ones, torch.ones(4))
+
+
+def _check_groups() -> None:
+    rank = dist.get_rank()
+    group = dist.new_group([0])
+    tensor = _given(rank, 97)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work = compressed.all_reduce(tensor, group=group, async_op=True)
+    if rank == 0:
+        assert work is not None
+        work.wait()
+    else:
+        assert work is None
+        assert any("does not belong to the given group" in str(warning.message) for warning in caught)
+    assert torch.equal(tensor, _given(rank, 97)), "a group of one rank codes nothing"
+
+
+def _check_everything() -> None:
+    _check_values()
+    _check_every_codec()
+    _check_shapes_and_order()
+    _check_refusals()
+    _check_groups()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_arguments_and_groups(rank_pools: dict[int, RankPool], size: int) -> None:
+    rank_pools[size].run(_check_everything, timeout=120)
+
+
+def _check_one_rank() -> None:
+    given = _given(0, 97)
+    tensor, output, part = given.clone(), torch.empty(97), torch.empty(97)
+    compressed.all_reduce(tensor)
+    compressed.all_gather(output, given)
+    compressed.reduce_scatter(part, given)
+    assert all(torch.equal(result, given) for result in (tensor, output, part))
+
+
+def test_one_rank_codes_nothing(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[1].run(_check_one_rank)
+
+
+def _check_stock_group() -> None:
+    _check_values()
+    first = _given(dist.get_rank(), 1003)
+    for _ in range(3):
+        compressed.all_reduce(first)
+
+
+@pytest.mark.cpu_only("gloo")
+def test_a_stock_gloo_group() -> None:
+    run_ranks(2, _check_stock_group, backend="gloo")
+
+
+def _mismatched(odd: dict[str, Any]) -> str:
+    call: dict[str, Any] = {"codec": "minmax_uint8", "op": AVG, "length": 64}
+    if dist.get_rank() == 1:
+        call.update(odd)
+    length = call.pop("length")
+    return _message(lambda: compressed.all_reduce(torch.ones(length), **call), dist.DistBackendError)
+
+
+@pytest.mark.cpu_only("NCCL compares nothing")
+@pytest.mark.parametrize("odd", [{"op": SUM}, {"length": 65}, *OTHER_CODEC], ids=lambda odd: next(iter(odd)))
+def test_ranks_that_do_not_call_the_same_are_told(odd: dict[str, Any]) -> None:
+    for message in run_ranks(2, _mismatched, odd):
+        assert "bagua:compressed_all_reduce" in message
+        assert "rank 0" in message
+        assert "rank 1" in message
+
+
+def test_the_names_are_public() -> None:
+    assert compressed.__all__ == ["all_gather", "all_reduce", "reduce_scatter"]
+    assert bagua.compressed is compressed

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks whose settings or checkpoints differ: an error on all of them, before anything is averaged wrongly."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import bagua
+import pytest
+import torch
+from hooked_models import SMALL_BUCKETS, emulated_hosts, loss_of, new_group, perceptron
+from ranks import RankPool, run_ranks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+SECONDS = 20.0  # within which an error has to come; a rank that waits for another does so for a minute
+
+
+def _message(error: type[Exception], call: Callable[[], object]) -> str:
+    begin = time.monotonic()
+    with pytest.raises(error) as caught:
+        call()
+    assert time.monotonic() - begin < SECONDS
+    return str(caught.value)
+
+
+# --- settings ---
+
+
+def _make_groups() -> list[str]:
+    """With a group of backend bagua, and with a hook on a stock one."""
+
+    def make_group() -> None:
+        with new_group(backend="bagua"):
+            pass
+
+    return [
+        _message(ValueError, make_group),
+        _message(ValueError, lambda: bagua.register_comm_hook(DDP(perceptron()), "bytegrad")),
+    ]
+
+
+def _messages_with(variable: str, values: list[str]) -> set[str]:
+    results = run_ranks(len(values), _make_groups, backend="gloo", env={variable: values})
+    return {message for messages in results for message in messages}
+
+
+def test_ranks_with_other_settings_are_all_told_both_and_what_to_do() -> None:
+    (message,) = _messages_with("BAGUA_CHECK_PROGRAMS", ["1", "1", "0"])
+    assert "rank 0 and rank 2 cannot work in one group" in message
+    assert "BAGUA_CHECK_PROGRAMS is '1' on rank 0 and '0' on rank 2: set this environment variable" in message
+
+
+def test_nobody_waits_for_a_rank_whose_settings_are_wrong() -> None:
+    (message,) = _messages_with("BAGUA_DEFAULT_BUCKET_SIZE", ["1000", "many"])
+    assert "rank 1 cannot take part in a group" in message
+    assert "BAGUA_DEFAULT_BUCKET_SIZE is to be a positive number of bytes, got 'many'" in message
+
+
+# --- checkpoints that one rank alone has loaded ---
+
+
+def _train(group: Any, algorithm: str, options: dict[str, Any], state: dict[str, Any] | None) -> bagua.Handle:
+    ddp = DDP(perceptron(), process_group=group, **SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
+    if state is not None:
+        handle.load_state_dict(state)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(ddp, step).backward()
+        optimizer.step()
+    return handle
+
+
+def _load_on_one_rank(hosts: str, algorithm: str, options: dict[str, Any]) -> str:
+    with emulated_hosts(hosts) as group:
+        state = _train(group, algorithm, options, None).state_dict()
+        _train(group, algorithm, options, state)  # on all ranks: no error
+        return _message(
+            RuntimeError,
+            lambda: _train(group, algorithm, options, state if torch.distributed.get_rank() == 0 else None),
+        )
+
+
+@pytest.mark.parametrize("hosts", ["AA", "AB"])
+def test_a_bucket_layout_that_one_rank_alone_has_loaded(rank_pools: dict[int, RankPool], hosts: str) -> None:
+    for message in rank_pools[2].run(_load_on_one_rank, hosts, "bytegrad", {"hierarchical": False}):
+        assert "bucket layouts differ" in message
+        assert "Load the handle's state_dict on all ranks" in message
+        # Whole layers apart, against the whole model.
+        assert re.search(r"rank 0 is in bagua:reduce_bucket.*gradients [0-9-]+\|[0-9-|]", message)
+        assert re.search(r"rank 1 in bagua:reduce_bucket.*gradients [0-9-]+\)", message)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("decentralized", {"peer_selection_mode": "shift_one", "hierarchical": False}),
+        ("low_precision_decentralized", {"hierarchical": False}),
+    ],
+)
+def test_a_step_that_one_rank_alone_has_loaded(
+    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any]
+) -> None:
+    for message in rank_pools[2].run(_load_on_one_rank, "AB", algorithm, options):
+        assert re.search(r"at step \d and step \d", message), message
+        assert "bucket layouts" not in message

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups that are made after an attempt that failed, and with timeouts longer than clocks can count."""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+SIZE = 4
+LATE = 3
+
+
+def _sum() -> list[float]:
+    ones = torch.ones(2)
+    dist.all_reduce(ones)
+    found: list[float] = ones.tolist()
+    return found
+
+
+def _try_again(folder: str) -> list[list[float]]:
+    """Make the default group on one store that outlives every attempt, of which two fail in part."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", SIZE)  # type: ignore[attr-defined]
+
+    def attempt(seconds: float) -> None:
+        limit = timedelta(seconds=seconds)
+        dist.init_process_group("bagua", store=store, rank=rank, world_size=SIZE, timeout=limit)
+
+    # One rank does not come; then it comes alone; then rank 0 is the one who does not.
+    for absent in ([LATE], [0, 1, 2], [0]):
+        if rank not in absent:
+            with pytest.raises(RuntimeError, match=f"rank {absent[0]}. Check"):
+                attempt(1.0)
+        store.add(f"given up {absent}", 1)
+        while store.add(f"given up {absent}", 0) < SIZE:
+            time.sleep(0.02)
+    sums = []
+    for _ in range(2):
+        attempt(30.0)
+        sums.append(_sum())
+        group = dist.new_group()
+        dist.barrier(group)
+        dist.destroy_process_group()
+    return sums
+
+
+def test_a_group_is_made_on_a_store_on_which_attempts_have_failed(tmp_path: Any) -> None:
+    with RankPool(SIZE) as pool:
+        assert pool.run(_try_again, str(tmp_path)) == [[[float(SIZE)] * 2] * 2] * SIZE
+
+
+FOREVER = timedelta(days=10**6)
+
+
+def _with_timeouts_of_ages(folder: str) -> list[float]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
+    dist.init_process_group("bagua", store=store, rank=rank, world_size=size, timeout=FOREVER)
+    group: Any = dist.new_group(timeout=FOREVER)
+    sums = torch.ones(3)
+    for used in (None, group):
+        # The other rank comes later than a timeout that has overflowed would allow.
+        if rank == 0:
+            time.sleep(0.3)
+        dist.all_reduce(sums, group=used)
+        work: Any = dist.all_reduce(sums, group=used, async_op=True)
+        work.wait(FOREVER)
+        message: Any = dist.isend(sums, 1, group=used) if rank == 0 else dist.irecv(sums, 0, group=used)
+        message.wait(FOREVER)
+    dist.monitored_barrier(timeout=FOREVER)
+    dist.distributed_c10d._set_pg_timeout(FOREVER, group)
+    dist.barrier(group)
+    dist.destroy_process_group()
+    found: list[float] = sums.tolist()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["in-host", "between-hosts"])
+def test_a_timeout_may_be_longer_than_clocks_can_count(transport: str, tmp_path: Any) -> None:
+    env = {} if transport == "in-host" else {"BAGUA_HOST_ID": ["a", "b"]}
+    with RankPool(2, env=env) as pool:
+        assert pool.run(_with_timeouts_of_ages, str(tmp_path)) == [[16.0] * 3] * 2

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups that bagua makes for itself end with what they were made for: no thread of theirs stays."""
+
+import gc
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.communication import from_torch_group
+from holdings import holdings, left_behind
+from ranks import RankPool
+from torch.nn.parallel import DistributedDataParallel
+
+_CYCLES = 2
+
+
+def _train(group: dist.ProcessGroup, algorithm: str) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = bagua.register_comm_hook(model, algorithm, optimizer=optimizer)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if algorithm == "async":
+        handle.abort()
+
+
+def _use(group: dist.ProcessGroup, use: str) -> None:
+    if use == "compressed":
+        bagua.compressed.all_reduce(torch.ones(300), group=group)
+    elif use == "communicators":
+        from_torch_group(group).get_intra_node_communicator()
+    else:
+        _train(group, use)
+
+
+def _what_stays(backend: str, use: str) -> list[str]:
+    before = None
+    for cycle in range(1 + _CYCLES):
+        group = dist.new_group(backend=backend)
+        assert isinstance(group, dist.ProcessGroup)
+        _use(group, use)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        dist.barrier()
+        if cycle == 0:
+            # The default group has its threads now.
+            before = holdings()
+    assert before is not None
+    return left_behind(before)
+
+
+@pytest.mark.parametrize(
+    ("backend", "use"),
+    [
+        ("gloo", "bytegrad"),
+        ("gloo", "async"),
+        ("bagua", "async"),
+        ("gloo", "compressed"),
+        ("bagua", "communicators"),
+    ],
+)
+def test_nothing_stays_of_a_private_group(rank_pools: dict[int, RankPool], backend: str, use: str) -> None:
+    assert rank_pools[2].run(_what_stays, backend, use) == [[], []]

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""quantized_allreduce: nothing is lost but what the residuals hold, and what is exact is exact."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from hooked_models import emulated_hosts, same
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+# Weights, a bias and a small matrix between them; buckets are rebuilt after the first step.
+SHAPES = [(40, 130), (40,), (64, 70), (7, 5), (50, 90)]
+EXACT = [1, 3]
+FLAT: dict[str, Any] = {"hierarchical": False}
+
+
+class Given(nn.Module):
+    """Its gradients are the tensors that forward() is given, whatever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+
+    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.parts, gradients, strict=True)]).sum()
+
+
+def gradients_of(step: int, rank: int, part: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
+    return [torch.randn(shape, generator=generator) * (1 + i) + 0.3 for i, shape in enumerate(SHAPES)]
+
+
+class Trained(NamedTuple):
+    ddp: DDP
+    handle: bagua.Handle
+
+
+def _make(group: dist.ProcessGroup, **options: Any) -> Trained:
+    ddp = DDP(Given(), process_group=group, bucket_cap_mb=0.03)
+    return Trained(ddp, bagua.register_comm_hook(ddp, "quantized_allreduce", **options))
+
+
+def _take(ddp: DDP, parts: list[list[Tensor]]) -> list[Tensor]:
+    """What the optimizer sees after the backwards of a step, of which the last is synchronised."""
+    ddp.zero_grad()
+    for i, gradients in enumerate(parts):
+        with ExitStack() as stack:
+            if i < len(parts) - 1:
+                stack.enter_context(ddp.no_sync())
+            ddp(gradients).backward()
+    return [p.grad.detach().clone() for p in ddp.module.parameters() if p.grad is not None]
+
+
+def _owed(handle: bagua.Handle, codec: str, *, is_mean: bool) -> list[Tensor]:
+    """What the residuals of all ranks will still add to the results, by parameter."""
+    state = handle.state_dict()["state"]
+    size = dist.get_world_size()
+    total = []
+    for i, shape in enumerate(SHAPES):
+        owed = torch.zeros(shape).double().flatten()
+        sender = state.get(f"sender.{codec}.{i}")
+        if sender is not None:
+            owed += sender.double() / (size if is_mean else 1)
+        owner = state.get(f"owner.{codec}.{i}")
+        if owner is not None:
+            pieces = state.get(f"owner.{codec}.{i}.pieces", torch.tensor([[0, owed.numel()]]))
+            begin = 0
+            for first, last in pieces.tolist():
+                owed[first:last] += owner[begin : begin + last - first].double()
+                begin += last - first
+        dist.all_reduce(owed)
+        total.append(owed.view(shape))
+    return total
+
+
+def _identity(codec: str, average: bool, steps: int) -> None:
+    with emulated_hosts("h" * dist.get_world_size()) as group:
+        size = dist.get_world_size()
+        options = {**FLAT, "codec": codec, "average": average}
+        trained = _make(group, **options)
+        seen = [torch.zeros(shape).double() for shape in SHAPES]
+        true = [torch.zeros(shape).double() for shape in SHAPES]
+        for step in range(steps):
+            count = 3 if step % 7 == 3 else 1  # accumulation
+            given = [[gradients_of(step, rank, part) for part in range(count)] for rank in range(size)]
+            if step in (5, steps // 2):
+                before = trained.handle.state_dict()["state"]
+                broken = [[g.clone() for g in part] for part in given[dist.get_rank()]]
+                if dist.get_rank() == size - 1:
+                    broken[-1][2][3, 4] = float("nan") if step == 5 else float("inf")
+                results = _take(trained.ddp, broken)
+                assert not all(bool(r.isfinite().all()) for r in results)
+                # Not even by the buckets that had nothing to do with it.
+                assert same(before, trained.handle.state_dict()["state"])
+            if step == steps // 3:
+                saved = trained.handle.state_dict()
+                trained = _make(group, **options)
+                trained.handle.load_state_dict(saved)
+                assert same(saved["state"], trained.handle.state_dict()["state"])
+            results = _take(trained.ddp, given[dist.get_rank()])
+            for i, result in enumerate(results):
+                mean = sum(sum(part[i].double() for part in of_rank) for of_rank in given) / (size if average else 1)
+                seen[i] += result.double()
+                true[i] += mean
+                if i in EXACT:
+                    assert torch.allclose(result.double(), mean, rtol=1e-6, atol=1e-5)
+        for i, owed in enumerate(_owed(trained.handle, codec, is_mean=average)):
+            # Each step rounds a few float32 numbers of about ten.
+            difference = (seen[i] + owed - true[i]).abs().max()
+            assert difference < steps * 3e-6 * (1 if average else size), f"parameter {i}: {difference}"
+        state_bytes = trained.handle.stats()["state_bytes"]
+        assert state_bytes > 2 * 4 * sum(torch.zeros(SHAPES[i]).numel() for i in (0, 2, 4))
+
+
+@pytest.mark.parametrize(("codec", "average"), [("4bit", True), ("2bit", True), ("1bit", True), ("int8", False)])
+def test_what_was_seen_and_what_is_owed_is_what_went_in(peers: RankPool, codec: str, average: bool) -> None:
+    peers.run(_identity, codec, average, 60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("codec", ["4bit", "2bit", "minmax_uint8"])
+def test_so_it_is_after_hundreds_of_steps(peers: RankPool, codec: str) -> None:
+    peers.run(_identity, codec, True, 500)
+
+
+def _trained(hosts: str, steps: int, saved_at: int | None, **options: Any) -> list[Tensor]:
+    with emulated_hosts(hosts) as group:
+        trained = _make(group, **options)
+        results = []
+        for step in range(steps):
+            if step == saved_at:
+                saved = trained.handle.state_dict()
+                trained = _make(group, **options)
+                trained.handle.load_state_dict(saved)
+            results = _take(trained.ddp, [gradients_of(step, dist.get_rank())])
+        return results
+
+
+def _continues(hosts: str, options: dict[str, Any]) -> None:
+    hosts = hosts[: dist.get_world_size()]
+    whole = _trained(hosts, 12, None, **options)
+    assert same(whole, _trained(hosts, 12, 6, **options))
+    with_all = [torch.empty_like(torch.cat([g.flatten() for g in whole])) for _ in hosts]
+    dist.all_gather(with_all, torch.cat([g.flatten() for g in whole]))
+    assert all(same(with_all[0], other) for other in with_all)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"codec": "4bit"},
+        {"codec": "2bit", "rounding": "stochastic"},
+        {"codec": {"parts.0": "1bit", "parts.2": "int8", "*": "4bit"}, "exact": ("1d", "parts.4")},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("hosts", ["ABCD", "ABAC"])
+def test_a_continued_run_has_the_bits_of_an_unbroken_one(peers: RankPool, hosts: str, options: Any) -> None:
+    peers.run(_continues, hosts, options)
+
+
+def _exact_by_pattern() -> None:
+    with emulated_hosts("h" * dist.get_world_size()) as group:
+        trained = _make(group, **FLAT, exact=["parts.[02]"], error_feedback=False)
+        size = dist.get_world_size()
+        results = _take(trained.ddp, [gradients_of(0, dist.get_rank())])
+        means = [sum(parts) / size for parts in zip(*(gradients_of(0, r) for r in range(size)), strict=True)]
+        for i, (result, mean) in enumerate(zip(results, means, strict=True)):
+            assert torch.allclose(result, mean, atol=1e-6) == (i in (0, 2)), i
+        assert trained.handle.state_dict()["state"] == {}
+
+
+def test_patterns_choose_what_stays_exact(peers: RankPool) -> None:
+    peers.run(_exact_by_pattern)
+
+
+def _wire_bytes() -> float:
+    with emulated_hosts("ABCD"[: dist.get_world_size()]) as group:
+        ddp = DDP(nn.Linear(1000, 1000), process_group=group)
+        handle = bagua.register_comm_hook(ddp, "quantized_allreduce")
+        for step in range(4):
+            ddp(torch.randn(3, 1000, generator=torch.Generator().manual_seed(step))).sum().backward()
+        stats = handle.stats()
+        size = dist.get_world_size()
+        return float(stats["wire_bytes"] / (stats["logical_bytes"] * 2 * (size - 1) / size))
+
+
+def test_4bit_sends_less_than_15_percent_of_float32(peers: RankPool) -> None:
+    assert max(peers.run(_wire_bytes)) < 0.15
+
+
+def _wrong(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bagua.register_comm_hook(DDP(Given()), "quantized_allreduce", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codec": "3bit"}, "no codec is named '3bit'"),
+        ({"codec": {"*.weight": "4bit"}}, "needs a codec for all other parameters"),
+        ({"rounding": "up"}, "'nearest' or 'stochastic', got 'up'"),
+    ],
+)
+def test_a_wrong_value_is_refused(peers: RankPool, options: dict[str, Any], message: str) -> None:
+    peers.run(_wrong, options, message)
