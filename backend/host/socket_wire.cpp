@@ -236,6 +236,8 @@ class SocketWire::Call {
   }
 
   bool isDone() {
+    // What has come since use() looked is still to be used.
+    if (used_ < largest_) return false;
     while (current_ < transfers_.size() && has(transfers_[current_], largest_)) ++current_;
     if (current_ < transfers_.size() || hasUncompared()) return false;
     if (refusing_ >= 0) throwRefused(refusing_);

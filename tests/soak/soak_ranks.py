@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
+from holdings import wait_for
 from ranks import run_ranks
 from soak_calls import Side, Started, start
 from soak_plan import Call, calls, members_of_groups
@@ -16,7 +17,7 @@ from threads import bagua_threads
 
 _MOST_PENDING = 12
 
-# How ranks are spread over emulated hosts. Between hosts Gloo carries what shared memory carries inside one.
+# How ranks are spread over emulated hosts. Between hosts sockets carry what shared memory carries inside one.
 LAYOUTS = {
     "one host": lambda rank: "a",
     "two hosts": lambda rank: f"{rank % 2}",
@@ -110,9 +111,10 @@ def run(seed: int, operations: int, layout: str) -> Outcome:
     with mock.patch.dict(os.environ, BAGUA_HOST_ID=LAYOUTS[layout](dist.get_rank())):
         rank = _Rank(seed)
         rank.follow(seed, operations)
-    after = bagua_threads()
-    if after != before:
-        raise AssertionError(f"threads were left behind: {after}, before the soak {before}; {threading.enumerate()}")
+    # Those that ran callbacks are told to end, and nobody waits for them.
+    if not wait_for(lambda: bagua_threads() == before):
+        left = bagua_threads()
+        raise AssertionError(f"threads were left behind: {left}, before the soak {before}; {threading.enumerate()}")
     return Outcome(os.getpid(), rank.checked)
 
 

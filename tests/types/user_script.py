@@ -26,7 +26,7 @@ stats: dict[str, Any] = handle.stats()
 handle.abort()
 handle.resume()
 handle.remove()
-options: dict[str, bool | int | float | str] = handle.options
+options: dict[str, bool | int | float | str | None] = handle.options
 
 optimizer = bagua.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=100)
 bagua.register_comm_hook(model, "qadam", optimizer)
@@ -45,7 +45,7 @@ rank: int = original.get_rank()
 # Each of these has to be found: an ignore that is not needed is an error here.
 bagua.register_comm_hook(model, 8)  # type: ignore[arg-type]
 bagua.register_comm_hook(network, "bytegrad")  # type: ignore[arg-type]
-bagua.register_comm_hook(model, "bytegrad", hierarchical=None)  # type: ignore[arg-type]
+bagua.register_comm_hook(model, "bytegrad", hierarchical=[True])  # type: ignore[arg-type]
 bagua.register_comm_hok(model, "bytegrad")  # type: ignore[attr-defined]
 bagua.Options(high_priority=True)  # type: ignore[call-arg]
 bagua.QAdamOptimizer(model.parameters(), warmup_steps="many")  # type: ignore[arg-type]
