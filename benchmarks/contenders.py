@@ -45,7 +45,19 @@ def transformer() -> tuple[nn.Module, Callable[[], Tensor]]:
     return model, lambda: torch.randn(2, 32, 320)
 
 
-MODELS: dict[str, Model] = {"convolutional": convolutional_network, "transformer": transformer}
+def small_network() -> tuple[nn.Module, Callable[[], Tensor]]:
+    """2.1 million parameters, 8.4 MB, in 8 layers: little to compute, so that what is seen is the network."""
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(512, 512), nn.ReLU()]
+    return nn.Sequential(*layers), lambda: torch.randn(64, 512)
+
+
+MODELS: dict[str, Model] = {
+    "convolutional": convolutional_network,
+    "transformer": transformer,
+    "small": small_network,
+}
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {

@@ -4,12 +4,20 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "backend/host/reduction.h"
 #include "backend/operation/tensor_bytes.h"
 
 namespace bagua {
+namespace {
+
+// A sleep lasts some 50 us longer than it is told to.
+constexpr std::chrono::milliseconds kWorthSleeping{1};
+
+}  // namespace
 
 HostCommunicator::HostCommunicator(std::unique_ptr<Wire> wire, const std::shared_ptr<const HostTopology>& topology)
     : Communicator(wire->rank(), wire->size(), topology), connections_(std::move(wire), topology) {}
@@ -96,9 +104,12 @@ void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
   }
   const HostLanes lanes(hosts(), rank(), flat.numel());
   const ReduceOp betweenHosts = reduceInHost(flat, prepared, lanes, op);
+  const auto lineTo = [this](int peer) { return connections_.wire().lineTo(peer); };
   for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
     at::Tensor own = flat.narrow(0, lanes.begin(lane), lanes.length(lane));
-    among(lanes.owners(lane)).allReduce(own, betweenHosts);
+    auto owners = lanes.owners(lane);
+    auto& limit = limits_[owners];
+    among(std::move(owners)).allReduce(own, betweenHosts, limit, lineTo);
   }
   gatherInHost(flat, lanes);
 }
@@ -124,6 +135,17 @@ void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) 
   if (connections_.ownHost() == host) gatherInHost(result, lanes);
 }
 
+// Returns when what this rank has said is there, too: whoever came last leaves no sooner, and all leave at the same time.
+// Otherwise ranks that once were apart by up to a delay stay so, in turns: each waits for the other in every second call.
+void HostCommunicator::tellHosts(const std::vector<int>& leaders) {
+  const auto begin = std::chrono::steady_clock::now();
+  connections_.wire().tellEach(leaders, at::empty({1}, at::kByte), deadline());
+  std::chrono::microseconds delay{0};
+  for (const int leader : leaders) delay = std::max(delay, connections_.wire().lineTo(leader).delay);
+  if (delay < kWorthSleeping) return;
+  std::this_thread::sleep_until(begin + std::min<std::chrono::nanoseconds>(delay, remaining()));
+}
+
 void HostCommunicator::barrier() {
   if (size() == 1) return;
   connect();
@@ -134,7 +156,7 @@ void HostCommunicator::barrier() {
     for (int host = 0; host < hosts().hostCount(); ++host) {
       if (host != connections_.ownHost()) otherLeaders.push_back(hosts().ranksOf(host).front());
     }
-    connections_.wire().tellEach(otherLeaders, at::empty({1}, at::kByte), deadline());
+    tellHosts(otherLeaders);
   }
   if (sharedMemory()) sharedMemory()->barrier(deadline());
 }

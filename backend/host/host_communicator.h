@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -50,6 +51,8 @@ class HostCommunicator final : public Communicator {
   [[nodiscard]] SharedMemoryExchange* sharedMemory() { return connections_.sharedMemory(); }
   // Ranks that share memory, as hosts.
   [[nodiscard]] const HostTopology& hosts() const { return connections_.hosts(); }
+  // The step of a barrier between hosts.
+  void tellHosts(const std::vector<int>& leaders);
   // What all other members get to see.
   void countShown(int64_t bytes);
   void exchange(const Exchanges& exchanges, const Pipeline& pipeline = {}, const Exchanges& forwarded = {});
@@ -71,6 +74,8 @@ class HostCommunicator final : public Communicator {
                            const ReduceOp& op);
 
   HostConnections connections_;
+  // By the owners of a lane.
+  std::map<std::vector<int>, OneExchangeLimit> limits_;
 };
 
 }  // namespace bagua

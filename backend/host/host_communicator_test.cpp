@@ -267,6 +267,43 @@ TEST_P(HostCommunicatorOf, EachByteCrossesTheNetworkOncePerHost) {
   EXPECT_EQ(broadcast, (hosts - 1) * numel * 4);
 }
 
+// The bytes that rank 0 sends for each of some allreduces of 120,000 bytes between four hosts.
+std::vector<int64_t> bytesOfAllReduces(const std::function<Wire::Line(int rank, int peer)>& lines) {
+  constexpr int64_t kNumel = 30'000;
+  std::vector<int64_t> sent;
+  const auto body = [&](Communicator& communicator) {
+    for (int call = 0; call < 4; ++call) {
+      const Traffic before = communicator.traffic();
+      at::Tensor tensor = contribution(communicator.rank(), kNumel);
+      communicator.allReduce(tensor, ReduceOp::SUM);
+      EXPECT_TRUE(at::equal(tensor, sumOf(4, kNumel)));
+      if (communicator.rank() == 0) sent.push_back(communicator.traffic().since(before).betweenHostsBytes);
+    }
+  };
+  testing::runRanks(4, body, {"a", "b", "c", "d"}, lines);
+  return sent;
+}
+
+constexpr int64_t kInParts = 2 * 3 * 120'000 / 4;
+constexpr int64_t kWhole = int64_t{3} * 120'000;
+// What each tells each other one in the second call.
+constexpr int64_t kProposals = 3 * 8;
+
+TEST(OneExchange, IsTakenUpToTheSizeThatSparesTime) {
+  // 9 MB are under way to the three peers together.
+  const auto far = [](int, int) { return Wire::Line{std::chrono::milliseconds(30), 100'000'000}; };
+  EXPECT_EQ(bytesOfAllReduces(far), (std::vector<int64_t>{kInParts, kInParts + kProposals, kWhole, kWhole}));
+  const auto near = [](int, int) { return Wire::Line{std::chrono::microseconds(50), 1'000'000'000}; };
+  EXPECT_EQ(bytesOfAllReduces(near), (std::vector<int64_t>{kInParts, kInParts + kProposals, kInParts, kInParts}));
+}
+
+TEST(OneExchange, IsNotTakenWhereOneRankHasASlowLine) {
+  const auto uneven = [](int rank, int) {
+    return Wire::Line{std::chrono::milliseconds(30), rank == 2 ? 1'000'000 : 100'000'000};
+  };
+  EXPECT_EQ(bytesOfAllReduces(uneven), (std::vector<int64_t>{kInParts, kInParts + kProposals, kInParts, kInParts}));
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, HostCommunicatorOf,
                          ::testing::Values(Hosts{"a"}, Hosts{"a", "a"}, Hosts{"a", "a", "a"}, Hosts{"a", "a", "a", "a"},
                                            Hosts{"a", "b"}, Hosts{"a", "b", "c", "d"}, Hosts{"a", "a", "b", "b"},

@@ -2,7 +2,7 @@
 #include "backend/host/part_owners.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <utility>
@@ -16,8 +16,6 @@ namespace {
 // Bounds the scratch memory of a reduction (one bucket can be the whole model in the first iteration of DDP). What is
 // on its way fits in: at 1 Gbit/s and 50 ms that is 6 MB, at 5 Gbit/s 31.
 constexpr int64_t kScratchBytes = int64_t{32} << 20;
-// Up to this size one exchange of everything is faster than two of parts.
-constexpr int64_t kSmallBytes = int64_t{16} << 10;
 // From this size on a broadcast to more than two hosts sends each a part, which they forward to each other.
 constexpr int64_t kScatteredBroadcastBytes = int64_t{256} << 10;
 
@@ -58,15 +56,46 @@ class Scratch {
   const int64_t bytes_;
 };
 
+void OneExchangeLimit::agree(const std::vector<int64_t>& proposals) {
+  bytes_ = std::clamp(*std::min_element(proposals.begin(), proposals.end()), kLeast, kMost);
+}
+
 PartOwners::PartOwners(std::vector<int> ranks, int ownHost, int64_t contributors, ExchangeInPieces exchange)
     : ranks_(std::move(ranks)), ownHost_(ownHost), contributors_(contributors), exchange_(std::move(exchange)) {}
 
 // Between two ranks, both reduce everything: that sends as many bytes as if each reduced a half and sent the result,
 // and takes one one-way delay instead of two.
-void PartOwners::allReduce(at::Tensor& flat, const ReduceOp& op) const {
-  const bool isSmall = static_cast<int64_t>(flat.nbytes()) <= kSmallBytes || flat.numel() < count();
-  if (isSmall || count() == 2) return allReduceWhole(flat, op);
-  allReduceInParts(flat, op);
+void PartOwners::allReduce(at::Tensor& flat, const ReduceOp& op, OneExchangeLimit& limit, const LineTo& lineTo) const {
+  if (flat.numel() == 0) return;
+  if (count() == 2) return allReduceWhole(flat, op);
+  const at::Tensor proposals = at::zeros({count()}, at::kLong);
+  Wire::Exchanges also;
+  if (limit.isDue()) {
+    proposals[ownHost_] = proposedLimit(lineTo);
+    for (int step = 1; step < count(); ++step) {
+      const int host = hostAfter(step);
+      also.push_back({ranks_[host], bytesOf(proposals[ownHost_]), bytesOf(proposals[host])});
+    }
+  }
+  const bool isSmall = static_cast<int64_t>(flat.nbytes()) <= limit.bytes() || flat.numel() < count();
+  isSmall ? allReduceWhole(flat, op, also) : allReduceInParts(flat, op, also);
+  const auto* const begin = proposals.const_data_ptr<int64_t>();
+  if (limit.isDue()) limit.agree({begin, begin + count()});
+  limit.afterCall();
+}
+
+int64_t PartOwners::proposedLimit(const LineTo& lineTo) const {
+  std::chrono::duration<double> delay{0};
+  double bytesPerSecond = 0;
+  for (int host = 0; host < count(); ++host) {
+    if (host == ownHost_) continue;
+    const auto line = lineTo(ranks_[host]);
+    delay = std::max<std::chrono::duration<double>>(delay, line.delay);
+    bytesPerSecond += static_cast<double>(line.bytesPerSecond);
+  }
+  // Of a tensor of N bytes a rank sends (n - 1) N in one exchange and 2 N (n - 1) / n in two.
+  const double more = (count() - 1.0) * (count() - 2.0) / count();
+  return static_cast<int64_t>(std::min(delay.count() * bytesPerSecond / more, 1e12));
 }
 
 PartOwners::Reduction PartOwners::reductionInto(const at::Tensor& flat, const ReduceOp& op, int64_t incoming) const {
@@ -89,8 +118,7 @@ PartOwners::Reduction PartOwners::reductionInto(const at::Tensor& flat, const Re
   return reduction;
 }
 
-void PartOwners::allReduceWhole(at::Tensor& flat, const ReduceOp& op) const {
-  if (flat.numel() == 0) return;
+void PartOwners::allReduceWhole(at::Tensor& flat, const ReduceOp& op, const Wire::Exchanges& also) const {
   const at::Tensor sent = bytesOf(flat);
   const auto reduction = reductionInto(flat, op, sent.numel());
   Wire::Exchanges exchanges;
@@ -98,10 +126,11 @@ void PartOwners::allReduceWhole(at::Tensor& flat, const ReduceOp& op) const {
     const int host = hostAfter(step);
     exchanges.push_back(reduction.scratch[host]->from(ranks_[host], sent));
   }
+  exchanges.insert(exchanges.end(), also.begin(), also.end());
   exchange(exchanges, {.beforeSending = {}, .afterReceiving = reduction.step});
 }
 
-void PartOwners::allReduceInParts(at::Tensor& flat, const ReduceOp& op) const {
+void PartOwners::allReduceInParts(at::Tensor& flat, const ReduceOp& op, const Wire::Exchanges& also) const {
   const Parts parts(flat, count());
   const at::Tensor ownPart = parts[ownHost_];
   const auto reduction = reductionInto(ownPart, op, ownPart.numel() * itemSize(flat));
@@ -113,6 +142,7 @@ void PartOwners::allReduceInParts(at::Tensor& flat, const ReduceOp& op) const {
     exchanges.push_back(reduction.scratch[host]->from(ranks_[host], bytesOf(parts[host])));
     reduced.push_back({ranks_[host], bytesOf(ownPart), bytesOf(parts[host])});
   }
+  exchanges.insert(exchanges.end(), also.begin(), also.end());
   exchange(exchanges, {.beforeSending = {}, .afterReceiving = reduction.step}, reduced);
 }
 

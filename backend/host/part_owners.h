@@ -13,6 +13,29 @@ namespace bagua {
 
 class Scratch;
 
+// Up to which size the owners of a part send each other all that they have, which takes one one-way delay, instead of
+// reducing a part each and sending that on, which takes two and fewer bytes. The owners agree on it now and then, on
+// what the one with the least to spare has seen of its lines; they count the same calls.
+class OneExchangeLimit {
+ public:
+  // Bytes of a tensor.
+  [[nodiscard]] int64_t bytes() const { return bytes_; }
+  // The next call is one in which they agree.
+  [[nodiscard]] bool isDue() const { return calls_ % kCallsBetween == 1; }
+  void afterCall() { ++calls_; }
+  // What each of them proposes.
+  void agree(const std::vector<int64_t>& proposals);
+
+ private:
+  // The first call has yet to show what the lines are like.
+  static constexpr int kCallsBetween = 32;
+  static constexpr int64_t kLeast = int64_t{16} << 10;
+  // Each rank keeps as much of every other one.
+  static constexpr int64_t kMost = int64_t{4} << 20;
+  int64_t bytes_ = kLeast;
+  int64_t calls_ = 0;
+};
+
 // The ranks that deal with the same part of a tensor, one on each host, and the steps that they take over the network.
 // Inside a host nothing happens here. Every one of them makes the same calls with the same sizes. Tensors are flat.
 class PartOwners {
@@ -21,13 +44,14 @@ class PartOwners {
   // See Wire::exchangeInPieces.
   using ExchangeInPieces =
       std::function<void(const Wire::Exchanges& exchanges, const Pipeline& pipeline, const Wire::Exchanges& forwarded)>;
+  using LineTo = std::function<Wire::Line(int peer)>;
 
   // `ranks` in the order of hosts, this rank on `ownHost`. AVG divides by `contributors`: what an owner brings may be
   // the sum of several.
   PartOwners(std::vector<int> ranks, int ownHost, int64_t contributors, ExchangeInPieces exchange);
 
-  // In place, of what each owner holds, in the order of hosts.
-  void allReduce(at::Tensor& flat, const ReduceOp& op) const;
+  // In place, of what each owner holds, in the order of hosts. `limit` is that of these owners.
+  void allReduce(at::Tensor& flat, const ReduceOp& op, OneExchangeLimit& limit, const LineTo& lineTo) const;
   // In place on the owner that is on `host`.
   void reduceTo(int host, at::Tensor& flat, const ReduceOp& op) const;
   // From the owner that is on `host`.
@@ -48,8 +72,11 @@ class PartOwners {
     Pipeline::Step step;
   };
   [[nodiscard]] Reduction reductionInto(const at::Tensor& flat, const ReduceOp& op, int64_t incoming) const;
-  void allReduceWhole(at::Tensor& flat, const ReduceOp& op) const;
-  void allReduceInParts(at::Tensor& flat, const ReduceOp& op) const;
+  // `also` goes along.
+  void allReduceWhole(at::Tensor& flat, const ReduceOp& op, const Wire::Exchanges& also = {}) const;
+  void allReduceInParts(at::Tensor& flat, const ReduceOp& op, const Wire::Exchanges& also) const;
+  // Up to which size a second delay costs this rank more than the bytes that it spares.
+  [[nodiscard]] int64_t proposedLimit(const LineTo& lineTo) const;
   void broadcastWhole(int host, at::Tensor& bytes) const;
   void broadcastInParts(int host, at::Tensor& bytes) const;
 

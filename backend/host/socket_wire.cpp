@@ -387,6 +387,11 @@ void SocketWire::exchangeInPieces(const Exchanges& exchanges, const Pipeline& pi
   Call(*this, exchanges, pipeline, forwarded, deadline).run();
 }
 
+Wire::Line SocketWire::lineTo(int peer) {
+  const auto line = group_->lineTo(peer);
+  return {.delay = line.roundTrip / 2, .bytesPerSecond = line.bytesPerSecond};
+}
+
 void SocketWire::abort() {
   isAborted_ = true;
   signal_->notify();

@@ -24,6 +24,7 @@ class SocketWire final : public Wire {
   void refuse(int refusing) override { refusing_ = refusing; }
   void exchangeInPieces(const Exchanges& exchanges, const Pipeline& pipeline, const Exchanges& forwarded,
                         Deadline deadline) override;
+  [[nodiscard]] Line lineTo(int peer) override;
   // All wires of the group leave it.
   void abort() override;
 

@@ -67,6 +67,13 @@ class Wire {
   // and gone and been used: it may send what came of that, and be received where that was sent from.
   virtual void exchangeInPieces(const Exchanges& exchanges, const Pipeline& pipeline, const Exchanges& forwarded,
                                 Deadline deadline) = 0;
+  // The way to a peer, as far as it is known; zeros: not at all.
+  struct Line {
+    // How long a byte is on its way.
+    std::chrono::microseconds delay{0};
+    int64_t bytesPerSecond = 0;
+  };
+  [[nodiscard]] virtual Line lineTo(int /*peer*/) { return {}; }
   // Has exchange() throw, also one that is under way. From any thread.
   virtual void abort() = 0;
 

@@ -16,7 +16,7 @@ namespace bagua::wire {
 namespace {
 
 // From this round trip on a link has all the connections that it may; below, two keep a fast line busy.
-constexpr uint32_t kDistantMicroseconds = 2000;
+constexpr std::chrono::microseconds kDistant{2000};
 constexpr int kNearConnections = 2;
 // Of places told ahead: what a peer may have this rank remember.
 constexpr size_t kMostPlacesAhead = 65536;
@@ -228,6 +228,18 @@ bool Link::isLost() {
   return !error_.empty();
 }
 
+Line Link::line() {
+  const Lock lock(mutex_);
+  Line all;
+  for (const auto& connection : connections_) {
+    if (connection->isConnecting || connection->isClosed) continue;
+    const Line line = lineOf(connection->socket());
+    all.roundTrip = all.roundTrip.count() == 0 ? line.roundTrip : std::min(all.roundTrip, line.roundTrip);
+    all.bytesPerSecond += line.bytesPerSecond;
+  }
+  return all;
+}
+
 int Link::connections() {
   const Lock lock(mutex_);
   return static_cast<int>(connections_.size());
@@ -275,7 +287,7 @@ void Link::openWhereNeeded() {
   for (const auto& outgoing : queue_) waiting += outgoing->sendable() - outgoing->taken;
   const auto isConnecting = [](const auto& connection) { return connection->isConnecting; };
   if (waiting < kBacklogBytes || std::any_of(connections_.begin(), connections_.end(), isConnecting)) return;
-  const bool isDistant = shortestRoundTrip(connections_.front()->socket()) >= kDistantMicroseconds;
+  const bool isDistant = lineOf(connections_.front()->socket()).roundTrip >= kDistant;
   const int wanted = isDistant ? mostConnections_ : std::min(kNearConnections, mostConnections_);
   // All at once: one after another would take a round trip each.
   for (int i = count; i < wanted; ++i) open();

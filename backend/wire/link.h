@@ -103,6 +103,8 @@ class Link final : public std::enable_shared_from_this<Link> {
   void learnAddress(const SocketAddress& address);
   void close(const std::string& reason);
   [[nodiscard]] bool isLost();
+  // Of all connections together; zeros where nothing is known yet.
+  [[nodiscard]] Line line();
   // For statistics and tests.
   [[nodiscard]] int connections();
 

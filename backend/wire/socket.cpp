@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <limits>
 #include <system_error>
 
 namespace bagua::wire {
@@ -113,11 +114,16 @@ std::string errorOf(const FileDescriptor& socket) {
   return error == 0 ? "" : textOf(error);
 }
 
-uint32_t shortestRoundTrip(const FileDescriptor& socket) {
+Line lineOf(const FileDescriptor& socket) {
   tcp_info info{};
   socklen_t size = sizeof(info);
-  if (getsockopt(socket.number(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0;
-  return size >= offsetof(tcp_info, tcpi_min_rtt) + sizeof(info.tcpi_min_rtt) ? info.tcpi_min_rtt : 0;
+  if (getsockopt(socket.number(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  // Older kernels tell less.
+  if (size < offsetof(tcp_info, tcpi_delivery_rate) + sizeof(info.tcpi_delivery_rate)) return {};
+  constexpr uint32_t kNotYet = std::numeric_limits<uint32_t>::max();
+  if (info.tcpi_min_rtt == kNotYet) return {};
+  return {.roundTrip = std::chrono::microseconds(info.tcpi_min_rtt),
+          .bytesPerSecond = static_cast<int64_t>(info.tcpi_delivery_rate)};
 }
 
 }  // namespace bagua::wire

@@ -3,6 +3,7 @@
 
 #include <sys/socket.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -54,7 +55,13 @@ FileDescriptor startConnecting(const SocketAddress& to);
 void configure(const FileDescriptor& socket);
 // The pending error of a socket, as a text; empty: none.
 std::string errorOf(const FileDescriptor& socket);
-// Microseconds of the shortest round trip so far; 0 where the kernel does not tell.
-uint32_t shortestRoundTrip(const FileDescriptor& socket);
+// What the kernel has seen of the line that a connection goes over; zeros where it does not tell.
+struct Line {
+  // The shortest of the last minutes.
+  std::chrono::microseconds roundTrip{0};
+  // What arrived at the other end: of late, or at best while there was little to send.
+  int64_t bytesPerSecond = 0;
+};
+Line lineOf(const FileDescriptor& socket);
 
 }  // namespace bagua::wire

@@ -101,6 +101,8 @@ class Group {
   std::unique_ptr<Sending> send(int peer, uint64_t stream, uint32_t index, Message message);
   // Has the end of `peer` noticed, though nothing is sent to it.
   void watch(int peer) { linkTo(peer)->connect(); }
+  // See Link.
+  [[nodiscard]] Line lineTo(int peer) { return linkTo(peer)->line(); }
   // See Inbox.
   void retire(uint64_t stream) { inbox_->retire(stream); }
   std::optional<MessageKey> firstBegun(const std::vector<MessageKey>& keys, const std::shared_ptr<Signal>& signal) {

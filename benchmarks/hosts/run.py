@@ -23,6 +23,7 @@ import torch
 from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts, rate_of, time_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from contenders import MODELS
 from ranks_of_benchmarks import Command, lines_of_the_first
 
 HERE = Path(__file__).parent
@@ -238,7 +239,7 @@ def main() -> None:
     parser.add_argument("--round-trips", type=time_of, nargs="+", help="between hosts, such as 10ms")
     parser.add_argument("--hosts", type=int, nargs="+")
     parser.add_argument("--ranks-per-host", type=int, nargs="+")
-    parser.add_argument("--models", nargs="+", choices=("convolutional", "transformer"))
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS))
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--fragile-runs", type=int, default=FRAGILE_RUNS, help="of each rank of torch's PowerSGD hook")
     parser.add_argument("--seconds", type=float, default=4.0, help="that each way is given on each network")

@@ -12,7 +12,6 @@
 #include <thread>
 
 #include "backend/host/host_communicator.h"
-#include "backend/host/wire.h"
 
 namespace bagua::testing {
 namespace {
@@ -69,7 +68,9 @@ constexpr int64_t kPieceBytes = 24'000;
 
 class ThreadWire final : public Wire {
  public:
-  ThreadWire(int rank, int size, Mailboxes& mail) : Wire(rank, size), mail_(mail) {}
+  using Lines = std::function<Line(int rank, int peer)>;
+  ThreadWire(int rank, int size, Mailboxes& mail, Lines lines)
+      : Wire(rank, size), mail_(mail), lines_(std::move(lines)) {}
 
   void exchangeInPieces(const Exchanges& exchanges, const Pipeline& pipeline, const Exchanges& forwarded,
                         Deadline /*deadline*/) override {
@@ -86,6 +87,7 @@ class ThreadWire final : public Wire {
     }
   }
 
+  [[nodiscard]] Line lineTo(int peer) override { return lines_ ? lines_(rank(), peer) : Line{}; }
   void abort() override { mail_.fail(std::make_exception_ptr(std::runtime_error("aborted"))); }
 
  private:
@@ -105,11 +107,13 @@ class ThreadWire final : public Wire {
   }
 
   Mailboxes& mail_;
+  const Lines lines_;
 };
 
 }  // namespace
 
-void runRanks(int size, const std::function<void(Communicator&)>& body, std::vector<std::string> hosts) {
+void runRanks(int size, const std::function<void(Communicator&)>& body, std::vector<std::string> hosts,
+              const std::function<Wire::Line(int rank, int peer)>& lines) {
   if (hosts.empty()) hosts.assign(size, "host");
   const auto topology = std::make_shared<const HostTopology>(hosts);
   Mailboxes mail(size);
@@ -117,7 +121,7 @@ void runRanks(int size, const std::function<void(Communicator&)>& body, std::vec
   for (int rank = 0; rank < size; ++rank) {
     ranks.emplace_back([&, rank] {
       try {
-        HostCommunicator communicator(std::make_unique<ThreadWire>(rank, size, mail), topology);
+        HostCommunicator communicator(std::make_unique<ThreadWire>(rank, size, mail, lines), topology);
         body(communicator);
       } catch (...) {
         mail.fail(std::current_exception());
