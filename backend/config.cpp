@@ -60,10 +60,7 @@ std::optional<std::string> masterAddress() { return firstOf({"MASTER_ADDR"}); }
 
 int socketConnections() {
   const auto text = firstOf({"BAGUA_SOCKET_CONNECTIONS"});
-  // Each side opens as many. Of 1, 2, 3, 4, 6, 8 and 16, an allreduce of 64 MiB at 1 Gbit/s took 592, 578, 601, 587, 609,
-  // 796 and 1579 ms with a round trip of 10 ms, and 814, 811, 592, 590, 754, 877 and 2211 with 50 ms: the buffers of the
-  // kernel hold too little for one or two, and many together overflow the queue before the line.
-  int count = 4;
+  int count = 8;
   TORCH_CHECK_VALUE(!text || (read(*text, count) && count >= 1 && count <= 64),
                     "bagua: BAGUA_SOCKET_CONNECTIONS is to be a number from 1 to 64, got '", *text, "'");
   return count;

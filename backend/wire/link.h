@@ -114,6 +114,8 @@ class Link final : public std::enable_shared_from_this<Link> {
 
   // Under the mutex.
   void openWhereNeeded();
+  [[nodiscard]] int neededConnections() const;
+  [[nodiscard]] Line lineOfAll() const;
   void open();
   bool giveFrame(Connection& connection);
   void giveFrameOf(Outgoing& outgoing, const std::shared_ptr<Outgoing>& owner, Connection& connection);
