@@ -113,6 +113,8 @@ class Algorithm {
 };
 
 struct AlgorithmInfo {
+  static constexpr const char* kKind = "algorithm";
+
   std::string name;
   std::string summary;
   // Where the name stands in listings.

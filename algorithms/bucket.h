@@ -19,6 +19,14 @@ struct BucketEntry {
   at::Tensor gradient;
 };
 
+// The parameters of the entries.
+inline std::vector<int64_t> positionsOf(const std::vector<BucketEntry>& entries) {
+  std::vector<int64_t> positions;
+  positions.reserve(entries.size());
+  for (const auto& entry : entries) positions.push_back(entry.parameter);
+  return positions;
+}
+
 // The gradients that travel together: a flat tensor, reduced in place.
 struct Bucket {
   at::Tensor flat;

@@ -19,13 +19,6 @@ at::Tensor likeParameter(const at::Tensor& slice, const at::Tensor& parameter) {
   return slice.as_strided(parameter.sizes(), parameter.strides(), slice.storage_offset());
 }
 
-std::vector<int64_t> positionsOf(const std::vector<BucketEntry>& entries) {
-  std::vector<int64_t> positions;
-  positions.reserve(entries.size());
-  for (const auto& entry : entries) positions.push_back(entry.parameter);
-  return positions;
-}
-
 uint64_t hashOf(const std::vector<std::vector<BucketEntry>>& parts) {
   uint64_t hash = kHashSeed;
   for (const auto& part : parts) {

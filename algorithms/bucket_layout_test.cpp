@@ -23,12 +23,6 @@ c10d::GradBucket bucketOf(const std::vector<at::Tensor>& parameters) {
                           std::nullopt);
 }
 
-std::vector<int64_t> positionsOf(const std::vector<BucketEntry>& entries) {
-  std::vector<int64_t> positions;
-  for (const auto& entry : entries) positions.push_back(entry.parameter);
-  return positions;
-}
-
 using Positions = std::vector<int64_t>;
 
 TEST(BucketLayouts, WithoutParametersTheyGetPositionsInTheOrderOfTheFirstBuckets) {

@@ -3,7 +3,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "algorithms/decentralized/peer_average.h"
+#include "algorithms/weight_exchanges/peer_average.h"
 
 namespace bagua::bucket_operations {
 namespace {
@@ -58,6 +58,17 @@ c10::intrusive_ptr<c10d::Work> exchangeInRing(ExecutorProvider& executors, const
                   StageSeconds seconds;
                   ring.step(flat, own, seconds, communicator);
                 });
+}
+
+std::shared_ptr<AverageRound> startAverageRound(ExecutorProvider& executors, const at::Tensor& flat, bool wantsToEnd) {
+  const auto submitRound = [&](const std::vector<at::Tensor>& tensors, StepContext::Task task) {
+    return submit(executors, "bagua:average_weights", tensors.front(),
+                  [task = std::move(task)](Communicator& communicator) {
+                    StageSeconds seconds;
+                    task(communicator, seconds);
+                  });
+  };
+  return std::make_shared<AverageRound>(std::vector<at::Tensor>{flat.detach().clone()}, wantsToEnd, submitRound);
 }
 
 }  // namespace bagua::bucket_operations

@@ -3,10 +3,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string>
 
 #include "algorithms/compressed/mean.h"
-#include "algorithms/low_precision_decentralized/ring_exchange.h"
+#include "algorithms/weight_exchanges/average_round.h"
+#include "algorithms/weight_exchanges/ring_exchange.h"
 #include "backend/executor.h"
 
 // What the algorithms do to one flat tensor, as single programs, for algorithms that are written in Python. All methods
@@ -25,5 +27,8 @@ c10::intrusive_ptr<c10d::Work> averagePeers(ExecutorProvider& executors, const a
 // with `hierarchical` the weights are averaged in full precision.
 c10::intrusive_ptr<c10d::Work> exchangeInRing(ExecutorProvider& executors, const at::Tensor& flat,
                                               const RingReplicas& replicas, bool hierarchical);
+
+// A round of the average that goes on while the ranks train, of a copy of `flat`. See AverageRound.
+std::shared_ptr<AverageRound> startAverageRound(ExecutorProvider& executors, const at::Tensor& flat, bool wantsToEnd);
 
 }  // namespace bagua::bucket_operations

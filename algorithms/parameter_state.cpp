@@ -13,13 +13,6 @@
 namespace bagua {
 namespace {
 
-std::vector<int64_t> positionsOf(const std::vector<BucketEntry>& entries) {
-  std::vector<int64_t> positions;
-  positions.reserve(entries.size());
-  for (const auto& entry : entries) positions.push_back(entry.parameter);
-  return positions;
-}
-
 bool areSame(const std::vector<Piece>& one, const std::vector<Piece>& other) {
   return std::equal(one.begin(), one.end(), other.begin(), other.end(),
                     [](const Piece& a, const Piece& b) { return a.begin == b.begin && a.end == b.end; });

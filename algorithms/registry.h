@@ -1,24 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <map>
 #include <string>
-#include <vector>
 
 #include "algorithms/algorithm.h"
+#include "kernels/registry.h"
 
 namespace bagua {
 
-// Name -> algorithm. Filled while the library is loaded, by BAGUA_REGISTER_ALGORITHM in each algorithm's folder;
-// read-only afterwards.
-class AlgorithmRegistry {
- public:
-  // Returns true, so that it can initialise a static.
-  static bool add(AlgorithmInfo info);
-  // Throws ValueError that lists the registered names.
-  static const AlgorithmInfo& find(const std::string& name);
-  // In the order of their positions.
-  static std::vector<std::string> names();
-};
+// Filled by BAGUA_REGISTER_ALGORITHM in each algorithm's folder.
+using AlgorithmRegistry = Registry<AlgorithmInfo>;
+template <>
+std::map<std::string, AlgorithmInfo>& AlgorithmRegistry::entries();
 
 }  // namespace bagua
 

@@ -6,8 +6,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <map>
 
+#include "kernels/integers.h"
 #include "kernels/share_out.h"
 
 namespace bagua {
@@ -15,22 +15,6 @@ namespace {
 
 // Elements of a block of a mean: its sums stay in a cache. Rounded up to whole groups.
 constexpr int64_t kBlock = 16384;
-
-int64_t ceilDivide(int64_t value, int64_t by) { return value / by + (value % by != 0 ? 1 : 0); }
-
-// The finaliser of SplitMix64: neighbouring numbers give unrelated ones.
-uint64_t mix(uint64_t x) {
-  x += 0x9E3779B97F4A7C15U;
-  x = (x ^ (x >> 30U)) * 0xBF58476D1CE4E5B9U;
-  x = (x ^ (x >> 27U)) * 0x94D049BB133111EBU;
-  return x ^ (x >> 31U);
-}
-
-// A function's static: usable from the initialisers of other files, whatever their order.
-std::map<std::string, CodecInfo>& codecs() {
-  static std::map<std::string, CodecInfo> all;
-  return all;
-}
 
 // Calls visit(chunk, begin, length) for every row of `packed`.
 template <class Visit>
@@ -66,7 +50,7 @@ Piece PackedLayout::endedIn(int64_t beginByte, int64_t endByte, int64_t length) 
 
 Encoding Encoding::narrow(int64_t begin, int64_t length) const {
   Encoding part = *this;
-  part.key = mix(key ^ mix(static_cast<uint64_t>(begin)));
+  part.key = mix64(key ^ mix64(static_cast<uint64_t>(begin)));
   if (hasFeedback()) {
     part.residual = residual.narrow(0, begin, length);
     part.nextResidual = nextResidual.narrow(0, begin, length);
@@ -128,28 +112,9 @@ double CodecInfo::bitsPerElement() const {
   return 8.0 * static_cast<double>(layout.groupBytes) / static_cast<double>(layout.groupElements);
 }
 
-bool CodecRegistry::add(CodecInfo info) {
-  const std::string name = info.name;
-  const bool isNew = codecs().emplace(name, std::move(info)).second;
-  TORCH_INTERNAL_ASSERT(isNew, "two codecs are registered as '", name, "'");
-  return true;
-}
-
-const CodecInfo& CodecRegistry::find(const std::string& name) {
-  const auto entry = codecs().find(name);
-  if (entry != codecs().end()) return entry->second;
-  std::string valid;
-  for (const auto& known : names()) valid += (valid.empty() ? "" : ", ") + known;
-  TORCH_CHECK_VALUE(false, "no codec is named '", name, "'; available: ", valid);
-}
-
-std::vector<std::string> CodecRegistry::names() {
-  std::vector<std::string> all;
-  all.reserve(codecs().size());
-  for (const auto& [name, info] : codecs()) all.push_back(name);
-  std::sort(all.begin(), all.end(), [](const std::string& one, const std::string& other) {
-    return codecs().at(one).position < codecs().at(other).position;
-  });
+template <>
+std::map<std::string, CodecInfo>& CodecRegistry::entries() {
+  static std::map<std::string, CodecInfo> all;
   return all;
 }
 

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "kernels/registry.h"
+
 // Codecs: what tensors become before they travel. One is a folder of kernels/ that registers itself; the collectives
 // of algorithms/compressed/ find it by name.
 namespace bagua {
@@ -73,8 +75,7 @@ struct Encoding {
 //  - The bytes are the same on every device, instruction set and number of threads, and for any cut into pieces. They
 //    may depend on the type of the values, so that what was coded of one type is decoded to that type only.
 //  - Every byte of `packed` is written; unused ones, and those behind packedBytes(), are zero. Decoding does not look
-//  at
-//    these.
+//    at these.
 //  - Where a value of a group is NaN or infinite, all values of that group decode to NaN.
 //  - Any bytes decode: a damaged packet falsifies values and reaches nothing outside of them.
 //  - Finite values decode to finite ones, and zeros to zeros.
@@ -123,6 +124,8 @@ class Codec {
 };
 
 struct CodecInfo {
+  static constexpr const char* kKind = "codec";
+
   std::string name;
   std::string summary;
   // Where the name stands in listings.
@@ -135,17 +138,10 @@ struct CodecInfo {
   [[nodiscard]] double bitsPerElement() const;
 };
 
-// Name -> codec. Filled while the library is loaded, by BAGUA_REGISTER_CODEC in each codec's folder; read-only
-// afterwards.
-class CodecRegistry {
- public:
-  // Returns true, so that it can initialise a static.
-  static bool add(CodecInfo info);
-  // Throws ValueError that lists the registered names.
-  static const CodecInfo& find(const std::string& name);
-  // In the order of their positions.
-  static std::vector<std::string> names();
-};
+// Filled by BAGUA_REGISTER_CODEC in each codec's folder.
+using CodecRegistry = Registry<CodecInfo>;
+template <>
+std::map<std::string, CodecInfo>& CodecRegistry::entries();
 
 }  // namespace bagua
 

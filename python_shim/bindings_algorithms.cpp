@@ -185,6 +185,14 @@ void bindBucketOperations(py::module& module) {
       },
       py::arg("executors"), py::arg("flat"), py::arg("self"), py::arg("left"), py::arg("right"),
       py::arg("hierarchical"), noGil);
+  py::class_<AverageRound, std::shared_ptr<AverageRound>>(module, "AverageRound")
+      .def(py::init([](const Executors& executors, const at::Tensor& flat, bool wantsToEnd) {
+             return bucket_operations::startAverageRound(*executors.provider, flat, wantsToEnd);
+           }),
+           py::arg("executors"), py::arg("flat"), py::arg("wants_to_end"), noGil)
+      .def("wait", &AverageRound::wait, noGil)
+      .def(
+          "take_change", [](AverageRound& self) { return self.takeChange(0); }, noGil);
 }
 
 // bagua.compressed.

@@ -7,8 +7,8 @@ cd "$(dirname "$0")/.."
 readonly VENV=${1:?usage: lint.sh VENV [--format]} MODE=${2:-}
 BIN=$(cd "$VENV" && pwd)/bin
 PATH=$BIN:$PATH
-readonly BIN BUILD=build/lint ROOMS=(kernels backend algorithms python_shim tests benchmarks)
-mapfile -t CXX_FILES < <(find "${ROOMS[@]}" -name '*.h' -o -name '*.cpp' -o -name '*.cu' | sort)
+readonly BIN BUILD=build/lint LAYERS=(kernels backend algorithms python_shim tests benchmarks)
+mapfile -t CXX_FILES < <(find "${LAYERS[@]}" -name '*.h' -o -name '*.cpp' -o -name '*.cu' | sort)
 
 if [ "$MODE" = --format ]; then
   clang-format -i "${CXX_FILES[@]}"

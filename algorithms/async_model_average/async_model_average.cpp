@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
-#include <atomic>
 #include <chrono>
 #include <memory>
 #include <optional>
 #include <utility>
 
 #include "algorithms/registry.h"
+#include "algorithms/weight_exchanges/average_round.h"
 #include "algorithms/weights.h"
 #include "backend/operation/timeouts.h"
 
 namespace bagua {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = AverageRound::Clock;
 using std::chrono::milliseconds;
 
 // Averages the weights in rounds that no rank waits for. A round begins with a snapshot at the start of a forward; when
@@ -45,7 +44,7 @@ class AsyncModelAverage final : public Algorithm {
     if (isWarmingUp() || context.size() == 1) return;
     finishWarmup(context);
     if (isPaused_) return;
-    if (round_ && !round_->work->isCompleted()) return;
+    if (round_ && !round_->isCompleted()) return;
     if (round_) finishRound(context);
     if (Clock::now() >= nextRound_) startRound(context, /*isAborting=*/false);
   }
@@ -101,28 +100,11 @@ class AsyncModelAverage final : public Algorithm {
     hasStarted_ = hasStarted;
     isPaused_ = isPaused;
     // It knows nothing of the weights that were loaded.
-    if (round_) round_->isStale = true;
+    isRoundStale_ = true;
     nextRound_ = Clock::now() + left;
   }
 
  private:
-  // What a round's program fills in.
-  struct Outcome {
-    std::vector<at::Tensor> averages;
-    // On the model's device: whether all ranks are in abort().
-    at::Tensor isLast;
-    // When the program ended, on the CPU; as a count of Clock. Not a Clock::time_point: that is no atomic everywhere.
-    std::atomic<Clock::rep> end{0};
-  };
-  struct Round {
-    c10::intrusive_ptr<c10d::Work> work;
-    std::vector<at::Tensor> snapshots;
-    std::shared_ptr<Outcome> outcome;
-    bool isAborting = false;
-    // Not to be added to the weights.
-    bool isStale = false;
-  };
-
   [[nodiscard]] bool isWarmingUp() const { return step_ < warmupSteps_; }
 
   // Once, whatever comes first after warm-up: a rank may be in abort() while another goes on training.
@@ -134,40 +116,25 @@ class AsyncModelAverage final : public Algorithm {
 
   void startRound(StepContext& context, bool isAborting) {
     if (buckets_.empty()) buckets_ = weightBuckets(context.parameters());
-    std::vector<at::Tensor> snapshots = packAll(buckets_);
-    auto outcome = std::make_shared<Outcome>();
-    outcome->isLast = at::full({1}, isAborting ? 1 : 0, snapshots[0].options().dtype(at::kByte));
-    for (const auto& snapshot : snapshots) outcome->averages.push_back(snapshot.clone());
-    auto work = context.submitInBackground("bagua:average_weights", outcome->averages,
-                                           [outcome](Communicator& communicator, StageSeconds& seconds) {
-                                             const Stage stage(seconds, "average_weights");
-                                             communicator.allReduce(outcome->isLast, c10d::ReduceOp::MIN);
-                                             for (auto& flat : outcome->averages) {
-                                               communicator.allReduce(flat, c10d::ReduceOp::AVG);
-                                             }
-                                             outcome->end = Clock::now().time_since_epoch().count();
-                                           });
-    round_ = Round{std::move(work), std::move(snapshots), std::move(outcome), isAborting};
+    isRoundStale_ = false;
+    round_.emplace(packAll(buckets_), isAborting,
+                   [&context](const std::vector<at::Tensor>& tensors, StepContext::Task task) {
+                     return context.submitInBackground("bagua:average_weights", tensors, std::move(task));
+                   });
   }
 
   // Whether it was the last. Nobody has moved on from the snapshot then: the average itself makes all ranks equal.
   bool finishRound(StepContext& context) {
-    const Round round = *std::exchange(round_, std::nullopt);
-    round.work->wait(kNoTimeout);
-    // The minimum over the ranks; looking at it waits for the device.
-    const bool isLast = round.isAborting && round.outcome->isLast.item<uint8_t>() != 0;
-    for (size_t i = 0; i < buckets_.size() && !round.isStale; ++i) {
-      const at::Tensor& average = round.outcome->averages[i];
+    AverageRound round = *std::exchange(round_, std::nullopt);
+    const bool isLast = round.wait();
+    for (size_t i = 0; i < buckets_.size() && !isRoundStale_; ++i) {
       if (isLast) {
-        buckets_[i].unpack(average);
+        buckets_[i].unpack(round.average(i));
       } else {
-        const auto type = average.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-        buckets_[i].add(average.to(type).sub_(round.snapshots[i]));
+        buckets_[i].add(round.takeChange(i));
       }
     }
-    // On CUDA the program has only enqueued: the round ends when that is seen.
-    const bool isOnHost = round.snapshots[0].is_cpu();
-    nextRound_ = (isOnHost ? Clock::time_point(Clock::duration(round.outcome->end)) : Clock::now()) + interval_;
+    nextRound_ = round.end() + interval_;
     context.countRound();
     return isLast;
   }
@@ -181,7 +148,9 @@ class AsyncModelAverage final : public Algorithm {
   bool hasStarted_ = false;
   bool isPaused_ = false;
   Clock::time_point nextRound_ = Clock::now();
-  std::optional<Round> round_;
+  std::optional<AverageRound> round_;
+  // The weights were loaded since it began: its outcome is not to be added to them.
+  bool isRoundStale_ = false;
 };
 
 }  // namespace

@@ -68,10 +68,10 @@ void allReduce(at::Tensor& flat, const HostLanes& lanes, double divisor, const C
   allReduceTogether({{flat, lanes, coding}}, divisor, seconds, communicator);
 }
 
-void allReduceTogether(const std::vector<Part>& parts, double divisor, StageSeconds& seconds,
+void allReduceTogether(const std::vector<FlatInLanes>& flats, double divisor, StageSeconds& seconds,
                        Communicator& communicator) {
   std::vector<Section> sections;
-  for (const auto& [flat, lanes, coding] : parts) {
+  for (const auto& [flat, lanes, coding] : flats) {
     const at::Tensor own = at::empty({ownLength(lanes, communicator.rank())}, flat.options());
     check(flat, own, lanes, communicator.rank());
     sections.push_back({flat, own, lanes, coding});

@@ -32,7 +32,7 @@ void reduceScatter(const at::Tensor& flat, at::Tensor& own, const HostLanes& lan
                    const Coding& coding, StageSeconds& seconds, Communicator& communicator);
 
 // This rank's lanes in `flat` become what the owners of their chunks have in `own`, coded and decoded: the same bits on
-// all hosts, the owner's own included. `coding.sender` has no part in it.
+// all hosts, the owner's own included. `coding.sender` is not used.
 void allGather(at::Tensor& flat, const at::Tensor& own, const HostLanes& lanes, const Coding& coding,
                StageSeconds& seconds, Communicator& communicator);
 
@@ -41,7 +41,7 @@ void allReduce(at::Tensor& flat, const HostLanes& lanes, double divisor, const C
                Communicator& communicator);
 
 // A flat tensor of several that travel together. Lanes and coding have to outlive the call.
-struct Part {
+struct FlatInLanes {
   at::Tensor flat;
   const HostLanes& lanes;
   const Coding& coding;
@@ -49,7 +49,7 @@ struct Part {
 
 // As allReduce() of each, in the same messages: it takes as many one-way delays as one of them. Lanes are of the same
 // topology, which has more than one host; tensors are on one device, and not all of them are empty.
-void allReduceTogether(const std::vector<Part>& parts, double divisor, StageSeconds& seconds,
+void allReduceTogether(const std::vector<FlatInLanes>& flats, double divisor, StageSeconds& seconds,
                        Communicator& communicator);
 
 }  // namespace bagua::compressed

@@ -37,21 +37,21 @@ void reduceToMean(at::Tensor& flat, const MeanOptions& options, const Coding& co
 void reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeconds& seconds,
                    Communicator& communicator) {
   std::vector<std::unique_ptr<CodedLanes>> lanes;
-  std::vector<Part> parts;
+  std::vector<FlatInLanes> flats;
   for (const auto& sum : sums) {
     lanes.push_back(std::make_unique<CodedLanes>(options, sum.flat.numel(), communicator));
-    parts.push_back({sum.flat, lanes.back()->lanes, sum.coding});
+    flats.push_back({sum.flat, lanes.back()->lanes, sum.coding});
   }
   const float divisor = options.average ? static_cast<float>(communicator.size()) : 1.0F;
-  if (parts.front().lanes.count() == 1) return allReduceTogether(parts, divisor, seconds, communicator);
+  if (flats.front().lanes.count() == 1) return allReduceTogether(flats, divisor, seconds, communicator);
   {
     const Stage stage(seconds, "reduce_in_host");
-    for (auto& part : parts) reduceInHost(part.flat, part.lanes, divisor, communicator);
+    for (auto& one : flats) reduceInHost(one.flat, one.lanes, divisor, communicator);
   }
   // Already divided above, where a sum of 16-bit floats could overflow.
-  allReduceTogether(parts, 1, seconds, communicator);
+  allReduceTogether(flats, 1, seconds, communicator);
   const Stage stage(seconds, "gather_in_host");
-  for (auto& part : parts) gatherInHost(part.flat, part.lanes, communicator);
+  for (auto& one : flats) gatherInHost(one.flat, one.lanes, communicator);
 }
 
 }  // namespace bagua::compressed

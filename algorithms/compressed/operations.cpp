@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include "algorithms/compressed/collectives.h"
+#include "backend/operation/tensor_bytes.h"
 #include "backend/process_group/argument_checks.h"
 
 namespace bagua::compressed {
@@ -22,7 +23,6 @@ class Call {
     operation_.configuration = std::make_shared<const std::string>(options.codec);
   }
 
-  [[nodiscard]] const ArgumentChecks& checks() const { return checks_; }
   void isReduction() { operation_.reduceOp = options_.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM; }
   void check(const at::Tensor& tensor, const char* role) const {
     checks_.tensor(tensor, role);
@@ -31,6 +31,14 @@ class Call {
     TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
                      checks_.where(), ": ", role, " must be float32, float64, float16 or bfloat16 to be coded, got ",
                      dtype);
+  }
+
+  // And one that holds a part of the size of `part` for every rank.
+  void checkWhole(const at::Tensor& whole, const char* role, const at::Tensor& part, const char* partRole) const {
+    check(part, partRole);
+    checks_.alike({whole}, part, role);
+    check(whole, role);
+    checks_.numel(whole, part.numel() * group_.identity().size, role);
   }
 
   // Calls body(lanes, divisor, coding, seconds, communicator) as a program. `common` has the same size on all ranks,
@@ -59,9 +67,6 @@ class Call {
   Operation operation_;
 };
 
-// As c10d takes them: autograd is not told.
-at::Tensor flatOf(const at::Tensor& tensor) { return tensor.detach().view(-1); }
-
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> submitAllReduce(ExecutorProvider& group, const at::Tensor& tensor,
@@ -79,10 +84,7 @@ c10::intrusive_ptr<c10d::Work> submitAllReduce(ExecutorProvider& group, const at
 c10::intrusive_ptr<c10d::Work> submitReduceScatter(ExecutorProvider& group, const at::Tensor& output,
                                                    const at::Tensor& input, const CallOptions& options) {
   Call call(group, c10d::OpType::_REDUCE_SCATTER_BASE, "bagua:compressed_reduce_scatter", options);
-  call.check(output, "output");
-  call.checks().alike({input}, output, "input");
-  call.check(input, "input");
-  call.checks().numel(input, output.numel() * group.identity().size, "input");
+  call.checkWhole(input, "input", output, "output");
   call.isReduction();
   return call.submit(
       output, input.numel(), {input}, output,
@@ -95,10 +97,7 @@ c10::intrusive_ptr<c10d::Work> submitReduceScatter(ExecutorProvider& group, cons
 c10::intrusive_ptr<c10d::Work> submitAllGather(ExecutorProvider& group, const at::Tensor& output,
                                                const at::Tensor& input, const CallOptions& options) {
   Call call(group, c10d::OpType::_ALLGATHER_BASE, "bagua:compressed_all_gather", options);
-  call.check(input, "input");
-  call.checks().alike({output}, input, "output");
-  call.check(output, "output");
-  call.checks().numel(output, input.numel() * group.identity().size, "output");
+  call.checkWhole(output, "output", input, "input");
   return call.submit(
       input, output.numel(), {input}, output,
       [flat = flatOf(output), own = flatOf(input)](const HostLanes& lanes, double /*divisor*/, const Coding& coding,

@@ -5,8 +5,8 @@
 #include <optional>
 #include <utility>
 
-#include "algorithms/decentralized/peer_average.h"
 #include "algorithms/registry.h"
+#include "algorithms/weight_exchanges/peer_average.h"
 #include "algorithms/weights.h"
 
 namespace bagua {

@@ -6,8 +6,8 @@
 #include <string>
 #include <utility>
 
-#include "algorithms/low_precision_decentralized/ring_exchange.h"
 #include "algorithms/registry.h"
+#include "algorithms/weight_exchanges/ring_exchange.h"
 #include "algorithms/weights.h"
 #include "backend/config.h"
 

@@ -80,8 +80,8 @@ void Rounds::makeFragments(const StepContext& context) {
     for (const auto& [dtype, group] : groups) {
       std::vector<at::Tensor> parameters;
       for (const int64_t position : group) parameters.push_back(context.parameters()[position]);
-      fragment.parts.push_back(
-          std::make_shared<Part>(Part{WeightBucket(std::move(parameters)), dtype, group.front(), {}}));
+      fragment.buckets.push_back(std::make_shared<FragmentBucket>(
+          FragmentBucket{WeightBucket(std::move(parameters)), dtype, group.front(), {}}));
     }
   }
   if (!settings_.averageBuffers) return;
@@ -92,25 +92,26 @@ void Rounds::makeFragments(const StepContext& context) {
   buffers_ = weightBuckets(buffers);
 }
 
-Rounds::Parts Rounds::allParts() const {
-  Parts all;
-  for (const auto& fragment : fragments_) all.insert(all.end(), fragment.parts.begin(), fragment.parts.end());
+Rounds::FragmentBuckets Rounds::allBuckets() const {
+  FragmentBuckets all;
+  for (const auto& fragment : fragments_) all.insert(all.end(), fragment.buckets.begin(), fragment.buckets.end());
   return all;
 }
 
 bool Rounds::isCoded() const { return settings_.codec && topology_->hostCount() > 1; }
 
-int64_t Rounds::ownedOf(const Part& part, int rank) const {
-  return compressed::ownLength(HostLanes(*topology_, rank, part.weights.numel()), rank);
+int64_t Rounds::ownedOf(const FragmentBucket& bucket, int rank) const {
+  return compressed::ownLength(HostLanes(*topology_, rank, bucket.weights.numel()), rank);
 }
 
-void Rounds::allocate(Part& part, int rank) const {
-  const at::Tensor& weights = part.outer.weights;
-  if (settings_.outer->momentum != 0 && !part.outer.momentum.defined()) part.outer.momentum = at::empty_like(weights);
-  if (isCoded() && settings_.errorFeedback && !part.residual.defined()) {
+void Rounds::allocate(FragmentBucket& bucket, int rank) const {
+  const at::Tensor& weights = bucket.outer.weights;
+  if (settings_.outer->momentum != 0 && !bucket.outer.momentum.defined())
+    bucket.outer.momentum = at::empty_like(weights);
+  if (isCoded() && settings_.errorFeedback && !bucket.residual.defined()) {
     const auto options = weights.options().dtype(at::kFloat);
-    part.residual = at::zeros({part.weights.numel()}, options);
-    part.ownerResidual = at::zeros({ownedOf(part, rank)}, options);
+    bucket.residual = at::zeros({bucket.weights.numel()}, options);
+    bucket.ownerResidual = at::zeros({ownedOf(bucket, rank)}, options);
   }
 }
 
@@ -130,9 +131,9 @@ void Rounds::prepare(StepContext& context) {
 // bits, they take rank 0's.
 void Rounds::startOuterWeights(StepContext& context) {
   std::vector<at::Tensor> flats;
-  for (const auto& part : allParts()) {
-    part->outer = {.weights = part->weights.packAs(part->dtype)};
-    flats.push_back(part->outer.weights);
+  for (const auto& bucket : allBuckets()) {
+    bucket->outer = {.weights = bucket->weights.packAs(bucket->dtype)};
+    flats.push_back(bucket->outer.weights);
   }
   const at::Tensor digest = digestOf(flats);
   context
@@ -147,24 +148,24 @@ void Rounds::startOuterWeights(StepContext& context) {
                             for (auto& flat : flats) communicator.broadcast(flat, 0);
                           })
       ->wait(kNoTimeout);
-  for (const auto& part : allParts()) allocate(*part, context.rank());
+  for (const auto& bucket : allBuckets()) allocate(*bucket, context.rank());
   hasStarted_ = true;
   noteMemory(context);
 }
 
 void Rounds::noteMemory(StepContext& context) const {
   std::map<std::string, int64_t> bytes;
-  for (const auto& part : allParts()) {
-    bytes["outer_weights"] += bytesOf(part->outer.weights);
-    bytes["outer_momentum"] += bytesOf(part->outer.momentum);
-    bytes["residuals"] += bytesOf(part->residual) + bytesOf(part->ownerResidual);
+  for (const auto& bucket : allBuckets()) {
+    bytes["outer_weights"] += bytesOf(bucket->outer.weights);
+    bytes["outer_momentum"] += bytesOf(bucket->outer.momentum);
+    bytes["residuals"] += bytesOf(bucket->residual) + bytesOf(bucket->ownerResidual);
   }
   // Of the fragment on its way: its differences.
   int64_t largest = 0;
   for (const auto& fragment : fragments_) {
     int64_t own = 0;
-    for (const auto& part : fragment.parts)
-      own += part->weights.numel() * static_cast<int64_t>(elementSize(part->dtype));
+    for (const auto& bucket : fragment.buckets)
+      own += bucket->weights.numel() * static_cast<int64_t>(elementSize(bucket->dtype));
     largest = std::max(largest, own);
   }
   bytes["largest_fragment"] = largest;
@@ -197,26 +198,26 @@ void Rounds::take(int64_t number, StepContext& context) {
   TORCH_INTERNAL_ASSERT(!fragment.exchange);
   Exchange& exchange = fragment.exchange.emplace();
   std::vector<at::Tensor> flats;
-  for (const auto& part : fragment.parts) {
-    flats.push_back(settings_.outer ? part->weights.subtractedFrom(part->outer.weights) : part->weights.pack());
+  for (const auto& bucket : fragment.buckets) {
+    flats.push_back(settings_.outer ? bucket->weights.subtractedFrom(bucket->outer.weights) : bucket->weights.pack());
   }
   if (!settings_.outer) exchange.means = flats;
   if (number + 1 == settings_.schedule.fragments()) exchange.buffers = packAll(buffers_);
   std::vector<at::Tensor> tensors = flats;
   tensors.insert(tensors.end(), exchange.buffers.begin(), exchange.buffers.end());
   const auto codec = isCoded() ? settings_.codec : nullptr;
-  auto program = [parts = fragment.parts, flats, buffers = exchange.buffers, outer = settings_.outer, codec,
+  auto program = [buckets = fragment.buckets, flats, buffers = exchange.buffers, outer = settings_.outer, codec,
                   hierarchical = settings_.hierarchical, errorFeedback = settings_.errorFeedback,
                   step = step_](Communicator& communicator, StageSeconds& seconds) mutable {
-    for (size_t i = 0; i < parts.size(); ++i) {
-      Part& part = *parts[i];
+    for (size_t i = 0; i < buckets.size(); ++i) {
+      FragmentBucket& bucket = *buckets[i];
       if (codec) {
-        const uint64_t key = bucketKey(kSeed, step, {BucketEntry{.parameter = part.firstParameter, .gradient = {}}});
+        const uint64_t key = bucketKey(kSeed, step, {BucketEntry{.parameter = bucket.firstParameter, .gradient = {}}});
         const auto rounding =
             !errorFeedback && codec->canRoundStochastically() ? Rounding::kStochastic : Rounding::kNearest;
         const compressed::Coding coding{.codec = codec,
-                                        .sender = {rounding, key, part.residual, part.residual},
-                                        .owner = {rounding, ~key, part.ownerResidual, part.ownerResidual}};
+                                        .sender = {rounding, key, bucket.residual, bucket.residual},
+                                        .owner = {rounding, ~key, bucket.ownerResidual, bucket.ownerResidual}};
         compressed::reduceToMean(flats[i], {.hierarchical = hierarchical}, coding, seconds, communicator);
       } else {
         const Stage stage(seconds, "average_fragment");
@@ -224,7 +225,7 @@ void Rounds::take(int64_t number, StepContext& context) {
       }
       if (!outer) continue;
       const Stage stage(seconds, "outer_step");
-      rounds::step(part.outer, flats[i], *outer);
+      rounds::step(bucket.outer, flats[i], *outer);
     }
     const Stage stage(seconds, "average_buffers");
     for (auto& buffer : buffers) communicator.allReduce(buffer, c10d::ReduceOp::AVG);
@@ -239,12 +240,12 @@ void Rounds::synchronise(int64_t number, StepContext& context) {
     RECORD_USER_SCOPE("bagua:wait_for_fragment");
     exchange.work->wait(kNoTimeout);
   }
-  for (size_t i = 0; i < fragment.parts.size(); ++i) {
-    const Part& part = *fragment.parts[i];
+  for (size_t i = 0; i < fragment.buckets.size(); ++i) {
+    const FragmentBucket& bucket = *fragment.buckets[i];
     if (settings_.outer) {
-      part.weights.mixWith(part.outer.weights, settings_.mixing);
+      bucket.weights.mixWith(bucket.outer.weights, settings_.mixing);
     } else {
-      part.weights.unpack(exchange.means[i]);
+      bucket.weights.unpack(exchange.means[i]);
     }
   }
   if (!exchange.buffers.empty()) unpackAll(buffers_, exchange.buffers);
@@ -263,7 +264,7 @@ void Rounds::synchronize(StepContext& context) {
     synchronise(number, context);
   }
   if (!settings_.outer || settings_.mixing == 0) return;
-  for (const auto& part : allParts()) part->weights.unpack(part->outer.weights);
+  for (const auto& bucket : allBuckets()) bucket->weights.unpack(bucket->outer.weights);
 }
 
 bool Rounds::abort(StepContext& context) {
@@ -293,14 +294,14 @@ AlgorithmState Rounds::state() const {
       state.emplace(numbered("buffers", i), fragment.exchange->buffers[i].clone());
     }
   }
-  const Parts parts = allParts();
-  for (size_t number = 0; number < parts.size() && hasStarted_; ++number) {
-    const Part& part = *parts[number];
-    state.emplace(numbered("outer_weights", number), part.outer.weights.clone());
-    if (part.outer.hasMomentum) state.emplace(numbered("outer_momentum", number), part.outer.momentum.clone());
-    if (part.residual.defined()) {
-      state.emplace(numbered("residual", number), part.residual.clone());
-      state.emplace(numbered("owner_residual", number), part.ownerResidual.clone());
+  const FragmentBuckets buckets = allBuckets();
+  for (size_t number = 0; number < buckets.size() && hasStarted_; ++number) {
+    const FragmentBucket& bucket = *buckets[number];
+    state.emplace(numbered("outer_weights", number), bucket.outer.weights.clone());
+    if (bucket.outer.hasMomentum) state.emplace(numbered("outer_momentum", number), bucket.outer.momentum.clone());
+    if (bucket.residual.defined()) {
+      state.emplace(numbered("residual", number), bucket.residual.clone());
+      state.emplace(numbered("owner_residual", number), bucket.ownerResidual.clone());
     }
   }
   return state;
@@ -313,13 +314,13 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
   const bool isPaused = counterOf(state, "is_paused") != 0;
   if (fragments_.empty()) makeFragments(context);
   std::vector<Loaded> loaded;
-  const Parts parts = allParts();
-  for (size_t number = 0; number < parts.size() && hasStarted; ++number) {
-    loaded.push_back(loadedPart(state, number, *parts[number], context));
+  const FragmentBuckets buckets = allBuckets();
+  for (size_t number = 0; number < buckets.size() && hasStarted; ++number) {
+    loaded.push_back(loadedBucket(state, number, *buckets[number], context));
   }
   std::vector<Fragment> fragments;
   for (size_t number = 0; number < fragments_.size(); ++number) {
-    Fragment& fragment = fragments.emplace_back(Fragment{.parts = fragments_[number].parts});
+    Fragment& fragment = fragments.emplace_back(Fragment{.buckets = fragments_[number].buckets});
     const std::string synchronised = numbered("synchronised_after", number);
     if (state.contains(synchronised)) fragment.synchronisedAfter = counterOf(state, synchronised);
     if (!hasStarted || !state.contains(numbered("on_its_way", number))) continue;
@@ -330,7 +331,7 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
     }
   }
 
-  // What is on its way writes to the parts.
+  // What is on its way writes to the buckets.
   for (const auto& fragment : fragments_) {
     if (fragment.exchange && fragment.exchange->work) fragment.exchange->work->wait(kNoTimeout);
   }
@@ -339,19 +340,19 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
   hasStarted_ = hasStarted;
   fragments_ = std::move(fragments);
   for (size_t number = 0; number < loaded.size(); ++number) {
-    Part& part = *parts[number];
-    part.outer = std::move(loaded[number].outer);
-    part.residual = std::move(loaded[number].residual);
-    part.ownerResidual = std::move(loaded[number].ownerResidual);
-    allocate(part, context.rank());
+    FragmentBucket& bucket = *buckets[number];
+    bucket.outer = std::move(loaded[number].outer);
+    bucket.residual = std::move(loaded[number].residual);
+    bucket.ownerResidual = std::move(loaded[number].ownerResidual);
+    allocate(bucket, context.rank());
   }
   if (hasStarted) noteMemory(context);
 }
 
-Rounds::Loaded Rounds::loadedPart(const AlgorithmState& state, size_t number, const Part& part,
-                                  const StepContext& context) const {
+Rounds::Loaded Rounds::loadedBucket(const AlgorithmState& state, size_t number, const FragmentBucket& bucket,
+                                    const StepContext& context) const {
   const auto options = at::TensorOptions(context.parameters().front().device());
-  const at::Tensor like = at::empty({part.weights.numel()}, options.dtype(part.dtype));
+  const at::Tensor like = at::empty({bucket.weights.numel()}, options.dtype(bucket.dtype));
   Loaded loaded{.outer = {.weights = tensorOf(state, numbered("outer_weights", number), like)}};
   const std::string momentum = numbered("outer_momentum", number);
   if (state.contains(momentum)) {
@@ -360,10 +361,10 @@ Rounds::Loaded Rounds::loadedPart(const AlgorithmState& state, size_t number, co
   }
   const std::string residual = numbered("residual", number);
   if (!isCoded() || !settings_.errorFeedback || !state.contains(residual)) return loaded;
-  loaded.residual = tensorOf(state, residual, at::empty({part.weights.numel()}, options.dtype(at::kFloat)));
+  loaded.residual = tensorOf(state, residual, at::empty({bucket.weights.numel()}, options.dtype(at::kFloat)));
   // Of another number of ranks it is of other elements: what it held back is lost.
   const std::string owner = numbered("owner_residual", number);
-  const at::Tensor likeOwned = at::zeros({ownedOf(part, context.rank())}, options.dtype(at::kFloat));
+  const at::Tensor likeOwned = at::zeros({ownedOf(bucket, context.rank())}, options.dtype(at::kFloat));
   const auto entry = state.find(owner);
   const bool isSame = entry != state.end() && entry->second.sizes() == likeOwned.sizes();
   loaded.ownerResidual = isSame ? tensorOf(state, owner, likeOwned) : likeOwned;

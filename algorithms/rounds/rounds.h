@@ -71,7 +71,7 @@ class Rounds final : public Algorithm {
 
  private:
   // Weights of a fragment that are computed with in one dtype. Programs write to it, while nobody else looks.
-  struct Part {
+  struct FragmentBucket {
     WeightBucket weights;
     at::ScalarType dtype;
     // Of all parameters of the model; for what is drawn at random.
@@ -82,7 +82,7 @@ class Rounds final : public Algorithm {
     at::Tensor residual = {};
     at::Tensor ownerResidual = {};
   };
-  using Parts = std::vector<std::shared_ptr<Part>>;
+  using FragmentBuckets = std::vector<std::shared_ptr<FragmentBucket>>;
   // A fragment on its way.
   struct Exchange {
     // Null where it was over when a checkpoint was written.
@@ -93,12 +93,12 @@ class Rounds final : public Algorithm {
     std::vector<at::Tensor> buffers = {};
   };
   struct Fragment {
-    Parts parts;
+    FragmentBuckets buckets;
     std::optional<Exchange> exchange = {};
     // The step after which it was last synchronised; -1: never.
     int64_t synchronisedAfter = -1;
   };
-  // What a checkpoint holds of a part.
+  // What a checkpoint holds of a bucket.
   struct Loaded {
     OuterState outer;
     at::Tensor residual = {};
@@ -111,14 +111,14 @@ class Rounds final : public Algorithm {
   void startOuterWeights(StepContext& context);
   void noteMemory(StepContext& context) const;
   [[nodiscard]] bool isCoded() const;
-  // The elements of a part that this rank owns in a coded exchange.
-  [[nodiscard]] int64_t ownedOf(const Part& part, int rank) const;
-  void allocate(Part& part, int rank) const;
+  // The elements of a bucket that this rank owns in a coded exchange.
+  [[nodiscard]] int64_t ownedOf(const FragmentBucket& bucket, int rank) const;
+  void allocate(FragmentBucket& bucket, int rank) const;
   void take(int64_t number, StepContext& context);
   void synchronise(int64_t number, StepContext& context);
-  [[nodiscard]] Parts allParts() const;
-  [[nodiscard]] Loaded loadedPart(const AlgorithmState& state, size_t number, const Part& part,
-                                  const StepContext& context) const;
+  [[nodiscard]] FragmentBuckets allBuckets() const;
+  [[nodiscard]] Loaded loadedBucket(const AlgorithmState& state, size_t number, const FragmentBucket& bucket,
+                                    const StepContext& context) const;
 
   const Settings settings_;
   // The participants as hosts.

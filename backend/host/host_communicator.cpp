@@ -52,8 +52,8 @@ std::vector<HostCommunicator::Span> HostCommunicator::spansOf(const HostLanes& l
   return spans;
 }
 
-c10d::ReduceOp HostCommunicator::reduceInHost(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes,
-                                              const ReduceOp& op) {
+c10d::ReduceOp HostCommunicator::reduceToOwnLanes(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes,
+                                                  const ReduceOp& op) {
   if (lanes.count() == 1) {
     if (!prepared.is_same(flat)) flat.copy_(prepared);
     return op;
@@ -69,7 +69,7 @@ c10d::ReduceOp HostCommunicator::reduceInHost(at::Tensor& flat, const at::Tensor
   return steps.second;
 }
 
-void HostCommunicator::gatherInHost(at::Tensor& flat, const HostLanes& lanes) {
+void HostCommunicator::gatherFromOwnLanes(at::Tensor& flat, const HostLanes& lanes) {
   if (!sharedMemory()) return;
   countShown(lanes.ownLength(rank()) * itemSize(flat) * (sharedMemory()->size() - 1));
   sharedMemory()->gather(flat, spansOf(lanes), deadline());
@@ -103,7 +103,7 @@ void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
     return sharedMemory()->allReduce(flat, prepared, op, deadline());
   }
   const HostLanes lanes(hosts(), rank(), flat.numel());
-  const ReduceOp betweenHosts = reduceInHost(flat, prepared, lanes, op);
+  const ReduceOp betweenHosts = reduceToOwnLanes(flat, prepared, lanes, op);
   const auto lineTo = [this](int peer) { return connections_.wire().lineTo(peer); };
   for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
     at::Tensor own = flat.narrow(0, lanes.begin(lane), lanes.length(lane));
@@ -111,7 +111,7 @@ void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
     auto& limit = limits_[owners];
     among(std::move(owners)).allReduce(own, betweenHosts, limit, lineTo);
   }
-  gatherInHost(flat, lanes);
+  gatherFromOwnLanes(flat, lanes);
 }
 
 void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) {
@@ -126,13 +126,13 @@ void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) 
   const HostLanes lanes(hosts(), rank(), flat.numel());
   // Only the root's own tensor may change.
   at::Tensor result = rank() == root ? flat : at::empty_like(flat);
-  const ReduceOp betweenHosts = reduceInHost(result, prepared, lanes, op);
+  const ReduceOp betweenHosts = reduceToOwnLanes(result, prepared, lanes, op);
   const int host = hosts().hostOf(root);
   for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
     at::Tensor own = result.narrow(0, lanes.begin(lane), lanes.length(lane));
     among(lanes.owners(lane)).reduceTo(host, own, betweenHosts);
   }
-  if (connections_.ownHost() == host) gatherInHost(result, lanes);
+  if (connections_.ownHost() == host) gatherFromOwnLanes(result, lanes);
 }
 
 // Returns when what this rank has said is there, too: whoever came last leaves no sooner, and all leave at the same time.

@@ -60,8 +60,8 @@ class HostCommunicator final : public Communicator {
   [[nodiscard]] PartOwners among(std::vector<int> owners);
 
   // The lanes of this rank, in `flat`, become what its host has of them. Returns how the hosts are to go on.
-  ReduceOp reduceInHost(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes, const ReduceOp& op);
-  void gatherInHost(at::Tensor& flat, const HostLanes& lanes);
+  ReduceOp reduceToOwnLanes(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes, const ReduceOp& op);
+  void gatherFromOwnLanes(at::Tensor& flat, const HostLanes& lanes);
   [[nodiscard]] std::vector<Span> spansOf(const HostLanes& lanes) const;
 
   // The parts of an allgather or reduce-scatter that each member deals with between hosts, its own first.

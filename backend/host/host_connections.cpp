@@ -38,7 +38,7 @@ void HostConnections::connect(const ProgramFingerprint& program, Deadline deadli
 }
 
 void HostConnections::shareMemory(const ProgramFingerprint& program, Deadline deadline) {
-  const auto wants = tellAll(config::usesSharedMemory(), deadline);
+  const auto wants = flagsOfAll(config::usesSharedMemory(), deadline);
   const auto& local = topology_->ranksOf(topology_->hostOf(wire_->rank()));
   const bool isWanted = local.size() > 1 && std::all_of(local.begin(), local.end(), [&](int r) { return wants[r]; });
   std::string whyNot;
@@ -53,7 +53,7 @@ void HostConnections::shareMemory(const ProgramFingerprint& program, Deadline de
                  << "the network, because there is no shared memory for them"
                  << (whyNot.empty() ? "" : " (" + whyNot + ")") << ": is /dev/shm too small?";
   }
-  const auto shares = tellAll(sharedMemory_ != nullptr, deadline);
+  const auto shares = flagsOfAll(sharedMemory_ != nullptr, deadline);
   std::vector<std::string> ids;
   for (int peer = 0; peer < wire_->size(); ++peer) {
     ids.push_back(shares[peer] ? "host " + std::to_string(topology_->hostOf(peer)) : "rank " + std::to_string(peer));
@@ -61,7 +61,7 @@ void HostConnections::shareMemory(const ProgramFingerprint& program, Deadline de
   hosts_.emplace(ids);
 }
 
-std::vector<bool> HostConnections::tellAll(bool flag, Deadline deadline) {
+std::vector<bool> HostConnections::flagsOfAll(bool flag, Deadline deadline) {
   std::vector<int> everybody(wire_->size());
   std::iota(everybody.begin(), everybody.end(), 0);
   std::vector<bool> flags;

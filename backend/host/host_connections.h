@@ -58,7 +58,7 @@ class HostConnections {
   void shareMemory(const ProgramFingerprint& program, Deadline deadline);
   void comparePrograms(const ProgramFingerprint& program, Deadline deadline);
   // What this rank says, of all ranks.
-  std::vector<bool> tellAll(bool flag, Deadline deadline);
+  std::vector<bool> flagsOfAll(bool flag, Deadline deadline);
 
   const std::unique_ptr<Wire> wire_;
   const std::shared_ptr<const HostTopology> topology_;

@@ -61,9 +61,9 @@ NcclExecutor::NcclExecutor(const GroupIdentity& group, Options options, std::sha
 
 c10::intrusive_ptr<c10d::Work> NcclExecutor::submit(Operation operation, std::vector<at::Tensor> results,
                                                     Program program) {
-  Part part{operation, std::move(program), {}};
-  if (auto work = defer(part, results)) return work;
-  return StreamExecutor::submit(operation, std::move(results), std::move(part.program));
+  Step step{operation, std::move(program), {}};
+  if (auto work = defer(step, results)) return work;
+  return StreamExecutor::submit(operation, std::move(results), std::move(step.program));
 }
 
 c10::intrusive_ptr<c10d::Work> NcclExecutor::send(Operation operation, at::Tensor tensor, int /*tag*/) {
@@ -83,8 +83,8 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::message(const Operation& operation,
   TORCH_CHECK_VALUE(operation.peer >= 0 && operation.peer < group().size, operation.name, " on rank ", self,
                     ": there is no rank ", operation.peer, " in group '", group().name, "' of ", group().size);
   checkUsable(operation);
-  Part part{operation, {}, {{isSend, operation.peer, tensor}}};
-  if (auto work = defer(part, {tensor})) return work;
+  Step step{operation, {}, {{isSend, operation.peer, tensor}}};
+  if (auto work = defer(step, {tensor})) return work;
   TORCH_CHECK_VALUE(operation.peer != self, operation.name, " on rank ", self, ", group '", group().name,
                     "': a message to oneself needs a group (batch_isend_irecv) that holds both its sides");
   const NcclCommunicator::Message side{isSend, operation.peer < self ? 0 : 1, tensor};
@@ -125,20 +125,20 @@ void NcclExecutor::startGroup() {
   next->work->publish();
 }
 
-c10::intrusive_ptr<c10d::Work> NcclExecutor::defer(Part& part, const std::vector<at::Tensor>& results) {
+c10::intrusive_ptr<c10d::Work> NcclExecutor::defer(Step& step, const std::vector<at::Tensor>& results) {
   const std::lock_guard<std::mutex> lock(groupMutex_);
   if (!group_) return nullptr;
   at::cuda::CUDAEvent ready;
   ready.record(c10::cuda::getCurrentCUDAStream(device().index()));
   group_->ready.push_back(std::move(ready));
   group_->results.insert(group_->results.end(), results.begin(), results.end());
-  if (!part.program && !group_->parts.empty() && !group_->parts.back().program) {
-    auto& messages = group_->parts.back().messages;
-    messages.insert(messages.end(), part.messages.begin(), part.messages.end());
-    auto& timeout = group_->parts.back().operation.timeout;
-    timeout = std::max(timeout, part.operation.timeout);
+  if (!step.program && !group_->steps.empty() && !group_->steps.back().program) {
+    auto& messages = group_->steps.back().messages;
+    messages.insert(messages.end(), step.messages.begin(), step.messages.end());
+    auto& timeout = group_->steps.back().operation.timeout;
+    timeout = std::max(timeout, step.operation.timeout);
   } else {
-    group_->parts.push_back(std::move(part));
+    group_->steps.push_back(std::move(step));
   }
   return group_->work;
 }
@@ -146,18 +146,18 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::defer(Part& part, const std::vector
 StreamExecutor::Launch NcclExecutor::launchOf(Group group) {
   Operation operation = group.work->operation();
   // A group of one thing is that thing.
-  if (group.parts.size() == 1 && group.parts.front().messages.size() <= 1) operation = group.parts.front().operation;
+  if (group.steps.size() == 1 && group.steps.front().messages.size() <= 1) operation = group.steps.front().operation;
   uint64_t programs = 0;
-  for (const auto& part : group.parts) {
-    operation.timeout = std::max(operation.timeout, part.operation.timeout);
-    if (part.program) ++programs;
+  for (const auto& step : group.steps) {
+    operation.timeout = std::max(operation.timeout, step.operation.timeout);
+    if (step.program) ++programs;
   }
-  auto run = [parts = std::move(group.parts)](Communicator& communicator) {
-    for (const auto& part : parts) {
-      if (part.program) {
-        part.program(communicator);
+  auto run = [steps = std::move(group.steps)](Communicator& communicator) {
+    for (const auto& step : steps) {
+      if (step.program) {
+        step.program(communicator);
       } else {
-        static_cast<NcclCommunicator&>(communicator).exchange(part.messages);
+        static_cast<NcclCommunicator&>(communicator).exchange(step.messages);
       }
     }
   };

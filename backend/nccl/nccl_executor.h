@@ -40,21 +40,21 @@ class NcclExecutor final : public StreamExecutor {
 
  private:
   // A program, or messages that form one exchange.
-  struct Part {
+  struct Step {
     Operation operation;
     Program program;
     std::vector<NcclCommunicator::Message> messages;
   };
   struct Group {
     c10::intrusive_ptr<WorkCuda> work;
-    std::vector<Part> parts;
+    std::vector<Step> steps;
     std::vector<at::Tensor> results;
     std::vector<at::cuda::CUDAEvent> ready;
   };
 
   c10::intrusive_ptr<c10d::Work> message(const Operation& operation, const at::Tensor& tensor, bool isSend);
-  // Takes the part and returns the group's Work; outside a group it leaves the part alone and returns null.
-  c10::intrusive_ptr<c10d::Work> defer(Part& part, const std::vector<at::Tensor>& results);
+  // Takes the step and returns the group's Work; outside a group it leaves the step alone and returns null.
+  c10::intrusive_ptr<c10d::Work> defer(Step& step, const std::vector<at::Tensor>& results);
   static Launch launchOf(Group group);
   std::shared_ptr<StreamChannel> pairChannel(int peer);
 

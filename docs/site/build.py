@@ -40,6 +40,7 @@ DEVELOPERS = {
     "developers/algorithms": "algorithms/README.md",
     "developers/compressed": "algorithms/compressed/README.md",
     "developers/rounds": "algorithms/rounds/README.md",
+    "developers/weight_exchanges": "algorithms/weight_exchanges/README.md",
     "developers/backend": "backend/README.md",
     "developers/nccl": "backend/nccl/README.md",
     "developers/kernels": "kernels/README.md",

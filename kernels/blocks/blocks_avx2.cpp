@@ -8,8 +8,8 @@ namespace bagua::blocks {
 namespace {
 
 struct Avx2 : HalvesOfF16C<Avx2> {
-  static constexpr int kLanes = 8;
-  using Types = Vectors<kLanes>;
+  static constexpr int kWidth = 8;
+  using Types = Vectors<kWidth>;
 
   static BAGUA_GROUP Types::Floats lookUp(uint64_t table, Types::Ints index) {
     const __m256 numbers = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(table))));

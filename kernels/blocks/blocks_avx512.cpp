@@ -13,8 +13,8 @@ namespace bagua::blocks {
 namespace {
 
 struct Avx512 : HalvesOfF16C<Avx512> {
-  static constexpr int kLanes = 16;
-  using Types = Vectors<kLanes>;
+  static constexpr int kWidth = 16;
+  using Types = Vectors<kWidth>;
 
   static BAGUA_GROUP Types::Floats lookUp(uint64_t table, Types::Ints index) {
     const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_set1_epi64x(static_cast<int64_t>(table))));

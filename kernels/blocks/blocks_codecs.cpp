@@ -10,8 +10,10 @@
 
 #include "kernels/blocks/blocks_loops.h"
 #include "kernels/codec.h"
+#include "kernels/integers.h"
 #include "kernels/processor.h"
 #include "kernels/share_out.h"
+#include "kernels/tensor_elements.h"
 #if BAGUA_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
@@ -30,6 +32,9 @@ constexpr int64_t kGroupsOfThread = 128;
 // Groups whose sums are made at once, and stay in the nearest cache.
 constexpr int64_t kGroupsOfMean = 16;
 
+// In errors.
+constexpr const char* kWhat = "a block codec";
+
 struct InstructionSet {
   const char* name;
   const Loops& loops;
@@ -46,33 +51,6 @@ const std::vector<InstructionSet>& availableSets() {
     return available;
   }();
   return kAvailable;
-}
-
-// Calls f with a value of the element type that `dtype` names.
-template <class F>
-void withElement(at::ScalarType dtype, const F& f) {
-  switch (dtype) {
-    case at::kFloat:
-      return f(float{});
-    case at::kDouble:
-      return f(double{});
-    case at::kHalf:
-      return f(HalfBits{});
-    case at::kBFloat16:
-      return f(BFloat16Bits{});
-    default:
-      TORCH_CHECK_TYPE(false, "block codecs expect float32, float64, float16 or bfloat16, got ", dtype);
-  }
-}
-
-template <class T>
-const T* dataOf(const at::Tensor& tensor) {
-  return static_cast<const T*>(tensor.const_data_ptr());
-}
-
-template <class T>
-T* mutableDataOf(const at::Tensor& tensor) {
-  return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
 template <class Element>
@@ -117,8 +95,8 @@ class BlockCodec final : public Codec {
   [[nodiscard]] bool canRoundStochastically() const override { return true; }
 
   void start(const at::Tensor& values, const Encoding& encoding, at::Tensor& packed) const override {
-    // On CUDA encode() does it all.
-    if (packed.is_cuda()) return;
+    // On CUDA encode() does it all. Nothing is packed without memory.
+    if (packed.is_cuda() || packed.numel() == 0) return;
     auto* bytes = mutableDataOf<uint8_t>(packed);
     const int64_t used = layout().packedBytes(values.numel());
     if (format_.isRotated) std::memcpy(bytes, &encoding.key, sizeof(encoding.key));
@@ -129,7 +107,7 @@ class BlockCodec final : public Codec {
               at::Tensor& packed) const override {
     if (values.is_cuda()) return encodeOnCuda(values, encoding, packed);
     auto* bytes = mutableDataOf<uint8_t>(packed);
-    withElement(values.scalar_type(), [&](auto element) {
+    withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       const auto source = sourceOf<Element>(values, encoding);
       forParts(piece, kGroupsOfThread, [&](int64_t begin, int64_t end) {
@@ -141,7 +119,7 @@ class BlockCodec final : public Codec {
   void decode(const at::Tensor& packed, const Piece& piece, at::Tensor& values) const override {
     if (values.is_cuda()) return decodeOnCuda(packed, values);
     const auto* bytes = dataOf<uint8_t>(packed);
-    withElement(values.scalar_type(), [&](auto element) {
+    withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       forParts(piece, kGroupsOfThread, [&](int64_t begin, int64_t end) {
         loops_.of<Element>().decode(bytes + offsetOf(begin), keyOf(bytes), begin, end, mutableDataOf<Element>(values));
@@ -152,7 +130,7 @@ class BlockCodec final : public Codec {
   void decodeAdd(const at::Tensor& packed, const Piece& piece, at::ScalarType dtype, at::Tensor& sums) const override {
     if (sums.is_cuda()) return addOnCuda(packed, dtype, sums);
     const auto* bytes = dataOf<uint8_t>(packed);
-    withElement(dtype, [&](auto element) {
+    withElement(dtype, kWhat, [&](auto element) {
       using Element = decltype(element);
       using T = ElementTraits<Element>::Compute;
       forParts(piece, kGroupsOfThread, [&](int64_t begin, int64_t end) {
@@ -165,7 +143,7 @@ class BlockCodec final : public Codec {
   void decodeMean(const at::Tensor& copies, const Piece& piece, double divisor, const Encoding& encoding,
                   at::Tensor& mean, at::Tensor& packed) const override {
     if (mean.is_cuda()) return Codec::decodeMean(copies, piece, divisor, encoding, mean, packed);
-    withElement(mean.scalar_type(), [&](auto element) {
+    withElement(mean.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       forParts(piece, kGroupsOfMean, [&](int64_t begin, int64_t end) {
         meanOfPart<Element>(copies, divisor, begin, end, mutableDataOf<Element>(mean));
@@ -193,7 +171,7 @@ class BlockCodec final : public Codec {
   template <class F>
   static void forParts(const Piece& piece, int64_t groups, const F& f) {
     const int64_t step = groups * kGroup;
-    const int64_t parts = (piece.end - piece.begin + step - 1) / step;
+    const int64_t parts = ceilDivide(piece.end - piece.begin, step);
     shareOut(parts, std::max<int64_t>(kGroupsOfThread / groups, 1), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         f(piece.begin + i * step, std::min(piece.begin + (i + 1) * step, piece.end));
@@ -222,7 +200,7 @@ class BlockCodec final : public Codec {
 
   void encodeOnCuda(const at::Tensor& values, const Encoding& encoding, const at::Tensor& packed) const {
     const c10::cuda::CUDAGuard guard(values.device());
-    withElement(values.scalar_type(), [&](auto element) {
+    withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       const cuda::PackedChunk chunk{mutableDataOf<uint8_t>(packed), packed.numel()};
       C10_CUDA_CHECK(
@@ -232,7 +210,7 @@ class BlockCodec final : public Codec {
 
   void decodeOnCuda(const at::Tensor& packed, const at::Tensor& values) const {
     const c10::cuda::CUDAGuard guard(values.device());
-    withElement(values.scalar_type(), [&](auto element) {
+    withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       C10_CUDA_CHECK(kernels<Element>().decode(dataOf<uint8_t>(packed), values.numel(), mutableDataOf<Element>(values),
                                                launchOn(values)));
@@ -241,7 +219,7 @@ class BlockCodec final : public Codec {
 
   void addOnCuda(const at::Tensor& packed, at::ScalarType dtype, const at::Tensor& sums) const {
     const c10::cuda::CUDAGuard guard(sums.device());
-    withElement(dtype, [&](auto element) {
+    withElement(dtype, kWhat, [&](auto element) {
       using Element = decltype(element);
       using T = ElementTraits<Element>::Compute;
       C10_CUDA_CHECK(

@@ -2,7 +2,7 @@
 #include "kernels/blocks/blocks_cuda.h"
 
 // A warp takes a group: its thread t holds elements t, t + 32, t + 64 and t + 96, so that a warp reads neighbours at
-// once. Sums and rotations meet in the order of blocks_lanes.h, which gives the same bits.
+// once. Sums and rotations meet in the order of blocks_vectors.h, which gives the same bits.
 namespace bagua::blocks::cuda {
 namespace {
 
@@ -13,8 +13,8 @@ constexpr int kBlocksOfMultiprocessor = 8;
 constexpr unsigned kAll = 0xFFFFFFFF;
 
 struct Warp {
-  static constexpr int kLanes = kWarp;
-  static constexpr int kParts = kGroup / kLanes;
+  static constexpr int kWidth = kWarp;
+  static constexpr int kParts = kGroup / kWidth;
   // A thread's parts are in blocks of their own.
   static constexpr int kBlocks = kParts;
   static_assert(2 * FourBits::kBlock == kWarp);
@@ -23,7 +23,7 @@ struct Warp {
   using Ints = int32_t;
   using Group = Floats[kParts];
 
-  static __device__ int lane() { return static_cast<int>(threadIdx.x % kWarp); }
+  static __device__ int threadOfWarp() { return static_cast<int>(threadIdx.x % kWarp); }
 
   static __device__ Floats floats(float x) { return x; }
   static __device__ Ints ints(int32_t x) { return x; }
@@ -37,7 +37,7 @@ struct Warp {
     return isFirst ? yes : no;
   }
 
-  static __device__ uint32_t elements(int part) { return static_cast<uint32_t>(part * kLanes + lane()); }
+  static __device__ uint32_t elements(int part) { return static_cast<uint32_t>(part * kWidth + threadOfWarp()); }
 
   static __device__ float sum(const Group& x) {
     float all = (x[0] + x[2]) + (x[1] + x[3]);
@@ -64,7 +64,7 @@ struct Warp {
       }
     }
     for (int stride = kWarp / 2; stride > 0; stride /= 2) {
-      const bool isSecond = (lane() & stride) != 0;
+      const bool isSecond = (threadOfWarp() & stride) != 0;
       for (float& mine : x) {
         const float other = __shfl_xor_sync(kAll, mine, stride);
         mine = other + (isSecond ? -mine : mine);
@@ -73,12 +73,12 @@ struct Warp {
   }
 
   static __device__ Ints signsOf(const Draw& draw, int part) {
-    const int element = part * kLanes + lane();
+    const int element = part * kWidth + threadOfWarp();
     return static_cast<int32_t>(static_cast<uint32_t>(draw.signs[element / 64] >> (element % 64)) << 31U);
   }
 
   static __device__ int blockOf(int part) { return part; }
-  static __device__ int blockInGroup(int part) { return (part * kLanes + lane()) / FourBits::kBlock; }
+  static __device__ int blockInGroup(int part) { return (part * kWidth + threadOfWarp()) / FourBits::kBlock; }
 
   static __device__ void largestOfBlocks(const Group& x, float (&tops)[kBlocks]) {
     for (int i = 0; i < kParts; ++i) {
@@ -107,7 +107,7 @@ struct Warp {
   }
 
   static __device__ void storeScale(uint64_t scale, int count, uint8_t* to) {
-    if (lane() < count) to[lane()] = static_cast<uint8_t>(scale >> (8 * lane()));
+    if (threadOfWarp() < count) to[threadOfWarp()] = static_cast<uint8_t>(scale >> (8 * threadOfWarp()));
   }
 
   static __device__ uint64_t loadScale(const uint8_t* from, int count) {
@@ -121,16 +121,16 @@ struct Warp {
     if constexpr (kBits == 1) {
       // Byte j holds elements j + 16 k: of thread j for even k, of thread j + 16 for odd ones.
       Ints all = 0;
-      const int isOdd = lane() / 16;
+      const int isOdd = threadOfWarp() / 16;
       for (int i = 0; i < kParts; ++i) all |= codes[i] << (2 * i + isOdd);
       all |= __shfl_xor_sync(kAll, all, 16);
-      if (isOdd == 0) to[lane()] = static_cast<uint8_t>(all);
+      if (isOdd == 0) to[threadOfWarp()] = static_cast<uint8_t>(all);
     } else {
       constexpr int kStep = kParts * kBits / 8;
       for (int i = 0; i < kStep; ++i) {
         Ints all = codes[i];
         for (int j = 1; j < 8 / kBits; ++j) all |= codes[i + j * kStep] << (j * kBits);
-        to[i * kLanes + lane()] = static_cast<uint8_t>(all);
+        to[i * kWidth + threadOfWarp()] = static_cast<uint8_t>(all);
       }
     }
   }
@@ -138,12 +138,12 @@ struct Warp {
   template <int kBits>
   static __device__ void loadCodes(const uint8_t* from, Ints (&codes)[kParts]) {
     if constexpr (kBits == 1) {
-      const Ints all = from[lane() % 16];
-      for (int i = 0; i < kParts; ++i) codes[i] = (all >> (2 * i + lane() / 16)) & 1;
+      const Ints all = from[threadOfWarp() % 16];
+      for (int i = 0; i < kParts; ++i) codes[i] = (all >> (2 * i + threadOfWarp() / 16)) & 1;
     } else {
       constexpr int kStep = kParts * kBits / 8;
       for (int i = 0; i < kStep; ++i) {
-        const Ints all = from[i * kLanes + lane()];
+        const Ints all = from[i * kWidth + threadOfWarp()];
         for (int j = 0; j < 8 / kBits; ++j) codes[i + j * kStep] = (all >> (j * kBits)) & ((1 << kBits) - 1);
       }
     }

@@ -10,8 +10,8 @@
 // by itself: a scale, and 1, 2, 4 or 8 bits for each number. kernels/README.md describes the bytes. Zeros decode to
 // positive ones, which is what the additions of 0 are for.
 //
-// `Machine` is what a group is held in: registers of a CPU (blocks_lanes.h), or a number of a warp's threads
-// (blocks_cuda.cu). A thread of it holds kParts values of type Floats or Ints, each of kLanes elements of the group;
+// `Machine` is what a group is held in: registers of a CPU (blocks_vectors.h), or a number of a warp's threads
+// (blocks_cuda.cu). A thread of it holds kParts values of type Floats or Ints, each of kWidth elements of the group;
 // with operators of both, and with the operations across elements that a format needs. All arithmetic is float32,
 // rounded after every operation, so the bytes are the same everywhere.
 namespace bagua::blocks {

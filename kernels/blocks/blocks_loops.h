@@ -5,8 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kernels/blocks/blocks_lanes.h"
 #include "kernels/blocks/blocks_source.h"
+#include "kernels/blocks/blocks_vectors.h"
 
 // The block codecs on host memory: loops over groups, compiled once for each instruction set by the sources beside
 // this file. No pointer needs an alignment beyond its element's.
@@ -60,7 +60,7 @@ const Loops& avx512Loops();
 
 template <class Isa, class Format, class Element>
 struct LoopsOver {
-  using Machine = Lanes<Isa>;
+  using Machine = VectorMachine<Isa>;
   using Traits = ElementTraits<Element>;
   using T = Traits::Compute;
   static constexpr int64_t kBytes = kBytesOfGroup<Format>;

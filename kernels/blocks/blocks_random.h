@@ -3,19 +3,11 @@
 
 #include <cstdint>
 
-#include "kernels/elements.h"
+#include "kernels/integers.h"
 
 // What the block codecs draw at random: functions of a key, a group and an element, of nothing else. The same numbers
 // come out on every device, for any cut of the work.
 namespace bagua::blocks {
-
-// The finaliser of SplitMix64: neighbouring numbers give unrelated ones.
-BAGUA_HOST_DEVICE uint64_t mix64(uint64_t x) {
-  x += 0x9E3779B97F4A7C15U;
-  x = (x ^ (x >> 30U)) * 0xBF58476D1CE4E5B9U;
-  x = (x ^ (x >> 27U)) * 0x94D049BB133111EBU;
-  return x ^ (x >> 31U);
-}
 
 // Of a group of 128 elements.
 struct Draw {

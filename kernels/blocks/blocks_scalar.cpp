@@ -5,7 +5,7 @@ namespace bagua::blocks {
 namespace {
 
 struct Scalar {
-  static constexpr int kLanes = 1;
+  static constexpr int kWidth = 1;
 
   static void loadHalves(const HalfBits* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; ++i) to[i] = ElementTraits<HalfBits>::load(from[i]);

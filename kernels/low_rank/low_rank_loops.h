@@ -11,7 +11,7 @@
 // Compiled once for each instruction set, by the sources beside it. `Isa` is a type of the source's own: without it the
 // linker would take the loops of one source for all.
 //
-// Sums are made in lanes of 64 bytes, whatever the registers are, and every operation is rounded by itself: the bits
+// Sums are made in vectors of 64 bytes, whatever the registers are, and every operation is rounded by itself: the bits
 // are the same on every processor, and those of a matrix do not depend on where it lies.
 namespace bagua::low_rank {
 
@@ -51,7 +51,7 @@ const Loops& avx512Loops();
 const std::vector<const Loops*>& availableLoops();
 
 template <class Isa, class T>
-struct Lanes {
+struct WideVector {
   static constexpr int64_t kCount = 64 / sizeof(T);
   using Vector [[gnu::vector_size(64)]] = T;
   using Halves [[gnu::vector_size(kCount * sizeof(float))]] = float;
@@ -77,16 +77,17 @@ struct Lanes {
   }
 };
 
-// The last columns, fewer than a vector has lanes, with zeros behind them, so that loops need no other form for them.
+// The last columns, fewer than a vector has elements, with zeros behind them, so that loops need no other form for
+// them.
 template <class Isa, class T>
-[[gnu::always_inline]] inline void loadTail(typename Lanes<Isa, T>::Vector& vector, const T* from, int64_t count) {
-  vector = typename Lanes<Isa, T>::Vector{};
+[[gnu::always_inline]] inline void loadTail(typename WideVector<Isa, T>::Vector& vector, const T* from, int64_t count) {
+  vector = typename WideVector<Isa, T>::Vector{};
   std::memcpy(&vector, from, count * sizeof(T));
 }
 
 template <class Isa, class T, int kRows, int kRank, bool kAddsResidual>
 void multiplyBlock(const Arguments<T>& matrix, const T* q, T* p, int64_t row) {
-  using L = Lanes<Isa, T>;
+  using L = WideVector<Isa, T>;
   using Vector = typename L::Vector;
   Vector sums[kRows][kRank] = {};
   const int64_t whole = matrix.columns / L::kCount * L::kCount;
@@ -162,7 +163,7 @@ void multiplyLoop(const Arguments<T>& matrix, const T* q, T* p) {
 
 template <class Isa, class T, int kRows, int kRank>
 void transposedBlock(const Arguments<T>& matrix, const T* p, T* q, int64_t row) {
-  using L = Lanes<Isa, T>;
+  using L = WideVector<Isa, T>;
   using Vector = typename L::Vector;
   T factors[kRows][kRank];
   for (int i = 0; i < kRows; ++i) {
@@ -212,7 +213,7 @@ void transposedLoop(const Arguments<T>& matrix, const T* p, T* q) {
 
 template <class Isa, class T, int kRows, bool kKeepsRest>
 void replaceRows(const Arguments<T>& matrix, const T* p, const T* q, int64_t row) {
-  using L = Lanes<Isa, T>;
+  using L = WideVector<Isa, T>;
   using Vector = typename L::Vector;
   constexpr float kLargest = std::numeric_limits<float>::max();
   const auto at = [&](int i, int64_t j) { return (row + i) * matrix.columns + j; };

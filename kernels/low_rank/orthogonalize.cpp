@@ -17,13 +17,13 @@ namespace {
 // number of its elements.
 constexpr double kNothing = 1e-13;
 
-// Lanes that the compiler may put into a register; the order of additions does not depend on whether it does.
+// Sums that the compiler may put into a register; the order of additions does not depend on whether it does.
 double dot(const double* one, const double* other, int64_t count) {
-  constexpr int64_t kLanes = 8;
-  std::array<double, kLanes> sums{};
+  constexpr int64_t kWidth = 8;
+  std::array<double, kWidth> sums{};
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += one[i + lane] * other[i + lane];
+  for (; i + kWidth <= count; i += kWidth) {
+    for (int64_t j = 0; j < kWidth; ++j) sums[j] += one[i + j] * other[i + j];
   }
   double rest = 0;
   for (; i < count; ++i) rest += one[i] * other[i];

@@ -5,9 +5,10 @@
 
 #include <limits>
 
+#include "kernels/integers.h"
 #include "kernels/minmax_uint8/minmax_uint8_cpu.h"
-#include "kernels/minmax_uint8/minmax_uint8_dtypes.h"
 #include "kernels/minmax_uint8/minmax_uint8_kernels.h"
+#include "kernels/tensor_elements.h"
 #if BAGUA_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
@@ -18,8 +19,6 @@
 
 namespace bagua::minmax_uint8 {
 namespace {
-
-int64_t ceilDivide(int64_t value, int64_t by) { return value / by + (value % by != 0 ? 1 : 0); }
 
 Layout layoutOf(int64_t length, int64_t chunks) { return {length, chunks, chunkLength(length, chunks)}; }
 
@@ -87,7 +86,7 @@ void checkFeedback(const Encoding& encoding, const at::Tensor& input) {
 
 void compressAs(const Layout& layout, const at::Tensor& x, const Encoding& encoding, at::Tensor& packed) {
   const Feedback feedback = feedbackOf(encoding);
-  withElement(x.scalar_type(), "compress", [&](auto element) {
+  withElement(x.scalar_type(), "minmax_uint8 compress", [&](auto element) {
     using Element = decltype(element);
     const auto* data = static_cast<const Element*>(x.const_data_ptr());
     auto* bytes = packed.mutable_data_ptr<uint8_t>();
@@ -107,7 +106,7 @@ void compressAs(const Layout& layout, const at::Tensor& x, const Encoding& encod
 }
 
 void decompressAs(const Layout& layout, const at::Tensor& packed, at::Tensor& output) {
-  withElement(output.scalar_type(), "decompress", [&](auto element) {
+  withElement(output.scalar_type(), "minmax_uint8 decompress", [&](auto element) {
     using Element = decltype(element);
     auto* data = static_cast<Element*>(output.mutable_data_ptr());
     const auto* bytes = packed.const_data_ptr<uint8_t>();
@@ -197,7 +196,7 @@ void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t strid
   checkPacked(received, bytesOfChunks(copies, packedChunkBytes(strideLength), strideLength), operation, strideLength,
               copies);
   checkPacked(packed, packedChunkBytes(strideLength), operation, strideLength, 1);
-  withElement(sum.scalar_type(), operation, [&](auto element) {
+  withElement(sum.scalar_type(), "minmax_uint8 reduceAndCompress", [&](auto element) {
     using Element = decltype(element);
     auto* sums = static_cast<Element*>(sum.mutable_data_ptr());
     const Received source = {received.const_data_ptr<uint8_t>(), copies, divisor};

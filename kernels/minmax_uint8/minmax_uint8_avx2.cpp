@@ -153,7 +153,7 @@ struct Avx2 {
     }
   }
 
-  // Saturates to 0 and 255. Packing works within 128-bit lanes; the permutation restores the order.
+  // Saturates to 0 and 255. Packing works within each 128 bits; the permutation restores the order.
   static Ints pack(Ints a, Ints b, Ints c, Ints d) {
     const Ints bytes = _mm256_packus_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
     return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));

@@ -155,7 +155,7 @@ struct Avx512 {
     }
   }
 
-  // Saturates to 0 and 255. Packing works within 128-bit lanes; the permutation restores the order.
+  // Saturates to 0 and 255. Packing works within each 128 bits; the permutation restores the order.
   static Ints pack(Ints a, Ints b, Ints c, Ints d) {
     const Ints bytes = _mm512_packus_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
     const Ints order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

@@ -9,21 +9,14 @@
 #include "kernels/codec.h"
 #include "kernels/minmax_uint8/minmax_uint8.h"
 #include "kernels/minmax_uint8/minmax_uint8_cpu.h"
-#include "kernels/minmax_uint8/minmax_uint8_dtypes.h"
 #include "kernels/minmax_uint8/minmax_uint8_kernels.h"
+#include "kernels/tensor_elements.h"
 
 namespace bagua::minmax_uint8 {
 namespace {
 
-template <class Element>
-const Element* dataOf(const at::Tensor& tensor) {
-  return static_cast<const Element*>(tensor.const_data_ptr());
-}
-
-template <class Element>
-Element* mutableDataOf(at::Tensor& tensor) {
-  return static_cast<Element*>(tensor.mutable_data_ptr());
-}
+// In errors.
+constexpr const char* kWhat = "codec minmax_uint8";
 
 // The range of a mean while it is made, in the header of the chunk that it will become.
 Range<double> rangeSoFar(const at::Tensor& packed, const Piece& piece) {
@@ -51,7 +44,7 @@ class MinMaxUInt8Codec final : public Codec {
 
   void start(const at::Tensor& values, const Encoding& encoding, at::Tensor& packed) const override {
     if (values.is_cuda()) return;
-    withElement(values.scalar_type(), "start", [&](auto element) {
+    withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::startChunk(loops_, dataOf<Element>(values), residualOf(encoding), values.numel(),
                       packed.mutable_data_ptr<uint8_t>(), packed.numel());
@@ -62,7 +55,7 @@ class MinMaxUInt8Codec final : public Codec {
               at::Tensor& packed) const override {
     if (values.is_cuda()) return encodeWhole(values, encoding, packed);
     const auto feedback = feedbackOf(encoding);
-    withElement(values.scalar_type(), "encode", [&](auto element) {
+    withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::compressPiece(loops_, dataOf<Element>(values), piece, feedback ? &*feedback : nullptr,
                          packed.mutable_data_ptr<uint8_t>());
@@ -71,7 +64,7 @@ class MinMaxUInt8Codec final : public Codec {
 
   void decode(const at::Tensor& packed, const Piece& piece, at::Tensor& values) const override {
     if (values.is_cuda()) return decodeWhole(packed, values);
-    withElement(values.scalar_type(), "decode", [&](auto element) {
+    withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::decompressPiece(loops_, packed.const_data_ptr<uint8_t>(), piece, mutableDataOf<Element>(values));
     });
@@ -84,7 +77,7 @@ class MinMaxUInt8Codec final : public Codec {
       sums.add_(values);
       return;
     }
-    withElement(dtype, "decodeAdd", [&](auto element) {
+    withElement(dtype, kWhat, [&](auto element) {
       using Element = decltype(element);
       using T = ElementTraits<Element>::Compute;
       cpu::addPiece<Element>(loops_, packed.const_data_ptr<uint8_t>(), piece, mutableDataOf<T>(sums));
@@ -99,7 +92,7 @@ class MinMaxUInt8Codec final : public Codec {
     if (piece.begin == piece.end && length > 0) return;
     const Received received = {copies.const_data_ptr<uint8_t>(), copies.size(0), divisor};
     Range<double> range = rangeSoFar(packed, piece);
-    withElement(mean.scalar_type(), "decodeMean", [&](auto element) {
+    withElement(mean.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       auto* sums = mutableDataOf<Element>(mean);
       range = merge(range, cpu::reducePiece(loops_, received, copies.stride(0), piece, residualOf(encoding), sums));
@@ -120,7 +113,7 @@ class MinMaxUInt8Codec final : public Codec {
         packed.numel() % kAlignment != 0) {
       return Codec::decodeMeanAndEncode(copies, divisor, encoding, mean, packed);
     }
-    withElement(mean.scalar_type(), "decodeMeanAndEncode", [&](auto element) {
+    withElement(mean.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       const Received received = {copies.const_data_ptr<uint8_t>(), copies.size(0), divisor};
       const Layout layout = {mean.numel(), 1, packed.numel() - kHeaderBytes};
@@ -134,7 +127,7 @@ class MinMaxUInt8Codec final : public Codec {
     if (!isOwnGeometry(packed, chunkLength)) return Codec::encodeChunks(values, chunkLength, encoding, packed);
     if (values.is_cuda()) return compressChunks(values, chunkLength, encoding, packed);
     const auto feedback = feedbackOf(encoding);
-    withElement(values.scalar_type(), "encodeChunks", [&](auto element) {
+    withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::compress(loops_, dataOf<Element>(values), {values.numel(), packed.size(0), chunkLength},
                     feedback ? &*feedback : nullptr, packed.mutable_data_ptr<uint8_t>());
@@ -144,7 +137,7 @@ class MinMaxUInt8Codec final : public Codec {
   void decodeChunks(const at::Tensor& packed, int64_t chunkLength, at::Tensor& values) const override {
     if (!isOwnGeometry(packed, chunkLength)) return Codec::decodeChunks(packed, chunkLength, values);
     if (values.is_cuda()) return decompressChunks(packed, chunkLength, values);
-    withElement(values.scalar_type(), "decodeChunks", [&](auto element) {
+    withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::decompress(loops_, packed.const_data_ptr<uint8_t>(), {values.numel(), packed.size(0), chunkLength},
                       mutableDataOf<Element>(values));

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "kernels/codec.h"
 #include "kernels/minmax_uint8/minmax_uint8_loops.h"
 #include "kernels/processor.h"
 #include "kernels/share_out.h"

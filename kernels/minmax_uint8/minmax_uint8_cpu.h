@@ -5,7 +5,10 @@
 #include <vector>
 
 #include "kernels/minmax_uint8/minmax_uint8_kernels.h"
-#include "kernels/minmax_uint8/minmax_uint8_pieces.h"
+
+namespace bagua {
+struct Piece;
+}
 
 // The codec on host memory. No pointer needs an alignment beyond its element's.
 namespace bagua::minmax_uint8::cpu {
@@ -84,7 +87,7 @@ template <class Element>
 void reduceAndCompress(const Loops& loops, const Received& received, const Layout& layout, Element* sum,
                        uint8_t* packed);
 
-// One chunk piece by piece, see minmax_uint8_pieces.h.
+// One chunk piece by piece: as Codec has it, the piece of values of Element, or of a mean of them.
 template <class Element>
 void startChunk(const Loops& loops, const Element* x, const float* residual, int64_t count, uint8_t* packed,
                 int64_t packedStride);

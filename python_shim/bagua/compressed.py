@@ -16,6 +16,9 @@ starts after what the current stream has been given, and `wait()` lets the curre
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,14 +30,6 @@ from bagua._native import _C
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 
-def _group_of(group: dist.ProcessGroup | None, name: str) -> dist.ProcessGroup | None:
-    """Return the group to use; None, after a warning like torch's, where this rank is not in it."""
-    if distributed_c10d._rank_not_in_group(group):
-        distributed_c10d._warn_not_in_group(f"bagua.compressed.{name}")
-        return None
-    return group or distributed_c10d._get_default_group()
-
-
 def _averages(op: dist.ReduceOp | dist.ReduceOp.RedOpType, name: str) -> bool:
     if op == dist.ReduceOp.AVG:
         return True
@@ -43,7 +38,7 @@ def _averages(op: dist.ReduceOp | dist.ReduceOp.RedOpType, name: str) -> bool:
     raise ValueError(f"bagua.compressed.{name}: op must be ReduceOp.AVG or ReduceOp.SUM, got {op}")
 
 
-def _check_tensors(name: str, **tensors: Tensor) -> None:
+def _check_tensors(name: str, tensors: dict[str, Tensor]) -> None:
     for role, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"bagua.compressed.{name}: {role} must be a tensor, got {type(tensor).__qualname__}")
@@ -54,7 +49,25 @@ def _check_tensors(name: str, **tensors: Tensor) -> None:
             )
 
 
-def _finish(work: dist.Work, async_op: bool) -> dist.Work | None:
+def _run(
+    name: str,
+    start: Callable[[Any, bool], dist.Work],
+    tensors: dict[str, Tensor],
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup | None,
+    async_op: bool,
+) -> dist.Work | None:
+    """Check what the caller gave, and call `start(executors, whether to average)`.
+
+    Where this rank is not in the group, there is a warning like torch's instead.
+    """
+    if distributed_c10d._rank_not_in_group(group):
+        distributed_c10d._warn_not_in_group(f"bagua.compressed.{name}")
+        return None
+    average = _averages(op, name)
+    _check_tensors(name, tensors)
+    device = next(iter(tensors.values())).device
+    work = start(shared_executors_for(group or distributed_c10d._get_default_group(), device), average)
     if async_op:
         return work
     work.wait()
@@ -91,13 +104,14 @@ def all_reduce(
         TypeError: another dtype.
         torch.distributed.DistBackendError: ranks that do not call the same, a rank that failed or did not come in time.
     """
-    members = _group_of(group, "all_reduce")
-    if members is None:
-        return None
-    average = _averages(op, "all_reduce")
-    _check_tensors("all_reduce", tensor=tensor)
-    executors = shared_executors_for(members, tensor.device)
-    return _finish(_C.compressed_all_reduce(executors, tensor, codec, average, not async_op), async_op)
+    return _run(
+        "all_reduce",
+        lambda executors, average: _C.compressed_all_reduce(executors, tensor, codec, average, not async_op),
+        {"tensor": tensor},
+        op,
+        group,
+        async_op,
+    )
 
 
 def reduce_scatter(
@@ -128,13 +142,14 @@ def reduce_scatter(
     Raises:
         As `all_reduce`, and ValueError for sizes that do not fit.
     """
-    members = _group_of(group, "reduce_scatter")
-    if members is None:
-        return None
-    average = _averages(op, "reduce_scatter")
-    _check_tensors("reduce_scatter", output=output, input=input)
-    executors = shared_executors_for(members, output.device)
-    return _finish(_C.compressed_reduce_scatter(executors, output, input, codec, average, not async_op), async_op)
+    return _run(
+        "reduce_scatter",
+        lambda executors, average: _C.compressed_reduce_scatter(executors, output, input, codec, average, not async_op),
+        {"output": output, "input": input},
+        op,
+        group,
+        async_op,
+    )
 
 
 def all_gather(
@@ -162,9 +177,11 @@ def all_gather(
     Raises:
         As `all_reduce`, and ValueError for sizes that do not fit.
     """
-    members = _group_of(group, "all_gather")
-    if members is None:
-        return None
-    _check_tensors("all_gather", output=output, input=input)
-    executors = shared_executors_for(members, input.device)
-    return _finish(_C.compressed_all_gather(executors, output, input, codec, not async_op), async_op)
+    return _run(
+        "all_gather",
+        lambda executors, _: _C.compressed_all_gather(executors, output, input, codec, not async_op),
+        {"input": input, "output": output},
+        dist.ReduceOp.SUM,
+        group,
+        async_op,
+    )

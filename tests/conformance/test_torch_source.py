@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests in PyTorch's source that its wheel has not: what passes there with Gloo passes with "bagua" in its place.
 
+    git clone --depth 1 --branch v2.15.0 <the repository pytorch/pytorch> ~/pytorch
     TORCH_SOURCE=~/pytorch python -m pytest tests/conformance/test_torch_source.py
 
-The checkout is to be of the version that is installed. Each file runs twice; what Gloo does is expected.
+The checkout is to be of the version that is installed. Each file runs twice; what Gloo does is expected. Without
+TORCH_SOURCE all are skipped; a checkout of another version, or a file that it does not have, is a failure.
 """
 
 import os
@@ -13,18 +15,40 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch
 
 _FOLDER = Path(__file__).parent
 _FILES = [line for line in (_FOLDER / "torch_source_files.txt").read_text().splitlines() if not line.startswith("#")]
 _SOURCE = os.environ.get("TORCH_SOURCE", "")
+_VERSION = torch.__version__.split("+")[0]
 # Of one file: some have hundreds of tests that start ranks.
 _SECONDS = 3600.0
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(3 * _SECONDS),
-    pytest.mark.skipif(not _SOURCE, reason="TORCH_SOURCE names no checkout of PyTorch"),
+    pytest.mark.skipif(
+        not _SOURCE,
+        reason=f"TORCH_SOURCE is not set: let it name a checkout of pytorch/pytorch at tag v{_VERSION}",
+    ),
 ]
+
+
+def _file_of(source: Path, name: str) -> Path:
+    """A file of the list in the checkout; an AssertionError says what is wrong with the checkout, and what to do."""
+    advice = f"let TORCH_SOURCE name a checkout of pytorch/pytorch at tag v{_VERSION}"
+    folder, stated = source / "test" / "distributed", source / "version.txt"
+    for needed in (folder, stated):
+        assert needed.exists(), f"TORCH_SOURCE={source} has no {needed.relative_to(source)}: {advice}"
+    version = stated.read_text().strip()
+    assert version.split(".")[:2] == _VERSION.split(".")[:2], (
+        f"TORCH_SOURCE={source} is PyTorch {version}, {_VERSION} is installed: {advice}"
+    )
+    file = folder / name
+    assert file.is_file(), (
+        f"PyTorch {version} has no test/distributed/{name}: was it renamed? Correct torch_source_files.txt"
+    )
+    return file
 
 
 def _results(file: Path, report: Path, environment: dict[str, str]) -> dict[str, str]:
@@ -50,9 +74,7 @@ def _results(file: Path, report: Path, environment: dict[str, str]) -> dict[str,
 
 @pytest.mark.parametrize("name", _FILES)
 def test_what_passes_with_gloo_passes_with_bagua(name: str, tmp_path: Path) -> None:
-    file = Path(_SOURCE, "test", "distributed", name)
-    if not file.exists():
-        pytest.skip(f"this PyTorch has no {name}")
+    file = _file_of(Path(_SOURCE).expanduser(), name)
     groups = tmp_path / "groups"
     groups.mkdir()
     gloo = _results(file, tmp_path / "gloo.xml", {})

@@ -21,7 +21,7 @@ def test_available_algorithms_begin_with_those_of_the_original_in_its_order() ->
         "async",
     ]
     ours = {"quantized_allreduce", "powersgd", "local_sgd", "diloco"}
-    assert set(bagua.available_algorithms()[6:]) == ours
+    assert ours <= set(bagua.available_algorithms()[6:])
 
 
 def test_the_list_of_algorithms_is_a_copy() -> None:

@@ -114,15 +114,16 @@ class RingOperation(_GroupOperation):
 class AsynchronousAverageOperation(_GroupOperation):
     """Draws the weights of the ranks together while these train: `weights += mean of all copies - own copy`.
 
-    What a rank learns between the copy and the addition is kept. A loop of the user's starts one round after another:
+    The rounds are those of algorithm "async". A loop of the user's, on a thread beside the training, starts them:
 
         while operation.get_status():
             for tensor in bucket.tensors:
                 tensor.bagua_mark_communication_ready_without_synchronization()
             model._bagua_backend.wait_pending_comm_ops()
 
-    The training thread holds the weights by `lock_weight` and `unlock_weight` while it must not see them change. Rounds
-    are collective: ranks go on with them until the last one has called `abort`, so that none is left alone in one.
+    The model's thread of operations copies the weights, starts the round, waits for it, and changes the weights, while
+    nobody holds them by `lock_weight`: what a rank learns between the copy and the change is kept. Rounds are
+    collective: ranks go on with them until the last one has called `abort`, so that none is left alone in one.
     """
 
     runs_python = True
@@ -135,29 +136,16 @@ class AsynchronousAverageOperation(_GroupOperation):
         self._is_running = True
 
     def start(self, bucket: BaguaBucket, executors: Any) -> None:
-        """Do one round, or find that all ranks have aborted."""
-        executors = self._executors(bucket, executors)
+        """Do one round, and find whether all ranks have called `abort`."""
         weights = bucket.backend_tensor
-        # How many ranks want to end, and how many there are.
-        votes = torch.tensor([float(self._wants_to_end), 1.0], device=weights.device)
-        copy = weights.detach().clone()
-        if self._sum(executors, votes):
-            self._is_running = False
-            return
-        mean = copy.clone()
-        _C.reduce_flat(executors, mean, False, True, False).wait()
-        mean.sub_(copy)
+        one_round = _C.AverageRound(self._executors(bucket, executors), weights, self._wants_to_end)
+        is_last = one_round.wait()
         self.lock_weight()
         try:
-            weights.add_(mean)
+            weights.add_(one_round.take_change())
         finally:
             self.unlock_weight()
-
-    @staticmethod
-    def _sum(executors: Any, votes: Tensor) -> bool:
-        _C.reduce_flat(executors, votes, False, False, False).wait()
-        in_favour, all_ranks = votes.tolist()
-        return bool(in_favour == all_ranks)
+        self._is_running = not is_last
 
     def lock_weight(self) -> None:
         """Keep rounds from changing the weights, until `unlock_weight`. What this stream has still to do is awaited."""

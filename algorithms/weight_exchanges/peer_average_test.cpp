@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "algorithms/decentralized/peer_average.h"
+#include "algorithms/weight_exchanges/peer_average.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "algorithms/low_precision_decentralized/ring_exchange.h"
+#include "algorithms/weight_exchanges/ring_exchange.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>

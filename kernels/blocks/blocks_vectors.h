@@ -11,17 +11,17 @@
 #include <immintrin.h>
 #endif
 
-// A group of numbers in the registers of a CPU: the Machine of blocks_formats.h. With one lane it is plain C++; with 8
-// or 16 it uses the compiler's vectors. Only for the sources of one instruction set each: `Isa` is a type of the
+// A group of numbers in the registers of a CPU: the Machine of blocks_formats.h. With a width of one it is plain C++;
+// with 8 or 16 it uses the compiler's vectors. Only for the sources of one instruction set each: `Isa` is a type of the
 // source's own, so that the linker does not take the code of one for all.
 namespace bagua::blocks {
 
-template <int kLanes>
+template <int kWidth>
 struct Vectors {
-  using Floats __attribute__((vector_size(kLanes * 4))) = float;
-  using Ints __attribute__((vector_size(kLanes * 4))) = int32_t;
-  using UInts __attribute__((vector_size(kLanes * 4))) = uint32_t;
-  using Bytes __attribute__((vector_size(kLanes))) = uint8_t;
+  using Floats __attribute__((vector_size(kWidth * 4))) = float;
+  using Ints __attribute__((vector_size(kWidth * 4))) = int32_t;
+  using UInts __attribute__((vector_size(kWidth * 4))) = uint32_t;
+  using Bytes __attribute__((vector_size(kWidth))) = uint8_t;
 };
 
 template <>
@@ -33,16 +33,16 @@ struct Vectors<1> {
 };
 
 template <class Isa>
-struct Lanes {
-  static constexpr int kLanes = Isa::kLanes;
-  static constexpr int kParts = kGroup / kLanes;
+struct VectorMachine {
+  static constexpr int kWidth = Isa::kWidth;
+  static constexpr int kParts = kGroup / kWidth;
   static constexpr int kBlocks = FourBits::kBlocks;
-  static constexpr bool kIsVector = kLanes > 1;
+  static constexpr bool kIsVector = kWidth > 1;
 
-  using Floats = Vectors<kLanes>::Floats;
-  using Ints = Vectors<kLanes>::Ints;
-  using UInts = Vectors<kLanes>::UInts;
-  using Bytes = Vectors<kLanes>::Bytes;
+  using Floats = Vectors<kWidth>::Floats;
+  using Ints = Vectors<kWidth>::Ints;
+  using UInts = Vectors<kWidth>::UInts;
+  using Bytes = Vectors<kWidth>::Bytes;
   using Group = Floats[kParts];
 
   static BAGUA_GROUP Floats floats(float x) { return Floats{} + x; }
@@ -64,12 +64,12 @@ struct Lanes {
   }
 
   // The numbers of a part's elements in the group.
-  static BAGUA_GROUP UInts elements(int part) { return laneNumbers() + static_cast<uint32_t>(part * kLanes); }
+  static BAGUA_GROUP UInts elements(int part) { return elementNumbers() + static_cast<uint32_t>(part * kWidth); }
 
   static BAGUA_GROUP void load(const float* from, Group& x) { memcpy(&x, from, sizeof(x)); }
   static BAGUA_GROUP void store(const Group& x, float* to) { memcpy(to, &x, sizeof(x)); }
 
-  // Sums and rotations fold the group in halves, down to neighbours, so that they do not depend on the lanes.
+  // Sums and rotations fold the group in halves, down to neighbours, so that they do not depend on the width.
   static BAGUA_GROUP float sum(const Group& x) {
     Group half;
     memcpy(&half, &x, sizeof(x));
@@ -96,8 +96,8 @@ struct Lanes {
         x[i + stride] = one - other;
       }
     }
-    if constexpr (kLanes > 8) butterflies<8>(x);
-    if constexpr (kLanes > 4) {
+    if constexpr (kWidth > 8) butterflies<8>(x);
+    if constexpr (kWidth > 4) {
       butterflies<4>(x);
       butterflies<2>(x);
       butterflies<1>(x);
@@ -106,16 +106,16 @@ struct Lanes {
 
   // The bits of signs for a part, for an exclusive or.
   static BAGUA_GROUP Ints signsOf(const Draw& draw, int part) {
-    const int first = part * kLanes;
+    const int first = part * kWidth;
     const auto word = static_cast<uint32_t>(draw.signs[first / 64] >> static_cast<unsigned>(first % 64));
-    return toInts(((UInts{} + word) >> laneNumbers()) << 31U);
+    return toInts(((UInts{} + word) >> elementNumbers()) << 31U);
   }
 
   // Blocks of FourBits.
-  static BAGUA_GROUP int blockOf(int part) { return part * kLanes / FourBits::kBlock; }
+  static BAGUA_GROUP int blockOf(int part) { return part * kWidth / FourBits::kBlock; }
 
   static BAGUA_GROUP void largestOfBlocks(const Group& x, float (&tops)[kBlocks]) {
-    constexpr int kPartsOfBlock = FourBits::kBlock / kLanes;
+    constexpr int kPartsOfBlock = FourBits::kBlock / kWidth;
     for (int block = 0; block < kBlocks; ++block) {
       const int first = block * kPartsOfBlock;
       Ints top = bits(x[first]) & 0x7FFFFFFF;
@@ -169,7 +169,7 @@ struct Lanes {
       Ints all = codes[i];
       for (int j = 1; j < 8 / kBits; ++j) all |= codes[i + j * kStep] << (j * kBits);
       const Bytes bytes = narrow(all);
-      memcpy(to + i * kLanes, &bytes, sizeof(bytes));
+      memcpy(to + i * kWidth, &bytes, sizeof(bytes));
     }
   }
 
@@ -178,17 +178,17 @@ struct Lanes {
     constexpr int kStep = kParts * kBits / 8;
     for (int i = 0; i < kStep; ++i) {
       Bytes bytes;
-      memcpy(&bytes, from + i * kLanes, sizeof(bytes));
+      memcpy(&bytes, from + i * kWidth, sizeof(bytes));
       const Ints all = widen(bytes);
       for (int j = 0; j < 8 / kBits; ++j) codes[i + j * kStep] = (all >> (j * kBits)) & ((1 << kBits) - 1);
     }
   }
 
  private:
-  static BAGUA_GROUP UInts laneNumbers() {
+  static BAGUA_GROUP UInts elementNumbers() {
     if constexpr (kIsVector) {
       UInts numbers;
-      for (int i = 0; i < kLanes; ++i) numbers[i] = static_cast<uint32_t>(i);
+      for (int i = 0; i < kWidth; ++i) numbers[i] = static_cast<uint32_t>(i);
       return numbers;
     } else {
       return 0;
@@ -214,20 +214,20 @@ struct Lanes {
     }
   }
 
-  // Lane i gets lane i ^ kStride.
-  template <int kStride, int... kLane>
-  static BAGUA_GROUP Floats exchanged(Floats x, std::integer_sequence<int, kLane...> /*lanes*/) {
-    return __builtin_shufflevector(x, x, (kLane ^ kStride)...);
+  // Element i gets element i ^ kStride.
+  template <int kStride, int... kElement>
+  static BAGUA_GROUP Floats exchanged(Floats x, std::integer_sequence<int, kElement...> /*elements*/) {
+    return __builtin_shufflevector(x, x, (kElement ^ kStride)...);
   }
   template <int kStride>
   static BAGUA_GROUP Floats exchanged(Floats x) {
-    return exchanged<kStride>(x, std::make_integer_sequence<int, kLanes>());
+    return exchanged<kStride>(x, std::make_integer_sequence<int, kWidth>());
   }
 
   template <class Join>
   static BAGUA_GROUP float folded(Floats x, const Join& join) {
     if constexpr (kIsVector) {
-      if constexpr (kLanes > 8) x = join(x, exchanged<8>(x));
+      if constexpr (kWidth > 8) x = join(x, exchanged<8>(x));
       x = join(x, exchanged<4>(x));
       x = join(x, exchanged<2>(x));
       x = join(x, exchanged<1>(x));
@@ -237,10 +237,11 @@ struct Lanes {
     }
   }
 
-  // Of two lanes kStride apart, the first gets the sum and the other the difference.
+  // Of two elements kStride apart, the first gets the sum and the other the difference.
   template <int kStride>
   static BAGUA_GROUP void butterflies(Group& x) {
-    const Ints isSecond = toInts((laneNumbers() & static_cast<uint32_t>(kStride)) != 0U ? UInts{} + kSignBit : UInts{});
+    const Ints isSecond =
+        toInts((elementNumbers() & static_cast<uint32_t>(kStride)) != 0U ? UInts{} + kSignBit : UInts{});
     for (int i = 0; i < kParts; ++i) x[i] = exchanged<kStride>(x[i]) + asFloats(bits(x[i]) ^ isSecond);
   }
 };

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace bagua {
+
+// Name -> Info: codecs, algorithms. Filled while the library is loaded, by a macro in the folder of each; read-only
+// afterwards. An Info has a name, its position in listings, and kKind, what it is, as a word that takes an s in the
+// plural.
+template <class Info>
+class Registry {
+ public:
+  // Returns true, so that it can initialise a static.
+  static bool add(Info info) {
+    const std::string name = info.name;
+    const bool isNew = entries().emplace(name, std::move(info)).second;
+    TORCH_INTERNAL_ASSERT(isNew, "two ", Info::kKind, "s are registered as '", name, "'");
+    return true;
+  }
+
+  // Throws ValueError that lists the registered names.
+  static const Info& find(const std::string& name) {
+    const auto entry = entries().find(name);
+    if (entry != entries().end()) return entry->second;
+    std::string valid;
+    for (const auto& known : names()) valid += (valid.empty() ? "" : ", ") + known;
+    TORCH_CHECK_VALUE(false, "no ", Info::kKind, " is named '", name, "'; available: ", valid);
+  }
+
+  // In the order of their positions.
+  static std::vector<std::string> names() {
+    std::vector<std::string> all;
+    all.reserve(entries().size());
+    for (const auto& [name, info] : entries()) all.push_back(name);
+    std::sort(all.begin(), all.end(), [](const std::string& one, const std::string& other) {
+      return entries().at(one).position < entries().at(other).position;
+    });
+    return all;
+  }
+
+ private:
+  // A function's static, usable from the initialisers of other files, whatever their order. Each Info specialises it in
+  // one source file, so that there is one map in the process.
+  static std::map<std::string, Info>& entries();
+};
+
+}  // namespace bagua
