@@ -135,8 +135,9 @@ void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) 
   if (connections_.ownHost() == host) gatherFromOwnLanes(result, lanes);
 }
 
-// Returns when what this rank has said is there, too: whoever came last leaves no sooner, and all leave at the same time.
-// Otherwise ranks that once were apart by up to a delay stay so, in turns: each waits for the other in every second call.
+// Returns when what this rank has said is there, too: whoever came last leaves no sooner, and all leave at the same
+// time. Otherwise ranks that once were apart by up to a delay stay so, in turns: each waits for the other in every
+// second call.
 void HostCommunicator::tellHosts(const std::vector<int>& leaders) {
   const auto begin = std::chrono::steady_clock::now();
   connections_.wire().tellEach(leaders, at::empty({1}, at::kByte), deadline());

@@ -21,8 +21,8 @@ constexpr int kNearConnections = 2;
 // With a distance, what the kernel's buffers let one connection have under way, by default. More connections than the
 // line needs overflow the queue before it, and each loss waits for all that is in that queue: with 1, 2, 3, 4, 8 and 16
 // of them opened by each side an allreduce of 64 MiB at 1 Gbit/s took 592, 578, 601, 587, 796 and 1579 ms with a round
-// trip of 10 ms, and 814, 811, 592, 590, 877 and 2211 with 50 ms; a step of 8.4 MB at 100 Mbit/s and 10 ms took 733, 761
-// and 880 ms with 1, 2 and 4.
+// trip of 10 ms, and 814, 811, 592, 590, 877 and 2211 with 50 ms; a step of 8.4 MB at 100 Mbit/s and 10 ms took 733,
+// 761 and 880 ms with 1, 2 and 4.
 constexpr double kBytesOfConnection = 2e6;
 // Of places told ahead: what a peer may have this rank remember.
 constexpr size_t kMostPlacesAhead = 65536;
@@ -243,7 +243,8 @@ Line Link::line() {
 int Link::neededConnections() const {
   const Line line = lineOfAll();
   if (line.roundTrip < kDistant) return kNearConnections;
-  const double underWay = static_cast<double>(line.bytesPerSecond) * std::chrono::duration<double>(line.roundTrip).count();
+  const double underWay =
+      static_cast<double>(line.bytesPerSecond) * std::chrono::duration<double>(line.roundTrip).count();
   return 1 + static_cast<int>(std::min(underWay / kBytesOfConnection, 1e6));
 }
 
