@@ -350,7 +350,8 @@ def test_a_store_that_is_gone_hides_no_error(transport: str, sent: signal.Signal
         if sent == signal.SIGSTOP:
             assert "The other ranks could not be told" in outcome.message
     if transport == "in-host" and sent == signal.SIGKILL:
-        assert any("the process of rank 0" in outcome.message for outcome in outcomes[1:])
+        messages = [outcome.message for outcome in outcomes[1:]]
+        assert any("the process of rank 0" in message for message in messages), messages
 
 
 def _errors_of_a_death() -> dict[str, tuple[str, str, str]]:

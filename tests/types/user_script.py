@@ -45,7 +45,7 @@ rank: int = original.get_rank()
 # Each of these has to be found: an ignore that is not needed is an error here.
 bagua.register_comm_hook(model, 8)  # type: ignore[arg-type]
 bagua.register_comm_hook(network, "bytegrad")  # type: ignore[arg-type]
-bagua.register_comm_hook(model, "bytegrad", hierarchical=[True])  # type: ignore[arg-type]
+bagua.register_comm_hook(model, "bytegrad", hierarchical=b"no")  # type: ignore[arg-type]
 bagua.register_comm_hok(model, "bytegrad")  # type: ignore[attr-defined]
 bagua.Options(high_priority=True)  # type: ignore[call-arg]
 bagua.QAdamOptimizer(model.parameters(), warmup_steps="many")  # type: ignore[arg-type]
