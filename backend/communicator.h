@@ -76,7 +76,8 @@ class Communicator {
   // allGather and allToAll of byte tensors, with a pipeline where the transport has one; elsewhere its steps are taken
   // once, before and after. This rank's part for itself does not travel: what its place in `output` holds is undefined
   // until a step writes it after receiving. Steps are taken up to the end of the longest part of another rank. Of the
-  // ranks of one host either all have parts for each other or none has.
+  // ranks of one host either all have parts for each other or none has. Where all parts of a rank are of one size, so
+  // are those of all ranks.
   virtual void allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline);
   virtual void allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                                 const Splits& inputSplits, const Pipeline& pipeline);

@@ -3,10 +3,16 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/env.h>
+#include <fcntl.h>
+#include <string.h>  // NOLINT(modernize-deprecated-headers): explicit_bzero
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <charconv>
 #include <initializer_list>
+#include <system_error>
 
 namespace bagua::config {
 namespace {
@@ -34,6 +40,24 @@ int64_t readDefaultBucketBytes() {
   TORCH_CHECK_VALUE(read(*text, bytes) && bytes > 0,
                     "bagua: BAGUA_DEFAULT_BUCKET_SIZE is to be a positive number of bytes, got '", *text, "'");
   return bytes;
+}
+
+// Not through a stream, whose buffer would keep a copy.
+std::string readSecret(const std::string& path) {
+  constexpr size_t kMost = 4096;
+  std::array<char, kMost> text;
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const ssize_t size = file < 0 ? -1 : ::read(file, text.data(), text.size());
+  const int error = errno;
+  if (file >= 0) close(file);
+  TORCH_CHECK_VALUE(size >= 0, "bagua: BAGUA_JOB_SECRET_FILE is to name a file that can be read, got '", path,
+                    "': ", std::generic_category().message(error));
+  TORCH_CHECK_VALUE(static_cast<size_t>(size) < kMost, "bagua: the secret in '", path, "' (BAGUA_JOB_SECRET_FILE) is ",
+                    "to have less than ", kMost, " bytes");
+  std::string secret(text.data(), static_cast<size_t>(size));
+  explicit_bzero(text.data(), text.size());
+  while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r')) secret.pop_back();
+  return secret;
 }
 
 }  // namespace
@@ -64,6 +88,33 @@ int socketConnections() {
   TORCH_CHECK_VALUE(!text || (read(*text, count) && count >= 1 && count <= 64),
                     "bagua: BAGUA_SOCKET_CONNECTIONS is to be a number from 1 to 64, got '", *text, "'");
   return count;
+}
+
+std::optional<std::string> jobSecret() {
+  auto secret = firstOf({"BAGUA_JOB_SECRET"});
+  const auto path = firstOf({"BAGUA_JOB_SECRET_FILE"});
+  TORCH_CHECK_VALUE(!secret || !path,
+                    "bagua: BAGUA_JOB_SECRET and BAGUA_JOB_SECRET_FILE are both set; set one of them");
+  if (path) secret = readSecret(*path);
+  if (!secret) return std::nullopt;
+  TORCH_CHECK_VALUE(secret->size() >= kShortestSecret, "bagua: the job secret (", path ? "BAGUA_JOB_SECRET_FILE" : "",
+                    path ? "" : "BAGUA_JOB_SECRET", ") is to have ", kShortestSecret, " characters or more, got ",
+                    secret->size(), ". Draw it at random, as with: openssl rand -hex 32");
+  return secret;
+}
+
+std::optional<TlsFiles> tlsFiles() {
+  auto certificate = firstOf({"BAGUA_TLS_CERTIFICATE"});
+  auto key = firstOf({"BAGUA_TLS_KEY"});
+  auto authority = firstOf({"BAGUA_TLS_CA"});
+  if (!certificate && !key && !authority) return std::nullopt;
+  TORCH_CHECK_VALUE(certificate && key && authority,
+                    "bagua: BAGUA_TLS_CERTIFICATE, BAGUA_TLS_KEY and BAGUA_TLS_CA are ", "to be set together, and ",
+                    !certificate ? "BAGUA_TLS_CERTIFICATE"
+                    : !key       ? "BAGUA_TLS_KEY"
+                                 : "BAGUA_TLS_CA",
+                    " is not");
+  return TlsFiles{.certificate = *std::move(certificate), .key = *std::move(key), .authority = *std::move(authority)};
 }
 
 bool usesSharedMemory() { return c10::utils::get_env("BAGUA_SHARED_MEMORY") != "0"; }

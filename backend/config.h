@@ -29,6 +29,21 @@ std::optional<std::string> masterAddress();
 // it is a number from 1 to 64.
 int socketConnections();
 
+// BAGUA_JOB_SECRET, or what is in the file that BAGUA_JOB_SECRET_FILE names, without the end of its last line: what the
+// ranks of a job know and nobody else. Throws ValueError where both are set, the file cannot be read, or the secret is
+// shorter than kShortestSecret. The caller overwrites it.
+inline constexpr size_t kShortestSecret = 16;
+std::optional<std::string> jobSecret();
+
+// BAGUA_TLS_CERTIFICATE, BAGUA_TLS_KEY and BAGUA_TLS_CA: files in PEM format, for connections between processes. Throws
+// ValueError where only some of them are set.
+struct TlsFiles {
+  std::string certificate;
+  std::string key;
+  std::string authority;
+};
+std::optional<TlsFiles> tlsFiles();
+
 // BAGUA_SHARED_MEMORY: "0" has CPU tensors go through the network also between the ranks of one host.
 bool usesSharedMemory();
 

@@ -65,6 +65,8 @@ class ExecutorProvider {
   virtual Executor& executorFor(at::Device device) = 0;
   [[nodiscard]] virtual const GroupIdentity& identity() const = 0;
   [[nodiscard]] virtual std::chrono::milliseconds timeout() const = 0;
+  // Who shares a host.
+  [[nodiscard]] virtual const HostTopology& topology() const = 0;
 };
 
 }  // namespace bagua

@@ -6,6 +6,8 @@
 #include "backend/assembly/make_host_executor.h"
 #include "backend/c10d/backend_communicator.h"
 #include "backend/operation/timeouts.h"
+#include "backend/security/job_security.h"
+#include "backend/security/sealed_store.h"
 #include "backend/topology/rank_record.h"
 #if BAGUA_WITH_CUDA
 #include "backend/nccl/nccl_executor.h"
@@ -21,15 +23,28 @@ BackendExecutors::BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, co
       members_(membersOf(records)),
       topology_(std::make_shared<const HostTopology>(members_.topology)),
       timeout_(limitedTimeout(timeout)),
-      health_(identity_, std::move(store), std::move(globalRanks)) {
+      health_(identity_, sealedPart(store, groupName), std::move(globalRanks)) {
   TORCH_CHECK_VALUE(topology_->size() == identity_.size, "bagua: expected the records of ", identity_.size,
                     " ranks, got ", topology_->size());
+  if (topology_->hostCount() > 1) {
+    checkKeepsSecret("a hook on a group of another backend", "Make the group with backend 'bagua'");
+  }
 }
 
 BackendExecutors::~BackendExecutors() {
   if (!mark_.isFromParent()) return;
   neverDestroy(std::move(executor_));
   neverDestroy(c10::intrusive_ptr<c10d::Backend>(backend_));
+}
+
+void BackendExecutors::shutdown() {
+  if (mark_.isFromParent()) return;
+  std::shared_ptr<Executor> executor;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    executor = executor_;
+  }
+  if (executor) executor->shutdown();
 }
 
 Executor& BackendExecutors::executorFor(at::Device device) {

@@ -30,6 +30,9 @@ class BackendExecutors final : public ExecutorProvider {
   Executor& executorFor(at::Device device) override;
   [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
+  [[nodiscard]] const HostTopology& topology() const override { return *topology_; }
+  // As Executor's, for the device that was asked for, if one was. A forked child leaves its parent's alone.
+  void shutdown();
 
  private:
   const ProcessMark mark_;

@@ -52,8 +52,10 @@ struct Carriers {
   OperationLog::FindLost findLost;
 };
 
-Carriers socketCarriers(const GroupIdentity& group, const GroupMembers& members) {
-  const auto joined = wire::processTransport()->join(members.id, group.rank, addressesOf(members));
+Carriers socketCarriers(const GroupIdentity& group, const GroupMembers& members, const HostTopology& topology) {
+  const auto& neighbours = topology.ranksOf(topology.hostOf(group.rank));
+  const auto transport = members.ownTransport ? members.ownTransport : wire::processTransport();
+  const auto joined = transport->join(members.id, group.rank, addressesOf(members), neighbours);
   return {.makeWire = [joined](int) { return std::make_unique<SocketWire>(joined); },
           .messages = std::make_unique<SocketMessages>(joined),
           .findLost =
@@ -86,7 +88,7 @@ std::shared_ptr<Executor> makeHostExecutor(const GroupIdentity& group, const Gro
                                            const std::shared_ptr<const HostTopology>& topology,
                                            const MakeHostBackend& makeBackend, GroupHealth& health) {
   const bool isGloo = config::hostTransport() == config::HostTransport::kGloo;
-  auto carriers = isGloo ? backendCarriers(makeBackend(), *topology) : socketCarriers(group, members);
+  auto carriers = isGloo ? backendCarriers(makeBackend(), *topology) : socketCarriers(group, members, *topology);
   const auto log = health.addLog("cpu");
   // Memory that the ranks of one host share tells them of a death by itself.
   if (topology->hostCount() > 1) log->watchPeers(carriers.findLost);

@@ -16,7 +16,7 @@ constexpr int64_t kPieceBytes = Wire::kPieceBytes;
 constexpr size_t kWindowOfMade = 3;
 constexpr size_t kWindow = 8;
 // Keeps our messages apart from the users', who count from 0.
-constexpr int kTag = 0x6261'6775;
+constexpr int kExchangeTag = 0x6261'6775;
 
 int64_t largestOf(const Wire::Exchanges& exchanges) {
   int64_t largest = 0;
@@ -37,7 +37,7 @@ std::chrono::milliseconds timeUntil(Wire::Deadline deadline) {
 BackendWire::BackendWire(c10::intrusive_ptr<c10d::Backend> backend, int channel, std::shared_ptr<PeerWatch> watch)
     : Wire(backend->getRank(), backend->getSize()),
       backend_(std::move(backend)),
-      tag_(kTag + channel),
+      tag_(kExchangeTag + channel),
       watch_(std::move(watch)) {}
 
 // All ranks start the pieces in the same order, for messages between two of them are told apart by nothing else: it

@@ -13,7 +13,7 @@ namespace bagua {
 namespace {
 
 // Of no wire and no user, who counts from 0: see BackendWire.
-constexpr int kTag = 0x6261'6774;
+constexpr int kWatchTag = 0x6261'6774;
 
 }  // namespace
 
@@ -21,7 +21,7 @@ PeerWatch::PeerWatch(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::
   for (int peer = 0; peer < backend_->getSize(); ++peer) {
     if (peer == backend_->getRank()) continue;
     std::vector<at::Tensor> place{at::empty({1}, at::kByte)};
-    expected_.push_back({peer, backend_->recv(place, peer, kTag)});
+    expected_.push_back({peer, backend_->recv(place, peer, kWatchTag)});
   }
 }
 
@@ -49,7 +49,7 @@ void PeerWatch::leave() {
   for (const auto& [peer, farewell] : expected) {
     std::vector<at::Tensor> nothing{at::zeros({1}, at::kByte)};
     try {
-      sent_.push_back(backend_->send(nothing, peer, kTag));
+      sent_.push_back(backend_->send(nothing, peer, kWatchTag));
     } catch (...) {
       // It has left, or died: nobody is there who could misunderstand.
       VLOG(1) << "bagua: no farewell to rank " << peer << ": " << messageOf(std::current_exception());

@@ -12,7 +12,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
-ProgramFingerprint allReduce(uint64_t sequence, int64_t numel = 5) {
+ProgramFingerprint fingerprintOfAllReduce(uint64_t sequence, int64_t numel = 5) {
   Operation operation{.name = "bagua:all_reduce", .dtype = at::kFloat, .numel = numel};
   operation.sequence = sequence;
   operation.reduceOp = 0;
@@ -28,14 +28,14 @@ Activity after(const ProgramFingerprint& program) {
 }
 
 TEST(Activity, SurvivesTheWayThroughTheStore) {
-  Activity both = after(allReduce(3));
-  both.current = momentOf(allReduce(4), Clock::now());
-  const auto read = decodeActivities(encode(
-      {both, within(allReduce(7)), after(allReduce(9)), Activity{.executor = "cuda", .completed = {}, .current = {}}}));
+  Activity both = after(fingerprintOfAllReduce(3));
+  both.current = momentOf(fingerprintOfAllReduce(4), Clock::now());
+  const auto read = decodeActivities(encode({both, within(fingerprintOfAllReduce(7)), after(fingerprintOfAllReduce(9)),
+                                             Activity{.executor = "cuda", .completed = {}, .current = {}}}));
   ASSERT_EQ(read.size(), 4);
   EXPECT_EQ(read[0].describe(), both.describe());
   EXPECT_EQ(read[0].completed.text, "bagua:all_reduce #3 (Float[5], sum)");
-  EXPECT_EQ(read[1].current.hash, allReduce(7).hash());
+  EXPECT_EQ(read[1].current.hash, fingerprintOfAllReduce(7).hash());
   EXPECT_FALSE(read[1].completed.exists);
   EXPECT_EQ(read[2].completed.sequence, 9);
   EXPECT_FALSE(read[2].current.exists);
@@ -49,9 +49,11 @@ TEST(Activity, WhatDoesNotReadAsOneIsLeftOut) {
 }
 
 TEST(Attendance, TellsThoseWhoWaitFromThoseWhoAreMissing) {
-  const auto operation = allReduce(4);
-  const std::map<int, std::vector<Activity>> answers{
-      {0, {within(operation)}}, {1, {after(allReduce(3))}}, {2, {within(allReduce(4, 6))}}, {3, {after(allReduce(4))}}};
+  const auto operation = fingerprintOfAllReduce(4);
+  const std::map<int, std::vector<Activity>> answers{{0, {within(operation)}},
+                                                     {1, {after(fingerprintOfAllReduce(3))}},
+                                                     {2, {within(fingerprintOfAllReduce(4, 6))}},
+                                                     {3, {after(fingerprintOfAllReduce(4))}}};
   const auto found = attendanceOf(operation, false, "cpu", answers, {5});
   EXPECT_THAT(found.waiting, ElementsAre(0));
   const std::string text = found.describe();
@@ -64,9 +66,10 @@ TEST(Attendance, TellsThoseWhoWaitFromThoseWhoAreMissing) {
 }
 
 TEST(Attendance, LooksAtEveryProgramThatARankHasUnderWay) {
-  const auto operation = allReduce(5);
-  const std::map<int, std::vector<Activity>> answers{{0, {within(allReduce(4)), within(operation)}},
-                                                     {1, {within(allReduce(3)), within(allReduce(4))}}};
+  const auto operation = fingerprintOfAllReduce(5);
+  const std::map<int, std::vector<Activity>> answers{
+      {0, {within(fingerprintOfAllReduce(4)), within(operation)}},
+      {1, {within(fingerprintOfAllReduce(3)), within(fingerprintOfAllReduce(4))}}};
   const auto found = attendanceOf(operation, false, "cpu", answers, {});
   EXPECT_THAT(found.waiting, ElementsAre(0));
   EXPECT_THAT(found.describe(), HasSubstr("rank 1 (has been in bagua:all_reduce #3"));
@@ -78,7 +81,7 @@ TEST(Fingerprint, ComparesWhatHasToAgreeAndNothingElse) {
   Operation other = uneven;
   other.numel = 7;
   EXPECT_EQ(fingerprintOf(uneven).hash(), fingerprintOf(other).hash());
-  EXPECT_NE(allReduce(4, 5).hash(), allReduce(4, 6).hash());
+  EXPECT_NE(fingerprintOfAllReduce(4, 5).hash(), fingerprintOfAllReduce(4, 6).hash());
   other.configuration = std::make_shared<const std::string>("bytegrad(average=True)");
   EXPECT_NE(fingerprintOf(uneven).hash(), fingerprintOf(other).hash());
   EXPECT_THAT(describe(fingerprintOf(other)), HasSubstr("bytegrad(average=True)"));

@@ -33,7 +33,9 @@ std::optional<std::pair<int64_t, std::string>> numberAndText(const std::string& 
 }  // namespace
 
 FailureBoard::FailureBoard(c10d::Store& store, int rank)
-    : store_(c10::make_intrusive<c10d::PrefixStore>("health", store.clone())), rank_(rank) {
+    : pulse_(StorePulse::of(store)),
+      store_(c10::make_intrusive<c10d::PrefixStore>("health", store.clone())),
+      rank_(rank) {
   store_->setTimeout(kStoreTimeout);
 }
 
@@ -42,14 +44,21 @@ Failure FailureBoard::report(const std::string& message) {
   if (store_->add("failures", 1) > 1) {
     // Not there: its rank is about to write it, or has ended in between.
     for (int look = 0; look < kLooksAtUnfinished; ++look) {
-      if (const auto first = firstFailure()) return *first;
+      if (const auto first = firstFailure()) return announced(*first);
       std::this_thread::sleep_for(kLookInterval);
     }
   }
   // Another one, after all: this rank has taken long to come here.
-  if (const auto first = firstFailure()) return *first;
+  if (const auto first = firstFailure()) return announced(*first);
   store_->set(kFailureKey, std::to_string(rank_) + " " + message);
+  pulse_->beat(*store_);
   return {rank_, message};
+}
+
+// It may be this rank's own, of an attempt in which the store was lost before the others could be told.
+Failure FailureBoard::announced(Failure failure) {
+  if (failure.rank == rank_) pulse_->beat(*store_);
+  return failure;
 }
 
 std::optional<Failure> FailureBoard::firstFailure() {
@@ -68,6 +77,7 @@ std::optional<int64_t> FailureBoard::callTheRoll() {
   for (int64_t missing = latest + 1; missing <= number; ++missing) {
     store_->set(rollCallKey(missing), std::to_string(rank_));
   }
+  pulse_->beat(*store_);
   return number;
 }
 

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
+
+#include "backend/health/store_pulse.h"
 
 namespace bagua {
 
@@ -24,6 +27,9 @@ class FailureBoard {
   // Connects anew: clients of a TCP store must not share a connection.
   FailureBoard(c10d::Store& store, int rank);
 
+  // Changes when there may be something new here: see StorePulse.
+  uint64_t beats(std::chrono::milliseconds interval) { return pulse_->beats(*store_, interval); }
+
   // Reports a failure. Returns the one that was reported first, by whichever rank.
   Failure report(const std::string& message);
   // The failure that was reported first, if any has been.
@@ -39,6 +45,9 @@ class FailureBoard {
   std::map<int, std::string> answers(int64_t rollCall, std::vector<int>& missing);
 
  private:
+  Failure announced(Failure failure);
+
+  const std::shared_ptr<StorePulse> pulse_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
   int64_t seenRollCall_ = 0;

@@ -15,6 +15,7 @@
 #include <regex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
 #include "backend/health/failure_board.h"
@@ -168,13 +169,39 @@ class CountingStore final : public c10d::HashStore {
     return HashStore::get(key);
   }
   [[nodiscard]] int answersRead() const { return answersRead_; }
+  [[nodiscard]] int requests() const { return requests_; }
 
  private:
   void count(const std::vector<std::string>& keys) {
+    ++requests_;
     for (const auto& key : keys) answersRead_ += key.find("answer/") != std::string::npos ? 1 : 0;
   }
   std::atomic<int> answersRead_ = 0;
+  std::atomic<int> requests_ = 0;
 };
+
+TEST_F(GroupHealthTest, TheGroupsOfAProcessAskTheStoreTogether) {
+  constexpr int kGroups = 8;
+  const auto store = c10::make_intrusive<CountingStore>();
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int group = 0; group < kGroups; ++group) {
+    const auto part = c10::make_intrusive<c10d::PrefixStore>("group " + std::to_string(group), store);
+    ranks.push_back(std::make_unique<Rank>(0, 2, part));
+    ranks.back()->log->end(ranks.back()->log->begin(allReduce(1)), true);
+  }
+  // The first looks of each.
+  std::this_thread::sleep_for(milliseconds(700));
+  const int before = store->requests();
+  std::this_thread::sleep_for(milliseconds(2200));
+  // Twice a second, for all.
+  EXPECT_LE(store->requests() - before, 5);
+  EXPECT_GE(store->requests() - before, 1);
+  // What comes is seen by the group that it is for, and by no other.
+  FailureBoard(*c10::make_intrusive<c10d::PrefixStore>("group 3", store), 1).report("out of memory");
+  EXPECT_EQ(ranks[3]->causeOfAbort(), "rank 1 failed first: out of memory");
+  auto other = ranks[4]->aborted->get_future();
+  EXPECT_EQ(other.wait_for(milliseconds(700)), std::future_status::timeout);
+}
 
 // All but the last wait in `operation`; a few may learn from the others before they have found out themselves.
 std::string causeForAll(std::vector<std::unique_ptr<Rank>>& ranks) {

@@ -161,7 +161,7 @@ void HealthThread::step() {
         case StoreLink::State::kConnected: {
           if (!wasConnected) lastLook_ = {};
           const StoreLink::Call call(link_);
-          if (isTimeToLook()) look();
+          if (hasNews()) look();
           passOnReport();
           break;
         }
@@ -179,14 +179,21 @@ void HealthThread::step() {
   inspectOperations();
 }
 
-bool HealthThread::isTimeToLook() {
+bool HealthThread::hasNews() {
   const auto now = Clock::now();
   bool isBusy = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     isBusy = report_.has_value() || operations_.hasRunFor(kTick);
   }
-  if (now - lastLook_ < (isBusy || roll_.isUnderWay() ? busyLook_ : idleLook_)) return false;
+  const auto interval = isBusy || roll_.isUnderWay() ? busyLook_ : idleLook_;
+  const uint64_t beats = link_.board()->beats(interval);
+  // Answers come without a beat.
+  const bool awaitsAnswers = roll_.isUnderWay() && now - lastLook_ >= interval;
+  // The first time, and now and then in case a beat was lost: its rank, or the store, may have failed in between.
+  const bool isDue = now - lastLook_ >= kLongestWithoutLook;
+  if (beats == seenBeats_ && !awaitsAnswers && !isDue) return false;
+  seenBeats_ = beats;
   lastLook_ = now;
   return true;
 }

@@ -56,8 +56,8 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
   void run() noexcept;
   void step();
   void look();
-  // Whether it is time to look at the store again.
-  [[nodiscard]] bool isTimeToLook();
+  // Whether there may be something new in the store.
+  [[nodiscard]] bool hasNews();
   void passOnReport();
   void noteTrouble(const std::string& text, bool isOver = true);
   void giveUpStore(const std::string& why);
@@ -107,6 +107,8 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
   // Since when a peer has been known to be gone.
   std::optional<std::chrono::steady_clock::time_point> lostSince_;
   std::chrono::steady_clock::time_point lastLook_;
+  // What there was in the store at the last look.
+  uint64_t seenBeats_ = 0;
 };
 
 }  // namespace bagua

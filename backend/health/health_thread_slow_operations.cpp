@@ -30,7 +30,8 @@ void HealthThread::lookForLost() {
   std::vector<std::pair<OperationLog::FindLost, RunningOperation>> slow;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (failure_) return;
+    // What a rank has seen itself says more than that a connection is lost.
+    if (failure_ || report_) return;
     slow = operations_.watchedFor(kTick);
   }
   for (const auto& [findLost, operation] : slow) {

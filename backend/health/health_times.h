@@ -9,6 +9,8 @@ namespace bagua {
 // How often the thread looks at this rank's operations, and at the store while one of them takes its time or ranks are
 // being asked. In a large group the looks at the store are rarer: it serves all ranks.
 inline constexpr std::chrono::milliseconds kTick{100};
+// At the store, where no beat has told of news.
+inline constexpr std::chrono::seconds kLongestWithoutLook{10};
 inline constexpr std::chrono::milliseconds kReportTick{20};
 inline constexpr std::chrono::milliseconds kBusyLook{200};
 inline constexpr std::chrono::milliseconds kIdleLook{500};

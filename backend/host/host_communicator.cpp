@@ -5,19 +5,12 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "backend/host/reduction.h"
 #include "backend/operation/tensor_bytes.h"
 
 namespace bagua {
-namespace {
-
-// A sleep lasts some 50 us longer than it is told to.
-constexpr std::chrono::milliseconds kWorthSleeping{1};
-
-}  // namespace
 
 HostCommunicator::HostCommunicator(std::unique_ptr<Wire> wire, const std::shared_ptr<const HostTopology>& topology)
     : Communicator(wire->rank(), wire->size(), topology), connections_(std::move(wire), topology) {}
@@ -40,6 +33,10 @@ PartOwners HostCommunicator::among(std::vector<int> owners) {
   const auto exchangeInPieces = [this](const Exchanges& exchanges, const Pipeline& pipeline,
                                        const Exchanges& forwarded) { exchange(exchanges, pipeline, forwarded); };
   return {std::move(owners), connections_.ownHost(), size(), exchangeInPieces};
+}
+
+PartOwners::LineTo HostCommunicator::lines() {
+  return [this](int peer) { return connections_.wire().lineTo(peer); };
 }
 
 // --- Steps inside a host ---------------------------------------------------------------------------------------------
@@ -87,7 +84,10 @@ void HostCommunicator::broadcast(at::Tensor& tensor, int root) {
     leaders.push_back(host == rootHost ? root : hosts().ranksOf(host).front());
   }
   const int leader = leaders[connections_.ownHost()];
-  if (!connections_.isOneHost() && rank() == leader) among(std::move(leaders)).broadcastFrom(rootHost, bytes);
+  if (!connections_.isOneHost() && rank() == leader) {
+    const auto& agreed = lines_[leaders];
+    among(std::move(leaders)).broadcastFrom(rootHost, bytes, agreed);
+  }
   if (!sharedMemory()) return;
   if (rank() == leader) countShown(bytes.numel() * (sharedMemory()->size() - 1));
   sharedMemory()->broadcast(bytes, hosts().localRank(leader), deadline());
@@ -104,12 +104,11 @@ void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
   }
   const HostLanes lanes(hosts(), rank(), flat.numel());
   const ReduceOp betweenHosts = reduceToOwnLanes(flat, prepared, lanes, op);
-  const auto lineTo = [this](int peer) { return connections_.wire().lineTo(peer); };
   for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
     at::Tensor own = flat.narrow(0, lanes.begin(lane), lanes.length(lane));
     auto owners = lanes.owners(lane);
-    auto& limit = limits_[owners];
-    among(std::move(owners)).allReduce(own, betweenHosts, limit, lineTo);
+    auto& agreed = lines_[owners];
+    among(std::move(owners)).allReduce(own, betweenHosts, agreed, lines());
   }
   gatherFromOwnLanes(flat, lanes);
 }
@@ -130,21 +129,11 @@ void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) 
   const int host = hosts().hostOf(root);
   for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
     at::Tensor own = result.narrow(0, lanes.begin(lane), lanes.length(lane));
-    among(lanes.owners(lane)).reduceTo(host, own, betweenHosts);
+    auto owners = lanes.owners(lane);
+    const auto& agreed = lines_[owners];
+    among(std::move(owners)).reduceTo(host, own, betweenHosts, agreed);
   }
   if (connections_.ownHost() == host) gatherFromOwnLanes(result, lanes);
-}
-
-// Returns when what this rank has said is there, too: whoever came last leaves no sooner, and all leave at the same
-// time. Otherwise ranks that once were apart by up to a delay stay so, in turns: each waits for the other in every
-// second call.
-void HostCommunicator::tellHosts(const std::vector<int>& leaders) {
-  const auto begin = std::chrono::steady_clock::now();
-  connections_.wire().tellEach(leaders, at::empty({1}, at::kByte), deadline());
-  std::chrono::microseconds delay{0};
-  for (const int leader : leaders) delay = std::max(delay, connections_.wire().lineTo(leader).delay);
-  if (delay < kWorthSleeping) return;
-  std::this_thread::sleep_until(begin + std::min<std::chrono::nanoseconds>(delay, remaining()));
 }
 
 void HostCommunicator::barrier() {
@@ -153,11 +142,10 @@ void HostCommunicator::barrier() {
   if (sharedMemory()) sharedMemory()->barrier(deadline());
   if (connections_.isOneHost()) return;
   if (rank() == connections_.members().front()) {
-    std::vector<int> otherLeaders;
-    for (int host = 0; host < hosts().hostCount(); ++host) {
-      if (host != connections_.ownHost()) otherLeaders.push_back(hosts().ranksOf(host).front());
-    }
-    tellHosts(otherLeaders);
+    std::vector<int> leaders;
+    for (int host = 0; host < hosts().hostCount(); ++host) leaders.push_back(hosts().ranksOf(host).front());
+    auto& agreed = lines_[leaders];
+    among(std::move(leaders)).meet(agreed, lines(), deadline());
   }
   if (sharedMemory()) sharedMemory()->barrier(deadline());
 }

@@ -17,10 +17,11 @@ namespace bagua {
 // first reduce among themselves, every one a lane (see HostLanes), exchange their lanes with the other hosts (see
 // PartOwners), and share the result.
 //
-// Reductions are done here, in rank order inside a host, then in the order of hosts, with 16-bit floats accumulated in
-// 32 bits. The result is the same bits on every rank and every run, for every dtype and operation. Steps and bytes per
-// rank between hosts for an allreduce of N bytes: all-to-all of N (h-1)/h with h hosts, reduction of the own part while
-// other parts arrive, all-gather of N (h-1)/h.
+// Reductions are done here, in rank order inside a host, then in the order of hosts, half by half where they are many
+// (reduction::reduceHosts), with 16-bit floats accumulated in 32 bits. The result is the same bits on every rank and
+// every run, for every dtype and operation. An allreduce of N bytes between h hosts takes what is faster (AgreedLine):
+// log h rounds, or fewer, of a message of N bytes from each to some (Halves); or an all-to-all of N (h-1)/h, reduction
+// of the own part while other parts arrive, and an all-gather of N (h-1)/h.
 class HostCommunicator final : public Communicator {
  public:
   HostCommunicator(std::unique_ptr<Wire> wire, const std::shared_ptr<const HostTopology>& topology);
@@ -51,13 +52,18 @@ class HostCommunicator final : public Communicator {
   [[nodiscard]] SharedMemoryExchange* sharedMemory() { return connections_.sharedMemory(); }
   // Ranks that share memory, as hosts.
   [[nodiscard]] const HostTopology& hosts() const { return connections_.hosts(); }
-  // The step of a barrier between hosts.
-  void tellHosts(const std::vector<int>& leaders);
+  [[nodiscard]] PartOwners::LineTo lines();
   // What all other members get to see.
   void countShown(int64_t bytes);
   void exchange(const Exchanges& exchanges, const Pipeline& pipeline = {}, const Exchanges& forwarded = {});
   // One per host, in their order.
   [[nodiscard]] PartOwners among(std::vector<int> owners);
+
+  // All ranks; each is alone on its host.
+  [[nodiscard]] PartOwners everybody();
+  [[nodiscard]] const AgreedLine& agreedLineOfAll();
+  // Whether parts of one size, `bytes` of every rank for every rank, go through a grid.
+  [[nodiscard]] bool goesThroughGrid(int64_t bytes);
 
   // The lanes of this rank, in `flat`, become what its host has of them. Returns how the hosts are to go on.
   ReduceOp reduceToOwnLanes(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes, const ReduceOp& op);
@@ -75,7 +81,7 @@ class HostCommunicator final : public Communicator {
 
   HostConnections connections_;
   // By the owners of a lane.
-  std::map<std::vector<int>, OneExchangeLimit> limits_;
+  std::map<std::vector<int>, AgreedLine> lines_;
 };
 
 }  // namespace bagua

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "backend/host/all_to_all_sizes.h"
 #include "backend/host/host_communicator.h"
@@ -15,6 +16,16 @@ namespace bagua {
 namespace {
 
 using Span = SharedMemoryExchange::Span;
+
+bool areOfOneSize(const std::vector<at::Tensor>& parts, int64_t size) {
+  return std::all_of(parts.begin(), parts.end(), [size](const at::Tensor& part) { return part.numel() == size; });
+}
+
+// The size of all parts, for and from every rank; negative: they are not of one size.
+int64_t sizeOfAll(const RankParts& parts) {
+  const int64_t size = parts.sent.front().numel();
+  return areOfOneSize(parts.sent, size) && areOfOneSize(parts.received, size) ? size : -1;
+}
 
 // For every n, where the n-th part of each member lies; empty for a member that has fewer.
 std::vector<std::vector<Span>> spansInTurns(const std::vector<std::vector<int>>& partsOfMembers, int64_t length) {
@@ -30,6 +41,23 @@ std::vector<std::vector<Span>> spansInTurns(const std::vector<std::vector<int>>&
 }
 
 }  // namespace
+
+PartOwners HostCommunicator::everybody() {
+  std::vector<int> ranks(size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return among(std::move(ranks));
+}
+
+const AgreedLine& HostCommunicator::agreedLineOfAll() {
+  std::vector<int> ranks(size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return lines_[ranks];
+}
+
+bool HostCommunicator::goesThroughGrid(int64_t bytes) {
+  if (bytes <= 0 || hosts().maxRanksPerHost() > 1) return false;
+  return agreedLineOfAll().goesThroughGrid(Grid(size()), bytes);
+}
 
 HostCommunicator::PartsOfMembers HostCommunicator::partsOfMembers() const {
   const int ownHost = connections_.ownHost();
@@ -50,6 +78,10 @@ void HostCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
   const at::Tensor own = bytesOf(input);
   const int64_t bytes = own.numel();
   const auto partOf = [&](int peer) { return all.narrow(0, peer * bytes, bytes); };
+  if (hosts().maxRanksPerHost() == 1 && size() > 1) {
+    partOf(rank()).copy_(own);
+    return everybody().gather(all, agreedLineOfAll());
+  }
   Exchanges exchanges{{rank(), own, partOf(rank())}};
   for (int step = 1; step < size(); ++step) {
     const int peer = (rank() + step) % size();
@@ -110,6 +142,14 @@ void HostCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input
     result.copy_(reduced.front());
     return;
   }
+  if (goesThroughGrid(static_cast<int64_t>(result.nbytes()))) {
+    const at::Tensor sent = bytesOf(prepared);
+    at::Tensor received = at::empty_like(sent);
+    everybody().exchangeThroughGrid(sent, received);
+    std::vector<const void*> copies;
+    for (const auto& part : bytesOfParts(received, {}, size())) copies.push_back(part.const_data_ptr());
+    return reduction::reduceHosts(copies, steps.second, size(), result);
+  }
   Exchanges exchanges;
   for (size_t index = 1; index < own.size(); ++index) {
     exchanges.push_back({own[index], bytesOf(reduced[index]), Wire::nothing()});
@@ -125,7 +165,7 @@ void HostCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input
     }
   }
   exchange(exchanges);
-  reduction::reduceParts(copies, steps.second, size(), result);
+  reduction::reduceHosts(copies, steps.second, size(), result);
 }
 
 void HostCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
@@ -162,6 +202,13 @@ void HostCommunicator::allGatherInPieces(at::Tensor& output, const at::Tensor& i
   if (size() == 1) return Communicator::allGatherInPieces(output, input, pipeline);
   connect();
   if (hosts().maxRanksPerHost() > 1) return Communicator::allGatherInPieces(output, input, pipeline);
+  // One piece, which is coded before it leaves however it goes.
+  if (size() > reduction::kMostInOrder && input.numel() <= Wire::kPieceBytes) {
+    pipeline.beforeSending(0, input.numel());
+    output.narrow(0, rank() * input.numel(), input.numel()).copy_(input);
+    everybody().gather(output, agreedLineOfAll());
+    return pipeline.afterReceiving(0, input.numel());
+  }
   Exchanges exchanges;
   for (int step = 1; step < size(); ++step) {
     const int peer = (rank() + step) % size();
@@ -176,6 +223,12 @@ void HostCommunicator::allToAllInPieces(at::Tensor& output, const at::Tensor& in
   connect();
   const auto sent = bytesOfParts(input, inputSplits, size());
   const auto received = bytesOfParts(output, outputSplits, size());
+  const int64_t bytes = sizeOfAll({.received = received, .sent = sent});
+  if (bytes <= Wire::kPieceBytes && goesThroughGrid(bytes)) {
+    pipeline.beforeSending(0, bytes);
+    everybody().exchangeThroughGrid(input, output);
+    return pipeline.afterReceiving(0, bytes);
+  }
   for (const int member : connections_.members()) {
     // All of them or none have parts for each other.
     if (member != rank() && (sent[member].numel() > 0 || received[member].numel() > 0)) {

@@ -2,7 +2,7 @@
 #include "backend/host/host_connections.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Logging.h>
 
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "backend/config.h"
+#include "backend/host/part_owners.h"
 
 namespace bagua {
 
@@ -64,11 +65,16 @@ void HostConnections::shareMemory(const ProgramFingerprint& program, Deadline de
 std::vector<bool> HostConnections::flagsOfAll(bool flag, Deadline deadline) {
   std::vector<int> everybody(wire_->size());
   std::iota(everybody.begin(), everybody.end(), 0);
-  std::vector<bool> flags;
-  for (const auto& heard : wire_->tellEach(everybody, at::full({1}, flag ? 1 : 0, at::kByte), deadline)) {
-    flags.push_back(*heard.const_data_ptr<uint8_t>() == 1);
-  }
-  return flags;
+  const auto exchange = [&](const Wire::Exchanges& exchanges, const Pipeline& pipeline,
+                            const Wire::Exchanges& forwarded) {
+    wire_->exchangeInPieces(exchanges, pipeline, forwarded, deadline);
+  };
+  at::Tensor flags = at::zeros({wire_->size()}, at::kByte);
+  flags.mutable_data_ptr<uint8_t>()[wire_->rank()] = flag ? 1 : 0;
+  PartOwners(std::move(everybody), wire_->rank(), wire_->size(), exchange).gather(flags, {});
+  const auto* const begin = flags.const_data_ptr<uint8_t>();
+  // Not in braces: two pointers would be two flags.
+  return std::vector<bool>(begin, begin + wire_->size());
 }
 
 // With a rank of every other host: the ranks of one host compare when they meet in its memory.

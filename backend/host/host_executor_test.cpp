@@ -10,32 +10,12 @@
 #include <future>
 #include <thread>
 
+#include "tests/support/lone_communicator.h"
+
 namespace bagua {
 namespace {
 
 using ::testing::HasSubstr;
-
-// One rank that has nobody to talk to.
-class Alone final : public Communicator {
- public:
-  Alone() : Communicator(0, 1, std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(1))) {}
-  void broadcast(at::Tensor&, int) override {}
-  void allReduce(at::Tensor&, const ReduceOp&) override {}
-  void reduce(at::Tensor&, int, const ReduceOp&) override {}
-  void allGather(at::Tensor&, const at::Tensor&) override {}
-  void reduceScatter(at::Tensor&, const at::Tensor&, const ReduceOp&) override {}
-  void allToAll(at::Tensor&, const at::Tensor&, const Splits&, const Splits&) override {}
-  void barrier() override {}
-  void abort() override { isAborted = true; }
-
-  std::atomic<bool> isAborted = false;
-};
-
-HostExecutor::Communicators channels(int count) {
-  HostExecutor::Communicators made;
-  for (int i = 0; i < count; ++i) made.push_back(std::make_unique<Alone>());
-  return made;
-}
 
 Operation operation() {
   return {.type = c10d::OpType::ALLREDUCE, .name = "bagua:test", .timeout = std::chrono::seconds(60)};
@@ -58,7 +38,7 @@ std::string messageOf(const c10::intrusive_ptr<c10d::Work>& work) {
 
 class HostExecutorTest : public ::testing::Test {
  protected:
-  HostExecutor executor_{GroupIdentity{"pg", 0, 1}, channels(1), nullptr};
+  HostExecutor executor_{GroupIdentity{"pg", 0, 1}, loneChannels(1), nullptr};
 };
 
 TEST_F(HostExecutorTest, ProgramsRunInTheOrderOfSubmission) {
@@ -146,7 +126,7 @@ TEST_F(HostExecutorTest, ShutdownLetsProgramsFinishAndRefusesNewOnes) {
 TEST(HostExecutor, WaitsForItsThreadToPutAProgramAway) {
   const auto wasDropped = std::make_shared<std::atomic<bool>>(false);
   {
-    HostExecutor executor{GroupIdentity{"pg", 0, 1}, channels(1), nullptr};
+    HostExecutor executor{GroupIdentity{"pg", 0, 1}, loneChannels(1), nullptr};
     std::promise<void> running;
     const auto drop = [wasDropped](void*) {
       std::this_thread::sleep_for(std::chrono::milliseconds(400));
@@ -174,7 +154,7 @@ TEST_F(HostExecutorTest, AGroupIsCompleteWhenAllOfItIs) {
 
 class TwoChannelsTest : public ::testing::Test {
  protected:
-  HostExecutor executor_{GroupIdentity{"pg", 0, 1}, channels(2), nullptr};
+  HostExecutor executor_{GroupIdentity{"pg", 0, 1}, loneChannels(2), nullptr};
 };
 
 TEST_F(TwoChannelsTest, ProgramsThatMayOverlapRunSideBySide) {
@@ -226,7 +206,7 @@ TEST_F(TwoChannelsTest, AFailureEndsWhatRunsBesideIt) {
   const auto beside = executor_.submit(overlapping(), {}, [&](Communicator& communicator) {
     isRunning.set_value();
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-    const auto& isAborted = static_cast<Alone&>(communicator).isAborted;
+    const auto& isAborted = static_cast<LoneCommunicator&>(communicator).isAborted;
     while (!isAborted && std::chrono::steady_clock::now() < end) std::this_thread::yield();
     EXPECT_TRUE(isAborted);
     TORCH_CHECK(false, "aborted");

@@ -6,6 +6,7 @@
 #include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
 
+#include <algorithm>
 #include <thread>
 
 #include "backend/operation/tensor_bytes.h"
@@ -13,6 +14,9 @@
 
 namespace bagua {
 namespace {
+
+// Messages that are looked through for those that are over.
+constexpr size_t kLeastTransfersToSearch = 16;
 
 void checkTag(const Operation& operation, int tag) {
   TORCH_CHECK_VALUE(tag >= 0 && tag < Messenger::kTags, operation.name, ": a tag must be from 0 to ",
@@ -125,7 +129,11 @@ c10::intrusive_ptr<c10d::Work> Messenger::track(const Operation& operation, c10:
   bool isTooLate = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::erase_if(transfers_, [](const auto& old) { return old.expired(); });
+    // Not at each of many that are under way together.
+    if (transfers_.size() >= nextSearch_) {
+      std::erase_if(transfers_, [](const auto& old) { return old.expired(); });
+      nextSearch_ = std::max(2 * transfers_.size(), kLeastTransfersToSearch);
+    }
     transfers_.emplace_back(transfer);
     isTooLate = isAborted_;
   }

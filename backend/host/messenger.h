@@ -43,6 +43,8 @@ class Messenger {
   const std::shared_ptr<OperationLog> health_;
   std::mutex mutex_;
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> transfers_;
+  // How many there are when they are looked at again.
+  size_t nextSearch_ = 0;
   bool isAborted_ = false;
 };
 

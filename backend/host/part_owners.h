@@ -6,35 +6,14 @@
 #include <memory>
 #include <vector>
 
+#include "backend/host/agreed_line.h"
+#include "backend/host/halves.h"
 #include "backend/host/wire.h"
 #include "backend/torch_compat.h"
 
 namespace bagua {
 
 class Scratch;
-
-// Up to which size the owners of a part send each other all that they have, which takes one one-way delay, instead of
-// reducing a part each and sending that on, which takes two and fewer bytes. The owners agree on it now and then, on
-// what the one with the least to spare has seen of its lines; they count the same calls.
-class OneExchangeLimit {
- public:
-  // Bytes of a tensor.
-  [[nodiscard]] int64_t bytes() const { return bytes_; }
-  // The next call is one in which they agree.
-  [[nodiscard]] bool isDue() const { return calls_ % kCallsBetween == 1; }
-  void afterCall() { ++calls_; }
-  // What each of them proposes.
-  void agree(const std::vector<int64_t>& proposals);
-
- private:
-  // The first call has yet to show what the lines are like.
-  static constexpr int kCallsBetween = 32;
-  static constexpr int64_t kLeast = int64_t{16} << 10;
-  // Each rank keeps as much of every other one.
-  static constexpr int64_t kMost = int64_t{4} << 20;
-  int64_t bytes_ = kLeast;
-  int64_t calls_ = 0;
-};
 
 // The ranks that deal with the same part of a tensor, one on each host, and the steps that they take over the network.
 // Inside a host nothing happens here. Every one of them makes the same calls with the same sizes. Tensors are flat.
@@ -50,38 +29,86 @@ class PartOwners {
   // the sum of several.
   PartOwners(std::vector<int> ranks, int ownHost, int64_t contributors, ExchangeInPieces exchange);
 
-  // In place, of what each owner holds, in the order of hosts. `limit` is that of these owners.
-  void allReduce(at::Tensor& flat, const ReduceOp& op, OneExchangeLimit& limit, const LineTo& lineTo) const;
-  // In place on the owner that is on `host`.
-  void reduceTo(int host, at::Tensor& flat, const ReduceOp& op) const;
+  // In place, of what each owner holds (see reduction::reduceHosts). `agreed` is that of these owners.
+  void allReduce(at::Tensor& flat, const ReduceOp& op, AgreedLine& agreed, const LineTo& lineTo) const;
+  // Returns when all owners have come, on all at the same time: whoever comes last stays until the others know.
+  void meet(AgreedLine& agreed, const LineTo& lineTo, Wire::Deadline deadline) const;
+  // In place on the owner that is on `host`; what the others have in `flat` is used up.
+  void reduceTo(int host, at::Tensor& flat, const ReduceOp& op, const AgreedLine& agreed) const;
   // From the owner that is on `host`.
-  void broadcastFrom(int host, at::Tensor& bytes) const;
+  void broadcastFrom(int host, at::Tensor& bytes, const AgreedLine& agreed) const;
+  // `bytes` holds, by owner, what each has; this one's is there.
+  void gather(at::Tensor& bytes, const AgreedLine& agreed) const;
+  // Part i of `sent` goes to owner i, and part i of `received` comes from it. All parts of all owners are of one size,
+  // of which the agreed line says that a grid takes less time.
+  void exchangeThroughGrid(const at::Tensor& sent, at::Tensor& received) const;
 
  private:
   [[nodiscard]] int count() const { return static_cast<int>(ranks_.size()); }
   // The other hosts in turn, so that not all send to the same one first.
-  [[nodiscard]] int hostAfter(int step) const { return (ownHost_ + step) % count(); }
+  [[nodiscard]] std::vector<int> others() const;
   void exchange(const Wire::Exchanges& exchanges, const Pipeline& pipeline = {},
                 const Wire::Exchanges& forwarded = {}) const {
     exchange_(exchanges, pipeline, forwarded);
   }
-  // What comes from each of the others, and the step of a pipeline that reduces it with `flat`, in the order of hosts.
+  // What comes from some of the others, and the step of a pipeline that reduces it with `flat`.
   struct Reduction {
-    // By host; null for this one.
+    // By source; null for what this owner has, and where there is none.
     std::vector<std::shared_ptr<Scratch>> scratch;
     Pipeline::Step step;
   };
-  [[nodiscard]] Reduction reductionInto(const at::Tensor& flat, const ReduceOp& op, int64_t incoming) const;
-  // `also` goes along.
-  void allReduceWhole(at::Tensor& flat, const ReduceOp& op, const Wire::Exchanges& also = {}) const;
-  void allReduceInParts(at::Tensor& flat, const ReduceOp& op, const Wire::Exchanges& also) const;
-  // Up to which size a second delay costs this rank more than the bytes that it spares.
-  [[nodiscard]] int64_t proposedLimit(const LineTo& lineTo) const;
-  void broadcastWhole(int host, at::Tensor& bytes) const;
+  using Reduce = void (*)(const std::vector<const void*>& parts, const ReduceOp& op, int64_t contributors,
+                          const at::Tensor& output);
+  // `peers` by source: negative where there is none, or at `own`. `flat` stands for this owner's.
+  [[nodiscard]] Reduction reductionInto(const at::Tensor& flat, const ReduceOp& op, const std::vector<int>& peers,
+                                        int own, int64_t incoming, Reduce reduce) const;
+  // Of what all others send, in the order of hosts.
+  [[nodiscard]] Reduction reductionOfAll(const at::Tensor& flat, const ReduceOp& op, int64_t incoming) const;
+
+  class Proposals;
+  void allReduceInOrder(at::Tensor& flat, const ReduceOp& op, Proposals& proposals) const;
+  void allReduceInRounds(at::Tensor& flat, const ReduceOp& op, int rounds, Proposals& proposals) const;
+  void allReduceInParts(at::Tensor& flat, const ReduceOp& op, Proposals& proposals) const;
+  void allReducePartsInRounds(at::Tensor& flat, const ReduceOp& op, int rounds, Proposals& proposals) const;
+  // Where two owners do the work of one: the second hands what it has to the first, and has the result of it.
+  struct Pair {
+    int place;
+    // Of this owner; negative: there is none.
+    int first = -1;
+    int second = -1;
+  };
+  [[nodiscard]] Pair ownPair() const;
+  // The innermost round first; empty for the second of a pair.
+  [[nodiscard]] std::vector<Halves::Peers> peersOfPairs(int rounds) const;
+  class Parts;
+  // In one of the rounds, this owner's part becomes what its peers have of it.
+  void reducePart(const Parts& parts, const ReduceOp& op, const Halves::Peers& peers, Proposals& proposals) const;
+  // In one of the rounds, `flat` becomes what its parts have of it.
+  void takeRound(at::Tensor& flat, const ReduceOp& op, const Halves::Peers& peers, Proposals& proposals) const;
+  // Has the owners agree on their lines in the same messages, where that is due.
+  void reduceAndAgree(const AgreedLine::Way& way, AgreedLine& agreed, const LineTo& lineTo,
+                      const std::function<void(Proposals&)>& reduce) const;
+  // The innermost first.
+  [[nodiscard]] std::vector<Halves::Peers> peersOfRounds(int rounds) const;
+  // Of all with whom this owner speaks.
+  [[nodiscard]] std::vector<Wire::Line> linesOf(const AgreedLine::Way& way, const LineTo& lineTo) const;
+  void reduceInRounds(int host, at::Tensor& flat, const ReduceOp& op, int rounds) const;
+  // Of a round in which one owner of each part of a range speaks with the one that has, or gets, all of it.
+  struct Turn {
+    // The one, as a peer of which the others are listed, and which of them this owner's part has.
+    int hub;
+    Halves::Peers peers;
+    int spoke;
+    int ownPart;
+  };
+  // The outermost round first. Of all rounds `host` is a hub.
+  [[nodiscard]] std::vector<Turn> turnsAround(int host, int rounds) const;
+  void broadcastWhole(int host, at::Tensor& bytes, int rounds) const;
   void broadcastInParts(int host, at::Tensor& bytes) const;
 
   const std::vector<int> ranks_;
   const int ownHost_;
+  const Halves halves_;
   const int64_t contributors_;
   const ExchangeInPieces exchange_;
 };

@@ -10,9 +10,11 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <type_traits>
 
+#include "backend/host/halves.h"
 #include "backend/operation/reduction_names.h"
 
 namespace bagua::reduction {
@@ -52,6 +54,8 @@ bool isReducible(at::ScalarType dtype) {
 
 // Where the contribution of each rank begins.
 using Parts = std::vector<const void*>;
+// How they are combined: one after the other, or neighbours first (see reduceHalves).
+enum class Order { kSequence, kHalves };
 
 // 16-bit floats accumulate in float; everything else in itself.
 template <typename T>
@@ -136,9 +140,38 @@ class Mean {
   const bool isPowerOfTwo_;
 };
 
+// Elements [begin, begin + length) of `count` neighbours, from `parts` on. False where all of them are empty.
+template <typename T, typename A, typename Combine>
+bool combineHalves(const void* const* parts, size_t count, int64_t begin, int64_t length, A* total, Combine combine) {
+  if (count == 1) {
+    if (*parts == nullptr) return false;
+    const T* const part = static_cast<const T*>(*parts) + begin;
+    for (int64_t i = 0; i < length; ++i) total[i] = static_cast<A>(part[i]);
+    return true;
+  }
+  if (!combineHalves<T>(parts, count / 2, begin, length, total, combine)) return false;
+  std::array<A, kBlock> second;
+  if (combineHalves<T>(parts + count / 2, count / 2, begin, length, second.data(), combine)) {
+    for (int64_t i = 0; i < length; ++i) total[i] = combine(total[i], second[i]);
+  }
+  return true;
+}
+
+template <typename T, typename Combine, typename Finish>
+void reduceBlocksOfHalves(const Parts& parts, int64_t numel, T* output, Combine combine, Finish finish) {
+  using A = Accumulator<T>;
+  std::array<A, kBlock> total;
+  for (int64_t begin = 0; begin < numel; begin += kBlock) {
+    const int64_t length = std::min(kBlock, numel - begin);
+    combineHalves<T>(parts.data(), parts.size(), begin, length, total.data(), combine);
+    for (int64_t i = 0; i < length; ++i) output[begin + i] = static_cast<T>(finish(total[i]));
+  }
+}
+
 // `output` may be one of the parts.
 template <typename T, typename Combine, typename Finish>
-void reduceBlocks(const Parts& parts, int64_t numel, T* output, Combine combine, Finish finish) {
+void reduceBlocks(const Parts& parts, Order order, int64_t numel, T* output, Combine combine, Finish finish) {
+  if (order == Order::kHalves) return reduceBlocksOfHalves(parts, numel, output, combine, finish);
   using A = Accumulator<T>;
   const T* first = static_cast<const T*>(parts[0]);
   if (parts.size() == 2) {
@@ -161,23 +194,24 @@ void reduceBlocks(const Parts& parts, int64_t numel, T* output, Combine combine,
 }
 
 template <typename T>
-void averageTyped(const Parts& parts, int64_t numel, T* output, int64_t contributors) {
+void averageTyped(const Parts& parts, Order order, int64_t numel, T* output, int64_t contributors) {
   using A = Accumulator<T>;
   const Mean<A> mean(contributors);
   if constexpr (std::is_floating_point_v<A>) {
     if (mean.isProduct()) {
       const A factor = mean.factor();
-      return reduceBlocks(parts, numel, output, Sum<A>{}, [factor](A value) { return value * factor; });
+      return reduceBlocks(parts, order, numel, output, Sum<A>{}, [factor](A value) { return value * factor; });
     }
   }
-  reduceBlocks(parts, numel, output, Sum<A>{}, mean);
+  reduceBlocks(parts, order, numel, output, Sum<A>{}, mean);
 }
 
 template <typename T>
-void reduceTyped(const Parts& parts, int64_t numel, T* output, ReduceOp::RedOpType op, int64_t contributors) {
+void reduceTyped(const Parts& parts, Order order, int64_t numel, T* output, ReduceOp::RedOpType op,
+                 int64_t contributors) {
   using A = Accumulator<T>;
   const auto reduceWith = [&](auto combine) {
-    reduceBlocks(parts, numel, output, combine, [](A value) { return value; });
+    reduceBlocks(parts, order, numel, output, combine, [](A value) { return value; });
   };
   switch (op) {
     case ReduceOp::SUM:
@@ -186,7 +220,7 @@ void reduceTyped(const Parts& parts, int64_t numel, T* output, ReduceOp::RedOpTy
     case ReduceOp::PRODUCT:
       return reduceWith(Product<A>{});
     case ReduceOp::AVG:
-      if constexpr (!std::is_same_v<T, bool>) return averageTyped(parts, numel, output, contributors);
+      if constexpr (!std::is_same_v<T, bool>) return averageTyped(parts, order, numel, output, contributors);
       break;
     case ReduceOp::MIN:
       if constexpr (!kIsComplex<A>) return reduceWith(Min<A>{});
@@ -207,6 +241,15 @@ void reduceTyped(const Parts& parts, int64_t numel, T* output, ReduceOp::RedOpTy
       break;
   }
   TORCH_INTERNAL_ASSERT(false, "reduction ", reductionName(op), " should have been refused");
+}
+
+// NOLINTNEXTLINE(readability-function-size): the dispatch macro expands to a block per dtype
+void reduceInOrder(const Parts& parts, Order order, const ReduceOp& op, int64_t contributors, const Elements& output) {
+  AT_DISPATCH_V2(output.dtype, "bagua_reduce_parts", AT_WRAP([&] {
+                   reduceTyped(parts, order, output.numel, reinterpret_cast<scalar_t*>(output.data), op, contributors);
+                 }),
+                 AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16,
+                 at::kBool);
 }
 
 }  // namespace
@@ -253,12 +296,22 @@ TwoSteps inTwoSteps(const ReduceOp& op, at::ScalarType dtype) {
   return {ReduceOp::SUM, ReduceOp::AVG};
 }
 
-// NOLINTNEXTLINE(readability-function-size): the dispatch macro expands to a block per dtype
 void reduceParts(const Parts& parts, const ReduceOp& op, int64_t contributors, const Elements& output) {
-  AT_DISPATCH_V2(
-      output.dtype, "bagua_reduce_parts",
-      AT_WRAP([&] { reduceTyped(parts, output.numel, reinterpret_cast<scalar_t*>(output.data), op, contributors); }),
-      AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16, at::kBool);
+  reduceInOrder(parts, Order::kSequence, op, contributors, output);
+}
+
+void reduceHalves(const Parts& parts, const ReduceOp& op, int64_t contributors, const at::Tensor& output) {
+  TORCH_INTERNAL_ASSERT(std::has_single_bit(parts.size()), "reduction of ", parts.size(), " halves");
+  reduceInOrder(parts, Order::kHalves, op, contributors, elementsOf(output));
+}
+
+void reduceHosts(const Parts& parts, const ReduceOp& op, int64_t contributors, const at::Tensor& output) {
+  const auto count = static_cast<int>(parts.size());
+  if (count <= kMostInOrder) return reduceParts(parts, op, contributors, output);
+  const Halves halves(count);
+  Parts slots(size_t{1} << static_cast<unsigned>(halves.levels()), nullptr);
+  for (int host = 0; host < count; ++host) slots[halves.slotOf(host, halves.levels())] = parts[host];
+  reduceHalves(slots, op, contributors, output);
 }
 
 Elements elementsOf(const at::Tensor& tensor) {

@@ -44,6 +44,17 @@ Elements elementsOf(const at::Tensor& tensor);
 void reduceParts(const std::vector<const void*>& parts, const c10d::ReduceOp& op, int64_t contributors,
                  const Elements& output);
 
+// Up to so many contributions of hosts are combined one after the other; more of them half by half (see Halves), so
+// that hosts may reduce them in rounds, with the same result.
+inline constexpr int kMostInOrder = 8;
+// The contributions of hosts, in their order.
+void reduceHosts(const std::vector<const void*>& parts, const c10d::ReduceOp& op, int64_t contributors,
+                 const at::Tensor& output);
+// Of some halves of halves, in order, as many as a power of two: neighbours are combined, and again, until one is left.
+// Null where a half is empty.
+void reduceHalves(const std::vector<const void*>& parts, const c10d::ReduceOp& op, int64_t contributors,
+                  const at::Tensor& output);
+
 // How a reduction is done in two steps, the first of which leaves partial results of the tensor's own dtype.
 struct TwoSteps {
   c10d::ReduceOp first;

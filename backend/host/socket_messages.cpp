@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <string>
@@ -15,6 +16,9 @@ namespace {
 
 // Streams below are those of programs.
 constexpr uint64_t kMessages = uint64_t{1} << 63U;
+
+// Works that are looked through for those that are over.
+constexpr size_t kLeastWorksToSearch = 16;
 
 uint64_t streamOf(int tag) { return kMessages | static_cast<uint32_t>(tag); }
 
@@ -150,11 +154,19 @@ c10::intrusive_ptr<c10d::Work> SocketMessages::send(const at::Tensor& bytes, int
   // Dropped after the lock: a tensor that Python knows may go with them.
   std::vector<c10::intrusive_ptr<c10d::Work>> gone;
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::erase_if(leaving_, [&](const auto& work) {
-    if (!work->isCompleted()) return false;
-    gone.push_back(work);
-    return true;
-  });
+  // Those that have gone in their order at once, the others when there are twice as many.
+  while (!leaving_.empty() && leaving_.front()->isCompleted()) {
+    gone.push_back(std::move(leaving_.front()));
+    leaving_.pop_front();
+  }
+  if (leaving_.size() >= nextSearch_) {
+    std::erase_if(leaving_, [&](const auto& work) {
+      if (!work->isCompleted()) return false;
+      gone.push_back(work);
+      return true;
+    });
+    nextSearch_ = std::max(2 * leaving_.size(), kLeastWorksToSearch);
+  }
   if (!message->isCompleted()) leaving_.push_back(message);
   return message;
 }

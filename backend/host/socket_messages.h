@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -37,7 +38,9 @@ class SocketMessages final : public MessageTransport {
   const std::shared_ptr<State> state_;
   std::mutex mutex_;
   // A message goes on its way also where its sender has dropped the Work.
-  std::vector<c10::intrusive_ptr<c10d::Work>> leaving_;
+  std::deque<c10::intrusive_ptr<c10d::Work>> leaving_;
+  // How many there are when all of them are looked at again.
+  size_t nextSearch_ = 0;
 };
 
 }  // namespace bagua

@@ -20,8 +20,8 @@ using ::testing::HasSubstr;
 using ::testing::NiceMock;
 using ::testing::Return;
 
-constexpr milliseconds kLong{60000};
-constexpr milliseconds kShort{50};
+constexpr milliseconds kLongTimeout{60000};
+constexpr milliseconds kShortTimeout{50};
 
 // A work whose device is played by the test.
 class FakeWork final : public WatchedWork {
@@ -53,7 +53,7 @@ class FakeWork final : public WatchedWork {
   // Waits for the failure.
   std::string failure() {
     std::unique_lock<std::mutex> lock(mutex_);
-    cv_.wait_for(lock, kLong, [this] { return !message_.empty(); });
+    cv_.wait_for(lock, kLongTimeout, [this] { return !message_.empty(); });
     return message_;
   }
   bool hasFailed() {
@@ -62,7 +62,7 @@ class FakeWork final : public WatchedWork {
   }
   bool waitRetired() {
     std::unique_lock<std::mutex> lock(mutex_);
-    return cv_.wait_for(lock, kLong, [this] { return isRetired_; });
+    return cv_.wait_for(lock, kLongTimeout, [this] { return isRetired_; });
   }
 
   std::atomic<bool> isDeviceDone = false;
@@ -103,10 +103,10 @@ TEST_F(WatchdogTest, AMessageHasNoPlaceInTheOrderOfPrograms) {
   GroupHealth healthOfWaiting(waiting, store);
   Watchdog watchdog(
       absent, transport_, [] {}, healthOfAbsent.addLog("cuda"));
-  const auto message = c10::make_intrusive<FakeWork>(7, kLong);
+  const auto message = c10::make_intrusive<FakeWork>(7, kLongTimeout);
   message->isDeviceDone = true;
   watchdog.watch(message, OperationLog::Kind::kMessage);
-  ASSERT_TRUE(watchdog.waitIdle(kLong));
+  ASSERT_TRUE(watchdog.waitIdle(kLongTimeout));
 
   std::promise<std::string> cause;
   const auto log = healthOfWaiting.addLog("cuda");
@@ -119,10 +119,10 @@ TEST_F(WatchdogTest, AMessageHasNoPlaceInTheOrderOfPrograms) {
 }
 
 TEST_F(WatchdogTest, RetiresAWorkWhenTheDeviceIsDone) {
-  const auto work = watched(0, kLong);
-  EXPECT_FALSE(watchdog_->waitIdle(kShort));
+  const auto work = watched(0, kLongTimeout);
+  EXPECT_FALSE(watchdog_->waitIdle(kShortTimeout));
   work->isDeviceDone = true;
-  EXPECT_TRUE(watchdog_->waitIdle(kLong));
+  EXPECT_TRUE(watchdog_->waitIdle(kLongTimeout));
   EXPECT_TRUE(work->waitRetired());
   EXPECT_FALSE(work->hasFailed());
   EXPECT_FALSE(watchdog_->error());
@@ -131,8 +131,8 @@ TEST_F(WatchdogTest, RetiresAWorkWhenTheDeviceIsDone) {
 
 TEST_F(WatchdogTest, TimeoutFailsEverythingThatIsNotDoneAndAbortsOnce) {
   EXPECT_CALL(*transport_, abort()).Times(1);
-  const auto late = watched(12, kShort);
-  const auto other = watched(13, kLong);
+  const auto late = watched(12, kShortTimeout);
+  const auto other = watched(13, kLongTimeout);
   EXPECT_THAT(late->failure(),
               AllOf(HasSubstr("bagua:all_reduce #12 (Float[1024]) on rank 1 of 4, group 'trainers' timed out"),
                     HasSubstr("timeout of 50 ms"), HasSubstr("2 operation(s)"), HasSubstr("in the same order")));
@@ -140,30 +140,30 @@ TEST_F(WatchdogTest, TimeoutFailsEverythingThatIsNotDoneAndAbortsOnce) {
   EXPECT_THAT(messageOf(watchdog_->error()), HasSubstr("timed out"));
   EXPECT_FALSE(watchdog_->isIdle()) << "the device still holds on to the tensors";
   late->isDeviceDone = other->isDeviceDone = true;
-  EXPECT_TRUE(watchdog_->waitIdle(kLong));
+  EXPECT_TRUE(watchdog_->waitIdle(kLongTimeout));
 }
 
 TEST_F(WatchdogTest, ErrorOfTheTransportIsThatOfTheOldestWork) {
   ON_CALL(*transport_, asyncError()).WillByDefault(Return("remote process exited"));
   EXPECT_CALL(*transport_, abort()).Times(1);
-  const auto work = watched(7, kLong);
+  const auto work = watched(7, kLongTimeout);
   EXPECT_THAT(work->failure(), AllOf(HasSubstr("bagua:all_reduce #7"), HasSubstr("remote process exited")));
   work->isDeviceDone = true;
 }
 
 TEST_F(WatchdogTest, LostDeviceFailsItsWorksAndLetsGoOfThem) {
   EXPECT_CALL(*transport_, abort()).Times(1);
-  const auto work = watched(3, kLong);
+  const auto work = watched(3, kLongTimeout);
   work->isDeviceLost = true;
   EXPECT_THAT(work->failure(), AllOf(HasSubstr("#3"), HasSubstr("an illegal memory access")));
   EXPECT_TRUE(work->waitRetired());
 }
 
 TEST_F(WatchdogTest, FailureSparesWhatIsDone) {
-  const auto done = c10::make_intrusive<FakeWork>(0, kLong);
+  const auto done = c10::make_intrusive<FakeWork>(0, kLongTimeout);
   done->isDeviceDone = true;
   watchdog_->watch(done);
-  const auto pending = watched(1, kLong);
+  const auto pending = watched(1, kLongTimeout);
   watchdog_->fail(std::make_exception_ptr(std::runtime_error("asked to stop")));
   EXPECT_THAT(pending->failure(), HasSubstr("asked to stop"));
   EXPECT_FALSE(done->hasFailed());
@@ -179,30 +179,30 @@ TEST_F(WatchdogTest, FirstFailureWins) {
 
 TEST_F(WatchdogTest, WorkThatComesAfterAFailureFailsAtOnce) {
   watchdog_->fail(std::make_exception_ptr(std::runtime_error("asked to stop")));
-  const auto work = watched(5, kLong);
+  const auto work = watched(5, kLongTimeout);
   EXPECT_THAT(work->failure(), AllOf(HasSubstr("#5"), HasSubstr("asked to stop")));
   work->isDeviceDone = true;
 }
 
 TEST_F(WatchdogTest, FailureOfTheAbortIsSurvived) {
   ON_CALL(*transport_, abort()).WillByDefault([] { throw std::runtime_error("no"); });
-  const auto work = watched(0, kShort);
+  const auto work = watched(0, kShortTimeout);
   EXPECT_THAT(work->failure(), HasSubstr("timed out"));
   work->isDeviceDone = true;
-  EXPECT_TRUE(watchdog_->waitIdle(kLong));
+  EXPECT_TRUE(watchdog_->waitIdle(kLongTimeout));
 }
 
 TEST_F(WatchdogTest, ThreadThatCannotStartFailsTheWorks) {
   watchdog_ = std::make_unique<Watchdog>(GroupIdentity{"trainers", 1, 4}, transport_,
                                          [] { throw std::runtime_error("no such device"); });
-  const auto work = watched(0, kLong);
+  const auto work = watched(0, kLongTimeout);
   EXPECT_THAT(work->failure(), AllOf(HasSubstr("could not start"), HasSubstr("no such device")));
   work->isDeviceDone = true;
 }
 
 TEST_F(WatchdogTest, StopDoesNotWaitForTheDeviceButTheThreadDoes) {
-  const auto work = watched(0, kLong);
-  watchdog_->stop(kShort);
+  const auto work = watched(0, kLongTimeout);
+  watchdog_->stop(kShortTimeout);
   watchdog_.reset();
   EXPECT_FALSE(work->hasFailed());
   work->isDeviceDone = true;
@@ -210,9 +210,9 @@ TEST_F(WatchdogTest, StopDoesNotWaitForTheDeviceButTheThreadDoes) {
 }
 
 TEST_F(WatchdogTest, WorksCanBeWatchedAfterAStop) {
-  watched(0, kLong)->isDeviceDone = true;
-  watchdog_->stop(kLong);
-  const auto work = watched(1, kLong);
+  watched(0, kLongTimeout)->isDeviceDone = true;
+  watchdog_->stop(kLongTimeout);
+  const auto work = watched(1, kLongTimeout);
   work->isDeviceDone = true;
   EXPECT_TRUE(work->waitRetired());
 }

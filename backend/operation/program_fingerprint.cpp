@@ -113,7 +113,7 @@ void checkSameProgram(const ProgramFingerprint& lower, const std::string& lowerR
                       const std::string& higherRank) {
   if (lower.hash() == higher.hash()) return;
   BAGUA_THROW(MismatchError, "the ranks do not make the same call: ", lowerRank, " is in ", describe(lower), ", ",
-              higherRank, " in ", describe(higher), ". Nothing was exchanged. ", adviceFor(lower, higher));
+              higherRank, " in ", describe(higher), ". Nothing was exchanged between them. ", adviceFor(lower, higher));
 }
 
 }  // namespace bagua

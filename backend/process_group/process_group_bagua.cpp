@@ -9,6 +9,8 @@
 #include "backend/assembly/make_host_executor.h"
 #include "backend/config.h"
 #include "backend/operation/timeouts.h"
+#include "backend/security/job_security.h"
+#include "backend/security/sealed_store.h"
 #include "backend/topology/rank_record.h"
 #if BAGUA_WITH_CUDA
 #include "backend/nccl/nccl_executor.h"
@@ -92,14 +94,17 @@ std::chrono::milliseconds ProcessGroupBagua::orDefault(std::chrono::milliseconds
 
 std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device) {
   if (!health_) {
+    // Below the group's id, which all its ranks have drawn together: no failure of an earlier group of that name is
+    // found.
     health_ = std::make_unique<GroupHealth>(
-        identity_, store_,
+        identity_, c10::make_intrusive<c10d::PrefixStore>(c10::str(members_.id), store_),
         std::vector<uint64_t>(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end()));
   }
   if (device.is_cpu()) {
     return makeHostExecutor(
         identity_, members_, topology_, [this] { return hostBackend_; }, *health_);
   }
+  if (topology_->hostCount() > 1) checkKeepsSecret("NCCL", "Train on CPU tensors, or on one host");
 #if BAGUA_WITH_CUDA
   const auto log = health_->addLog("cuda");
   auto executor =
@@ -187,7 +192,9 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::merge(const StorePtr& store
                                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts,
                                                            const int& rank, const int& size) {
   // A connection of its own: the new group may block on the store while this one uses it.
-  return c10::make_intrusive<ProcessGroupBagua>(store->clone(), rank, size, optionsOf(opts), hostBackendFactory_);
+  const auto options = optionsOf(opts);
+  const auto own = sealedPart(store->clone(), options->group_name);
+  return c10::make_intrusive<ProcessGroupBagua>(own, rank, size, options, hostBackendFactory_);
 }
 
 void ProcessGroupBagua::eagerConnectSingleDevice(at::Device device) { executorFor(device); }

@@ -106,7 +106,7 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   Executor& executorFor(at::Device device) override;
   [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return options_->timeout; }
-  [[nodiscard]] const HostTopology& topology() const { return *topology_; }
+  [[nodiscard]] const HostTopology& topology() const override { return *topology_; }
 
  private:
   // What all options of c10d's collectives have in common.

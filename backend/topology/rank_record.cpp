@@ -16,6 +16,7 @@
 #include "backend/config.h"
 #include "backend/operation/hash.h"
 #include "backend/operation/operation.h"
+#include "backend/security/job_security.h"
 #include "backend/wire/process_transport.h"
 
 namespace bagua {
@@ -24,12 +25,17 @@ namespace {
 using std::chrono::milliseconds;
 
 // To be raised with every change of what ranks send each other.
-constexpr int kWireFormat = 3;
+constexpr int kWireFormat = 4;
 
 constexpr const char* kSameVersion = "install the same version of bagua on all hosts";
 constexpr const char* kSameTorch = "install the same torch, and the bagua built for it, on all hosts";
 constexpr const char* kSameMachines = "use machines of one byte order";
 constexpr const char* kSameVariable = "set this environment variable to the same value on all ranks";
+
+std::string fingerprintOfSecret() {
+  const auto security = jobSecurity();
+  return security ? "set to the secret " + security->fingerprint() : "not set";
+}
 
 // What has to be the same on all ranks. This is the one place where such a thing is added.
 struct AgreedField {
@@ -47,6 +53,10 @@ const std::array kAgreedFields{
         "BAGUA_HOST_TRANSPORT",
         [] { return std::string(config::hostTransport() == config::HostTransport::kGloo ? "gloo" : "sockets"); },
         kSameVariable},
+    // Of ranks that meet without the store, over a group of another backend.
+    AgreedField{"BAGUA_JOB_SECRET", &fingerprintOfSecret, kSameVariable},
+    AgreedField{"BAGUA_TLS_CERTIFICATE", [] { return std::string(config::tlsFiles() ? "set" : "not set"); },
+                "set it, with BAGUA_TLS_KEY and BAGUA_TLS_CA, on all ranks or on none"},
     AgreedField{"BAGUA_CHECK_PROGRAMS", [] { return std::string(config::checksPrograms() ? "1" : "0"); },
                 kSameVariable},
     AgreedField{"BAGUA_DEFAULT_BUCKET_SIZE", [] { return std::to_string(config::defaultBucketBytes()); },
@@ -144,11 +154,36 @@ void waitUntilAllHaveRead(c10d::Store& store, int size) {
   }
 }
 
+// Whether an earlier rank has the same address, and therefore the same process.
+bool isThreadBesideAnother(const std::vector<std::string>& addresses, size_t rank) {
+  const auto end = addresses.begin() + static_cast<std::ptrdiff_t>(rank);
+  return !addresses[rank].starts_with("none: ") && std::find(addresses.begin(), end, addresses[rank]) != end;
+}
+
+// Ranks that are threads of one process, as in tests of frameworks, get addresses of their own.
+void separateThreads(c10d::Store& store, size_t rank, GroupMembers& members) {
+  const auto key = [](size_t peer) { return "thread/" + std::to_string(peer); };
+  if (isThreadBesideAnother(members.addresses, rank)) {
+    members.ownTransport = wire::newTransport();
+    const std::string address = members.ownTransport->address().toString();
+    store.set(key(rank), std::vector<uint8_t>(address.begin(), address.end()));
+  }
+  const std::vector<std::string> found = members.addresses;
+  for (size_t peer = 0; peer < found.size(); ++peer) {
+    if (!isThreadBesideAnother(found, peer)) continue;
+    const auto address = store.get(key(peer));
+    members.addresses[peer] = std::string(address.begin(), address.end());
+  }
+}
+
 }  // namespace
 
 std::string ownRecord() {
   std::string record;
   try {
+    if (config::hostTransport() == config::HostTransport::kGloo) {
+      checkKeepsSecret("BAGUA_HOST_TRANSPORT=gloo", "Leave it at 'sockets', our own transport");
+    }
     addLine(record, kHost, localHostId());
     addLine(record, kAddress, ownAddress());
     addLine(record, kNonce, newNonce());
@@ -196,12 +231,18 @@ GroupMembers exchangeRecords(c10d::Store& store, int rank, int size, millisecond
   std::vector<std::string> records;
   records.reserve(size);
   for (const auto& value : store.multiGet(keys)) records.emplace_back(value.begin(), value.end());
-  try {
-    return membersOf(records);
-  } catch (...) {
-    waitUntilAllHaveRead(store, size);
-    throw;
-  }
+  // Not as the store has it: what was recorded of an earlier group would be that on all ranks alike.
+  records[rank] = own;
+  auto members = [&] {
+    try {
+      return membersOf(records);
+    } catch (...) {
+      waitUntilAllHaveRead(store, size);
+      throw;
+    }
+  }();
+  separateThreads(store, static_cast<size_t>(rank), members);
+  return members;
 }
 
 }  // namespace bagua

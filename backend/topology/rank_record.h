@@ -3,11 +3,13 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
 #include "backend/topology/topology.h"
+#include "backend/wire/transport.h"
 
 namespace bagua {
 
@@ -24,6 +26,9 @@ struct GroupMembers {
   std::vector<std::string> addresses;
   // The same on all ranks, and no other group's.
   uint64_t id = 0;
+  // Of a rank that shares its process with a lower one of the group: a process has one end of each connection, so that
+  // this rank needs a transport for itself. Null: the process's own will do.
+  std::shared_ptr<wire::Transport> ownTransport = nullptr;
 };
 
 // Throws ValueError unless the records, one per rank, agree; it names the ranks, both values and what to do, and is the
@@ -31,7 +36,7 @@ struct GroupMembers {
 GroupMembers membersOf(const std::vector<std::string>& records);
 
 // Exchanges the records of a new group through its store; throws as membersOf(), or DistBackendError where ranks have
-// not come in time. Keys: "host/RANK", "hosts_read".
+// not come in time. Keys: "host/RANK", "hosts_read", and "thread/RANK" where ranks are threads of one process.
 GroupMembers exchangeRecords(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout);
 
 }  // namespace bagua

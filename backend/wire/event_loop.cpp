@@ -2,9 +2,11 @@
 #include "backend/wire/event_loop.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <array>
@@ -57,7 +59,10 @@ void EventLoop::add(int socket, const std::shared_ptr<Handler>& handler, bool wa
   }
   epoll_event event = eventsOf(socket, wantsWritable);
   const bool isAdded = epoll_ctl(state_->epoll.number(), EPOLL_CTL_ADD, socket, &event) == 0;
-  TORCH_CHECK_WITH(DistNetworkError, isAdded, "bagua: cannot wait for a socket: ", std::strerror(errno));
+  if (isAdded) return;
+  const int error = errno;
+  remove(socket);
+  TORCH_CHECK_WITH(DistNetworkError, false, "bagua: cannot wait for a socket: ", std::strerror(error));
 }
 
 void EventLoop::remove(int socket) {
@@ -90,9 +95,15 @@ void EventLoop::run(const std::shared_ptr<State>& state) {
         if (entry != state->handlers.end()) handler = entry->second;
       }
       if (!handler) continue;
-      // What is wrong with a socket comes out when it is read from.
-      if ((events[i].events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) handler->onReadable();
-      if ((events[i].events & EPOLLOUT) != 0) handler->onWritable();
+      try {
+        // What is wrong with a socket comes out when it is read from.
+        if ((events[i].events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) handler->onReadable();
+        if ((events[i].events & EPOLLOUT) != 0) handler->onWritable();
+      } catch (const std::exception& error) {
+        // Nobody else would catch it, and the process would end. The handler reads next that the connection has.
+        LOG(ERROR) << "bagua: a connection is given up: " << error.what();
+        shutdown(events[i].data.fd, SHUT_RDWR);
+      }
     }
   }
 }

@@ -10,7 +10,7 @@
 namespace bagua::wire {
 
 // Bumped whenever a byte of these structures changes its meaning.
-inline constexpr uint16_t kVersion = 1;
+inline constexpr uint16_t kVersion = 2;
 
 // A process, drawn at random when it starts to communicate.
 using ProcessId = std::array<uint64_t, 2>;
@@ -48,10 +48,14 @@ struct Frame {
     kPlace = 2,
     // The sender, key.source, has left the group, to which it has sent `total` data frames on this link.
     kLeave = 3,
+    // The name of the sender's PayloadMemory, as context.
+    kMemory = 4,
+    // Cells of the receiver's PayloadMemory are free again.
+    kCells = 5,
   };
   uint32_t magic = kMagic;
   Kind kind = Kind::kData;
-  // Bytes of context between this header and the payload. Only the frame with offset 0 has some.
+  // Bytes of context between this header and the payload. Of a message, only the frame with offset 0 has some.
   uint16_t contextBytes = 0;
   uint64_t group = 0;
   MessageKey key = {};
@@ -59,27 +63,33 @@ struct Frame {
   uint64_t total = 0;
   uint64_t offset = 0;
   uint32_t payloadBytes = 0;
-  uint32_t unused = 0;
+  // Not 0: the payload is not on the connection, but in cell - 1 of the sender's PayloadMemory.
+  uint32_t cell = 0;
 };
 static_assert(sizeof(Frame) == 56 && std::is_trivially_copyable_v<Frame>);
 
 // Of one frame: small enough that several connections share a message evenly, and that what is urgent waits for little.
 inline constexpr uint32_t kMostPayload = 256U << 10U;
 inline constexpr uint16_t kMostContext = 512;
+// Of a PayloadMemory, each with room for kMostPayload.
+inline constexpr uint32_t kPayloadCells = 8;
 // What is sent of a message before its receiver has said that it has a place for it.
 inline constexpr uint64_t kEagerBytes = 4U << 20U;
 inline constexpr uint64_t kLargestMessage = uint64_t{1} << 46U;
 
 // Whether a frame is about messages and carries none.
 inline bool isControl(const Frame& frame) {
-  return frame.kind == Frame::Kind::kPlace || frame.kind == Frame::Kind::kLeave;
+  return frame.kind == Frame::Kind::kPlace || frame.kind == Frame::Kind::kLeave || frame.kind == Frame::Kind::kMemory ||
+         frame.kind == Frame::Kind::kCells;
 }
 
 // Whether a header can be what it says it is. Nothing of it is used before.
 inline bool isValid(const Frame& frame) {
   if (frame.magic != Frame::kMagic || frame.payloadBytes > kMostPayload || frame.contextBytes > kMostContext)
     return false;
-  if (isControl(frame)) return frame.payloadBytes == 0 && frame.contextBytes == 0;
+  const bool isNamed = frame.kind == Frame::Kind::kMemory;
+  if (isControl(frame)) return frame.payloadBytes == 0 && frame.cell == 0 && (frame.contextBytes > 0) == isNamed;
+  if (frame.cell > kPayloadCells || (frame.cell > 0 && frame.payloadBytes == 0)) return false;
   return frame.kind == Frame::Kind::kData && frame.total <= kLargestMessage && frame.offset <= frame.total &&
          frame.payloadBytes <= frame.total - frame.offset && (frame.offset == 0 || frame.contextBytes == 0);
 }

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/wire/frame_reader.h"
 
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -27,22 +25,24 @@ FrameReader::Result FrameReader::failWith(std::string text) {
   return Result::kError;
 }
 
-FrameReader::Result FrameReader::read(int socket) {
-  for (int i = 0; i < kReadsAtATime; ++i) {
+FrameReader::Result FrameReader::read(Stream& stream) {
+  // Of what the stream holds itself nobody would tell again.
+  for (int i = 0; i < kReadsAtATime || stream.hasBuffered(); ++i) {
+    const bool mayAsk = i < kReadsAtATime;
     const bool isDirect = isInPayload_ && used_ == filled_ && frame_.payloadBytes - payloadRead_ >= kDirect;
-    const Result result = isDirect ? readPayload(socket) : fill(socket);
+    const Result result = isDirect ? readPayload(stream, mayAsk) : fill(stream, mayAsk);
     if (result != Result::kMore) return result;
     if (!parse()) return Result::kError;
   }
   return Result::kMore;
 }
 
-FrameReader::Result FrameReader::fill(int socket) {
+FrameReader::Result FrameReader::fill(Stream& stream, bool mayAskSocket) {
   if (used_ > 0) {
     std::memmove(buffer_.data(), buffer_.data() + used_, filled_ - used_);
     filled_ -= std::exchange(used_, 0);
   }
-  const ssize_t size = recv(socket, buffer_.data() + filled_, buffer_.size() - filled_, MSG_DONTWAIT);
+  const ssize_t size = stream.receive(buffer_.data() + filled_, buffer_.size() - filled_, mayAskSocket);
   if (size == 0) return Result::kEnd;
   if (size < 0) {
     const bool isLater = errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
@@ -52,13 +52,14 @@ FrameReader::Result FrameReader::fill(int socket) {
   return Result::kMore;
 }
 
-FrameReader::Result FrameReader::readPayload(int socket) {
+FrameReader::Result FrameReader::readPayload(Stream& stream, bool mayAskSocket) {
   const uint64_t left = frame_.payloadBytes - payloadRead_;
   ssize_t size = 0;
   int error = 0;
   message_->readInto(frame_.offset + payloadRead_, left, [&](uint8_t* place, uint64_t most) {
-    size = place != nullptr ? recv(socket, place, most, MSG_DONTWAIT)
-                            : recv(socket, discarded.data(), std::min<uint64_t>(most, discarded.size()), MSG_DONTWAIT);
+    size = place != nullptr
+               ? stream.receive(place, most, mayAskSocket)
+               : stream.receive(discarded.data(), std::min<uint64_t>(most, discarded.size()), mayAskSocket);
     error = errno;
   });
   if (size == 0) return Result::kEnd;
@@ -92,7 +93,7 @@ bool FrameReader::beginFrame() {
   const auto* const context = buffer_.data() + used_ + sizeof(Frame);
   used_ += sizeof(Frame) + frame_.contextBytes;
   if (isControl(frame_)) {
-    control_(frame_);
+    control_(frame_, {context, context + frame_.contextBytes});
     return true;
   }
   message_ = begin_(frame_, {context, context + frame_.contextBytes});
@@ -100,6 +101,7 @@ bool FrameReader::beginFrame() {
     error_ = "a message contradicts what came before it";
     return false;
   }
+  if (frame_.cell > 0) return takeCell();
   isInPayload_ = true;
   payloadRead_ = 0;
   return true;
@@ -118,10 +120,32 @@ bool FrameReader::takeBuffered() {
   }
   if (payloadRead_ < frame_.payloadBytes) return false;
   isInPayload_ = false;
+  endFrame();
+  return true;
+}
+
+bool FrameReader::takeCell() {
+  const bool isThere = readCell_(frame_.cell - 1, [&](const uint8_t* payload) {
+    uint64_t taken = 0;
+    while (taken < frame_.payloadBytes) {
+      message_->readInto(frame_.offset + taken, frame_.payloadBytes - taken, [&](uint8_t* place, uint64_t most) {
+        if (place != nullptr) std::memcpy(place, payload + taken, most);
+        taken += most;
+      });
+    }
+  });
+  if (!isThere) {
+    error_ = "a message is said to be in shared memory of which this rank was not told";
+    return false;
+  }
+  endFrame();
+  return true;
+}
+
+void FrameReader::endFrame() {
   message_->end(frame_);
   message_.reset();
   end_(frame_);
-  return true;
 }
 
 }  // namespace bagua::wire

@@ -10,7 +10,7 @@
 
 #include "backend/wire/frame.h"
 #include "backend/wire/incoming.h"
-#include "backend/wire/socket.h"
+#include "backend/wire/stream.h"
 
 namespace bagua::wire {
 
@@ -20,17 +20,20 @@ class FrameReader {
   // Where the payload of a data frame goes: null refuses the frame, and the connection with it.
   using Begin = std::function<std::shared_ptr<Incoming>(const Frame& frame, const std::vector<uint8_t>& context)>;
   // A frame that carries no message.
-  using Control = std::function<void(const Frame& frame)>;
+  using Control = std::function<void(const Frame& frame, const std::vector<uint8_t>& context)>;
+  // Has `read` look at the payload in a cell of the sender's memory, which is free afterwards. False where the sender
+  // has told of none.
+  using ReadCell = std::function<bool(uint32_t cell, const std::function<void(const uint8_t* payload)>& read)>;
   // All of a data frame is there.
   using End = std::function<void(const Frame& frame)>;
 
-  FrameReader(Begin begin, End end, Control control)
-      : begin_(std::move(begin)), end_(std::move(end)), control_(std::move(control)) {}
+  FrameReader(Begin begin, End end, Control control, ReadCell readCell)
+      : begin_(std::move(begin)), end_(std::move(end)), control_(std::move(control)), readCell_(std::move(readCell)) {}
 
   // kDry: there is no more for now. kError: the text is in error().
   enum class Result { kMore, kDry, kEnd, kError };
   // Reads what is there, for a while.
-  Result read(int socket);
+  Result read(Stream& stream);
   [[nodiscard]] const std::string& error() const { return error_; }
   // Whether the peer's end came in the middle of a frame.
   [[nodiscard]] bool isInFrame() const { return isInPayload_ || filled_ > used_; }
@@ -39,15 +42,19 @@ class FrameReader {
   bool parse();
   bool beginFrame();
   bool takeBuffered();
-  Result readPayload(int socket);
-  Result fill(int socket);
+  bool takeCell();
+  void endFrame();
+  Result readPayload(Stream& stream, bool mayAskSocket);
+  Result fill(Stream& stream, bool mayAskSocket);
   Result failWith(std::string text);
 
   const Begin begin_;
   const End end_;
   const Control control_;
-  // What was read ahead: headers and small payloads.
-  std::array<uint8_t, 64U << 10U> buffer_{};
+  const ReadCell readCell_;
+  // What was read ahead: headers and small payloads. Not zeroed, so that a connection takes no more memory than it
+  // uses.
+  std::array<uint8_t, 64U << 10U> buffer_;
   size_t used_ = 0;
   size_t filled_ = 0;
   Frame frame_;

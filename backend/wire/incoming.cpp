@@ -1,13 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/wire/incoming.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
 namespace bagua::wire {
+namespace {
+
+constexpr uint32_t kShortFrame = 16U << 10U;
+
+}  // namespace
 
 void Incoming::expectAt(Place place) {
+  TORCH_INTERNAL_ASSERT(place.room >= std::min(place.size, kEagerBytes), "no room for what comes unasked");
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     place_ = std::move(place);
@@ -27,6 +35,12 @@ void Incoming::accept() {
 void Incoming::use(uint64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   used_ = std::max(used_, bytes);
+}
+
+std::shared_ptr<Incoming> Incoming::unwanted() {
+  auto message = std::make_shared<Incoming>();
+  message->cancel();
+  return message;
 }
 
 void Incoming::cancel() {
@@ -68,8 +82,9 @@ bool Incoming::begin(const Frame& frame, const std::vector<uint8_t>& context) {
     const bool isKept = !isCancelled_ && !isOtherSize && !(place_ && hasContext_);
     if (isKept) kept_.resize(std::max<size_t>(kept_.size(), end));
   }
-  // Who is told of a beginning may look at what is known of it already.
-  if (frame.offset == 0) notify();
+  // Who is told of a beginning may look at what is known of it already. Of a short frame its end tells, which follows
+  // at once: waking a thread costs more than all else that is done with one.
+  if (frame.offset == 0 && frame.payloadBytes > kShortFrame) notify();
   return true;
 }
 
@@ -151,6 +166,13 @@ std::shared_ptr<Incoming> Inbox::find(const MessageKey& key) {
   return message;
 }
 
+std::shared_ptr<Incoming> Inbox::begin(const Frame& frame, const std::vector<uint8_t>& context) {
+  auto message = arriving(frame.key);
+  if (!message) message = Incoming::unwanted();
+  return message->begin(frame, context) ? message : nullptr;
+}
+
+// Null where the receiver has retired the stream.
 std::shared_ptr<Incoming> Inbox::arriving(const MessageKey& key) {
   std::shared_ptr<Incoming> message;
   std::vector<std::shared_ptr<Signal>> watching;

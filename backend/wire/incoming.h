@@ -23,7 +23,7 @@ struct Place {
   // Bytes of the message.
   uint64_t size = 0;
   // Bytes at `data`. Where they are fewer than the message has, it goes round: byte i lies at i % room, and the
-  // receiver says what it has used (Incoming::use).
+  // receiver says what it has used (Incoming::use). No fewer than kEagerBytes then, which come unasked.
   uint64_t room = 0;
   // Whether what came with the message allows it to be written there. Not set: it does.
   std::function<bool(const std::vector<uint8_t>& context)> accepts = nullptr;
@@ -49,6 +49,9 @@ class Incoming {
 
     [[nodiscard]] bool isComplete() const { return total && hasContext && arrived == *total; }
   };
+
+  // What comes of it is thrown away.
+  static std::shared_ptr<Incoming> unwanted();
 
   // The receiver.
   void expectAt(Place place);
@@ -95,10 +98,11 @@ class Incoming {
 // The messages of one group that are on their way to this rank. Any thread may call.
 class Inbox {
  public:
-  // The same object for whoever asks, the receiver or the connection. For the connection, null where the receiver has
-  // retired the stream.
+  // For the receiver: the message, whether something of it has come or not.
   std::shared_ptr<Incoming> find(const MessageKey& key);
-  std::shared_ptr<Incoming> arriving(const MessageKey& key);
+  // For the connection: the message that a frame belongs to, which begins to come with it. One that nobody wants, if
+  // the receiver has retired its stream; null where the frame contradicts what came before it.
+  std::shared_ptr<Incoming> begin(const Frame& frame, const std::vector<uint8_t>& context);
   void forget(const MessageKey& key);
   // Nobody will ask for what still comes of this stream. Streams that count up from 0 are retired about in their order.
   void retire(uint64_t stream);
@@ -119,6 +123,7 @@ class Inbox {
     std::string leaveError = {};
     std::string error = {};
   };
+  std::shared_ptr<Incoming> arriving(const MessageKey& key);
   void failIfLeft(uint32_t source);
   [[nodiscard]] bool isRetired(uint64_t stream) const { return stream < retiredBelow_ || retired_.contains(stream); }
 

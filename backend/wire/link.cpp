@@ -26,6 +26,9 @@ constexpr int kNearConnections = 2;
 constexpr double kBytesOfConnection = 2e6;
 // Of places told ahead: what a peer may have this rank remember.
 constexpr size_t kMostPlacesAhead = 65536;
+// What is worth a cell of the memory that two processes share.
+constexpr uint64_t kLeastInMemory = 64U << 10U;
+constexpr int kMostLostInHandshake = 20;
 // What has to wait before another connection is worth its opening.
 constexpr uint64_t kBacklogBytes = 512U << 10U;
 
@@ -41,41 +44,53 @@ std::vector<uint8_t> bytesOf(const Object& object) {
 // thread at a time does without it.
 class Link::Connection final : public EventLoop::Handler, public std::enable_shared_from_this<Connection> {
  public:
-  Connection(std::weak_ptr<Link> link, FileDescriptor socket, const Receiver& receiver, bool isConnecting)
-      : socket_(std::move(socket)),
+  Connection(std::weak_ptr<Link> link, Stream stream, const Receiver& receiver, bool isConnecting)
+      : stream_(std::move(stream)),
         isConnecting(isConnecting),
         isBlocked(isConnecting),
         link_(std::move(link)),
-        reader_(receiver.begin, receiver.end, [this](const Frame& frame) {
-          if (const auto owner = link_.lock()) owner->onControl(frame);
-        }) {}
+        reader_(
+            receiver.begin, receiver.end,
+            [this](const Frame& frame, const std::vector<uint8_t>& context) {
+              if (const auto owner = link_.lock()) owner->onControl(frame, context);
+            },
+            [this](uint32_t index, const std::function<void(const uint8_t* payload)>& read) {
+              const auto owner = link_.lock();
+              return owner && owner->readCell(index, read);
+            }) {}
 
   void onReadable() override {
     const auto link = link_.lock();
     if (!link) return;
-    // Why it cannot connect, which also counts as readable.
-    if (isConnecting) return link->onWritable(*this);
-    link->onRead(shared_from_this(), reader_.read(number()));
+    // Also why it cannot connect counts as readable.
+    if (isConnecting) return link->onConnecting(shared_from_this());
+    link->onRead(shared_from_this(), reader_.read(stream_));
   }
   void onWritable() override {
     const auto link = link_.lock();
-    if (link) link->onWritable(*this);
+    if (!link) return;
+    if (isConnecting) return link->onConnecting(shared_from_this());
+    link->onWritable(*this);
+    // What came with the end of the handshake or with the hello: the socket does not tell of it again.
+    if (stream_.hasBuffered()) onReadable();
   }
 
-  [[nodiscard]] int number() const { return socket_.number(); }
-  [[nodiscard]] const FileDescriptor& socket() const { return socket_; }
+  [[nodiscard]] int number() const { return stream_.number(); }
+  [[nodiscard]] const FileDescriptor& socket() const { return stream_.socket(); }
+  [[nodiscard]] Stream& stream() { return stream_; }
   [[nodiscard]] const FrameReader& reader() const { return reader_; }
-  [[nodiscard]] bool hasToWrite() const { return headWritten < head.size() || payloadLeft > 0; }
+  [[nodiscard]] bool hasToWrite() const { return headWritten < head.size() || payloadLeft > 0 || stream_.hasUnsent(); }
 
   // Without the link's mutex. The error, or 0.
   int write() {
+    if (auto* const to = std::exchange(cell, nullptr)) {
+      std::memcpy(to, payload, payloadLeft);
+      payload += std::exchange(payloadLeft, 0);
+    }
     while (hasToWrite()) {
       std::array<iovec, 2> parts{
           {{head.data() + headWritten, head.size() - headWritten}, {const_cast<uint8_t*>(payload), payloadLeft}}};
-      msghdr message{};
-      message.msg_iov = parts.data();
-      message.msg_iovlen = parts.size();
-      const ssize_t size = sendmsg(number(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      const ssize_t size = stream_.send(parts);
       if (size < 0) return errno;
       const size_t ofHead = std::min(static_cast<size_t>(size), head.size() - headWritten);
       headWritten += ofHead;
@@ -86,7 +101,7 @@ class Link::Connection final : public EventLoop::Handler, public std::enable_sha
   }
 
  private:
-  const FileDescriptor socket_;
+  Stream stream_;
 
  public:
   // The frame that is being written.
@@ -95,6 +110,9 @@ class Link::Connection final : public EventLoop::Handler, public std::enable_sha
   const uint8_t* payload = nullptr;
   uint64_t payloadLeft = 0;
   uint64_t payloadBytes = 0;
+  // Not null: the payload goes there, not on the socket, and `memory` keeps it.
+  uint8_t* cell = nullptr;
+  std::shared_ptr<PayloadMemory> memory;
   // Where the payload lies in its message.
   uint64_t offset = 0;
   std::shared_ptr<Outgoing> message;
@@ -102,6 +120,8 @@ class Link::Connection final : public EventLoop::Handler, public std::enable_sha
   std::vector<uint8_t> own;
 
   bool isConnecting = false;
+  // While connecting: the other side has answered, and the handshake has begun.
+  bool isAnswered = false;
   // The kernel takes no more; the loop tells when it does.
   bool isBlocked = false;
   // A thread is writing.
@@ -115,12 +135,12 @@ class Link::Connection final : public EventLoop::Handler, public std::enable_sha
   FrameReader reader_;
 };
 
-Link::Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, uint64_t id, int mostConnections,
+Link::Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, uint64_t id, Opening opening,
            Receiver receiver)
     : loop_(std::move(loop)),
       self_(self),
       id_(id),
-      mostConnections_(mostConnections),
+      opening_(std::move(opening)),
       receiver_(std::move(receiver)),
       peer_(std::move(peer)) {}
 
@@ -163,7 +183,7 @@ void Link::connect() {
 void Link::tellPlace(uint64_t group, const MessageKey& key, uint64_t bytes) {
   Lock lock(mutex_);
   if (!error_.empty()) return;
-  controls_.push_back({.kind = Frame::Kind::kPlace, .group = group, .key = key, .total = bytes});
+  controls_.push_back(bytesOf(Frame{.kind = Frame::Kind::kPlace, .group = group, .key = key, .total = bytes}));
   pump(lock);
 }
 
@@ -176,13 +196,28 @@ void Link::leave(uint64_t group, uint32_t source) {
   const uint64_t count = frames == framesOf_.end() ? 0 : frames->second;
   if (frames != framesOf_.end()) framesOf_.erase(frames);
   const MessageKey key{.stream = 0, .source = source, .index = 0};
-  controls_.push_back({.kind = Frame::Kind::kLeave, .group = group, .key = key, .total = count});
+  controls_.push_back(bytesOf(Frame{.kind = Frame::Kind::kLeave, .group = group, .key = key, .total = count}));
   pump(lock);
 }
 
-void Link::onControl(const Frame& frame) {
-  if (frame.kind == Frame::Kind::kPlace) return onPlace(frame);
-  receiver_.leave(frame);
+void Link::onControl(const Frame& frame, const std::vector<uint8_t>& context) {
+  switch (frame.kind) {
+    case Frame::Kind::kPlace:
+      return onPlace(frame);
+    case Frame::Kind::kMemory: {
+      // Null where it cannot be seen from here: the peer does without.
+      auto memory = PayloadMemory::open({context.begin(), context.end()});
+      const Lock lock(mutex_);
+      if (!peersMemory_) peersMemory_ = std::move(memory);
+      return;
+    }
+    case Frame::Kind::kCells: {
+      Lock lock(mutex_);
+      return pump(lock);
+    }
+    default:
+      receiver_.leave(frame);
+  }
 }
 
 void Link::onPlace(const Frame& frame) {
@@ -202,6 +237,48 @@ void Link::onPlace(const Frame& frame) {
   pump(lock);
 }
 
+// --- Memory that is shared with a peer on this host ------------------------------------------------------------------
+
+void Link::shareMemory() {
+  const Lock lock(mutex_);
+  sharesMemory_ = true;
+}
+
+bool Link::readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) {
+  std::shared_ptr<PayloadMemory> memory;
+  {
+    const Lock lock(mutex_);
+    memory = peersMemory_;
+  }
+  if (!memory) return false;
+  read(memory->cell(cell));
+  if (!memory->release(cell)) return true;
+  Lock lock(mutex_);
+  if (!error_.empty()) return true;
+  controls_.push_back(bytesOf(Frame{.kind = Frame::Kind::kCells}));
+  pump(lock);
+  return true;
+}
+
+// Whether the next frame of a message does. The first that is worth it has the memory made, and goes without.
+bool Link::goesThroughMemory(const Outgoing& outgoing) {
+  if (!sharesMemory_ || outgoing.sendable() - outgoing.taken < kLeastInMemory) return false;
+  if (ownMemory_) return ownMemory_->isOpened();
+  ownMemory_ = PayloadMemory::make();
+  if (!ownMemory_) {
+    sharesMemory_ = false;
+    return false;
+  }
+  const std::string& name = ownMemory_->name();
+  Frame frame{.kind = Frame::Kind::kMemory};
+  frame.contextBytes = static_cast<uint16_t>(name.size());
+  auto& control = controls_.emplace_back(bytesOf(frame));
+  control.insert(control.end(), name.begin(), name.end());
+  return false;
+}
+
+// --- Messages --------------------------------------------------------------------------------------------------------
+
 Link::State Link::stateOf(const Outgoing& outgoing) {
   const Lock lock(mutex_);
   if (outgoing.isComplete()) {
@@ -220,7 +297,8 @@ void Link::cancel(const std::shared_ptr<Outgoing>& outgoing) {
   Lock lock(mutex_);
   outgoing->isCancelled = true;
   std::erase(queue_, outgoing);
-  for (const auto& connection : connections_) {
+  // A copy: while this thread waits, connections may be added and removed.
+  for (const auto& connection : std::vector(connections_)) {
     if (connection->message != outgoing) continue;
     written_.wait(lock, [&] { return !connection->isBusy; });
     if (connection->message != outgoing) continue;
@@ -266,14 +344,15 @@ int Link::connections() {
 
 // --- Connections -----------------------------------------------------------------------------------------------------
 
-bool Link::adopt(FileDescriptor& socket, uint64_t peerLink) {
+bool Link::adopt(Stream& stream, uint64_t peerLink) {
   Lock lock(mutex_);
   if (!error_.empty() || peerLink_.value_or(peerLink) != peerLink) return false;
   peerLink_ = peerLink;
-  const int number = socket.number();
-  const auto connection = std::make_shared<Connection>(weak_from_this(), std::move(socket), receiver_, false);
+  const int number = stream.number();
+  const bool hasBuffered = stream.hasBuffered();
+  const auto connection = std::make_shared<Connection>(weak_from_this(), std::move(stream), receiver_, false);
   connections_.push_back(connection);
-  loop_->add(number, connection, false);
+  loop_->add(number, connection, hasBuffered);
   pump(lock);
   return true;
 }
@@ -286,7 +365,9 @@ void Link::learnAddress(const SocketAddress& address) {
 void Link::open() {
   FileDescriptor socket = startConnecting(peer_.address);
   const int number = socket.number();
-  const auto connection = std::make_shared<Connection>(weak_from_this(), std::move(socket), receiver_, true);
+  auto encrypted = opening_.encryption ? opening_.encryption->connect(number) : nullptr;
+  const auto connection =
+      std::make_shared<Connection>(weak_from_this(), Stream(std::move(socket), std::move(encrypted)), receiver_, true);
   Hello hello;
   hello.from = self_;
   hello.to = peer_.process;
@@ -301,28 +382,57 @@ void Link::openWhereNeeded() {
   // A link that the peer has opened, before any group has told us where it listens: its connections have to do.
   if (peer_.address.size() == 0) return;
   if (count == 0) return open();
-  if (count >= mostConnections_) return;
+  if (count >= opening_.mostConnections) return;
   uint64_t waiting = 0;
   for (const auto& outgoing : queue_) waiting += outgoing->sendable() - outgoing->taken;
   const auto isConnecting = [](const auto& connection) { return connection->isConnecting; };
   if (waiting < kBacklogBytes || std::any_of(connections_.begin(), connections_.end(), isConnecting)) return;
-  const int wanted = std::min(neededConnections(), mostConnections_);
+  const int wanted = std::min(neededConnections(), opening_.mostConnections);
   // All at once: one after another would take a round trip each.
   for (int i = count; i < wanted; ++i) open();
+}
+
+// Nobody writes to the connection before it is one.
+void Link::onConnecting(const std::shared_ptr<Connection>& connection) {
+  using Handshake = EncryptedStream::Handshake;
+  Stream& stream = connection->stream();
+  std::string error = connection->isAnswered ? "" : errorOf(connection->socket());
+  connection->isAnswered = error.empty();
+  const auto state = error.empty() ? stream.handshake() : Handshake::kFailed;
+  if (state == Handshake::kUnderWay) return loop_->askForWritable(connection->number(), stream.hasUnsent());
+  if (state == Handshake::kLost && openAnother(connection)) return;
+  if (state != Handshake::kDone) {
+    if (error.empty()) error = stream.error();
+    Lock lock(mutex_);
+    const SocketAddress to = peer_.address;
+    lock.unlock();
+    return close("cannot connect to " + to.address() + " port " + std::to_string(to.port()) + ": " + error);
+  }
+  {
+    const Lock lock(mutex_);
+    connection->isConnecting = false;
+    lostInHandshake_ = 0;
+  }
+  connection->onWritable();
+}
+
+// A listener that strangers besiege lets go of whoever has not proven itself yet.
+bool Link::openAnother(const std::shared_ptr<Connection>& connection) {
+  const Lock lock(mutex_);
+  if (!error_.empty() || ++lostInHandshake_ > kMostLostInHandshake) return false;
+  loop_->remove(connection->number());
+  std::erase(connections_, connection);
+  try {
+    open();
+  } catch (const c10::Error&) {
+    return false;
+  }
+  return true;
 }
 
 void Link::onWritable(Connection& connection) {
   Lock lock(mutex_);
   if (connection.isClosed || connection.isBusy) return;
-  if (connection.isConnecting) {
-    const std::string error = errorOf(connection.socket());
-    if (!error.empty()) {
-      lock.unlock();
-      return close("cannot connect to " + peer_.address.address() + " port " + std::to_string(peer_.address.port()) +
-                   ": " + error);
-    }
-    connection.isConnecting = false;
-  }
   connection.isBlocked = false;
   loop_->askForWritable(connection.number(), false);
   pump(lock);
@@ -362,6 +472,8 @@ void Link::close(const std::string& reason) {
     }
     queue_.clear();
     controls_.clear();
+    ownMemory_.reset();
+    peersMemory_.reset();
   }
   for (const auto& connection : closed) loop_->remove(connection->number());
   for (const auto& signal : signals) signal->notify();
@@ -372,7 +484,7 @@ void Link::close(const std::string& reason) {
 
 bool Link::giveFrame(Connection& connection) {
   if (!controls_.empty()) {
-    connection.head = bytesOf(controls_.front());
+    connection.head = std::move(controls_.front());
     connection.headWritten = 0;
     controls_.pop_front();
     return true;
@@ -380,14 +492,25 @@ bool Link::giveFrame(Connection& connection) {
   const auto next = std::find_if(queue_.begin(), queue_.end(), [](const auto& message) { return message->hasFrame(); });
   if (next == queue_.end()) return false;
   const auto outgoing = *next;
-  giveFrameOf(*outgoing, outgoing, connection);
+  uint32_t cell = 0;
+  if (goesThroughMemory(*outgoing)) {
+    const auto taken = ownMemory_->take();
+    // The peer says when there is one.
+    if (!taken) return false;
+    cell = *taken + 1;
+  }
+  giveFrameOf(outgoing, cell, connection);
   return true;
 }
 
-void Link::giveFrameOf(Outgoing& outgoing, const std::shared_ptr<Outgoing>& owner, Connection& connection) {
+void Link::giveFrameOf(const std::shared_ptr<Outgoing>& owner, uint32_t cell, Connection& connection) {
+  Outgoing& outgoing = *owner;
   Frame frame{.kind = Frame::Kind::kData, .group = outgoing.group, .key = outgoing.key, .total = outgoing.total};
   frame.offset = outgoing.taken;
   frame.payloadBytes = static_cast<uint32_t>(std::min<uint64_t>(outgoing.sendable() - outgoing.taken, kMostPayload));
+  frame.cell = cell;
+  connection.memory = cell > 0 ? ownMemory_ : nullptr;
+  connection.cell = cell > 0 ? ownMemory_->cell(cell - 1) : nullptr;
   frame.contextBytes = outgoing.hasBegun ? 0 : static_cast<uint16_t>(outgoing.context.size());
   connection.head = bytesOf(frame);
   if (!outgoing.hasBegun) {
@@ -410,6 +533,7 @@ void Link::afterWriting(Connection& connection, std::vector<std::shared_ptr<Sign
   connection.head.clear();
   connection.headWritten = 0;
   connection.own.clear();
+  connection.memory.reset();
   const auto message = std::exchange(connection.message, nullptr);
   if (!message) return;
   message->sent += std::exchange(connection.payloadBytes, 0);

@@ -16,6 +16,8 @@
 #include "backend/wire/event_loop.h"
 #include "backend/wire/frame_reader.h"
 #include "backend/wire/incoming.h"
+#include "backend/wire/payload_memory.h"
+#include "backend/wire/stream.h"
 
 namespace bagua::wire {
 
@@ -62,7 +64,7 @@ class Link final : public std::enable_shared_from_this<Link> {
     FrameReader::Begin begin;
     FrameReader::End end;
     // Of a group: its sender has left, after so many data frames.
-    FrameReader::Control leave;
+    std::function<void(const Frame& frame)> leave;
     // The link is lost, with what was under way on it.
     std::function<void(const std::string& error)> lost;
   };
@@ -76,7 +78,14 @@ class Link final : public std::enable_shared_from_this<Link> {
     std::string error;
   };
 
-  Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, uint64_t id, int mostConnections,
+  // How this process opens connections.
+  struct Opening {
+    int mostConnections = 1;
+    // Null: none.
+    std::shared_ptr<const Encryption> encryption;
+  };
+
+  Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, uint64_t id, Opening opening,
        Receiver receiver);
   ~Link();
   Link(const Link&) = delete;
@@ -91,6 +100,8 @@ class Link final : public std::enable_shared_from_this<Link> {
   // Opens a connection where there is none, though there is nothing to send: whoever waits for the peer is to notice
   // its end.
   void connect();
+  // The peer is on this host: larger payloads go through memory that both processes see, once there is some.
+  void shareMemory();
   // Tells the peer that there is a place for the first `bytes` of its message.
   void tellPlace(uint64_t group, const MessageKey& key, uint64_t bytes);
   // Gives up what is still to be sent for a group, and tells the peer that no more will come from rank `source`.
@@ -98,7 +109,7 @@ class Link final : public std::enable_shared_from_this<Link> {
 
   // A connection that the peer has opened, for its link `peerLink`. False where that is another than so far: the peer
   // has lost the one that this is the end of.
-  bool adopt(FileDescriptor& socket, uint64_t peerLink);
+  bool adopt(Stream& stream, uint64_t peerLink);
   // The peer has opened the link; this is where we can reach it.
   void learnAddress(const SocketAddress& address);
   void close(const std::string& reason);
@@ -118,21 +129,26 @@ class Link final : public std::enable_shared_from_this<Link> {
   [[nodiscard]] Line lineOfAll() const;
   void open();
   bool giveFrame(Connection& connection);
-  void giveFrameOf(Outgoing& outgoing, const std::shared_ptr<Outgoing>& owner, Connection& connection);
+  void giveFrameOf(const std::shared_ptr<Outgoing>& outgoing, uint32_t cell, Connection& connection);
+  bool goesThroughMemory(const Outgoing& outgoing);
   void afterWriting(Connection& connection, std::vector<std::shared_ptr<Signal>>& signals);
   // Writes until nothing is left or nobody takes it.
   void pump(Lock& lock);
 
   // From connections, on the loop's thread.
+  void onConnecting(const std::shared_ptr<Connection>& connection);
   void onWritable(Connection& connection);
+  // Another in the place of one whose handshake came to no end. Whether that is worth a try.
+  bool openAnother(const std::shared_ptr<Connection>& connection);
   void onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result);
-  void onControl(const Frame& frame);
+  void onControl(const Frame& frame, const std::vector<uint8_t>& context);
   void onPlace(const Frame& frame);
+  bool readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read);
 
   const std::shared_ptr<EventLoop> loop_;
   const ProcessId self_;
   const uint64_t id_;
-  const int mostConnections_;
+  const Opening opening_;
   const Receiver receiver_;
 
   std::mutex mutex_;
@@ -142,13 +158,19 @@ class Link final : public std::enable_shared_from_this<Link> {
   std::vector<std::shared_ptr<Connection>> connections_;
   // In the order of submission.
   std::deque<std::shared_ptr<Outgoing>> queue_;
-  // Without a message. They go first.
-  std::deque<Frame> controls_;
+  // Without a message, as bytes. They go first.
+  std::deque<std::vector<uint8_t>> controls_;
   // Places that the peer has told of, for messages that this rank has not come to yet.
   std::map<std::pair<uint64_t, MessageKey>, uint64_t> placesAhead_;
   // Data frames of each group that have begun to leave.
   std::map<uint64_t, uint64_t> framesOf_;
   std::optional<uint64_t> peerLink_;
+  // Towards a peer on this host: whether there is to be memory for payloads; that of this process, and the peer's.
+  bool sharesMemory_ = false;
+  std::shared_ptr<PayloadMemory> ownMemory_;
+  std::shared_ptr<PayloadMemory> peersMemory_;
+  // Connections lost before they were one, since one succeeded.
+  int lostInHandshake_ = 0;
   std::string error_;
 };
 

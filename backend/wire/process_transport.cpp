@@ -6,6 +6,7 @@
 
 #include "backend/config.h"
 #include "backend/process_mark.h"
+#include "backend/security/job_security.h"
 #include "backend/wire/local_address.h"
 
 namespace bagua::wire {
@@ -18,6 +19,11 @@ struct Kept {
 
 }  // namespace
 
+std::shared_ptr<Transport> newTransport() {
+  const auto security = jobSecurity();
+  return Transport::listenAt(localAddress(), config::socketConnections(), security ? security->encryption() : nullptr);
+}
+
 std::shared_ptr<Transport> processTransport() {
   // Never destroyed: groups may be left behind at the end of the process, when the order of destruction is anybody's.
   // The kernel closes the connections.
@@ -28,7 +34,7 @@ std::shared_ptr<Transport> processTransport() {
   if (*kept && (*kept)->mark.isFromParent()) neverDestroy(std::move((*kept)->transport));
   if (!*kept || (*kept)->mark.isFromParent()) {
     kept->reset();
-    kept->emplace(Kept{.mark = {}, .transport = Transport::listenAt(localAddress(), config::socketConnections())});
+    kept->emplace(Kept{.mark = {}, .transport = newTransport()});
   }
   return (*kept)->transport;
 }

@@ -10,5 +10,7 @@ namespace bagua::wire {
 // The transport of this process, which all of its groups share; made at the first call, at localAddress(). Throws
 // DistNetworkError or ValueError. A forked child gets one of its own.
 std::shared_ptr<Transport> processTransport();
+// Another one at the same address, for a rank that is not alone in its process.
+std::shared_ptr<Transport> newTransport();
 
 }  // namespace bagua::wire

@@ -2,6 +2,8 @@
 #include "backend/wire/transport.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -18,12 +20,22 @@ namespace {
 // Who has connected and said nothing for this long is not one of us.
 constexpr std::chrono::seconds kPatienceWithGuests{10};
 constexpr size_t kMostGuests = 1024;
+constexpr size_t kFewestGuests = 64;
+constexpr int kAcceptedAtATime = 64;
+constexpr std::chrono::minutes kRefusalInterval{1};
 // Of groups that were left.
 constexpr size_t kMostRemembered = 4096;
 
 uint64_t randomNumber() {
   std::random_device device;
   return (uint64_t{device()} << 32U) | device();
+}
+
+std::string peerOf(const FileDescriptor& socket) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof(storage);
+  if (getpeername(socket.number(), reinterpret_cast<sockaddr*>(&storage), &size) != 0) return "somewhere";
+  return SocketAddress(reinterpret_cast<sockaddr*>(&storage), size).address();
 }
 
 }  // namespace
@@ -50,96 +62,164 @@ ProcessAddress ProcessAddress::parse(const std::string& text) {
 
 // --- Who comes in ----------------------------------------------------------------------------------------------------
 
-// A connection that has not told yet whose it is.
+// A connection that has not told yet whose it is, nor shown that it may be here.
 class Transport::Guest final : public EventLoop::Handler {
  public:
-  Guest(std::weak_ptr<Transport> transport, FileDescriptor socket)
-      : transport_(std::move(transport)), socket_(std::move(socket)) {}
+  Guest(std::weak_ptr<Transport> transport, Stream stream)
+      : transport_(std::move(transport)), stream_(std::move(stream)) {}
 
   void onReadable() override {
     const auto transport = transport_.lock();
-    if (!transport || !socket_.isOpen()) return;
-    const int number = socket_.number();
-    const ssize_t size =
-        recv(number, reinterpret_cast<uint8_t*>(&hello_) + read_, sizeof(hello_) - read_, MSG_DONTWAIT);
-    if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (size > 0) read_ += static_cast<size_t>(size);
-    if (size > 0 && read_ < sizeof(hello_)) return;
-    transport->loop_->remove(number);
-    if (size > 0) transport->welcome(hello_, std::move(socket_));
-    socket_ = FileDescriptor();
+    if (!transport || !stream_.isOpen()) return;
+    if (!isWelcome_) {
+      const auto state = stream_.handshake();
+      const bool isUnderWay = state == EncryptedStream::Handshake::kUnderWay;
+      if (isUnderWay) return transport->guestLoop_->askForWritable(stream_.number(), stream_.hasUnsent());
+      isWelcome_ = state == EncryptedStream::Handshake::kDone;
+      if (!isWelcome_) return turnAway(*transport);
+    }
+    hear(*transport);
   }
-  void onWritable() override {}
+  void onWritable() override { onReadable(); }
 
   [[nodiscard]] bool isLate() const {
-    return !socket_.isOpen() || std::chrono::steady_clock::now() > since_ + kPatienceWithGuests;
+    return !stream_.isOpen() || std::chrono::steady_clock::now() > since_ + kPatienceWithGuests;
   }
-  [[nodiscard]] int number() const { return socket_.number(); }
+  // Whether it may still be anybody.
+  [[nodiscard]] bool isStranger() const { return !stream_.isProven(); }
+  // On the thread of its events. Not to be called where it has gone.
+  void leave(Transport& transport) {
+    if (!stream_.isOpen()) return;
+    transport.guestLoop_->remove(stream_.number());
+    stream_.close();
+  }
 
  private:
+  void hear(Transport& transport) {
+    auto* const place = reinterpret_cast<uint8_t*>(&hello_) + read_;
+    const ssize_t size = stream_.receive(place, sizeof(hello_) - read_);
+    if (size < 0 && (errno == EAGAIN || errno == EINTR)) {
+      return transport.guestLoop_->askForWritable(stream_.number(), stream_.hasUnsent());
+    }
+    if (size > 0) read_ += static_cast<size_t>(size);
+    if (size > 0 && read_ < sizeof(hello_)) return;
+    transport.guestLoop_->remove(stream_.number());
+    if (size > 0) transport.welcome(hello_, std::move(stream_));
+    stream_.close();
+  }
+
+  void turnAway(Transport& transport) {
+    // One that ends by itself has had enough of us: it says so where it matters.
+    transport.noteRefusal(stream_);
+    leave(transport);
+  }
+
   const std::weak_ptr<Transport> transport_;
-  FileDescriptor socket_;
+  Stream stream_;
   const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
+  bool isWelcome_ = false;
   Hello hello_;
   size_t read_ = 0;
 };
 
 class Transport::Listener final : public EventLoop::Handler {
  public:
-  Listener(std::weak_ptr<Transport> transport, int socket) : transport_(std::move(transport)), socket_(socket) {}
+  Listener(std::weak_ptr<Transport> transport, int socket)
+      : transport_(std::move(transport)), socket_(socket), mostGuests_(mostGuests()) {}
 
   void onReadable() override {
     const auto transport = transport_.lock();
     if (!transport) return;
-    while (true) {
+    // A few at a time: guests that are here already have their turn in between.
+    for (int i = 0; i < kAcceptedAtATime; ++i) {
       FileDescriptor accepted(accept4(socket_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
       if (!accepted.isOpen()) return;
-      dropLate(*transport);
-      if (guests_.size() >= kMostGuests) continue;
-      configure(accepted);
-      const int number = accepted.number();
-      guests_.push_back(std::make_shared<Guest>(transport_, std::move(accepted)));
-      transport->loop_->add(number, guests_.back(), false);
+      makeRoom(*transport);
+      try {
+        letIn(*transport, std::move(accepted));
+      } catch (const std::exception& error) {
+        // That one is turned away: the others may still come.
+        LOG(ERROR) << "bagua: cannot take a connection: " << error.what();
+      }
     }
   }
   void onWritable() override {}
 
  private:
-  void dropLate(Transport& transport) {
+  void letIn(Transport& transport, FileDescriptor accepted) {
+    configure(accepted);
+    const int number = accepted.number();
+    auto encrypted = transport.encryption_ ? transport.encryption_->accept(number) : nullptr;
+    const auto guest = std::make_shared<Guest>(transport_, Stream(std::move(accepted), std::move(encrypted)));
+    transport.guestLoop_->add(number, guest, false);
+    guests_.push_back(guest);
+  }
+
+  // A part of the files that this process may have open.
+  static size_t mostGuests() {
+    rlimit files{};
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0) return kFewestGuests;
+    return std::clamp<size_t>(files.rlim_cur / 4, kFewestGuests, kMostGuests);
+  }
+
+  // Where there is none, whoever is here the longest and has shown nothing has had the best chance to.
+  void makeRoom(Transport& transport) {
     std::erase_if(guests_, [&](const auto& guest) {
       if (!guest->isLate()) return false;
-      if (guest->number() >= 0) transport.loop_->remove(guest->number());
+      guest->leave(transport);
       return true;
     });
+    if (guests_.size() < mostGuests_) return;
+    const auto stranger =
+        std::find_if(guests_.begin(), guests_.end(), [](const auto& guest) { return guest->isStranger(); });
+    const auto leaving = stranger == guests_.end() ? guests_.begin() : stranger;
+    (*leaving)->leave(transport);
+    guests_.erase(leaving);
   }
 
   const std::weak_ptr<Transport> transport_;
   const int socket_;
+  const size_t mostGuests_;
   std::deque<std::shared_ptr<Guest>> guests_;
 };
 
-std::shared_ptr<Transport> Transport::listenAt(const std::string& address, int mostConnections) {
-  return std::shared_ptr<Transport>(new Transport(address, mostConnections));
+// Not of each, which would let a stranger fill a disk.
+void Transport::noteRefusal(const Stream& stream) {
+  const auto now = std::chrono::steady_clock::now();
+  ++refused_;
+  if (refusalTold_ && now - *refusalTold_ < kRefusalInterval) return;
+  LOG(WARNING) << "bagua: refused a connection from " << peerOf(stream.socket()) << ": " << stream.error()
+               << ". Refused so far: " << refused_;
+  refusalTold_ = now;
 }
 
-Transport::Transport(const std::string& address, int mostConnections)
-    : mostConnections_(mostConnections), listening_(wire::listenAt(SocketAddress(address, 0))) {
+std::shared_ptr<Transport> Transport::listenAt(const std::string& address, int mostConnections,
+                                               std::shared_ptr<const Encryption> encryption) {
+  return std::shared_ptr<Transport>(new Transport(address, mostConnections, std::move(encryption)));
+}
+
+Transport::Transport(const std::string& address, int mostConnections, std::shared_ptr<const Encryption> encryption)
+    : mostConnections_(mostConnections),
+      encryption_(std::move(encryption)),
+      listening_(wire::listenAt(SocketAddress(address, 0))),
+      guestLoop_(encryption_ ? std::make_shared<EventLoop>() : loop_) {
   address_ = {{randomNumber(), randomNumber()}, addressOf(listening_)};
 }
 
 Transport::~Transport() {
+  guestLoop_->stop();
   loop_->stop();
   for (const auto& [process, link] : links_) link->close("this rank has ended its connections");
 }
 
-void Transport::welcome(const Hello& hello, FileDescriptor socket) {
+void Transport::welcome(const Hello& hello, Stream stream) {
   const bool isForUs = hello.magic == Hello::kMagic && hello.version == kVersion && hello.to == address_.process;
   if (!isForUs) return;
   const auto link = linkTo({hello.from, {}});
-  if (link->adopt(socket, hello.link)) return;
+  if (link->adopt(stream, hello.link)) return;
   // The peer has lost what we took for a connection, and has begun anew.
   link->close("Connection closed by peer");
-  linkTo({hello.from, {}})->adopt(socket, hello.link);
+  linkTo({hello.from, {}})->adopt(stream, hello.link);
 }
 
 // --- Links and groups ------------------------------------------------------------------------------------------------
@@ -151,13 +231,9 @@ std::shared_ptr<Link> Transport::makeLink(const ProcessAddress& peer) {
     const auto transport = weak.lock();
     if (!transport) return nullptr;
     const auto inbox = transport->inboxOf(frame.group);
-    auto message = inbox ? inbox->arriving(frame.key) : nullptr;
-    if (!message) {
-      // Nobody's.
-      message = std::make_shared<Incoming>();
-      message->cancel();
-    }
-    return message->begin(frame, context) ? message : nullptr;
+    if (inbox) return inbox->begin(frame, context);
+    auto unwanted = Incoming::unwanted();
+    return unwanted->begin(frame, context) ? unwanted : nullptr;
   };
   receiver.end = [weak](const Frame& frame) {
     const auto transport = weak.lock();
@@ -175,8 +251,15 @@ std::shared_ptr<Link> Transport::makeLink(const ProcessAddress& peer) {
     const auto transport = weak.lock();
     if (!transport) return;
     std::vector<std::shared_ptr<Group>> groups;
+    // Dropped without the mutex. Groups that have used it keep it.
+    std::shared_ptr<Link> lost;
     {
       const std::lock_guard<std::mutex> lock(transport->mutex_);
+      const auto link = transport->links_.find(process);
+      if (link != transport->links_.end() && link->second->isLost()) {
+        lost = std::move(link->second);
+        transport->links_.erase(link);
+      }
       for (const auto& [id, group] : transport->groups_) {
         if (auto alive = group.lock()) groups.push_back(std::move(alive));
       }
@@ -184,7 +267,7 @@ std::shared_ptr<Link> Transport::makeLink(const ProcessAddress& peer) {
     for (const auto& group : groups) group->onLost(process, error);
   };
   return std::make_shared<Link>(loop_, address_.process, Link::Peer{peer.process, peer.address}, randomNumber(),
-                                mostConnections_, std::move(receiver));
+                                Link::Opening{mostConnections_, encryption_}, std::move(receiver));
 }
 
 std::shared_ptr<Link> Transport::linkTo(const ProcessAddress& peer) {
@@ -206,18 +289,19 @@ std::shared_ptr<Inbox> Transport::inboxOf(uint64_t group) {
   return inbox;
 }
 
-std::shared_ptr<Group> Transport::join(uint64_t id, int rank, const std::vector<ProcessAddress>& ranks) {
+std::shared_ptr<Group> Transport::join(uint64_t id, int rank, const std::vector<ProcessAddress>& ranks,
+                                       const std::vector<int>& neighbours) {
   std::shared_ptr<Group> group;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& inbox = inboxes_[id];
     if (!inbox) inbox = std::make_shared<Inbox>();
-    group = std::make_shared<Group>(shared_from_this(), id, rank, ranks, inbox);
+    group = std::make_shared<Group>(shared_from_this(), id, rank, ranks, neighbours, inbox);
     groups_[id] = group;
     if (std::exchange(isAnswering_, true)) return group;
   }
   const int socket = listening_.number();
-  loop_->add(socket, std::make_shared<Listener>(shared_from_this(), socket), false);
+  guestLoop_->add(socket, std::make_shared<Listener>(shared_from_this(), socket), false);
   return group;
 }
 
@@ -239,11 +323,12 @@ void Transport::leave(uint64_t group) {
 }
 
 Group::Group(std::shared_ptr<Transport> transport, uint64_t id, int rank, std::vector<ProcessAddress> ranks,
-             std::shared_ptr<Inbox> inbox)
+             std::vector<int> neighbours, std::shared_ptr<Inbox> inbox)
     : transport_(std::move(transport)),
       id_(id),
       rank_(rank),
       ranks_(std::move(ranks)),
+      neighbours_(std::move(neighbours)),
       inbox_(std::move(inbox)),
       links_(ranks_.size()) {}
 
@@ -252,7 +337,9 @@ Group::~Group() { transport_->leave(id_); }
 std::shared_ptr<Link> Group::linkTo(int peer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto& link = links_[static_cast<size_t>(peer)];
-  if (!link) link = transport_->linkTo(ranks_[static_cast<size_t>(peer)]);
+  if (link) return link;
+  link = transport_->linkTo(ranks_[static_cast<size_t>(peer)]);
+  if (std::find(neighbours_.begin(), neighbours_.end(), peer) != neighbours_.end()) link->shareMemory();
   return link;
 }
 

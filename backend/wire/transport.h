@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -13,6 +14,7 @@
 #include "backend/wire/event_loop.h"
 #include "backend/wire/incoming.h"
 #include "backend/wire/link.h"
+#include "backend/wire/stream.h"
 
 namespace bagua::wire {
 
@@ -32,15 +34,19 @@ struct ProcessAddress {
 // to, and the groups whose messages these carry. Any thread may call.
 class Transport final : public std::enable_shared_from_this<Transport> {
  public:
-  // Listens at `address`, and answers from the first join() on. Throws DistNetworkError.
-  static std::shared_ptr<Transport> listenAt(const std::string& address, int mostConnections);
+  // Listens at `address`, and answers from the first join() on. With `encryption`, only processes that it accepts are
+  // spoken with. Throws DistNetworkError.
+  static std::shared_ptr<Transport> listenAt(const std::string& address, int mostConnections,
+                                             std::shared_ptr<const Encryption> encryption = nullptr);
   ~Transport();
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
 
   [[nodiscard]] const ProcessAddress& address() const { return address_; }
-  // `id` is the same on all ranks, and nobody else's. `ranks` are all ranks' addresses.
-  std::shared_ptr<Group> join(uint64_t id, int rank, const std::vector<ProcessAddress>& ranks);
+  // `id` is the same on all ranks, and nobody else's. `ranks` are all ranks' addresses, `neighbours` those of this
+  // host.
+  std::shared_ptr<Group> join(uint64_t id, int rank, const std::vector<ProcessAddress>& ranks,
+                              const std::vector<int>& neighbours = {});
   // As if the network had reset every connection.
   void loseLinksForTest();
 
@@ -49,16 +55,19 @@ class Transport final : public std::enable_shared_from_this<Transport> {
   class Listener;
   class Guest;
 
-  explicit Transport(const std::string& address, int mostConnections);
+  Transport(const std::string& address, int mostConnections, std::shared_ptr<const Encryption> encryption);
   // The link over which this process speaks to a peer; made where there is none, or only a lost one.
   std::shared_ptr<Link> linkTo(const ProcessAddress& peer);
   std::shared_ptr<Link> makeLink(const ProcessAddress& peer);
-  void welcome(const Hello& hello, FileDescriptor socket);
+  void welcome(const Hello& hello, Stream stream);
+  // On the guests' thread.
+  void noteRefusal(const Stream& stream);
   // Null where there is none to go to: the group was left.
   std::shared_ptr<Inbox> inboxOf(uint64_t group);
   void leave(uint64_t group);
 
   const int mostConnections_;
+  const std::shared_ptr<const Encryption> encryption_;
   FileDescriptor listening_;
   ProcessAddress address_;
   std::mutex mutex_;
@@ -70,14 +79,19 @@ class Transport final : public std::enable_shared_from_this<Transport> {
   // Groups that were left not long ago: what still comes for them is thrown away.
   std::deque<uint64_t> left_;
   bool isAnswering_ = false;
+  uint64_t refused_ = 0;
+  std::optional<std::chrono::steady_clock::time_point> refusalTold_;
   const std::shared_ptr<EventLoop> loop_ = std::make_shared<EventLoop>();
+  // Of whoever connects, until it is known: with encryption a thread of its own, so that handshakes, and those who
+  // besiege the listener, keep no message waiting.
+  const std::shared_ptr<EventLoop> guestLoop_;
 };
 
 // One group's part of the transport: messages between its ranks.
 class Group {
  public:
   Group(std::shared_ptr<Transport> transport, uint64_t id, int rank, std::vector<ProcessAddress> ranks,
-        std::shared_ptr<Inbox> inbox);
+        std::vector<int> neighbours, std::shared_ptr<Inbox> inbox);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -125,6 +139,7 @@ class Group {
   const uint64_t id_;
   const int rank_;
   const std::vector<ProcessAddress> ranks_;
+  const std::vector<int> neighbours_;
   const std::shared_ptr<Inbox> inbox_;
   std::mutex mutex_;
   // The links that this group has begun with: it does not go on after a loss.
@@ -140,7 +155,8 @@ class Group::Receiving {
             std::shared_ptr<Link> link, uint64_t group, const Place& place);
   ~Receiving() {
     message_->cancel();
-    inbox_->forget(key_);
+    // What still comes of one that was given up has to find it, to be thrown away.
+    if (message_->state().isComplete()) inbox_->forget(key_);
   }
   Receiving(const Receiving&) = delete;
   Receiving& operator=(const Receiving&) = delete;

@@ -3,40 +3,26 @@
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
-#include <numeric>
+#include <filesystem>
+#include <set>
 #include <thread>
+
+#include "tests/support/wire_tests.h"
 
 namespace bagua::wire {
 namespace {
 
 using namespace std::chrono_literals;
 
-using Bytes = std::vector<uint8_t>;
-
-Bytes pattern(uint64_t size, uint8_t first) {
-  Bytes bytes(size);
-  std::iota(bytes.begin(), bytes.end(), first);
-  return bytes;
-}
-
-template <class Condition>
-bool comes(Signal& signal, const Condition& condition) {
-  const auto deadline = std::chrono::steady_clock::now() + 20s;
-  while (true) {
-    const uint64_t count = signal.count();
-    if (condition()) return true;
-    if (!signal.waitPast(count, deadline)) return false;
-  }
-}
-
 // Two processes in this one, and a group of both.
 class TransportTest : public ::testing::Test {
  protected:
   void SetUp() override { joinAs(7); }
-  void joinAs(uint64_t id) {
+  void joinAs(uint64_t id, const std::vector<int>& neighbours = {}) {
     const std::vector<ProcessAddress> addresses{first_->address(), second_->address()};
-    groups_ = {first_->join(id, 0, addresses), second_->join(id, 1, addresses)};
+    groups_ = {first_->join(id, 0, addresses, neighbours), second_->join(id, 1, addresses, neighbours)};
   }
 
   [[nodiscard]] Place at(Bytes& place) const { return {.data = place.data(), .size = place.size(), .signal = signal_}; }
@@ -66,6 +52,23 @@ TEST_P(MessageSize, ArrivesWholeWhoeverComesFirst) {
       std::this_thread::sleep_for(50ms);
       expect();
     }
+    ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); }));
+    EXPECT_EQ(receiving->context(), context);
+    EXPECT_EQ(received, sent);
+    EXPECT_TRUE(comes(*signal_, [&] { return sending->state().isComplete; }));
+  }
+}
+
+// Before memory is there, while it is, and with more than fits into it at once.
+TEST_P(MessageSize, ArrivesWholeThroughMemoryThatBothShare) {
+  joinAs(8, {0, 1});
+  const Bytes sent = pattern(GetParam(), 3);
+  const Bytes context{1, 2, 3};
+  for (uint64_t stream = 0; stream < 4; ++stream) {
+    const int from = static_cast<int>(stream % 2);
+    Bytes received(sent.size());
+    const auto sending = groups_[from]->send(1 - from, stream, 0, all(sent, context));
+    const auto receiving = groups_[1 - from]->receive(from, stream, 0, at(received));
     ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); }));
     EXPECT_EQ(receiving->context(), context);
     EXPECT_EQ(received, sent);
@@ -136,16 +139,27 @@ TEST_F(TransportTest, AMessageOfAnotherSizeIsNotWrittenToItsPlace) {
 }
 
 TEST_F(TransportTest, AMessageThatIsGivenUpDoesNotStopTheOthers) {
-  Bytes given = pattern(64U << 20U, 1);
-  Bytes place(given.size());
-  const auto receiving = groups_[1]->receive(0, 1, 0, at(place));
-  groups_[0]->send(1, 1, 0, all(given)).reset();
-  const Bytes sent = pattern(1000, 1);
-  Bytes received(sent.size());
-  const auto next = groups_[1]->receive(0, 2, 0, at(received));
-  const auto sending = groups_[0]->send(1, 2, 0, all(sent));
-  ASSERT_TRUE(comes(*signal_, [&] { return next->state().isComplete(); }));
-  EXPECT_EQ(received, sent);
+  for (const bool isInMemory : {false, true}) {
+    if (isInMemory) joinAs(8, {0, 1});
+    const Bytes given = pattern(64U << 20U, 1);
+    Bytes place(given.size());
+    for (uint64_t stream = 0; stream < 6; stream += 2) {
+      auto receiving = groups_[1]->receive(0, stream, 0, at(place));
+      auto sending = groups_[0]->send(1, stream, 0, all(given));
+      // On either side.
+      if (stream == 2) {
+        sending.reset();
+      } else {
+        receiving.reset();
+      }
+      const Bytes sent = pattern(3U << 20U, 1);
+      Bytes received(sent.size());
+      const auto next = groups_[1]->receive(0, stream + 1, 0, at(received));
+      const auto sendingNext = groups_[0]->send(1, stream + 1, 0, all(sent));
+      ASSERT_TRUE(comes(*signal_, [&] { return next->state().isComplete(); }));
+      EXPECT_EQ(received, sent);
+    }
+  }
 }
 
 TEST_F(TransportTest, APlaceThatIsSmallerThanItsMessageGoesRound) {
@@ -244,6 +258,101 @@ TEST_F(TransportTest, AnotherGroupWorksAfterALoss) {
   const auto sending = groups_[0]->send(1, 1, 0, all(sent));
   ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); }));
   EXPECT_EQ(received, sent);
+}
+
+// Names of this process's segments.
+int segments() {
+  const std::string prefix = "bagua-" + std::to_string(getpid()) + "-";
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    count += static_cast<int>(entry.path().filename().string().starts_with(prefix));
+  }
+  return count;
+}
+
+TEST_F(TransportTest, SharedMemoryHasNoNameOnceBothSeeIt) {
+  joinAs(8, {0, 1});
+  const Bytes sent = pattern(1U << 20U, 3);
+  Bytes received(sent.size());
+  for (uint64_t stream = 0; stream < 3; ++stream) {
+    const auto sending = groups_[0]->send(1, stream, 0, all(sent));
+    const auto receiving = groups_[1]->receive(0, stream, 0, at(received));
+    ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); }));
+    EXPECT_LE(segments(), stream == 0 ? 1 : 0);
+    std::this_thread::sleep_for(20ms);
+  }
+  EXPECT_EQ(segments(), 0);
+}
+
+// Of peers that end and come again, as those of an elastic job do.
+TEST_F(TransportTest, MemorySharedWithAPeerThatIsGoneIsFreedThoughItsGroupStays) {
+  const Bytes sent = pattern(1U << 20U, 3);
+  const auto shared = [] {
+    int files = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code error;
+      files += std::filesystem::read_symlink(entry.path(), error).string().starts_with("/dev/shm/") ? 1 : 0;
+    }
+    return files;
+  };
+  const int before = shared();
+  std::vector<std::shared_ptr<Group>> kept;
+  for (uint64_t life = 0; life < 20; ++life) {
+    joinAs(100 + life, {0, 1});
+    kept.push_back(groups_[0]);
+    for (uint64_t stream = 0; stream < 3; ++stream) {
+      Bytes received(sent.size());
+      const auto sending = groups_[0]->send(1, stream, 0, all(sent));
+      const auto receiving = groups_[1]->receive(0, stream, 0, at(received));
+      ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); }));
+      ASSERT_EQ(received, sent);
+    }
+    // One that this process makes, and one that it opens as the peer.
+    EXPECT_GT(shared(), before) << "in life " << life;
+    Bytes never(1);
+    const auto waiting = groups_[0]->receive(1, 9, 0, at(never));
+    second_->loseLinksForTest();
+    ASSERT_TRUE(comes(*signal_, [&] { return !waiting->state().error.empty(); }));
+    groups_[1].reset();
+    second_ = Transport::listenAt("127.0.0.1", 4);
+  }
+  EXPECT_EQ(shared(), before);
+}
+
+TEST(PayloadMemory, CellsThatTheReceiverHasReadAreFreeAndWhoWaitsIsToldOnce) {
+  const auto own = PayloadMemory::make();
+  ASSERT_TRUE(own);
+  EXPECT_FALSE(own->isOpened());
+  const auto peers = PayloadMemory::open(own->name());
+  ASSERT_TRUE(peers);
+  EXPECT_TRUE(own->isOpened());
+  EXPECT_FALSE(PayloadMemory::open(own->name())) << "it has a name still";
+  std::set<uint32_t> taken;
+  for (uint32_t i = 0; i < kPayloadCells; ++i) taken.insert(own->take().value());
+  EXPECT_EQ(taken.size(), kPayloadCells);
+  own->cell(3)[kMostPayload - 1] = 7;
+  EXPECT_EQ(peers->cell(3)[kMostPayload - 1], 7);
+  EXPECT_FALSE(peers->release(0)) << "nobody waits yet";
+  EXPECT_EQ(own->take(), 0);
+  EXPECT_FALSE(own->take());
+  int told = 0;
+  for (uint32_t i = 0; i < kPayloadCells; ++i) told += static_cast<int>(peers->release(i));
+  EXPECT_EQ(told, 1);
+  EXPECT_TRUE(own->take());
+}
+
+TEST(PayloadMemory, AProcessMakesOnlySoMuchOfIt) {
+  std::vector<std::shared_ptr<PayloadMemory>> made;
+  while (auto memory = PayloadMemory::make()) made.push_back(std::move(memory));
+  EXPECT_EQ(made.size(), 16);
+  made.pop_back();
+  EXPECT_TRUE(PayloadMemory::make());
+}
+
+TEST(PayloadMemory, AWordThatIsNoNameOpensNothing) {
+  for (const auto* word : {"", "/", "/bagua-", "/bagua-../../etc/passwd", "/bagua-0123"}) {
+    EXPECT_FALSE(PayloadMemory::open(word)) << word;
+  }
 }
 
 TEST_F(TransportTest, NobodyListensWhereThePeerShouldBe) {

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "backend/host/shared_memory/shared_segment.h"
 #include "backend/operation/program_fingerprint.h"
+#include "backend/shared_segment.h"
 
 namespace bagua {
 

@@ -26,8 +26,8 @@
 #include <thread>
 
 #include "backend/host/shared_memory/meeting_room.h"
-#include "backend/host/shared_memory/shared_segment.h"
 #include "backend/host/shared_memory/streaming_copy.h"
+#include "backend/shared_segment.h"
 #include "tests/support/thread_ranks.h"
 
 namespace bagua {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "backend/host/shared_memory/shared_segment.h"
+#include "backend/shared_segment.h"
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>
@@ -82,10 +82,9 @@ bool takeLock(int file, int seat) {
 std::string reserve(int file, size_t bytes) {
   if (!takeLock(file, kCreatorSeat)) return withErrno("fcntl", errno);
   // Reserved now: memory that is found missing later would end the process by a signal.
-  if (const int error = ::posix_fallocate(file, 0, static_cast<off_t>(bytes))) {
-    return withErrno("posix_fallocate", error);
-  }
-  return "";
+  int error = EINTR;
+  while (error == EINTR) error = ::posix_fallocate(file, 0, static_cast<off_t>(bytes));
+  return error == 0 ? "" : withErrno("posix_fallocate", error);
 }
 
 // Whether somebody else has locked it.
@@ -104,10 +103,12 @@ bool isOldAndOwn(const std::filesystem::path& path) {
 
 void SharedSegment::removeAbandonedNames() {
   std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(kFolder, error)) {
+  std::filesystem::directory_iterator entry(kFolder, error);
+  // Its ++ would throw.
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
     std::string name = "/";
-    name += entry.path().filename().string();
-    if (!isName(name) || !isOldAndOwn(entry.path())) continue;
+    name += entry->path().filename().string();
+    if (!isName(name) || !isOldAndOwn(entry->path())) continue;
     const int file = ::shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
     if (file < 0) continue;
     if (!isLocked(file, kCreatorSeat)) ::shm_unlink(name.c_str());
