@@ -8,8 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <memory>
-#include <optional>
 
 #include "backend/operation/hash.h"
 
@@ -68,8 +66,7 @@ void check(const Found& found, const Registration& own, const AgreementWords& wo
 
 }  // namespace
 
-HostTopology agreeOn(const Registration& own, const AgreementWords& words, ExecutorProvider& executors,
-                     at::Device device) {
+void agreeOn(const Registration& own, const AgreementWords& words, ExecutorProvider& executors, at::Device device) {
   const auto& group = executors.identity();
   const at::Tensor mine = messageOf(own).to(device);
   at::Tensor all = at::empty({group.size, kMessageBytes}, mine.options());
@@ -78,18 +75,11 @@ HostTopology agreeOn(const Registration& own, const AgreementWords& words, Execu
                             .dtype = at::kByte,
                             .numel = kMessageBytes,
                             .timeout = executors.timeout()};
-  // Shared: a program that is abandoned may outlive us.
-  const auto topology = std::make_shared<std::optional<HostTopology>>();
   executors.executorFor(device)
-      .submit(operation, {all},
-              [mine, all, topology](Communicator& communicator) mutable {
-                communicator.allGather(all, mine);
-                *topology = communicator.topology();
-              })
+      .submit(operation, {all}, [mine, all](Communicator& communicator) mutable { communicator.allGather(all, mine); })
       ->wait(kNoTimeout);
   // A rank that refuses says itself what is wrong.
   if (!own.text.empty()) check(Found(all), own, words, group);
-  return topology->value();
 }
 
 }  // namespace bagua

@@ -27,8 +27,7 @@ inline constexpr AgreementWords kOfRegistration{"could not register its algorith
                                                 "registered another algorithm or other options than rank 0",
                                                 "registered its algorithm on a model of other parameters than rank 0"};
 
-// Collective. Throws ValueError on every rank unless all come with the same own. Returns who shares a host.
-HostTopology agreeOn(const Registration& own, const AgreementWords& words, ExecutorProvider& executors,
-                     at::Device device);
+// Collective. Throws ValueError on every rank unless all come with the same own.
+void agreeOn(const Registration& own, const AgreementWords& words, ExecutorProvider& executors, at::Device device);
 
 }  // namespace bagua

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -75,6 +76,10 @@ class Algorithm {
   // in full precision accordingly.
   [[nodiscard]] virtual bool averages() const { return true; }
 
+  // Where messages that it could code travel in full precision, because of how the ranks are spread over hosts: why,
+  // and what to change, as whole sentences. Empty where they are coded, and where they never would be.
+  [[nodiscard]] virtual std::string whyUncoded(const HostTopology& /*topology*/) const { return {}; }
+
   // How many steps it has taken, where all ranks have to have taken as many when they communicate; else 0. Ranks
   // compare it in every program, so that states of different steps are not mixed.
   [[nodiscard]] virtual int64_t commonStep() const { return 0; }
@@ -101,6 +106,9 @@ class Algorithm {
   // Stop and restart what runs in the background. Collective. Whether anything changed.
   virtual bool abort(StepContext& context);
   virtual bool resume(StepContext& context);
+  // The end of a process that has not stopped it: ends it together with the ranks that come to the same within `limit`,
+  // and throws where one does not. Nothing to do where all ranks have begun the same.
+  virtual void endWithin(StepContext& /*context*/, std::chrono::milliseconds /*limit*/) {}
   // The last call: leaves a model that plain averaging of gradients can go on with. Collective.
   virtual void leave(StepContext& /*context*/) {}
 

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -25,6 +26,13 @@ inline std::vector<int64_t> positionsOf(const std::vector<BucketEntry>& entries)
   positions.reserve(entries.size());
   for (const auto& entry : entries) positions.push_back(entry.parameter);
   return positions;
+}
+
+// Whether some parameter is in both.
+inline bool shareOne(const std::vector<int64_t>& positions, const std::vector<int64_t>& others) {
+  return std::any_of(positions.begin(), positions.end(), [&](int64_t position) {
+    return std::find(others.begin(), others.end(), position) != others.end();
+  });
 }
 
 // The gradients that travel together: a flat tensor, reduced in place.

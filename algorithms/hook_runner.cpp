@@ -83,7 +83,8 @@ void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
   })->wait(kNoTimeout);
 }
 
-void HookRunner::useTopology(const HostTopology& topology) {
+void HookRunner::useTopology() {
+  const HostTopology& topology = group_->topology();
   spansHosts_ = topology.hostCount() > 1;
   hostRanks_ = topology.ranksOf(topology.hostOf(rank()));
   algorithm_->useTopology(topology);
@@ -276,6 +277,11 @@ bool HookRunner::abort() {
   return algorithm_->abort(*this);
 }
 
+void HookRunner::endWithin(std::chrono::milliseconds limit) {
+  const at::NoGradGuard noGrad;
+  algorithm_->endWithin(*this, limit);
+}
+
 bool HookRunner::resume() { return algorithm_->resume(*this); }
 
 void HookRunner::leave(const Belongings& belongings) {
@@ -323,6 +329,13 @@ HookStats HookRunner::stats() const {
   HookStats stats = ledger_->stats;
   stats.stateBytes = algorithm_->stateBytes();
   return stats;
+}
+
+void HookRunner::resetStats() {
+  const std::lock_guard<std::mutex> lock(ledger_->mutex);
+  auto memory = std::move(ledger_->stats.memory);
+  ledger_->stats = {};
+  ledger_->stats.memory = std::move(memory);
 }
 
 }  // namespace bagua

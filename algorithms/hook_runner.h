@@ -54,7 +54,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
                                               bool isFirst, bool isLast);
   void afterBackward();
 
-  void useTopology(const HostTopology& topology);
+  // Once the ranks have agreed.
+  void useTopology();
   // Before the first step, where they are known.
   void useParameters(const std::vector<ParameterFacts>& facts) { algorithm_->useParameters(facts); }
   // Whether gradients travel between hosts, where they had better leave early and in small buckets.
@@ -82,6 +83,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void synchronize();
   bool abort();
   bool resume();
+  void endWithin(std::chrono::milliseconds limit);
   // What a model of its own has on every rank, where ranks differ: the optimizer's state, and the gradients that it has
   // not taken yet. `moment` and `shapes` tell ranks apart that are not at the same place.
   struct Belongings {
@@ -102,6 +104,10 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void load(const AlgorithmState& state, BucketLayout layout, int64_t step);
 
   [[nodiscard]] HookStats stats() const;
+  // Counts from zero again. What is under way counts when it is over.
+  void resetStats();
+  // As Algorithm::whyUncoded(), of the ranks of this model.
+  [[nodiscard]] std::string whyUncoded() const { return algorithm_->whyUncoded(group_->topology()); }
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] const Options& options() const { return options_; }
 

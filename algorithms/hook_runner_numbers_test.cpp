@@ -9,38 +9,22 @@
 #include "algorithms/hook_runner.h"
 #include "algorithms/registry.h"
 #include "backend/host/host_executor.h"
+#include "tests/support/lone_communicator.h"
 
 namespace bagua {
 namespace {
-
-// One rank that has nobody to talk to.
-class Alone final : public Communicator {
- public:
-  Alone() : Communicator(0, 1, std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(1))) {}
-  void broadcast(at::Tensor&, int) override {}
-  void allReduce(at::Tensor&, const ReduceOp&) override {}
-  void reduce(at::Tensor&, int, const ReduceOp&) override {}
-  void allGather(at::Tensor&, const at::Tensor&) override {}
-  void reduceScatter(at::Tensor&, const at::Tensor&, const ReduceOp&) override {}
-  void allToAll(at::Tensor&, const at::Tensor&, const Splits&, const Splits&) override {}
-  void barrier() override {}
-};
 
 class GroupOfOne final : public ExecutorProvider {
  public:
   Executor& executorFor(at::Device) override { return executor_; }
   [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return std::chrono::seconds(60); }
+  [[nodiscard]] const HostTopology& topology() const override { return topology_; }
 
  private:
-  static HostExecutor::Communicators alone() {
-    HostExecutor::Communicators made;
-    made.push_back(std::make_unique<Alone>());
-    return made;
-  }
-
   const GroupIdentity identity_{"pg", 0, 1};
-  HostExecutor executor_{identity_, alone(), nullptr};
+  const HostTopology topology_ = HostTopology::oneRankPerHost(1);
+  HostExecutor executor_{identity_, loneChannels(1), nullptr};
 };
 
 struct Numbers {

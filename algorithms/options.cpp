@@ -7,6 +7,8 @@
 #include <array>
 #include <sstream>
 
+#include "kernels/closest_names.h"
+
 namespace bagua {
 namespace {
 
@@ -32,13 +34,22 @@ std::string toString(const OptionValue& value) {
   return number.str();
 }
 
+void checkOptionName(const std::string& algorithm, const std::vector<OptionInfo>& declared, const std::string& name,
+                     const std::vector<std::string>& others) {
+  std::vector<std::string> names;
+  for (const auto& option : declared) names.push_back(option.name);
+  if (std::find(names.begin(), names.end(), name) != names.end()) return;
+  names.insert(names.end(), others.begin(), others.end());
+  TORCH_CHECK_VALUE(false, "algorithm '", algorithm, "' has no option '", name, "'", suggestionFor(name, names),
+                    "; its options are: ", namesOf(declared));
+}
+
 Options::Options(const std::string& algorithm, const std::vector<OptionInfo>& declared,
                  const std::map<std::string, OptionValue>& given) {
   for (const auto& option : declared) values_[option.name] = option.defaultValue;
   for (const auto& [name, value] : given) {
+    checkOptionName(algorithm, declared, name);
     const auto entry = values_.find(name);
-    TORCH_CHECK_VALUE(entry != values_.end(), "algorithm '", algorithm, "' has no option '", name,
-                      "'; its options are: ", namesOf(declared));
     OptionValue converted = value;
     if (std::holds_alternative<double>(entry->second) && std::holds_alternative<int64_t>(value)) {
       converted = static_cast<double>(std::get<int64_t>(value));

@@ -21,11 +21,16 @@ struct OptionInfo {
 // "True", "3", "0.5", "'all'", "None": as Python writes it.
 std::string toString(const OptionValue& value);
 
+// Throws ValueError where `declared` has no option of that name: the message lists those that there are, and says which
+// of them, or of `others`, may have been meant. `others` are what the caller takes by name besides.
+void checkOptionName(const std::string& algorithm, const std::vector<OptionInfo>& declared, const std::string& name,
+                     const std::vector<std::string>& others = {});
+
 // The options of one algorithm: every declared one has a value of its declared type.
 class Options {
  public:
-  // Throws ValueError for a name that `declared` lacks (listing the valid ones), TypeError for a value of another type
-  // than the default's; an integer serves where a float is declared.
+  // Throws as checkOptionName(), and TypeError for a value of another type than the default's; an integer serves where
+  // a float is declared.
   Options(const std::string& algorithm, const std::vector<OptionInfo>& declared,
           const std::map<std::string, OptionValue>& given);
 

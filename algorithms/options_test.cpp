@@ -39,6 +39,17 @@ TEST(Options, AnUnknownNameListsTheValidOnes) {
   EXPECT_THAT(messageOf({{"averge", true}}), HasSubstr("average, interval, rate, mode"));
 }
 
+TEST(Options, AnUnknownNameSaysWhatMayHaveBeenMeant) {
+  EXPECT_THAT(messageOf({{"averge", true}}), HasSubstr("(did you mean 'average'?)"));
+  EXPECT_NO_THROW(checkOptionName("test", kDeclared, "rate", {"optimizer"}));
+  try {
+    checkOptionName("test", kDeclared, "optmizer", {"optimizer"});
+    FAIL() << "took a name that nobody takes";
+  } catch (const c10::ValueError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("(did you mean 'optimizer'?)"));
+  }
+}
+
 TEST(Options, AWrongTypeNamesBothTypes) {
   EXPECT_THROW(Options("test", kDeclared, {{"average", int64_t{1}}}), c10::TypeError);
   EXPECT_THAT(messageOf({{"interval", 1.5}}), HasSubstr("takes a int, got 1.5 (float)"));

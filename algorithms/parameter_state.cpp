@@ -13,11 +13,6 @@
 namespace bagua {
 namespace {
 
-bool areSame(const std::vector<Piece>& one, const std::vector<Piece>& other) {
-  return std::equal(one.begin(), one.end(), other.begin(), other.end(),
-                    [](const Piece& a, const Piece& b) { return a.begin == b.begin && a.end == b.end; });
-}
-
 // Calls visit(entry, begin of it in the flat tensor, elements of it that the piece covers, counted in the flat tensor).
 template <typename Visit>
 void forEachOverlap(const Bucket& bucket, const Piece& piece, Visit&& visit) {
@@ -70,17 +65,24 @@ at::Tensor ParameterState::flatFor(const Bucket& bucket, const std::vector<Piece
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto positions = positionsOf(bucket.entries);
   for (const auto& layout : layouts_) {
-    if (layout.positions == positions && areSame(layout.pieces, pieces)) return layout.flat;
+    if (layout.positions == positions && layout.pieces == pieces) return layout.flat;
   }
   const at::Tensor flat = pack(bucket, pieces);
-  // Of others that held one of these parameters nothing is left that could be asked for.
-  std::erase_if(layouts_, [&](const Layout& layout) {
-    return std::any_of(positions.begin(), positions.end(), [&](int64_t position) {
-      return std::find(layout.positions.begin(), layout.positions.end(), position) != layout.positions.end();
-    });
-  });
+  dropLayoutsOf(positions);
   layouts_.push_back({positions, pieces, flat});
   return flat;
+}
+
+// Of those that held one of these parameters nothing is left that could be asked for.
+void ParameterState::dropLayoutsOf(const std::vector<int64_t>& positions) {
+  std::erase_if(layouts_, [&](const Layout& layout) { return shareOne(layout.positions, positions); });
+}
+
+void ParameterState::forget(const Bucket& bucket) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto positions = positionsOf(bucket.entries);
+  for (const int64_t position : positions) held_.erase(position);
+  dropLayoutsOf(positions);
 }
 
 at::Tensor ParameterState::pack(const Bucket& bucket, const std::vector<Piece>& pieces) {

@@ -40,6 +40,10 @@ class ParameterState {
   };
   // What the bucket's parameters lost when their elements changed: to be kept elsewhere, or it is gone.
   std::vector<Orphan> takeOrphans(const Bucket& bucket);
+  // Drops all values of the bucket's parameters.
+  void forget(const Bucket& bucket);
+
+  [[nodiscard]] const std::string& name() const { return name_; }
 
   [[nodiscard]] int64_t bytes() const;
 
@@ -72,6 +76,7 @@ class ParameterState {
   };
 
   at::Tensor pack(const Bucket& bucket, const std::vector<Piece>& pieces);
+  void dropLayoutsOf(const std::vector<int64_t>& positions);
   static void move(Held& held, const std::vector<Part>& wanted);
 
   const std::string name_;

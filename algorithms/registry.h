@@ -17,7 +17,8 @@ std::map<std::string, AlgorithmInfo>& AlgorithmRegistry::entries();
 }  // namespace bagua
 
 // At namespace scope of an algorithm's .cpp file.
-#define BAGUA_REGISTER_ALGORITHM(...)                                                                              \
-  namespace {                                                                                                      \
-  [[maybe_unused]] const bool kIsRegistered = ::bagua::AlgorithmRegistry::add(::bagua::AlgorithmInfo __VA_ARGS__); \
+#define BAGUA_REGISTER_ALGORITHM(...)                                      \
+  namespace {                                                              \
+  [[maybe_unused]] const bool BAGUA_OWN_NAME(kIsRegistered) =              \
+      ::bagua::AlgorithmRegistry::add(::bagua::AlgorithmInfo __VA_ARGS__); \
   }

@@ -19,6 +19,8 @@ namespace bagua {
 struct Piece {
   int64_t begin = 0;
   int64_t end = 0;
+
+  bool operator==(const Piece&) const = default;
 };
 
 // How the elements of a chunk lie in its packed bytes: a header, then groups in ascending order, each of
@@ -146,7 +148,8 @@ std::map<std::string, CodecInfo>& CodecRegistry::entries();
 }  // namespace bagua
 
 // At namespace scope of a codec's .cpp file.
-#define BAGUA_REGISTER_CODEC(...)                                                                          \
-  namespace {                                                                                              \
-  [[maybe_unused]] const bool kIsRegistered = ::bagua::CodecRegistry::add(::bagua::CodecInfo __VA_ARGS__); \
+#define BAGUA_REGISTER_CODEC(...)                                  \
+  namespace {                                                      \
+  [[maybe_unused]] const bool BAGUA_OWN_NAME(kIsRegistered) =      \
+      ::bagua::CodecRegistry::add(::bagua::CodecInfo __VA_ARGS__); \
   }

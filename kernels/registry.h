@@ -9,6 +9,13 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/closest_names.h"
+
+// A name that no other place of a translation unit has, which may be several sources in one.
+#define BAGUA_OWN_NAME(name) BAGUA_JOINED(name, __COUNTER__)
+#define BAGUA_JOINED(name, number) BAGUA_JOINED_AS_THEY_ARE(name, number)
+#define BAGUA_JOINED_AS_THEY_ARE(name, number) name##number
+
 namespace bagua {
 
 // Name -> Info: codecs, algorithms. Filled while the library is loaded, by a macro in the folder of each; read-only
@@ -25,13 +32,14 @@ class Registry {
     return true;
   }
 
-  // Throws ValueError that lists the registered names.
+  // Throws ValueError that lists the registered names, and says which of them may have been meant.
   static const Info& find(const std::string& name) {
     const auto entry = entries().find(name);
     if (entry != entries().end()) return entry->second;
     std::string valid;
     for (const auto& known : names()) valid += (valid.empty() ? "" : ", ") + known;
-    TORCH_CHECK_VALUE(false, "no ", Info::kKind, " is named '", name, "'; available: ", valid);
+    TORCH_CHECK_VALUE(false, "no ", Info::kKind, " is named '", name, "'", suggestionFor(name, names()),
+                      "; available: ", valid);
   }
 
   // In the order of their positions.

@@ -55,14 +55,14 @@ class AsyncModelAverage final : public Algorithm {
     if (isPaused_ || context.size() == 1) return !std::exchange(isPaused_, true);
     context.checkWeightsAreFree("abort()");
     if (!isWarmingUp()) finishWarmup(context);
-    if (round_) finishRound(context);
-    bool isLast = false;
-    while (!isLast) {
-      startRound(context, /*isAborting=*/true);
-      isLast = finishRound(context);
-    }
-    isPaused_ = true;
+    finishRounds(context, Clock::time_point::max());
     return true;
+  }
+
+  void endWithin(StepContext& context, milliseconds limit) override {
+    // Before the first round there is nothing to end.
+    if (isPaused_ || context.size() == 1 || !hasStarted_) return;
+    finishRounds(context, Clock::now() + limit);
   }
 
   bool resume(StepContext& /*context*/) override {
@@ -123,10 +123,21 @@ class AsyncModelAverage final : public Algorithm {
                    });
   }
 
+  // Until all ranks are here.
+  void finishRounds(StepContext& context, Clock::time_point deadline) {
+    if (round_) finishRound(context, deadline);
+    bool isLast = false;
+    while (!isLast) {
+      startRound(context, /*isAborting=*/true);
+      isLast = finishRound(context, deadline);
+    }
+    isPaused_ = true;
+  }
+
   // Whether it was the last. Nobody has moved on from the snapshot then: the average itself makes all ranks equal.
-  bool finishRound(StepContext& context) {
+  bool finishRound(StepContext& context, Clock::time_point deadline = Clock::time_point::max()) {
     AverageRound round = *std::exchange(round_, std::nullopt);
-    const bool isLast = round.wait();
+    const bool isLast = round.wait(deadline);
     for (size_t i = 0; i < buckets_.size() && !isRoundStale_; ++i) {
       if (isLast) {
         buckets_[i].unpack(round.average(i));

@@ -23,6 +23,9 @@ class ByteGrad final : public Algorithm {
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
   [[nodiscard]] bool averages() const override { return options_.average; }
+  [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
+    return compressed::whyUncoded(options_, topology);
+  }
 
  private:
   const compressed::MeanOptions options_;

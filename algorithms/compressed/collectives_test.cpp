@@ -58,6 +58,12 @@ std::vector<Case> casesOf(const std::vector<std::string>& codecs) {
   return cases;
 }
 
+Hosts manyHosts() {
+  Hosts hosts;
+  for (char host = 'a'; host < 'x'; ++host) hosts.emplace_back(1, host);
+  return hosts;
+}
+
 class Collectives : public ::testing::TestWithParam<Case> {
  protected:
   [[nodiscard]] int size() const { return static_cast<int>(GetParam().hosts.size()); }
@@ -239,6 +245,10 @@ TEST_P(CollectivesWithFeedback, WhatRoundingLosesIsInTheResidualsOfSendersAndOwn
 }
 
 INSTANTIATE_TEST_SUITE_P(Every, Collectives, ::testing::ValuesIn(casesOf(CodecRegistry::names())),
+                         [](const auto& instance) { return nameOf(instance.param); });
+
+// Small parts go through a grid, and the results of owners in rounds; large ones go straight.
+INSTANTIATE_TEST_SUITE_P(ManyHosts, Collectives, ::testing::Values(Case{"minmax_uint8", manyHosts()}),
                          [](const auto& instance) { return nameOf(instance.param); });
 
 INSTANTIATE_TEST_SUITE_P(Halves, CollectivesWithFeedback, ::testing::ValuesIn(casesOf({"halves"})),

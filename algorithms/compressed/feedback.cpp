@@ -29,11 +29,22 @@ void Feedback::beginBucket(int64_t step) {
   lostOnDevice_.reset();
 }
 
-Feedback::Residuals& Feedback::residualsOf(const std::string& codec) {
+namespace {
+
+void addOrphans(const at::Tensor& residual, const std::vector<ParameterState::Orphan>& orphans, double factor) {
+  for (const auto& orphan : orphans) {
+    residual.narrow(0, orphan.begin, orphan.values.numel()).add_(orphan.values, factor);
+  }
+}
+
+}  // namespace
+
+template <typename State>
+Feedback::Sets<State>& Feedback::setsOf(SetsByCodec<State>& sets, const std::string& codec) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto& residuals = residuals_[codec];
-  if (!residuals) residuals = std::make_unique<Residuals>(codec);
-  return *residuals;
+  auto& ofCodec = sets[codec];
+  if (!ofCodec) ofCodec = std::make_unique<Sets<State>>(codec);
+  return *ofCodec;
 }
 
 void Feedback::restoreIfLost(const at::Tensor& current, const at::Tensor& before) const {
@@ -43,30 +54,70 @@ void Feedback::restoreIfLost(const at::Tensor& current, const at::Tensor& before
 // Threads of a step change neither set, only what they hold.
 void Feedback::useFor(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
                       const Communicator& communicator, Coding& coding) {
-  Residuals& residuals = residualsOf(codec);
   const CodedLanes coded(options, bucket.flat.numel(), communicator);
-  const HostLanes& lanes = coded.lanes;
-  const auto pieces = ownPieces(lanes, communicator.rank());
-  ParameterState& sender = residuals.sender[current_];
-  ParameterState& owner = residuals.owner[current_];
-  ParameterState& nextSender = residuals.sender[1 - current_];
-  ParameterState& nextOwner = residuals.owner[1 - current_];
-  coding.sender.residual = sender.flatFor(bucket);
-  coding.sender.nextResidual = nextSender.flatFor(bucket);
+  const auto pieces = ownPieces(coded.lanes, communicator.rank());
+  // Where buckets were rebuilt this rank owns other elements: what it still owes of the mean, it sends as its share.
+  const bool dividesLater = options.average && coded.lanes.count() == 1;
+  const double orphansFactor = dividesLater ? communicator.size() : 1;
+  if (isSmall_) {
+    useSmall(setsOf(small_, codec), bucket, pieces, orphansFactor, coding);
+  } else {
+    useWhole(setsOf(whole_, codec), bucket, pieces, orphansFactor, coding);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  hasWritten_ = true;
+}
+
+void Feedback::useWhole(Sets<ParameterState>& sets, const Bucket& bucket, const std::vector<Piece>& pieces,
+                        double orphansFactor, Coding& coding) {
+  ParameterState& owner = sets.owner[current_];
+  ParameterState& nextOwner = sets.owner[1 - current_];
+  coding.sender.residual = sets.sender[current_].flatFor(bucket);
+  coding.sender.nextResidual = sets.sender[1 - current_].flatFor(bucket);
   coding.owner.residual = owner.flatFor(bucket, pieces);
   coding.owner.nextResidual = nextOwner.flatFor(bucket, pieces);
   restoreIfLost(coding.sender.residual, coding.sender.nextResidual);
   restoreIfLost(coding.owner.residual, coding.owner.nextResidual);
   // They will be written anew.
   nextOwner.takeOrphans(bucket);
-  // Where buckets were rebuilt this rank owns other elements: what it still owes of the mean, it sends as its share.
-  const bool dividesLater = options.average && lanes.count() == 1;
-  const double factor = dividesLater ? communicator.size() : 1;
-  for (const auto& orphan : owner.takeOrphans(bucket)) {
-    coding.sender.residual.narrow(0, orphan.begin, orphan.values.numel()).add_(orphan.values, factor);
+  addOrphans(coding.sender.residual, owner.takeOrphans(bucket), orphansFactor);
+}
+
+// What is changed here is kept at once: if this step is lost, the next one begins with it.
+void Feedback::useSmall(Sets<SmallResiduals>& sets, const Bucket& bucket, const std::vector<Piece>& pieces,
+                        double orphansFactor, Coding& coding) {
+  const std::vector<Piece> all = {{0, bucket.flat.numel()}};
+  std::vector<ParameterState::Orphan> orphans;
+  const auto begin = [&](SmallResiduals(&state)[2], const std::vector<Piece>& elements) {
+    at::Tensor values = state[current_].read(bucket, elements, orphans);
+    if (!lostBefore_.defined()) return values;
+    std::vector<ParameterState::Orphan> ofBefore;
+    restoreIfLost(values, state[1 - current_].read(bucket, elements, ofBefore));
+    state[current_].write(bucket, elements, values);
+    return values;
+  };
+  coding.owner.residual = coding.owner.nextResidual = begin(sets.owner, pieces);
+  at::Tensor ofSender = begin(sets.sender, all);
+  if (!orphans.empty()) {
+    addOrphans(ofSender, orphans, orphansFactor);
+    sets.sender[current_].write(bucket, all, ofSender);
+    orphans.clear();
+    ofSender = sets.sender[current_].read(bucket, all, orphans);
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  hasWritten_ = true;
+  // The step writes to where it reads.
+  coding.sender.residual = coding.sender.nextResidual = ofSender;
+}
+
+void Feedback::keep(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
+                    const Communicator& communicator, const Coding& coding) {
+  if (!isSmall_) return;
+  Sets<SmallResiduals>& sets = setsOf(small_, codec);
+  const CodedLanes coded(options, bucket.flat.numel(), communicator);
+  const auto follow = [&](SmallResiduals(&state)[2], const std::vector<Piece>& elements, const at::Tensor& left) {
+    state[1 - current_].writeBlend(bucket, elements, state[current_], 1 - kGain, left, kGain);
+  };
+  follow(sets.sender, {{0, bucket.flat.numel()}}, coding.sender.nextResidual);
+  follow(sets.owner, ownPieces(coded.lanes, communicator.rank()), coding.owner.nextResidual);
 }
 
 void Feedback::endBucket(const at::Tensor& result) {
@@ -90,36 +141,57 @@ int Feedback::currentBetweenSteps() const {
 
 int64_t Feedback::bytes() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  int64_t bytes = 0;
-  for (const auto& [codec, residuals] : residuals_) {
-    for (const auto& states : {&residuals->sender, &residuals->owner}) {
-      for (const ParameterState& state : *states) bytes += state.bytes();
+  return withSets([](const auto& byCodec) {
+    int64_t bytes = 0;
+    for (const auto& [codec, sets] : byCodec) {
+      for (const auto& states : {&sets->sender, &sets->owner}) {
+        for (const auto& state : *states) bytes += state.bytes();
+      }
     }
-  }
-  return bytes;
+    return bytes;
+  });
 }
 
 AlgorithmState Feedback::state() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const int current = currentBetweenSteps();
-  AlgorithmState all;
-  for (const auto& [codec, residuals] : residuals_) {
-    all.merge(residuals->sender[current].state());
-    all.merge(residuals->owner[current].state());
-  }
-  return all;
+  return withSets([current = currentBetweenSteps()](const auto& byCodec) {
+    AlgorithmState all;
+    for (const auto& [codec, sets] : byCodec) {
+      all.merge(sets->sender[current].state());
+      all.merge(sets->owner[current].state());
+    }
+    return all;
+  });
 }
 
-void Feedback::load(const AlgorithmState& state, const std::vector<at::Tensor>& parameters) {
-  std::map<std::string, std::unique_ptr<Residuals>> loaded;
+namespace {
+
+template <typename Sets>
+std::map<std::string, std::unique_ptr<Sets>> loadedSets(const AlgorithmState& state,
+                                                        const std::vector<at::Tensor>& parameters) {
+  std::map<std::string, std::unique_ptr<Sets>> loaded;
   for (const auto& codec : CodecRegistry::names()) {
-    auto residuals = std::make_unique<Residuals>(codec);
-    residuals->sender[0].load(state, parameters);
-    residuals->owner[0].load(state, parameters);
-    loaded.emplace(codec, std::move(residuals));
+    auto sets = std::make_unique<Sets>(codec);
+    sets->sender[0].load(state, parameters);
+    sets->owner[0].load(state, parameters);
+    loaded.emplace(codec, std::move(sets));
+  }
+  return loaded;
+}
+
+}  // namespace
+
+void Feedback::load(const AlgorithmState& state, const std::vector<at::Tensor>& parameters) {
+  SetsByCodec<ParameterState> whole;
+  SetsByCodec<SmallResiduals> small;
+  if (isSmall_) {
+    small = loadedSets<Sets<SmallResiduals>>(state, parameters);
+  } else {
+    whole = loadedSets<Sets<ParameterState>>(state, parameters);
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  residuals_ = std::move(loaded);
+  whole_ = std::move(whole);
+  small_ = std::move(small);
   current_ = 0;
   step_ = -1;
   hasWritten_ = isLost_ = false;

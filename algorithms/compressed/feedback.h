@@ -11,6 +11,7 @@
 #include "algorithms/bucket.h"
 #include "algorithms/compressed/coding.h"
 #include "algorithms/compressed/mean.h"
+#include "algorithms/compressed/small_residuals.h"
 #include "algorithms/parameter_state.h"
 
 namespace bagua::compressed {
@@ -21,14 +22,25 @@ namespace bagua::compressed {
 // A step reads one set and writes the other. The next step goes on from what was written, unless some result of the
 // step was not finite: GradScaler then skips the optimizer's step on every rank, so what was sent was lost and the old
 // residuals hold. Results are the same bits on all ranks, and so is that decision.
+//
+// Small residuals (LoCo's) are kept in 8 bits and follow what a step leaves behind as a moving average:
+// e <- (1 - kGain) e + kGain (h - Q(h)), which is e + kGain (g - Q(h)): what is still owed is e / kGain.
 class Feedback {
  public:
+  static constexpr float kGain = 0.2F;
+
+  explicit Feedback(bool isSmall = false) : isSmall_(isSmall) {}
+
   // The first of a step's buckets decides about the step before.
   void beginBucket(int64_t step);
 
   // Lets `coding` read and write the residuals of a bucket whose values travel with `codec`.
   void useFor(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
               const Communicator& communicator, Coding& coding);
+
+  // After the values have travelled: keeps what `coding` has left of them.
+  void keep(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
+            const Communicator& communicator, const Coding& coding);
 
   // `result`: all that a bucket's parameters get.
   void endBucket(const at::Tensor& result);
@@ -39,23 +51,38 @@ class Feedback {
 
  private:
   // Of the values that a codec takes.
-  struct Residuals {
-    explicit Residuals(const std::string& codec)
-        : sender{ParameterState("sender." + codec), ParameterState("sender." + codec)},
-          owner{ParameterState("owner." + codec), ParameterState("owner." + codec)} {}
+  template <typename State>
+  struct Sets {
+    explicit Sets(const std::string& codec)
+        : sender{State("sender." + codec), State("sender." + codec)},
+          owner{State("owner." + codec), State("owner." + codec)} {}
 
-    ParameterState sender[2];
-    ParameterState owner[2];
+    State sender[2];
+    State owner[2];
   };
+  template <typename State>
+  using SetsByCodec = std::map<std::string, std::unique_ptr<Sets<State>>>;
 
-  Residuals& residualsOf(const std::string& codec);
+  template <typename State>
+  Sets<State>& setsOf(SetsByCodec<State>& sets, const std::string& codec);
+  // Calls visit(sets by codec), of the kind that is at work.
+  template <typename Visit>
+  auto withSets(Visit&& visit) const {
+    return isSmall_ ? visit(small_) : visit(whole_);
+  }
+  void useWhole(Sets<ParameterState>& sets, const Bucket& bucket, const std::vector<Piece>& pieces,
+                double orphansFactor, Coding& coding);
+  void useSmall(Sets<SmallResiduals>& sets, const Bucket& bucket, const std::vector<Piece>& pieces,
+                double orphansFactor, Coding& coding);
   // On CUDA, where the host does not wait for the results.
   void restoreIfLost(const at::Tensor& current, const at::Tensor& before) const;
   // The set to go on from, between two steps.
   [[nodiscard]] int currentBetweenSteps() const;
 
   mutable std::mutex mutex_;
-  std::map<std::string, std::unique_ptr<Residuals>> residuals_;
+  const bool isSmall_;
+  SetsByCodec<ParameterState> whole_;
+  SetsByCodec<SmallResiduals> small_;
   // The set that the step at hand reads.
   int current_ = 0;
   int64_t step_ = -1;

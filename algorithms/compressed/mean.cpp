@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/compressed/mean.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <memory>
 
 #include "algorithms/compressed/collectives.h"
@@ -18,15 +20,27 @@ HostTopology topologyOf(const MeanOptions& options, const Communicator& communic
 CodedLanes::CodedLanes(const MeanOptions& options, int64_t length, const Communicator& communicator)
     : topology(topologyOf(options, communicator)), lanes(topology, communicator.rank(), length) {}
 
-bool isCoded(const MeanOptions& options, const Communicator& communicator) {
+bool isCoded(const MeanOptions& options, const HostTopology& topology) {
   // Full precision inside a host, where there is only one.
-  return communicator.size() > 1 && (!options.hierarchical || communicator.topology().hostCount() > 1);
+  return topology.size() > 1 && (!options.hierarchical || topology.hostCount() > 1);
+}
+
+std::string whyUncoded(const MeanOptions& options, const HostTopology& topology) {
+  if (isCoded(options, topology)) return {};
+  if (topology.size() == 1) {
+    return "The process group has one rank, which sends nothing. Start several, for instance with "
+           "torchrun --nproc-per-node 2.";
+  }
+  return c10::str(
+      "All ", topology.size(),
+      " ranks run on one host, and hierarchical=True compresses between hosts only. Pass hierarchical=False "
+      "to compress between the ranks of a host, too.");
 }
 
 void reduceToMean(at::Tensor& flat, const MeanOptions& options, const Coding& coding, StageSeconds& seconds,
                   Communicator& communicator) {
   if (flat.numel() == 0 || communicator.size() == 1) return;
-  if (isCoded(options, communicator)) {
+  if (isCoded(options, communicator.topology())) {
     std::vector<Sum> sums = {{flat, coding}};
     return reduceToMeans(sums, options, seconds, communicator);
   }

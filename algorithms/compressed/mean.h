@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <vector>
 
 #include "algorithms/compressed/coding.h"
@@ -25,7 +26,9 @@ void reduceToMean(at::Tensor& flat, const MeanOptions& options, const Coding& co
                   Communicator& communicator);
 
 // Whether messages are coded at all.
-bool isCoded(const MeanOptions& options, const Communicator& communicator);
+bool isCoded(const MeanOptions& options, const HostTopology& topology);
+// Algorithm::whyUncoded() of those whose messages are coded where isCoded() says so.
+std::string whyUncoded(const MeanOptions& options, const HostTopology& topology);
 
 // A flat tensor of several that travel together, and how it is coded.
 struct Sum {

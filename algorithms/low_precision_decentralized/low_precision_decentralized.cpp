@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "algorithms/compressed/mean.h"
 #include "algorithms/registry.h"
 #include "algorithms/weight_exchanges/ring_exchange.h"
 #include "algorithms/weights.h"
@@ -34,6 +35,10 @@ class LowPrecisionDecentralized final : public Algorithm {
 
   [[nodiscard]] int64_t commonStep() const override { return step_; }
 
+  [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
+    return compressed::whyUncoded({.hierarchical = hierarchical_}, topology);
+  }
+
   void beforeForward(StepContext& context) override { prepare(context); }
 
   void afterStep(StepContext& context) override {
@@ -59,6 +64,17 @@ class LowPrecisionDecentralized final : public Algorithm {
     replicas_.clear();
   }
   void leave(StepContext& context) override { synchronize(context); }
+
+  [[nodiscard]] int64_t stateBytes() const override {
+    int64_t bytes = 0;
+    for (const auto& replica : replicas_) {
+      for (const auto& [name, member] : kReplicas) {
+        const bool isShared = member == &RingReplicas::right && replica.right.is_same(replica.left);
+        if (!isShared) bytes += static_cast<int64_t>((replica.*member).nbytes());
+      }
+    }
+    return bytes;
+  }
 
   [[nodiscard]] AlgorithmState state() const override {
     AlgorithmState state{{"step", counterTensor(step_)}};

@@ -50,8 +50,8 @@ class PowerSgd final : public Algorithm {
 
   void reduce(Bucket& bucket, Communicator& communicator) override {
     if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
-    const bool isExact =
-        bucket.step < options_.startStep || (options_.isHierarchical && communicator.topology().hostCount() == 1);
+    const bool isExact = bucket.step < options_.startStep ||
+                         !compressed::isCoded({.hierarchical = options_.isHierarchical}, communicator.topology());
     const Division division = isExact ? Division{} : powersgd::divide(bucket, options_.worth);
     if (!division.groups.empty()) return reduceByFactors(bucket, division, communicator);
     const Stage stage(bucket.seconds, "allreduce");
@@ -60,6 +60,11 @@ class PowerSgd final : public Algorithm {
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
   [[nodiscard]] bool sendsByStep() const override { return true; }
+  [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
+    return compressed::whyUncoded({.hierarchical = options_.isHierarchical}, topology);
+  }
+
+  [[nodiscard]] int64_t stateBytes() const override { return residuals_.bytes() + starts_.bytes(); }
 
   [[nodiscard]] AlgorithmState state() const override {
     AlgorithmState state = residuals_.state();

@@ -69,6 +69,13 @@ void StartingFactors::keep(const MatrixGroup& group, const at::Tensor& q) {
 
 bool StartingFactors::isName(const std::string& name) { return positionIn(name) >= 0; }
 
+int64_t StartingFactors::bytes() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t bytes = 0;
+  for (const auto& [parameter, q] : kept_) bytes += static_cast<int64_t>(q.nbytes());
+  return bytes;
+}
+
 AlgorithmState StartingFactors::state() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   AlgorithmState state;

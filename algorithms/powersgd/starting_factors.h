@@ -26,6 +26,8 @@ class StartingFactors {
   // What the next step starts from.
   void keep(const MatrixGroup& group, const at::Tensor& q);
 
+  [[nodiscard]] int64_t bytes() const;
+
   // By parameter: "q.<position>", (rank, columns).
   static bool isName(const std::string& name);
   [[nodiscard]] AlgorithmState state() const;

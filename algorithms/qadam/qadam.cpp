@@ -47,7 +47,8 @@ class QAdam final : public Algorithm {
       updateMomenta(bucket.entries, *momenta);
     }
     auto coding = compressed::codingOf(CodecRegistry::find(codec_).codec, bucket.key);
-    const bool remembers = hasFeedback_ && !bucket.entries.empty() && compressed::isCoded(options_, communicator);
+    const bool remembers =
+        hasFeedback_ && !bucket.entries.empty() && compressed::isCoded(options_, communicator.topology());
     if (remembers) {
       feedback_.beginBucket(bucket.step);
       feedback_.useFor(bucket, codec_, options_, communicator, coding);
@@ -61,6 +62,9 @@ class QAdam final : public Algorithm {
   void load(const AlgorithmState& state, StepContext& context) override { feedback_.load(state, context.parameters()); }
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
+  [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
+    return compressed::whyUncoded(options_, topology);
+  }
 
  private:
   struct Tensors {

@@ -28,18 +28,31 @@ Rounding roundingOf(const std::string& name) {
   return Rounding::kStochastic;
 }
 
+bool areSmall(const std::string& residuals) {
+  if (residuals == "float32") return false;
+  TORCH_CHECK_VALUE(residuals == "8bit",
+                    "option 'residuals' of algorithm 'quantized_allreduce' takes 'float32' or '8bit', got '", residuals,
+                    "'");
+  return true;
+}
+
 // Mean of the gradients with few bits for most of them, and error feedback. The gradients of a bucket that are to stay
 // exact, or that another codec takes, travel in the same messages.
 class QuantizedAllReduce final : public Algorithm {
  public:
-  QuantizedAllReduce(Selection selection, const compressed::MeanOptions& options, bool hasFeedback, Rounding rounding)
-      : selection_(std::move(selection)), options_(options), hasFeedback_(hasFeedback), rounding_(rounding) {}
+  QuantizedAllReduce(Selection selection, const compressed::MeanOptions& options, bool hasFeedback,
+                     bool hasSmallResiduals, Rounding rounding)
+      : selection_(std::move(selection)),
+        options_(options),
+        hasFeedback_(hasFeedback),
+        rounding_(rounding),
+        feedback_(hasSmallResiduals) {}
 
   void useParameters(const std::vector<ParameterFacts>& facts) override { selection_.useParameters(facts); }
 
   void reduce(Bucket& bucket, Communicator& communicator) override {
     if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
-    if (!compressed::isCoded(options_, communicator)) {
+    if (!compressed::isCoded(options_, communicator.topology())) {
       const Stage stage(bucket.seconds, "allreduce");
       communicator.allReduce(bucket.flat, options_.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
       return;
@@ -55,6 +68,7 @@ class QuantizedAllReduce final : public Algorithm {
     if (remembers) {
       const bool keepsPlace = sections.front().pieces.empty() && !sections.front().codec.empty();
       if (keepsPlace) forgetOthers(sections, sums.front(), communicator);
+      keepResiduals(sections, sums, bucket.seconds, communicator);
       const Stage stage(bucket.seconds, "check");
       feedback_.endBucket(bucket.flat);
     }
@@ -62,6 +76,9 @@ class QuantizedAllReduce final : public Algorithm {
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
   [[nodiscard]] bool averages() const override { return options_.average; }
+  [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
+    return compressed::whyUncoded(options_, topology);
+  }
   [[nodiscard]] int64_t stateBytes() const override { return feedback_.bytes(); }
   [[nodiscard]] AlgorithmState state() const override { return feedback_.state(); }
   void load(const AlgorithmState& state, StepContext& context) override { feedback_.load(state, context.parameters()); }
@@ -160,11 +177,21 @@ class QuantizedAllReduce final : public Algorithm {
     compressed::Coding coding = compressed::codingOf(codec, bucket.key);
     coding.sender.rounding = coding.owner.rounding = rounding;
     if (remembers) {
-      const Bucket own{.flat = section.flat, .entries = section.entries};
-      feedback_.useFor(own, section.codec, options_, communicator, coding);
+      feedback_.useFor(bucketOf(section), section.codec, options_, communicator, coding);
     }
     return coding;
   }
+
+  void keepResiduals(const std::vector<Section>& sections, const std::vector<compressed::Sum>& sums,
+                     StageSeconds& seconds, const Communicator& communicator) {
+    const Stage stage(seconds, "keep_residuals");
+    for (size_t i = 0; i < sections.size(); ++i) {
+      if (sections[i].codec.empty()) continue;
+      feedback_.keep(bucketOf(sections[i]), sections[i].codec, options_, communicator, sums[i].coding);
+    }
+  }
+
+  static Bucket bucketOf(const Section& section) { return {.flat = section.flat, .entries = section.entries}; }
 
   Selection selection_;
   const compressed::MeanOptions options_;
@@ -188,6 +215,9 @@ BAGUA_REGISTER_ALGORITHM({
          {"error_feedback", true,
           "Whether what coding leaves behind is added to the next step's gradients, at the sender and at the "
           "owner of a chunk."},
+         {"residuals", std::string("float32"),
+          "How error feedback keeps what is left behind: 'float32', or '8bit', a moving average in a quarter of the "
+          "memory."},
          {"exact", std::string("1d, embedding, small"),
           "What travels uncoded in the same messages: '1d' (biases, norms), 'embedding', 'head' (the last linear "
           "layer), 'small' (below 1024 elements), and patterns of parameters' names."},
@@ -202,7 +232,8 @@ BAGUA_REGISTER_ALGORITHM({
           std::move(selection),
           compressed::MeanOptions{.hierarchical = options.get<bool>("hierarchical"),
                                   .average = options.get<bool>("average")},
-          options.get<bool>("error_feedback"), roundingOf(options.get<std::string>("rounding")));
+          options.get<bool>("error_feedback"), areSmall(options.get<std::string>("residuals")),
+          roundingOf(options.get<std::string>("rounding")));
     },
 })
 

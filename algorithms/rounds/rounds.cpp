@@ -65,6 +65,11 @@ void Rounds::useTopology(const HostTopology& topology) {
   staysInHost_ = topology_->maxRanksPerHost() > 1;
 }
 
+std::string Rounds::whyUncoded(const HostTopology& topology) const {
+  if (!settings_.codec) return {};
+  return compressed::whyUncoded({.hierarchical = settings_.hierarchical}, topology);
+}
+
 void Rounds::makeFragments(const StepContext& context) {
   for (const auto& positions : cut(context)) {
     Fragment& fragment = fragments_.emplace_back();
@@ -277,6 +282,17 @@ bool Rounds::abort(StepContext& context) {
 bool Rounds::resume(StepContext& /*context*/) { return std::exchange(isPaused_, false); }
 
 // --- Checkpoints -----------------------------------------------------------------------------------------------------
+
+int64_t Rounds::stateBytes() const {
+  int64_t bytes = 0;
+  for (const auto& bucket : allBuckets()) {
+    for (const auto* kept :
+         {&bucket->outer.weights, &bucket->outer.momentum, &bucket->residual, &bucket->ownerResidual}) {
+      if (kept->defined()) bytes += static_cast<int64_t>(kept->nbytes());
+    }
+  }
+  return bytes;
+}
 
 AlgorithmState Rounds::state() const {
   AlgorithmState state{{"step", counterTensor(step_)},

@@ -45,6 +45,7 @@ class Rounds final : public Algorithm {
 
   void useModel(const StepContext& context) override;
   void useTopology(const HostTopology& topology) override;
+  [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override;
 
   // With `hierarchical`, where a host has several ranks.
   [[nodiscard]] bool reducesGradients() const override { return staysInHost_; }
@@ -65,6 +66,7 @@ class Rounds final : public Algorithm {
   bool resume(StepContext& context) override;
   void leave(StepContext& context) override { synchronize(context); }
 
+  [[nodiscard]] int64_t stateBytes() const override;
   // Waits for what is on its way.
   [[nodiscard]] AlgorithmState state() const override;
   void load(const AlgorithmState& state, StepContext& context) override;

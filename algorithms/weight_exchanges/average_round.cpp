@@ -3,6 +3,7 @@
 
 #include <ATen/ops/full.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "algorithms/weights.h"
@@ -27,8 +28,14 @@ AverageRound::AverageRound(std::vector<at::Tensor> snapshots, bool wantsToEnd, c
         outcome->end = Clock::now().time_since_epoch().count();
       })) {}
 
-bool AverageRound::wait() const {
-  work_->wait(kNoTimeout);
+bool AverageRound::wait(Clock::time_point deadline) const {
+  using std::chrono::milliseconds;
+  if (deadline == Clock::time_point::max()) {
+    work_->wait(kNoTimeout);
+  } else {
+    const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
+    work_->wait(std::max(left, milliseconds(1)));
+  }
   return wantsToEnd_ && outcome_->isLast.item<uint8_t>() != 0;
 }
 

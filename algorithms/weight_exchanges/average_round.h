@@ -32,8 +32,8 @@ class AverageRound {
 
   [[nodiscard]] bool isCompleted() const { return work_->isCompleted(); }
   // Waits; on CUDA the current stream does, and the host where this rank wants to end. Returns whether all ranks want
-  // to: the same on all.
-  [[nodiscard]] bool wait() const;
+  // to: the same on all. Throws where it is not over at the deadline.
+  [[nodiscard]] bool wait(Clock::time_point deadline = Clock::time_point::max()) const;
 
   // After wait(); of each snapshot one of the two, once. `average` has the type of the snapshot; the change, which is
   // the average less the snapshot, is of float32, of float64 for float64.

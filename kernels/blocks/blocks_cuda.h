@@ -4,10 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/blocks/blocks_formats.h"
 #include "kernels/blocks/blocks_source.h"
+#include "kernels/blocks/per_element.h"
 
 // The block codecs on device memory. The launchers enqueue and return cudaGetLastError(); they neither allocate nor
 // synchronise, so they may be captured in a graph. Any alignment works.
@@ -33,25 +33,7 @@ struct ElementKernels {
   cudaError_t (*add)(const uint8_t* packed, int64_t length, T* sums, const Launch& launch);
 };
 
-struct FormatKernels {
-  ElementKernels<float> ofFloat;
-  ElementKernels<double> ofDouble;
-  ElementKernels<HalfBits> ofHalf;
-  ElementKernels<BFloat16Bits> ofBFloat16;
-
-  template <class Element>
-  [[nodiscard]] const ElementKernels<Element>& of() const {
-    if constexpr (std::is_same_v<Element, float>) {
-      return ofFloat;
-    } else if constexpr (std::is_same_v<Element, double>) {
-      return ofDouble;
-    } else if constexpr (std::is_same_v<Element, HalfBits>) {
-      return ofHalf;
-    } else {
-      return ofBFloat16;
-    }
-  }
-};
+using FormatKernels = PerElement<ElementKernels>;
 
 template <class Format>
 const FormatKernels& kernelsOf();

@@ -288,15 +288,11 @@ BAGUA_HOST_DEVICE float levelOfScale(uint64_t scale) {
   return times(floatOfBFloat16(static_cast<uint32_t>(scale)), 0x1p-16F);
 }
 
-// Two bits: a sign, and one of two levels.
-struct TwoBits {
-  static constexpr int kBits = 2;
+// What the formats of one and two bits have in common: a group is rotated, and then coded by the levels of the format.
+template <class Format>
+struct RotatedFormat {
   static constexpr int kScaleBytes = 2;
   static constexpr bool kIsRotated = true;
-  // The larger level is the smaller one times kRatio. kBound divides them, in means of the magnitudes. Both are
-  // those of least error for normal numbers, or nearly: exact in few bits.
-  static constexpr float kRatio = 3.25F;
-  static constexpr float kBound = 1.25F;
 
   template <class Machine, bool kIsStochastic>
   static BAGUA_GROUP Coded<Machine> code(typename Machine::Floats (&x)[Machine::kParts], const Draw& draw) {
@@ -305,11 +301,20 @@ struct TwoBits {
     if (content != Content::kNumbers) return withoutNumbers<Machine>(content == Content::kNan ? kNanScale : 0);
     if (largest > kLargest) clampToLargest<Machine>(x);
     rotate<Machine>(x, draw);
-    if constexpr (kIsStochastic) return codeAtRandom<Machine>(x, draw);
-    return codeNearest<Machine>(x);
+    if constexpr (kIsStochastic) return Format::template codeAtRandom<Machine>(x, draw);
+    return Format::template codeNearest<Machine>(x);
   }
 
   BAGUA_HOST_DEVICE static bool isNan(uint64_t scale) { return EightBits::isNan(scale); }
+};
+
+// Two bits: a sign, and one of two levels.
+struct TwoBits : RotatedFormat<TwoBits> {
+  static constexpr int kBits = 2;
+  // The larger level is the smaller one times kRatio. kBound divides them, in means of the magnitudes. Both are
+  // those of least error for normal numbers, or nearly: exact in few bits.
+  static constexpr float kRatio = 3.25F;
+  static constexpr float kBound = 1.25F;
 
   template <class Machine>
   static BAGUA_GROUP void values(const Coded<Machine>& coded, const Draw& draw,
@@ -324,6 +329,8 @@ struct TwoBits {
   }
 
  private:
+  friend RotatedFormat<TwoBits>;
+
   // The scale is that of least error for the codes.
   template <class Machine>
   static BAGUA_GROUP Coded<Machine> codeNearest(const typename Machine::Floats (&x)[Machine::kParts]) {
@@ -370,23 +377,8 @@ struct TwoBits {
 };
 
 // One bit: the sign.
-struct OneBit {
+struct OneBit : RotatedFormat<OneBit> {
   static constexpr int kBits = 1;
-  static constexpr int kScaleBytes = 2;
-  static constexpr bool kIsRotated = true;
-
-  template <class Machine, bool kIsStochastic>
-  static BAGUA_GROUP Coded<Machine> code(typename Machine::Floats (&x)[Machine::kParts], const Draw& draw) {
-    const float largest = Machine::largest(x);
-    const Content content = contentOf(largest);
-    if (content != Content::kNumbers) return withoutNumbers<Machine>(content == Content::kNan ? kNanScale : 0);
-    if (largest > kLargest) clampToLargest<Machine>(x);
-    rotate<Machine>(x, draw);
-    if constexpr (kIsStochastic) return codeAtRandom<Machine>(x, draw);
-    return codeNearest<Machine>(x);
-  }
-
-  BAGUA_HOST_DEVICE static bool isNan(uint64_t scale) { return EightBits::isNan(scale); }
 
   template <class Machine>
   static BAGUA_GROUP void values(const Coded<Machine>& coded, const Draw& draw,
@@ -397,6 +389,8 @@ struct OneBit {
   }
 
  private:
+  friend RotatedFormat<OneBit>;
+
   template <class Machine>
   static BAGUA_GROUP Coded<Machine> codeNearest(const typename Machine::Floats (&x)[Machine::kParts]) {
     Coded<Machine> coded;

@@ -7,6 +7,7 @@
 
 #include "kernels/blocks/blocks_source.h"
 #include "kernels/blocks/blocks_vectors.h"
+#include "kernels/blocks/per_element.h"
 
 // The block codecs on host memory: loops over groups, compiled once for each instruction set by the sources beside
 // this file. No pointer needs an alignment beyond its element's.
@@ -25,25 +26,7 @@ struct ElementLoops {
   void (*divide)(const T* sums, T divisor, int64_t count, Element* values);
 };
 
-struct FormatLoops {
-  ElementLoops<float> ofFloat;
-  ElementLoops<double> ofDouble;
-  ElementLoops<HalfBits> ofHalf;
-  ElementLoops<BFloat16Bits> ofBFloat16;
-
-  template <class Element>
-  [[nodiscard]] const ElementLoops<Element>& of() const {
-    if constexpr (std::is_same_v<Element, float>) {
-      return ofFloat;
-    } else if constexpr (std::is_same_v<Element, double>) {
-      return ofDouble;
-    } else if constexpr (std::is_same_v<Element, HalfBits>) {
-      return ofHalf;
-    } else {
-      return ofBFloat16;
-    }
-  }
-};
+using FormatLoops = PerElement<ElementLoops>;
 
 struct Loops {
   FormatLoops eightBits;

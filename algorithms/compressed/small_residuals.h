@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "algorithms/bucket.h"
+#include "algorithms/parameter_state.h"
+#include "kernels/small_numbers/small_numbers.h"
+
+namespace bagua::compressed {
+
+// What ParameterState is, with 8 bits for a number: values are copied out and in. A checkpoint has them as float32.
+class SmallResiduals {
+ public:
+  explicit SmallResiduals(const std::string& name) : moved_(name) {}
+
+  // A copy of the state of the elements in `pieces` of the bucket's flat tensor. What the bucket's parameters held of
+  // other elements is appended to `orphans`, and gone.
+  at::Tensor read(const Bucket& bucket, const std::vector<Piece>& pieces, std::vector<ParameterState::Orphan>& orphans);
+  // Replaces all that the bucket's parameters held.
+  void write(const Bucket& bucket, const std::vector<Piece>& pieces, const at::Tensor& values);
+  // The same by keep * (what `other` holds of these pieces, and has been read) + gain * left.
+  void writeBlend(const Bucket& bucket, const std::vector<Piece>& pieces, const SmallResiduals& other, float keep,
+                  const at::Tensor& left, float gain);
+
+  [[nodiscard]] int64_t bytes() const;
+  [[nodiscard]] AlgorithmState state() const;
+  void load(const AlgorithmState& state, const std::vector<at::Tensor>& parameters);
+
+ private:
+  struct Kept {
+    std::vector<int64_t> positions;
+    // Elements of each parameter.
+    std::vector<int64_t> lengths;
+    std::vector<Piece> pieces;
+    SmallNumbers numbers;
+
+    [[nodiscard]] bool isOf(const std::vector<int64_t>& otherPositions, const std::vector<Piece>& otherPieces) const;
+    void copyTo(ParameterState& state) const;
+  };
+
+  [[nodiscard]] SmallNumbers numbersOf(const Bucket& bucket, const std::vector<Piece>& pieces) const;
+  void replace(const Bucket& bucket, const std::vector<Piece>& pieces, SmallNumbers numbers);
+
+  mutable std::mutex mutex_;
+  std::vector<Kept> kept_;
+  // Of parameters whose elements are not kept as they were last asked for: from a checkpoint, or of other buckets.
+  ParameterState moved_;
+};
+
+}  // namespace bagua::compressed
