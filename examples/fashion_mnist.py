@@ -128,8 +128,12 @@ def train(
     )
     losses: list[Tensor] = []
     accuracies: list[float] = []
-    with tqdm(total=args.epochs * steps, desc=args.algorithm, unit="step", disable=rank != 0, mininterval=0.5) as bar:
-        for _ in range(args.epochs):
+    # In a file or another program's window, where a bar would leave hundreds of lines, a line an epoch.
+    is_terminal = sys.stderr.isatty()
+    hidden = rank != 0 or not is_terminal
+    start = time.perf_counter()
+    with tqdm(total=args.epochs * steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as bar:
+        for epoch in range(args.epochs):
             order = torch.randperm(len(images), generator=shuffle)[rank::ranks].to(images.device)
             for chosen in order.split(args.batch // ranks)[:steps]:
                 loss = cross_entropy(model(mirror_half(images[chosen])), labels[chosen], label_smoothing=0.1)
@@ -140,10 +144,34 @@ def train(
                 losses.append(loss.detach())
                 bar.update()
             accuracies.append(evaluate(model, test_images, test_labels))
-            bar.set_postfix(loss=f"{losses[-1].item():.3f}", test_accuracy=f"{accuracies[-1]:.4f}")
+            last = {"loss": f"{losses[-1].item():.3f}", "test_accuracy": f"{accuracies[-1]:.4f}"}
+            bar.set_postfix(last)
+            if rank == 0 and not is_terminal:
+                seconds = time.perf_counter() - start
+                figures = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in last.items())
+                print(f"{args.algorithm}: epoch {epoch + 1} of {args.epochs}: {figures}, {seconds:.0f} s", flush=True)
     mean_losses = torch.stack(losses)
     dist.all_reduce(mean_losses)
     return (mean_losses / ranks).tolist(), accuracies
+
+
+def time_steps(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, data: tuple[Tensor, ...], args: argparse.Namespace
+) -> list[float]:
+    """Seconds of each of the first steps, on this rank; all ranks begin and end them together."""
+    images, labels, *_ = data
+    seconds = []
+    for chosen in torch.arange(args.time_steps * args.batch, device=images.device).split(args.batch):
+        own = chosen[dist.get_rank() :: dist.get_world_size()]
+        dist.barrier()
+        start = time.perf_counter()
+        loss = cross_entropy(model(images[own]), labels[own], label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def arguments() -> argparse.Namespace:
@@ -156,6 +184,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256, help="images a step, over all ranks")
     parser.add_argument("--lr", type=float, help="the highest learning rate of the schedule (0.2; qadam: 0.006)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--time-steps", type=int, default=0, help="take only so many steps, and write their seconds")
     parser.add_argument("--output", type=Path, help="where rank 0 writes the result as JSON")
     return parser.parse_args()
 
@@ -174,6 +203,12 @@ def main() -> None:
     handle = bagua.register_comm_hook(model, args.algorithm, optimizer=optimizer, **args.options)
     # ------- everything else is as in any DistributedDataParallel script -------------------------
 
+    if args.time_steps:
+        seconds_of_steps = time_steps(model, optimizer, data, args)
+        if dist.get_rank() == 0 and args.output:
+            args.output.write_text(json.dumps(seconds_of_steps))
+        dist.destroy_process_group()
+        return
     start = time.perf_counter()
     losses, accuracies = train(model, optimizer, data, args)
     if args.algorithm == "async":

@@ -8,13 +8,12 @@ With --rounds behind it: weights in rounds, not gradients in steps.
 
 import sys
 import tempfile
-from typing import Any
 
-import bagua
 import torch
 import torch.distributed as dist
+from bagua.transformers import BaguaCallback
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
@@ -26,24 +25,6 @@ class Counting(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = (torch.arange(16) + index) % 50
         return {"input_ids": tokens, "labels": tokens}
-
-
-class Compression(TrainerCallback):
-    """bagua: registers the algorithm once the Trainer has wrapped the model."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model = trainer.model_wrapped
-        if "--rounds" in sys.argv:
-            options = {"sync_every": 10, "fragments": 2, "delay": 2}
-            self.handle = bagua.register_comm_hook(model, "diloco", optimizer=kwargs["optimizer"], **options)
-        else:
-            self.handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.handle.synchronize()  # after rounds all ranks hold the same weights
-        stats = self.handle.stats()
-        if state.is_world_process_zero:
-            print(f"{stats['logical_bytes']:,} bytes of gradients, {stats['wire_bytes']:,} bytes sent")
 
 
 dist.init_process_group(backend="bagua")  # bagua: transformers takes over the group that it finds
@@ -63,7 +44,15 @@ with tempfile.TemporaryDirectory() as folder:
             report_to="none",
         ),
         train_dataset=Counting(),
-        callbacks=[Compression()],  # bagua
     )
+    # bagua: registers the algorithm once the Trainer has wrapped the model, and logs bytes and seconds beside the loss
+    if "--rounds" in sys.argv:
+        callback = BaguaCallback(trainer, "diloco", sync_every=10, fragments=2, delay=2)
+    else:
+        callback = BaguaCallback(trainer, "bytegrad", hierarchical=False)
+    trainer.add_callback(callback)
     trainer.train()
+    stats = callback.handle.stats()
+    if trainer.is_world_process_zero():
+        print(f"{stats['logical_bytes']:,} bytes of gradients, {stats['wire_bytes']:,} bytes sent")
 dist.destroy_process_group()

@@ -63,7 +63,11 @@ py::dict pythonValues(const std::string& algorithm, const OptionValues& values) 
 }
 
 // Exactly the types of an option: pybind11's own casters would take None for False, and any object with __float__.
-OptionValues optionValues(const std::string& algorithm, const py::dict& given) {
+// Names come first: the value of one that does not exist may be anything. `others` as for checkOptionName().
+OptionValues optionValues(const std::string& algorithm, const py::dict& given,
+                          const std::vector<std::string>& others = {}) {
+  const auto& declared = AlgorithmRegistry::find(algorithm).options;
+  for (const auto& [name, value] : given) checkOptionName(algorithm, declared, py::cast<std::string>(name), others);
   OptionValues values;
   for (const auto& [name, value] : given) {
     OptionValue& converted = values[py::cast<std::string>(name)];
@@ -139,12 +143,31 @@ Executors executorsOfGroup(const c10::intrusive_ptr<ProcessGroupBagua>& group) {
   return {std::shared_ptr<ExecutorProvider>(provider, std::move(release))};
 }
 
+// Of this process. Guarded by the GIL.
+std::vector<std::weak_ptr<BackendExecutors>>& executorsOverBackends() {
+  static std::vector<std::weak_ptr<BackendExecutors>> known;
+  return known;
+}
+
 Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& groupName,
                                const std::vector<std::string>& records, std::chrono::milliseconds timeout,
                                const c10::intrusive_ptr<c10d::Store>& store, const std::vector<uint64_t>& globalRanks) {
-  return {
-      std::shared_ptr<BackendExecutors>(new BackendExecutors(backend, groupName, records, timeout, store, globalRanks),
-                                        [](BackendExecutors* executors) { withoutGil([=] { delete executors; }); })};
+  const std::shared_ptr<BackendExecutors> made(
+      new BackendExecutors(backend, groupName, records, timeout, store, globalRanks),
+      [](BackendExecutors* executors) { withoutGil([=] { delete executors; }); });
+  auto& known = executorsOverBackends();
+  std::erase_if(known, [](const auto& executors) { return executors.expired(); });
+  known.push_back(made);
+  return {made};
+}
+
+// A hook keeps them, also where the script has destroyed all groups.
+void shutDownExecutorsOverBackends() {
+  // A copy: another thread may make some meanwhile.
+  const auto left = executorsOverBackends();
+  for (const auto& known : left) {
+    if (const auto executors = known.lock()) withoutGil([&] { executors->shutdown(); });
+  }
 }
 
 // The same executors, with which a Python object ends: their group, where it was made for them alone.
@@ -190,7 +213,8 @@ void bindBucketOperations(py::module& module) {
              return bucket_operations::startAverageRound(*executors.provider, flat, wantsToEnd);
            }),
            py::arg("executors"), py::arg("flat"), py::arg("wants_to_end"), noGil)
-      .def("wait", &AverageRound::wait, noGil)
+      .def(
+          "wait", [](const AverageRound& self) { return self.wait(); }, noGil)
       .def(
           "take_change", [](AverageRound& self) { return self.takeChange(0); }, noGil);
 }
@@ -233,6 +257,7 @@ void bindControl(HookClass& hook) {
       .def("synchronize", &HookRunner::synchronize, noGil)
       .def("abort", &HookRunner::abort, noGil)
       .def("resume", &HookRunner::resume, noGil)
+      .def("end_within", &HookRunner::endWithin, py::arg("limit"), noGil)
       .def("after_forward", &HookRunner::afterForward, py::arg("outputs"), noGil)
       .def_property_readonly("is_before_step", &HookRunner::isBeforeStep)
       .def(
@@ -247,6 +272,8 @@ void bindControl(HookClass& hook) {
       .def("step", &HookRunner::step)
       .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), py::arg("step"), noGil)
       .def("stats", &statsDict)
+      .def("reset_stats", &HookRunner::resetStats)
+      .def_property_readonly("why_uncoded", &HookRunner::whyUncoded)
       .def_property_readonly("name", &HookRunner::name)
       .def_property_readonly("wants_small_buckets", &HookRunner::wantsSmallBuckets)
       .def_property_readonly("host_ranks", &HookRunner::hostRanks)
@@ -260,6 +287,7 @@ void bindHook(py::module& module) {
   module.def("executors_of_group", &executorsOfGroup, py::arg("group"));
   module.def("executors_over_backend", &executorsOverBackend, py::arg("backend"), py::arg("group_name"),
              py::arg("records"), py::arg("timeout"), py::arg("store"), py::arg("global_ranks"));
+  module.def("shut_down_executors_over_backends", &shutDownExecutorsOverBackends);
   module.def("with_owned", &withOwned, py::arg("executors"), py::arg("owned"));
   const auto noGil = py::call_guard<py::gil_scoped_release>();
   HookClass hook(module, "Hook");
@@ -309,7 +337,8 @@ void bindHook(py::module& module) {
           [](HookRunner& self, const Executors& executors, const std::string& parameters, const std::string& optimizer,
              const std::string& device) {
             const std::string own = self.name() + "(" + self.options().toString() + ")" + optimizer;
-            self.useTopology(agreeOn({own, parameters}, kOfRegistration, *executors.provider, at::Device(device)));
+            agreeOn({own, parameters}, kOfRegistration, *executors.provider, at::Device(device));
+            self.useTopology();
           },
           py::arg("executors"), py::arg("parameters"), py::arg("optimizer"), py::arg("device"), noGil)
       .def(
@@ -350,13 +379,17 @@ void bindAlgorithms(py::module& module) {
   module.def("codec_names", &CodecRegistry::names);
   module.def(
       "check_options",
-      [](const std::string& name, const py::dict& options) {
-        const Options complete(name, AlgorithmRegistry::find(name).options, optionValues(name, options));
+      [](const std::string& name, const py::dict& options, const std::vector<std::string>& others) {
+        const auto& info = AlgorithmRegistry::find(name);
+        const Options complete(name, info.options, optionValues(name, options, others));
+        // Its constructor knows which values there are.
+        static_cast<void>(info.create(complete));
         return pythonValues(name, complete.values());
       },
-      py::arg("name"), py::arg("options"),
+      py::arg("name"), py::arg("options"), py::arg("other_names") = std::vector<std::string>(),
       "All options of an algorithm with the defaults filled in. Unknown names are a ValueError that lists the valid "
-      "ones, values of a wrong type a TypeError.");
+      "ones and suggests one of them, or of other_names, which the caller takes besides; so are values out of range. "
+      "Values of a wrong type are a TypeError.");
   module.def(
       "refuse_registration",
       [](const Executors& executors, const std::string& device) {

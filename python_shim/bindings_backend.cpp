@@ -7,6 +7,8 @@
 #include "backend/health/flight_recorder.h"
 #include "backend/operation/timeouts.h"
 #include "backend/process_group/process_group_bagua.h"
+#include "backend/security/job_security.h"
+#include "backend/security/sealed_store.h"
 #include "backend/topology/rank_record.h"
 #include "backend/topology/topology.h"
 #include "python_shim/bindings.h"
@@ -73,6 +75,15 @@ void bindBackend(py::module& module) {
       "The last operations of this process, pickled as torch's flight recorder does.");
   module.attr("LONGEST_TIMEOUT") = py::cast(kLongestTimeout);
   module.def("local_host_id", &localHostId, "What identifies this process's host to its peers.");
+  module.def("sealed_store", &sealedStore, py::arg("store"),
+             "The store as the ranks of this job are to use it: sealed where the job has a secret, else as it is.");
+  module.def(
+      "job_secret_fingerprint",
+      [] {
+        const auto security = jobSecurity();
+        return security ? security->fingerprint() : std::string();
+      },
+      "Tells job secrets apart; empty where this process has none.");
   module.def("own_record", &ownRecord, "What this process tells the other ranks of a new group.");
 }
 

@@ -13,6 +13,7 @@ from bagua.codecs import available_codecs
 from bagua.handle import Handle
 from bagua.hooks import available_algorithms, comm_hook, register_comm_hook
 from bagua.optimizers import QAdamOptimizer
+from bagua.stats import Stats
 
 __version__ = _native.package_version()
 
@@ -20,6 +21,7 @@ __all__ = [
     "Handle",
     "Options",
     "QAdamOptimizer",
+    "Stats",
     "available_algorithms",
     "available_codecs",
     "comm_hook",

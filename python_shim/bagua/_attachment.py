@@ -72,6 +72,12 @@ def refuse_uneven_division(ddp: nn.Module, args: Any) -> None:
         )
 
 
+def say_if_nothing_is_coded(hook: _C.Hook, group: dist.ProcessGroup) -> None:
+    """Log one line, on rank 0, where the algorithm could compress, but not between the ranks that there are."""
+    if dist.get_rank(group) == 0 and hook.why_uncoded:
+        _logger.warning("algorithm %r compresses nothing. %s", hook.name, hook.why_uncoded)
+
+
 def facts_of(optimizer: Optimizer | None) -> str:
     """Return what has to be the same of the optimizers of all ranks."""
     if not isinstance(optimizer, QAdamOptimizer):
@@ -86,14 +92,19 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
+def class_of_optimizer(expected: str) -> str:
+    """Return the class of optimizer that an algorithm expects, as a user writes it."""
+    return "bagua.QAdamOptimizer" if expected == "QAdamOptimizer" else "torch.optim.Optimizer"
+
+
 def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str, expected: str) -> None:
     """Refuse an optimizer that is missing, of another class than `expected`, or not that of the model."""
     if optimizer is None:
         raise ValueError(f"algorithm {algorithm!r} acts on what the optimizer does: pass it as optimizer=")
     if not isinstance(optimizer, _OPTIMIZER_CLASSES[expected]):
-        kind = "bagua.QAdamOptimizer" if expected == "QAdamOptimizer" else "torch.optim.Optimizer"
         raise ValueError(
-            f"algorithm {algorithm!r} needs an optimizer of class {kind}, got {type(optimizer).__qualname__}"
+            f"algorithm {algorithm!r} needs an optimizer of class {class_of_optimizer(expected)}, got "
+            f"{type(optimizer).__qualname__}"
         )
     if isinstance(optimizer, LBFGS):
         raise ValueError(
@@ -119,13 +130,23 @@ def check_model(ddp: DistributedDataParallel, algorithm: str, info: dict[str, An
         raise ValueError(f"algorithm {algorithm!r} takes a model on one device, got {sorted(map(str, devices))}")
     if not info["runs_in_background"]:
         return
-    reason = f"ranks do not wait for each other in a step with algorithm {algorithm!r}"
-    if info["steps_may_differ"]:
-        reason = f"ranks may take different numbers of steps with algorithm {algorithm!r}"
+    reason = _why_nobody_waits(algorithm, info)
     if (info["steps_may_differ"] or is_hierarchical) and ddp.find_unused_parameters and not ddp.static_graph:
         raise ValueError(f"{reason}, but find_unused_parameters=True communicates in every step: switch it off")
-    if any(isinstance(module, nn.SyncBatchNorm) for module in ddp.modules()):
+    check_layers(ddp, algorithm, info)
+
+
+def check_layers(model: nn.Module, algorithm: str, info: dict[str, Any]) -> None:
+    """Refuse layers that wait for the other ranks, with an algorithm that runs in the background."""
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        reason = _why_nobody_waits(algorithm, info)
         raise ValueError(f"{reason}, but SyncBatchNorm communicates in every forward: use BatchNorm")
+
+
+def _why_nobody_waits(algorithm: str, info: dict[str, Any]) -> str:
+    if info["steps_may_differ"]:
+        return f"ranks may take different numbers of steps with algorithm {algorithm!r}"
+    return f"ranks do not wait for each other in a step with algorithm {algorithm!r}"
 
 
 class Attachment:

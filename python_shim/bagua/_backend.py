@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from bagua import _at_exit
 from bagua._fresh_store import fresh_part
 from bagua._native import _C
 
@@ -28,24 +27,6 @@ def _make_host_backend(store: dist.Store, rank: int, size: int, timeout: timedel
             "install a torch from PyPI"
         )
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-
-
-def _shut_down_groups() -> None:
-    """Shut down the groups that a script leaves behind when it ends.
-
-    A communication thread that drops a tensor while the interpreter goes away would end the process by a signal.
-    """
-    for group in list(distributed_c10d._world.pg_map):
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-            if isinstance(backend, _C.ProcessGroupBagua):
-                backend.shutdown()
-
-
-@functools.cache
-def _shut_down_groups_at_exit() -> None:
-    atexit.register(_shut_down_groups)
 
 
 @contextlib.contextmanager
@@ -82,7 +63,7 @@ def create_backend(dist_backend_opts: _DistributedBackendOptions, pg_options: An
     options._timeout = min(dist_backend_opts.timeout, _C.LONGEST_TIMEOUT)
     options.group_name = dist_backend_opts.group_id
     options.global_ranks_in_group = list(dist_backend_opts.global_ranks_in_group)
-    _shut_down_groups_at_exit()
+    _at_exit.install()
     rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
     with _uncounted_if_it_fails(dist_backend_opts.group_id):
         store = fresh_part(dist_backend_opts.store, rank, size, options._timeout)

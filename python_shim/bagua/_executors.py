@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua._fresh_store import new_name
+from bagua import _at_exit
+from bagua._fresh_store import fresh_part, new_name
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 
@@ -47,12 +48,26 @@ def _private_group(
     return new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, timeout)
 
 
+def _records_of(group: dist.ProcessGroup, timeout: timedelta) -> list[str]:
+    """Return what each rank says of itself. Collective."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if not _C.job_secret_fingerprint():
+        records: list[str] = [""] * size
+        dist.all_gather_object(records, _C.own_record(), group=group)
+        return records
+    # What comes over another backend is of anybody: neither to be unpickled nor to be believed.
+    store = fresh_part(dist.PrefixStore("bagua_records", group.get_group_store()), rank, size, timeout)
+    store.set(str(rank), _C.own_record())
+    store.wait([str(member) for member in range(size)], timeout)
+    return [store.get(str(member)).decode() for member in range(size)]
+
+
 def _executors_over(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Any:
     backend = _unwrapped(group._get_backend(device))
     if isinstance(backend, _C.ProcessGroupBagua):
         return _C.executors_of_group(backend)
-    records: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(records, _C.own_record(), group=group)
+    _at_exit.install()
+    records = _records_of(group, timeout)
     # A group for CPU tensors is the hook's own, and so is its store. NCCL has a watchdog itself.
     store = group.get_group_store() if device.type == "cpu" else None
     ranks = dist.get_process_group_ranks(group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,6 +18,10 @@ from bagua._native import _C
 
 # How often a rank that waits looks whether the ranks have been called together anew.
 _SLICE = timedelta(milliseconds=500)
+# How often it looks whether it waits for a rank that cannot hear it.
+_LOOK = timedelta(seconds=5)
+# Begins what rank 0 says in the place of a meeting's name, which is hexadecimal.
+_REFUSED = "refused: "
 
 
 class _Meeting:
@@ -30,7 +34,10 @@ class _Meeting:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         # Of another size: torchrun goes on with the same store where the number of its hosts changes.
-        self._store = dist.PrefixStore(f"meeting/{size}", store)
+        self._store = dist.PrefixStore(f"meeting/{size}", _C.sealed_store(store))
+        # Of ranks with different secrets none sees what another writes, but for this.
+        self._secrets = dist.PrefixStore(f"secrets/{size}", store)
+        self._secret = _C.job_secret_fingerprint()
         self._rank, self._size = rank, size
         self._timeout = min(timeout, _C.LONGEST_TIMEOUT)
         self._end = time.monotonic() + self._timeout.total_seconds()
@@ -39,13 +46,14 @@ class _Meeting:
 
     def name(self) -> str:
         """Return the name of the meeting, once it has begun."""
+        self._secrets.set(str(self._rank), self._secret)
         self._store.set(f"came/{self._rank}", self._ticket)
         return self._call_together() if self._rank == 0 else self._follow_calls()
 
     def _call_together(self) -> str:
         came = [f"came/{rank}" for rank in range(self._size)]
-        while not self._wait(came):
-            pass
+        while not self._wait(came, _LOOK):
+            self._compare_secrets(range(1, self._size))
         called: list[bytes] = []
         while True:
             tickets = self._store.multi_get(came)
@@ -60,15 +68,46 @@ class _Meeting:
 
     def _follow_calls(self) -> str:
         call = f"called/{self._rank}/{self._ticket}"
-        while not self._wait([call]):
-            pass
+        while not self._wait([call], _LOOK):
+            self._compare_secrets([0])
         while True:
             name = self._store.get(call).decode()
+            if name.startswith(_REFUSED):
+                raise self._refusal(name.removeprefix(_REFUSED))
             if name != self._name:
                 self._name = name
                 self._store.set(self._seat(self._rank), "")
             if self._wait([self._beginning()], _SLICE):
                 return self._name
+
+    def _compare_secrets(self, ranks: Iterable[int]) -> None:
+        # Fingerprints that somebody has made up end what would end in a timeout, sooner.
+        def told(secret: str) -> str:
+            return f"the job secret {secret}" if secret else "no job secret"
+
+        for rank in ranks:
+            if not self._secrets.check([str(rank)]):
+                continue
+            theirs = self._secrets.get(str(rank)).decode(errors="replace")[:16]
+            if theirs != self._secret:
+                why = f"rank {self._rank} has {told(self._secret)}, and rank {rank} {told(theirs)}"
+                if self._rank == 0:
+                    self._refuse_all(why)
+                raise self._refusal(why)
+
+    def _refuse_all(self, why: str) -> None:
+        """Tell those that wait for rank 0, which alone looks at all."""
+        for rank in range(1, self._size):
+            if self._store.check([f"came/{rank}"]):
+                ticket = self._store.get(f"came/{rank}").decode()
+                self._store.set(f"called/{rank}/{ticket}", _REFUSED + why)
+
+    def _refusal(self, why: str) -> Exception:
+        return ValueError(
+            f"bagua: rank {self._rank} of {self._size} could not make the process group: {why} (fingerprints, not the "
+            "secrets themselves). BAGUA_JOB_SECRET, or what is in the file of BAGUA_JOB_SECRET_FILE, is to be the same "
+            "on all ranks"
+        )
 
     def _seat(self, rank: int) -> str:
         return f"here/{self._name}/{rank}"
@@ -111,5 +150,9 @@ def new_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str
 
 
 def fresh_part(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a part of `store` for a new group of `size` ranks, this one `rank`. Every rank of it calls this."""
-    return dist.PrefixStore(f"group/{new_name(store, rank, size, timeout)}", store)
+    """Return a part of `store` for a new group of `size` ranks, this one `rank`. Every rank of it calls this.
+
+    With a job secret it is sealed: see `backend/security/sealed_store.h`. Its name, which no group had before, keeps
+    what was written for another group out of it.
+    """
+    return dist.PrefixStore(f"group/{new_name(store, rank, size, timeout)}", _C.sealed_store(store))

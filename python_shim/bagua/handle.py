@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, cast
 
 from bagua._attachment import PICKLE_ADVICE, Attachment
 from bagua._native import _C
+from bagua.stats import Stats, as_text, means_per_step
 
 OptionValue = bool | int | float | str | None
 # What becomes one: words are kept as "a, b", a mapping as "a=b, c=d".
@@ -15,12 +17,23 @@ OptionArgument = OptionValue | Sequence[str] | Mapping[str, str]
 
 
 class Handle:
-    """What `register_comm_hook` returns: figures and control of one algorithm at work on one model."""
+    """What `register_comm_hook` returns: figures and control of one algorithm at work on one model.
+
+    It is a context manager, for algorithms that run in the background. They end with the block, on all ranks together::
+
+        with bagua.register_comm_hook(model, "async", optimizer=optimizer) as handle:
+            train()
+
+    Without the block, and without `abort`, an "async" that is left at work ends when its group is destroyed, or with
+    the process, if the ranks get there within ten seconds of each other.
+    """
 
     def __init__(self, hook: _C.Hook, attachment: Attachment | None) -> None:
         self._hook = hook
         self._attachment = attachment
         self._is_removed = False
+        # What log_to() wrote last.
+        self._logged: Stats | None = None
 
     @property
     def algorithm(self) -> str:
@@ -32,19 +45,50 @@ class Handle:
         """All of the algorithm's options, with the defaults filled in."""
         return self._hook.options
 
-    def stats(self) -> dict[str, Any]:
-        """Return what this rank has done so far.
+    def stats(self) -> Stats:
+        """Return what this rank has done so far; see `Stats` for keys and units."""
+        return cast("Stats", self._hook.stats())
 
-        Returns:
-            `algorithm`; `steps` and `buckets` (synchronised backwards, and buckets in them); `rounds` (times that the
-            ranks communicated for a step); `logical_bytes` (gradients or weights that had to be communicated);
-            `wire_bytes` (bytes sent to other ranks for them), of which `wire_bytes_in_host` and
-            `wire_bytes_between_hosts`; `state_bytes` (memory that the algorithm keeps between steps, such as the
-            residuals of error feedback); `seconds` (stage -> seconds of the communication threads, of which there
-            are two between hosts; on CUDA the time to enqueue the stage); `memory` (of algorithms that hold weights of
-            their own: what they hold beside the model -> bytes).
+    def reset(self) -> None:
+        """Have `stats` count from zero again, on this rank alone. What is under way counts when it is over."""
+        self._hook.reset_stats()
+        self._logged = None
+
+    def log_to(self, writer: Any, step: int | None = None) -> None:
+        """Write the figures of this rank to TensorBoard or Weights & Biases, for as often as they are to have a point.
+
+        Written are, as `bagua/<name>`, `rounds`, `state_bytes` and means over the steps since the last call:
+        `logical_bytes_per_step`, `bytes_sent_per_step`, `bytes_sent_between_hosts_per_step` (bytes), and
+        `seconds_per_step/<stage>` (seconds). Without a step since the last call nothing is written.
+
+        Args:
+            writer: an object with `add_scalar(tag, value, step)`, such as `torch.utils.tensorboard.SummaryWriter`, or
+                with `log(figures)`, such as what `wandb.init()` returns.
+            step: where the points are. By default at the number of steps that training has taken, or, with W&B, where
+                its next `log` is.
+
+        Raises:
+            TypeError: a writer of another kind.
         """
-        return self._hook.stats()
+        now = self.stats()
+        figures = means_per_step(now, self._logged)
+        if not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
+            raise TypeError(
+                "expected a writer with add_scalar(), such as TensorBoard's SummaryWriter, or with log(), such as what "
+                f"wandb.init() returns, got {type(writer).__qualname__}"
+            )
+        if not figures:
+            return
+        self._logged = now
+        figures |= {"rounds": now["rounds"], "state_bytes": now["state_bytes"]}
+        named = {f"bagua/{name}": figure for name, figure in figures.items()}
+        if hasattr(writer, "add_scalar"):
+            for name, figure in named.items():
+                writer.add_scalar(name, figure, self._hook.step() if step is None else step)
+        elif step is None:
+            writer.log(named, commit=False)
+        else:
+            writer.log(named, step=step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint of this rank needs: the algorithm, its options, bucket layout, steps and state.
@@ -67,15 +111,18 @@ class Handle:
             ValueError: the state is of another algorithm, of other options or of another model, or incomplete.
         """
         self._check_at_work()
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"the checkpoint must be a dict, got {type(state_dict).__qualname__}")
+        missing = [key for key in ("algorithm", "options", "state", "layout") if key not in state_dict]
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks {', '.join(missing)}: pass what the state_dict() of this rank's handle has "
+                "returned, not that of the model or the optimizer"
+            )
         own = {"algorithm": self.algorithm, "options": self.options}
         for key, value in own.items():
-            if state_dict.get(key) != value:
-                raise ValueError(
-                    f"the checkpoint was written with {key} {state_dict.get(key)!r}, this hook has {value!r}"
-                )
-        missing = [key for key in ("state", "layout") if key not in state_dict]
-        if missing:
-            raise ValueError(f"the checkpoint lacks {' and '.join(missing)}: load what state_dict() has returned")
+            if state_dict[key] != value:
+                raise ValueError(f"the checkpoint was written with {key} {state_dict[key]!r}, this hook has {value!r}")
         # A checkpoint from before steps were counted begins with the first.
         self._hook.load(state_dict["state"], state_dict["layout"], state_dict.get("step", 0))
         if self._attachment is not None:
@@ -139,6 +186,19 @@ class Handle:
         self._check_at_work()
         self._hook.resume()
 
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End background communication, as `abort`. After an exception no rank waits for another: nothing is done."""
+        if error is None and not self._is_removed and _C.algorithm_info(self.algorithm)["runs_in_background"]:
+            self.abort()
+
     def _check_at_work(self) -> None:
         if self._is_removed:
             raise RuntimeError(f"algorithm {self.algorithm!r} has been removed from its model")
@@ -146,6 +206,10 @@ class Handle:
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"<bagua.Handle {self.algorithm}({options})>"
+
+    def __str__(self) -> str:
+        """Return the algorithm, its options and its figures so far."""
+        return f"{self!r}\n{as_text(self.stats())}"
 
     def __reduce__(self) -> str:
         raise TypeError(PICKLE_ADVICE)

@@ -2,20 +2,25 @@
 """Algorithms as communication hooks of stock DistributedDataParallel."""
 # No `from __future__ import annotations` here: torch compares the annotations of a hook with the types themselves.
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from bagua._at_exit import end_with
 from bagua._attachment import (
     PICKLE_ADVICE,
     Attachment,
     check_model,
     check_optimizer,
+    class_of_optimizer,
     facts_of,
     names_and_roles,
     refuse_uneven_division,
+    say_if_nothing_is_coded,
     synchronised_buffers,
     trainable_names,
     trainable_parameters,
@@ -26,11 +31,63 @@ from bagua._executors import background_executors_for, executors_for, host_execu
 from bagua._layers import layers_of
 from bagua._native import _C
 from bagua.handle import Handle, OptionArgument, OptionValue
+from bagua.stats import Stats
+
+# What callers may mean by an option that no algorithm has.
+_OTHER_NAMES = ("optimizer", "process_group")
 
 
 def available_algorithms() -> list[str]:
     """Return the names that `register_comm_hook` and `comm_hook` know."""
     return list(_C.algorithm_names())
+
+
+def _ddp_in(model: Any) -> DistributedDataParallel:
+    """Return the DDP model, also where torch.compile or a library such as Fabric has put a module around it.
+
+    Such a wrapper holds one DDP model and no trainable parameters beside it.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    found = {name: module for name, module in modules if isinstance(module, DistributedDataParallel)}
+    if not found:
+        raise TypeError(
+            "expected a model wrapped in torch.nn.parallel.DistributedDataParallel, got "
+            f"{type(model).__qualname__}: write bagua.register_comm_hook(DistributedDataParallel(model), ...). With "
+            "several processes, accelerate and Fabric wrap the model: pass what prepare() or setup() has returned"
+        )
+    [(name, ddp), *others] = found.items()
+    reduced = set(ddp.parameters())
+    outside = [path for path, p in model.named_parameters() if p.requires_grad and p not in reduced]
+    if others or outside:
+        besides = ", ".join(found) if others else f"{name} and the parameters {', '.join(outside[:3])} outside of it"
+        raise TypeError(
+            f"expected one DistributedDataParallel model, got {type(model).__qualname__}, which holds {besides}: pass "
+            f"the DDP model itself, such as model.{name}, and register each one by itself"
+        )
+    return ddp
+
+
+def _check_types(algorithm: str, optimizer: Any, process_group: Any) -> None:
+    """Refuse what is neither an optimizer nor a group, such as options that were not given by name."""
+    info = _C.algorithm_info(algorithm)
+    options = {option["name"]: option["default"] for option in info["options"][:1]}
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        expected = f"optimizer must be a {class_of_optimizer(info['optimizer'])}, got {_shown(optimizer)}"
+        if isinstance(optimizer, dict):
+            options = optimizer
+    elif process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        expected = f"process_group must be a torch.distributed.ProcessGroup of this rank, got {_shown(process_group)}"
+    else:
+        return
+    example = "".join(f", {name}={value!r}" for name, value in options.items())
+    raise TypeError(f"{expected}. Options are given by name: write register_comm_hook(model, {algorithm!r}{example})")
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return f"{type(value).__qualname__} {text if len(text) < 80 else text[:77] + '...'}"
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
@@ -45,20 +102,26 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
 
 def _make_hook(
     ddp: DistributedDataParallel,
-    name: str,
+    algorithm: str,
     options: dict[str, OptionArgument],
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Any,
     executors: Any,
 ) -> _C.Hook:
     """Check everything that this rank can see by itself."""
-    complete = _C.check_options(name, options)
+    complete = _C.check_options(algorithm, options, _OTHER_NAMES)
+    _check_types(algorithm, optimizer, None)
     _check_ddp(ddp)
-    info = _C.algorithm_info(name)
-    if info["optimizer"]:
-        check_optimizer(ddp, optimizer, name, info["optimizer"])
-        check_model(ddp, name, info, is_hierarchical=bool(complete.get("hierarchical")))
     parameters = trainable_parameters(ddp)
-    hook = _C.Hook(name, complete, executors, parameters, ddp.static_graph)
+    if not parameters:
+        raise ValueError(
+            f"algorithm {algorithm!r} has nothing to do: all parameters of the model are frozen. Set "
+            "requires_grad=True on those to be trained, before the model is wrapped in DistributedDataParallel"
+        )
+    info = _C.algorithm_info(algorithm)
+    if info["optimizer"]:
+        check_optimizer(ddp, optimizer, algorithm, info["optimizer"])
+        check_model(ddp, algorithm, info, is_hierarchical=bool(complete.get("hierarchical")))
+    hook = _C.Hook(algorithm, complete, executors, parameters, ddp.static_graph)
     hook.use_parameters(names_and_roles(ddp.module, parameters))
     hook.use_model(layers_of(trainable_names(ddp)), synchronised_buffers(ddp))
     return hook
@@ -66,52 +129,57 @@ def _make_hook(
 
 def register_comm_hook(
     ddp: DistributedDataParallel,
-    name: str,
-    optimizer: torch.optim.Optimizer | None = None,
+    algorithm: str,
+    optimizer: Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
     **options: OptionArgument,
 ) -> Handle:
     """Let an algorithm communicate for a DDP model. Collective: every rank calls it, before the first step.
 
-    The model's process group may be of backend "bagua" or of a stock one ("gloo", "nccl").
+    The model's process group may be of backend "bagua" or of a stock one ("gloo", "nccl"). Where the algorithm would
+    compress nothing between the ranks that there are, rank 0 logs one line (logger "bagua") with what to change.
 
     Args:
-        ddp: the model, wrapped in DistributedDataParallel.
-        name: one of `available_algorithms()`.
+        ddp: the model, wrapped in DistributedDataParallel; or what torch.compile, accelerate's `prepare()` or Fabric's
+            `setup()` has made of it.
+        algorithm: one of `available_algorithms()`.
         optimizer: the model's optimizer, for algorithms that change weights or momentum: "decentralized",
             "low_precision_decentralized", "async", "local_sgd", "diloco" (any optimizer) and "qadam"
-            (`bagua.QAdamOptimizer`). One that accelerate or Lightning has wrapped will do.
+            (`bagua.QAdamOptimizer`). One that accelerate, Fabric or Lightning has wrapped will do. Other algorithms
+            do not use it.
         process_group: where to communicate; by default the model's own group.
         **options: the algorithm's options, see each algorithm's page.
 
     Raises:
         ValueError: an unknown name or option (the message lists the valid ones), a value out of range, an optimizer
-            that is missing or not the model's, or ranks that disagree.
-        TypeError: an option of a wrong type, or a model that is not wrapped.
+            that is missing or not the model's, a model whose parameters are all frozen, or ranks that disagree.
+        TypeError: an option, optimizer or group of a wrong type, or a model that is not wrapped.
         RuntimeError: the model has a hook already, or would skip it.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        # Without a model no other rank can be told: all that is wrong comes out here.
-        _C.check_options(name, options)
-        raise TypeError(
-            f"expected a model wrapped in torch.nn.parallel.DistributedDataParallel, got {type(ddp).__qualname__}"
-        )
     optimizer = unwrapped(optimizer)
+    try:
+        ddp = _ddp_in(ddp)
+        _check_types(algorithm, None, process_group)
+    except TypeError:
+        # Without a model and a group no other rank can be told: all that is wrong comes out here.
+        _C.check_options(algorithm, options, _OTHER_NAMES)
+        raise
     parameters = trainable_parameters(ddp)
-    device = parameters[0].device
+    device = next(iter(parameters or ddp.parameters())).device
     group = process_group or ddp.process_group
     main = executors_for(group, device)
     try:
-        hook = _make_hook(ddp, name, options, optimizer, main)
+        hook = _make_hook(ddp, algorithm, options, optimizer, main)
     except Exception:
         # The other ranks may have found nothing wrong and wait for this one.
         _C.refuse_registration(main, str(device))
         raise
     text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
     hook.agree(main, text, facts_of(optimizer), str(device))
-    info = _C.algorithm_info(name)
+    info = _C.algorithm_info(algorithm)
     if info["runs_in_background"]:
         hook.use_background(background_executors_for(group, device))
+        end_with(group, hook)
     if hook.host_ranks:
         hook.use_host(host_executors_for(group, device, hook.host_ranks))
     _C.register_hook(ddp.reducer, hook)
@@ -127,15 +195,18 @@ def register_comm_hook(
     # What torch's own method does besides: for its logs, and so that a copy of the model is noticed.
     ddp._comm_hooks.append((_run_hook, handle))
     if ddp.logger is not None:
-        ddp.logger._set_comm_hook_name(f"bagua_{name}")
+        ddp.logger._set_comm_hook_name(f"bagua_{algorithm}")
+    say_if_nothing_is_coded(hook, group)
     return handle
 
 
 class HookState:
     """The state of the two-argument form: an algorithm that finds its process group at the first bucket."""
 
-    def __init__(self, name: str, options: dict[str, OptionValue], process_group: dist.ProcessGroup | None) -> None:
-        self._name = name
+    def __init__(
+        self, algorithm: str, options: dict[str, OptionValue], process_group: dist.ProcessGroup | None
+    ) -> None:
+        self._algorithm = algorithm
         self._options = options
         self._process_group = process_group
         self._hook: _C.Hook | None = None
@@ -147,12 +218,13 @@ class HookState:
             group = self._process_group or dist.group.WORLD
             if group is None:
                 raise RuntimeError("a bagua communication hook needs an initialised process group")
-            self._hook = _C.Hook(self._name, self._options, executors_for(group, device))
+            self._hook = _C.Hook(self._algorithm, self._options, executors_for(group, device))
+            say_if_nothing_is_coded(self._hook, group)
         return self._hook.run(bucket)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats | dict[str, Any]:
         """As `Handle.stats()`; empty before the first bucket."""
-        return {} if self._hook is None else self._hook.stats()
+        return {} if self._hook is None else cast("Stats", self._hook.stats())
 
     def __reduce__(self) -> str:
         raise TypeError(PICKLE_ADVICE)
@@ -168,21 +240,22 @@ def _run_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 def comm_hook(
-    name: str, process_group: dist.ProcessGroup | None = None, **options: OptionArgument
+    algorithm: str, process_group: dist.ProcessGroup | None = None, **options: OptionArgument
 ) -> tuple[HookState, Any]:
     """Return `(state, hook)` for `ddp.register_comm_hook(state, hook)` and Lightning's `ddp_comm_state/ddp_comm_hook`.
 
     Prefer `register_comm_hook`: it checks that the ranks agree, and its hook needs no Python on the way of a gradient.
 
     Args:
-        name: one of `available_algorithms()`; one that needs the optimizer has to go through `register_comm_hook`.
+        algorithm: one of `available_algorithms()`; one that needs the optimizer has to go through `register_comm_hook`.
         process_group: where to communicate; by default the default group at the time of the first step.
         **options: the algorithm's options.
 
     Raises:
         ValueError, TypeError: as `register_comm_hook`.
     """
-    complete = _C.check_options(name, options)
-    if _C.algorithm_info(name)["optimizer"]:
-        raise ValueError(f"algorithm {name!r} acts on what the optimizer does: use bagua.register_comm_hook")
-    return HookState(name, complete, process_group), _run_hook
+    complete = _C.check_options(algorithm, options, ["process_group"])
+    _check_types(algorithm, None, process_group)
+    if _C.algorithm_info(algorithm)["optimizer"]:
+        raise ValueError(f"algorithm {algorithm!r} acts on what the optimizer does: use bagua.register_comm_hook")
+    return HookState(algorithm, complete, process_group), _run_hook

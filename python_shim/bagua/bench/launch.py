@@ -21,7 +21,7 @@ from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts
 from bagua.bench.measure import Measurement, Result, environment
 from bagua.bench.options import Settings, is_under_a_launcher
 from bagua.bench.plot import write_plot
-from bagua.bench.report import header, line, write_json
+from bagua.bench.report import header, line, verdict, write_json
 
 _WRONG = 1
 # On an emulated host, where nobody else listens.
@@ -135,6 +135,8 @@ def _measure(settings: Settings) -> int:
             print(line(result), flush=True)
     wrong = sum(bool(result.check) for result in results)
     if is_first:
+        for sentence in verdict(facts, results):
+            print(f"# {sentence}", flush=True)
         if settings.json:
             write_json(settings.json, facts, results)
         if settings.plot:

@@ -231,6 +231,7 @@ def environment(settings: Settings, device: torch.device) -> dict[str, Any]:
         "ranks": len(hosts),
         "hosts": len(set(hosts)),
         "network": str(settings.network) if settings.network else None,
+        "is_encrypted": bool(_C.job_secret_fingerprint()),
         "threads": torch.get_num_threads(),
         "vs": settings.vs,
         "options": settings.options,

@@ -44,6 +44,7 @@ def facts() -> dict[str, str]:
         "NCCL": _nccl(),
         "CPU tensors, in a host": _shared_memory()[0],
         "CPU tensors, between hosts": f"Gloo at {address} ({reason})" if dist.is_gloo_available() else "nothing",
+        "protection between hosts": _protection(),
         "CUDA tensors": "NCCL" if _build_info.CUDA_VERSION and torch.cuda.is_available() else "nothing",
         "interfaces": ", ".join(f"{name} {at}" for name, at in network.interfaces().items()) or "none",
         "settings": _settings(),
@@ -91,8 +92,20 @@ def _shared_memory() -> tuple[str, str]:
 
 def _settings() -> str:
     prefixes = ("BAGUA_", "GLOO_", "NCCL_", "TORCH_NCCL_", "TORCH_GLOO_")
-    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(prefixes)]
+    shown = {**os.environ}
+    # The one that nobody is to read.
+    if "BAGUA_JOB_SECRET" in shown:
+        shown["BAGUA_JOB_SECRET"] = "(not shown)"
+    found = [f"{name}={value}" for name, value in sorted(shown.items()) if name.startswith(prefixes)]
     return " ".join(found) or "none in the environment"
+
+
+def _protection() -> str:
+    try:
+        fingerprint = _C.job_secret_fingerprint()
+    except (ValueError, NotImplementedError) as error:
+        return f"cannot be protected: {error}"
+    return f"encrypted, with the job secret {fingerprint} (its fingerprint)" if fingerprint else "no job secret"
 
 
 def advice(own: Mapping[str, str]) -> Iterator[str]:

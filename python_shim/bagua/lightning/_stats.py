@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from bagua.lightning._packages import OfTheUsersPackage
+from bagua.stats import Stats, means_per_step
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -56,16 +57,16 @@ class StatsParts(_Base, metaclass=OfTheUsersPackage):
         """Log the steps that are left."""
         self._log(trainer)
 
-    def _stats(self, trainer: Trainer) -> dict[str, Any]:
+    def _stats(self, trainer: Trainer) -> Stats:
         return trainer.strategy.handle.stats()  # type: ignore[no-any-return, attr-defined]
 
     def _log(self, trainer: Trainer) -> None:
-        now, last = self._stats(trainer), self._last
-        steps = now["steps"] - last["steps"]
-        if steps == 0:
+        now = self._stats(trainer)
+        means = means_per_step(now, self._last)
+        if not means:
             return
         self._last = now
-        sent = (now["wire_bytes"] - last["wire_bytes"]) / steps
+        sent = means["bytes_sent_per_step"]
         figures: dict[str, float] = {
             "bytes_sent_per_step": sent,
             "bytes_saved_per_step": self._bytes_of_allreduce - sent,
@@ -73,7 +74,6 @@ class StatsParts(_Base, metaclass=OfTheUsersPackage):
             - (now["wire_bytes"] - self._start["wire_bytes"]),
             "rounds": now["rounds"],
         }
-        for stage, seconds in now["seconds"].items():
-            figures[f"seconds_per_step/{stage}"] = (seconds - last["seconds"].get(stage, 0.0)) / steps
+        figures |= {name: mean for name, mean in means.items() if name.startswith("seconds_per_step/")}
         for logger in trainer.loggers:
             logger.log_metrics({f"bagua/{name}": figure for name, figure in figures.items()}, step=trainer.global_step)

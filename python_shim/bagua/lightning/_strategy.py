@@ -103,10 +103,7 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
         others = bagua_kwargs.keys() & self._names_of_the_base()
         self._options = {name: value for name, value in bagua_kwargs.items() if name not in others}
         self._algorithm = algorithm
-        # Names first: the value of an unknown one may be of any type.
-        known = {option["name"] for option in _C.algorithm_info(algorithm)["options"]}
-        _C.check_options(algorithm, dict.fromkeys(self._options.keys() - known, 0))
-        _C.check_options(algorithm, self._options)
+        _C.check_options(algorithm, self._options, [*self._names_of_the_base(), "save_every_rank"])
         self._handle: Handle | None = None
         # Of a training that has ended, for checkpoints that are saved afterwards.
         self._last_state: dict[str, Any] | None = None
@@ -254,11 +251,11 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
     # --- Collectives --------------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all processes, in place.
+        """Reduce a tensor over all processes, or those of a group, in place.
 
         Args:
             tensor: what to reduce; anything else than a tensor is returned as it is.
-            group: has to be None.
+            group: a torch process group; None for all processes. A process that is not in it gets the tensor as it is.
             reduce_op: None, "mean" or "avg" (mean; of integers, rounded towards zero), "sum", or a
                 `torch.distributed.ReduceOp`.
 
@@ -266,23 +263,21 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
             The tensor.
 
         Raises:
-            ValueError: a group, or another operation.
+            ValueError: another operation.
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        if group is not None:
-            raise ValueError("`BaguaStrategy` reduces over all processes only. Unset `group`.")
         # self.log(..., reduce_fx="max", sync_dist=True) comes with a name that the documented interface does not take.
         is_from_log = sys._getframe(1).f_globals.get("__name__", "").endswith(".logger_connector.result")
         op = _reduce_op(reduce_op, with_limits=is_from_log)
-        if not dist.is_initialized():
+        if not dist.is_initialized() or dist.get_rank(group) < 0:
             return tensor
-        if op != ReduceOp.AVG or dist.get_backend() in _AVERAGING_BACKENDS:
-            dist.all_reduce(tensor, op)
+        if op != ReduceOp.AVG or dist.get_backend(group) in _AVERAGING_BACKENDS:
+            dist.all_reduce(tensor, op, group)
             return tensor
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group)
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-        return tensor.div_(dist.get_world_size(), rounding_mode="trunc" if is_whole else None)
+        return tensor.div_(dist.get_world_size(group), rounding_mode="trunc" if is_whole else None)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

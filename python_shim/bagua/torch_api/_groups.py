@@ -44,8 +44,8 @@ class BaguaProcessGroup:
         self._stream = stream
         self._communicators: dict[str, Communicator | CommMember] = {}
         if torch_group is not None:
-            store = torch_group.get_group_store()
-            store.set(_host_key(dist.get_rank(torch_group)), _C.local_host_id())
+            store = _hosts_of(torch_group)
+            store.set(str(dist.get_rank(torch_group)), _C.local_host_id())
 
     @property
     def torch_group(self) -> dist.ProcessGroup:
@@ -104,8 +104,8 @@ class BaguaProcessGroup:
         return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
 
     def _host_ids(self) -> list[str]:
-        store = self.torch_group.get_group_store()
-        return [store.get(_host_key(rank)).decode() for rank in range(len(self.ranks))]
+        store = _hosts_of(self.torch_group)
+        return [store.get(str(rank)).decode() for rank in range(len(self.ranks))]
 
 
 # The groups live as long as torch's.
@@ -116,8 +116,9 @@ _pg_group_ranks: weakref.WeakKeyDictionary[BaguaProcessGroup, dict[int, int]] = 
 _default_torch_group: weakref.ref[dist.ProcessGroup] | None = None
 
 
-def _host_key(rank: int) -> str:
-    return f"bagua_torch_api/host/{rank}"
+def _hosts_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return where its ranks tell on which host they are. By the group's name: another's is not to be taken for it."""
+    return dist.PrefixStore(f"bagua_torch_api/hosts/{group.group_name}", _C.sealed_store(group.get_group_store()))
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms: the seven that come with bagua, and what one of your own derives from."""
+"""Algorithms: those that come with bagua, and what one of your own derives from."""
 
 from bagua.torch_api.algorithms import (
     async_model_average,
@@ -9,6 +9,8 @@ from bagua.torch_api.algorithms import (
     gradient_allreduce,
     powersgd,
     q_adam,
+    quantized_allreduce,
+    rounds,
 )
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 
@@ -23,4 +25,6 @@ __all__ = [
     "gradient_allreduce",
     "powersgd",
     "q_adam",
+    "quantized_allreduce",
+    "rounds",
 ]

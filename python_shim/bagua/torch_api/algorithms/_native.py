@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bagua._attachment import facts_of, names_and_roles
+from bagua._at_exit import end_with
+from bagua._attachment import facts_of, names_and_roles, say_if_nothing_is_coded
 from bagua._executors import background_executors_for, executors_for
 from bagua._native import _C
 from bagua.handle import OptionArgument
@@ -100,12 +101,19 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         executors = executors_for(group, device)
         hook = _C.Hook(self._name, self._options, executors, parameters)
         hook.use_parameters(names_and_roles(bagua_module, parameters))
+        self._use_model(hook, bagua_module, parameters)
         # Strides too: elements travel as they lie in memory.
         text = "; ".join(f"{p.dtype}{list(p.shape)}{list(p.stride())}" for p in parameters)
         hook.agree(executors, text, self._facts(), str(device))
         if self._runs_in_background:
             hook.use_background(background_executors_for(group, device))
+            end_with(group, hook)
+        if self._hook is None:
+            say_if_nothing_is_coded(hook, group)
         self._hook = hook
+
+    def _use_model(self, hook: _C.Hook, bagua_module: Any, parameters: list[Tensor]) -> None:
+        """Tell the hook of the model what its algorithm needs to know."""
 
     def _facts(self) -> str:
         """What has to be the same on all ranks besides the options."""
@@ -194,6 +202,26 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
     tensor.data = value
+
+
+class BackgroundAlgorithmImpl(NativeAlgorithmImpl):
+    """An algorithm that communicates in the background, until it is told to rest."""
+
+    def abort(self, bagua_module: Any) -> None:
+        """Stop background communication. Collective; afterwards all ranks hold the same weights.
+
+        Args:
+            bagua_module: the module that `with_bagua` returned, or what wraps it.
+        """
+        self.hook.abort()
+
+    def resume(self, bagua_module: Any) -> None:
+        """Let background communication go on after `abort`. For all ranks.
+
+        Args:
+            bagua_module: the module that `with_bagua` returned, or what wraps it.
+        """
+        self.hook.resume()
 
 
 class MomentumAlgorithmImpl(NativeAlgorithmImpl):

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from bagua.torch_api.algorithms._native import NativeAlgorithmImpl
+from bagua.torch_api.algorithms._native import BackgroundAlgorithmImpl
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.communication import BaguaProcessGroup
 
 
-class AsyncModelAverageAlgorithmImpl(NativeAlgorithmImpl):
+class AsyncModelAverageAlgorithmImpl(BackgroundAlgorithmImpl):
     """The algorithm at work on a model; see `AsyncModelAverageAlgorithm`."""
 
     def __init__(
@@ -27,22 +25,6 @@ class AsyncModelAverageAlgorithmImpl(NativeAlgorithmImpl):
             sync_interval_ms=sync_interval_ms,
             warmup_steps=warmup_steps,
         )
-
-    def abort(self, bagua_module: Any) -> None:
-        """Stop background communication. Collective; afterwards all ranks hold the same weights.
-
-        Args:
-            bagua_module: the module that `with_bagua` returned, or what wraps it.
-        """
-        self.hook.abort()
-
-    def resume(self, bagua_module: Any) -> None:
-        """Let background communication go on after `abort`. For all ranks.
-
-        Args:
-            bagua_module: the module that `with_bagua` returned, or what wraps it.
-        """
-        self.hook.resume()
 
 
 class AsyncModelAverageAlgorithm(Algorithm):

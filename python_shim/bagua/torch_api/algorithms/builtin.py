@@ -11,6 +11,7 @@ from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgor
 from bagua.torch_api.algorithms.powersgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm
 from bagua.torch_api.algorithms.quantized_allreduce import QuantizedAllReduceAlgorithm
+from bagua.torch_api.algorithms.rounds import DiLoCoAlgorithm, LocalSGDAlgorithm
 
 _register = GlobalAlgorithmRegistry.register
 _register("gradient_allreduce", GradientAllReduceAlgorithm, "Gradient AllReduce Algorithm")
@@ -23,3 +24,5 @@ _register("qadam", QAdamAlgorithm, "QAdam Algorithm")
 _register("quantized_allreduce", QuantizedAllReduceAlgorithm, "Quantized AllReduce Algorithm")
 _register("async", AsyncModelAverageAlgorithm, "Asynchronous Model Average Algorithm")
 _register("powersgd", PowerSGDAlgorithm, "PowerSGD Algorithm")
+_register("local_sgd", LocalSGDAlgorithm, "Local SGD Algorithm")
+_register("diloco", DiLoCoAlgorithm, "DiLoCo Algorithm")

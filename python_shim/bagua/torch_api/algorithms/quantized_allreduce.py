@@ -16,6 +16,7 @@ class QuantizedAllReduceAlgorithm(Algorithm):
     Args:
         codec: one of `bagua.available_codecs()`, or a mapping from patterns of parameters' names to codecs.
         error_feedback: whether what coding leaves behind is added to the next step's gradients.
+        residuals: "float32", or "8bit": how that is kept.
         exact: what travels uncoded: "1d", "embedding", "head", "small", and patterns of parameters' names.
         rounding: "nearest" or "stochastic".
         hierarchical: full precision inside a host, coded between hosts; False: coded between all ranks.
@@ -26,6 +27,7 @@ class QuantizedAllReduceAlgorithm(Algorithm):
         self,
         codec: str | Mapping[str, str] = "4bit",
         error_feedback: bool = True,
+        residuals: str = "float32",
         exact: str | Sequence[str] = ("1d", "embedding", "small"),
         rounding: str = "nearest",
         hierarchical: bool = True,
@@ -33,6 +35,7 @@ class QuantizedAllReduceAlgorithm(Algorithm):
     ) -> None:
         self.codec = codec
         self.error_feedback = error_feedback
+        self.residuals = residuals
         self.exact = exact
         self.rounding = rounding
         self.hierarchical = hierarchical
@@ -45,6 +48,7 @@ class QuantizedAllReduceAlgorithm(Algorithm):
             "quantized_allreduce",
             codec=self.codec,
             error_feedback=self.error_feedback,
+            residuals=self.residuals,
             exact=self.exact,
             rounding=self.rounding,
             hierarchical=self.hierarchical,

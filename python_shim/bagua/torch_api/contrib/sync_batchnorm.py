@@ -89,7 +89,8 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
         module: changed in place, unless it is itself a BatchNorm layer.
         process_group: for the new layers, by default all ranks.
 
-    >>> [type(layer).__name__ for layer in convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()))]
+    >>> converted = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()))
+    >>> [type(layer).__name__ for layer in converted]
     ['SyncBatchNorm', 'ReLU']
     """
     if isinstance(module, _BatchNorm):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from bagua._attachment import PICKLE_ADVICE
-from bagua._eager import eager
+from bagua._eager import disabled, eager
 from bagua._executors import background_executors_for, executors_for
 from bagua.torch_api._backends import register_backend
 from bagua.torch_api._checks import some
@@ -319,13 +319,12 @@ def _tensors_in(output: Any) -> Iterator[Tensor]:
 
 def _gradient_hook(engine: weakref.ref[BaguaDistributedDataParallel], name: str) -> Callable[[Tensor], None]:
     # The parameter keeps its hook in C++, where the garbage collector does not see the way back from the engine to it.
-    @eager
     def hook(parameter: Tensor) -> None:
         at_work = engine()
         if at_work is not None:
             at_work.come_to(name, parameter)
 
-    return hook
+    return disabled(hook)
 
 
 def _check_arguments(optimizers: Any, algorithm: Any) -> None:

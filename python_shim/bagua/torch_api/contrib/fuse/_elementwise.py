@@ -12,15 +12,30 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from bagua.optimizers import QAdamOptimizer
+from bagua.torch_api.contrib.fuse._trial import why_not_elementwise
 
-# Classes whose step treats each element of a parameter by itself. Classes derived from them are not meant: they may do
-# anything in a step of their own.
+# Classes whose step treats each element of a parameter by itself. Classes derived from them may do anything in a step
+# of their own, and are tried.
 _ELEMENTWISE = {Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, QAdamOptimizer, RAdam, RMSprop, Rprop, SGD}
-# Classes of torch that look at a parameter as a whole, by what they need of it.
+# Classes that look at a parameter as a whole, by what they do with it; those of torch, and of these names elsewhere.
+_TOGETHER = "its step size depends on all parameters together"
+_BY_NORM = "it scales an update by norms of the parameter"
+_AS_MATRIX = "it preconditions a parameter as a matrix"
 _NOT_ELEMENTWISE = {
     "Adafactor": "it keeps sums over the rows and columns of a parameter",
-    "LBFGS": "its step size depends on all parameters together",
+    "DAdaptAdaGrad": _TOGETHER,
+    "DAdaptAdam": _TOGETHER,
+    "DAdaptAdan": _TOGETHER,
+    "DAdaptLion": _TOGETHER,
+    "DAdaptSGD": _TOGETHER,
+    "Lamb": _BY_NORM,
+    "LARS": _BY_NORM,
+    "LBFGS": _TOGETHER,
     "Muon": "it orthogonalises the momentum of a parameter as a matrix",
+    "Optimizer8bit": "it quantises the state of a parameter in blocks",
+    "Prodigy": _TOGETHER,
+    "Shampoo": _AS_MATRIX,
+    "SOAP": _AS_MATRIX,
     "SparseAdam": "it takes sparse gradients",
 }
 # Devices whose kernels are known to give an element the same bits wherever it lies in a tensor; of the CPU only
@@ -33,19 +48,26 @@ def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fuse_optimizer expects a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
     kind = type(optimizer)
-    if kind in _ELEMENTWISE or getattr(kind, "bagua_elementwise", False) is True:
+    statement = getattr(kind, "bagua_elementwise", None)
+    if kind in _ELEMENTWISE or statement is True:
         return
-    for base in kind.__mro__:
-        if base.__module__.startswith("torch.optim") and base.__name__ in _NOT_ELEMENTWISE:
-            raise TypeError(
-                f"fuse_optimizer cannot fuse {kind.__name__}: {_NOT_ELEMENTWISE[base.__name__]}, so that its updates "
-                "would not be the same for parameters that are fused into one"
-            )
-    raise TypeError(
-        f"fuse_optimizer does not know whether {kind.__name__} treats each element of a parameter by itself (norms of "
-        "a parameter, as in LAMB or LARS, and shapes would change): if it does, say so with the class attribute "
-        "`bagua_elementwise = True`"
+    reason = "its class says `bagua_elementwise = False`" if statement is False else None
+    names = {name.casefold(): why for name, why in _NOT_ELEMENTWISE.items()}
+    reason = reason or next(
+        (names[b.__name__.casefold()] for b in kind.__mro__ if b.__name__.casefold() in names), None
     )
+    if reason:
+        raise TypeError(
+            f"fuse_optimizer cannot fuse {kind.__name__}: {reason}, so that its updates would not be the same for "
+            "parameters that are fused into one"
+        )
+    difference = why_not_elementwise(optimizer)
+    if difference:
+        raise TypeError(
+            f"fuse_optimizer cannot fuse {kind.__name__}: it {difference}. If it treats each element of a parameter by "
+            "itself all the same (norms of a parameter, as in LAMB or LARS, and shapes would change), say so with the "
+            "class attribute `bagua_elementwise = True`"
+        )
 
 
 def keeps_bits(group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> bool:

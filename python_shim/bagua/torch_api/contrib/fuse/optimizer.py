@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bagua._eager import disabled
 from bagua.optimizers import QAdamOptimizer
 from bagua.torch_api.contrib.fuse._chunk import Run
 from bagua.torch_api.contrib.fuse._elementwise import check_optimizer
@@ -41,9 +42,11 @@ def fuse_optimizer(optimizer: Any, do_flatten: bool = True, check_flatten: bool 
     they are; with `zero_grad(set_to_none=False)` they live there.
 
     Args:
-        optimizer: one of torch's element-wise optimizers (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta,
-            RMSprop, Rprop, ASGD), `bagua.QAdamOptimizer`, or one whose class says `bagua_elementwise = True`: that it
-            treats each element by itself, with a state of numbers and of tensors of the shape of the parameter.
+        optimizer: one that treats each element of a parameter by itself, with a state of numbers and of tensors of the
+            shape of the parameter. Known are torch's (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta,
+            RMSprop, Rprop, ASGD) and `bagua.QAdamOptimizer`. Any other class, derived from these or not, is tried: a
+            copy takes some steps on three small parameters, by themselves and as one, and has to give the same bits.
+            A class whose `bagua_elementwise` is True or False is believed, and not tried.
         do_flatten: move the parameters of a group to one piece of memory, which resets their data pointers; they keep
             their identity, values and strides. Without it, only what lies side by side anyway is fused.
         check_flatten: log a warning when weights, gradients or state have left that memory (logger "bagua", once per
@@ -54,7 +57,9 @@ def fuse_optimizer(optimizer: Any, do_flatten: bool = True, check_flatten: bool 
 
     Raises:
         RuntimeError: it has been fused before.
-        TypeError: not an optimizer, or one whose updates would differ for fused parameters, such as LBFGS.
+        TypeError: not an optimizer, or one whose updates would differ for fused parameters: LBFGS, SparseAdam,
+            Adafactor and Muon of torch; LAMB, LARS, Shampoo, SOAP and 8-bit optimizers elsewhere; whatever fails the
+            trial.
 
     Example::
 
@@ -78,6 +83,8 @@ def fuse_optimizer(optimizer: Any, do_flatten: bool = True, check_flatten: bool 
     optimizer._bagua_check_flatten = do_flatten and check_flatten
     optimizer._bagua_fused_count = 0
     optimizer._bagua_fused_optimizer = fusion
+    # As torch's own, it calls pre- and post-hooks around the step: those of the optimizer and those of all optimizers.
+    optimizer._bagua_step_with_hooks = disabled(Optimizer.profile_hook_step(_step))
     # On the class, as in the original: a bound method in the optimizer itself would be a circle of references, which
     # keeps the memory of the model until Python looks for such circles.
     if not hasattr(optimizer, "fuse_step"):
@@ -118,7 +125,8 @@ def fuse_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         raise RuntimeError("fuse_step needs an optimizer that went through fuse_optimizer()")
     # What a learning rate scheduler has step() note.
     optimizer._opt_called = True
-    return _step_with_hooks(optimizer) if closure is None else _step_with_hooks(optimizer, closure)
+    step = optimizer._bagua_step_with_hooks
+    return step(optimizer) if closure is None else step(optimizer, closure)
 
 
 def is_fused_optimizer(optimizer: Any) -> bool:
@@ -155,10 +163,6 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     fusion.after_step()
     optimizer._bagua_fused_count += sum(bool(group_runs) for group_runs in runs)
     return result if closure is None else loss
-
-
-# Calls pre- and post-hooks around the step, those of the optimizer and those of all optimizers, as torch's own does.
-_step_with_hooks = torch.compiler.disable(Optimizer.profile_hook_step(_step))  # type: ignore[no-untyped-call]
 
 
 def _plain_step(optimizer: Optimizer) -> Any:

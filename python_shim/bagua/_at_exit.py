@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to what the script has left at work when a process ends, or the groups that it needs.
+
+In one place, since the order matters: algorithms end together with those of the other ranks while there are groups, and
+then the groups are shut down. A forked child ends nothing of its parent's, only groups of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from bagua._native import _C
+
+_logger = logging.getLogger("bagua")
+# A rank that ends this much later than the others finds them gone. More would keep a job alive of which one rank has
+# called sys.exit(1), which cannot be told from a script's last line.
+_LIMIT = timedelta(seconds=10)
+# Algorithms that communicate in the background, each with its model's group. All ranks register them in the same order,
+# and end them in that order.
+_at_work: list[tuple[weakref.ref[_C.Hook], weakref.ref[dist.ProcessGroup]]] = []
+# Groups that torch does not list.
+_unlisted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def end_with(group: dist.ProcessGroup, hook: _C.Hook) -> None:
+    """Have an algorithm that runs in the background end when its group is destroyed, or the interpreter ends."""
+    _at_work[:] = [pair for pair in _at_work if pair[0]() is not None]
+    _at_work.append((weakref.ref(hook), weakref.ref(group)))
+    install()
+    _watch_destruction()
+
+
+def shut_down_with_process(group: dist.ProcessGroup) -> None:
+    """Have a group end with the process though torch does not list it."""
+    _unlisted.add(group)
+    install()
+
+
+@functools.cache
+def install() -> None:
+    """Have the process end in order."""
+    atexit.register(_end)
+    os.register_at_fork(after_in_child=_at_work.clear)
+
+
+@functools.cache
+def _watch_destruction() -> None:
+    """Have torch's `destroy_process_group` end the algorithms that need the group first.
+
+    torch has no other moment for that: a backend hears of its end when the store's server, or a private group, may be
+    gone already. Where a group ends because of an exception the other ranks are not at their end, and nobody is waited
+    for.
+    """
+    destroy = distributed_c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def end_and_destroy(group: Any = None) -> None:
+        if sys.exc_info()[0] is None:
+            is_everything = group is None or group is dist.group.WORLD
+            _end_algorithms(None if is_everything else group, "its group was destroyed")
+        destroy(group)
+
+    distributed_c10d.destroy_process_group = end_and_destroy
+    dist.destroy_process_group = end_and_destroy
+
+
+def _end() -> None:
+    # After an uncaught exception the other ranks are not at their end, and are to hear of it at once.
+    try:
+        if dist.is_initialized() and not hasattr(sys, "last_value"):
+            _end_algorithms(None, "the process ended")
+    finally:
+        _shut_down_groups()
+
+
+def _end_algorithms(group: dist.ProcessGroup | None, moment: str) -> None:
+    """End those of `group`, or all, and forget them."""
+    ending = [pair for pair in _at_work if group is None or pair[1]() is group]
+    _at_work[:] = [pair for pair in _at_work if pair not in ending]
+    for known, _ in ending:
+        if (hook := known()) is not None:
+            _end_algorithm(hook, moment)
+
+
+def _end_algorithm(hook: _C.Hook, moment: str) -> None:
+    try:
+        hook.end_within(_LIMIT)
+    except RuntimeError as error:
+        _logger.warning(
+            "algorithm %r was still at work on rank %d when %s, and not all ranks ended with it: call "
+            "handle.abort() on all ranks after the last step, or train inside `with handle:`. %s",
+            hook.name,
+            dist.get_rank(),
+            moment,
+            str(error).partition("\n")[0],
+        )
+
+
+def _shut_down_groups() -> None:
+    """Shut down the groups that are left, and what runs hooks over groups of other backends.
+
+    A communication thread that drops a tensor while the interpreter goes away would end the process by a signal.
+    """
+    for group in {*distributed_c10d._world.pg_map, *_unlisted}:
+        for device in group._device_types:
+            try:
+                backend = group._get_backend(device)
+            except RuntimeError:  # a group whose making has failed has none
+                continue
+            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            if isinstance(backend, _C.ProcessGroupBagua):
+                backend.shutdown()
+    _C.shut_down_executors_over_backends()

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an algorithm has done on one rank, in figures."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+
+class Stats(TypedDict):
+    """What `Handle.stats` returns: figures of one rank since the registration, or since `Handle.reset`.
+
+    Attributes:
+        algorithm: the name.
+        steps: synchronised backwards.
+        buckets: buckets of gradients in these steps.
+        rounds: how often the ranks have communicated for a step.
+        logical_bytes: bytes of gradients or weights that had to be communicated.
+        wire_bytes: bytes sent to other ranks for them.
+        wire_bytes_in_host: bytes of these that went to ranks of this host.
+        wire_bytes_between_hosts: bytes of these that went to ranks of other hosts.
+        state_bytes: bytes of memory that the algorithm keeps between steps now, such as residuals of error feedback.
+        seconds: stage -> seconds of the communication threads, which work at the same time between hosts; on CUDA the
+            seconds to enqueue the stage.
+        memory: what the algorithm holds beside the model now -> bytes. Of algorithms that hold weights of their own.
+    """
+
+    algorithm: str
+    steps: int
+    buckets: int
+    rounds: int
+    logical_bytes: int
+    wire_bytes: int
+    wire_bytes_in_host: int
+    wire_bytes_between_hosts: int
+    state_bytes: int
+    seconds: dict[str, float]
+    memory: dict[str, int]
+
+
+def means_per_step(now: Stats, last: Stats | None = None) -> dict[str, float]:
+    """Return the means over the steps between `last` (None: the beginning) and `now`; nothing where there are none.
+
+    Returns:
+        `logical_bytes_per_step`, `bytes_sent_per_step`, `bytes_sent_between_hosts_per_step` (bytes), and for each
+        stage `seconds_per_step/<stage>` (seconds).
+    """
+    if last and now["steps"] < last["steps"]:
+        last = None  # reset in between
+    steps = now["steps"] - (last["steps"] if last else 0)
+    if steps == 0:
+        return {}
+    names = {
+        "logical_bytes_per_step": now["logical_bytes"] - (last["logical_bytes"] if last else 0),
+        "bytes_sent_per_step": now["wire_bytes"] - (last["wire_bytes"] if last else 0),
+        "bytes_sent_between_hosts_per_step": now["wire_bytes_between_hosts"]
+        - (last["wire_bytes_between_hosts"] if last else 0),
+    }
+    means = {name: count / steps for name, count in names.items()}
+    before = last["seconds"] if last else {}
+    for stage, seconds in now["seconds"].items():
+        means[f"seconds_per_step/{stage}"] = (seconds - before.get(stage, 0.0)) / steps
+    return means
+
+
+def as_text(stats: Stats) -> str:
+    """Return the figures in a few lines, for people."""
+    share = f" ({stats['wire_bytes'] / stats['logical_bytes']:.0%})" if stats["logical_bytes"] else ""
+    lines = [
+        f"{stats['steps']:,} steps, {stats['buckets']:,} buckets, {stats['rounds']:,} rounds",
+        f"{stats['logical_bytes']:,} bytes to communicate, {stats['wire_bytes']:,} bytes sent{share}: "
+        f"{stats['wire_bytes_in_host']:,} inside the host, {stats['wire_bytes_between_hosts']:,} between hosts",
+        f"{stats['state_bytes']:,} bytes kept between steps",
+    ]
+    lines += [f"{size:,} bytes of {what}" for what, size in stats["memory"].items()]
+    if stats["seconds"]:
+        lines.append("seconds: " + ", ".join(f"{stage} {time:.3f}" for stage, time in stats["seconds"].items()))
+    return "\n".join(f"  {line}" for line in lines)
