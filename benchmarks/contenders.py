@@ -136,6 +136,8 @@ def ways(stock: str) -> dict[str, Way]:
         f"{stock}, PowerSGD hook, rank 4": Way(stock, _torchs_power_sgd(4)),
         "gradient_allreduce": Way("bagua", _ours("gradient_allreduce")),
         "bytegrad": Way("bagua", _ours("bytegrad")),
+        "quantized_allreduce, 4bit": Way("bagua", _ours("quantized_allreduce", codec="4bit")),
+        "quantized_allreduce, 1bit": Way("bagua", _ours("quantized_allreduce", codec="1bit")),
         "powersgd, rank 1": Way("bagua", _ours("powersgd", rank=1, start_step=2)),
         "powersgd, rank 4": Way("bagua", _ours("powersgd", rank=4, start_step=2)),
         "decentralized": Way("bagua", _ours("decentralized")),

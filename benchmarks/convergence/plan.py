@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which runs there are: sections (a task on a number of ranks), their rows, and what decides each result."""
+"""Which runs there are, in which order: sections (a task on a number of ranks), their rows, what decides a result."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tasks import FashionMnist, LanguageModel, Task
+from tasks import Dictionary, FashionMnist, Licences, Task
 from torch import Tensor
 
 QADAM_WARMUP = 4  # one step in so many is warm-up
+POWER_SGD_WARMUP = 10  # for torch's hook and ours
 SYNC_INTERVAL_MS = 5  # less than a step takes, so that nearly every step can start a round
+TORCHS_POWER_SGD = "torch's powerSGD_hook"
 
 # All ranks share a host, inside which nothing is compressed unless it is asked for.
 FLAT: dict[str, Any] = {"hierarchical": False}
@@ -21,27 +24,35 @@ class Row:
     """A line of a table: how gradients or weights are exchanged, and what steps."""
 
     label: str
-    optimizer: str  # "SGD", "Adam" or "QAdam"
+    optimizer: str  # "SGD", "Adam", "AdamW" or "QAdam"
     algorithm: str | None = None  # None: DistributedDataParallel without a hook
     options: dict[str, Any] = field(default_factory=dict)
+    family: str = ""  # a column of the figure
+    rate: float | None = None  # the highest learning rate; None: the task's
 
 
 @dataclass(frozen=True)
 class Section:
     """A table: rows trained on one task by the same number of ranks."""
 
+    name: str
     task: Task
     ranks: int
     rows: tuple[Row, ...]
+    seeds: int = 5
+    about: str = ""
 
     @property
     def title(self) -> str:
-        return f"{self.task.title}, {self.ranks} ranks"
+        return f"{self.task.title}, {self.ranks} ranks{self.about}"
 
     def baseline_of(self, row: Row) -> Row:
         """DistributedDataParallel without a hook, with the row's optimizer; that of QAdam is Adam."""
         optimizer = row.optimizer.removeprefix("Q")
         return next(r for r in self.rows if r.algorithm is None and r.optimizer == optimizer)
+
+    def run(self, row: Row, seed: int) -> Run:
+        return Run(self.task, self.ranks, row, seed)
 
 
 @dataclass(frozen=True)
@@ -53,45 +64,69 @@ class Run:
 
     @property
     def name(self) -> str:
-        label = self.row.label.lower().replace(", ", "-").replace(" ", "_")
-        return f"{self.task.name}-{self.ranks}_ranks-{label}-{self.row.optimizer.lower()}-{self.seed}"
+        label = self.row.label.lower().replace(", ", "-").replace(" ", "_").replace("'", "")
+        rate = "" if self.row.rate is None else f"-rate_{self.row.rate:g}"
+        return f"{self.task.name}-{self.ranks}_ranks-{label}-{self.row.optimizer.lower()}{rate}-{self.seed}"
 
     @property
     def rate(self) -> float:
-        return self.task.rates[self.row.optimizer.removeprefix("Q")]
+        return self.row.rate or self.task.rates[self.row.optimizer.removeprefix("Q")]
 
     @property
     def qadam_warmup(self) -> int:
         return self.task.steps // QADAM_WARMUP
 
+    @property
+    def measures_codecs(self) -> bool:
+        """Whether the gradients of this run are coded by every codec, for the table of their errors."""
+        row = self.row
+        is_baseline = row.algorithm is None and row.optimizer == "AdamW" and row.rate is None
+        return is_baseline and self.ranks == 2 and self.seed == 0
+
     def settings(self) -> dict[str, Any]:
         """Everything that decides the result, but for the program itself."""
-        task = {key: value for key, value in vars(self.task).items() if not isinstance(value, (Tensor, tuple))}
+        task = {
+            key: value
+            for key, value in vars(self.task).items()
+            if key not in ("title", "rates") and not isinstance(value, (Tensor, tuple))
+        }
+        row = {key: value for key, value in asdict(self.row).items() if key not in ("label", "family", "rate")}
         warmup = {"qadam_warmup": self.qadam_warmup} if self.row.optimizer == "QAdam" else {}
-        return {"task": task, "ranks": self.ranks, "row": asdict(self.row), "seed": self.seed, **warmup}
+        return {"task": task, "ranks": self.ranks, "row": row, "rate": self.rate, "seed": self.seed, **warmup}
 
 
 FASHION_MNIST = FashionMnist(
     name="fashion_mnist",
     title="Fashion-MNIST, residual network",
-    quality="test accuracy",
     epochs=3,
     batch=128,
-    rates={"SGD": 0.2, "Adam": 0.006},
+    rates={"SGD": 0.2, "Adam": 0.006, "AdamW": 0.006},
     images=20_480,
 )
-LANGUAGE_MODEL = LanguageModel(
+LICENCES = Licences(
     name="language_model",
     title="Licence texts, transformer",
-    quality="validation loss (nats per byte)",
     epochs=4,
     batch=16,
     rates={"Adam": 0.008},
 )
+DICTIONARY = Dictionary(
+    name="dictionary",
+    title="Dictionary, transformer",
+    epochs=1,
+    batch=8,
+    rates={"SGD": 0.2, "AdamW": 0.001},
+    width=256,
+    layers=4,
+)
+TASKS = (FASHION_MNIST, LICENCES, DICTIONARY)
 
 
-def baseline(optimizer: str) -> Row:
-    return Row("DDP without a hook", optimizer)
+def baseline(optimizer: str, rate: float | None = None) -> Row:
+    return Row("DDP without a hook", optimizer, rate=rate)
+
+
+# --- The first algorithms --------------------------------------------------------------------------------------------
 
 
 def centralized(optimizer: str) -> tuple[Row, ...]:
@@ -113,18 +148,179 @@ def decentralized(optimizer: str) -> tuple[Row, ...]:
 # The variance frozen without 8 bits, and with them.
 QADAM = (baseline("QAdam"), Row("qadam", "QAdam", "qadam", FLAT))
 
-SECTIONS = (
-    Section(FASHION_MNIST, 2, (baseline("SGD"), *centralized("SGD"), *decentralized("SGD"), baseline("Adam"), *QADAM)),
-    Section(LANGUAGE_MODEL, 2, (baseline("Adam"), *centralized("Adam"), *QADAM, *decentralized("Adam"))),
-    # With two ranks every peer is the same one. What a rank hears from some of the others only shows from four on.
-    Section(LANGUAGE_MODEL, 4, (baseline("Adam"), *decentralized("Adam"))),
+
+# --- Few bits, low rank, rounds --------------------------------------------------------------------------------------
+
+
+def few_bits(optimizer: str) -> tuple[Row, ...]:
+    def row(codec: str, feedback: bool) -> Row:
+        label = f"quantized_allreduce, {codec}" + ("" if feedback else ", no feedback")
+        options = {**FLAT, "codec": codec, "error_feedback": feedback}
+        return Row(label, optimizer, "quantized_allreduce", options, "few bits")
+
+    return tuple(row(codec, feedback) for feedback in (True, False) for codec in ("4bit", "2bit", "1bit"))
+
+
+def low_rank(optimizer: str, task: Task, ranks: tuple[int, ...] = (1, 2, 4, 8)) -> tuple[Row, ...]:
+    warmup = {"start_step": task.steps // POWER_SGD_WARMUP}
+    return tuple(
+        Row(f"powersgd, rank {rank}", optimizer, "powersgd", {**FLAT, "rank": rank, **warmup}, "low rank")
+        for rank in ranks
+    )
+
+
+def torchs_low_rank(optimizer: str, task: Task, ranks: tuple[int, ...] = (1, 2, 4, 8)) -> tuple[Row, ...]:
+    warmup = {"start_step": task.steps // POWER_SGD_WARMUP}
+    return tuple(
+        Row(f"{TORCHS_POWER_SGD}, rank {rank}", optimizer, TORCHS_POWER_SGD, {"rank": rank, **warmup}, "low rank")
+        for rank in ranks
+    )
+
+
+def local_sgd(optimizer: str, every: int) -> Row:
+    options = {"sync_every": every, "average_buffers": True}
+    return Row(f"local_sgd, {every} steps", optimizer, "local_sgd", options, "rounds")
+
+
+def diloco(optimizer: str, every: int, codec: str | None = None, fragments: int = 1) -> Row:
+    label = f"diloco, {every} steps"
+    if fragments > 1:
+        label += f", {fragments} fragments"
+    if codec:
+        label += f", {codec}"
+    options = {"sync_every": every, "fragments": fragments, "codec": codec, "average_buffers": True}
+    return Row(label, optimizer, "diloco", options, "rounds")
+
+
+def rounds(optimizer: str) -> tuple[Row, ...]:
+    """What is asked for first; fragments divide the steps of a round."""
+    return (
+        diloco(optimizer, 30),
+        diloco(optimizer, 30, "4bit"),
+        local_sgd(optimizer, 30),
+        diloco(optimizer, 100),
+        diloco(optimizer, 100, "4bit", 4),
+        local_sgd(optimizer, 100),
+        diloco(optimizer, 10),
+        local_sgd(optimizer, 10),
+        diloco(optimizer, 100, None, 4),
+        diloco(optimizer, 100, "4bit"),
+        diloco(optimizer, 30, "4bit", 3),
+        diloco(optimizer, 30, None, 3),
+        diloco(optimizer, 10, "4bit"),
+    )
+
+
+def newer(optimizer: str, task: Task) -> tuple[Row, ...]:
+    return (
+        baseline(optimizer),
+        *few_bits(optimizer),
+        *low_rank(optimizer, task),
+        *rounds(optimizer),
+        *torchs_low_rank(optimizer, task),
+    )
+
+
+def newer_of_four(optimizer: str, task: Task) -> tuple[Row, ...]:
+    """With four ranks a step takes twice as long: what the statements are about."""
+    return (
+        baseline(optimizer),
+        *few_bits(optimizer),
+        *low_rank(optimizer, task, (1, 4)),
+        *rounds(optimizer)[:5],
+        *torchs_low_rank(optimizer, task, (1, 4)),
+    )
+
+
+# Learning rates of the baselines, chosen with seed 0 in factors of two.
+RATES = {"AdamW": (0.0005, 0.001, 0.002, 0.004), "SGD": (0.05, 0.1, 0.2, 0.4)}
+SWEEP = Section(
+    "dictionary_rates",
+    DICTIONARY,
+    2,
+    tuple(baseline(optimizer, rate) for optimizer, rates in RATES.items() for rate in rates),
+    seeds=1,
+    about=": learning rates of the baselines",
 )
 
 
-def all_runs(seeds: int) -> list[Run]:
-    return [
-        Run(section.task, section.ranks, row, seed)
-        for section in SECTIONS
-        for row in section.rows
-        for seed in range(seeds)
-    ]
+def dictionary(optimizer: str, ranks: int, seeds: int) -> Section:
+    rows = newer(optimizer, DICTIONARY) if ranks == 2 else newer_of_four(optimizer, DICTIONARY)
+    name = f"dictionary_{optimizer.lower()}_{ranks}"
+    return Section(name, DICTIONARY, ranks, rows, seeds, f", {optimizer}")
+
+
+def clothes(optimizer: str) -> Section:
+    rows = newer(optimizer, FASHION_MNIST)
+    return Section(f"fashion_mnist_{optimizer.lower()}_2", FASHION_MNIST, 2, rows, about=f", {optimizer}")
+
+
+DICTIONARY_SECTIONS = (dictionary("AdamW", 2, 5), dictionary("SGD", 2, 5), dictionary("AdamW", 4, 3))
+ONE_BIT = tuple(row for row in few_bits("AdamW") if "1bit" in row.label)
+# With AdamW error feedback loses: is it the size of the steps?
+FEEDBACK = Section(
+    "dictionary_feedback",
+    DICTIONARY,
+    2,
+    (baseline("AdamW"), *(replace(row, rate=rate) for row in ONE_BIT for rate in (0.0005, 0.002))),
+    seeds=1,
+    about=": feedback and learning rates",
+)
+CLOTHES_SECTIONS = (clothes("SGD"), clothes("AdamW"))
+FIRST_SECTIONS = (
+    Section(
+        "fashion_mnist_2",
+        FASHION_MNIST,
+        2,
+        (baseline("SGD"), *centralized("SGD"), *decentralized("SGD"), baseline("Adam"), *QADAM),
+        seeds=3,
+    ),
+    Section(
+        "language_model_2", LICENCES, 2, (baseline("Adam"), *centralized("Adam"), *QADAM, *decentralized("Adam")), 3
+    ),
+    # With two ranks every peer is the same one. What a rank hears from some of the others only shows from four on.
+    Section("language_model_4", LICENCES, 4, (baseline("Adam"), *decentralized("Adam")), 3),
+)
+SECTIONS = (*DICTIONARY_SECTIONS, *CLOTHES_SECTIONS, FEEDBACK, SWEEP, *FIRST_SECTIONS)
+
+
+# What is stated of the newer algorithms is about these; they have all their seeds first.
+STATED = (
+    "DDP without a hook",
+    "quantized_allreduce",
+    "powersgd, rank 4",
+    "diloco, 30 steps, 4bit",
+    "local_sgd, 30 steps",
+)
+
+
+def in_order() -> Iterator[tuple[Section, Iterable[int], tuple[str, ...]]]:
+    """Sections, seeds, and the beginnings of the labels of rows, the most telling ones first."""
+    two, momentum, four = DICTIONARY_SECTIONS
+    every = ("",)
+    yield two, [0], STATED
+    yield two, [0], every
+    for seed in range(5):
+        yield two, [seed], STATED
+        if seed < 3:
+            for section in (momentum, *CLOTHES_SECTIONS):
+                yield section, [seed], STATED
+    yield momentum, [0], every
+    yield four, [0], every
+    yield from ((two, [seed], every) for seed in range(two.seeds))
+    yield SWEEP, [0], every
+    yield FEEDBACK, [0], every
+    for section in (*CLOTHES_SECTIONS, momentum, four, *FIRST_SECTIONS):
+        yield section, range(section.seeds), every
+
+
+def all_runs() -> Iterator[Run]:
+    """Every run once: whatever is there when the training is interrupted makes a page."""
+    seen = set()
+    for section, seeds, beginnings in in_order():
+        for seed in seeds:
+            for row in section.rows:
+                run = section.run(row, seed)
+                if row.label.startswith(beginnings) and run.name not in seen:
+                    seen.add(run.name)
+                    yield run

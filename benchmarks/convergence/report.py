@@ -1,171 +1,298 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/convergence.md and the figure beside it, from the results of all runs."""
+"""The tables of docs/convergence.md and the figures beside it, from the records of all runs that are there."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plan import SECTIONS, Row, Run, Section
+from plan import DICTIONARY_SECTIONS, FEEDBACK, FIRST_SECTIONS, SECTIONS, SWEEP, TORCHS_POWER_SGD, Row, Section
+from training import BATCH_OF_LOSSES
 
-Result = dict[str, Any]
-BEGIN = "<!-- tables: written by `make convergence`, not by hand -->"
-END = "<!-- end of the tables -->"
-HEADER = ("algorithm", "optimizer", "{quality}", "against its baseline", "ranks apart half-way", "bytes sent per step")
-SMOOTH = 20  # steps that a point of the figure is the mean of
-LOOKS: dict[str, dict[str, Any]] = {
-    "DDP without a hook": {"color": "#222222", "linewidth": 2.4},
-    "gradient_allreduce": {"color": "#b8c4ce", "linewidth": 1.2},
-    "bytegrad": {"color": "#c8102e"},
-    "qadam": {"color": "#e8871e"},
-    "decentralized, all": {"color": "#1f6fb4"},
-    "decentralized, shift_one": {"color": "#5bb5e0", "linestyle": "--"},
-    "low_precision_decentralized": {"color": "#2e8b57"},
-    "async": {"color": "#8458b3"},
-}
-OTHER_OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "Adam": {"linestyle": ":"},
-    "QAdam": {"color": "#f2c14e", "linewidth": 1.4, "linestyle": "--"},
-}
+Record = dict[str, Any]
+END = "<!-- end of the table -->"
+PALETTE = ("#c8102e", "#1f6fb4", "#2e8b57", "#e8871e", "#8458b3", "#5bb5e0", "#8a5a2b", "#d65fa0")
 
 
 class Results:
-    """Results by section, row and seed."""
+    """Records by section, row and seed: those that are there."""
 
-    def __init__(self, by_name: dict[str, Result], seeds: int) -> None:
+    def __init__(self, by_name: dict[str, Record]) -> None:
         self._by_name = by_name
-        self.seeds = seeds
 
-    def of(self, section: Section, row: Row) -> list[Result]:
-        """One result a seed."""
-        return [self._by_name[Run(section.task, section.ranks, row, seed).name] for seed in range(self.seeds)]
+    def all_of(self, section: Section, row: Row) -> dict[int, Record]:
+        """Records by seed, failures among them."""
+        names = {seed: section.run(row, seed).name for seed in range(section.seeds)}
+        return {seed: self._by_name[name] for seed, name in names.items() if name in self._by_name}
 
-    def failed(self, section: Section, row: Row) -> bool:
-        return any("error" in result for result in self.of(section, row))
+    def of(self, section: Section, row: Row) -> dict[int, Record]:
+        """Records by seed of the runs that reached their end."""
+        return {seed: record for seed, record in self.all_of(section, row).items() if "error" not in record}
+
+    def are_there(self, section: Section) -> bool:
+        """Whether there is more than a baseline, which sections share."""
+        return any(self.of(section, row) for row in section.rows if row != section.baseline_of(row))
 
 
-def with_range(values: Sequence[float], style: str) -> str:
+def quality(section: Section, record: Record, number: int = 0) -> float:
+    return float(record["qualities"][section.task.qualities[number]])
+
+
+def percent_above_baseline(section: Section, row: Row, results: Results) -> list[float]:
+    """How much more loss than the baseline of the same seed, by seeds that both have."""
+    base = results.of(section, section.baseline_of(row))
+    own = results.of(section, row)
+    pairs = [(quality(section, own[seed]), quality(section, base[seed])) for seed in own if seed in base]
+    return [100 * (value / other - 1) for value, other in pairs]
+
+
+# --- Tables ----------------------------------------------------------------------------------------------------------
+
+
+def with_range(values: Sequence[float], style: str, digits: int) -> str:
     # 0.0 +: a rounded -0.00001 is 0.
-    texts = [f"{0.0 + round(value, 4):{style}}" for value in (mean(values), min(values), max(values))]
-    return f"{texts[0]} ({texts[1]} to {texts[2]})"
+    numbers = (mean(values), min(values), max(values)) if len(values) > 1 else values
+    texts = [f"{0.0 + round(value, digits):{style}}" for value in numbers]
+    return f"{texts[0]} ({texts[1]} to {texts[2]})" if len(values) > 1 else texts[0]
 
 
-def bytes_per_step(results: list[Result]) -> str:
-    if results[0]["stats"] is None:
+class Column(NamedTuple):
+    """A column of a table: its head, and what it says of a row with the records of its runs."""
+
+    head: str
+    cell: Callable[[Section, Row, list[Record], Results], str]
+
+
+def quality_column(section: Section, number: int) -> Column:
+    def cell(section: Section, row: Row, records: list[Record], results: Results) -> str:
+        return with_range([quality(section, record, number) for record in records], ".4f", 4)
+
+    return Column(section.task.qualities[number], cell)
+
+
+def gap(section: Section, row: Row, records: list[Record], results: Results) -> str:
+    if row == section.baseline_of(row):
+        return "is one"
+    gaps = percent_above_baseline(section, row, results)
+    if not all(math.isfinite(quality(section, record)) for record in records):
+        return "**diverged**"
+    return with_range(gaps, "+.2f", 2) if gaps else ""
+
+
+def apart(section: Section, row: Row, records: list[Record], results: Results) -> str:
+    distance = mean(record["distance"]["half_way"] for record in records)
+    return f"{100 * distance:.2g} %" if distance else "no"
+
+
+def bytes_per_step(section: Section, row: Row, records: list[Record], results: Results) -> str:
+    """With what it is of the bytes of a mean in float32, which sends 2 (n-1)/n gradients."""
+    if records[0]["bytes_per_step"] is None:
         return "not counted"
-    return f"{mean(r['stats']['wire_bytes'] / r['stats']['steps'] for r in results):,.0f}"
+    own = mean(record["bytes_per_step"] for record in records)
+    float32 = 8 * (section.ranks - 1) / section.ranks * records[0]["parameters"]
+    return f"{own:,.0f} ({own / float32:.3g})"
 
 
-def line(section: Section, row: Row, results: Results) -> list[str]:
-    own, base_row = results.of(section, row), section.baseline_of(row)
-    failures = [seed for seed, result in enumerate(own) if "error" in result]
-    if failures:
-        reasons = [result["error"].strip().splitlines()[-1] for result in own if "error" in result]
-        return [row.label, row.optimizer, f"**failed** with seeds {failures}: {reasons[0]}", "", "", ""]
-    qualities = [r["quality"] for r in own]
-    gaps = ""
-    if row != base_row and not results.failed(section, base_row):
-        base = [r["quality"] for r in results.of(section, base_row)]
-        gaps = with_range([q - b for q, b in zip(qualities, base, strict=True)], "+.4f")
-    if not all(map(math.isfinite, qualities)):
-        gaps = "**diverged**"
-    apart = mean(r["distance"]["half_way"] for r in own)
+def seeds(section: Section, row: Row, records: list[Record], results: Results) -> str:
+    failures = sum(len(record.get("failures", ())) for record in records)
+    errors = len(results.all_of(section, row)) - len(records)
+    notes = [f"{failures} more failed, and were run again"] if failures else []
+    notes += [f"**{errors} failed**"] if errors else []
+    return "; ".join([str(len(records)), *notes])
+
+
+def label(section: Section, row: Row, records: list[Record], results: Results) -> str:
+    return row.label if row.rate is None else f"{row.label}, rate {row.rate:g}"
+
+
+def columns(section: Section) -> list[Column]:
     return [
-        *(row.label, row.optimizer, with_range(qualities, ".4f"), gaps or "is one"),
-        *(f"{100 * apart:.2g} %" if apart else "no", bytes_per_step(own)),
+        Column("algorithm", label),
+        Column("optimizer", lambda section, row, records, results: row.optimizer),
+        quality_column(section, 0),
+        Column("above its baseline, %", gap),
+        *(quality_column(section, number) for number in range(1, len(section.task.qualities))),
+        Column("ranks apart half-way", apart),
+        Column("bytes sent per step (of float32's)", bytes_per_step),
+        Column("seeds", seeds),
     ]
 
 
+def markdown(rows: list[list[str]]) -> str:
+    head, *body = rows
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *body))
+
+
 def table(section: Section, results: Results) -> str:
-    header = [cell.format(quality=section.task.quality) for cell in HEADER]
-    rows = [header, ["---"] * len(header), *(line(section, row, results) for row in section.rows)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    own = columns(section)
+    rows = [[column.head for column in own]]
+    for row in section.rows:
+        records = list(results.of(section, row).values())
+        if records:
+            rows.append([column.cell(section, row, records, results) for column in own])
+        elif errors := results.all_of(section, row):
+            reason = next(iter(errors.values()))["error"].strip().splitlines()[-1]
+            failed = f"**failed** with seeds {', '.join(map(str, errors))}: {reason}"
+            rows.append([row.label, row.optimizer, failed, *[""] * (len(own) - 3)])
+    return markdown(rows)
+
+
+def rates_table(results: Results) -> str:
+    rows = [["optimizer", "highest learning rate", SWEEP.task.qualities[0]]]
+    for row in SWEEP.rows:
+        for record in results.of(SWEEP, row).values():
+            rows.append([row.optimizer, f"{row.rate:g}", f"{quality(SWEEP, record):.4f}"])
+    return markdown(rows)
+
+
+def codecs_table(section: Section, results: Results) -> str:
+    """Errors of the codecs on the gradients of the baseline, while it trained."""
+    record = results.of(section, section.baseline_of(section.rows[0]))[0]
+    steps = list(record["codecs"])
+    rows = [["codec", "of", *(f"step {step}" for step in steps)]]
+    for codec in record["codecs"][steps[0]]:
+        for what, words in (("gradient", "a rank's gradient"), ("mean", "the mean of the ranks")):
+            rows.append([codec, words, *(f"{record['codecs'][step][codec][what]:.2g}" for step in steps)])
+    return markdown(rows)
 
 
 def facts(section: Section, results: Results) -> str:
     """What the rows of a section share."""
     task = section.task
-    some = next((r for row in section.rows for r in results.of(section, row) if "error" not in r), None)
-    parameters = f"{some['parameters']:,} parameters, " if some else ""
-    rates = " and ".join(f"{rate:g} for {optimizer}" for optimizer, rate in task.rates.items())
+    some = next(record for row in section.rows for record in results.of(section, row).values())
+    optimizers = {row.optimizer.removeprefix("Q") for row in section.rows}
+    rates = " and ".join(f"{rate:g} for {name}" for name, rate in task.rates.items() if name in optimizers)
+    epoch = task.steps // task.epochs * task.batch
+    passes = f"{task.epochs} epochs of {epoch:,} examples, " if task.epochs > 1 else ""
     text = (
-        f"{parameters}{task.epochs} epochs of {task.steps // task.epochs * task.batch:,} examples, {task.steps} steps "
-        f"of {task.batch} examples over all ranks, highest learning rate {rates}. {task.better.capitalize()} is better."
+        f"{some['parameters']:,} parameters, {passes}{task.steps} steps of {task.batch} examples over all ranks, "
+        f"highest learning rate {rates}."
     )
     for row in section.rows:
-        if row.algorithm == "async" and not results.failed(section, row):
-            rounds = mean(r["stats"]["rounds"] for r in results.of(section, row))
+        if row.algorithm == "async" and (records := results.of(section, row)):
+            rounds = mean(record["rounds"] for record in records.values())
             text += f" async averaged the weights {rounds:,.0f} times."
-    return text
+    commits = sorted({r["commit"] for row in section.rows for r in results.of(section, row).values()})
+    versions = sorted({r["torch"] for row in section.rows for r in results.of(section, row).values()})
+    return f"{text} torch {', '.join(versions)}; commits {', '.join(commits)}."
 
 
-def replace_tables(page: Path, results: Results) -> None:
-    text = page.read_text()
-    before, begin, rest = text.partition(BEGIN)
+def replace(page: Path, name: str, text: str) -> None:
+    begin = f"<!-- table {name}: written by `make convergence` -->"
+    before, found, rest = page.read_text().partition(begin)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} lacks the lines {BEGIN!r} and {END!r}, between which its tables belong")
-    parts = [f"### {section.title}\n\n{facts(section, results)}\n\n{table(section, results)}\n" for section in SECTIONS]
-    page.write_text(before + BEGIN + "\n\n" + "\n".join(parts) + "\n" + END + after)
+    if not found or not end:
+        raise ValueError(f"{page} lacks the lines {begin!r} and {END!r}, between which a table belongs")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{END}{after}")
 
 
-def smooth(losses: list[list[float]]) -> list[float]:
-    """Mean over the seeds and over `SMOOTH` steps at a time."""
-    steps = [mean(values) for values in zip(*losses, strict=True)]
-    return [mean(steps[i : i + SMOOTH]) for i in range(0, len(steps) - SMOOTH + 1, SMOOTH)]
+# --- Figures ---------------------------------------------------------------------------------------------------------
 
 
-def draw_section(section: Section, results: Results, losses: Axes, differences: Axes) -> None:
-    for row in section.rows:
-        if results.failed(section, row):
-            continue
-        values = smooth([r["losses"] for r in results.of(section, row)])
-        steps = [SMOOTH * i + SMOOTH // 2 for i in range(len(values))]
-        look: dict[str, Any] = {"linewidth": 1.4, "label": row.label, **LOOKS[row.label]}
-        if row.algorithm is None and row != section.rows[0]:
-            look |= {"label": f"{row.label}, {row.optimizer}", **OTHER_OPTIMIZERS[row.optimizer]}
-        losses.plot(steps, values, **look)
-        base = section.baseline_of(row)
-        if row != base and not results.failed(section, base):
-            base_values = smooth([r["losses"] for r in results.of(section, base)])
-            differences.plot(steps, [v - b for v, b in zip(values, base_values, strict=True)], **look)
-    losses.set_title(section.title, loc="left", fontsize=10)
-    differences.axhline(0, color="#222222", linewidth=0.8)
-    differences.set_xlabel("step")
-    for axes in (losses, differences):
+def curve(section: Section, row: Row, results: Results) -> list[float]:
+    """Training loss, its mean over the seeds."""
+    records = results.of(section, row).values()
+    return [mean(values) for values in zip(*(record["losses"] for record in records), strict=True)]
+
+
+def curve_above_baseline(section: Section, row: Row, results: Results) -> list[float]:
+    base, own = results.of(section, section.baseline_of(row)), results.of(section, row)
+    pairs = [(own[seed]["losses"], base[seed]["losses"]) for seed in own if seed in base]
+    gaps = [[value - other for value, other in zip(*pair, strict=True)] for pair in pairs]
+    return [mean(values) for values in zip(*gaps, strict=True)]
+
+
+def styles_of(section: Section, rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
+    """Baselines in black, the others in a colour each."""
+    bases = [row for row in rows if row == section.baseline_of(row)]
+    others = [row for row in rows if row not in bases]
+    styles: list[tuple[Row, dict[str, Any]]] = [
+        (row, {"color": "#222222", "linewidth": 2.2, "linestyle": "-:"[number % 2]}) for number, row in enumerate(bases)
+    ]
+    for number, row in enumerate(others):
+        line = "-" if number < len(PALETTE) else "--"
+        styles.append((row, {"color": PALETTE[number % len(PALETTE)], "linewidth": 1.2, "linestyle": line}))
+    return styles
+
+
+def draw_rows(section: Section, rows: Sequence[Row], results: Results, title: str, losses: Axes, gaps: Axes) -> None:
+    optimizers = {row.optimizer for row in rows}
+    for row, style in styles_of(section, rows):
+        values = curve(section, row, results)
+        steps = [BATCH_OF_LOSSES * i + BATCH_OF_LOSSES // 2 for i in range(len(values))]
+        words = f"{row.label}, {row.optimizer}" if len(optimizers) > 1 else row.label
+        losses.plot(steps, values, label=words, **style)
+        if row != section.baseline_of(row):
+            gaps.plot(steps, curve_above_baseline(section, row, results), **style)
+    losses.set_title(title, loc="left", fontsize=10)
+    losses.legend(fontsize=7, frameon=False)
+    gaps.axhline(0, color="#222222", linewidth=0.8)
+    gaps.set_xlabel("step")
+    for axes in (losses, gaps):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e4e4")
         axes.set_axisbelow(True)
 
 
-def draw(results: Results, path: Path) -> None:
+Plot = tuple[Section, list[Row], str]
+
+
+def draw(plots: Sequence[Plot], results: Results, path: Path) -> None:
     # Text as text, and nothing that changes from one drawing to the next.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "bagua", "font.size": 9})
-    figure = Figure(figsize=(4.2 * len(SECTIONS), 6.4), layout="constrained")
-    axes = figure.subplots(2, len(SECTIONS), sharex="col", squeeze=False)
-    for column, section in enumerate(SECTIONS):
-        draw_section(section, results, axes[0][column], axes[1][column])
+    figure = Figure(figsize=(4.6 * len(plots), 7.2), layout="constrained")
+    axes = figure.subplots(2, len(plots), sharex="col", squeeze=False)
+    for column, (section, rows, title) in enumerate(plots):
+        draw_rows(section, rows, results, title, axes[0][column], axes[1][column])
     axes[0][0].set_ylabel("training loss")
     axes[1][0].set_ylabel("training loss less that of the baseline")
-    labels: dict[str, Any] = {}
-    for top in axes[0]:
-        for handle, label in zip(*top.get_legend_handles_labels(), strict=True):
-            labels.setdefault(label, handle)
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, metadata={"Date": None})
     lines = [text.rstrip() for text in path.read_text().splitlines()]
     path.write_text(os.linesep.join(lines) + os.linesep)
 
 
-def write(by_name: dict[str, Result], seeds: int, page: Path, figure: Path) -> None:
-    """Replace the tables of the page and draw the figure."""
-    results = Results(by_name, seeds)
-    replace_tables(page, results)
-    draw(results, figure)
+def with_records(section: Section, results: Results) -> list[Row]:
+    """Rows that can be drawn: their baseline is there too."""
+    return [
+        row
+        for row in section.rows
+        if results.of(section, section.baseline_of(row)).keys() & results.of(section, row).keys()
+    ]
+
+
+def draw_families(section: Section, results: Results, path: Path) -> None:
+    """One section, with a column for each family of its rows."""
+    rows = with_records(section, results)
+    families = dict.fromkeys(row.family for row in rows if row.family)
+    plots: list[Plot] = [
+        (section, [row for row in rows if row.family in ("", family) and row.algorithm != TORCHS_POWER_SGD], family)
+        for family in families
+    ]
+    if plots:
+        draw(plots, results, path)
+
+
+def write(by_name: dict[str, Record], page: Path, figures: Path) -> None:
+    """Replace the tables of the page for which there are records, and draw their figures."""
+    results = Results(by_name)
+    for section in SECTIONS:
+        if section != SWEEP and results.are_there(section):
+            replace(page, section.name, f"{facts(section, results)}\n\n{table(section, results)}")
+    if results.are_there(SWEEP):
+        replace(page, SWEEP.name, rates_table(results))
+    for section in SECTIONS:
+        row = section.rows[0]
+        if section != FEEDBACK and section.run(row, 0).measures_codecs and 0 in results.of(section, row):
+            replace(page, f"{section.name}_codecs", codecs_table(section, results))
+    draw_families(DICTIONARY_SECTIONS[0], results, figures / "convergence_newer.svg")
+    firsts = [section for section in FIRST_SECTIONS if results.are_there(section)]
+    if firsts:
+        plots = [(section, with_records(section, results), section.title) for section in firsts]
+        draw(plots, results, figures / "convergence.svg")

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make convergence` runs: every algorithm beside plain DistributedDataParallel, on two tasks, with several seeds.
+"""What `make convergence` runs: every algorithm beside plain DistributedDataParallel, on three tasks, by several seeds.
 
-Writes a JSON file per run into build/convergence and, from all of them, the tables of docs/convergence.md and the
-figure beside it. What is there already, of the same settings and the same build, is not trained again. By hand:
+Keeps a record of each run in benchmarks/results/convergence.json and writes, from all that are there, the tables of
+docs/convergence.md and its figures. A run whose record is of the same settings is not trained again, whatever program
+made it (its commit is in the record): `--again REGEX` does so, after a change that matters. The order of the runs is
+such that what is there at any time makes a page. By hand:
 
-    PYTHONPATH=examples OMP_NUM_THREADS=1 python benchmarks/convergence/run.py --only 'language.*bytegrad'
+    PYTHONPATH=examples OMP_NUM_THREADS=1 python benchmarks/convergence/run.py --only 'dictionary.*powersgd'
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,44 +22,29 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import bagua
 import fashion_mnist
 import report
 import tasks
 import torch
 import torch.multiprocessing as mp
 import training
-from plan import FASHION_MNIST, LANGUAGE_MODEL, Run, all_runs
+from plan import DICTIONARY, FASHION_MNIST, LICENCES, TORCHS_POWER_SGD, Run, all_runs
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 600  # seconds that a run may take
+LIMIT = 7200  # seconds that a run may take on a machine that has other things to do
+ATTEMPTS = 5  # of torch's hook, which does not survive every run
+
+Record = dict[str, Any]
 
 
-def build_digest() -> str:
-    """Names the program that makes a result: torch's version, every file of the package bagua, what trains here."""
-    digest = hashlib.sha256(torch.__version__.encode())
-    package = {
-        path.relative_to(folder): path
-        for folder in bagua.__path__
-        for path in Path(folder).rglob("*")
-        if path.suffix in (".py", ".so")
-    }
-    trainers = [Path(str(module.__file__)) for module in (fashion_mnist, tasks, training)]
-    for path in [package[name] for name in sorted(package)] + trainers:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def commit() -> str:
+    """Which program makes the records."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The result kept at `path` if it is of these settings and no failure."""
-    if not path.is_file():
-        return None
-    kept: dict[str, Any] = json.loads(path.read_text())
-    return kept if kept["settings"] == settings and "error" not in kept else None
-
-
-def execute(run: Run) -> dict[str, Any]:
-    """Train on processes of its own; an error on any rank becomes the result's "error"."""
+def execute(run: Run) -> Record:
+    """Train on processes of its own; an error on any rank becomes the record's "error"."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
         # Forked, since torch and the data are loaded already; this process has but one thread (OMP_NUM_THREADS=1).
@@ -81,46 +68,76 @@ def execute(run: Run) -> dict[str, Any]:
                 if process.is_alive():
                     process.kill()
                 process.join()
-        result: dict[str, Any] = json.loads(output.read_text())
+        result: Record = json.loads(output.read_text())
         return result
 
 
-def train_all(runs: list[Run], folder: Path) -> dict[str, dict[str, Any]]:
-    """Results by name of the run; trains those that are not there yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    build = build_digest()
-    results: dict[str, dict[str, Any]] = {}
+def execute_until_it_survives(run: Run) -> Record:
+    """As `execute`; runs of torch's hook that failed are counted, and tried again."""
+    failures: list[str] = []
+    while True:
+        record = execute(run)
+        if run.row.algorithm != TORCHS_POWER_SGD:
+            return record
+        if "error" not in record or len(failures) + 1 == ATTEMPTS:
+            return {**record, "failures": failures}
+        failures.append(record["error"].strip().splitlines()[-1])
+
+
+def read(path: Path) -> dict[str, Record]:
+    return {record["run"]: record for record in json.loads(path.read_text())} if path.is_file() else {}
+
+
+def write(records: dict[str, Record], path: Path) -> None:
+    """One line a run, so that differences can be read."""
+    lines = ",\n".join(json.dumps(records[name]) for name in sorted(records))
+    partial = path.with_suffix(".partial")
+    partial.write_text(f"[\n{lines}\n]\n")
+    partial.replace(path)
+
+
+def is_kept(record: Record | None, settings: Record) -> bool:
+    return record is not None and record["settings"] == settings and "error" not in record
+
+
+def train_all(runs: list[Run], path: Path, again: str) -> None:
+    """Add the records of all runs that are not there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    program = {"commit": commit(), "torch": torch.__version__}
     for number, run in enumerate(runs, start=1):
-        settings = json.loads(json.dumps({**run.settings(), "build": build}))
-        path = folder / f"{run.name}.json"
-        result = finished(path, settings)
-        note = "kept"
-        if result is None:
-            start = time.monotonic()
-            result = {"settings": settings, **execute(run)}
-            note = f"{time.monotonic() - start:.0f} s"
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(result))
-            partial.replace(path)
-        results[run.name] = result
-        outcome = "FAILED" if "error" in result else f"{result['quality']:.4f}"
-        print(f"[{number:>2}/{len(runs)}] {run.name:<60} {outcome:>8}  {note}", flush=True)
-        if "error" in result:
-            print(result["error"], file=sys.stderr, flush=True)
-    return results
+        records = read(path)
+        settings = json.loads(json.dumps(run.settings()))
+        if is_kept(records.get(run.name), settings) and not (again and re.search(again, run.name)):
+            continue
+        start = time.monotonic()
+        record = {"run": run.name, "settings": settings, **program, **execute_until_it_survives(run)}
+        records[run.name] = record
+        write(records, path)
+        outcome = "FAILED" if "error" in record else f"{record['qualities'][run.task.qualities[0]]:.4f}"
+        seconds = time.monotonic() - start
+        print(f"[{number:>3}/{len(runs)}] {run.name:<70} {outcome:>8}  {seconds:.0f} s", flush=True)
+        if "error" in record:
+            print(record["error"], file=sys.stderr, flush=True)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "build/convergence", help="folder of the JSON files")
+    parser.add_argument("--records", type=Path, default=ROOT / "benchmarks/results/convergence.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/convergence.md", help="page that holds the tables")
-    parser.add_argument("--figure", type=Path, default=ROOT / "docs/convergence.svg")
+    parser.add_argument("--figures", type=Path, default=ROOT / "docs", help="folder of the figures")
     parser.add_argument(
         "--data", type=Path, default=fashion_mnist.DATA, help="folder with the four files of Fashion-MNIST"
     )
-    parser.add_argument("--texts", type=Path, default=tasks.TEXTS, help="folder with Debian's common-licenses")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="run what this regular expression finds, and write no page")
+    parser.add_argument("--licences", type=Path, default=tasks.LICENCES, help="folder with Debian's common-licenses")
+    parser.add_argument(
+        "--dictionary",
+        type=Path,
+        default=ROOT / "build/convergence",
+        help=f"folder with {tasks.DICTIONARY_FILE}, which is downloaded if it is not there",
+    )
+    parser.add_argument("--only", default="", help="train what this regular expression finds")
+    parser.add_argument("--again", default="", help="train what this regular expression finds, record or not")
+    parser.add_argument("--no-training", action="store_true", help="write the page from the records that are there")
     return parser.parse_args()
 
 
@@ -128,13 +145,15 @@ def main() -> int:
     args = arguments()
     torch.set_num_threads(1)
     FASHION_MNIST.load(args.data)
-    LANGUAGE_MODEL.load(args.texts)
-    runs = [run for run in all_runs(args.seeds) if re.search(args.only, run.name)]
-    results = train_all(runs, args.results)
-    if not args.only:
-        report.write(results, args.seeds, args.page, args.figure)
-        print(f"{args.page} and {args.figure} are written.")
-    return 1 if any("error" in result for result in results.values()) else 0
+    LICENCES.load(args.licences)
+    DICTIONARY.load(args.dictionary)
+    runs = [run for run in all_runs() if re.search(args.only, run.name)]
+    if not args.no_training:
+        train_all(runs, args.records, args.again)
+    records = read(args.records)
+    report.write(records, args.page, args.figures)
+    print(f"{args.page} and its figures are written.")
+    return 1 if any("error" in records.get(run.name, {}) for run in runs) else 0
 
 
 if __name__ == "__main__":

@@ -5,15 +5,24 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import bagua
 import torch
 import torch.distributed as dist
-from plan import Run
+from plan import TORCHS_POWER_SGD, Run
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+
+BATCH_OF_LOSSES = 20  # steps that a point of the kept training loss is the mean of
+PATIENCE = timedelta(minutes=20)  # the machine may have other things to do
+# Where in the training the codecs are tried, in parts of its steps.
+CODEC_TRIALS = (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+SMALL = 1024  # elements; below, quantized_allreduce codes nothing
 
 
 def make_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
@@ -21,32 +30,119 @@ def make_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
         return bagua.QAdamOptimizer(model.parameters(), lr=run.rate, warmup_steps=run.qadam_warmup)
     if run.row.optimizer == "Adam":
         return torch.optim.Adam(model.parameters(), lr=run.rate)
+    if run.row.optimizer == "AdamW":
+        return torch.optim.AdamW(model.parameters(), lr=run.rate)
     return torch.optim.SGD(model.parameters(), lr=run.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
+
+
+def register(run: Run, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> bagua.Handle | None:
+    """Let the row's algorithm communicate for the model."""
+    row = run.row
+    if row.algorithm is None:
+        return None
+    if row.algorithm == TORCHS_POWER_SGD:
+        state = powerSGD_hook.PowerSGDState(
+            model.process_group,
+            matrix_approximation_rank=row.options["rank"],
+            start_powerSGD_iter=row.options["start_step"],
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return None
+    return bagua.register_comm_hook(model, row.algorithm, optimizer=optimizer, **row.options)
+
+
+# --- Errors of the codecs --------------------------------------------------------------------------------------------
+
+
+def coded_gradients(network: nn.Module) -> Tensor:
+    """Those that quantized_allreduce codes, in one tensor: no embeddings, biases, norms, or small ones."""
+    embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
+    own = [p for p in network.parameters() if p.dim() > 1 and p.numel() >= SMALL and id(p) not in embeddings]
+    return torch.cat([p.grad.flatten() for p in own if p.grad is not None])
+
+
+def codec_errors(loss: Callable[[], Tensor], model: DistributedDataParallel) -> dict[str, dict[str, float]]:
+    """Squared error in parts of the squared norm, by codec: of a rank's gradient coded once, and of the ranks' mean."""
+    with model.no_sync():
+        loss().backward()  # type: ignore[no-untyped-call]
+    own = coded_gradients(model.module)
+    model.zero_grad()
+    mean = mean_over_ranks(own)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    errors = {}
+    for codec in bagua.available_codecs():
+        decoded = torch.empty(ranks, own.numel())
+        bagua.compressed.all_gather(decoded, own, codec=codec)
+        coded_mean = own.clone()
+        bagua.compressed.all_reduce(coded_mean, codec=codec)
+        once = (decoded[rank] - own).double().square().sum() / own.double().square().sum()
+        errors[codec] = {
+            "gradient": float(mean_over_ranks(once)),
+            "mean": float((coded_mean - mean).double().square().sum() / mean.double().square().sum()),
+        }
+    return errors
+
+
+# --- Training --------------------------------------------------------------------------------------------------------
+
+
+class Record:
+    """What is noted while a run trains."""
+
+    def __init__(self, run: Run, model: DistributedDataParallel, handle: bagua.Handle | None) -> None:
+        self._run = run
+        self._model = model
+        self._handle = handle
+        steps = run.task.steps
+        self._trials = {round(part * (steps - 1)) for part in CODEC_TRIALS} if run.measures_codecs else set()
+        self._bytes_half_way = 0
+        self.losses: list[Tensor] = []
+        self.half_way = flat(model)
+        self.codecs: dict[int, dict[str, dict[str, float]]] = {}
+
+    def before_step(self, loss: Callable[[], Tensor]) -> None:
+        if len(self.losses) in self._trials:
+            self.codecs[len(self.losses)] = codec_errors(loss, self._model)
+
+    def after_step(self, loss: Tensor) -> None:
+        self.losses.append(loss.detach())
+        if len(self.losses) == self._run.task.steps // 2:
+            self.half_way = flat(self._model)
+            self._bytes_half_way = self._bytes()
+
+    def bytes_per_step(self) -> float | None:
+        """Bytes that this rank sent per step in the second half of the training, when all warm-ups are over."""
+        if self._handle is None:
+            return None
+        return (self._bytes() - self._bytes_half_way) / (self._run.task.steps - self._run.task.steps // 2)
+
+    def mean_losses(self) -> list[float]:
+        losses = mean_over_ranks(torch.stack(self.losses))
+        whole = losses[: len(losses) // BATCH_OF_LOSSES * BATCH_OF_LOSSES]
+        return [round(loss, 5) for loss in whole.view(-1, BATCH_OF_LOSSES).mean(1).tolist()]
+
+    def _bytes(self) -> int:
+        return 0 if self._handle is None else int(self._handle.stats()["wire_bytes"])
 
 
 def flat(network: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in network.parameters()]).double()
 
 
-def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[float], Tensor]:
-    """Return this rank's loss of every step, and its weights after half of them."""
+def train(run: Run, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, record: Record) -> None:
     rank, ranks = dist.get_rank(), run.ranks
     torch.manual_seed(run.seed * ranks + rank)  # each rank mirrors other images
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, run.rate, total_steps=run.task.steps, pct_start=0.25, cycle_momentum=False
     )
-    losses: list[Tensor] = []
-    half_way = flat(model)
     for batch in run.task.batches(run.seed, rank, ranks):
+        record.before_step(lambda batch=batch: run.task.loss(model, batch))  # type: ignore[misc]
         loss = run.task.loss(model, batch)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
-        losses.append(loss.detach())
-        if len(losses) == run.task.steps // 2:
-            half_way = flat(model)
-    return torch.stack(losses).tolist(), half_way
+        record.after_step(loss)
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:
@@ -56,12 +152,12 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def judge(run: Run, network: nn.Module) -> float:
-    """The quality over all held-out data, of which each rank looks at a part."""
+def judge(run: Run, network: nn.Module) -> list[float]:
+    """The task's qualities over all held-out data, of which each rank looks at a part."""
     network.eval()
     total = run.task.judge(network, dist.get_rank(), run.ranks)
     dist.all_reduce(total)
-    return float(total[0] / total[1])
+    return [float(value) for value in total[:-1] / total[-1]]
 
 
 def distance_from_mean(weights: Tensor) -> float:
@@ -84,37 +180,40 @@ def run_rank(rank: int, run: Run, rendezvous: Path, output: Path) -> None:
     """Train, judge, and let rank 0 write the result."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "bagua",
+        "gloo" if run.row.algorithm == TORCHS_POWER_SGD else "bagua",
         init_method=rendezvous.as_uri(),
         rank=rank,
         world_size=run.ranks,
-        timeout=timedelta(seconds=120),
+        timeout=PATIENCE,
     )
     torch.manual_seed(run.seed)
     network = run.task.network()
     model = DistributedDataParallel(network)
     optimizer = make_optimizer(run, model)
-    handle = None
-    if run.row.algorithm is not None:
-        handle = bagua.register_comm_hook(model, run.row.algorithm, optimizer=optimizer, **run.row.options)
+    handle = register(run, model, optimizer)
+    record = Record(run, model, handle)
     start = time.perf_counter()
-    losses, half_way = train(run, model, optimizer)
+    train(run, model, optimizer, record)
+    bytes_per_step = record.bytes_per_step()
     if handle is not None and run.row.algorithm == "async":
         handle.abort()
+    if handle is not None and run.row.algorithm in ("local_sgd", "diloco"):
+        handle.synchronize()
     seconds = time.perf_counter() - start
-    mean_losses = mean_over_ranks(torch.tensor(losses)).tolist()
-    own_quality = judge(run, network)
-    distance = {"half_way": distance_from_mean(half_way), "end": distance_from_mean(flat(network))}
+    losses = record.mean_losses()
+    distance = {"half_way": distance_from_mean(record.half_way), "end": distance_from_mean(flat(network))}
     average_over_ranks(network)
-    result = {
-        "quality": judge(run, network),
-        "own_quality": own_quality,
+    result: dict[str, Any] = {
+        "qualities": dict(zip(run.task.qualities, judge(run, network), strict=True)),
         "distance": distance,
         "parameters": sum(p.numel() for p in network.parameters()),
-        "seconds": seconds,
-        "stats": None if handle is None else handle.stats(),
-        "losses": [round(loss, 5) for loss in mean_losses],
+        "bytes_per_step": bytes_per_step,
+        "rounds": None if handle is None else handle.stats()["rounds"],
+        "seconds": round(seconds, 1),
+        "losses": losses,
     }
+    if record.codecs:
+        result["codecs"] = record.codecs
     if rank == 0:
         output.write_text(json.dumps(result))
     dist.barrier()

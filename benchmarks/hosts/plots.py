@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cost_model import TRAFFIC, fit, samples_of
+from cost_model import TRAFFIC, Network, fit, load, samples_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from run import Measurement, Scenario
+from run import Fragile, Measurement, Scenario
 
 COLOURS = {
     "no communication": "#888888",
@@ -21,22 +22,33 @@ COLOURS = {
     "gloo, bf16 hook": "#55636e",
     "gradient_allreduce": "#e8a33d",
     "bytegrad": "#c8102e",
+    "quantized_allreduce, 4bit": "#e0707c",
     "qadam": "#7b3fa0",
     "low_precision_decentralized": "#2a7f62",
     "decentralized": "#4a90c2",
     "async": "#a0522d",
 }
+# Where the colour of a line is too pale for letters.
+TEXT_COLOURS = {"gloo": "#6b7b88", "no communication": "#666666"}
+RATES = {100e6: "100 Mbit/s", 1e9: "1 Gbit/s", 10e9: "10 Gbit/s"}
 # Of the model's figure.
 RATE = 1e9
 Runs = list[tuple[Scenario, list[Measurement]]]
+NAMES = {
+    "gloo": "Gloo (DDP as it is)",
+    "gloo, Adam": "Gloo, Adam",
+    "gloo, fp16 hook": "Gloo, fp16 hook",
+    "gloo, bf16 hook": "Gloo, bf16 hook",
+    "gloo, PowerSGD hook, rank 1": "Gloo, torch's PowerSGD hook, rank 1",
+    "gloo, PowerSGD hook, rank 4": "Gloo, torch's PowerSGD hook, rank 4",
+}
 
 
-def load(path: Path) -> Runs:
-    """Read what run.py wrote."""
-    return [
-        (Scenario(**run["scenario"]), [Measurement(**m) for m in run["measurements"]])
-        for run in json.loads(path.read_text())["runs"]
-    ]
+class Cell(NamedTuple):
+    """Milliseconds per step, and how many times as fast as Gloo; None and NaN where it never came to an end."""
+
+    ms: float | None
+    ratio: float
 
 
 def tidy(axes: Axes, title: str, x: str, y: str) -> None:
@@ -48,46 +60,137 @@ def tidy(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_axisbelow(True)
 
 
+# Five of them, so that each line can carry its name; docs/performance.md has the figures of all.
+STEP_TIME_WAYS = ("gloo", "gloo, fp16 hook", "low_precision_decentralized", "bytegrad", "no communication")
+
+
+def spread(heights: list[float], apart: float) -> list[float]:
+    """Return heights of texts, in the same order from the top, none closer than `apart` to the next."""
+    placed: dict[int, float] = {}
+    previous = math.inf
+    for index in sorted(range(len(heights)), key=lambda index: -heights[index]):
+        previous = placed[index] = min(heights[index], previous - apart)
+    return [placed[index] for index in range(len(heights))]
+
+
 def draw_step_times(runs: Runs, path: Path) -> None:
     """Step time against bandwidth, two hosts of one rank."""
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    chosen = [
-        (n, m) for n, m in runs if (n.model, n.hosts, n.ranks_per_host) == ("convolutional", 2, 1) and n.bits_per_second
-    ]
-    for way in dict.fromkeys(m.way for _, measurements in chosen for m in measurements):
-        points = [(n.bits_per_second / 1e6, 1e3 * m.median) for n, ms in chosen for m in ms if m.way == way]
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=way, color=COLOURS.get(way))
+    chosen = sorted(
+        (
+            (n.bits_per_second, {m.way: 1e3 * m.median for m in measurements})
+            for n, measurements in runs
+            if (n.model, n.hosts, n.ranks_per_host) == ("convolutional", 2, 1) and n.bits_per_second
+        ),
+        key=lambda run: run[0],
+    )
+    rates = [rate for rate, _ in chosen]
+    for way in STEP_TIME_WAYS:
+        axes.plot(rates, [times[way] for _, times in chosen], marker="o", color=COLOURS[way])
+    # Names stand at the left ends, which lie furthest apart; there is room for them beside the first rate.
+    ends = spread([math.log10(chosen[0][1][way]) for way in STEP_TIME_WAYS], 0.09)
+    for way, height in zip(STEP_TIME_WAYS, ends, strict=True):
+        axes.annotate(
+            NAMES.get(way, way),
+            (rates[0], 10**height),
+            (-9, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=9,
+            color=TEXT_COLOURS.get(way, COLOURS[way]),
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    tidy(axes, "A training step between two hosts, 42 MB of gradients (measured)", "line, Mbit/s", "ms per step")
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_xlim(left=rates[0] / 10)
+    axes.set_xticks(rates, [RATES[rate] for rate in rates])
+    axes.set_yticks([50, 100, 200, 500, 1000, 2000, 5000], ["50", "100", "200", "500", "1,000", "2,000", "5,000"])
+    axes.minorticks_off()
+    tidy(
+        axes, "A training step between two hosts, 42 MB of gradients (measured)", "speed of the network", "ms per step"
+    )
     figure.savefig(path)
 
 
-def draw_model(runs: Runs, path: Path) -> list[str]:
-    """Step time against the number of hosts, by the model; return a line for each fit."""
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+def fragile_of(path: Path) -> dict[Scenario, list[Fragile]]:
+    """Read how torch's PowerSGD hook fared on each network."""
+    tried = {}
+    for run in json.loads(path.read_text())["runs"]:
+        tried[Scenario(**run["scenario"])] = [
+            Fragile(**{**f, "measurements": [Measurement(**m) for m in f["measurements"]]}) for f in run["fragile"]
+        ]
+    return tried
+
+
+def cells_of(measurements: list[Measurement], tried: list[Fragile]) -> dict[str, Cell]:
+    """Return milliseconds and Gloo / this of each way; torch's PowerSGD hook ran apart, right afterwards."""
+    times = {m.way: m.median for m in measurements}
+    cells = {way: Cell(1e3 * time, times["gloo"] / time) for way, time in times.items() if way != "no communication"}
+    for fragile in tried:
+        own = [m.median for m in fragile.measurements if m.way == fragile.way]
+        cells[fragile.way] = Cell(1e3 * own[0], times["gloo"] / own[0]) if own else Cell(None, math.nan)
+    return cells
+
+
+def draw_grid(runs: Runs, tried: dict[Scenario, list[Fragile]], path: Path) -> None:
+    """A step's milliseconds for every way on every network, coloured by how many times as fast as Gloo it is."""
+    runs = sorted(runs, key=lambda run: (run[0].bits_per_second, run[0].round_trip))
+    columns = [cells_of(measurements, tried[scenario]) for scenario, measurements in runs]
+    # The slowest first; a NaN would spoil the order.
+    ways = sorted(columns[0], key=lambda way: sum(math.log(c[way].ratio) for c in columns if c[way].ms))
+    figure = Figure(figsize=(10, 0.36 * len(ways) + 1.2), layout="constrained")
     axes = figure.subplots()
-    hosts = [8, 16, 32, 64, 128, 256, 512, 1024]
-    lines = []
-    for way in TRAFFIC:
-        samples = [s for s in samples_of(way, runs) if s.scenario.model == "convolutional"]
-        fitted = fit(way, runs)
-        sample = next(s for s in samples if s.scenario.bits_per_second == RATE)
-        times = [1e3 * fitted.step(sample.local, sample.parameters, n, RATE) for n in hosts]
-        axes.plot(hosts, times, marker="o", label=way, color=COLOURS[way])
-        lines.append(
-            f"{way:<30} efficiency {fitted.efficiency:.2f}  overhead {1e3 * fitted.overhead:5.1f} ms  "
-            f"error {100 * fitted.error:.0f} %"
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(hosts, [str(n) for n in hosts])
-    axes.set_ylim(bottom=0)
-    tidy(axes, "MODEL, not measured: hosts of one rank at 1 Gbit/s", "hosts", "ms per step")
-    axes.legend(frameon=False, fontsize=8)
+    logs = [[math.log2(c[way].ratio) for c in columns] for way in ways]
+    image = axes.imshow(logs, cmap="RdBu", vmin=-4, vmax=4, aspect="auto")
+    for row, way in enumerate(ways):
+        for column, cells in enumerate(columns):
+            cell = cells[way]
+            text = "failed" if cell.ms is None else f"{cell.ms:.0f}"
+            colour = "white" if abs(logs[row][column]) > 2.6 else "black"
+            axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour)
+    axes.set_yticks(range(len(ways)), [NAMES.get(way, way) for way in ways], fontsize=9)
+    labels = [f"{RATES[n.bits_per_second]}\n{1e3 * n.round_trip:.0f} ms" for n, _ in runs]
+    axes.set_xticks(range(len(runs)), labels, fontsize=9)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    bar = figure.colorbar(image, ax=axes, ticks=[-3, -2, -1, 0, 1, 2, 3], fraction=0.03, pad=0.01)
+    bar.ax.set_yticklabels(["1/8", "1/4", "1/2", "as Gloo", "2", "4", "8 times"], fontsize=8)
+    figure.suptitle(
+        "Milliseconds per training step, two hosts, 42 MB of gradients (measured); columns: rate and round trip",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
     figure.savefig(path)
-    return lines
+
+
+def draw_model(grid: Runs, others: Runs, path: Path) -> None:
+    """Draw what the model says of runs that it was not fitted on, and of more hosts."""
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    predicted, more = figure.subplots(1, 2)
+    hosts = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    for way in TRAFFIC:
+        samples = samples_of(way, grid)
+        fitted = fit(way, samples)
+        new = samples_of(way, others)
+        errors = [100 * s.error(fitted) for s in new]
+        predicted.scatter([1e3 * s.seconds for s in new], errors, color=COLOURS[way], s=18)
+        sample = next(s for s in samples if s.scenario.bits_per_second == RATE and not s.scenario.round_trip)
+        times = [
+            1e3 * fitted.step(sample.local, sample.optimizer, sample.parameters, Network(n, RATE, 2e-4)) for n in hosts
+        ]
+        more.plot(hosts, times, marker="o", markersize=3, label=NAMES.get(way, way), color=COLOURS[way])
+    predicted.axhspan(-15, 15, color="#eeeeee", zorder=0)
+    predicted.set_xscale("log")
+    tidy(predicted, "Predictions of runs that took no part in the fit", "ms per step, measured", "error, %")
+    more.set_xscale("log", base=2)
+    more.set_xticks(hosts, [str(n) for n in hosts])
+    more.set_ylim(0, 1500)
+    tidy(more, "MODEL, not measured: 1 Gbit/s, 0.2 ms of round trip", "hosts of one rank", "ms per step")
+    more.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
 
 
 def draw_accuracy(results: list[dict[str, Any]], path: Path) -> None:
@@ -106,9 +209,11 @@ def main() -> None:
     """Draw all that there is."""
     results, figures = Path(sys.argv[1]), Path(sys.argv[2])
     figures.mkdir(parents=True, exist_ok=True)
-    runs = load(results / "hosts.json")
-    draw_step_times(runs, figures / "step_time.svg")
-    print("\n".join(draw_model(runs, figures / "cost_model.svg")))
+    grid = results / "grid.json"
+    if grid.exists():
+        draw_grid(load(grid), fragile_of(grid), figures / "grid.svg")
+        draw_model(load(grid), load(results / "hosts.json"), figures / "cost_model.svg")
+    draw_step_times(load(results / "hosts.json"), figures / "step_time.svg")
     accuracy = results / "accuracy.json"
     if accuracy.exists():
         draw_accuracy(json.loads(accuracy.read_text()), figures / "time_to_accuracy.svg")

@@ -2,6 +2,7 @@
 """Times training steps between emulated hosts, all ways to communicate in one run. Needs root and iproute2.
 
 python benchmarks/hosts/run.py                      the networks that docs/performance.md shows (about 8 minutes)
+python benchmarks/hosts/run.py --grid               every rate with every distance (about 25 minutes)
 python benchmarks/hosts/run.py --rates 300M --round-trips 10ms --hosts 3 --ranks-per-host 2 --models transformer
 """
 
@@ -36,6 +37,8 @@ WAYS = [
     "gloo, bf16 hook",
     "gradient_allreduce",
     "bytegrad",
+    "quantized_allreduce, 4bit",
+    "quantized_allreduce, 1bit",
     "powersgd, rank 1",
     "powersgd, rank 4",
     "qadam",
@@ -106,6 +109,8 @@ DEFAULT_SCENARIOS = [
     Scenario("convolutional", 4, 1, 1e9),
     Scenario("transformer", 2, 1, 1e9),
 ]
+# Every rate with every distance.
+GRID = [Scenario("convolutional", 2, 1, rate, delay) for rate in (100e6, 1e9, 10e9) for delay in (0.0, 0.01, 0.05)]
 
 
 def run_on_hosts(
@@ -208,18 +213,22 @@ def try_fragile(scenario: Scenario, way: str, seconds: float, runs: int) -> Frag
     """Run one way `runs` times beside BESIDE_FRAGILE."""
     tried = Fragile(way, runs, [], [])
     # All of them in turn, their settling, and the start of the processes.
-    limit = 60 + 5 * seconds * (1 + len(BESIDE_FRAGILE))
+    limit = 30 + 4 * seconds * (1 + len(BESIDE_FRAGILE))
     for _ in range(runs):
         try:
             tried.measurements = measure(scenario, [*BESIDE_FRAGILE, way], seconds, limit)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            tried.failures.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        except subprocess.TimeoutExpired as error:
+            tried.failures.append(f"did not end within {error.timeout:.0f} s")
+        except RuntimeError as error:
+            tried.failures.append(str(error).splitlines()[0])
     if tried.measurements:
         add_limits(scenario, tried.measurements)
     return tried
 
 
 def chosen_scenarios(args: argparse.Namespace) -> list[Scenario]:
+    if args.grid:
+        return [n for n in GRID if not args.rates or n.bits_per_second in args.rates]
     if not any((args.rates, args.round_trips, args.hosts, args.ranks_per_host, args.models)):
         return DEFAULT_SCENARIOS
     choices = itertools.product(
@@ -232,9 +241,19 @@ def chosen_scenarios(args: argparse.Namespace) -> list[Scenario]:
     return [Scenario(*choice) for choice in choices]
 
 
+def write(path: Path, run: dict[str, Any]) -> None:
+    """Put a run into the file, in place of an earlier one on the same network."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs = [other for other in runs if Scenario(**other["scenario"]) != Scenario(**run["scenario"])]
+    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**machine, "runs": [*runs, run]}, indent=1))
+
+
 def main() -> None:
     """Measure, print a table for each network, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", action="store_true", help="every rate, or those of --rates, with every distance")
     parser.add_argument("--rates", type=rate_of, nargs="+", help="bits per second, such as 100M or 1G; 0: no limit")
     parser.add_argument("--round-trips", type=time_of, nargs="+", help="between hosts, such as 10ms")
     parser.add_argument("--hosts", type=int, nargs="+")
@@ -243,9 +262,11 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--fragile-runs", type=int, default=FRAGILE_RUNS, help="of each rank of torch's PowerSGD hook")
     parser.add_argument("--seconds", type=float, default=4.0, help="that each way is given on each network")
-    parser.add_argument("--json", type=Path, default=RESULTS / "hosts.json", help="where to write all times")
+    parser.add_argument(
+        "--json", type=Path, help="where to write all times; networks that it has and this run has not stay"
+    )
     args = parser.parse_args()
-    runs = []
+    path = args.json or RESULTS / ("grid.json" if args.grid else "hosts.json")
     try:
         for scenario in chosen_scenarios(args):
             measurements = measure(scenario, args.ways, args.seconds)
@@ -254,12 +275,9 @@ def main() -> None:
             fragile = [try_fragile(scenario, way, args.seconds, args.fragile_runs) for way in FRAGILE]
             print("\n".join(map(str, fragile)), flush=True)
             measured = {"scenario": asdict(scenario), "measurements": [asdict(m) for m in measurements]}
-            runs.append({**measured, "fragile": [asdict(tried) for tried in fragile]})
+            write(path, {**measured, "fragile": [asdict(tried) for tried in fragile]})
     except NoEmulatedHosts as error:
         sys.exit(f"no emulated hosts on this machine: {error}")
-    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({**machine, "runs": runs}, indent=1))
 
 
 if __name__ == "__main__":

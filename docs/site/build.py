@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 GUIDE = [
+    "why",
     "install",
     "quick_start",
     "lightning",

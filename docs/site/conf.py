@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import bagua
 
 project = "bagua"
@@ -29,5 +31,27 @@ html_theme = "furo"
 html_title = f"bagua {release.partition('+')[0]}"
 html_copy_source = False
 html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
+# Blocks without a language are what a program prints.
+highlight_language = "text"
+
+# Classes whose instances the package makes: their constructors are not for users.
+_MADE_BY_THE_PACKAGE = {
+    "bagua.Handle",
+    "bagua.torch_api.communication.BaguaProcessGroup",
+    "bagua.torch_api.communication.CommMember",
+    "bagua.torch_api.communication.Communicator",
+    "bagua.torch_api.reduce_op.ReduceOp",
+}
+
+
+def _without_constructor(app: Any, kind: str, name: str, *rest: Any) -> tuple[str, str] | None:
+    return ("", "") if kind == "class" and name in _MADE_BY_THE_PACKAGE else None
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-signature", _without_constructor)

@@ -31,6 +31,10 @@ _OPERATORS = """# torch.ops.bagua
 """
 
 
+# What a reader looks for first; the other exported names follow as the module lists them.
+_FIRST = ["register_comm_hook", "Handle", "Stats", "comm_hook"]
+
+
 def options_table(algorithm: str) -> str:
     """Return the section about the options of an algorithm."""
     info = _C.algorithm_info(algorithm)
@@ -42,12 +46,15 @@ def options_table(algorithm: str) -> str:
 def _members(module: str, listed: set[str], described: set[int]) -> list[str]:
     """Return directives for the names that a module exports, or defines, unless they are described elsewhere."""
     loaded = importlib.import_module(module)
-    lines = [f".. automodule:: {module}"]
+    # Examples in docstrings are Python; elsewhere a block without a language is plain text.
+    lines = [".. highlight:: python", "", f".. automodule:: {module}"]
     exported = getattr(loaded, "__all__", None)
     if exported is None:
         return [*lines, "   :members:", ""]
     lines.append("")
-    for name in exported:
+    for name in [*(name for name in _FIRST if name in exported), *(name for name in exported if name not in _FIRST)]:
+        if name.startswith("_"):
+            continue
         value = getattr(loaded, name)
         home = getattr(value, "__module__", module)
         if isinstance(value, ModuleType) or id(value) in described or (home != module and home in listed):
@@ -80,10 +87,11 @@ def _public_modules(package: str) -> list[str]:
 def interface_pages() -> dict[str, str]:
     """Return page -> text."""
     described: set[int] = set()
-    pages = {name: _page(name, [name], described) for name in ("bagua", "bagua.compressed", "bagua.lightning")}
+    modules = ("bagua", "bagua.compressed", "bagua.lightning", "bagua.transformers")
+    pages = {name: _page(name, [name], described) for name in modules}
     # What the package re-exports is described where it is defined.
-    modules = [module for module in _public_modules("bagua.torch_api") if module != "bagua.torch_api"]
-    pages["bagua.torch_api"] = _page("bagua.torch_api", modules, described)
+    originals = [module for module in _public_modules("bagua.torch_api") if module != "bagua.torch_api"]
+    pages["bagua.torch_api"] = _page("bagua.torch_api", originals, described)
     pages["operators"] = _OPERATORS
     listed = "\n".join(pages)
     said = f"Of version {bagua.__version__}, from its docstrings. Modules with a leading underscore may change."
