@@ -22,8 +22,8 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build package short-build test test-rest test-all test-gpu test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
-.PHONY: docs wheel clean distclean FORCE
+.PHONY: help setup build package short-build test test-rest test-all test-gpu test-engines test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
+.PHONY: docs wheel wheels clean distclean FORCE
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -43,7 +43,7 @@ build: $(SETUP_STAMP)  ## build what changed
 package: $(SETUP_STAMP)
 	@scripts/build.sh $(VENV) $(CUDA) $(CUDA_TOOLKIT) bagua _C emulated_network
 
-# What `make test` runs: without the executables of tests that are labelled `long`.
+# With what `make test` runs: not the executables of tests that are labelled `long`.
 short-build: $(SETUP_STAMP)
 	@scripts/build.sh $(VENV) $(CUDA) $(CUDA_TOOLKIT) bagua _C emulated_network short_unit_tests
 
@@ -56,16 +56,16 @@ define set_up_and_build
 endef
 STEPS := build/steps.txt
 
-test:  ## C++ units, Python tests, PyTorch's own suite: every promise once (15 minutes on two cores)
-	$(call set_up_and_build,short-build)
+test:  ## C++ units, Python tests, PyTorch's own suite: every promise once (20 minutes on two cores)
+	$(call set_up_and_build,package)
 	@BAGUA_STEPS=$(STEPS) scripts/test.sh $(VENV) short
 
 test-rest:  ## what `make test` leaves out: the tests marked `long`
-	$(call set_up_and_build,build)
+	$(call set_up_and_build,package)
 	@BAGUA_STEPS=$(STEPS) scripts/test.sh $(VENV) rest
 
 test-all:  ## all tests, those marked `long` too
-	$(call set_up_and_build,build)
+	$(call set_up_and_build,package)
 	@BAGUA_STEPS=$(STEPS) scripts/test.sh $(VENV) all
 
 test-gpu: build  ## every GPU test, or those of FOLDERS=tests/gpu; runs nothing and fails without a GPU
@@ -79,6 +79,11 @@ test-tsan: $(SETUP_STAMP)  ## C++ tests under ThreadSanitizer
 
 fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 for each of FUZZ_TARGETS (all; clang 16 or later)
 	@scripts/fuzz.sh $(VENV) $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)
+
+test-engines: package  ## install tests/engines/packages.txt, and train with each engine
+	@$(PY) -m pip install --quiet --disable-pip-version-check --requirement tests/engines/packages.txt \
+		--constraint scripts/constraints.txt
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/engines tests/examples tests/lightning tests/unit/test_fuse_unknown_optimizers.py
 
 soak: package  ## SOAK_OPERATIONS=200000 random operations on 2 to 8 ranks, each checked
 	@OMP_NUM_THREADS=1 $(PY) tests/soak/soak.py --operations $(or $(SOAK_OPERATIONS),200000) $(SOAK_ARGS)
@@ -101,7 +106,7 @@ bench: build  ## measure codec, optimizers, calls inside a host, and training be
 bench-gpu: package  ## measure what needs a GPU, on those that there are; measures nothing and fails without one
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/gpu/bench_gpu.py $(BENCH_ARGS)
 
-convergence: package  ## train with every algorithm and seed, rewrite docs/convergence.md (about 25 minutes on two cores)
+convergence: package  ## train what has no record yet, rewrite docs/convergence.md (all of it: 9 hours on two cores)
 	@PYTHONPATH=examples OMP_NUM_THREADS=1 $(PY) benchmarks/convergence/run.py $(CONVERGENCE_ARGS)
 
 docs: package  ## the documentation site, build/site/index.html
@@ -111,6 +116,9 @@ docs: package  ## the documentation site, build/site/index.html
 wheel: $(SETUP_STAMP)  ## build/dist/bagua-*.whl for the torch of the set-up
 	@$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/dist .
 	@ls build/dist
+
+wheels: $(SETUP_STAMP)  ## build/dist: a wheel for each of TORCHES="2.11 ... 2.15" and PYTHONS="3.10 ... 3.13" (8 minutes each on two cores)
+	@scripts/wheels.sh build/dist
 
 clean:  ## remove what was built
 	rm -rf build compile_commands.json

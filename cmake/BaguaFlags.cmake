@@ -10,6 +10,11 @@ if(BAGUA_WARNINGS_AS_ERRORS)
   target_compile_options(bagua_flags INTERFACE -Werror)
 endif()
 
+if(CMAKE_UNITY_BUILD AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # Several sources in one: what the unnamed namespace of a source holds looks as if a header had it.
+  target_compile_options(bagua_flags INTERFACE -Wno-subobject-linkage)
+endif()
+
 if(BAGUA_SANITIZE STREQUAL "address")
   set(sanitizers -fsanitize=address,undefined -fno-sanitize-recover=all)
 elseif(BAGUA_SANITIZE STREQUAL "thread")

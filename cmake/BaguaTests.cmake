@@ -13,6 +13,20 @@ set(BAGUA_TESTS_ENABLED ON)
 enable_testing()
 set(BAGUA_TEST_REPORTS ${PROJECT_BINARY_DIR}/reports/units)
 
+# bagua_register_test(<name> <executable> LABELS unit ... TIMEOUT seconds [ARGUMENTS ...] [ENVIRONMENT A=1 ...]): runs it
+# as one case of CTest, and builds it with the tests that its labels say. CTest alone would not: what nobody built, it
+# reports as not run.
+function(bagua_register_test name executable)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "TIMEOUT" "LABELS;ARGUMENTS;ENVIRONMENT")
+  add_dependencies(unit_tests ${executable})
+  if(NOT long IN_LIST arg_LABELS)
+    add_dependencies(short_unit_tests ${executable})
+  endif()
+  add_test(NAME ${name} COMMAND ${executable} ${arg_ARGUMENTS})
+  set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT}
+    ENVIRONMENT "OMP_NUM_THREADS=1;${arg_ENVIRONMENT}")
+endfunction()
+
 # One process for all tests of an executable: to load libtorch takes half a second, under a sanitizer two, and most tests
 # a few milliseconds. Which of them ran, and how each ended, is in the report that GoogleTest writes.
 function(bagua_build_unit_test name sources labels)
@@ -21,11 +35,6 @@ function(bagua_build_unit_test name sources labels)
   endif()
   bagua_add_test_executable(${name} ${sources})
   target_link_libraries(${name} PRIVATE GTest::gmock_main)
-  add_dependencies(unit_tests ${name})
-  if(NOT long IN_LIST labels)
-    add_dependencies(short_unit_tests ${name})
-  endif()
-  add_test(NAME ${name} COMMAND ${name} --gtest_brief=1)
-  set_tests_properties(${name} PROPERTIES LABELS "${labels}" TIMEOUT 900
-    ENVIRONMENT "OMP_NUM_THREADS=1;GTEST_OUTPUT=xml:${BAGUA_TEST_REPORTS}/${name}.xml")
+  bagua_register_test(${name} ${name} LABELS ${labels} TIMEOUT 900 ARGUMENTS --gtest_brief=1
+    ENVIRONMENT GTEST_OUTPUT=xml:${BAGUA_TEST_REPORTS}/${name}.xml)
 endfunction()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds and runs the benchmarks, about 25 minutes on two cores: bench.sh VENV [arguments of Google Benchmark]
+# Builds and runs the benchmarks, about 50 minutes on two cores: bench.sh VENV [arguments of Google Benchmark]
 # Those between emulated hosts need root and iproute2. They write benchmarks/results/ and docs/figures/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,6 +26,7 @@ if [ "$(id -u)" != 0 ] || ! command -v tc >/dev/null; then
   exit 0
 fi
 python benchmarks/hosts/run.py
+python benchmarks/hosts/run.py --grid
 echo "== time to accuracy between emulated hosts"
 python benchmarks/hosts/accuracy.py
 python benchmarks/hosts/plots.py benchmarks/results docs/figures

@@ -46,6 +46,7 @@ cxx_finds() { echo "#include <$1>" | "$(cxx)" -std=c++20 -E -x c++ - >/dev/null 
 install_system_packages() {
   cxx >/dev/null || need required "compiling C++20" g++
   cxx_finds gmock/gmock.h || need optional "the C++ unit tests (skipped until then)" libgtest-dev libgmock-dev
+  cxx_finds openssl/ssl.h || need optional "BAGUA_JOB_SECRET (refused until then)" libssl-dev
   cxx_finds benchmark/benchmark.h || need optional "the C++ benchmarks" libbenchmark-dev
   command -v ip >/dev/null || need optional "the tests on emulated networks" iproute2
   [ -e $DATASET ] || need optional "make demo (or: --data DIR with the four files)" dataset-fashion-mnist

@@ -19,7 +19,7 @@ from bagua.bench.measure import Result, Times
 from bagua.bench.options import Settings, parse, size_in_bytes, sizes_between
 from bagua.bench.pattern import difference, fill, sums, values
 from bagua.bench.progress import Progress
-from bagua.bench.report import line
+from bagua.bench.report import line, verdict
 from bagua.bench.training_step import TrainingStep, algorithm
 from ranks import RankPool
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -159,7 +159,7 @@ def test_sizes() -> None:
 
 def test_options_are_values_or_words() -> None:
     settings: Settings = parse(
-        ["algorithms", "--device", "cpu", "-o", "peer_selection_mode=shift_one", "-o", "hierarchical=true"]
+        ["decentralized", "--device", "cpu", "-o", "peer_selection_mode=shift_one", "-o", "hierarchical=true"]
     )
     assert settings.options == {"peer_selection_mode": "shift_one", "hierarchical": True}
 
@@ -235,6 +235,52 @@ def test_a_line_shows_what_is_wrong_and_what_the_other_backend_lacks() -> None:
     assert "WRONG" in text
     assert "no int8" in text
     assert text.endswith("rank 1: element 0 is 1")
+
+
+def _result(
+    test: str, size: int, median: float, vs: float | None = None, check: str = "", sent: float | None = None
+) -> Result:
+    other = None if vs is None else Times(vs, vs, vs)
+    speed = size / median
+    return Result(
+        test, size, "float32", size // 4, Times(median, median, median), speed, speed, sent, check, other, None
+    )
+
+
+def test_the_verdict_says_what_was_compared_and_nothing_else() -> None:
+    facts = {"vs": "gloo"}
+    assert verdict({"vs": None}, [_result("all_reduce", 4096, 1.0), _result("bytegrad", 4096, 1.0)]) == []
+    assert verdict(facts, []) == []
+    one = [_result("all_reduce", 4096, 2.0, vs=5.0)]
+    assert verdict(facts, one) == ["bagua is 2.50 times as fast as gloo at all_reduce of 4 KiB."]
+    # What is wrong or has no counterpart is not compared.
+    others = [_result("reduce", 8, 1.0, vs=9.0, check="off"), _result("scatter", 8, 1.0)]
+    assert verdict(facts, [*one, *others]) == verdict(facts, one)
+    faster = [*one, _result("barrier", 0, 1.0, vs=1.5)]
+    expected = "bagua is 1.50 to 2.50 times as fast as gloo at what was measured, least at barrier."
+    assert verdict(facts, faster) == [expected]
+    (sentence,) = verdict(facts, [*faster, _result("broadcast", 1 << 20, 2.0, vs=1.0)])
+    assert "0.50 to 2.50 times" in sentence
+    assert sentence.endswith(", and slower at broadcast of 1 MiB (0.50).")
+
+
+def test_the_verdict_names_the_fastest_algorithm_of_each_size() -> None:
+    small, large = 4096, 1 << 20
+    results = [
+        _result("gradient_allreduce", small, 3.0, sent=small),
+        _result("gradient_allreduce", large, 3.0, sent=large),
+        _result("bytegrad", small, 2.0, sent=small / 4),
+        _result("bytegrad", large, 1.03, sent=large / 4),
+        # As fast but for the noise: they share the first place.
+        _result("powersgd", large, 1.0, sent=large),
+        # Does not communicate in every step.
+        _result("async", small, 0.1, sent=0),
+        _result("async", large, 0.1, sent=0),
+    ]
+    assert verdict({"vs": None}, results) == [
+        "Fastest with messages in every step: bytegrad at 4 KiB; bytegrad and powersgd (full precision) at 1 MiB."
+    ]
+    assert verdict({"vs": None}, results[:1]) == []
 
 
 class _Terminal(StringIO):

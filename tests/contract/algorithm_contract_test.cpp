@@ -211,6 +211,12 @@ TEST_P(AlgorithmContract, StateContinuesWhereItWasTaken) {
       GetParam().hosts);
 }
 
+TEST_P(AlgorithmContract, WhatIsNotCodedOnOneHostIsCodedBetweenSeveral) {
+  const HostTopology topology(GetParam().hosts);
+  if (topology.hostCount() == 1) GTEST_SKIP() << "some code nothing there";
+  EXPECT_EQ(create()->whyUncoded(topology), "");
+}
+
 INSTANTIATE_TEST_SUITE_P(Every, AlgorithmContract, ::testing::ValuesIn(casesOfEveryAlgorithm()),
                          [](const auto& instance) { return nameOf(instance.param); });
 

@@ -23,6 +23,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     site = tmp_path / "site"
     first = (site / "index.html").read_text()
     for page in (
+        "why",
         "install",
         "quick_start",
         "lightning",

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_up_images import write_made_up_images
 
 FOLDER = Path(__file__).parents[2] / "examples"
 # An agent and two ranks import torch, on cores that others use too.
@@ -77,6 +78,19 @@ def test_tensor_parallelism_over_a_device_mesh() -> None:
     assert "holds 16,384 of 32,768 weights" in text
 
 
+@pytest.mark.long
+def test_a_training_that_is_no_terminals_prints_a_line_for_each_epoch(tmp_path: Path) -> None:
+    write_made_up_images(tmp_path)
+    text = _output("fashion_mnist", "--data", str(tmp_path), "--batch", "4", "--epochs", "2")
+    lines = [line for line in text.splitlines() if line.startswith("bytegrad: ")]
+    assert [line.partition(": loss")[0] for line in lines[:2]] == [f"bytegrad: epoch {i} of 2" for i in (1, 2)]
+    assert len(lines) == 3
+    assert "step/s" not in text
+
+
 def test_every_example_is_tested() -> None:
     elsewhere = {"demo", "fashion_mnist", "lightning_fashion_mnist"}
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*COMPRESSED, "with_fsdp", "with_device_mesh", *elsewhere}
+    # In tests/engines.
+    engines = {"with_fabric", "with_ray", "with_torchft", "with_deepspeed"}
+    own = {*COMPRESSED, "with_fsdp", "with_device_mesh"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == own | elsewhere | engines

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """After an error: the survivors build a new group in the same process, and nothing of the old one is left."""
 
+import copy
 import gc
 import itertools
 import os
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +20,17 @@ from holdings import Holdings, holdings, left_behind, wait_for
 from ranks import run_ranks
 from threads import bagua_threads
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TRANSPORTS, VICTIM, die, expect_error, fail_without_the_victim, selection, store, warm_up
+from trouble import (
+    SLACK_SECONDS,
+    TRANSPORTS,
+    VICTIM,
+    die,
+    expect_error,
+    fail_without_the_victim,
+    selection,
+    store,
+    warm_up,
+)
 
 SIZE = 3
 SHARED_MEMORY = Path("/dev/shm")
@@ -110,6 +121,94 @@ def test_survivors_train_on_in_a_new_group_and_nothing_of_the_old_one_is_left(tr
     assert results[0][0] == results[1][0]
     for result in results:
         assert result is None or not result[1]
+
+
+# What a model has of weights, so that a death meets its exchange at work: 12 MB.
+LAYERS = [1024, 1024, 1024, 1024]
+ROUNDS: dict[str, dict[str, Any]] = {
+    "local_sgd": {"sync_every": 4},
+    "diloco": {"sync_every": 4, "fragments": 2, "delay": 1},
+    "diloco, 4bit": {"sync_every": 4, "fragments": 2, "delay": 1, "codec": "4bit", "hierarchical": False},
+}
+
+
+class _Trained(NamedTuple):
+    ddp: DDP
+    optimizer: torch.optim.Optimizer
+    handle: Any
+
+    def step(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        self.optimizer.zero_grad()
+        self.ddp(torch.randn(2, LAYERS[0], generator=generator)).square().mean().backward()
+        self.optimizer.step()
+
+    def state_dicts(self) -> list[Any]:
+        return copy.deepcopy([part.state_dict() for part in self])
+
+
+def _begin_rounds(name: str) -> _Trained:
+    import bagua
+
+    torch.manual_seed(3)
+    pairs = itertools.pairwise(LAYERS)
+    ddp = DDP(torch.nn.Sequential(*(torch.nn.Linear(inputs, outputs) for inputs, outputs in pairs)))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    options = ROUNDS[name]
+    handle = bagua.register_comm_hook(ddp, name.split(",")[0], optimizer=optimizer, **options)
+    return _Trained(ddp, optimizer, handle)
+
+
+def _lose_a_rank_in_rounds(name: str, dies_after: int) -> tuple[str, float, list[float]] | None:
+    shared = store()
+    rank, _ = _without_a_group()
+    _make_world(shared, "troubled", rank, SIZE)
+    trained = _begin_rounds(name)
+    saved: list[Any] = []
+
+    def train() -> None:
+        for step in range(1, 40):
+            trained.step(step)
+            if step % 4 == 0:
+                saved[:] = trained.state_dicts()
+            if step == dies_after and rank == VICTIM:
+                shared.set("trouble", str(time.monotonic()))
+                die(shared)
+            if step == dies_after:
+                shared.wait(["trouble"], timedelta(seconds=60))
+
+    outcome = expect_error(train)
+    seconds = outcome.when - float(shared.get("trouble"))
+    dist.destroy_process_group()
+    # The round at hand is lost, and no more.
+    _make_world(shared, "after", rank, SIZE - 1)
+    continued = _begin_rounds(name)
+    for part, state in zip(continued, saved, strict=True):
+        part.load_state_dict(state)
+    for step in range(40, 49):
+        continued.step(step)
+    continued.handle.synchronize()
+    weights = [parameter.double().sum().item() for parameter in continued.ddp.parameters()]
+    dist.destroy_process_group()
+    return outcome.message, seconds, weights
+
+
+# Rounds are over after steps 4 and 8; diloco takes a fragment after steps 5 and 7, and exchanges it beside the next.
+@pytest.mark.parametrize(
+    ("name", "dies_after"),
+    selection(
+        itertools.product(ROUNDS, [5, 6, 8]),
+        [("local_sgd", 6), ("diloco", 5), ("diloco", 6), ("diloco, 4bit", 5)],
+    ),
+)
+def test_a_rank_that_dies_in_or_between_rounds_costs_a_round(name: str, dies_after: int) -> None:
+    results = run_ranks(SIZE, _lose_a_rank_in_rounds, name, dies_after, dying={VICTIM}, group_timeout=60.0)
+    survivors = [result for result in results if result is not None]
+    assert len(survivors) == SIZE - 1
+    for message, seconds, weights in survivors:
+        assert f"rank {VICTIM}" in message, message
+        assert seconds < 2.0 + SLACK_SECONDS, message
+        assert weights == survivors[0][2]
 
 
 def _make_and_drop_groups() -> list[str]:

@@ -112,10 +112,19 @@ def store() -> dist.Store:
     return found
 
 
-def warm_up() -> None:
-    """Connect the ranks: trouble is then met in an exchange and not in the making of one."""
+def warm_up(meeting: dist.Store | None = None) -> None:
+    """Connect the ranks: trouble is then met in an exchange and not in the making of one.
+
+    Returns on no rank before it is over on all, which an operation does not promise. They meet in a store, the default
+    group's where none is given.
+    """
     for _ in range(2):
         dist.all_reduce(torch.ones(3))
+    size = dist.get_world_size()
+    meeting = meeting or store()
+    expected = -(-meeting.add("warmed up", 1) // size) * size
+    while meeting.add("warmed up", 0) < expected:
+        time.sleep(0.01)
 
 
 def announce_trouble() -> None:
@@ -124,9 +133,12 @@ def announce_trouble() -> None:
     store().set("trouble", str(time.monotonic()))
 
 
-def die() -> None:
-    """End this process as the kernel does, but not while one of its threads writes to the tests' store, a file."""
-    file = store()
+def die(file: dist.Store | None = None) -> None:
+    """End this process as the kernel does, but not while one of its threads writes to the tests' store, a file.
+
+    The store is the default group's where none is given.
+    """
+    file = file or store()
     while isinstance(file, dist.PrefixStore):
         file = file.underlying_store
     assert isinstance(file, dist.FileStore)  # type: ignore[attr-defined]

@@ -33,6 +33,7 @@ class LoneRank final : public Executor, public ExecutorProvider {
   Executor& executorFor(at::Device /*device*/) override { return *this; }
   [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return std::chrono::minutes(1); }
+  [[nodiscard]] const HostTopology& topology() const override { return communicator_->topology(); }
 
  private:
   const GroupIdentity identity_;

@@ -8,11 +8,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from made_up_images import write_made_up_images
 
 pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install lightning")
 
@@ -75,17 +74,9 @@ def test_torchrun_on_two_hosts_with_pytorch_lightning(tmp_path: Path) -> None:
     assert any(float(value) > 0 for name, value in last.items() if name.startswith("bagua/seconds_per_step/"))
 
 
-def _write_idx(path: Path, array: Any) -> None:
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(int(size).to_bytes(4, "big") for size in array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
-
-
 @pytest.mark.long
 def test_the_example_starts_its_own_ranks(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    for part, images in (("train", 32), ("t10k", 8)):
-        _write_idx(tmp_path / f"{part}-images-idx3-ubyte", generator.integers(0, 256, (images, 28, 28)))
-        _write_idx(tmp_path / f"{part}-labels-idx1-ubyte", generator.integers(0, 10, images))
+    write_made_up_images(tmp_path)
     command = [sys.executable, str(EXAMPLE), "--data", str(tmp_path), "--logs", str(tmp_path / "logs"), "--batch", "4"]
     command += ["--epochs", "1", "--algorithm", "low_precision_decentralized", "--options", '{"hierarchical": false}']
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=SECONDS, cwd=tmp_path)

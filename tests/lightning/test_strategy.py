@@ -12,6 +12,7 @@ import bagua
 import lightning_runs as runs
 import pytest
 import torch
+import torch.distributed as dist
 from bagua.lightning import BaguaStatsCallback, BaguaStrategy, _packages
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
@@ -148,10 +149,33 @@ def test_reduce_refuses_other_operations(op: Any) -> None:
         BaguaStrategy().reduce(torch.ones(1), reduce_op=op)
 
 
-def test_reduce_refuses_groups_and_leaves_other_objects_alone() -> None:
+def _reduces_in_a_group() -> None:
+    strategy = _strategy()
+    rank = strategy.global_rank
+    alone = [dist.new_group([member]) for member in (0, 1)]
+    for op, expected in (("mean", 3.0 + rank), ("sum", 3.0 + rank)):
+        tensor = torch.tensor([3.0 + rank])
+        assert strategy.reduce(tensor, group=alone[rank], reduce_op=op) is tensor
+        assert tensor.item() == expected
+    # In the other's group this process is not, and has nothing to wait for.
+    outside = torch.tensor([3.0 + rank])
+    assert strategy.reduce(outside, alone[1 - rank], "sum") is outside
+    assert outside.item() == 3.0 + rank
+    both = dist.new_group([1, 0], backend="gloo")
+    mean = torch.tensor([3.0 + rank])
+    assert strategy.reduce(mean, group=both).item() == 3.5
+    assert strategy.reduce(torch.tensor([3 + rank]), both, "sum").item() == 7
+    for group in (*alone, both):
+        if dist.get_rank(group) >= 0:
+            dist.destroy_process_group(group)
+
+
+def test_reduce_in_a_group(pair: RankPool) -> None:
+    pair.run(_reduces_in_a_group)
+
+
+def test_reduce_leaves_other_objects_alone() -> None:
     strategy = BaguaStrategy()
-    with pytest.raises(ValueError, match="Unset `group`"):
-        strategy.reduce(torch.ones(1), group=object())
     assert strategy.reduce({"a": 1}, group=object(), reduce_op="nope") == {"a": 1}
     alone = torch.ones(1)
     assert strategy.reduce(alone, None, "sum") is alone

@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "quantized_allreduce": {
         "codec": "4bit",
         "error_feedback": True,
+        "residuals": "float32",
         "exact": "1d, embedding, small",
         "rounding": "nearest",
         "hierarchical": True,

@@ -4,6 +4,7 @@
 import io
 import logging
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -20,33 +21,130 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 # --- the end of a process ---
 
+# The store is rank 0's, and ends with it.
 _SCRIPT = """
-import os, time
+import os, sys, time
 import bagua, torch, torch.distributed as dist
-dist.init_process_group("bagua", init_method="file://" + os.environ["STORE"],
+dist.init_process_group("{backend}", init_method="tcp://127.0.0.1:{port}",
                         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 handle = bagua.register_comm_hook(model, "async", optimizer=optimizer, sync_interval_ms=1)
-while handle.stats()["rounds"] < 3:
-    optimizer.zero_grad()
-    model(torch.randn(5, 3)).sum().backward()
-    optimizer.step()
-dist.barrier()
-{end}
+
+def train(more_rounds=dist.get_rank()):
+    # Another number of steps, and of rounds that have begun, on each rank.
+    while handle.stats()["rounds"] < 3 + more_rounds:
+        optimizer.zero_grad()
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+
+{body}
 print("finished", time.time(), flush=True)
 """
 
+_EXITS = "train()"
+_DESTROYS = "train(); dist.destroy_process_group()"
+_DESTROYS_AFTER_AN_EXCEPTION = """
+train()
+try:
+    if dist.get_rank() == 1:
+        print("finished", time.time(), flush=True)
+        raise ArithmeticError("planted")
+finally:
+    dist.destroy_process_group()
+"""
+_IN_A_BLOCK = """
+with handle:
+    train()
+weights = [torch.empty(1, 3) for _ in range(dist.get_world_size())]
+dist.all_gather(weights, model.module.weight.detach())
+assert all(torch.equal(weights[0], weight) for weight in weights), weights
+dist.destroy_process_group()
+"""
+_FORKS = """
+train()
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+begin = time.monotonic()
+assert os.waitpid(child, 0)[1] == 0
+assert time.monotonic() - begin < 5, "the child has waited for ranks"
+"""
+_RAISES = """
+train()
+if dist.get_rank() == 1:
+    print("finished", time.time(), flush=True)
+    raise ArithmeticError("planted")
+"""
 
-@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"], ids=["exits", "destroys_its_group"])
-def test_a_process_may_end_without_abort(tmp_path: Path, end: str) -> None:
-    outputs = _run_script(_SCRIPT.format(end=end), 2, tmp_path)
-    for output in outputs:
-        # Not always the last line: a rank whose round is still under way may say so.
-        finished = [line for line in output.splitlines() if line.startswith("finished")]
-        assert len(finished) == 1, output
-        assert time.time() - float(finished[0].split()[1]) < SECONDS
-        assert "terminate" not in output
+
+def _outputs(body: str, tmp_path: Path, backend: str = "bagua", exit_codes: tuple[int, int] = (0, 0)) -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return _run_script(_SCRIPT.format(body=body, port=port, backend=backend), 2, tmp_path, exit_codes=exit_codes)
+
+
+def _seconds_since_the_end(output: str) -> float:
+    finished = [line for line in output.splitlines() if line.startswith("finished")]
+    assert len(finished) == 1, output
+    return time.time() - float(finished[0].split()[1])
+
+
+@pytest.mark.parametrize("backend", ["bagua", "gloo"])
+@pytest.mark.parametrize(
+    "body",
+    [_EXITS, _DESTROYS, _IN_A_BLOCK, _FORKS],
+    ids=["exits", "destroys_its_groups", "leaves_a_block", "has_forked"],
+)
+def test_an_algorithm_that_nobody_aborts_ends_with_the_process(tmp_path: Path, body: str, backend: str) -> None:
+    for output in _outputs(body, tmp_path, backend):
+        assert _seconds_since_the_end(output) < SECONDS
+        for trace in ("average_weights", "recvValue", "still at work", "terminate", "Traceback"):
+            assert trace not in output, output
+
+
+def test_groups_that_are_destroyed_because_of_an_exception_wait_for_nobody(tmp_path: Path) -> None:
+    outputs = _outputs(_DESTROYS_AFTER_AN_EXCEPTION, tmp_path, exit_codes=(0, 1))
+    # Rank 1 has said so before it raises, rank 0 when its groups are gone. Less than a rank would wait for the others.
+    passed = [_seconds_since_the_end(output) for output in outputs]
+    assert passed[1] - passed[0] < 9
+    assert "still at work" not in outputs[1]
+    assert "algorithm 'async' was still at work on rank 0 when its group was destroyed" in outputs[0]
+
+
+def test_a_rank_that_ends_by_an_exception_waits_for_nobody(tmp_path: Path) -> None:
+    outputs = _outputs(_RAISES, tmp_path, exit_codes=(0, 1))
+    # Less than a rank would wait for the others.
+    assert all(_seconds_since_the_end(output) < 9 for output in outputs)
+    assert "planted" in outputs[1]
+    assert "still at work" not in outputs[1]
+    assert "algorithm 'async' was still at work on rank 0" in outputs[0]
+    assert "handle.abort()" in outputs[0]
+
+
+def _leave_by_an_exception(trained: Drift) -> None:
+    with trained.handle:
+        trained.steps_with_rounds(3)
+        raise ArithmeticError("planted")
+
+
+def _exception_in_a_block() -> None:
+    trained = Drift()
+    with pytest.raises(ArithmeticError, match="planted"):
+        _leave_by_an_exception(trained)
+    # Nothing was ended: all go on.
+    trained.steps_with_rounds(3)
+    with trained.handle as handle:
+        trained.steps_with_rounds(3)
+        assert handle is trained.handle
+    stopped = trained.rounds()
+    trained.steps(3)
+    assert trained.rounds() == stopped
+
+
+def test_a_block_that_ends_by_an_exception_waits_for_nobody(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_exception_in_a_block, timeout=SECONDS)
 
 
 def _lose_a_rank() -> str:

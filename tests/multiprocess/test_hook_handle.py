@@ -70,6 +70,8 @@ def _get_state(trained: Trained) -> None:
     state = trained.handle.state_dict()
     assert state["algorithm"] == trained.handle.algorithm
     assert state["options"] == trained.handle.options
+    keeps_tensors = any(value.is_floating_point() for value in state["state"].values())
+    assert (trained.handle.stats()["state_bytes"] > 0) == keeps_tensors
 
 
 def _load_state(trained: Trained) -> None:
@@ -79,6 +81,7 @@ def _load_state(trained: Trained) -> None:
 def _look_at_stats(trained: Trained) -> None:
     stats = trained.handle.stats()
     assert stats["algorithm"] == trained.handle.algorithm
+    assert stats.keys() == bagua.Stats.__annotations__.keys()
     # Where no gradients travel DDP may leave them out of its buckets.
     assert stats["steps"] >= 0
     assert stats["steps"] <= stats["buckets"] or stats["buckets"] == 0
@@ -351,3 +354,103 @@ def _copy_with_two_arguments() -> None:
 
 def test_nor_can_one_with_the_two_argument_form(rank_pools: dict[int, RankPool]) -> None:
     rank_pools[1].run(_copy_with_two_arguments)
+
+
+# --- figures for people ---
+
+
+class SummaryWriter:
+    """Takes what TensorBoard's does."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
+        assert global_step is not None
+        self.points.append((tag, float(scalar_value), global_step))
+
+
+class Run:
+    """Takes what a run of W&B does."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, float], int | None, bool | None]] = []
+
+    def log(self, data: dict[str, float], step: int | None = None, commit: bool | None = None) -> None:
+        self.logged.append((dict(data), step, commit))
+
+
+def _write_figures(algorithm: str) -> None:
+    trained, writer, run = _hooked(algorithm), SummaryWriter(), Run()
+    trained.handle.log_to(writer)
+    assert writer.points == [], "there has been no step"
+    for number in range(4):
+        _step(trained, number)
+    before = trained.handle.stats()
+    trained.handle.log_to(writer)
+    assert {step for _, _, step in writer.points} == {4}
+    figures = {tag: figure for tag, figure, _ in writer.points}
+    assert figures["bagua/bytes_sent_per_step"] == before["wire_bytes"] / 4
+    assert figures["bagua/rounds"] == before["rounds"]
+    assert {f"bagua/seconds_per_step/{stage}" for stage in before["seconds"]} <= figures.keys()
+    trained.handle.log_to(run)
+    assert run.logged == [], "there has been no step since"
+    _step(trained, 4)
+    now = trained.handle.stats()
+    trained.handle.log_to(run)
+    _step(trained, 5)
+    trained.handle.log_to(run, step=17)
+    # One goes with the next point of the user's own, the other where the user says.
+    assert [(step, commit) for _, step, commit in run.logged] == [(None, False), (17, None)]
+    assert run.logged[0][0]["bagua/bytes_sent_per_step"] >= now["wire_bytes"] - before["wire_bytes"]
+    with pytest.raises(TypeError, match=r"add_scalar.*got list"):
+        trained.handle.log_to([])
+    trained.handle.remove()
+
+
+@of_every_algorithm
+def test_figures_are_written_for_the_steps_since_the_last_time(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_write_figures, algorithm, timeout=SECONDS)
+
+
+def _reset(algorithm: str) -> None:
+    trained = _hooked(algorithm)
+    for number in range(3):
+        _step(trained, number)
+    trained.handle.synchronize()  # nothing is under way
+    kept = {key: trained.handle.stats()[key] for key in ("algorithm", "state_bytes", "memory")}  # type: ignore[literal-required]
+    trained.handle.reset()
+    stats: Any = trained.handle.stats()
+    assert {key: stats.pop(key) for key in kept} == kept
+    assert not any(stats.values()), stats
+    writer = SummaryWriter()
+    _step(trained, 3)
+    trained.handle.log_to(writer)
+    assert {step for _, _, step in writer.points} == {4}, "training goes on where it was"
+    assert trained.handle.stats()["steps"] == 1
+    trained.handle.remove()
+
+
+@of_every_algorithm
+def test_figures_begin_again_after_a_reset(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_reset, algorithm, timeout=SECONDS)
+
+
+def _printed() -> str:
+    ddp = DDP(perceptron())
+    handle = bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
+    for number in range(3):
+        loss_of(ddp, number).backward()
+    assert str(handle).startswith(repr(handle))
+    return str(handle)
+
+
+def test_a_handle_prints_its_figures(rank_pools: dict[int, RankPool]) -> None:
+    text = rank_pools[2].run(_printed, timeout=SECONDS)[0]
+    bytes_of_gradients = 3 * 4 * sum(p.numel() for p in perceptron().parameters())
+    assert "bytegrad(average=True, codec='minmax_uint8', hierarchical=False)" in text
+    assert "3 steps, " in text
+    assert f"{bytes_of_gradients:,} bytes to communicate" in text
+    assert "(26%): " in text
+    assert "between hosts" in text
+    assert "compress 0." in text

@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -225,7 +226,9 @@ def test_an_exception_on_one_rank_ends_the_others(then_exit: bool) -> None:
 # --- scripts ---
 
 
-def _run_script(script: str, ranks: int, tmp_path: Path, timeout: float = 200.0) -> list[str]:
+def _run_script(
+    script: str, ranks: int, tmp_path: Path, timeout: float = 200.0, exit_codes: Sequence[int] = ()
+) -> list[str]:
     """Outputs of a script on each rank; rendezvous over a file."""
     path = tmp_path / "script.py"
     path.write_text(script)
@@ -247,7 +250,8 @@ def _run_script(script: str, ranks: int, tmp_path: Path, timeout: float = 200.0)
             process.kill()
             process.wait()
     for rank, process in enumerate(processes):
-        assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{outputs[rank]}"
+        expected = exit_codes[rank] if exit_codes else 0
+        assert process.returncode == expected, f"rank {rank} ended with {process.returncode}:\n{outputs[rank]}"
     return outputs
 
 

@@ -78,6 +78,21 @@ def _initialise_by_hand(folder: str) -> None:
     assert _sum_over(None, 1.0) == size
 
 
+def _is_of_the_class_that_scripts_import() -> None:
+    from bagua_core import BaguaSingleCommunicatorPy
+
+    _started()
+    group = communication.new_group()
+    comm = group.get_global_communicator()
+    assert isinstance(comm, BaguaSingleCommunicatorPy)
+    assert (comm.rank(), comm.nranks(), comm.check_abort()) == (dist.get_rank(), dist.get_world_size(), False)
+    _destroy(group)
+
+
+def test_a_communicator_is_of_the_class_that_scripts_import(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_is_of_the_class_that_scripts_import)
+
+
 def test_initialisation_with_a_store(tmp_path: object) -> None:
     run_ranks(3, _initialise_by_hand, str(tmp_path))
 

@@ -26,6 +26,9 @@ ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
     ("low_precision_decentralized", {"hierarchical": False}),
     ("qadam", {"hierarchical": False}),
     ("powersgd", {"start_step": 3, "rank": 2}),
+    ("quantized_allreduce", {"hierarchical": False, "residuals": "8bit", "exact": "1d"}),
+    ("local_sgd", {"sync_every": 3}),
+    ("diloco", {"sync_every": 4, "fragments": 2, "delay": 1, "mixing": 0.25, "codec": "4bit"}),
 ]
 
 
@@ -87,6 +90,13 @@ def test_both_doors_lead_to_the_same_algorithm(
     rank_pools[2].run(_through_both_doors, name, options)
 
 
+def _check_same_everywhere(model: nn.Module) -> None:
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    everywhere = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, weights)
+    assert all(torch.equal(weights, other) for other in everywhere)
+
+
 def _async() -> None:
     _start()
     model = perceptron()
@@ -94,10 +104,7 @@ def _async() -> None:
     model.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=1, warmup_steps=2))  # type: ignore[operator]
     _train(model, optimizer, 5)
     model.bagua_algorithm.abort(model)  # type: ignore[operator, union-attr]
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    everywhere = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, weights)
-    assert all(torch.equal(weights, other) for other in everywhere)
+    _check_same_everywhere(model)
     model.bagua_algorithm.resume(model)  # type: ignore[operator, union-attr]
     _train(model, optimizer, 3)
     model.bagua_algorithm.abort(model)  # type: ignore[operator, union-attr]
@@ -105,6 +112,30 @@ def _async() -> None:
 
 def test_async_is_aborted_and_resumed_through_the_module(rank_pools: dict[int, RankPool]) -> None:
     rank_pools[2].run(_async)
+
+
+def _rounds() -> None:
+    _start()
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model.with_bagua([optimizer], Algorithm.init("diloco", sync_every=4, fragments=2, delay=1))  # type: ignore[operator]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(1, 7):
+        optimizer.zero_grad()
+        # One rank's gradients overflow: its step counts as well, or the other would wait for it.
+        factor = float("inf") if (dist.get_rank(), step) == (1, 3) else 1.0
+        scaler.scale(loss_of(model, step) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    for end in ("synchronize", "abort"):
+        getattr(model.bagua_algorithm, end)(model)
+        _check_same_everywhere(model)
+        model.bagua_algorithm.resume(model)  # type: ignore[operator, union-attr]
+        _train(model, optimizer, 3)
+
+
+def test_rounds_end_through_the_module_with_the_same_weights(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_rounds, timeout=40.0)
 
 
 class Rooted(nn.Module):

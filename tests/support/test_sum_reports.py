@@ -48,6 +48,13 @@ def test_an_executable_counts_by_its_tests_and_once_where_it_breaks_off(tmp_path
     assert done.returncode == 1
 
 
+def test_an_executable_that_nobody_built_has_failed(tmp_path: Path) -> None:
+    case = '<testcase name="many_ranks" status="notrun"><skipped message="Unable to find executable"/></testcase>'
+    done = _sum(_write(tmp_path, ctest=f"<testsuite>{case}</testsuite>", pytest=PYTEST))
+    assert done.stdout == "1 passed, 1 failed, 1 skipped\n"
+    assert done.returncode == 1
+
+
 def test_several_runs_are_one_sum_with_the_times_of_each(tmp_path: Path) -> None:
     first, second = _write(tmp_path / "first", pytest=PYTEST), _write(tmp_path / "second", codec_test=CODEC)
     (first / "steps.txt").write_text("90 set-up\n12 C++ units\n")

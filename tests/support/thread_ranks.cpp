@@ -19,19 +19,19 @@ namespace {
 // Messages on their way between the threads, and the first error.
 class Mailboxes {
  public:
-  explicit Mailboxes(int size) : size_(size), boxes_(static_cast<size_t>(size) * size) {}
+  explicit Mailboxes(int size) : size_(size), changed_(size), boxes_(static_cast<size_t>(size) * size) {}
 
   void send(int from, int to, const at::Tensor& bytes) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       box(from, to).push_back(bytes.clone());
     }
-    changed_.notify_all();
+    changed_[to].notify_all();
   }
 
   at::Tensor receive(int from, int to) {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return !box(from, to).empty() || failed_; });
+    changed_[to].wait(lock, [&] { return !box(from, to).empty() || failed_; });
     TORCH_CHECK(!box(from, to).empty(), "a peer has failed");
     const at::Tensor bytes = box(from, to).front();
     box(from, to).pop_front();
@@ -45,7 +45,7 @@ class Mailboxes {
       if (!failed_) first_ = std::move(error);
       failed_ = true;
     }
-    changed_.notify_all();
+    for (auto& changed : changed_) changed.notify_all();
   }
 
   void rethrowFirst() const {
@@ -57,7 +57,8 @@ class Mailboxes {
 
   const int size_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  // By receiver.
+  std::vector<std::condition_variable> changed_;
   std::vector<std::deque<at::Tensor>> boxes_;
   bool failed_ = false;
   std::exception_ptr first_;

@@ -20,9 +20,15 @@ codecs: list[str] = bagua.available_codecs()
 network = nn.Linear(4, 4)
 model = DistributedDataParallel(network)
 
+summary_writer: Any = None
 handle: bagua.Handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
 handle.load_state_dict(handle.state_dict())
-stats: dict[str, Any] = handle.stats()
+stats: bagua.Stats = handle.stats()
+sent: int = stats["wire_bytes"]
+handle.log_to(summary_writer, step=3)
+handle.reset()
+with handle as same_handle:
+    same_handle.abort()
 handle.abort()
 handle.resume()
 handle.remove()

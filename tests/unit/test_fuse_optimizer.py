@@ -161,11 +161,6 @@ def test_an_optimizer_that_is_not_elementwise_is_refused(kind: str) -> None:
         fuse_optimizer(optimizer)
 
 
-class _Lamb(optim.Optimizer):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise NotImplementedError
-
-
 class _Lion(optim.SGD):
     bagua_elementwise = True
 
@@ -181,9 +176,7 @@ class _Lion(optim.SGD):
         return "taken"
 
 
-def test_an_unknown_class_is_refused_with_the_way_out() -> None:
-    with pytest.raises(TypeError, match=r"whether _Lamb .* `bagua_elementwise = True`"):
-        fuse_optimizer(_Lamb([nn.Parameter(torch.ones(2, 2))], {}))
+def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expects a torch.optim.Optimizer, got Linear"):
         fuse_optimizer(nn.Linear(2, 2))
 

@@ -52,6 +52,39 @@ def test_an_unknown_option_is_refused_with_the_known_ones(algorithm: str) -> Non
     assert "hierarchical" in str(error.value)
 
 
+@pytest.mark.parametrize("algorithm", bagua.available_algorithms())
+def test_a_misspelt_algorithm_is_recognised(algorithm: str) -> None:
+    for misspelt in (algorithm[:-1], algorithm.upper(), algorithm[:2] + algorithm[3] + algorithm[2] + algorithm[4:]):
+        with pytest.raises(ValueError, match=rf"no algorithm is named '{misspelt}' \(did you mean '.*{algorithm}'"):
+            bagua.comm_hook(misspelt)
+
+
+@pytest.mark.parametrize("codec", bagua.available_codecs())
+def test_a_misspelt_codec_is_recognised(codec: str) -> None:
+    with pytest.raises(ValueError, match=rf"no codec is named '{codec}s' \(did you mean '{codec}'\?\)"):
+        bagua.comm_hook("bytegrad", codec=f"{codec}s")
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"), [("averge", "average"), ("Hierarchical", "hierarchical"), ("codecs", "codec")]
+)
+def test_a_misspelt_option_is_recognised(misspelt: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"no option '{misspelt}' \(did you mean '{meant}'\?\)"):
+        bagua.comm_hook("bytegrad", **{misspelt: object()})  # type: ignore[arg-type]
+
+
+def test_options_in_the_place_of_the_group_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"process_group must be .* got dict .* by name: write"):
+        bagua.comm_hook("bytegrad", {"hierarchical": False})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("misspelt", "meant"), [("optimiser", "optimizer"), ("processgroup", "process_group")])
+def test_misspelt_arguments_are_not_taken_for_options(misspelt: str, meant: str) -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=rf"no option '{misspelt}' \(did you mean '{meant}'\?\)"):
+        bagua.register_comm_hook(model, "bytegrad", **{misspelt: torch.optim.SGD(model.parameters())})
+
+
 @pytest.mark.parametrize("value", [1, 0, 0.5, "False", None, [True], torch.tensor(True)], ids=repr)
 def test_an_option_of_a_wrong_type_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"hierarchical|incompatible"):

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds a wheel for each torch and Python, and checks what each needs of glibc: wheels.sh [FOLDER]
+# TORCHES= and PYTHONS= choose; BAGUA_CUDA_ARCHS= the GPUs; JOBS= the cores. Each wheel is built in an environment that is
+# made for it and removed again. uv finds or fetches the interpreters.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly FOLDER=${1:-build/dist}
+read -ra TORCHES <<<"${TORCHES:-2.11 2.12 2.13 2.14 2.15}"
+read -ra PYTHONS <<<"${PYTHONS:-3.10 3.11 3.12 3.13}"
+# T4, A100, RTX 30, RTX 40, H100, B200 and RTX 50.
+readonly CUDA_ARCHS=${BAGUA_CUDA_ARCHS:-75;80;86;89;90;100;120}
+# What torch's own wheels take: manylinux_2_28.
+readonly OLDEST_GLIBC=2.28
+# The libraries of torch's and NVIDIA's wheels, which are there when bagua is loaded.
+readonly FROM_TORCH=(libtorch.so libtorch_cpu.so libtorch_cuda.so libtorch_python.so libc10.so libc10_cuda.so 'libcudart.so.*'
+  'libnccl.so.*' libbagua.so)
+readonly TOOLS=(scikit-build-core cmake ninja setuptools numpy auditwheel)
+
+say() { printf 'wheels: %s\n' "$*"; }
+
+has_wheels_for() { # TORCH PYTHON
+  [ "$1 $2" != "2.15 3.10" ]
+}
+
+glibc=$(getconf GNU_LIBC_VERSION)
+glibc=${glibc#glibc }
+if [ "$(printf '%s\n' "$OLDEST_GLIBC" "$glibc" | sort -V | head -n 1)" != "$glibc" ]; then
+  say "this machine has glibc $glibc: the wheels may need more than $OLDEST_GLIBC, which torch's take. Build them in an image of" \
+    "manylinux_2_28 to be sure."
+fi
+mkdir -p "$FOLDER" build/wheels
+for torch in "${TORCHES[@]}"; do
+  for python in "${PYTHONS[@]}"; do
+    if ! has_wheels_for "$torch" "$python"; then continue; fi
+    work=build/wheels/torch$torch-python$python
+    rm -rf "$work"
+    uv venv --quiet --seed --python "$python" "$work/venv"
+    uv pip install --quiet --python "$work/venv/bin/python" --constraint scripts/constraints.txt "torch==$torch.*" \
+      "${TOOLS[@]}"
+    begin=$SECONDS
+    PATH="$PWD/$work/venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(scripts/cores.sh)} \
+      "$work/venv/bin/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work/dist" \
+      --config-settings "build-dir=$work/build" --config-settings "cmake.define.BAGUA_CUDA_ARCHS=$CUDA_ARCHS" .
+    wheel=$(ls "$work"/dist/*.whl)
+    say "$(basename "$wheel"): $(du -h "$wheel" | cut -f 1), built in $((SECONDS - begin)) s for sm ${CUDA_ARCHS//;/, }"
+    "$work/venv/bin/auditwheel" show "$wheel" | tee "$work/audit.txt" | grep -E 'consistent|manylinux' || true
+    # Named for the glibc that it needs, so that pip takes it only where that is.
+    "$work/venv/bin/auditwheel" repair --only-plat --wheel-dir "$FOLDER" "${FROM_TORCH[@]/#/--exclude=}" "$wheel"
+    rm -rf "$work"
+  done
+done
+ls -l "$FOLDER"

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and optimizers that Fabric has set up."""
+
+import bagua
+import torch
+from hooked_models import loss_of, perceptron
+from ranks import RankPool
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def _set_up_by_fabric() -> None:
+    from lightning.fabric import Fabric
+
+    ddp = DDP(perceptron())
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01))
+    assert not isinstance(model, DDP)
+    assert hasattr(optimizer, "optimizer")
+    handle = bagua.register_comm_hook(model, "low_precision_decentralized", optimizer=optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, step))
+        optimizer.step()
+    assert handle.stats()["rounds"] == 3, "the steps of the optimizer were not seen"
+    handle.remove()
+
+
+def test_what_fabric_has_set_up_is_unwrapped(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_set_up_by_fabric)

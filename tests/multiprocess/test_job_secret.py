@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job with a secret: who has it trains as without, and who has it not neither joins, nor reads, nor disturbs.
+
+docs/security.md promises what is tested here; backend/security has the tests of its parts.
+"""
+
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua._native import _C
+from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+_SECRET = "a secret of a test, worth nothing"
+_CERTIFICATES = Path(__file__).parents[1] / "support/certificates"
+_TWO_HOSTS = {"BAGUA_HOST_ID": ["one", "other"]}
+_CERTIFIED = {
+    "BAGUA_TLS_CERTIFICATE": str(_CERTIFICATES / "rank.pem"),
+    "BAGUA_TLS_KEY": str(_CERTIFICATES / "rank_key.pem"),
+    "BAGUA_TLS_CA": str(_CERTIFICATES / "authority.pem"),
+}
+
+
+def _train(algorithm: str, besiege: bool) -> list[float]:
+    """Train a small model; return its losses, to the bit."""
+    besiegers = _besiege() if besiege else []
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
+    bagua.register_comm_hook(ddp, algorithm)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(1 + dist.get_rank())
+    losses: list[float] = []
+    while len(losses) < 30 or not _are_gone(besiegers):
+        loss = ddp(torch.randn(16, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if len(losses) % 10 == 0:
+            # Who joins in the middle of it opens connections.
+            dist.destroy_process_group(_met(dist.new_group(timeout=timedelta(seconds=60))))
+    return losses[:30]
+
+
+def _met(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    dist.barrier(group)
+    return group
+
+
+def _are_gone(besiegers: list[subprocess.Popen[bytes]]) -> bool:
+    """On all ranks."""
+    is_over = torch.tensor([all(besieger.poll() is not None for besieger in besiegers)], dtype=torch.uint8)
+    dist.all_reduce(is_over, dist.ReduceOp.MIN)
+    if is_over.item() and any(besieger.returncode != 0 for besieger in besiegers):
+        raise AssertionError("a besieger has failed: see what it has printed")
+    return bool(is_over.item())
+
+
+# What a stranger may do with a port: say nothing, nonsense, what a rank without a secret says, half a greeting or all
+# of one.
+_BESIEGER = """
+import os, socket, ssl, sys
+host, port = sys.argv[1].rsplit(":", 1)
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+waiting = []
+for number in range(int(sys.argv[2])):
+    stranger = socket.create_connection((host, int(port)), timeout=60)
+    kind = number % 5
+    try:
+        if kind == 1:
+            stranger.sendall(os.urandom(500))
+        elif kind == 2:
+            stranger.sendall(b"BGWH" + bytes([1, 0]) + bytes(42) + os.urandom(100))
+        elif kind == 3:
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            try:
+                context.wrap_bio(incoming, outgoing).do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            greeting = outgoing.read()
+            stranger.sendall(greeting if number % 2 else greeting[: len(greeting) // 2])
+    except OSError:
+        pass  # Turned away already.
+    waiting.append(stranger)
+    if len(waiting) > 200:
+        waiting.pop(0).close()
+"""
+
+
+def _own_address() -> str:
+    (line,) = [line for line in _C.own_record().splitlines() if line.startswith("address=")]
+    return line.split("@")[1]
+
+
+def _besiege() -> list[subprocess.Popen[bytes]]:
+    addresses: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(addresses, _own_address())
+    count = str(10_000 // dist.get_world_size())
+    return [subprocess.Popen([sys.executable, "-c", _BESIEGER, addresses[dist.get_rank() - 1], count])]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "env"),
+    [("gradient_allreduce", {}), ("bytegrad", {}), ("bytegrad", _CERTIFIED)],
+    ids=["gradient_allreduce", "bytegrad", "certificates"],
+)
+def test_a_training_with_a_secret_has_the_same_losses(algorithm: str, env: dict[str, str]) -> None:
+    plain = run_ranks(2, _train, algorithm, False, env=_TWO_HOSTS)
+    protected = run_ranks(2, _train, algorithm, False, env={**_TWO_HOSTS, **env, "BAGUA_JOB_SECRET": _SECRET})
+    assert plain == protected
+
+
+def test_ten_thousand_strangers_do_not_disturb_a_training() -> None:
+    plain = run_ranks(2, _train, "bytegrad", False, env=_TWO_HOSTS)
+    besieged = run_ranks(2, _train, "bytegrad", True, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}, timeout=300)
+    assert plain == besieged
+
+
+def _join(store: str, timeout: float, ranks: list[int]) -> tuple[float, str | list[float]]:
+    """Come with the environment that this rank has: how long it took, and a sum over the job, or the error."""
+    rank = ranks[dist.get_rank()]
+    dist.destroy_process_group()
+    begin = time.monotonic()
+    file = dist.FileStore(store, -1)  # type: ignore[attr-defined]
+    limit = timedelta(seconds=timeout)
+    try:
+        dist.init_process_group("bagua", store=file, rank=rank, world_size=max(ranks) + 1, timeout=limit)
+    except ValueError as error:
+        return time.monotonic() - begin, str(error)
+    tensor = torch.full((1000,), float(dist.get_rank() + 1))
+    dist.all_reduce(tensor)
+    return time.monotonic() - begin, tensor.unique().tolist()
+
+
+@pytest.mark.parametrize("theirs", ["another secret, of the same length", ""], ids=["another", "none"])
+def test_a_rank_with_another_secret_or_none_is_named_on_all_ranks(theirs: str, tmp_path: Path) -> None:
+    env = {"BAGUA_JOB_SECRET": [_SECRET, theirs, _SECRET], "BAGUA_HOST_ID": ["a", "b", "c"]}
+    results = run_ranks(3, _join, str(tmp_path / "store"), 60.0, [0, 1, 2], backend="gloo", env=env)
+    for rank, (seconds, error) in enumerate(results):
+        assert isinstance(error, str), f"rank {rank} was let in"
+        assert "rank 1" in error
+        assert "BAGUA_JOB_SECRET" in error
+        assert ("no job secret" in error) == (theirs == "")
+        assert _SECRET not in error
+        assert seconds < 30
+
+
+def test_jobs_with_different_secrets_do_not_meet_on_one_store(tmp_path: Path) -> None:
+    """Not even with the same keys, though torch's own part of making a group counts all that come."""
+    env = {
+        "BAGUA_JOB_SECRET": [_SECRET, _SECRET, "another job's secret", "another job's secret"],
+        "BAGUA_HOST_ID": ["a", "b", "a", "b"],
+    }
+    ranks = run_ranks(4, _join, str(tmp_path / "store"), 60.0, [0, 1, 0, 1], backend="gloo", env=env)
+    assert [found for _, found in ranks] == [[3.0]] * 4
+
+
+_MARK = 0x6E67_7561  # as a float, a number that no other memory holds by chance
+
+
+def _send_marks() -> None:
+    marked = torch.full((4096,), _MARK, dtype=torch.int32)
+    for _ in range(3):
+        gathered = [torch.empty_like(marked) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, marked)
+        dist.broadcast(marked, 0)
+    if dist.get_rank() == 0:
+        dist.send(marked, 1)
+    else:
+        dist.recv(marked, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can see what passes on a network")
+@pytest.mark.parametrize("env", [{}, _CERTIFIED], ids=["secret", "certificates"])
+def test_nothing_can_be_read_on_the_network(env: dict[str, str]) -> None:
+    pattern = torch.full((16,), _MARK, dtype=torch.int32).numpy().tobytes()
+
+    def bytes_with_marks(env: dict[str, Any]) -> tuple[int, int]:
+        network = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(3))
+        network.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
+        network.bind(("lo", 0))
+        network.setblocking(False)
+        run_ranks(2, _send_marks, env={**_TWO_HOSTS, "MASTER_ADDR": "127.0.0.1", **env})
+        seen = found = 0
+        while True:
+            try:
+                packet = network.recv(1 << 17)
+            except BlockingIOError:
+                return seen, found
+            seen += len(packet)
+            found += pattern in packet
+
+    _, plain = bytes_with_marks({})
+    assert plain > 0, "these packets are not seen at all"
+    seen, found = bytes_with_marks({**env, "BAGUA_JOB_SECRET": _SECRET})
+    assert seen > 4096 * 4 * 7, "less was seen than was sent"
+    assert found == 0
+
+
+def _error_of_joining(store: str) -> str:
+    _, result = _join(store, 30.0, [0, 1])
+    assert isinstance(result, str), "was let in"
+    return result
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"BAGUA_JOB_SECRET": "short"}, "16 characters or more, got 5"),
+        ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_JOB_SECRET_FILE": "/dev/null"}, "are both set"),
+        ({"BAGUA_JOB_SECRET_FILE": "/nowhere/secret"}, "'/nowhere/secret': No such file"),
+        ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_HOST_TRANSPORT": "gloo"}, "BAGUA_HOST_TRANSPORT=gloo would send data"),
+        ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_TLS_CERTIFICATE": "a.pem"}, "BAGUA_TLS_KEY is not"),
+        (_CERTIFIED, "BAGUA_TLS_CERTIFICATE needs BAGUA_JOB_SECRET"),
+    ],
+    ids=["short", "both", "no file", "gloo", "half", "certificate alone"],
+)
+def test_what_cannot_protect_a_job_is_refused(env: dict[str, str], expected: str, tmp_path: Path) -> None:
+    for error in run_ranks(2, _error_of_joining, str(tmp_path / "store"), backend="gloo", env={**_TWO_HOSTS, **env}):
+        assert expected in error
+        assert _SECRET not in error
+
+
+def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(f"{_SECRET}\n")
+    env = {"BAGUA_JOB_SECRET": ["", _SECRET], "BAGUA_JOB_SECRET_FILE": [str(file), ""], **_TWO_HOSTS}
+    ranks = run_ranks(2, _join, str(tmp_path / "store"), 60.0, [0, 1], backend="gloo", env=env)
+    assert [found for _, found in ranks] == [[3.0]] * 2
+
+
+def _errors_of_unprotected_ways() -> list[str]:
+    group = dist.group.WORLD
+    assert group is not None
+    errors = []
+    with pytest.raises(ValueError, match="NCCL would send data") as refused:
+        group._get_backend(torch.device("cpu")).eager_connect_single_device(torch.device("cuda:0"))
+    errors.append(str(refused.value))
+    gloo = dist.new_group(backend="gloo")
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=gloo)
+    with pytest.raises(ValueError, match="a group of another backend would send data") as refused:
+        bagua.register_comm_hook(ddp, "bytegrad")
+    errors.append(str(refused.value))
+    return errors
+
+
+def test_other_transports_between_hosts_are_refused() -> None:
+    for errors in run_ranks(2, _errors_of_unprotected_ways, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}):
+        assert all("unset BAGUA_JOB_SECRET on all ranks" in error for error in errors)
+
+
+def _places_of_the_secret() -> int:
+    """In the memory of this process that it may write to."""
+    dist.all_reduce(torch.ones(10))
+    pattern = re.compile(rb"drawn-for-this-test-[0-9a-f]{32}")
+    found = 0
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            bounds, permissions, *_ = line.split()
+            begin, end = (int(bound, 16) for bound in bounds.split("-"))
+            if permissions.startswith("rw") and "[v" not in line:
+                memory.seek(begin)
+                found += len(pattern.findall(memory.read(end - begin)))
+    return found
+
+
+def test_a_secret_from_a_file_stays_nowhere(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("drawn-for-this-test-" + secrets.token_hex(16))
+    assert run_ranks(2, _places_of_the_secret, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET_FILE": str(file)}) == [0, 0]

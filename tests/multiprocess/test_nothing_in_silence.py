@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would do nothing without a word: arguments in wrong places, models in wrappers, hooks that compress nothing."""
+
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua._native import _C
+from hooked_models import emulated_hosts, gradients_of, loss_of, perceptron, same
+from ranks import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+of_every_algorithm = pytest.mark.parametrize("algorithm", bagua.available_algorithms())
+
+
+def _optimizer(algorithm: str, model: nn.Module) -> torch.optim.Optimizer:
+    if _C.algorithm_info(algorithm)["optimizer"] == "QAdamOptimizer":
+        return bagua.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=1)
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+# --- arguments in wrong places ---
+
+
+def _options_as_optimizer(algorithm: str) -> None:
+    ddp = DDP(perceptron())
+    with pytest.raises(TypeError, match=rf"'{algorithm}', hierarchical=False, average=True\)"):
+        bagua.register_comm_hook(ddp, algorithm, {"hierarchical": False, "average": True})  # type: ignore[arg-type]
+    for wrong in (False, "SGD", [ddp], object()):
+        with pytest.raises(TypeError, match=rf"optimizer must be .* got {type(wrong).__name__} .* by name: write"):
+            bagua.register_comm_hook(ddp, algorithm, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"process_group must be .* got dict .* by name: write"):
+        bagua.register_comm_hook(ddp, algorithm, None, {"hierarchical": False})  # type: ignore[arg-type]
+    # Nothing was registered.
+    handle = bagua.register_comm_hook(ddp, algorithm, _optimizer(algorithm, ddp))
+    handle.remove()
+
+
+@of_every_algorithm
+def test_options_that_are_not_given_by_name_are_refused(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_options_as_optimizer, algorithm)
+
+
+def _one_rank_alone() -> None:
+    ddp = DDP(perceptron())
+    wrong: Any = {"average": False} if dist.get_rank() == 1 else None
+    error = TypeError if dist.get_rank() == 1 else ValueError
+    with pytest.raises(error, match=r"optimizer must be|rank 1 could not register"):
+        bagua.register_comm_hook(ddp, "bytegrad", wrong)
+
+
+def test_a_wrong_optimizer_on_one_rank_ends_the_registration_on_all(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_one_rank_alone)
+
+
+def _optimizer_of_a_gradient_algorithm() -> None:
+    ddp = DDP(perceptron())
+    bagua.register_comm_hook(ddp, "gradient_allreduce", torch.optim.SGD(ddp.parameters(), lr=0.1))
+    loss_of(ddp, 0).backward()
+
+
+def test_an_optimizer_that_is_not_needed_is_taken(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_optimizer_of_a_gradient_algorithm)
+
+
+# --- models ---
+
+
+class Around(nn.Module):
+    """As a trainer's library wraps a model: it calls the DDP model in its forward."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+
+    def forward(self, *args: Any) -> Any:
+        return self.inside[0](*args)
+
+
+def _in_wrappers() -> None:
+    expected = None
+    for wrap in (lambda ddp: ddp, Around, lambda ddp: torch.compile(ddp, backend="eager")):
+        ddp = DDP(perceptron())
+        model = wrap(ddp)
+        handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
+        for step in range(3):
+            loss_of(model, step).backward()
+        assert handle.stats()["steps"] == 3
+        expected = expected or gradients_of(ddp)
+        assert same(gradients_of(ddp), expected)
+
+
+def test_a_ddp_model_is_found_in_a_wrapper(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_in_wrappers)
+
+
+def _compiled_and_on_weights() -> None:
+    ddp = DDP(perceptron())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    model = torch.compile(ddp, backend="eager")
+    handle = bagua.register_comm_hook(model, "decentralized", optimizer=optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert handle.stats()["rounds"] == 3
+    handle.synchronize()
+
+
+def test_an_algorithm_on_weights_sees_the_steps_of_a_compiled_model(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_compiled_and_on_weights)
+
+
+def _ambiguous() -> None:
+    first, second = DDP(perceptron()), DDP(perceptron())
+    with pytest.raises(TypeError, match=r"holds inside\.0, inside\.1: pass .* such as model\.inside\.0"):
+        bagua.register_comm_hook(Around(first, second), "bytegrad")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"holds inside\.0 and the parameters inside\.1\.weight, .* outside"):
+        bagua.register_comm_hook(Around(first, nn.Linear(2, 2)), "bytegrad")  # type: ignore[arg-type]
+    for model in (first, second):
+        bagua.register_comm_hook(model, "bytegrad")
+
+
+def test_a_wrapper_of_more_than_a_ddp_model_is_refused(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_ambiguous)
+
+
+def _frozen(algorithm: str) -> None:
+    ddp = DDP(perceptron())
+    optimizer = _optimizer(algorithm, ddp)
+    ddp.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"all parameters of the model are frozen.*requires_grad=True"):
+        bagua.register_comm_hook(ddp, algorithm, optimizer)
+
+
+@of_every_algorithm
+def test_a_model_whose_parameters_are_all_frozen_is_refused(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_frozen, algorithm)
+
+
+def _foreign_checkpoints(algorithm: str) -> None:
+    ddp = DDP(perceptron())
+    handle = bagua.register_comm_hook(ddp, algorithm, _optimizer(algorithm, ddp))
+    for wrong, missing in (
+        ({}, "algorithm, options, state, layout"),
+        (ddp.module.state_dict(), "algorithm, options, state, layout"),
+        ({"state": {}, "algorithm": algorithm}, "options, layout"),
+    ):
+        with pytest.raises(ValueError, match=f"lacks {missing}: pass what the state_dict"):
+            handle.load_state_dict(wrong)
+    for value in (None, [], "checkpoint.pt"):
+        with pytest.raises(TypeError, match=f"must be a dict, got {type(value).__name__}"):
+            handle.load_state_dict(value)  # type: ignore[arg-type]
+    handle.load_state_dict(handle.state_dict())
+    handle.remove()
+
+
+@of_every_algorithm
+def test_a_checkpoint_of_something_else_is_refused(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_foreign_checkpoints, algorithm)
+
+
+# --- hooks that compress nothing ---
+
+
+@contextmanager
+def _log() -> Iterator[io.StringIO]:
+    text = io.StringIO()
+    logging.getLogger("bagua").addHandler(handler := logging.StreamHandler(text))
+    yield text
+    logging.getLogger("bagua").removeHandler(handler)
+
+
+def _lines_and_stages(algorithm: str, hosts: str, options: dict[str, Any]) -> tuple[list[str], list[str], set[str]]:
+    """What registering and the first steps logged of compression, and the stages of the steps."""
+    with emulated_hosts(hosts) as group:
+        ddp = DDP(perceptron(), process_group=group)
+        optimizer = _optimizer(algorithm, ddp)
+        with _log() as registering:
+            handle = bagua.register_comm_hook(ddp, algorithm, optimizer, **options)
+        with _log() as training:
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(ddp, step).backward()
+                optimizer.step()
+        handle.synchronize()
+        stages = set(handle.stats()["seconds"])
+        if _C.algorithm_info(algorithm)["runs_in_background"]:
+            handle.abort()
+    logged = [[line for line in text.getvalue().splitlines() if "compress" in line] for text in (registering, training)]
+    return logged[0], logged[1], stages
+
+
+# With a codec, of everything, from the first step on, and with rounds that come within four steps.
+_CODED = {"codec": "minmax_uint8", "exact": (), "start_step": 0, "rank": 1, "min_compression": 1.0, "sync_every": 2}
+
+
+def _options(algorithm: str, hierarchical: bool) -> dict[str, Any]:
+    known = {option["name"] for option in _C.algorithm_info(algorithm)["options"]}
+    return {name: value for name, value in {**_CODED, "hierarchical": hierarchical}.items() if name in known}
+
+
+@pytest.mark.parametrize("hierarchical", [True, False], ids=["hierarchical", "flat"])
+@pytest.mark.parametrize("hosts", ["A", "AA", "AB"])
+@of_every_algorithm
+def test_a_hook_says_once_where_it_compresses_nothing(
+    rank_pools: dict[int, RankPool], algorithm: str, hosts: str, hierarchical: bool
+) -> None:
+    options = _options(algorithm, hierarchical)
+    results = rank_pools[len(hosts)].run(_lines_and_stages, algorithm, hosts, options)
+    lines, _, stages = results[0]
+    if "codec" not in options:
+        assert lines == [], "it never compresses"
+    elif "compress" in stages:
+        assert lines == []
+    else:
+        assert len(lines) == 1
+        advice = "torchrun --nproc-per-node" if hosts == "A" else "Pass hierarchical=False"
+        assert f"'{algorithm}' compresses nothing" in lines[0]
+        assert advice in lines[0]
+    assert all(own == [] for own, _, _ in results[1:]), "rank 0 says it for all"
+    assert all(later == [] for _, later, _ in results)
+
+
+def _two_argument_form(hosts: str) -> list[str]:
+    with emulated_hosts(hosts) as group, _log() as text:
+        ddp = DDP(perceptron(), process_group=group)
+        ddp.register_comm_hook(*bagua.comm_hook("bytegrad", process_group=group))
+        for step in range(2):
+            loss_of(ddp, step).backward()
+    return text.getvalue().splitlines()
+
+
+def test_the_two_argument_form_says_it_too(rank_pools: dict[int, RankPool]) -> None:
+    first, other = rank_pools[2].run(_two_argument_form, "AA")
+    assert len(first) == 1
+    assert "Pass hierarchical=False" in first[0]
+    assert other == []
+    assert rank_pools[2].run(_two_argument_form, "AB") == [[], []]
