@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plan import DICTIONARY_SECTIONS, FEEDBACK, FIRST_SECTIONS, SECTIONS, SWEEP, TORCHS_POWER_SGD, Row, Section
+from plan import CLOTHES_SECTIONS, DICTIONARY_SECTIONS, FIRST_SECTIONS, SECTIONS, SWEEP, TORCHS_POWER_SGD, Row, Section
 from training import BATCH_OF_LOSSES
 
 Record = dict[str, Any]
@@ -287,9 +287,9 @@ def write(by_name: dict[str, Record], page: Path, figures: Path) -> None:
             replace(page, section.name, f"{facts(section, results)}\n\n{table(section, results)}")
     if results.are_there(SWEEP):
         replace(page, SWEEP.name, rates_table(results))
-    for section in SECTIONS:
+    for section in (*DICTIONARY_SECTIONS, *CLOTHES_SECTIONS):
         row = section.rows[0]
-        if section != FEEDBACK and section.run(row, 0).measures_codecs and 0 in results.of(section, row):
+        if section.run(row, 0).measures_codecs and 0 in results.of(section, row):
             replace(page, f"{section.name}_codecs", codecs_table(section, results))
     draw_families(DICTIONARY_SECTIONS[0], results, figures / "convergence_newer.svg")
     firsts = [section for section in FIRST_SECTIONS if results.are_there(section)]
