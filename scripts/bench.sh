@@ -27,6 +27,4 @@ if [ "$(id -u)" != 0 ] || ! command -v tc >/dev/null; then
 fi
 python benchmarks/hosts/run.py
 python benchmarks/hosts/run.py --grid
-echo "== time to accuracy between emulated hosts"
-python benchmarks/hosts/accuracy.py
 python benchmarks/hosts/plots.py benchmarks/results docs/figures

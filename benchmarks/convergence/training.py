@@ -145,6 +145,14 @@ def train(run: Run, model: DistributedDataParallel, optimizer: torch.optim.Optim
         record.after_step(loss)
 
 
+def end_rounds(run: Run, handle: bagua.Handle | None) -> None:
+    """Let the ranks have the same weights where they train apart between rounds."""
+    if handle is not None and run.row.algorithm == "async":
+        handle.abort()
+    if handle is not None and run.row.algorithm in ("local_sgd", "diloco"):
+        handle.synchronize()
+
+
 def mean_over_ranks(values: Tensor) -> Tensor:
     mean = values.clone()
     dist.all_reduce(mean)
@@ -195,10 +203,7 @@ def run_rank(rank: int, run: Run, rendezvous: Path, output: Path) -> None:
     start = time.perf_counter()
     train(run, model, optimizer, record)
     bytes_per_step = record.bytes_per_step()
-    if handle is not None and run.row.algorithm == "async":
-        handle.abort()
-    if handle is not None and run.row.algorithm in ("local_sgd", "diloco"):
-        handle.synchronize()
+    end_rounds(run, handle)
     seconds = time.perf_counter() - start
     losses = record.mean_losses()
     distance = {"half_way": distance_from_mean(record.half_way), "end": distance_from_mean(flat(network))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what run.py and accuracy.py measured, and what the cost model makes of it: plots.py RESULTS FIGURES."""
+"""Draws what run.py and time_to_loss.py measured, and what the cost model makes of it: plots.py RESULTS FIGURES."""
 
 from __future__ import annotations
 
@@ -193,15 +193,17 @@ def draw_model(grid: Runs, others: Runs, path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_accuracy(results: list[dict[str, Any]], path: Path) -> None:
-    """Test accuracy against time at 100 Mbit/s."""
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+def draw_time_to_loss(measured: dict[str, Any], path: Path) -> None:
+    """Training loss against time."""
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axes = figure.subplots()
-    for result in results:
-        label = f"{result['way']}: {result['accuracies'][-1]:.4f} after {result['seconds'][-1]:.0f} s"
-        axes.plot(result["seconds"], result["accuracies"], marker="o", label=label, color=COLOURS[result["way"]])
-    tidy(axes, "Fashion-MNIST, two hosts at 100 Mbit/s (measured)", "seconds of training", "test accuracy")
-    axes.legend(frameon=False, fontsize=8)
+    for number, result in enumerate(sorted(measured["results"], key=lambda result: -result["seconds"])):
+        label = f"{result['contender']}: {result['validation_loss']:.3f} after {result['seconds']:.0f} s"
+        axes.plot(result["ends"], result["losses"], label=label, color=f"C{number % 10}", linestyle="-:"[number // 10])
+    axes.set_xscale("log")
+    axes.set_ylim(2.3, 3.6)
+    tidy(axes, f"A transformer of 13 MB, two hosts, {measured['network']} (measured)", "seconds", "training loss")
+    axes.legend(frameon=False, fontsize=7, title="held-out loss at the end", title_fontsize=7)
     figure.savefig(path)
 
 
@@ -214,9 +216,9 @@ def main() -> None:
         draw_grid(load(grid), fragile_of(grid), figures / "grid.svg")
         draw_model(load(grid), load(results / "hosts.json"), figures / "cost_model.svg")
     draw_step_times(load(results / "hosts.json"), figures / "step_time.svg")
-    accuracy = results / "accuracy.json"
-    if accuracy.exists():
-        draw_accuracy(json.loads(accuracy.read_text()), figures / "time_to_accuracy.svg")
+    losses = results / "time_to_loss.json"
+    if losses.exists():
+        draw_time_to_loss(json.loads(losses.read_text()), figures / "time_to_loss.svg")
 
 
 if __name__ == "__main__":
