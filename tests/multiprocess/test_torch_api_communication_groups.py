@@ -97,22 +97,24 @@ def test_initialisation_with_a_store(tmp_path: object) -> None:
     run_ranks(3, _initialise_by_hand, str(tmp_path))
 
 
-def _initialise_from_environment(port: int) -> None:
+def _initialise_from_environment(port: int, other: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     api.init_process_group()
     assert (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == ("bagua", rank, size)
+    # The store ends with rank 0's group: not before the other rank has made its own.
+    assert _sum_over(None, 1.0) == size
     # To begin again, the group is destroyed as one of torch is.
     dist.destroy_process_group()
     assert not api.is_initialized()
-    os.environ.update(MASTER_PORT=str(port + 1))
+    os.environ.update(MASTER_PORT=str(other))
     api.init_process_group()
     assert _sum_over(None, 1.0) == size
 
 
 def test_initialisation_from_the_environment_again_after_destruction() -> None:
-    run_ranks(2, _initialise_from_environment, env.find_free_network_port())
+    run_ranks(2, _initialise_from_environment, env.find_free_network_port(), env.find_free_network_port())
 
 
 def _initialise_twice() -> None:
