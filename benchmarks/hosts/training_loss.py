@@ -22,11 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "convergence"))
 import training
-from plan import DICTIONARY, TORCHS_POWER_SGD, Row, Run, baseline, diloco, few_bits, local_sgd, low_rank
+from plan import DICTIONARY, FEW_ROUNDS, TORCHS_POWER_SGD, Row, Run, baseline, diloco, few_bits, local_sgd, low_rank
 
-# diloco's rate and momentum for so few rounds as these, see docs/convergence.md.
-OUTER = (1.0, 0.2)
-FRAGMENTS = diloco("AdamW", 100, "4bit", 4, OUTER)
+FRAGMENTS = diloco("AdamW", 100, "4bit", 4, FEW_ROUNDS)
 CONTENDERS: dict[str, Row] = {
     "gloo": baseline("AdamW"),
     f"gloo, {TORCHS_POWER_SGD}, rank 4": Row("", "AdamW", TORCHS_POWER_SGD, {"rank": 4, "start_step": 40}),
@@ -37,7 +35,7 @@ CONTENDERS: dict[str, Row] = {
     "quantized_allreduce, 4bit": few_bits("AdamW")[0],
     "powersgd, rank 4": low_rank("AdamW", DICTIONARY, (4,))[0],
     "local_sgd, 30 steps": local_sgd("AdamW", 30),
-    "diloco, 30 steps, 4bit": diloco("AdamW", 30, "4bit", outer=OUTER),
+    "diloco, 30 steps, 4bit": diloco("AdamW", 30, "4bit", outer=FEW_ROUNDS),
     # Its exchanges are beside five steps.
     "diloco, 100 steps, 4 fragments, 4bit": replace(FRAGMENTS, options={**FRAGMENTS.options, "delay": 5}),
 }
