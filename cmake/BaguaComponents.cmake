@@ -93,14 +93,15 @@ function(bagua_check_every_test_is_built)
   endif()
 endfunction()
 
-# bagua_add_unit_test(<name> SOURCES x_test.cpp ... [LABELS unit]): a GoogleTest executable over libbagua.
+# bagua_add_unit_test(<name> SOURCES x_test.cpp ... [LABELS unit] [NEEDS target]): a GoogleTest executable over libbagua,
+# left out where a target that it needs was not made.
 function(bagua_add_unit_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;LABELS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "NEEDS" "SOURCES;LABELS")
   foreach(source IN LISTS arg_SOURCES)
     cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR} NORMALIZE)
     set_property(GLOBAL APPEND PROPERTY BAGUA_TEST_SOURCES ${source})
   endforeach()
-  if(BAGUA_TESTS_ENABLED)
+  if(BAGUA_TESTS_ENABLED AND (NOT arg_NEEDS OR TARGET ${arg_NEEDS}))
     bagua_build_unit_test(${name} "${arg_SOURCES}" "${arg_LABELS}")
   endif()
 endfunction()
