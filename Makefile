@@ -118,7 +118,7 @@ wheel: $(SETUP_STAMP)  ## build/dist/bagua-*.whl for the torch of the set-up
 	@ls build/dist
 
 wheels: $(SETUP_STAMP)  ## build/dist: a wheel for each of TORCHES="2.11 ... 2.15" and PYTHONS="3.10 ... 3.13" (8 minutes each on two cores)
-	@scripts/wheels.sh build/dist
+	@scripts/wheels.sh $(VENV)
 
 clean:  ## remove what was built
 	rm -rf build compile_commands.json

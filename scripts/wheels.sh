@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds a wheel for each torch and Python, and checks what each needs of glibc: wheels.sh [FOLDER]
+# Builds a wheel for each torch and Python, and checks what each needs of glibc: wheels.sh VENV [FOLDER]
 # TORCHES= and PYTHONS= choose; BAGUA_CUDA_ARCHS= the GPUs; JOBS= the cores. Each wheel is built in an environment that is
-# made for it and removed again. uv finds or fetches the interpreters.
+# made for it and removed again. uv, which is in VENV, finds or fetches the interpreters.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly FOLDER=${1:-build/dist}
+readonly VENV=${1:?usage: wheels.sh VENV [FOLDER]} FOLDER=${2:-build/dist}
+PATH=$(cd "$VENV" && pwd)/bin:$PATH
 read -ra TORCHES <<<"${TORCHES:-2.11 2.12 2.13 2.14 2.15}"
 read -ra PYTHONS <<<"${PYTHONS:-3.10 3.11 3.12 3.13}"
 # T4, A100, RTX 30, RTX 40, H100, B200 and RTX 50.
