@@ -179,9 +179,13 @@ def facts(section: Section, results: Results) -> str:
         if row.algorithm == "async" and (records := results.of(section, row)):
             rounds = mean(record["rounds"] for record in records.values())
             text += f" async averaged the weights {rounds:,.0f} times."
-    commits = sorted({r["commit"] for row in section.rows for r in results.of(section, row).values()})
-    versions = sorted({r["torch"] for row in section.rows for r in results.of(section, row).values()})
-    return f"{text} torch {', '.join(versions)}; commits {', '.join(commits)}."
+    records = [record for row in section.rows for record in results.of(section, row).values()]
+    made_by = [
+        f"{what} {', '.join(names)}"
+        for what in ("torch", "commit", "processor")
+        if (names := sorted({record[what] for record in records if what in record}))
+    ]
+    return f"{text} {'; '.join(made_by)}."
 
 
 def replace(page: Path, name: str, text: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -41,6 +42,12 @@ def commit() -> str:
     """Which program makes the records."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def processor() -> str:
+    """Its name. Another one adds in another order, and some hundred steps make a difference of that."""
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def execute(run: Run) -> Record:
@@ -103,7 +110,7 @@ def is_kept(record: Record | None, settings: Record) -> bool:
 def train_all(runs: list[Run], path: Path, again: str) -> None:
     """Add the records of all runs that are not there yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    program = {"commit": commit(), "torch": torch.__version__}
+    program = {"commit": commit(), "torch": torch.__version__, "processor": processor()}
     for number, run in enumerate(runs, start=1):
         records = read(path)
         settings = json.loads(json.dumps(run.settings()))
