@@ -195,7 +195,7 @@ def draw_model(grid: Runs, others: Runs, path: Path) -> None:
 
 def draw_time_to_loss(measured: dict[str, Any], path: Path) -> None:
     """Training loss against time."""
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    figure = Figure(figsize=(7.5, 5.6), layout="constrained")
     axes = figure.subplots()
     for number, result in enumerate(sorted(measured["results"], key=lambda result: -result["seconds"])):
         label = f"{result['contender']}: {result['validation_loss']:.3f} after {result['seconds']:.0f} s"
@@ -203,7 +203,7 @@ def draw_time_to_loss(measured: dict[str, Any], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_ylim(2.3, 3.6)
     tidy(axes, f"A transformer of 13 MB, two hosts, {measured['network']} (measured)", "seconds", "training loss")
-    axes.legend(frameon=False, fontsize=7, title="held-out loss at the end", title_fontsize=7)
+    figure.legend(frameon=False, fontsize=8, title="held-out loss at the end", loc="outside lower center", ncols=2)
     figure.savefig(path)
 
 
