@@ -196,7 +196,8 @@ def run_rank(rank: int, run: Run, rendezvous: Path, output: Path) -> None:
     )
     torch.manual_seed(run.seed)
     network = run.task.network()
-    model = DistributedDataParallel(network)
+    buckets = {"bucket_cap_mb": run.row.options["bucket_cap_mb"]} if run.row.algorithm == TORCHS_POWER_SGD else {}
+    model = DistributedDataParallel(network, **buckets)
     optimizer = make_optimizer(run, model)
     handle = register(run, model, optimizer)
     record = Record(run, model, handle)
