@@ -186,6 +186,11 @@ void SharedSegment::removeName() {
   if (std::exchange(ownsName_, false) || isAbandoned) ::shm_unlink(name_.c_str());
 }
 
+void SharedSegment::removeOnlyHeardName() {
+  ownsName_ = true;
+  removeName();
+}
+
 void SharedSegment::take(int seat) {
   TORCH_CHECK(takeLock(file_.descriptor(), seat), "bagua: cannot lock seat ", seat,
               " of the shared memory: ", std::strerror(errno));

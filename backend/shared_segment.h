@@ -30,6 +30,8 @@ class SharedSegment {
   [[nodiscard]] uint8_t* data() const { return data_; }
   // Idempotent. For the creator, once everybody has opened it; no effect elsewhere while the creator lives.
   void removeName();
+  // removeName() for the only one that the creator has told the name.
+  void removeOnlyHeardName();
 
   // False in a forked child, which has no access to the memory.
   [[nodiscard]] bool isOpen() const { return file_.isOpen(); }

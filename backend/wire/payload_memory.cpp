@@ -30,6 +30,8 @@ std::shared_ptr<PayloadMemory> PayloadMemory::open(const std::string& name) {
   std::string whyNot;
   auto segment = SharedSegment::open(name, kBytes, whyNot);
   if (!segment) return nullptr;
+  // Here, as the sender may not look again for long.
+  segment->removeOnlyHeardName();
   auto memory = std::make_shared<PayloadMemory>(std::move(*segment), false);
   memory->header().isOpened.store(1, std::memory_order_release);
   return memory;
@@ -39,13 +41,7 @@ uint8_t* PayloadMemory::cell(uint32_t index) const {
   return segment_.data() + kHeaderBytes + size_t{index} * kMostPayload;
 }
 
-bool PayloadMemory::isOpened() {
-  if (!hasName_) return true;
-  if (header().isOpened.load(std::memory_order_acquire) == 0) return false;
-  segment_.removeName();
-  hasName_ = false;
-  return true;
-}
+bool PayloadMemory::isOpened() const { return header().isOpened.load(std::memory_order_acquire) != 0; }
 
 std::optional<uint32_t> PayloadMemory::findFree() {
   for (uint32_t index = 0; index < kPayloadCells; ++index) {

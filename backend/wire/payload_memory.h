@@ -21,7 +21,8 @@ class PayloadMemory {
   // The sender's. Null where there is no shared memory to spare, or this process has made enough of it: 2 MiB each,
   // which data loaders want too.
   static std::shared_ptr<PayloadMemory> make();
-  // The receiver's, by the sender's word. Null where it is none of ours, or cannot be seen from here.
+  // The receiver's, by the sender's word; the memory has no name from then on. Null where it is none of ours, or cannot
+  // be seen from here.
   static std::shared_ptr<PayloadMemory> open(const std::string& name);
 
   PayloadMemory(SharedSegment segment, bool isOwn) : segment_(std::move(segment)), isOwn_(isOwn) {}
@@ -33,7 +34,7 @@ class PayloadMemory {
   [[nodiscard]] uint8_t* cell(uint32_t index) const;
 
   // For the sender, one thread at a time. Whether the receiver has opened it.
-  bool isOpened();
+  [[nodiscard]] bool isOpened() const;
   // A cell that is free, which it is no longer. Without one, the receiver's release() will say that somebody waits.
   std::optional<uint32_t> take();
 
@@ -56,8 +57,6 @@ class PayloadMemory {
   SharedSegment segment_;
   // Made by this process, as the sender.
   const bool isOwn_;
-  // Of the sender: its own account of who has opened it.
-  bool hasName_ = true;
 };
 
 }  // namespace bagua::wire

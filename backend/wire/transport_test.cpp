@@ -325,8 +325,8 @@ TEST(PayloadMemory, CellsThatTheReceiverHasReadAreFreeAndWhoWaitsIsToldOnce) {
   EXPECT_FALSE(own->isOpened());
   const auto peers = PayloadMemory::open(own->name());
   ASSERT_TRUE(peers);
-  EXPECT_TRUE(own->isOpened());
   EXPECT_FALSE(PayloadMemory::open(own->name())) << "it has a name still";
+  EXPECT_TRUE(own->isOpened());
   std::set<uint32_t> taken;
   for (uint32_t i = 0; i < kPayloadCells; ++i) taken.insert(own->take().value());
   EXPECT_EQ(taken.size(), kPayloadCells);
