@@ -29,6 +29,8 @@ RUNS: dict[str, dict[str, bool]] = {"gradient_allreduce": {}, "bytegrad": {"hier
 BETWEEN_HOSTS = Network(bits_per_second=100e6)
 # The first steps make connections and group the gradients.
 STEPS, FIRST_STEPS = 20, 5
+# The algorithms take turns, and the better turn of each counts: other work on the machine would decide otherwise.
+TURNS = 2
 COLOURS = {"gradient_allreduce": "#b8c4ce", "bytegrad": "#c8102e"}
 
 
@@ -83,7 +85,11 @@ def compare_between_hosts(args: argparse.Namespace, folder: Path) -> dict[str, f
     try:
         with emulated_hosts(2, BETWEEN_HOSTS) as hosts:
             print(f"\nTiming {STEPS} steps of each between two emulated hosts at {BETWEEN_HOSTS}.", flush=True)
-            return {name: run_between(hosts, name, args, folder / f"{name}-steps.json") for name in RUNS}
+            turns = [
+                {name: run_between(hosts, name, args, folder / f"{name}-steps.json") for name in RUNS}
+                for _ in range(TURNS)
+            ]
+            return {name: min(turn[name] for turn in turns) for name in RUNS}
     except NoEmulatedHosts as error:
         print(f"\nNot timed over a slow network, for hosts cannot be emulated here: {error}")
         return {}

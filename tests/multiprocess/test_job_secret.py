@@ -38,8 +38,11 @@ _CERTIFIED = {
 
 
 def _train(algorithm: str, besiege: bool) -> list[float]:
-    """Train a small model; return its losses, to the bit."""
-    besiegers = _besiege() if besiege else []
+    return _losses(algorithm, _besiege() if besiege else [], makes_groups=True)
+
+
+def _losses(algorithm: str, besiegers: list[subprocess.Popen[bytes]], makes_groups: bool) -> list[float]:
+    """Train a small model until the besiegers are gone; return the first losses, to the bit."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
@@ -53,7 +56,7 @@ def _train(algorithm: str, besiege: bool) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-        if len(losses) % 10 == 0:
+        if makes_groups and len(losses) % 10 == 0:
             # Who joins in the middle of it opens connections.
             dist.destroy_process_group(_met(dist.new_group(timeout=timedelta(seconds=60))))
     return losses[:30]
@@ -132,6 +135,51 @@ def test_ten_thousand_strangers_do_not_disturb_a_training() -> None:
     plain = run_ranks(2, _train, "bytegrad", False, env=_TWO_HOSTS)
     besieged = run_ranks(2, _train, "bytegrad", True, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}, timeout=300)
     assert plain == besieged
+
+
+# Whoever reaches the port of the store can write there.
+_FORGER = """
+import os, random, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=30))
+first = {}
+forge = [
+    lambda key: store.set(key, os.urandom(len(store.get(key)))),
+    lambda key: store.set(key, first[random.choice(list(first))]),
+    lambda key: store.set(key, first[key]),
+    store.delete_key,
+]
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    for key in store.list_keys():
+        if "/sealed/" in key or "/secrets/" in key:
+            first.setdefault(key, store.get(key))
+            random.choice(forge)(key)
+assert len(first) >= 8, first
+"""
+
+
+def _train_beside_a_forger() -> list[float]:
+    rank = dist.get_rank()
+    limit = timedelta(seconds=60)
+    server = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False) if rank == 0 else None
+    ports = [server.port if server else 0]
+    dist.broadcast_object_list(ports)
+    dist.destroy_process_group()
+    store = server or dist.TCPStore("127.0.0.1", ports[0], None, False, limit)
+    dist.init_process_group("bagua", store=store, rank=rank, world_size=2, timeout=limit)
+    dist.barrier()
+    forgers = [subprocess.Popen([sys.executable, "-c", _FORGER, str(ports[0])])] if rank == 0 else []
+    losses = _losses("bytegrad", forgers, makes_groups=False)
+    dist.barrier()
+    return losses
+
+
+def test_what_is_forged_in_the_store_does_not_disturb_a_training() -> None:
+    plain = run_ranks(2, _train, "bytegrad", False, env=_TWO_HOSTS)
+    env = {**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}
+    assert run_ranks(2, _train_beside_a_forger, env=env) == plain
 
 
 def _join(store: str, timeout: float, ranks: list[int]) -> tuple[float, str | list[float]]:
