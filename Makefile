@@ -22,7 +22,7 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build package short-build test test-rest test-all test-gpu test-engines test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
+.PHONY: help setup build package short-build test test-rest test-all test-gpu gpu-session test-engines test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
 .PHONY: docs wheel wheels clean distclean FORCE
 
 help:  ## this list
@@ -79,6 +79,9 @@ test-tsan: $(SETUP_STAMP)  ## C++ tests under ThreadSanitizer
 
 fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 for each of FUZZ_TARGETS (all; clang 16 or later)
 	@scripts/fuzz.sh $(VENV) $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)
+
+gpu-session:  ## all that needs a GPU, in pieces of nine minutes at most: build, tests, sanitizer, figures; SESSION_ARGS='--budget 540'
+	@python3 scripts/gpu_session.py $(SESSION_ARGS)
 
 test-engines: package  ## install tests/engines/packages.txt, and train with each engine
 	@$(PY) -m pip install --quiet --disable-pip-version-check --requirement tests/engines/packages.txt \

@@ -12,9 +12,9 @@ PATH=$BIN:$PATH
 SITE=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 BUILD=build/torch$(python -c 'import importlib.metadata as m; print(".".join(m.version("torch").split(".")[:2]))')
 readonly BIN SITE BUILD STAMP=$SITE/.bagua-editable
-# Where no GPU is, one architecture shows that the kernels compile, and its PTX runs on any later one. Wheels have all.
-CUDA_ARCHS="80;90;100"
-[ -e /proc/driver/nvidia/version ] || CUDA_ARCHS=80
+# For the GPUs that there are. Without any, one architecture shows that the kernels compile. Wheels have all.
+CUDA_ARCHS=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u | paste -sd ';') || true
+[[ $CUDA_ARCHS =~ ^[0-9\;]+$ ]] || CUDA_ARCHS=80
 readonly CUDA_ARCHS
 readonly DEFINES=(
   BAGUA_BUILD_TESTS=ON BAGUA_WARNINGS_AS_ERRORS="${BAGUA_WARNINGS_AS_ERRORS:-OFF}"

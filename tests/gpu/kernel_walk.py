@@ -3,7 +3,8 @@
 
     python tests/gpu/kernel_walk.py DEVICE RANK RANKS STORE    # DEVICE: cpu or cuda:0; STORE: a file of all ranks
 
-One rank walks through the codec and the fused reduction by themselves, several also through the way of a gradient.
+One rank walks through minmax_uint8 and its fused reduction by themselves, several also through what happens to a
+gradient, with every codec.
 """
 
 import sys
@@ -65,6 +66,23 @@ def walk_reduction(device: str) -> int:
     return cases
 
 
+def walk_feedback(device: str) -> int:
+    """Every codec with residuals, of which the second step has some."""
+    cases = 0
+    for codec in bagua.available_codecs():
+        for dtype in DTYPES:
+            for length in LENGTHS:
+                model = torch.nn.Linear(length, 1, bias=False, device=device, dtype=dtype)
+                ddp = DDP(model)
+                bagua.register_comm_hook(ddp, "quantized_allreduce", codec=codec, exact=(), hierarchical=False)
+                for _ in range(2):
+                    ddp(torch.ones(1, length, device=device, dtype=dtype)).sum().backward()
+                assert model.weight.grad is not None
+                assert model.weight.grad.isfinite().all()
+                cases += 1
+    return cases
+
+
 def main(device: str, rank: int, size: int, store: str) -> None:
     if device != "cpu":
         torch.cuda.set_device(device)
@@ -72,7 +90,7 @@ def main(device: str, rank: int, size: int, store: str) -> None:
     if size > 1:
         file = dist.FileStore(store, size)  # type: ignore[attr-defined]
         dist.init_process_group("bagua", store=file, rank=rank, world_size=size)
-        cases += walk_reduction(device)
+        cases += walk_reduction(device) + walk_feedback(device)
         dist.destroy_process_group()
     print(f"walked {cases} cases")
 

@@ -9,7 +9,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import bagua
 import pytest
+from codec_contract import codec_contract_program
 from devices import DEVICE
 from gpus import placement_here
 
@@ -19,7 +21,7 @@ WALK = Path(__file__).with_name("kernel_walk.py")
 SECONDS = 500
 FOUND = 77
 OF_ONE_RANK = 4 * 9 * 2 * 4 + 4 * 9 * 7
-CASES = {1: OF_ONE_RANK, 2: OF_ONE_RANK + 4 * 9}
+CASES = {1: OF_ONE_RANK, 2: OF_ONE_RANK + 4 * 9 * (1 + len(bagua.available_codecs()))}
 
 
 def _sanitizer() -> str | None:
@@ -29,6 +31,19 @@ def _sanitizer() -> str | None:
     for folder in package.submodule_search_locations or [] if package else []:
         places += map(str, Path(folder).glob("cu*/bin"))
     return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *places]))
+
+
+def _under(tool: str) -> list[str]:
+    """The beginning of a command that runs under a tool of compute-sanitizer."""
+    sanitizer = _sanitizer()
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api)")
+    # Only kernels of ours: NCCL's wait for each other, and are not ours to check. Nor are calls of CUDA that fail: NCCL
+    # makes some to learn what the device can do.
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--kernel-name", "kns=bagua"]
+    if tool == "memcheck":
+        options += ["--report-api-errors", "no"]
+    return [sanitizer, *options]
 
 
 def _walk(size: int, store: Path, prefix: list[str]) -> list[str]:
@@ -66,13 +81,16 @@ def test_the_walk_ends_well_by_itself(tmp_path: Path, size: int) -> None:
     [*itertools.product(["memcheck", "racecheck", "synccheck"], CASES), ("initcheck", 1)],
 )
 def test_the_kernels_are_clean(tmp_path: Path, tool: str, size: int) -> None:
-    sanitizer = _sanitizer()
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not installed (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api)")
-    # Only kernels of ours: NCCL's wait for each other, and are not ours to check. Nor are calls of CUDA that fail: NCCL
-    # makes some to learn what the device can do.
-    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--kernel-name", "kns=bagua"]
-    if tool == "memcheck":
-        options += ["--report-api-errors", "no"]
-    for text in _walk(size, tmp_path / "store", [sanitizer, *options]):
+    for text in _walk(size, tmp_path / "store", _under(tool)):
         assert "0 errors" in text or "0 hazards" in text, text[-8000:]
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_the_kernels_of_every_codec_are_clean(tool: str) -> None:
+    done = subprocess.run(
+        [*_under(tool), codec_contract_program()], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-8000:]
+    assert "0 errors" in text or "0 hazards" in text, text[-8000:]

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2 over our collectives, beside the same training on one rank; on the CPU, too."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import here, randn
+from hooked_models import perceptron
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+pytestmark = pytest.mark.any_device
+
+STEPS = 4
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    with torch.device("cpu"):
+        batch = randn(8, 23, seed=10 * step + rank)
+    return here(batch)
+
+
+def _train(model: nn.Module, ranks: range) -> None:
+    """Each rank of `ranks` brings its batch; the gradients are the mean over all of them."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.stack([model(_batch(step, rank)).square().mean() for rank in ranks]).mean().backward()
+        optimizer.step()
+
+
+def _sharded_beside_whole() -> list[Tensor]:
+    whole = perceptron()
+    sharded = copy.deepcopy(whole)
+    for layer in sharded.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer)
+    fully_shard(sharded)
+    _train(sharded, range(dist.get_rank(), dist.get_rank() + 1))
+    _train(whole, range(dist.get_world_size()))
+    found = [p.full_tensor() for p in sharded.parameters()]  # type: ignore[attr-defined]
+    for one, other in zip(found, whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)
+    return found
+
+
+def test_fsdp2_trains_as_one_rank_does(peers: RankPool) -> None:
+    first, *others = peers.run(_sharded_beside_whole)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
