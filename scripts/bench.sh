@@ -28,3 +28,5 @@ fi
 python benchmarks/hosts/run.py
 python benchmarks/hosts/run.py --grid
 python benchmarks/hosts/plots.py benchmarks/results docs/figures
+echo "== what a job secret costs"
+python benchmarks/hosts/encryption.py
