@@ -63,7 +63,9 @@ def main() -> int:
         shares.append(without / with_it)
         print(f"{key[0]:<16}{size_text(key[1]):>10}{without:>12.2f}{with_it:>12.2f}{shares[-1]:>13.2f}")
     verdict = "met" if min(shares) >= AIM else "missed"
-    print(f"Encrypted calls reach {min(shares):.2f} to {max(shares):.2f} of the plain rate ({AIM} aimed at: {verdict}).")
+    print(
+        f"Encrypted calls reach {min(shares):.2f} to {max(shares):.2f} of the plain rate ({AIM} aimed at: {verdict})."
+    )
     return 0
 
 
