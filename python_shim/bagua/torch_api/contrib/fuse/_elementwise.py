@@ -58,15 +58,14 @@ def check_optimizer(optimizer: Any) -> None:
     )
     if reason:
         raise TypeError(
-            f"fuse_optimizer cannot fuse {kind.__name__}: {reason}, so that its updates would not be the same for "
-            "parameters that are fused into one"
+            f"fuse_optimizer cannot fuse {kind.__name__}: {reason}, so fused parameters would get other updates"
         )
     difference = why_not_elementwise(optimizer)
     if difference:
         raise TypeError(
-            f"fuse_optimizer cannot fuse {kind.__name__}: it {difference}. If it treats each element of a parameter by "
-            "itself all the same (norms of a parameter, as in LAMB or LARS, and shapes would change), say so with the "
-            "class attribute `bagua_elementwise = True`"
+            f"fuse_optimizer cannot fuse {kind.__name__}: it {difference}. If it does update each element of a "
+            "parameter independently (without norms of the parameter, as LAMB and LARS use them, and without its "
+            "shape), say so with the class attribute `bagua_elementwise = True`"
         )
 
 
