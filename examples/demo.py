@@ -91,7 +91,7 @@ def compare_between_hosts(args: argparse.Namespace, folder: Path) -> dict[str, f
             ]
             return {name: min(turn[name] for turn in turns) for name in RUNS}
     except NoEmulatedHosts as error:
-        print(f"\nNot timed over a slow network, for hosts cannot be emulated here: {error}")
+        print(f"\nNot timed over a slow network, because hosts cannot be emulated here: {error}")
         return {}
 
 
@@ -113,7 +113,7 @@ def print_table(results: list[Result]) -> None:
     print(
         "Bytes are those that one rank sends; compression is against the first line. Seconds depend on the processor:"
     )
-    print("inside one machine no network is slow, and what is coded costs time.")
+    print("on one machine there is no slow network, and compression costs time.")
 
 
 def smooth(values: list[float], window: int = 25) -> tuple[list[int], list[float]]:
@@ -181,7 +181,7 @@ def main() -> str | None:
             print_table(results)
             steps = compare_between_hosts(args, Path(folder))
         except subprocess.CalledProcessError as error:
-            return f"The demo stopped: training ended with exit code {error.returncode}; the reason stands above."
+            return f"The demo stopped: training ended with exit code {error.returncode}; see the error above."
     if steps:
         print_steps(steps)
     draw(results, steps, args.ranks, args.picture)
