@@ -18,10 +18,18 @@ from bagua._native import _C
 
 # How often a rank that waits looks whether the ranks have been called together anew.
 _SLICE = timedelta(milliseconds=500)
+# Seconds between two questions to the store whether something is there.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # How often it looks whether it waits for a rank that cannot hear it.
 _LOOK = timedelta(seconds=5)
 # Begins what rank 0 says in the place of a meeting's name, which is hexadecimal.
 _REFUSED = "refused: "
+# In the place of a fingerprint, which is hexadecimal.
+_NO_SECRET = "none"
+_UNUSABLE = "unusable"
+# What is read of what anybody may have written, and how often somebody who writes in between is made way for.
+_MOST_SECRETS = 64
+_MOST_ATTEMPTS = 100
 
 
 class _Meeting:
@@ -34,19 +42,21 @@ class _Meeting:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         # Of another size: torchrun goes on with the same store where the number of its hosts changes.
-        self._store = dist.PrefixStore(f"meeting/{size}", _C.sealed_store(store))
-        # Of ranks with different secrets none sees what another writes, but for this.
+        # Of ranks with different secrets none sees what another writes, but for this: for each rank the fingerprints of
+        # all that have come as it. Several have where jobs with different secrets are on one store.
         self._secrets = dist.PrefixStore(f"secrets/{size}", store)
-        self._secret = _C.job_secret_fingerprint()
         self._rank, self._size = rank, size
+        self._secret = self._announced_secret()
+        self._store = dist.PrefixStore(f"meeting/{size}", _C.sealed_store(store))
         self._timeout = min(timeout, _C.LONGEST_TIMEOUT)
         self._end = time.monotonic() + self._timeout.total_seconds()
+        # The server is asked by all ranks: ten thousand times a second at most.
+        self._longest_pause = max(_LONGEST_PAUSE, size / 10_000)
         self._ticket = secrets.token_hex(16)
         self._name = ""
 
     def name(self) -> str:
         """Return the name of the meeting, once it has begun."""
-        self._secrets.set(str(self._rank), self._secret)
         self._store.set(f"came/{self._rank}", self._ticket)
         return self._call_together() if self._rank == 0 else self._follow_calls()
 
@@ -80,17 +90,46 @@ class _Meeting:
             if self._wait([self._beginning()], _SLICE):
                 return self._name
 
+    def _announced_secret(self) -> str:
+        """Tell the other ranks which secret this one has, also where it cannot go on with it."""
+        try:
+            secret = _C.job_secret_fingerprint() or _NO_SECRET
+        except Exception:
+            self._announce(_UNUSABLE)
+            raise
+        self._announce(secret)
+        return secret
+
+    def _announce(self, secret: str) -> None:
+        key, known = str(self._rank), ""
+        for _ in range(_MOST_ATTEMPTS):
+            if secret in known.split():
+                return
+            wanted = f"{known} {secret}".lstrip()
+            try:
+                now = self._secrets.compare_set(key, known, wanted).decode(errors="replace")
+            except RuntimeError:
+                break  # not every kind of store can
+            if now == wanted:
+                return
+            known = now
+        self._secrets.set(key, secret)
+
+    def _secrets_of(self, rank: int) -> list[str]:
+        if not self._secrets.check([str(rank)]):
+            return []
+        text: str = self._secrets.get(str(rank)).decode(errors="replace")
+        return [secret[:16] for secret in text.split()[:_MOST_SECRETS]]
+
     def _compare_secrets(self, ranks: Iterable[int]) -> None:
         # Fingerprints that somebody has made up end what would end in a timeout, sooner.
-        def told(secret: str) -> str:
-            return f"the job secret {secret}" if secret else "no job secret"
-
+        own = self._secrets_of(self._rank)
         for rank in ranks:
-            if not self._secrets.check([str(rank)]):
-                continue
-            theirs = self._secrets.get(str(rank)).decode(errors="replace")[:16]
-            if theirs != self._secret:
-                why = f"rank {self._rank} has {told(self._secret)}, and rank {rank} {told(theirs)}"
+            theirs = self._secrets_of(rank)
+            # A secret with which somebody has come as this rank, too, is that of another job.
+            foreign = [secret for secret in theirs if secret not in own]
+            if self._secret not in theirs and foreign:
+                why = f"rank {self._rank} has {_told(self._secret)}, and rank {rank} {_told(foreign[-1])}"
                 if self._rank == 0:
                     self._refuse_all(why)
                 raise self._refusal(why)
@@ -119,14 +158,15 @@ class _Meeting:
         now = time.monotonic()
         if now >= self._end:
             raise self._failure()
-        limit = min(limit, timedelta(seconds=self._end - now))
-        try:
-            self._store.wait(list(keys), limit)
-        except (RuntimeError, LookupError):
-            # Every kind of store has an error of its own for a timeout.
-            if time.monotonic() - now < 0.9 * limit.total_seconds():
-                raise
-            return False
+        end = min(self._end, now + min(limit, self._timeout).total_seconds())
+        pause = _SHORTEST_PAUSE
+        # Not by store.wait(): torch logs warnings of a broken connection where its time is over.
+        while not self._store.check(list(keys)):
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, self._longest_pause)
         return True
 
     def _failure(self) -> Exception:
@@ -139,6 +179,12 @@ class _Meeting:
             f"{self._timeout // timedelta(milliseconds=1)} ms: rank {names}. Check that these processes have started "
             "and are alive"
         )
+
+
+def _told(secret: str) -> str:
+    if secret == _UNUSABLE:
+        return "one that it cannot use (its own error says why)"
+    return "no job secret" if secret == _NO_SECRET else f"the job secret {secret}"
 
 
 def new_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:

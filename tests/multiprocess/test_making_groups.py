@@ -3,12 +3,14 @@
 
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
+from test_registration import _run_script
 
 SIZE = 4
 LATE = 3
@@ -86,3 +88,53 @@ def test_a_timeout_may_be_longer_than_clocks_can_count(transport: str, tmp_path:
     env = {} if transport == "in-host" else {"BAGUA_HOST_ID": ["a", "b"]}
     with RankPool(2, env=env) as pool:
         assert pool.run(_with_timeouts_of_ages, str(tmp_path)) == [[16.0] * 3] * 2
+
+
+def _with_timeouts_that_are_none() -> float:
+    for timeout in (timedelta(0), timedelta(seconds=-1), timedelta.max):
+        with pytest.raises(ValueError, match=r"timeout of a group must be positive, got (0|-[0-9]+) ms"):
+            dist.new_group(timeout=timeout)
+    # Groups are counted alike on all ranks.
+    group: Any = dist.new_group()
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=group)
+    return ones.item()
+
+
+def test_a_timeout_that_is_not_positive_is_refused(peers: RankPool) -> None:
+    sums = peers.run(_with_timeouts_that_are_none)
+    assert sums == [float(len(sums))] * len(sums)
+
+
+_COMES_LATE = """
+import os, time
+from datetime import timedelta
+import torch.distributed as dist
+from bagua import _fresh_store
+
+rank = int(os.environ["RANK"])
+# Rank 0 looks several times before the other comes.
+_fresh_store._LOOK = timedelta(milliseconds=100)
+limit = timedelta(seconds=60)
+if rank == 1:
+    while not os.path.exists("port"):
+        time.sleep(0.01)
+    store = dist.TCPStore("127.0.0.1", int(open("port").read()), None, False, limit)
+    store.wait(["rank 0 is about to wait"])
+    time.sleep(1)
+else:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+    open("port.part", "w").write(str(store.port))
+    os.rename("port.part", "port")
+    store.set("rank 0 is about to wait", "")
+print("name", _fresh_store.new_name(store, rank, 2, limit), flush=True)
+store.set(f"left {rank}", "")
+store.wait(["left 0", "left 1"])
+"""
+
+
+def test_waiting_for_a_rank_that_comes_late_prints_nothing(tmp_path: Path) -> None:
+    first, second = (output.splitlines() for output in _run_script(_COMES_LATE, 2, tmp_path))
+    assert first == second
+    assert len(first) == 1
+    assert first[0].startswith("name ")
