@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import socket
-import time
 from pathlib import Path
 
 import bagua
@@ -15,11 +14,15 @@ import torch.distributed as dist
 from async_drift import LENGTH, ROUNDS, SECONDS, Drift
 from hooked_models import Leaves, new_group, same
 from ranks import RankPool, run_ranks
+from slowness import Moment
 from test_registration import _run_script
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # --- the end of a process ---
+
+# A rank notices in two seconds that the other is gone. It would wait ten for one that is not at its end.
+WAIT_SECONDS = 7.0
 
 # The store is rank 0's, and ends with it.
 _SCRIPT = """
@@ -38,17 +41,25 @@ def train(more_rounds=dist.get_rank()):
         model(torch.randn(5, 3)).sum().backward()
         optimizer.step()
 
+def busy(process="self"):
+    # What its first thread has computed, or has been ready to.
+    return sum(map(int, open(f"/proc/{{process}}/schedstat").read().split()[:2])) / 1e9
+
+def leave():
+    print("leaves", time.monotonic(), busy(), flush=True)
+
 {body}
-print("finished", time.time(), flush=True)
+leave()
 """
 
 _EXITS = "train()"
 _DESTROYS = "train(); dist.destroy_process_group()"
 _DESTROYS_AFTER_AN_EXCEPTION = """
 train()
+leave()
+leave = lambda: None
 try:
     if dist.get_rank() == 1:
-        print("finished", time.time(), flush=True)
         raise ArithmeticError("planted")
 finally:
     dist.destroy_process_group()
@@ -66,29 +77,41 @@ train()
 child = os.fork()
 if child == 0:
     sys.exit(0)
-begin = time.monotonic()
+begin, own = time.monotonic(), busy()
+# What the kernel knows of the child stays until it is waited for. A child begins at zero.
+assert os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT).si_status == 0
+asleep = time.monotonic() - begin - busy(child) - (busy() - own)
+assert asleep < 5, f"the child has waited for ranks, {asleep} s"
 assert os.waitpid(child, 0)[1] == 0
-assert time.monotonic() - begin < 5, "the child has waited for ranks"
 """
 _RAISES = """
 train()
+leave()
+leave = lambda: None
 if dist.get_rank() == 1:
-    print("finished", time.time(), flush=True)
     raise ArithmeticError("planted")
 """
 
 
-def _outputs(body: str, tmp_path: Path, backend: str = "bagua", exit_codes: tuple[int, int] = (0, 0)) -> list[str]:
+def _ends(
+    body: str, tmp_path: Path, backend: str = "bagua", exit_codes: tuple[int, int] = (0, 0)
+) -> tuple[list[str], float]:
+    """The outputs, and for how long one rank at least had not ended while neither computed, nor was ready to.
+
+    From the moment in which both were about to leave.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return _run_script(_SCRIPT.format(body=body, port=port, backend=backend), 2, tmp_path, exit_codes=exit_codes)
-
-
-def _seconds_since_the_end(output: str) -> float:
-    finished = [line for line in output.splitlines() if line.startswith("finished")]
-    assert len(finished) == 1, output
-    return time.time() - float(finished[0].split()[1])
+    script = _SCRIPT.format(body=body, port=port, backend=backend)
+    ends: list[Moment] = []
+    outputs = _run_script(script, 2, tmp_path, exit_codes=exit_codes, ends=ends)
+    leaves = []
+    for output in outputs:
+        (line,) = [line for line in output.splitlines() if line.startswith("leaves ")]
+        leaves.append(Moment(*map(float, line.split()[1:])))
+    begin, end = max(moment.when for moment in leaves), max(moment.when for moment in ends)
+    return outputs, end - begin - sum(last.busy - first.busy for first, last in zip(leaves, ends, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["bagua", "gloo"])
@@ -98,25 +121,23 @@ def _seconds_since_the_end(output: str) -> float:
     ids=["exits", "destroys_its_groups", "leaves_a_block", "has_forked"],
 )
 def test_an_algorithm_that_nobody_aborts_ends_with_the_process(tmp_path: Path, body: str, backend: str) -> None:
-    for output in _outputs(body, tmp_path, backend):
-        assert _seconds_since_the_end(output) < SECONDS
+    outputs, waited = _ends(body, tmp_path, backend)
+    assert waited < WAIT_SECONDS
+    for output in outputs:
         for trace in ("average_weights", "recvValue", "still at work", "terminate", "Traceback"):
             assert trace not in output, output
 
 
 def test_groups_that_are_destroyed_because_of_an_exception_wait_for_nobody(tmp_path: Path) -> None:
-    outputs = _outputs(_DESTROYS_AFTER_AN_EXCEPTION, tmp_path, exit_codes=(0, 1))
-    # Rank 1 has said so before it raises, rank 0 when its groups are gone. Less than a rank would wait for the others.
-    passed = [_seconds_since_the_end(output) for output in outputs]
-    assert passed[1] - passed[0] < 9
+    outputs, waited = _ends(_DESTROYS_AFTER_AN_EXCEPTION, tmp_path, exit_codes=(0, 1))
+    assert waited < WAIT_SECONDS
     assert "still at work" not in outputs[1]
     assert "algorithm 'async' was still at work on rank 0 when its group was destroyed" in outputs[0]
 
 
 def test_a_rank_that_ends_by_an_exception_waits_for_nobody(tmp_path: Path) -> None:
-    outputs = _outputs(_RAISES, tmp_path, exit_codes=(0, 1))
-    # Less than a rank would wait for the others.
-    assert all(_seconds_since_the_end(output) < 9 for output in outputs)
+    outputs, waited = _ends(_RAISES, tmp_path, exit_codes=(0, 1))
+    assert waited < WAIT_SECONDS
     assert "planted" in outputs[1]
     assert "still at work" not in outputs[1]
     assert "algorithm 'async' was still at work on rank 0" in outputs[0]

@@ -15,6 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+# How long ranks wait for each other to make their group.
+_MEETING_SECONDS = 60.0
+
 
 class Settings(NamedTuple):
     rank: int
@@ -85,8 +88,10 @@ def _initialise(settings: Settings) -> None:
         store=store,
         rank=settings.rank,
         world_size=settings.world_size,
-        timeout=timedelta(seconds=settings.group_timeout),
+        # On a busy machine not all ranks come in a second: that is not what a short timeout is to measure.
+        timeout=timedelta(seconds=max(settings.group_timeout, _MEETING_SECONDS)),
     )
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=settings.group_timeout))
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...], device: str) -> Any:
