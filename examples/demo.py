@@ -19,19 +19,24 @@ from pathlib import Path
 from typing import Any
 
 from bagua.bench.emulated_hosts import Host, Network, NoEmulatedHosts, emulated_hosts
+from demo_steps import ALONE
 from fashion_mnist import DATA, find_data
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 SCRIPT = Path(__file__).with_name("fashion_mnist.py")
+STEPS_SCRIPT = Path(__file__).with_name("demo_steps.py")
 GOAL = 0.90
 RUNS: dict[str, dict[str, bool]] = {"gradient_allreduce": {}, "bytegrad": {"hierarchical": False}}
 BETWEEN_HOSTS = Network(bits_per_second=100e6)
 # The first steps make connections and group the gradients.
-STEPS, FIRST_STEPS = 20, 5
-# The algorithms take turns, and the better turn of each counts: other work on the machine would decide otherwise.
-TURNS = 2
+STEPS, FIRST_STEPS = 40, 5
+# So few that a step waits for the network, also where the processor is slow or busy.
+IMAGES = 8
+# What is less may be chance.
+GAIN = 1.1
 COLOURS = {"gradient_allreduce": "#b8c4ce", "bytegrad": "#c8102e"}
+PLAIN, COMPRESSED = RUNS
 
 
 @dataclass
@@ -57,10 +62,10 @@ def run(algorithm: str, args: argparse.Namespace, output: Path) -> Result:
     return Result(algorithm, **{k: result[k] for k in Result.__dataclass_fields__ if k != "algorithm"})
 
 
-def run_between(hosts: list[Host], algorithm: str, args: argparse.Namespace, output: Path) -> float:
-    """Seconds of a step with one rank on each host: the median."""
-    script = [sys.executable, str(SCRIPT), "--algorithm", algorithm, "--options", json.dumps(RUNS[algorithm])]
-    script += ["--data", str(args.data), "--time-steps", str(STEPS), "--output", str(output)]
+def run_between(hosts: list[Host], output: Path) -> dict[str, float]:
+    """Algorithm, or computing alone -> seconds of a step with one rank on each host: the median."""
+    script = [sys.executable, str(STEPS_SCRIPT), "--runs", json.dumps(RUNS), "--output", str(output)]
+    script += ["--steps", str(STEPS), "--images", str(IMAGES)]
     meeting = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29519"}
     ranks = [
         subprocess.Popen(
@@ -77,29 +82,47 @@ def run_between(hosts: list[Host], algorithm: str, args: argparse.Namespace, out
     for code in codes:
         if code != 0:
             raise subprocess.CalledProcessError(code, script)
-    return statistics.median(json.loads(output.read_text())[FIRST_STEPS:])
+    return {name: statistics.median(s[FIRST_STEPS:]) for name, s in json.loads(output.read_text()).items()}
 
 
-def compare_between_hosts(args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Algorithm -> seconds of a step between two hosts; nothing where none can be emulated."""
+def compare_between_hosts(folder: Path) -> dict[str, float]:
+    """Times steps between two hosts; nothing where none can be emulated."""
     try:
         with emulated_hosts(2, BETWEEN_HOSTS) as hosts:
-            print(f"\nTiming {STEPS} steps of each between two emulated hosts at {BETWEEN_HOSTS}.", flush=True)
-            turns = [
-                {name: run_between(hosts, name, args, folder / f"{name}-steps.json") for name in RUNS}
-                for _ in range(TURNS)
-            ]
-            return {name: min(turn[name] for turn in turns) for name in RUNS}
+            print(
+                f"\nTiming {STEPS} steps of each, by turns, between two emulated hosts at {rate()}. Each computes "
+                f"{IMAGES} images a step:\nso few that it waits for the network. With more, compression gains less.",
+                flush=True,
+            )
+            return run_between(hosts, folder / "steps.json")
     except NoEmulatedHosts as error:
         print(f"\nNot timed over a slow network, because hosts cannot be emulated here: {error}")
         return {}
 
 
+def rate() -> str:
+    return f"{BETWEEN_HOSTS.bits_per_second / 1e6:.0f} Mbit/s"
+
+
 def print_steps(steps: dict[str, float]) -> None:
-    first = next(iter(steps.values()))
-    print(f"\n{'algorithm':<20}{'ms per step':>15}{'speed':>10}   (2 hosts, {BETWEEN_HOSTS})")
-    for name, seconds in steps.items():
-        print(f"{name:<20}{1e3 * seconds:>15.0f}{first / seconds:>9.2f}x")
+    print(f"\n{'algorithm':<20}{'ms per step':>15}{'speed':>10}   (2 hosts, {rate()}, {IMAGES} images on each)")
+    for name in RUNS:
+        print(f"{name:<20}{1e3 * steps[name]:>15.0f}{steps[PLAIN] / steps[name]:>9.2f}x")
+    print(f"{ALONE:<20}{1e3 * steps[ALONE]:>15.0f}")
+
+
+def gain(steps: dict[str, float], plain_bytes: float) -> str:
+    """What a user with such a network gains, in a sentence. `plain_bytes` are those of a step without compression."""
+    speed = steps[PLAIN] / steps[COMPRESSED]
+    plain, compressed, alone = (f"{1e3 * steps[name]:.0f} ms" for name in (PLAIN, COMPRESSED, ALONE))
+    if speed >= GAIN:
+        return f"At {rate()} a step took {plain} with {PLAIN} and {compressed} with {COMPRESSED}: {speed:.1f}x as fast."
+    network = 8 * plain_bytes / BETWEEN_HOSTS.bits_per_second
+    return (
+        f"Nothing was gained at {rate()}: a step took {plain} with {PLAIN}, {compressed} with {COMPRESSED}. This "
+        f"machine was too busy, or is too slow: computing alone took {alone} of that, and the network needs "
+        f"{1e3 * network:.0f} ms for the gradients of {PLAIN}."
+    )
 
 
 def print_table(results: list[Result]) -> None:
@@ -131,11 +154,14 @@ def tidy(axes: Axes, title: str) -> None:
 
 
 def draw_steps(axes: Axes, steps: dict[str, float]) -> None:
-    bars = axes.bar(list(steps), [1e3 * s for s in steps.values()], color=[COLOURS[name] for name in steps], width=0.6)
-    axes.bar_label(bars, fmt="%.0f ms", padding=2)
-    axes.margins(y=0.15)
-    tidy(axes, f"Time of a step at {BETWEEN_HOSTS.bits_per_second / 1e6:.0f} Mbit/s")
-    axes.set_xlabel("2 emulated hosts")
+    axes.axhline(1e3 * steps[ALONE], color="#555555", linewidth=1, linestyle=":", label=ALONE)
+    bars = axes.bar(list(RUNS), [1e3 * steps[name] for name in RUNS], color=[COLOURS[name] for name in RUNS], width=0.6)
+    for label in axes.bar_label(bars, fmt="%.0f ms", padding=2):
+        label.set_bbox({"color": "white", "pad": 1})
+    axes.legend(frameon=False, loc="upper right")
+    axes.margins(y=0.3)
+    tidy(axes, f"Time of a step at {rate()}")
+    axes.set_xlabel(f"2 emulated hosts, {IMAGES} images a step on each")
     axes.set_ylabel("ms")
 
 
@@ -179,11 +205,12 @@ def main() -> str | None:
         try:
             results = [run(name, args, Path(folder, f"{name}.json")) for name in RUNS]
             print_table(results)
-            steps = compare_between_hosts(args, Path(folder))
+            steps = compare_between_hosts(Path(folder))
         except subprocess.CalledProcessError as error:
             return f"The demo stopped: training ended with exit code {error.returncode}; see the error above."
     if steps:
         print_steps(steps)
+        print(gain(steps, results[0].bytes_per_step))
     draw(results, steps, args.ranks, args.picture)
     print(f"Loss and accuracy of both runs are drawn in {args.picture}{', with the times of a step' if steps else ''}.")
     poor = [r.algorithm for r in results if r.test_accuracy < GOAL]

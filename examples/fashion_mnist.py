@@ -155,25 +155,6 @@ def train(
     return (mean_losses / ranks).tolist(), accuracies
 
 
-def time_steps(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, data: tuple[Tensor, ...], args: argparse.Namespace
-) -> list[float]:
-    """Seconds of each of the first steps, on this rank; all ranks begin and end them together."""
-    images, labels, *_ = data
-    seconds = []
-    for chosen in torch.arange(args.time_steps * args.batch, device=images.device).split(args.batch):
-        own = chosen[dist.get_rank() :: dist.get_world_size()]
-        dist.barrier()
-        start = time.perf_counter()
-        loss = cross_entropy(model(images[own]), labels[own], label_smoothing=0.1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", default="bytegrad", help="one of bagua.available_algorithms()")
@@ -184,7 +165,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256, help="images a step, over all ranks")
     parser.add_argument("--lr", type=float, help="the highest learning rate of the schedule (0.2; qadam: 0.006)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--time-steps", type=int, default=0, help="take only so many steps, and write their seconds")
     parser.add_argument("--output", type=Path, help="where rank 0 writes the result as JSON")
     return parser.parse_args()
 
@@ -203,12 +183,6 @@ def main() -> None:
     handle = bagua.register_comm_hook(model, args.algorithm, optimizer=optimizer, **args.options)
     # ------- everything else is as in any DistributedDataParallel script -------------------------
 
-    if args.time_steps:
-        seconds_of_steps = time_steps(model, optimizer, data, args)
-        if dist.get_rank() == 0 and args.output:
-            args.output.write_text(json.dumps(seconds_of_steps))
-        dist.destroy_process_group()
-        return
     start = time.perf_counter()
     losses, accuracies = train(model, optimizer, data, args)
     if args.algorithm == "async":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every short example, as its first lines say that it is started, with two ranks."""
+"""Every short example, as its first lines say that it is started, with two ranks; what the demo says of its steps."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -9,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from bagua.bench.emulated_hosts import NoEmulatedHosts, emulated_hosts
 from made_up_images import write_made_up_images
 
 FOLDER = Path(__file__).parents[2] / "examples"
 # An agent and two ranks import torch, on cores that others use too.
 SECONDS = 300
+sys.path.insert(0, str(FOLDER))
+demo = importlib.import_module("demo")
 COMPRESSED = ["ddp", "with_accelerate", "with_compile", "with_transformers"]
 
 
@@ -89,8 +93,50 @@ def test_a_training_that_is_no_terminals_prints_a_line_for_each_epoch(tmp_path: 
     assert "step/s" not in text
 
 
+# The full-precision gradients of the demo's network.
+PLAIN_BYTES = 1.25e6
+
+
+def test_the_demo_says_what_was_gained() -> None:
+    steps = {"gradient_allreduce": 0.120, "bytegrad": 0.040, demo.ALONE: 0.010}
+    assert demo.gain(steps, PLAIN_BYTES) == (
+        "At 100 Mbit/s a step took 120 ms with gradient_allreduce and 40 ms with bytegrad: 3.0x as fast."
+    )
+
+
+def test_the_demo_says_that_nothing_was_gained_and_why() -> None:
+    steps = {"gradient_allreduce": 0.279, "bytegrad": 0.278, demo.ALONE: 0.270}
+    sentence = demo.gain(steps, PLAIN_BYTES)
+    assert sentence.startswith("Nothing was gained at 100 Mbit/s: a step took 279 ms")
+    assert "too busy" in sentence
+    assert "computing alone took 270 ms" in sentence
+    assert "100 ms for the gradients" in sentence
+    assert "as fast" not in sentence
+
+
+@pytest.mark.long
+def test_the_demo_gains_time_between_hosts_also_where_others_compute(tmp_path: Path) -> None:
+    try:
+        with emulated_hosts(2):
+            pass
+    except NoEmulatedHosts as error:
+        pytest.skip(str(error))
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        steps = demo.compare_between_hosts(tmp_path)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert steps.keys() == {"gradient_allreduce", "bytegrad", demo.ALONE}
+    # Full precision takes the time of its bytes at least, however fast the processor is.
+    assert steps["gradient_allreduce"] > 0.9 * 8 * PLAIN_BYTES / 100e6
+    assert steps["gradient_allreduce"] > demo.GAIN * steps["bytegrad"]
+    assert "as fast" in demo.gain(steps, PLAIN_BYTES)
+
+
 def test_every_example_is_tested() -> None:
-    elsewhere = {"demo", "fashion_mnist", "lightning_fashion_mnist"}
+    elsewhere = {"demo", "demo_steps", "fashion_mnist", "lightning_fashion_mnist"}
     # In tests/engines.
     engines = {"with_fabric", "with_ray", "with_torchft", "with_deepspeed"}
     own = {*COMPRESSED, "with_fsdp", "with_device_mesh"}
