@@ -83,10 +83,8 @@ fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 for each of FUZ
 gpu-session:  ## all that needs a GPU, in pieces of nine minutes at most: build, tests, sanitizer, figures; SESSION_ARGS='--budget 540'
 	@python3 scripts/gpu_session.py $(SESSION_ARGS)
 
-test-engines: package  ## install tests/engines/packages.txt, and train with each engine
-	@$(PY) -m pip install --quiet --disable-pip-version-check --requirement tests/engines/packages.txt \
-		--constraint scripts/constraints.txt
-	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/engines tests/examples tests/lightning tests/unit/test_fuse_unknown_optimizers.py
+test-engines: package  ## train with each engine; installs tests/engines/packages.txt, torchtitan, and as root Slurm
+	@scripts/engines.sh $(VENV)
 
 soak: package  ## SOAK_OPERATIONS=200000 random operations on 2 to 8 ranks, each checked
 	@OMP_NUM_THREADS=1 $(PY) tests/soak/soak.py --operations $(or $(SOAK_OPERATIONS),200000) $(SOAK_ARGS)

@@ -32,9 +32,9 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def _run(folder: Path, script: Path, *arguments: str) -> tuple[str, Carried]:
+def _run(folder: Path, script: Path, *arguments: str, python: str = sys.executable) -> tuple[str, Carried]:
     """Run two ranks; return their output and, for each, operation -> how often and with how many bytes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, str(FOLDER / "carried.py"), str(folder), str(script), *arguments],
         env=_environment(),
@@ -107,6 +107,25 @@ def test_accelerate_with_fsdp2(tmp_path: Path) -> None:
         assert reduced >= 150 * 2 * PARAMETERS, rank
 
 
+def test_torchtitan_takes_a_group_that_was_made_first(tmp_path: Path) -> None:
+    # An environment of its own, as it requires older versions of what the project pins: see scripts/engines.sh.
+    python = Path(sys.prefix, "torchtitan", "bin", "python")
+    installed = python.exists() and subprocess.run(
+        [python, "-c", "from importlib import metadata; metadata.version('torchtitan')"], capture_output=True
+    )
+    if not installed or installed.returncode != 0:
+        pytest.skip("torchtitan is not installed: make test-engines (it requires Python 3.11)")
+    text, carried = _run(tmp_path, FOLDER / "torchtitan_fsdp.py", python=str(python))
+    _check_losses(text)
+    assert text.endswith("2 ranks over bagua\n"), text
+    for rank in carried:
+        # In each of 100 steps this rank's half of the weights is gathered twice, and its half of the gradients reduced.
+        assert rank["_all_gather_base"][1] == 100 * 2 * 2 * PARAMETERS, rank
+        assert rank["_reduce_scatter_base"][1] == 100 * 2 * PARAMETERS, rank
+        # The norm of every step, and four means of losses.
+        assert rank["all_reduce"][0] == 104, rank
+
+
 def test_ray_starts_a_killed_worker_again() -> None:
     _needs("ray")
     done = subprocess.run(
@@ -120,3 +139,10 @@ def test_ray_starts_a_killed_worker_again() -> None:
     # The checkpoint of step 49 was the last; the worker dies before Ray has taken notice of it, or after.
     assert re.search(r"^step 99, begun at (34|50): loss 0\.", done.stdout, re.MULTILINE), done.stdout + done.stderr
     _check_compressed(done.stdout)
+    # What the other worker raised names the process that Ray had given this rank.
+    killed = re.search(r"pid=(\d+)\) world_rank=1\b", done.stderr)
+    assert killed is not None, done.stderr
+    error = (
+        rf"DistBackendError: bagua:reduce_bucket .* on rank 0 of 2, .*: the process of rank 1 \({killed[1]}\) has ended"
+    )
+    assert re.search(error, done.stderr), done.stderr

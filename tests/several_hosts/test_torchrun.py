@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchrun on two hosts with a network of their own each, as docs/several_machines.md describes it."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 from bagua.bench.emulated_hosts import Host, NoEmulatedHosts, emulated_hosts
+from two_hosts import SCRIPT, check_two_hosts, results_of
 
-SCRIPT = Path(__file__).parent / "train_script.py"
-STEPS = 20
 # Agents and ranks import torch, on cores that others use too.
 SECONDS = 400
 
@@ -57,32 +55,16 @@ def _run(folder: Path, hosts: list[Host], ranks_per_host: int, meeting: list[lis
                 os.killpg(agent.pid, signal.SIGTERM)  # the agent ends its ranks
                 agent.wait(timeout=SECONDS)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
-    results = [json.loads(file.read_text()) for file in folder.iterdir()]
-    return sorted(results, key=lambda result: int(result["rank"]))
-
-
-def _check(results: list[dict[str, Any]], ranks_per_host: int) -> None:
-    assert [result["rank"] for result in results] == list(range(2 * ranks_per_host))
-    assert all(result["weights"] == results[0]["weights"] for result in results)
-    for result in results:
-        assert sum(result["losses"][-5:]) < 0.85 * sum(result["losses"][:5])
-    # Two hosts: every parameter leaves each of them twice by half, in one byte; the ranges add a little.
-    parameters = results[0]["parameters"]
-    for ranks in (results[:ranks_per_host], results[ranks_per_host:]):
-        between = sum(result["wire_bytes_between_hosts"] for result in ranks)
-        assert STEPS * parameters <= between < 1.01 * STEPS * parameters
-        # The kernel counts headers, acknowledgements and heartbeats too; full precision would be four times as much.
-        seen = max(result["seen_on_the_wire"] for result in ranks)
-        assert between <= seen < 1.3 * between
+    return results_of(folder)
 
 
 def test_static_rendezvous(hosts: list[Host], tmp_path: Path) -> None:
     address = ["--master-addr", hosts[0].address, "--master-port", "29517"]
-    _check(_run(tmp_path, hosts, 2, [["--node-rank", "0", *address], ["--node-rank", "1", *address]]), 2)
+    check_two_hosts(_run(tmp_path, hosts, 2, [["--node-rank", "0", *address], ["--node-rank", "1", *address]]), 2)
 
 
 @pytest.mark.long
 def test_elastic_rendezvous(hosts: list[Host], tmp_path: Path) -> None:
     endpoint = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{hosts[0].address}:29518"]
     # Both hosts have the machine's name, by which the ranks would be told to meet.
-    _check(_run(tmp_path, hosts, 1, [[*endpoint, "--local-addr", host.address] for host in hosts]), 1)
+    check_two_hosts(_run(tmp_path, hosts, 1, [[*endpoint, "--local-addr", host.address] for host in hosts]), 1)

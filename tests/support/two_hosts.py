@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training over two hosts has to have done, by what its ranks (`several_hosts/train_script.py`) wrote down."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).parents[1] / "several_hosts" / "train_script.py"
+STEPS = 20
+
+
+def results_of(folder: Path) -> list[dict[str, Any]]:
+    """Return what each rank saw, by rank."""
+    results = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    return sorted(results, key=lambda result: int(result["rank"]))
+
+
+def check_two_hosts(results: list[dict[str, Any]], ranks_per_host: int) -> None:
+    """Check that all ranks trained as one, and that bagua carried 8-bit gradients between the hosts."""
+    assert [result["rank"] for result in results] == list(range(2 * ranks_per_host))
+    assert all(result["weights"] == results[0]["weights"] for result in results)
+    for result in results:
+        assert sum(result["losses"][-5:]) < 0.85 * sum(result["losses"][:5])
+    # Two hosts: every parameter leaves each of them twice by half, in one byte; the ranges add a little.
+    parameters = results[0]["parameters"]
+    for ranks in (results[:ranks_per_host], results[ranks_per_host:]):
+        between = sum(result["wire_bytes_between_hosts"] for result in ranks)
+        assert STEPS * parameters <= between < 1.01 * STEPS * parameters
+        # The kernel counts headers, acknowledgements and heartbeats too; full precision would be four times as much.
+        seen = max(result["seen_on_the_wire"] for result in ranks)
+        assert between <= seen < 1.3 * between
