@@ -98,15 +98,20 @@ def class_of_optimizer(expected: str) -> str:
 
 
 def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str, expected: str) -> None:
-    """Refuse an optimizer that is missing, of another class than `expected`, or not that of the model."""
+    """Refuse an optimizer that is missing, of another class than `expected`, or not that of the model.
+
+    Where `expected` is empty, the algorithm needs none.
+    """
     if optimizer is None:
-        raise ValueError(f"algorithm {algorithm!r} acts on what the optimizer does: pass it as optimizer=")
-    if not isinstance(optimizer, _OPTIMIZER_CLASSES[expected]):
+        if expected:
+            raise ValueError(f"algorithm {algorithm!r} acts on what the optimizer does: pass it as optimizer=")
+        return
+    if expected and not isinstance(optimizer, _OPTIMIZER_CLASSES[expected]):
         raise ValueError(
             f"algorithm {algorithm!r} needs an optimizer of class {class_of_optimizer(expected)}, got "
             f"{type(optimizer).__qualname__}"
         )
-    if isinstance(optimizer, LBFGS):
+    if expected and isinstance(optimizer, LBFGS):
         raise ValueError(
             f"algorithm {algorithm!r} cannot work with LBFGS, which takes another number of backwards in each step"
         )
@@ -117,6 +122,7 @@ def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str
         raise ValueError(
             f"the optimizer given to algorithm {algorithm!r} does not hold {len(missing)} of the model's trainable "
             f"parameters ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}): pass the one that trains them"
+            + ("" if expected else ", or none, as this algorithm needs none")
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
+from bagua._argument_checks import check_checkpoint
 from bagua._attachment import PICKLE_ADVICE, Attachment
 from bagua._native import _C
 from bagua.stats import Stats, as_text, means_per_step
@@ -109,6 +110,7 @@ class Handle:
 
         Raises:
             ValueError: the state is of another algorithm, of other options or of another model, or incomplete.
+            TypeError: it, or a part of it, is of another type than what `state_dict()` returns.
         """
         self._check_at_work()
         if not isinstance(state_dict, Mapping):
@@ -123,6 +125,7 @@ class Handle:
         for key, value in own.items():
             if state_dict[key] != value:
                 raise ValueError(f"the checkpoint was written with {key} {state_dict[key]!r}, this hook has {value!r}")
+        check_checkpoint(state_dict)
         # A checkpoint from before steps were counted begins with the first.
         self._hook.load(state_dict["state"], state_dict["layout"], state_dict.get("step", 0))
         if self._attachment is not None:

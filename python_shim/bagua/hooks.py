@@ -2,21 +2,23 @@
 """Algorithms as communication hooks of stock DistributedDataParallel."""
 # No `from __future__ import annotations` here: torch compares the annotations of a hook with the types themselves.
 
+import contextlib
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bagua._argument_checks import check_algorithm, check_group_type, check_optimizer_type
 from bagua._at_exit import end_with
 from bagua._attachment import (
     PICKLE_ADVICE,
     Attachment,
     check_model,
     check_optimizer,
-    class_of_optimizer,
     facts_of,
     names_and_roles,
     refuse_uneven_division,
@@ -35,6 +37,8 @@ from bagua.stats import Stats
 
 # What callers may mean by an option that no algorithm has.
 _OTHER_NAMES = ("optimizer", "process_group")
+_REGISTER = "register_comm_hook(model, "
+_MODEL_FIRST = "; the model comes first: write register_comm_hook(model, 'bytegrad')"
 
 
 def available_algorithms() -> list[str]:
@@ -69,25 +73,24 @@ def _ddp_in(model: Any) -> DistributedDataParallel:
     return ddp
 
 
-def _check_types(algorithm: str, optimizer: Any, process_group: Any) -> None:
-    """Refuse what is neither an optimizer nor a group, such as options that were not given by name."""
-    info = _C.algorithm_info(algorithm)
-    options = {option["name"]: option["default"] for option in info["options"][:1]}
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        expected = f"optimizer must be a {class_of_optimizer(info['optimizer'])}, got {_shown(optimizer)}"
-        if isinstance(optimizer, dict):
-            options = optimizer
-    elif process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        expected = f"process_group must be a torch.distributed.ProcessGroup of this rank, got {_shown(process_group)}"
-    else:
-        return
-    example = "".join(f", {name}={value!r}" for name, value in options.items())
-    raise TypeError(f"{expected}. Options are given by name: write register_comm_hook(model, {algorithm!r}{example})")
+def _refuse(executors: Any, device: torch.device) -> None:
+    """Tell the other ranks, which may have found nothing wrong and wait for this one."""
+    # The caller's own error is what the user has to see, whatever becomes of this.
+    with contextlib.suppress(Exception):
+        _C.refuse_registration(executors, str(device))
 
 
-def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return f"{type(value).__qualname__} {text if len(text) < 80 else text[:77] + '...'}"
+def _refuse_without_ddp(model: Any, process_group: Any) -> None:
+    """Tell them too where there is no DDP model, if it is certain in which group and for which device they wait."""
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    group: dist.ProcessGroup | None = None
+    if isinstance(process_group, dist.ProcessGroup):
+        group = process_group
+    elif process_group is None and len(distributed_c10d._world.pg_map) == 1:
+        group = dist.group.WORLD
+    if parameters and group is not None:
+        with contextlib.suppress(Exception):
+            _refuse(executors_for(group, parameters[0].device), parameters[0].device)
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
@@ -105,11 +108,14 @@ def _make_hook(
     algorithm: str,
     options: dict[str, OptionArgument],
     optimizer: Any,
+    process_group: Any,
     executors: Any,
 ) -> _C.Hook:
     """Check everything that this rank can see by itself."""
+    check_algorithm(algorithm, _MODEL_FIRST)
     complete = _C.check_options(algorithm, options, _OTHER_NAMES)
-    _check_types(algorithm, optimizer, None)
+    check_optimizer_type(algorithm, optimizer)
+    check_group_type(algorithm, process_group, _REGISTER)
     _check_ddp(ddp)
     parameters = trainable_parameters(ddp)
     if not parameters:
@@ -118,8 +124,8 @@ def _make_hook(
             "requires_grad=True on those to be trained, before the model is wrapped in DistributedDataParallel"
         )
     info = _C.algorithm_info(algorithm)
+    check_optimizer(ddp, optimizer, algorithm, info["optimizer"])
     if info["optimizer"]:
-        check_optimizer(ddp, optimizer, algorithm, info["optimizer"])
         check_model(ddp, algorithm, info, is_hierarchical=bool(complete.get("hierarchical")))
     hook = _C.Hook(algorithm, complete, executors, parameters, ddp.static_graph)
     hook.use_parameters(names_and_roles(ddp.module, parameters))
@@ -146,33 +152,38 @@ def register_comm_hook(
         optimizer: the model's optimizer, for algorithms that change weights or momentum: "decentralized",
             "low_precision_decentralized", "async", "local_sgd", "diloco" (any optimizer) and "qadam"
             (`bagua.QAdamOptimizer`). One that accelerate, Fabric or Lightning has wrapped will do. Other algorithms
-            do not use it.
+            do not use it, and only check that it is the model's.
         process_group: where to communicate; by default the model's own group.
         **options: the algorithm's options, see each algorithm's page.
 
     Raises:
-        ValueError: an unknown name or option (the message lists the valid ones), a value out of range, an optimizer
-            that is missing or not the model's, a model whose parameters are all frozen, or ranks that disagree.
+        ValueError: an unknown name or option (the message lists the valid ones), a value out of range, an
+            optimizer that is missing or not the model's, a model whose parameters are all
+            frozen, or ranks that disagree. What one rank refuses ends the call on all ranks.
         TypeError: an option, optimizer or group of a wrong type, or a model that is not wrapped.
         RuntimeError: the model has a hook already, or would skip it.
     """
     optimizer = unwrapped(optimizer)
     try:
         ddp = _ddp_in(ddp)
-        _check_types(algorithm, None, process_group)
     except TypeError:
-        # Without a model and a group no other rank can be told: all that is wrong comes out here.
+        _refuse_without_ddp(algorithm if isinstance(algorithm, nn.Module) else ddp, process_group)
+        check_algorithm(algorithm, _MODEL_FIRST)
         _C.check_options(algorithm, options, _OTHER_NAMES)
         raise
+    given: Any = process_group
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        # The others do not wait for this rank.
+        check_algorithm(algorithm, _MODEL_FIRST)
+        check_group_type(algorithm, given, _REGISTER)
     parameters = trainable_parameters(ddp)
     device = next(iter(parameters or ddp.parameters())).device
-    group = process_group or ddp.process_group
+    group = process_group if isinstance(process_group, dist.ProcessGroup) else ddp.process_group
     main = executors_for(group, device)
     try:
-        hook = _make_hook(ddp, algorithm, options, optimizer, main)
+        hook = _make_hook(ddp, algorithm, options, optimizer, process_group, main)
     except Exception:
-        # The other ranks may have found nothing wrong and wait for this one.
-        _C.refuse_registration(main, str(device))
+        _refuse(main, device)
         raise
     text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
     hook.agree(main, text, facts_of(optimizer), str(device))
@@ -239,6 +250,13 @@ def _run_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
     return state.run(bucket).then(_first_tensor)
 
 
+def _needs_optimizer(algorithm: str) -> ValueError:
+    return ValueError(
+        f"algorithm {algorithm!r} acts on what the optimizer does: use bagua.register_comm_hook(model, {algorithm!r}, "
+        "optimizer=optimizer)"
+    )
+
+
 def comm_hook(
     algorithm: str, process_group: dist.ProcessGroup | None = None, **options: OptionArgument
 ) -> tuple[HookState, Any]:
@@ -254,8 +272,14 @@ def comm_hook(
     Raises:
         ValueError, TypeError: as `register_comm_hook`.
     """
+    check_algorithm(algorithm, ". comm_hook takes no model: its result goes to ddp.register_comm_hook(*result)")
+    needs_optimizer = bool(_C.algorithm_info(algorithm)["optimizer"])
+    if "optimizer" in options or isinstance(process_group, Optimizer):
+        if needs_optimizer:
+            raise _needs_optimizer(algorithm)
+        raise TypeError(f"comm_hook takes no optimizer, and algorithm {algorithm!r} needs none: leave it out")
     complete = _C.check_options(algorithm, options, ["process_group"])
-    _check_types(algorithm, None, process_group)
-    if _C.algorithm_info(algorithm)["optimizer"]:
-        raise ValueError(f"algorithm {algorithm!r} acts on what the optimizer does: use bagua.register_comm_hook")
+    check_group_type(algorithm, process_group, "comm_hook(")
+    if needs_optimizer:
+        raise _needs_optimizer(algorithm)
     return HookState(algorithm, complete, process_group), _run_hook

@@ -18,15 +18,16 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
+from bagua._argument_checks import check_algorithm, shown
 from bagua._native import _C
 from bagua.handle import Handle, OptionArgument
 from bagua.hooks import register_comm_hook
 from bagua.stats import Stats, means_per_step
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["BaguaCallback"]
 
@@ -46,11 +47,17 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         ValueError: an unknown algorithm or option, or a value out of range.
-        TypeError: an option of a wrong type; when training begins, a model that the Trainer has not wrapped in
-            DistributedDataParallel, as with FSDP, DeepSpeed or one process.
+        TypeError: a trainer or an option of a wrong type; when training begins, a model that the Trainer has not
+            wrapped in DistributedDataParallel, as with FSDP, DeepSpeed or one process.
     """
 
     def __init__(self, trainer: Trainer, algorithm: str = "gradient_allreduce", **options: OptionArgument) -> None:
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"trainer must be the Trainer that the callback is added to, got {shown(trainer)}: write "
+                "trainer.add_callback(BaguaCallback(trainer, 'bytegrad'))"
+            )
+        check_algorithm(algorithm, "; the Trainer comes first: write BaguaCallback(trainer, 'bytegrad')")
         _C.check_options(algorithm, options)
         # The Trainer holds its callbacks.
         self._trainer = weakref.ref(trainer)

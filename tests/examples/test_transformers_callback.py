@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,17 @@ for name, value in trainer.model.state_dict().items():
     assert torch.equal(value, best[name]), name
 print("the best weights")
 """
+
+
+@pytest.mark.parametrize("given", [("bytegrad",), (None, "bytegrad"), ("bytegrad", "trainer")], ids=str)
+def test_a_callback_without_its_trainer_says_what_comes_first(given: Any) -> None:
+    pytest.importorskip("transformers")
+    from bagua.transformers import BaguaCallback
+
+    with pytest.raises(
+        TypeError, match=r"trainer must be the Trainer .* got .*: write .*BaguaCallback\(trainer, 'byteg"
+    ):
+        BaguaCallback(*given)
 
 
 @pytest.mark.long

@@ -56,8 +56,20 @@ def test_unknown_and_wrong_options_are_refused_at_once() -> None:
         BaguaStrategy(device_ids=[0])
     with pytest.raises(TypeError, match="sync_interval_ms"):
         BaguaStrategy("async", sync_interval_ms="soon")
+    for name in (None, BaguaStrategy):
+        with pytest.raises(TypeError, match=r"algorithm must be a name, one of gradient_allreduce, .*, got"):
+            BaguaStrategy(name)  # type: ignore[arg-type]
     with pytest.raises(MisconfigurationException, match="leave out ddp_comm_hook"):
         BaguaStrategy(ddp_comm_hook=lambda state, bucket: None)
+
+
+@pytest.mark.parametrize("wrong", [{"hierarchical": False}, 0, None, "no"], ids=repr)
+def test_only_a_bool_is_taken_for_flatten(wrong: Any) -> None:
+    advice = r"Options are given by name: write BaguaStrategy\('bytegrad', hierarchical="
+    with pytest.raises(TypeError, match=rf"flatten must be a bool, got {type(wrong).__name__} .* {advice}"):
+        BaguaStrategy("bytegrad", wrong)
+    for flatten in (True, False):
+        assert BaguaStrategy("bytegrad", flatten)._ddp_kwargs["gradient_as_bucket_view"] is flatten
 
 
 def test_strategy_can_be_sent_to_spawned_ranks() -> None:

@@ -62,7 +62,7 @@ class _Rank(NamedTuple):
 class RankPool:
     """Ranks that are kept from one call of run() to the next; after a failure the next call starts new ones.
 
-    `env` has the same value for all ranks, or a list with one for each.
+    `env` has the same value for all ranks, or a list with one for each, None where it is not set.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RankPool:
         world_size: int,
         backend: str = "bagua",
         *,
-        env: Mapping[str, str | Sequence[str]] | None = None,
+        env: Mapping[str, str | Sequence[str | None]] | None = None,
         group_timeout: float = 60.0,
         share_gpu: bool = False,
     ) -> None:
@@ -132,7 +132,8 @@ class RankPool:
         # The server takes its environment from here; with one thread each, four ranks do not fight for two cores.
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
             for index in range(self.world_size):
-                env = {name: value if isinstance(value, str) else value[index] for name, value in self._env.items()}
+                values = {name: value if isinstance(value, str) else value[index] for name, value in self._env.items()}
+                env = {name: value for name, value in values.items() if value is not None}
                 settings = rank_process.Settings(
                     index, self.world_size, self.backend, env, str(folder), self._group_timeout
                 )
@@ -203,7 +204,7 @@ def run_ranks(
     *args: Any,
     backend: str = "bagua",
     timeout: float = 120.0,
-    env: Mapping[str, str | Sequence[str]] | None = None,
+    env: Mapping[str, str | Sequence[str | None]] | None = None,
     group_timeout: float = 60.0,
     dying: Collection[int] = (),
 ) -> list[Any]:

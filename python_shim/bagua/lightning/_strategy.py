@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bagua._argument_checks import by_name, check_algorithm, shown
 from bagua._native import _C
 from bagua.handle import Handle
 from bagua.hooks import available_algorithms, register_comm_hook
@@ -38,6 +39,7 @@ _REDUCE_OPS = (
     ReduceOp.BOR,
     ReduceOp.BXOR,
 )
+_CALL = "BaguaStrategy("
 # Backends that know ReduceOp.AVG.
 _AVERAGING_BACKENDS = ("bagua", "nccl")
 # What the strategy itself says to DDP, and what would be a second hook.
@@ -64,7 +66,8 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
 
     Args:
         algorithm: one of `bagua.available_algorithms()`.
-        flatten: whether gradients are views into DDP's buckets (DDP's `gradient_as_bucket_view`).
+        flatten: whether gradients are views into DDP's buckets (DDP's `gradient_as_bucket_view`). A bare bool in the
+            second place is this, and no option of the algorithm: those are given by name.
         accelerator: as in DDPStrategy, with the four that follow.
         parallel_devices: see there.
         cluster_environment: see there.
@@ -76,7 +79,7 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
 
     Raises:
         ValueError: an unknown algorithm or option (the message lists the valid ones), or a value out of range.
-        TypeError: an option of a wrong type.
+        TypeError: an option of a wrong type, or something else than a bool in the place of `flatten`.
         MisconfigurationException: a communication hook of torch was given; when training starts, optimizers that the
             algorithm cannot work with.
     """
@@ -94,6 +97,9 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
         precision_plugin: Any = None,
         **bagua_kwargs: Any,
     ) -> None:
+        check_algorithm(algorithm)
+        if not isinstance(flatten, bool):
+            raise TypeError(f"flatten must be a bool, got {shown(flatten)}. {by_name(_CALL, algorithm, flatten)}")
         hooks = sorted(_HOOKS_OF_TORCH & bagua_kwargs.keys())
         if hooks:
             raise self._Misconfiguration(
