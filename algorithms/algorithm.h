@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -61,6 +62,10 @@ class Algorithm {
   // By parameter, in the order of StepContext::parameters(). Called once, before the first step; not at all where the
   // model is not known.
   virtual void useParameters(const std::vector<ParameterFacts>& /*facts*/) {}
+
+  // Throws ValueError where an option names what the model has not. `names`: of all its parameters, frozen ones too;
+  // none where the model is not known.
+  virtual void checkNames(const std::optional<std::vector<std::string>>& /*names*/) const {}
 
   // Whether the gradients of the step at hand travel. If not, the optimizer sees the rank's own.
   [[nodiscard]] virtual bool reducesGradients() const { return true; }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <sstream>
 
 #include "kernels/closest_names.h"
@@ -57,6 +58,9 @@ Options::Options(const std::string& algorithm, const std::vector<OptionInfo>& de
     TORCH_CHECK_TYPE(converted.index() == entry->second.index(), "option '", name, "' of algorithm '", algorithm,
                      "' takes a ", typeName(entry->second), ", got ", bagua::toString(value), " (", typeName(value),
                      ")");
+    const auto* const number = std::get_if<double>(&converted);
+    TORCH_CHECK_VALUE(number == nullptr || std::isfinite(*number), "option '", name, "' of algorithm '", algorithm,
+                      "' takes a finite number, got ", bagua::toString(converted));
     entry->second = converted;
   }
 }

@@ -16,6 +16,8 @@ struct OptionInfo {
   std::string name;
   OptionValue defaultValue;
   std::string summary;
+  // Whether Python may give a mapping, which becomes the text "a=b, c=d".
+  bool takesMapping = false;
 };
 
 // "True", "3", "0.5", "'all'", "None": as Python writes it.
@@ -29,8 +31,8 @@ void checkOptionName(const std::string& algorithm, const std::vector<OptionInfo>
 // The options of one algorithm: every declared one has a value of its declared type.
 class Options {
  public:
-  // Throws as checkOptionName(), and TypeError for a value of another type than the default's; an integer serves where
-  // a float is declared.
+  // Throws as checkOptionName(), TypeError for a value of another type than the default's, and ValueError for a float
+  // that is not finite. An integer serves where a float is declared.
   Options(const std::string& algorithm, const std::vector<OptionInfo>& declared,
           const std::map<std::string, OptionValue>& given);
 

@@ -5,6 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
+
 namespace bagua {
 namespace {
 
@@ -53,6 +55,14 @@ TEST(Options, AnUnknownNameSaysWhatMayHaveBeenMeant) {
 TEST(Options, AWrongTypeNamesBothTypes) {
   EXPECT_THROW(Options("test", kDeclared, {{"average", int64_t{1}}}), c10::TypeError);
   EXPECT_THAT(messageOf({{"interval", 1.5}}), HasSubstr("takes a int, got 1.5 (float)"));
+}
+
+TEST(Options, AFloatIsFinite) {
+  for (const double wrong : {std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity(),
+                             std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_THROW(Options("test", kDeclared, {{"rate", wrong}}), c10::ValueError);
+    EXPECT_THAT(messageOf({{"rate", wrong}}), HasSubstr("'rate' of algorithm 'test' takes a finite number, got"));
+  }
 }
 
 TEST(Options, TextIsTheSameForTheSameOptions) {

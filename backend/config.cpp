@@ -26,6 +26,16 @@ std::optional<std::string> firstOf(std::initializer_list<const char*> names) {
   return std::nullopt;
 }
 
+// Of a setting that protects. An empty one means that what was to fill it has failed, as $(cat FILE) does where the
+// file is missing.
+std::optional<std::string> filled(const char* name) {
+  auto value = c10::utils::get_env(name);
+  TORCH_CHECK_VALUE(!value || !value->empty(), "bagua: ", name, " is set, but empty: the job would run unprotected. ",
+                    "See why what was to fill it has not, or unset it (unset ", name,
+                    ") on all ranks for a job without a secret");
+  return value;
+}
+
 template <typename Number>
 bool read(const std::string& text, Number& number) {
   const char* const end = text.data() + text.size();
@@ -91,8 +101,8 @@ int socketConnections() {
 }
 
 std::optional<std::string> jobSecret() {
-  auto secret = firstOf({"BAGUA_JOB_SECRET"});
-  const auto path = firstOf({"BAGUA_JOB_SECRET_FILE"});
+  auto secret = filled("BAGUA_JOB_SECRET");
+  const auto path = filled("BAGUA_JOB_SECRET_FILE");
   TORCH_CHECK_VALUE(!secret || !path,
                     "bagua: BAGUA_JOB_SECRET and BAGUA_JOB_SECRET_FILE are both set; set one of them");
   if (path) secret = readSecret(*path);

@@ -30,8 +30,8 @@ std::optional<std::string> masterAddress();
 int socketConnections();
 
 // BAGUA_JOB_SECRET, or what is in the file that BAGUA_JOB_SECRET_FILE names, without the end of its last line: what the
-// ranks of a job know and nobody else. Throws ValueError where both are set, the file cannot be read, or the secret is
-// shorter than kShortestSecret. The caller overwrites it.
+// ranks of a job know and nobody else; none where neither is set. Throws ValueError where both are set, one is set but
+// empty, the file cannot be read, or the secret is shorter than kShortestSecret. The caller overwrites it.
 inline constexpr size_t kShortestSecret = 16;
 std::optional<std::string> jobSecret();
 

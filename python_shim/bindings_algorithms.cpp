@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <algorithm>
+#include <limits>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
@@ -16,6 +18,7 @@
 #include "backend/assembly/backend_executors.h"
 #include "backend/process_group/process_group_bagua.h"
 #include "kernels/adam/adam.h"
+#include "kernels/closest_names.h"
 #include "kernels/codec.h"
 #include "python_shim/bindings.h"
 
@@ -26,11 +29,11 @@ namespace py = pybind11;
 using OptionValues = std::map<std::string, OptionValue>;
 using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
 
-// Words as "a, b", a mapping as "a=b, c=d"; nothing for other values.
-std::optional<std::string> textOf(const py::handle& value) {
+// Words as "a, b", a mapping, where it is taken, as "a=b, c=d"; nothing for other values.
+std::optional<std::string> textOf(const py::handle& value, bool takesMapping) {
   std::string text;
   const auto append = [&](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };
-  if (py::isinstance<py::dict>(value)) {
+  if (takesMapping && py::isinstance<py::dict>(value)) {
     for (const auto& [key, entry] : py::reinterpret_borrow<py::dict>(value)) {
       if (!py::isinstance<py::str>(key) || !py::isinstance<py::str>(entry)) return std::nullopt;
       append(py::cast<std::string>(key) + "=" + py::cast<std::string>(entry));
@@ -45,18 +48,38 @@ std::optional<std::string> textOf(const py::handle& value) {
   return text;
 }
 
+const OptionInfo& optionOf(const std::string& algorithm, const std::string& name) {
+  const auto& options = AlgorithmRegistry::find(algorithm).options;
+  const auto found =
+      std::find_if(options.begin(), options.end(), [&](const OptionInfo& option) { return option.name == name; });
+  TORCH_INTERNAL_ASSERT(found != options.end());
+  return *found;
+}
+
 // Python's None is an empty string, where that is what an option is by default.
-bool takesNone(const std::string& algorithm, const std::string& name) {
-  for (const auto& option : AlgorithmRegistry::find(algorithm).options) {
-    if (option.name == name) return option.defaultValue == OptionValue(std::string());
+bool takesNone(const OptionInfo& option) { return option.defaultValue == OptionValue(std::string()); }
+
+// Python's integers have no end.
+OptionValue wholeNumber(const std::string& algorithm, const OptionInfo& option, const py::handle& value) {
+  int overflow = 0;
+  const int64_t number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+  if (overflow == 0) return number;
+  if (std::holds_alternative<double>(option.defaultValue)) {
+    const double rounded = PyLong_AsDouble(value.ptr());
+    if (PyErr_Occurred() == nullptr) return rounded;
+    PyErr_Clear();
+    return std::numeric_limits<double>::infinity();
   }
-  return false;
+  using Limits = std::numeric_limits<int64_t>;
+  throw py::value_error("option '" + option.name + "' of algorithm '" + algorithm + "' takes whole numbers from " +
+                        std::to_string(Limits::min()) + " to " + std::to_string(Limits::max()) + ", got one of " +
+                        py::cast<std::string>(py::str(value.attr("bit_length")())) + " bits");
 }
 
 py::dict pythonValues(const std::string& algorithm, const OptionValues& values) {
   py::dict dict;
   for (const auto& [name, value] : values) {
-    const bool isNone = value == OptionValue(std::string()) && takesNone(algorithm, name);
+    const bool isNone = value == OptionValue(std::string()) && takesNone(optionOf(algorithm, name));
     dict[py::str(name)] = isNone ? py::none() : py::cast(value);
   }
   return dict;
@@ -70,22 +93,25 @@ OptionValues optionValues(const std::string& algorithm, const py::dict& given,
   for (const auto& [name, value] : given) checkOptionName(algorithm, declared, py::cast<std::string>(name), others);
   OptionValues values;
   for (const auto& [name, value] : given) {
-    OptionValue& converted = values[py::cast<std::string>(name)];
+    const OptionInfo& option = optionOf(algorithm, py::cast<std::string>(name));
+    OptionValue& converted = values[option.name];
     if (py::isinstance<py::bool_>(value)) {
       converted = py::cast<bool>(value);
     } else if (py::isinstance<py::int_>(value)) {
-      converted = py::cast<int64_t>(value);
+      converted = wholeNumber(algorithm, option, value);
     } else if (py::isinstance<py::float_>(value)) {
       converted = py::cast<double>(value);
     } else if (py::isinstance<py::str>(value)) {
       converted = py::cast<std::string>(value);
-    } else if (const auto text = textOf(value)) {
+    } else if (const auto text = textOf(value, option.takesMapping)) {
       converted = *text;
-    } else if (value.is_none() && takesNone(algorithm, py::cast<std::string>(name))) {
+    } else if (value.is_none() && takesNone(option)) {
       converted = std::string();
     } else {
-      throw py::type_error("option '" + py::cast<std::string>(name) + "' of algorithm '" + algorithm +
-                           "' takes a bool, int, float or str, got " + py::cast<std::string>(py::repr(value)));
+      const bool isMapping = !option.takesMapping && py::isinstance<py::dict>(value);
+      throw py::type_error("option '" + option.name + "' of algorithm '" + algorithm + "' takes " +
+                           (isMapping ? "no mapping" : "a bool, int, float or str") + ", got " +
+                           py::cast<std::string>(py::repr(value)));
     }
   }
   return values;
@@ -114,7 +140,7 @@ py::dict infoDict(const std::string& name) {
   for (const auto& option : info.options) {
     py::dict entry;
     entry["name"] = option.name;
-    entry["default"] = takesNone(name, option.name) ? py::none() : py::cast(option.defaultValue);
+    entry["default"] = takesNone(option) ? py::none() : py::cast(option.defaultValue);
     entry["summary"] = option.summary;
     options.append(entry);
   }
@@ -390,6 +416,17 @@ void bindAlgorithms(py::module& module) {
       "All options of an algorithm with the defaults filled in. Unknown names are a ValueError that lists the valid "
       "ones and suggests one of them, or of other_names, which the caller takes besides; so are values out of range. "
       "Values of a wrong type are a TypeError.");
+  module.def(
+      "check_names",
+      [](const std::string& name, const py::dict& options, const std::optional<std::vector<std::string>>& names) {
+        const auto& info = AlgorithmRegistry::find(name);
+        info.create(Options(name, info.options, optionValues(name, options)))->checkNames(names);
+      },
+      py::arg("name"), py::arg("options"), py::arg("names"),
+      "ValueError where an option names what is none of the model's parameters, or, for names=None, where it needs a "
+      "model.");
+  module.def("suggestion_for", &suggestionFor, py::arg("name"), py::arg("known"),
+             "\" (did you mean 'bytegrad'?)\", or nothing.");
   module.def(
       "refuse_registration",
       [](const Executors& executors, const std::string& device) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,8 @@ class QuantizedAllReduce final : public Algorithm {
         feedback_(hasSmallResiduals) {}
 
   void useParameters(const std::vector<ParameterFacts>& facts) override { selection_.useParameters(facts); }
+
+  void checkNames(const std::optional<std::vector<std::string>>& names) const override { selection_.checkNames(names); }
 
   void reduce(Bucket& bucket, Communicator& communicator) override {
     if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
@@ -211,14 +214,15 @@ BAGUA_REGISTER_ALGORITHM({
     .options =
         {{"codec", std::string("4bit"),
           "One of bagua.available_codecs(), or a mapping from patterns of parameters' names to codecs, of which "
-          "the first that fits counts; the last is '*'."},
+          "the first that fits counts; the last is '*'.",
+          true},
          {"error_feedback", true,
           "Whether what coding leaves behind is added to the next step's gradients, at the sender and at the "
           "owner of a chunk."},
          {"residuals", std::string("float32"),
           "How error feedback keeps what is left behind: 'float32', or '8bit', a moving average in a quarter of the "
           "memory."},
-         {"exact", std::string("1d, embedding, small"),
+         {"exact", std::string(quantized::kExactByDefault),
           "What travels uncoded in the same messages: '1d' (biases, norms), 'embedding', 'head' (the last linear "
           "layer), 'small' (below 1024 elements), and patterns of parameters' names."},
          {"rounding", std::string("nearest"), "'nearest' or 'stochastic' (unbiased, with a larger error)."},

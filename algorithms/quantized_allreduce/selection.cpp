@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "kernels/closest_names.h"
 #include "kernels/codec.h"
 
 namespace bagua::quantized {
@@ -35,6 +36,33 @@ bool fits(const std::string& pattern, const std::string& name) {
   return fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
 }
 
+bool fitsAll(const std::string& pattern) { return fits(pattern, ""); }
+
+// Of a parameter's shape, which is known without a model, and of its role, which is not.
+const std::vector<std::string>& wordsOfShape() {
+  static const std::vector<std::string> words{"1d", "small"};
+  return words;
+}
+const std::vector<std::string>& wordsOfRole() {
+  static const std::vector<std::string> words{"embedding", "head"};
+  return words;
+}
+
+bool isOneOf(const std::vector<std::string>& words, const std::string& word) {
+  return std::find(words.begin(), words.end(), word) != words.end();
+}
+
+// `known`: what else than a pattern it may have been meant to be.
+void checkFits(const std::string& option, const std::string& pattern, const std::vector<std::string>& names,
+               std::vector<std::string> known) {
+  if (std::any_of(names.begin(), names.end(), [&](const std::string& name) { return fits(pattern, name); })) return;
+  const std::string words = known.empty() ? "" : "is none of its words ('1d', 'embedding', 'head', 'small') and ";
+  known.insert(known.end(), names.begin(), names.end());
+  TORCH_CHECK_VALUE(false, "option '", option, "' of algorithm 'quantized_allreduce' holds '", pattern, "', which ",
+                    words, "fits no parameter's name", suggestionFor(pattern, known),
+                    "; the names are those of ddp.module.named_parameters(), such as '", names.back(), "'");
+}
+
 }  // namespace
 
 Selection::Selection(const std::string& codec, const std::string& exact) : exact_(wordsOf(exact)) {
@@ -45,10 +73,43 @@ Selection::Selection(const std::string& codec, const std::string& exact) : exact
     CodecRegistry::find(name);
     codecs_.emplace_back(isForAll ? "*" : trimmed(word.substr(0, sign)), name);
   }
-  TORCH_CHECK_VALUE(!codecs_.empty() && fits(codecs_.back().first, ""),
+  TORCH_CHECK_VALUE(!codecs_.empty() && fitsAll(codecs_.back().first),
                     "option 'codec' of algorithm 'quantized_allreduce' needs a codec for all other parameters at its "
                     "end (a name alone, or '*=name'), got '",
                     codec, "'");
+  const auto first =
+      std::find_if(codecs_.begin(), codecs_.end(), [](const auto& entry) { return fitsAll(entry.first); });
+  TORCH_CHECK_VALUE(first + 1 == codecs_.end(),
+                    "option 'codec' of algorithm 'quantized_allreduce' has a codec for all ", "other parameters, '",
+                    first->second, "', after which no other is ever used, got '", codec, "'");
+}
+
+void Selection::checkNames(const std::optional<std::vector<std::string>>& names) const {
+  if (!names) return checkWithoutNames();
+  if (names->empty()) return;
+  auto words = wordsOfShape();
+  words.insert(words.end(), wordsOfRole().begin(), wordsOfRole().end());
+  for (const auto& word : exact_) {
+    if (!isOneOf(words, word)) checkFits("exact", word, *names, words);
+  }
+  for (const auto& [pattern, codec] : codecs_) {
+    if (!fitsAll(pattern)) checkFits("codec", pattern, *names, {});
+  }
+}
+
+void Selection::checkWithoutNames() const {
+  constexpr const char* kAdvice =
+      ", which only a model can tell: bagua.comm_hook is given none. Take bagua.register_comm_hook";
+  const bool isDefault = exact_ == wordsOf(kExactByDefault);
+  for (const auto& word : exact_) {
+    TORCH_CHECK_VALUE(isDefault || isOneOf(wordsOfShape(), word),
+                      "option 'exact' of algorithm 'quantized_allreduce' holds '", word, "'",
+                      isOneOf(wordsOfRole(), word) ? "" : ", a pattern of parameters' names", kAdvice);
+  }
+  for (const auto& [pattern, codec] : codecs_) {
+    TORCH_CHECK_VALUE(fitsAll(pattern), "option 'codec' of algorithm 'quantized_allreduce' holds '", pattern,
+                      "', a pattern of parameters' names", kAdvice);
+  }
 }
 
 std::string Selection::codecOf(int64_t parameter, const at::Tensor& gradient) const {
@@ -64,7 +125,7 @@ bool Selection::isExact(const ParameterFacts& facts, const at::Tensor& gradient)
   return std::any_of(exact_.begin(), exact_.end(), [&](const std::string& word) {
     if (word == "1d") return gradient.dim() <= 1;
     if (word == "small") return gradient.numel() < kSmall;
-    if (word == "embedding" || word == "head") return facts.role == word;
+    if (isOneOf(wordsOfRole(), word)) return facts.role == word;
     return !facts.name.empty() && fits(word, facts.name);
   });
 }

@@ -123,6 +123,7 @@ def _make_hook(
             f"algorithm {algorithm!r} has nothing to do: all parameters of the model are frozen. Set "
             "requires_grad=True on those to be trained, before the model is wrapped in DistributedDataParallel"
         )
+    _C.check_names(algorithm, complete, [name for name, _ in ddp.module.named_parameters()])
     info = _C.algorithm_info(algorithm)
     check_optimizer(ddp, optimizer, algorithm, info["optimizer"])
     if info["optimizer"]:
@@ -157,8 +158,8 @@ def register_comm_hook(
         **options: the algorithm's options, see each algorithm's page.
 
     Raises:
-        ValueError: an unknown name or option (the message lists the valid ones), a value out of range, an
-            optimizer that is missing or not the model's, a model whose parameters are all
+        ValueError: an unknown name or option (the message lists the valid ones), a value out of range, a pattern that
+            fits no parameter's name, an optimizer that is missing or not the model's, a model whose parameters are all
             frozen, or ranks that disagree. What one rank refuses ends the call on all ranks.
         TypeError: an option, optimizer or group of a wrong type, or a model that is not wrapped.
         RuntimeError: the model has a hook already, or would skip it.
@@ -263,6 +264,8 @@ def comm_hook(
     """Return `(state, hook)` for `ddp.register_comm_hook(state, hook)` and Lightning's `ddp_comm_state/ddp_comm_hook`.
 
     Prefer `register_comm_hook`: it checks that the ranks agree, and its hook needs no Python on the way of a gradient.
+    This one is given no model: it knows shapes, but neither names of parameters nor which are embeddings or the head.
+    Options that need them are refused, but for a default.
 
     Args:
         algorithm: one of `available_algorithms()`; one that needs the optimizer has to go through `register_comm_hook`.
@@ -282,4 +285,5 @@ def comm_hook(
     check_group_type(algorithm, process_group, "comm_hook(")
     if needs_optimizer:
         raise _needs_optimizer(algorithm)
+    _C.check_names(algorithm, complete, None)
     return HookState(algorithm, complete, process_group), _run_hook

@@ -112,6 +112,7 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         ("all_reduc", "choose from collectives, algorithms, all_reduce, "),
+        ("bytegrd", "no test 'bytegrd' (did you mean 'bytegrad'?)"),
         ("-b 12Q", "is not a size: write bytes, such as 512, 4K"),
         ("-b 2K -e 1K", "no size lies between them"),
         ("-f 1", "take more than 1"),
@@ -123,6 +124,7 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
         ("all_reduce -o hierarchical=false", "collectives have no options"),
         ("bytegrad -o hierarchical", "write name=value"),
         ("--vs glou", "choose from gloo"),
+        ("--vs glo", "no backend 'glo' for --vs (did you mean 'gloo'?)"),
         ("--vs nccl --device cpu", "nccl takes CUDA tensors only"),
         ("--delay 10ms", "add --hosts 2"),
         ("--hosts 2 --delay 10 --device cpu", "write a number with its unit"),

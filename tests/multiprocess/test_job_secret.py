@@ -182,10 +182,16 @@ def test_what_is_forged_in_the_store_does_not_disturb_a_training() -> None:
     assert run_ranks(2, _train_beside_a_forger, env=env) == plain
 
 
-def _join(store: str, timeout: float, ranks: list[int]) -> tuple[float, str | list[float]]:
-    """Come with the environment that this rank has: how long it took, and a sum over the job, or the error."""
+def _join(store: str, timeout: float, ranks: list[int], late: int = -1) -> tuple[float, str | list[float]]:
+    """Come with the environment that this rank has: how long it took, and a sum over the job, or the error.
+
+    The process number `late` comes after the others have looked for one with another secret.
+    """
     rank = ranks[dist.get_rank()]
+    is_late = dist.get_rank() == late
     dist.destroy_process_group()
+    if is_late:
+        time.sleep(8)
     begin = time.monotonic()
     file = dist.FileStore(store, -1)  # type: ignore[attr-defined]
     limit = timedelta(seconds=timeout)
@@ -198,27 +204,41 @@ def _join(store: str, timeout: float, ranks: list[int]) -> tuple[float, str | li
     return time.monotonic() - begin, tensor.unique().tolist()
 
 
-@pytest.mark.parametrize("theirs", ["another secret, of the same length", ""], ids=["another", "none"])
-def test_a_rank_with_another_secret_or_none_is_named_on_all_ranks(theirs: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("theirs", ["another secret, of the same length", None], ids=["another", "none"])
+def test_a_rank_with_another_secret_or_none_is_named_on_all_ranks(theirs: str | None, tmp_path: Path) -> None:
     env = {"BAGUA_JOB_SECRET": [_SECRET, theirs, _SECRET], "BAGUA_HOST_ID": ["a", "b", "c"]}
     results = run_ranks(3, _join, str(tmp_path / "store"), 60.0, [0, 1, 2], backend="gloo", env=env)
     for rank, (seconds, error) in enumerate(results):
         assert isinstance(error, str), f"rank {rank} was let in"
         assert "rank 1" in error
         assert "BAGUA_JOB_SECRET" in error
-        assert ("no job secret" in error) == (theirs == "")
+        assert ("no job secret" in error) == (theirs is None)
         assert _SECRET not in error
         assert seconds < 30
 
 
-def test_jobs_with_different_secrets_do_not_meet_on_one_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [-1, 0, 1], ids=["all at once", "rank 0 late", "rank 1 late"])
+def test_jobs_with_different_secrets_do_not_meet_on_one_store(late: int, tmp_path: Path) -> None:
     """Not even with the same keys, though torch's own part of making a group counts all that come."""
     env = {
         "BAGUA_JOB_SECRET": [_SECRET, _SECRET, "another job's secret", "another job's secret"],
         "BAGUA_HOST_ID": ["a", "b", "a", "b"],
     }
-    ranks = run_ranks(4, _join, str(tmp_path / "store"), 60.0, [0, 1, 0, 1], backend="gloo", env=env)
+    ranks = run_ranks(4, _join, str(tmp_path / "store"), 60.0, [0, 1, 0, 1], late, backend="gloo", env=env)
     assert [found for _, found in ranks] == [[3.0]] * 4
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_that_cannot_use_its_secret_ends_the_wait_of_the_others(odd: int, tmp_path: Path) -> None:
+    secrets_of_ranks = [_SECRET, _SECRET, _SECRET]
+    secrets_of_ranks[odd] = ""
+    env = {"BAGUA_JOB_SECRET": secrets_of_ranks, "BAGUA_HOST_ID": ["a", "b", "c"]}
+    results = run_ranks(3, _join, str(tmp_path / "store"), 60.0, [0, 1, 2], backend="gloo", env=env)
+    for rank, (seconds, error) in enumerate(results):
+        assert isinstance(error, str), f"rank {rank} was let in"
+        expected = "BAGUA_JOB_SECRET is set, but empty" if rank == odd else f"rank {odd} one that it cannot use"
+        assert expected in error
+        assert seconds < 30
 
 
 _MARK = 0x6E67_7561  # as a float, a number that no other memory holds by chance
@@ -272,6 +292,8 @@ def _error_of_joining(store: str) -> str:
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
+        ({"BAGUA_JOB_SECRET": ""}, "BAGUA_JOB_SECRET is set, but empty: the job would run unprotected"),
+        ({"BAGUA_JOB_SECRET_FILE": ""}, "BAGUA_JOB_SECRET_FILE is set, but empty"),
         ({"BAGUA_JOB_SECRET": "short"}, "16 characters or more, got 5"),
         ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_JOB_SECRET_FILE": "/dev/null"}, "are both set"),
         ({"BAGUA_JOB_SECRET_FILE": "/nowhere/secret"}, "'/nowhere/secret': No such file"),
@@ -279,7 +301,7 @@ def _error_of_joining(store: str) -> str:
         ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_TLS_CERTIFICATE": "a.pem"}, "BAGUA_TLS_KEY is not"),
         (_CERTIFIED, "BAGUA_TLS_CERTIFICATE needs BAGUA_JOB_SECRET"),
     ],
-    ids=["short", "both", "no file", "gloo", "half", "certificate alone"],
+    ids=["empty", "empty file name", "short", "both", "no file", "gloo", "half", "certificate alone"],
 )
 def test_what_cannot_protect_a_job_is_refused(env: dict[str, str], expected: str, tmp_path: Path) -> None:
     for error in run_ranks(2, _error_of_joining, str(tmp_path / "store"), backend="gloo", env={**_TWO_HOSTS, **env}):
@@ -290,7 +312,7 @@ def test_what_cannot_protect_a_job_is_refused(env: dict[str, str], expected: str
 def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(f"{_SECRET}\n")
-    env = {"BAGUA_JOB_SECRET": ["", _SECRET], "BAGUA_JOB_SECRET_FILE": [str(file), ""], **_TWO_HOSTS}
+    env = {"BAGUA_JOB_SECRET": [None, _SECRET], "BAGUA_JOB_SECRET_FILE": [str(file), None], **_TWO_HOSTS}
     ranks = run_ranks(2, _join, str(tmp_path / "store"), 60.0, [0, 1], backend="gloo", env=env)
     assert [found for _, found in ranks] == [[3.0]] * 2
 

@@ -3,6 +3,7 @@
 
 import io
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from bagua._native import _C
 from hooked_models import emulated_hosts, gradients_of, loss_of, perceptron, same
-from ranks import RankPool
+from ranks import RankPool, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -29,12 +30,26 @@ def _optimizer(algorithm: str, model: nn.Module) -> torch.optim.Optimizer:
 # --- arguments in wrong places ---
 
 
+class _LooksLikeAnOptimizer:
+    param_groups: tuple[Any, ...] = ()
+
+    def step(self) -> None: ...
+
+
 def _options_as_optimizer(algorithm: str) -> None:
     ddp = DDP(perceptron())
-    with pytest.raises(TypeError, match=rf"'{algorithm}', hierarchical=False, average=True\)"):
+    needed = ", optimizer=optimizer" if _C.algorithm_info(algorithm)["optimizer"] else ""
+    with pytest.raises(TypeError, match=rf"'{algorithm}'{needed}, hierarchical=False, average=True\)"):
         bagua.register_comm_hook(ddp, algorithm, {"hierarchical": False, "average": True})  # type: ignore[arg-type]
-    for wrong in (False, "SGD", [ddp], object()):
-        with pytest.raises(TypeError, match=rf"optimizer must be .* got {type(wrong).__name__} .* by name: write"):
+    has_bool = any(isinstance(option["default"], bool) for option in _C.algorithm_info(algorithm)["options"])
+    if has_bool:
+        with pytest.raises(
+            TypeError, match=rf"got bool False\. .* by name: write .*'{algorithm}'{needed}, \w+=False\)"
+        ):
+            bagua.register_comm_hook(ddp, algorithm, False)  # type: ignore[arg-type]
+    advice = ": pass the optimizer itself: optimizer=optimizer" if needed else r"\. Options are given by name: write"
+    for wrong in ("adam", [ddp], (1, 2), (n for n in ()), _LooksLikeAnOptimizer(), torch.optim.SGD):
+        with pytest.raises(TypeError, match=rf"optimizer must be .* got {type(wrong).__name__} .*{advice}"):
             bagua.register_comm_hook(ddp, algorithm, wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"process_group must be .* got dict .* by name: write"):
         bagua.register_comm_hook(ddp, algorithm, None, {"hierarchical": False})  # type: ignore[arg-type]
@@ -58,6 +73,100 @@ def _one_rank_alone() -> None:
 
 def test_a_wrong_optimizer_on_one_rank_ends_the_registration_on_all(rank_pools: dict[int, RankPool]) -> None:
     rank_pools[2].run(_one_rank_alone)
+
+
+def _refused_on_one_rank(what: str) -> float:
+    """Return how long this rank was in the call."""
+    is_wrong = dist.get_rank() == 1
+    model: Any = DDP(perceptron())
+    algorithm: Any = "bytegrad"
+    given: dict[str, Any] = {}
+    if is_wrong and what == "unknown name":
+        algorithm = "bytegrd"
+    elif is_wrong and what == "no name":
+        algorithm = None
+    elif is_wrong and what == "group":
+        given["process_group"] = {"average": False}
+    elif is_wrong and what == "optimizer of another model":
+        given["optimizer"] = torch.optim.SGD(perceptron().parameters(), lr=0.1)
+    elif is_wrong and what == "swapped":
+        model, algorithm = algorithm, model
+    elif is_wrong:
+        model = model.module
+    begin = time.monotonic()
+    expected = "" if is_wrong else "rank 1 could not register its algorithm"
+    with pytest.raises((TypeError, ValueError), match=expected):
+        bagua.register_comm_hook(model, algorithm, **given)
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    "what", ["unknown name", "no name", "group", "optimizer of another model", "swapped", "not wrapped"]
+)
+def test_what_one_rank_refuses_ends_the_registration_on_all_at_once(what: str) -> None:
+    # Ranks of their own: whether an unwrapped model's group is known depends on which groups there are.
+    assert max(run_ranks(2, _refused_on_one_rank, what)) < 30, "half of the timeout"
+
+
+def _optimizer_of_another_model(algorithm: str) -> None:
+    ddp, other = DDP(perceptron()), perceptron()
+    with pytest.raises(ValueError, match=f"given to algorithm '{algorithm}' does not hold .* pass the one that trains"):
+        bagua.register_comm_hook(ddp, algorithm, _optimizer(algorithm, other))
+
+
+@of_every_algorithm
+def test_an_optimizer_of_another_model_is_refused(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_optimizer_of_another_model, algorithm)
+
+
+# --- names of parameters ---
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.out = nn.Linear(4, 4)
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.blocks[1](self.blocks[0](x)))  # type: ignore[no-any-return]
+
+
+def _names(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        bagua.register_comm_hook(DDP(Named()), "quantized_allreduce", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"exact": ("embeding",)}, r"'embeding'.*\(did you mean 'embedding'\?\)"),
+        ({"exact": ("haed",)}, r"'haed'.*\(did you mean 'head'\?\)"),
+        ({"exact": ("1D",)}, r"'1D'.*\(did you mean '1d'\?\)"),
+        ({"exact": ("1d", "block.*")}, r"'block\.\*', which .* fits no parameter's name"),
+        (
+            {"codec": {"block.*": "2bit", "*": "4bit"}},
+            r"option 'codec' .* holds 'block\.\*'.* fits no parameter's name",
+        ),
+        ({"codec": {"out.weigth": "2bit", "*": "4bit"}}, r"\(did you mean 'out\.weight'\?\)"),
+    ],
+    ids=["embedding", "head", "1d", "pattern", "codec", "name"],
+)
+def test_a_name_that_fits_no_parameter_is_refused(
+    rank_pools: dict[int, RankPool], options: dict[str, Any], expected: str
+) -> None:
+    rank_pools[2].run(_names, options, expected)
+
+
+def _fitting_names() -> None:
+    # Words of which the model has none, and a pattern that only frozen parameters fit.
+    exact = ("1d", "embedding", "head", "small", "blocks.0.*")
+    bagua.register_comm_hook(DDP(Named()), "quantized_allreduce", exact=exact, codec={"blocks.*": "2bit", "*": "4bit"})
+
+
+def test_words_fit_every_model_and_patterns_frozen_parameters_too(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_fitting_names)
 
 
 def _optimizer_of_a_gradient_algorithm() -> None:
@@ -158,6 +267,18 @@ def _foreign_checkpoints(algorithm: str) -> None:
     for value in (None, [], "checkpoint.pt"):
         with pytest.raises(TypeError, match=f"must be a dict, got {type(value).__name__}"):
             handle.load_state_dict(value)  # type: ignore[arg-type]
+    whole = handle.state_dict()
+    for part, value in (
+        ("state", None),
+        ("state", {"a": 1}),
+        ("layout", None),
+        ("layout", "x"),
+        ("layout", [["x"]]),
+        ("step", "one"),
+        ("step", 2**70),
+    ):
+        with pytest.raises(TypeError, match=f"'{part}' of the checkpoint must be .*, got .*: pass what the state_dict"):
+            handle.load_state_dict({**whole, part: value})
     handle.load_state_dict(handle.state_dict())
     handle.remove()
 

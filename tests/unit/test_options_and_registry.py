@@ -8,6 +8,7 @@ from typing import Any
 import bagua
 import pytest
 import torch
+from bagua._native import _C
 from torch import nn
 
 
@@ -74,8 +75,10 @@ def test_a_misspelt_option_is_recognised(misspelt: str, meant: str) -> None:
 
 
 def test_options_in_the_place_of_the_group_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"process_group must be .* got dict .* by name: write"):
-        bagua.comm_hook("bytegrad", {"hierarchical": False})  # type: ignore[arg-type]
+    for wrong in ({"hierarchical": False}, False):
+        advice = r"by name: write comm_hook\('bytegrad', hierarchical=False\)"
+        with pytest.raises(TypeError, match=rf"process_group must be .* got {type(wrong).__name__} .* {advice}"):
+            bagua.comm_hook("bytegrad", wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("misspelt", "meant"), [("optimiser", "optimizer"), ("processgroup", "process_group")])
@@ -91,10 +94,80 @@ def test_an_option_of_a_wrong_type_is_refused(value: Any) -> None:
         bagua.comm_hook("bytegrad", hierarchical=value)
 
 
-@pytest.mark.parametrize("name", [None, 3], ids=repr)
+_NAMES = "one of gradient_allreduce, bytegrad, .*"
+
+
+@pytest.mark.parametrize("name", [None, 3, torch.optim.SGD, nn.Linear(2, 2)], ids=lambda name: type(name).__name__)
 def test_a_name_that_is_no_text_is_refused(name: Any) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=rf"algorithm must be a name, {_NAMES}, got {type(name).__name__} .* no model"):
         bagua.comm_hook(name)
+
+
+@pytest.mark.parametrize("given", [("bytegrad", nn.Linear(2, 2)), (nn.Linear(2, 2), None)], ids=["swapped", "None"])
+def test_the_model_comes_first(given: tuple[Any, Any]) -> None:
+    with pytest.raises(TypeError, match=rf"algorithm must be a name, {_NAMES}; the model comes first: write register"):
+        bagua.register_comm_hook(*given)
+
+
+@pytest.mark.parametrize("place", ["by name", "in the place of the group"])
+def test_an_optimizer_leads_from_comm_hook_to_register_comm_hook(place: str) -> None:
+    optimizer: Any = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    given = ([], {"optimizer": optimizer}) if place == "by name" else ([optimizer], {})
+    with pytest.raises(
+        ValueError, match=r"use bagua\.register_comm_hook\(model, 'decentralized', optimizer=optimizer\)"
+    ):
+        bagua.comm_hook("decentralized", *given[0], **given[1])
+    with pytest.raises(TypeError, match="algorithm 'bytegrad' needs none: leave it out"):
+        bagua.comm_hook("bytegrad", *given[0], **given[1])
+
+
+@pytest.mark.parametrize("value", [2**70, -(2**70), 10**5000], ids=["large", "negative", "huge"])
+def test_a_number_that_is_too_large_is_refused_by_name_and_range(value: int) -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(
+        ValueError, match=r"'sync_every' of algorithm 'local_sgd' takes whole numbers from -9.* to 9.* bits"
+    ):
+        bagua.register_comm_hook(model, "local_sgd", sync_every=value)
+
+
+@pytest.mark.parametrize(
+    "value", [float("inf"), float("-inf"), float("nan"), 10**5000], ids=["inf", "-inf", "nan", "huge"]
+)
+def test_every_float_is_finite(value: float) -> None:
+    model: Any = nn.Linear(2, 2)
+    found = 0
+    for algorithm in bagua.available_algorithms():
+        for option in _C.algorithm_info(algorithm)["options"]:
+            if isinstance(option["default"], float):
+                found += 1
+                with pytest.raises(
+                    ValueError, match=f"'{option['name']}' of algorithm '{algorithm}' takes a finite number"
+                ):
+                    bagua.register_comm_hook(model, algorithm, **{option["name"]: value})
+    assert found >= 3
+
+
+@pytest.mark.parametrize("mapping", [{"1d": "4bit"}, {}], ids=str)
+def test_a_mapping_is_only_taken_where_it_means_something(mapping: dict[str, str]) -> None:
+    for algorithm, option in (("quantized_allreduce", "exact"), ("bytegrad", "codec")):
+        with pytest.raises(TypeError, match=rf"'{option}' of algorithm '{algorithm}' takes no mapping, got {{"):
+            bagua.comm_hook(algorithm, **{option: mapping})
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"exact": ("1d", "head")}, "'exact' .* holds 'head'"),
+        ({"exact": ("embeding",)}, "'exact' .* holds 'embeding', a pattern"),
+        ({"codec": {"blocks.*": "2bit", "*": "4bit"}}, r"'codec' .* holds 'blocks\.\*', a pattern"),
+    ],
+    ids=["role", "misspelt", "codec"],
+)
+def test_what_needs_a_model_is_refused_where_there_is_none(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=rf"{what}.* only a model can tell: bagua\.comm_hook is given none"):
+        bagua.comm_hook("quantized_allreduce", **options)
+    bagua.comm_hook("quantized_allreduce", exact=("1d", "small"), codec={"*": "2bit"})
+    bagua.comm_hook("quantized_allreduce", exact=("1d", "embedding", "small"))  # the default
 
 
 @pytest.mark.parametrize("options", [{}, {"hierarchical": False}, {"hierarchical": False, "average": False}], ids=str)

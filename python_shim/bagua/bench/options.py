@@ -249,7 +249,8 @@ def _tests(parser: argparse.ArgumentParser, names: Sequence[str]) -> tuple[str, 
     tests: list[str] = []
     for name in names:
         if name not in kinds and name not in known:
-            parser.error(f"there is no test {name!r}: choose from collectives, algorithms, {', '.join(known)}")
+            meant = _C.suggestion_for(name, [*kinds, *known])
+            parser.error(f"there is no test {name!r}{meant}: choose from collectives, algorithms, {', '.join(known)}")
         tests += kinds.get(name, [name])
     return tuple(dict.fromkeys(tests))
 
@@ -301,7 +302,8 @@ def _check_backend(parser: argparse.ArgumentParser, backend: str | None, device:
     if backend is None:
         return
     if backend not in torch.distributed.Backend.backend_list:
-        known = ", ".join(name for name in torch.distributed.Backend.backend_list if name not in ("undefined", "bagua"))
-        parser.error(f"torch has no backend {backend!r} for --vs: choose from {known}")
+        known = [name for name in torch.distributed.Backend.backend_list if name not in ("undefined", "bagua")]
+        meant = _C.suggestion_for(backend, known)
+        parser.error(f"torch has no backend {backend!r} for --vs{meant}: choose from {', '.join(known)}")
     if device == "cpu" and backend == "nccl":
         parser.error("nccl takes CUDA tensors only: compare with gloo, or add --device cuda")

@@ -97,6 +97,7 @@ class NativeAlgorithmImpl(AlgorithmImpl):
             )
 
     def _attach(self, bagua_module: Any, parameters: list[Tensor]) -> None:
+        _C.check_names(self._name, self._options, [name for name, _ in bagua_module.named_parameters()])
         group, device = self.process_group.torch_group, parameters[0].device
         executors = executors_for(group, device)
         hook = _C.Hook(self._name, self._options, executors, parameters)
