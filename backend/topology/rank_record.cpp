@@ -24,8 +24,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// To be raised with every change of what ranks send each other.
-constexpr int kWireFormat = 4;
+// To be raised with every change of what ranks send each other, or share in memory.
+constexpr int kWireFormat = 5;
 
 constexpr const char* kSameVersion = "install the same version of bagua on all hosts";
 constexpr const char* kSameTorch = "install the same torch, and the bagua built for it, on all hosts";

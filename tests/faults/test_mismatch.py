@@ -4,6 +4,7 @@
 import itertools
 import os
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trouble import (
+    LAYOUTS,
     SLACK_SECONDS,
     TRANSPORTS,
     Outcome,
@@ -174,6 +176,31 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         "bagua:barrier #2",
         "bagua:all_gather #2 (Float[2])",
     ),
+    # With two ranks on one host and one on another, these would wait for each other in a circle.
+    "all_gather against all_reduce": (
+        lambda: dist.all_gather(_parts(4), torch.ones(4)),
+        _sum(torch.ones(4)),
+        "bagua:all_gather #2 (Float[4])",
+        "bagua:all_reduce #2 (Float[4], sum)",
+    ),
+    "objects against a barrier": (
+        lambda: dist.all_gather_object([None] * SIZE, 1),
+        lambda: dist.barrier(),
+        "#2 (Long[1])",
+        "bagua:barrier #2",
+    ),
+    "objects against broadcast": (
+        lambda: dist.all_gather_object([None] * SIZE, 1),
+        lambda: dist.broadcast(torch.ones(4), 0),
+        "#2 (Long[1])",
+        "bagua:broadcast #2 (Float[4], peer rank 0)",
+    ),
+    "coded values against others": (
+        lambda: bagua.compressed.all_reduce(torch.ones(40)),
+        _sum(torch.ones(40)),
+        "bagua:compressed_all_reduce #2 (Float[40]",
+        "bagua:all_reduce #2 (Float[40], sum)",
+    ),
 }
 
 
@@ -190,7 +217,9 @@ def _until_told(call: Callable[[], Any]) -> Callable[[], Any]:
 def _differ(case: str) -> tuple[Outcome, bool]:
     warm_up()
     odd, usual, _, _ = MISMATCHES[case]
+    begun = time.monotonic()
     outcome = expect_error(_until_told(odd if dist.get_rank() == ODD_ONE else usual))
+    assert outcome.when - begun < SLACK_SECONDS
     # The ranks are out of step: later calls are refused and say why.
     later = expect_error(lambda: dist.all_reduce(torch.ones(2)))
     return outcome, "do not make the same call" in later.message
@@ -199,8 +228,11 @@ def _differ(case: str) -> tuple[Outcome, bool]:
 @pytest.mark.parametrize(
     ("case", "transport"),
     selection(
-        itertools.product(MISMATCHES, TRANSPORTS),
+        itertools.product(MISMATCHES, LAYOUTS),
         [
+            ("all_gather against all_reduce", "uneven-hosts"),
+            ("objects against a barrier", "uneven-hosts"),
+            ("coded values against others", "uneven-hosts"),
             ("operations", "in-host"),
             ("large sizes", "between-hosts"),
             ("dtypes", "in-host"),
@@ -214,7 +246,7 @@ def _differ(case: str) -> tuple[Outcome, bool]:
     ),
 )
 def test_ranks_that_differ_are_all_told_both_calls(case: str, transport: str) -> None:
-    results = run_ranks(SIZE, _differ, case, env=TRANSPORTS[transport])
+    results = run_ranks(SIZE, _differ, case, env=LAYOUTS[transport])
     _, _, odd, usual = MISMATCHES[case]
     same_cause([outcome.message for outcome, _ in results])
     for outcome, is_refused in results:
@@ -223,6 +255,22 @@ def test_ranks_that_differ_are_all_told_both_calls(case: str, transport: str) ->
         assert usual in outcome.message
         assert f"rank {ODD_ONE}" in outcome.message
         assert is_refused
+
+
+def _nothing_against_something() -> Outcome:
+    warm_up()
+    begun = time.monotonic()
+    outcome = expect_error(_until_told(_sum(torch.ones(0 if dist.get_rank() == ODD_ONE else 4))))
+    assert outcome.when - begun < SLACK_SECONDS
+    return outcome
+
+
+def test_a_rank_that_has_nothing_to_exchange_with_others_of_its_host_is_found_out() -> None:
+    cause = same_cause([outcome.message for outcome in run_ranks(SIZE, _nothing_against_something)])
+    assert "do not make the same call" in cause
+    assert "bagua:all_reduce #2 (Float[4], sum)" in cause
+    # In this call or already in the next one.
+    assert re.search(f"rank {ODD_ONE} .*bagua:all_reduce (#2 \\(Float\\[0\\]|#3 \\(Float\\[2\\]), sum", cause), cause
 
 
 def _other_reductions() -> list[float]:
@@ -308,7 +356,7 @@ def _exchange_wrong_parts(name: str) -> Outcome:
 @pytest.mark.parametrize(
     ("name", "transport"),
     selection(
-        itertools.product(WRONG_PARTS, TRANSPORTS),
+        itertools.product(WRONG_PARTS, LAYOUTS),
         [
             ("all_to_all_single", "between-hosts"),
             ("all_to_all", "in-host"),
@@ -318,7 +366,7 @@ def _exchange_wrong_parts(name: str) -> Outcome:
     ),
 )
 def test_parts_that_do_not_fit_are_refused_by_all_ranks(name: str, transport: str) -> None:
-    outcomes = run_ranks(SIZE, _exchange_wrong_parts, name, env=TRANSPORTS[transport])
+    outcomes = run_ranks(SIZE, _exchange_wrong_parts, name, env=LAYOUTS[transport])
     cause = same_cause([outcome.message for outcome in outcomes])
     assert f"rank {ODD_ONE} sends 5 elements to rank {SIZE - 1}, which expects 2" in cause
     assert f"bagua:{name} #2" in cause
@@ -409,9 +457,9 @@ def _sizes_that_may_differ() -> bool:
     return gathered and torch.equal(received, expected)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LAYOUTS)
 def test_operations_that_take_uneven_sizes_still_do(transport: str) -> None:
-    assert all(run_ranks(SIZE, _sizes_that_may_differ, env=TRANSPORTS[transport]))
+    assert all(run_ranks(SIZE, _sizes_that_may_differ, env=LAYOUTS[transport]))
 
 
 def _with_detail() -> None:
@@ -528,10 +576,10 @@ def _differ_lazily(case: str) -> Outcome:
 
 @pytest.mark.parametrize(
     ("case", "transport"),
-    selection(itertools.product(LAZY_HOOKS, TRANSPORTS), [("options", "between-hosts"), ("models", "in-host")]),
+    selection(itertools.product(LAZY_HOOKS, LAYOUTS), [("options", "between-hosts"), ("models", "in-host")]),
 )
 def test_hooks_of_the_two_argument_form_that_differ_are_told_at_the_first_bucket(case: str, transport: str) -> None:
-    outcomes = run_ranks(SIZE, _differ_lazily, case, env=TRANSPORTS[transport])
+    outcomes = run_ranks(SIZE, _differ_lazily, case, env=LAYOUTS[transport])
     cause = same_cause([outcome.message for outcome in outcomes])
     assert "do not make the same call" in cause
     assert cause.count("bagua:reduce_bucket") >= 2

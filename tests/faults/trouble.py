@@ -26,6 +26,11 @@ TRANSPORTS: dict[str, Mapping[str, str | Sequence[str]]] = {
     "in-host": {},
     "between-hosts": {"BAGUA_HOST_ID": [f"host-{rank}" for rank in range(4)]},
 }
+# For three or four ranks: the first two share a host, each of the others has one of its own.
+LAYOUTS: dict[str, Mapping[str, str | Sequence[str]]] = {
+    **TRANSPORTS,
+    "uneven-hosts": {"BAGUA_HOST_ID": ["host-0", "host-0", "host-1", "host-2"]},
+}
 VICTIM = 2
 # Calls that no rank completes without the victim, see calls(), and how errors name what they end in: a rank that only
 # sends in the operation is caught in the barrier behind it.

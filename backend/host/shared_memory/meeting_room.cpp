@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <climits>
 #include <ctime>
 #include <thread>
@@ -71,7 +72,25 @@ uint8_t* MeetingRoom::slot(int rank, uint32_t round) const {
 void MeetingRoom::setProgram(const ProgramFingerprint& program) {
   program_ = program;
   programHash_ = program.hash();
-  isDescribed_ = false;
+  seat(rank_).announcement.write(program);
+}
+
+// A reader that has seen a new word sees a new version, too, as every word is released and acquired.
+void MeetingRoom::Announcement::write(const ProgramFingerprint& program) {
+  const auto words = std::bit_cast<std::array<uint64_t, kWords>>(program);
+  const uint64_t version = version_.load(std::memory_order_relaxed) | 1U;
+  version_.store(version, std::memory_order_relaxed);
+  for (size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_release);
+  version_.store(version + 1, std::memory_order_release);
+}
+
+std::optional<ProgramFingerprint> MeetingRoom::Announcement::read() const {
+  const uint64_t version = version_.load(std::memory_order_acquire);
+  if (version == 0 || version % 2 != 0) return std::nullopt;
+  std::array<uint64_t, kWords> words{};
+  for (size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_acquire);
+  if (version_.load(std::memory_order_relaxed) != version) return std::nullopt;
+  return std::bit_cast<ProgramFingerprint>(words);
 }
 
 void MeetingRoom::meet(Clock::time_point deadline) {
@@ -87,7 +106,6 @@ void MeetingRoom::meet(Clock::time_point deadline) {
 
 void MeetingRoom::arrive() {
   Seat& own = seat(rank_);
-  if (!std::exchange(isDescribed_, true)) own.description = program_;
   own.core.store(::sched_getcpu(), std::memory_order_relaxed);
   own.program[(round_ + 1) % 2].store(programHash_, std::memory_order_relaxed);
   own.arrived.store(++round_);
@@ -131,7 +149,10 @@ void MeetingRoom::sleepOn(Seat& peer, uint32_t seen) const {
 }
 
 void MeetingRoom::checkPeers(int awaited) {
-  // A death first: who has left may have left because of it.
+  // What differs first: who has ended or left may have done so because of it. A death next, for the same reason.
+  for (int other = 0; other < size(); ++other) {
+    if (other != rank_) checkAnnouncedProgram(other);
+  }
   checkAlive(awaited);
   for (int look = 0; look < std::min(kRanksPerLook, size()); ++look) {
     lookedAt_ = (lookedAt_ + 1) % size();
@@ -158,7 +179,16 @@ void MeetingRoom::checkAlive(int rank) const {
 void MeetingRoom::checkSameProgram(int rank) const {
   const Seat& peer = seat(rank);
   if (peer.program[round_ % 2].load(std::memory_order_relaxed) == programHash_) return;
-  const ProgramFingerprint theirs = peer.description;
+  compare(peer.announcement.read().value_or(ProgramFingerprint{}), rank);
+}
+
+// With programs of other numbers there is nothing to compare: one of the two is late, or needs nothing of the other.
+void MeetingRoom::checkAnnouncedProgram(int rank) const {
+  const auto theirs = seat(rank).announcement.read();
+  if (theirs && theirs->sequence == program_.sequence) compare(*theirs, rank);
+}
+
+void MeetingRoom::compare(const ProgramFingerprint& theirs, int rank) const {
   if (rank_ < rank) {
     bagua::checkSameProgram(program_, names_[rank_], theirs, names_[rank]);
   } else {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,10 +40,12 @@ class MeetingRoom {
 
   // This rank's slot for the coming meeting.
   [[nodiscard]] uint8_t* ownSlot() const { return slot(rank_, round_); }
-  // What the coming meetings are for. Ranks that meet for different programs all throw a MismatchError.
+  // What the coming meetings are for; the others may see it from now on. Ranks that meet for different programs all
+  // throw a MismatchError.
   void setProgram(const ProgramFingerprint& program);
   // Returns when all ranks have called it. Throws an error that names who is missing: at the deadline, soon after a
-  // process has ended (PeerDiedError), whichever rank's, or when a rank has given up (PeerLeftError).
+  // process has ended (PeerDiedError), whichever rank's, or when a rank has given up (PeerLeftError). A rank that is
+  // in another program of the same number may be waiting elsewhere and never come: soon a MismatchError.
   void meet(std::chrono::steady_clock::time_point deadline);
   // The slot of a rank as of the last meeting.
   [[nodiscard]] const uint8_t* shown(int rank) const { return slot(rank, round_ - 1); }
@@ -53,6 +56,20 @@ class MeetingRoom {
   void removeName() { segment_.removeName(); }
 
  private:
+  // Written by one rank, and read by the others at any time.
+  class Announcement {
+   public:
+    void write(const ProgramFingerprint& program);
+    // Nothing: there has not been any yet, or it is being written.
+    [[nodiscard]] std::optional<ProgramFingerprint> read() const;
+
+   private:
+    static constexpr size_t kWords = sizeof(ProgramFingerprint) / sizeof(uint64_t);
+    static_assert(kWords * sizeof(uint64_t) == sizeof(ProgramFingerprint));
+    // 0 before the first; odd while the words change.
+    std::atomic<uint64_t> version_;
+    std::array<std::atomic<uint64_t>, kWords> words_;
+  };
   // One per rank, in a cache line of its own.
   struct alignas(128) Seat {
     // How many meetings the rank has come to; also what others sleep on.
@@ -65,8 +82,9 @@ class MeetingRoom {
     std::atomic<int32_t> core;
     // What the rank has come for, with two meetings in turn, as the slots.
     std::array<std::atomic<uint64_t>, 2> program;
-    // Read by others after a mismatch only, when nobody writes any more.
-    alignas(128) ProgramFingerprint description;
+    // What the rank is in, come or not. Away from what others look at all the time: nobody reads it in a meeting to
+    // which all come soon.
+    alignas(128) Announcement announcement;
   };
 
   [[nodiscard]] Seat& seat(int rank) const { return reinterpret_cast<Seat*>(segment_.data())[rank]; }
@@ -75,11 +93,15 @@ class MeetingRoom {
   void waitFor(int rank, std::chrono::steady_clock::time_point deadline);
   // Sleeps until the rank arrives, for a short while at most.
   void sleepOn(Seat& peer, uint32_t seen) const;
-  // Throws if a rank has died or left, whichever it is: the one that is awaited may only be slow because of that, or
-  // for reasons of its own.
+  // Throws if a rank is in another program, has died or left, whichever it is: the one that is awaited may only be slow
+  // because of that, or for reasons of its own.
   void checkPeers(int awaited);
   void checkAlive(int rank) const;
+  // Of a rank that has arrived.
   void checkSameProgram(int rank) const;
+  // Of one that may not come.
+  void checkAnnouncedProgram(int rank) const;
+  void compare(const ProgramFingerprint& theirs, int rank) const;
   [[noreturn]] void fail(const std::string& reason);
 
   SharedSegment segment_;
@@ -92,7 +114,6 @@ class MeetingRoom {
   uint32_t round_ = 0;
   ProgramFingerprint program_;
   uint64_t programHash_ = 0;
-  bool isDescribed_ = true;
 };
 
 }  // namespace bagua

@@ -5,9 +5,11 @@
 #include <fcntl.h>
 #include <grp.h>
 #include <gtest/gtest.h>
+#include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -15,6 +17,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <climits>
 #include <csignal>
 #include <cstring>
 #include <ctime>
@@ -345,6 +348,65 @@ TEST(MeetingRoom, RanksOfDifferentProgramsAreAllToldBoth) {
   other.join();
   EXPECT_EQ(own, theirs);
   EXPECT_NE(own.find("rank 0 is in second #1 (Float[4]), rank 1 in second #1 (Float[5])"), std::string::npos) << own;
+}
+
+// It may wait for a rank of another host, which waits for this one: nobody would ever come.
+TEST(MeetingRoom, WhoWaitsForARankInAnotherProgramIsToldThoughItNeverComes) {
+  auto segment = newSegment(3);
+  MeetingRoom third(openAgain(segment, 3), 2, names(3));
+  MeetingRoom second(openAgain(segment, 3), 1, names(3));
+  MeetingRoom first(std::move(segment), 0, names(3));
+  first.setProgram(programOf("here", 4, 18));
+  second.setProgram(programOf("here", 4, 18));
+  third.setProgram(programOf("elsewhere", 4, 18));
+  const auto begin = Clock::now();
+  // Though it is the second that it waits for at first.
+  const std::string message = messageOfMeeting(first, milliseconds(20'000));
+  EXPECT_NE(message.find("rank 0 is in here #18 (Float[4]), rank 2 in elsewhere #18 (Float[4])"), std::string::npos)
+      << message;
+  EXPECT_LT(Clock::now() - begin, milliseconds(2000));
+}
+
+TEST(MeetingRoom, WaitsForARankThatHasNotBegunTheProgramYet) {
+  auto segment = newSegment(3);
+  // Has said nothing at all.
+  const MeetingRoom third(openAgain(segment, 3), 2, names(3));
+  MeetingRoom second(openAgain(segment, 3), 1, names(3));
+  MeetingRoom first(std::move(segment), 0, names(3));
+  first.setProgram(programOf("first", 4, 0));
+  second.setProgram(programOf("next", 5, 2));
+  EXPECT_EQ(messageOfMeeting(first, milliseconds(120)), "rank 1 has not arrived in time");
+}
+
+// Has the sleepers on a rank's arrival look again.
+void wakeSleepers(const SharedSegment& segment, int rank) {
+  auto* const arrived = segment.data() + rank * MeetingRoom::bytesPerSeat();
+  ::syscall(SYS_futex, arrived, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+TEST(MeetingRoom, AProgramThatIsBeingSetIsNotTakenForAnother) {
+  auto segment = newSegment(2);
+  const auto watched = openAgain(segment, 2);
+  MeetingRoom second(openAgain(segment, 2), 1, names(2));
+  MeetingRoom first(std::move(segment), 0, names(2));
+  first.setProgram(programOf("first", 4, 0));
+  std::atomic<bool> isOver{false};
+  // Half of one and half of the other would be number 0 with another name.
+  std::thread setter([&] {
+    const auto same = programOf("first", 4, 0);
+    const auto next = programOf("second", 5, 2);
+    while (!isOver) {
+      second.setProgram(same);
+      second.setProgram(next);
+    }
+  });
+  std::thread waker([&] {
+    while (!isOver) wakeSleepers(watched, 1);
+  });
+  EXPECT_EQ(messageOfMeeting(first, milliseconds(500)), "rank 1 has not arrived in time");
+  isOver = true;
+  setter.join();
+  waker.join();
 }
 
 TEST(MeetingRoom, NoticesAProcessThatEnded) {
