@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include <numeric>
+#include <utility>
 
 #include "backend/host/reduction.h"
 #include "backend/operation/peer_errors.h"
@@ -64,20 +65,49 @@ Splits elementSplits(const std::vector<int64_t>& rows, const at::Tensor& tensor,
   return elements;
 }
 
-// Runs `check` of what a root alone hands in. The others make the call in any case: if `check` throws, they are told in
-// the place of `operation`, and stay in step. NCCL tells nobody.
-void checkAsRoot(ExecutorProvider& group, Operation operation, const at::Tensor& like,
-                 const std::function<void()>& check) {
+// Runs `check` of what this rank alone hands in. The others make the call in any case: if `check` throws, they are told
+// in the place of `operation`, and stay in step. NCCL tells nobody.
+void checkOrRefuse(ExecutorProvider& group, Operation operation, const at::Tensor& like,
+                   const std::function<void()>& check) {
   try {
     check();
   } catch (...) {
     operation.isAwaited = false;
     if (like.is_cpu()) {
-      group.executorFor(like.device()).submit(operation, {}, [options = like.options()](Communicator& communicator) {
+      const auto options = like.options().layout(at::kStrided);
+      group.executorFor(like.device()).submit(operation, {}, [options](Communicator& communicator) {
         at::Tensor nothing = at::empty({0}, options);
         const auto size = static_cast<size_t>(communicator.size());
         communicator.allToAll(nothing, nothing, Splits(size, 0), Splits(size, kRefused));
       });
+    }
+    throw;
+  }
+}
+
+// `input` is the root's, empty on the others.
+Program scatterProgram(Tensors input, at::Tensor output, int root) {
+  return [input = std::move(input), output = std::move(output), root](Communicator& communicator) mutable {
+    const bool isRoot = communicator.rank() == root;
+    Splits outputSplits(communicator.size(), 0);
+    outputSplits[root] = output.numel();
+    const Splits inputSplits = isRoot ? numels(input) : Splits(communicator.size(), 0);
+    const at::Tensor flat = isRoot ? flatten(input) : at::empty({0}, output.options());
+    inPlainOrder(output, [&](at::Tensor& plain) { communicator.allToAll(plain, flat, outputSplits, inputSplits); });
+  };
+}
+
+// Runs `check` of what a receiver of a scatter hands in. What is sent to it is on its way in any case: if `check`
+// throws, it is received and dropped. The others need not know, wherever they are, and all stay in step.
+void checkOrDrop(ExecutorProvider& group, Operation operation, const at::Tensor& output,
+                 const std::function<void()>& check) {
+  try {
+    check();
+  } catch (...) {
+    operation.isAwaited = false;
+    if (output.is_cpu() || output.is_cuda()) {
+      const at::Tensor dropped = at::empty(output.sizes(), at::dtype(output.dtype()).device(output.device()));
+      group.executorFor(output.device()).submit(operation, {}, scatterProgram({}, dropped, operation.peer));
     }
     throw;
   }
@@ -151,17 +181,14 @@ WorkPtr ProcessGroupBagua::gather(std::vector<Tensors>& outputs, Tensors& inputs
   Operation gathering = operation(OpType::GATHER, kName, input, opts, root, inputs);
   gathering.commonNumel = Operation::kAnyNumel;
   Tensors output;
-  if (rank_ == root) {
-    checkAsRoot(*this, gathering, input, [&] {
-      checks(kName).count(outputs.size(), 1, "output list (only the root has one)");
-      output = outputs[0];
-      checks(kName).count(output.size(), size_, "output tensors, one per rank");
-      checks(kName).alike(output, input, "output");
-      checks(kName).sameShape(output[rank_], input, "output of this rank");
-    });
-  } else {
-    checks(kName).count(outputs.size(), 0, "output list (only the root has one)");
-  }
+  checkOrRefuse(*this, gathering, input, [&] {
+    if (rank_ != root) return checks(kName).count(outputs.size(), 0, "output list (only the root has one)");
+    checks(kName).count(outputs.size(), 1, "output list (only the root has one)");
+    output = outputs[0];
+    checks(kName).count(output.size(), size_, "output tensors, one per rank");
+    checks(kName).alike(output, input, "output");
+    checks(kName).sameShape(output[rank_], input, "output of this rank");
+  });
   return executorFor(input.device()).submit(gathering, output, [output, input, root](Communicator& communicator) {
     const bool isRoot = communicator.rank() == root;
     Splits inputSplits(communicator.size(), 0);
@@ -177,11 +204,16 @@ WorkPtr ProcessGroupBagua::gather(std::vector<Tensors>& outputs, Tensors& inputs
 WorkPtr ProcessGroupBagua::gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
   constexpr const char* kName = "bagua:gather_into_tensor";
   std::vector<Tensors> outputs;
+  checks(kName).input(input);
   if (rank_ == opts.rootRank) {
-    checks(kName).input(input);
-    checks(kName).alike({output}, input, "output");
-    checks(kName).rowMajor(output, "output");
-    checks(kName).numel(output, input.numel() * size_, "output");
+    // As the others call it.
+    Operation gathering = operation(OpType::GATHER, "bagua:gather", input, opts, opts.rootRank, {input});
+    gathering.commonNumel = Operation::kAnyNumel;
+    checkOrRefuse(*this, gathering, input, [&] {
+      checks(kName).alike({output}, input, "output");
+      checks(kName).rowMajor(output, "output");
+      checks(kName).numel(output, input.numel() * size_, "output");
+    });
     auto& parts = outputs.emplace_back();
     for (int rank = 0; rank < size_; ++rank) {
       parts.push_back(flatOf(output).narrow(0, rank * input.numel(), input.numel()).view(input.sizes()));
@@ -194,14 +226,17 @@ WorkPtr ProcessGroupBagua::gather_into_tensor(at::Tensor& output, at::Tensor& in
 
 WorkPtr ProcessGroupBagua::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
   constexpr const char* kName = "bagua:scatter";
-  at::Tensor output = checks(kName).single(outputs, "output");
+  checks(kName).count(outputs.size(), 1, "output");
+  TORCH_CHECK_VALUE(outputs[0].defined(), checks(kName).where(), ": output is undefined");
+  const at::Tensor output = outputs[0];
   checks(kName).rank(opts.rootRank, "root");
   const int root = static_cast<int>(opts.rootRank);
   Operation scattering = operation(OpType::SCATTER, kName, output, opts, root);
   scattering.commonNumel = Operation::kAnyNumel;
   Tensors input;
   if (rank_ == root) {
-    checkAsRoot(*this, scattering, output, [&] {
+    checkOrRefuse(*this, scattering, output, [&] {
+      checks(kName).tensor(output, "output");
       checks(kName).count(inputs.size(), 1, "input list (only the root has one)");
       input = inputs[0];
       checks(kName).count(input.size(), size_, "input tensors, one per rank");
@@ -209,18 +244,13 @@ WorkPtr ProcessGroupBagua::scatter(Tensors& outputs, std::vector<Tensors>& input
       checks(kName).sameShape(input[rank_], output, "input of this rank");
     });
   } else {
-    checks(kName).count(inputs.size(), 0, "input list (only the root has one)");
+    checkOrDrop(*this, scattering, output, [&] {
+      checks(kName).tensor(output, "output");
+      checks(kName).count(inputs.size(), 0, "input list (only the root has one)");
+    });
   }
   scattering.inputs = input;
-  return executorFor(output.device())
-      .submit(scattering, outputs, [input, output, root](Communicator& communicator) mutable {
-        const bool isRoot = communicator.rank() == root;
-        Splits outputSplits(communicator.size(), 0);
-        outputSplits[root] = output.numel();
-        const Splits inputSplits = isRoot ? numels(input) : Splits(communicator.size(), 0);
-        const at::Tensor flat = isRoot ? flatten(input) : at::empty({0}, output.options());
-        inPlainOrder(output, [&](at::Tensor& plain) { communicator.allToAll(plain, flat, outputSplits, inputSplits); });
-      });
+  return executorFor(output.device()).submit(scattering, outputs, scatterProgram(input, output, root));
 }
 
 WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,

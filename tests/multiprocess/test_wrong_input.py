@@ -200,3 +200,50 @@ def test_a_wrong_list_on_the_root_is_refused_on_all_ranks(peers: RankPool) -> No
 
 def test_a_wrong_list_on_the_root_is_refused_between_hosts() -> None:
     run_ranks(3, _wrong_list_on_the_root, env={"BAGUA_HOST_ID": ["a", "b", "a"]})
+
+
+def _wrong_output_of_a_scatter() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for root, odd in ((size - 1, size - 1), (size - 1, 0), (0, size - 1)):
+        output = torch.zeros(6)[::2] if rank == odd else torch.zeros(3)
+        parts = [torch.full((3,), 1.0 + peer) for peer in range(size)] if rank == root else None
+        if rank == odd:
+            with pytest.raises(ARGUMENT_ERRORS, match=r"output must be contiguous, got sizes \[3\] with strides \[2\]"):
+                dist.scatter(output, parts, src=root)
+            assert not output.any()
+        elif root == odd:
+            with pytest.raises(RuntimeError, match=f"rank {root} has refused its own arguments"):
+                dist.scatter(output, parts, src=root)
+            assert not output.any()
+        else:
+            dist.scatter(output, parts, src=root)
+            assert output.tolist() == [1.0 + rank] * 3
+        _assert_usable()
+
+
+def test_a_wrong_output_of_a_scatter_is_refused_on_all_ranks_by_its_root_and_else_on_its_own(peers: RankPool) -> None:
+    peers.run(_wrong_output_of_a_scatter)
+
+
+@pytest.mark.parametrize("hosts", ["aba", pytest.param("abc", marks=pytest.mark.long)])
+def test_a_wrong_output_of_a_scatter_keeps_a_group_of_several_hosts_usable(hosts: str) -> None:
+    run_ranks(3, _wrong_output_of_a_scatter, env={"BAGUA_HOST_ID": list(hosts)})
+
+
+def _wrong_output_of_gather_into_tensor() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    root, part = size - 1, torch.ones(3)
+    for output in (torch.zeros(3 * size - 1), torch.zeros(6 * size)[::2], torch.zeros(3 * size).double()):
+        options = _rooted(dist.GatherOptions(), root)
+        with pytest.raises(ARGUMENT_ERRORS) as caught:
+            dist.group.WORLD.gather_into_tensor(  # type: ignore[union-attr]
+                output if rank == root else torch.empty(0), part, options
+            ).wait()
+        if rank != root:
+            assert f"rank {root} has refused its own arguments" in str(caught.value)
+        _assert_usable()
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "gather_into_tensor"), reason="this torch has no gather_into_tensor")
+def test_a_wrong_output_of_gather_into_tensor_is_refused_on_all_ranks(peers: RankPool) -> None:
+    peers.run(_wrong_output_of_gather_into_tensor)
