@@ -186,6 +186,13 @@ AlgorithmState ParameterState::state() const {
   return state;
 }
 
+bool ParameterState::takes(const std::string& entry, const AlgorithmState& state) const {
+  static const std::string kPieces = ".pieces";
+  const bool isOfPieces = entry.ends_with(kPieces);
+  const std::string values = isOfPieces ? entry.substr(0, entry.size() - kPieces.size()) : entry;
+  return numberAfter(name_ + ".", values) >= 0 && state.contains(values);
+}
+
 void ParameterState::load(const AlgorithmState& state, const std::vector<at::Tensor>& parameters) {
   std::map<int64_t, Held> loaded;
   for (const auto& [name, values] : state) {

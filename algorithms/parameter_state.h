@@ -50,8 +50,10 @@ class ParameterState {
   // By parameter: "<name>.<position>"; where not all elements have values, the pieces that have in
   // "<name>.<position>.pieces". Copies. Orphans are not in it.
   [[nodiscard]] AlgorithmState state() const;
-  // Replaces all. Of other names in `state` it takes no notice. Throws ValueError for what state() did not make, or
-  // what does not fit `parameters`, where there are any.
+  // Whether load() would take this entry of `state`, or the pieces of another, by its name.
+  [[nodiscard]] bool takes(const std::string& entry, const AlgorithmState& state) const;
+  // Replaces all. Of other names in `state` it takes no notice, see takes(). Throws ValueError for what state() did not
+  // make, or what does not fit `parameters`, where there are any.
   void load(const AlgorithmState& state, const std::vector<at::Tensor>& parameters);
 
  private:

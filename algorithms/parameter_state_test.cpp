@@ -126,6 +126,20 @@ TEST(ParameterState, WhatDoesNotFitTheModelIsAValueError) {
   EXPECT_THROW(loaded.flatFor(bucketOf({0})), c10::ValueError);
 }
 
+TEST(ParameterState, TakesWhatStateGivesAndNothingElse) {
+  ParameterState owner("owner.codec");
+  owner.flatFor(bucketOf({0, 1}), {{2, 5}});
+  const AlgorithmState saved = owner.state();
+  EXPECT_EQ(saved.size(), 4);
+  for (const auto& [name, values] : saved) EXPECT_TRUE(owner.takes(name, saved)) << name;
+  AlgorithmState foreign = saved;
+  for (const char* const name : {"zz", "owner.codec", "owner.codec.", "owner.codec.-1", "owner.codec.7.pieces",
+                                 "owner.codec.0.pieces.pieces", "owner.codec2.0", "sender.codec.0"}) {
+    foreign[name] = at::zeros({1});
+    EXPECT_FALSE(owner.takes(name, foreign)) << name;
+  }
+}
+
 TEST(ParameterState, BucketsMayBeAtWorkAtOnce) {
   ParameterState state("residual");
   state.flatFor(bucketOf({0, 1, 2, 3})).copy_(valuesOfAll({0, 1, 2, 3}));

@@ -179,9 +179,23 @@ std::map<std::string, std::unique_ptr<Sets>> loadedSets(const AlgorithmState& st
   return loaded;
 }
 
+// What no state takes would be lost without a word.
+void checkThatAllAreTaken(const AlgorithmState& state) {
+  for (const auto& [entry, values] : state) {
+    bool isTaken = false;
+    for (const auto& codec : CodecRegistry::names()) {
+      for (const char* const role : {"sender.", "owner."}) {
+        isTaken = isTaken || ParameterState(role + codec).takes(entry, state);
+      }
+    }
+    TORCH_CHECK_VALUE(isTaken, "bagua: '", entry, "' of the checkpoint is no state of this algorithm");
+  }
+}
+
 }  // namespace
 
 void Feedback::load(const AlgorithmState& state, const std::vector<at::Tensor>& parameters) {
+  checkThatAllAreTaken(state);
   SetsByCodec<ParameterState> whole;
   SetsByCodec<SmallResiduals> small;
   if (isSmall_) {

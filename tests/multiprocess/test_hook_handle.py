@@ -322,6 +322,21 @@ def test_a_checkpoint_fits_the_same_algorithm_and_options_only(rank_pools: dict[
     rank_pools[2].run(_checkpoint)
 
 
+def _foreign_state(algorithm: str) -> None:
+    trained = _hooked(algorithm)
+    saved = trained.handle.state_dict()
+    # Some say that it is foreign, and others what they miss.
+    for foreign in ("zz", "sender.0", "sender.zz.0", "sender.minmax_uint8.0.pieces"):
+        with pytest.raises(ValueError, match="bagua: "):
+            trained.handle.load_state_dict({**saved, "state": {foreign: torch.ones(2)}})
+    trained.handle.load_state_dict(saved)
+
+
+@of_every_algorithm
+def test_a_state_of_something_else_is_refused(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_foreign_state, algorithm)
+
+
 # --- copies ---
 
 
