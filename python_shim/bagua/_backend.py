@@ -43,12 +43,27 @@ def _uncounted_if_it_fails(name: str) -> Iterator[None]:
         raise
 
 
+def _limited(timeout: timedelta, rank: int, size: int) -> timedelta:
+    if timeout <= timedelta(0):
+        # Above 2**63 microseconds torch's own conversion comes out negative.
+        raise ValueError(
+            f"bagua: rank {rank} of {size}: the timeout of a group must be positive, got "
+            f"{timeout // timedelta(milliseconds=1)} ms. Beyond {timedelta(microseconds=2**63 - 1).days} days torch "
+            f"cannot count; more than {_C.LONGEST_TIMEOUT.days} days are as good as none"
+        )
+    return min(timeout, _C.LONGEST_TIMEOUT)
+
+
 def create_backend(dist_backend_opts: _DistributedBackendOptions, pg_options: Any) -> Any:
     """Create the ProcessGroupBagua that torch asks for.
 
     Args:
         dist_backend_opts: store, rank, size and timeout of the group, from torch.
         pg_options: the user's `pg_options`: a `bagua.Options`, or None.
+
+    Raises:
+        TypeError: `pg_options` of another backend.
+        ValueError: a timeout that is not positive, or settings that differ between the ranks.
     """
     if pg_options is None:
         options = _C.Options()
@@ -60,11 +75,11 @@ def create_backend(dist_backend_opts: _DistributedBackendOptions, pg_options: An
             f"backend 'bagua' takes pg_options of type bagua.Options, got {type(pg_options).__module__}."
             f"{type(pg_options).__qualname__}"
         )
-    options._timeout = min(dist_backend_opts.timeout, _C.LONGEST_TIMEOUT)
     options.group_name = dist_backend_opts.group_id
     options.global_ranks_in_group = list(dist_backend_opts.global_ranks_in_group)
     _at_exit.install()
     rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
     with _uncounted_if_it_fails(dist_backend_opts.group_id):
+        options._timeout = _limited(dist_backend_opts.timeout, rank, size)
         store = fresh_part(dist_backend_opts.store, rank, size, options._timeout)
         return _C.ProcessGroupBagua(store, rank, size, options, _make_host_backend)
