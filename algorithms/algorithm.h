@@ -85,6 +85,9 @@ class Algorithm {
   // and what to change, as whole sentences. Empty where they are coded, and where they never would be.
   [[nodiscard]] virtual std::string whyUncoded(const HostTopology& /*topology*/) const { return {}; }
 
+  // Sparse gradients that were reduced so: `values` is what the optimizer will see of them.
+  virtual void endSparse(const at::Tensor& /*values*/, int64_t /*step*/) {}
+
   // How many steps it has taken, where all ranks have to have taken as many when they communicate; else 0. Ranks
   // compare it in every program, so that states of different steps are not mixed.
   [[nodiscard]] virtual int64_t commonStep() const { return 0; }
@@ -116,6 +119,11 @@ class Algorithm {
   virtual void endWithin(StepContext& /*context*/, std::chrono::milliseconds /*limit*/) {}
   // The last call: leaves a model that plain averaging of gradients can go on with. Collective.
   virtual void leave(StepContext& /*context*/) {}
+
+  // Whether it remembers gradients, in their own scale, from step to step: rescale() multiplies what it remembers.
+  // Between two steps.
+  [[nodiscard]] virtual bool keepsResiduals() const { return false; }
+  virtual void rescale(double /*factor*/) {}
 
   // Memory that it keeps between steps, beside the weights and what the optimizer has.
   [[nodiscard]] virtual int64_t stateBytes() const { return 0; }

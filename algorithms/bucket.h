@@ -18,6 +18,8 @@ struct BucketEntry {
   int64_t parameter = -1;
   // A view of the bucket's flat tensor, laid out as the parameter is.
   at::Tensor gradient;
+  // Whether this rank's backwards have used the parameter since its gradient last travelled. See Bucket::tellsUse.
+  bool isUsed = true;
 };
 
 // The parameters of the entries.
@@ -39,6 +41,8 @@ inline bool shareOne(const std::vector<int64_t>& positions, const std::vector<in
 struct Bucket {
   at::Tensor flat;
   std::vector<BucketEntry> entries = {};
+  // Whether there may be parameters that no rank has used: DDP keeps what comes of their gradients from the optimizer.
+  bool tellsUse = false;
   // Synchronised backwards before this one, in earlier runs too where this one continues a checkpoint.
   int64_t step = 0;
   // For whatever is drawn at random: of the step and the first parameter, the same on all ranks.

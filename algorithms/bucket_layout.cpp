@@ -150,7 +150,7 @@ Bucket gatherPart(const std::vector<BucketEntry>& part) {
   for (const auto& entry : part) {
     const at::Tensor place = likeParameter(bucket.flat.narrow(0, begin, entry.gradient.numel()), entry.gradient);
     place.copy_(entry.gradient);
-    bucket.entries.push_back({entry.parameter, place});
+    bucket.entries.push_back({entry.parameter, place, entry.isUsed});
     begin += entry.gradient.numel();
   }
   return bucket;

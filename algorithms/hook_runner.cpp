@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "algorithms/profiler_handover.h"
@@ -99,12 +100,26 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradie
   const bool isLast = gradients.isLast() || isFirstStatic_;
   isFirstStatic_ = false;
   if (isLast && actsOnWeights_) queueAfterBackward();
-  const auto work = reduceBucket(buffer, layouts_.entriesOf(gradients), gradients.getIndex() == 0, isLast);
+  auto entries = layouts_.entriesOf(gradients);
+  const bool tellsUse = findUse(gradients, entries);
+  const auto work = reduceBucket(buffer, entries, gradients.getIndex() == 0, isLast, tellsUse);
   return work ? work->getFuture() : completedFuture(buffer);
 }
 
+// Where the model is not known, nor what it told DDP, an unused parameter is one without .grad.
+bool HookRunner::findUse(const c10d::GradBucket& gradients, std::vector<BucketEntry>& entries) {
+  if (use_) {
+    for (auto& entry : entries) entry.isUsed = use_->take(entry.parameter);
+    return true;
+  }
+  if (!parameters_.empty() || entries.empty()) return false;
+  const auto parameters = gradients.getParameters();
+  for (size_t i = 0; i < entries.size(); ++i) entries[i].isUsed = parameters[i].grad().defined();
+  return true;
+}
+
 c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
-                                                        bool isFirst, bool isLast) {
+                                                        bool isFirst, bool isLast, bool tellsUse) {
   const auto parts = layouts_.partsOf(entries);
   layouts_.note(parts, isFirst, isLast);
   if (isFirst) ++step_;
@@ -120,24 +135,26 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
   const auto wait = algorithm_->bucketsMayOverlap() ? Wait::kNowInAnyOrder : Wait::kNow;
   return submitTo(
       host_ ? *host_ : *group_, "bagua:reduce_bucket", {flat}, wait,
-      [algorithm = algorithm_, handover = Handover{flat, entries, parts, step_ - 1}](Communicator& communicator,
-                                                                                     StageSeconds& seconds) mutable {
+      [algorithm = algorithm_, handover = Handover{flat, entries, parts, step_ - 1, tellsUse}](
+          Communicator& communicator, StageSeconds& seconds) mutable {
         reduce(*algorithm, handover, communicator, seconds);
       },
       layouts_.gradientsOf(parts));
 }
 
 void HookRunner::reduce(Algorithm& algorithm, Handover& handover, Communicator& communicator, StageSeconds& seconds) {
-  auto& [gradients, whole, parts, step] = handover;
-  const auto reduceBucket = [&](Bucket& bucket, int64_t number) {
+  auto& [gradients, whole, parts, step, tellsUse] = handover;
+  const auto reduceBucket = [&algorithm, &communicator, &seconds, knowsUse = tellsUse](Bucket& bucket, int64_t number) {
     bucket.step = number;
+    bucket.tellsUse = knowsUse;
     bucket.key = bucketKey(kSeed, number, bucket.entries);
     algorithm.reduce(bucket, communicator);
     addTo(seconds, bucket.seconds);
   };
   if (gradients.is_sparse()) {
     const Stage stage(seconds, "sparse_allreduce");
-    return allReduceSparse(communicator, gradients, algorithm.averages());
+    allReduceSparse(communicator, gradients, algorithm.averages());
+    return algorithm.endSparse(gradients._values(), step);
   }
   if (parts.size() == 1 && isSameOrder(parts[0], whole)) {
     Bucket bucket{.flat = gradients, .entries = whole};
@@ -322,6 +339,14 @@ void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t 
   algorithm_->load(state, *this);
   layouts_.want(std::move(layout));
   step_ = step;
+}
+
+void HookRunner::rescale(double factor) {
+  const at::NoGradGuard noGrad;
+  TORCH_CHECK(algorithm_->keepsResiduals(), "rescale() is for algorithms with error feedback of gradients; '", name_,
+              "' remembers no gradients, and needs no rescale() or follow()");
+  TORCH_CHECK_VALUE(std::isfinite(factor) && factor > 0, "bagua: rescale() takes a factor above 0, got ", factor);
+  if (factor != 1) algorithm_->rescale(factor);
 }
 
 HookStats HookRunner::stats() const {

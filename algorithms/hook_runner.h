@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
@@ -10,6 +11,7 @@
 #include "algorithms/algorithm.h"
 #include "algorithms/bucket_layout.h"
 #include "algorithms/outstanding_forwards.h"
+#include "algorithms/parameter_use.h"
 #include "backend/executor.h"
 
 namespace bagua {
@@ -41,6 +43,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
              std::shared_ptr<ExecutorProvider> group, std::vector<at::Tensor> parameters, bool isStaticGraph = false);
   // What StepContext tells of the model besides its parameters; before the ranks agree.
   void useModel(std::vector<int64_t> layers, std::vector<at::Tensor> buffers);
+  // For DDP models that keep from the optimizer what no rank has used; before the ranks agree.
+  void watchUse() { use_.emplace(parameters_); }
+  [[nodiscard]] bool watchesUse() const { return use_.has_value(); }
   // For algorithms that declare runsInBackground, before the first step. Collective.
   void useBackground(std::shared_ptr<ExecutorProvider> group);
 
@@ -51,7 +56,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // The same for gradients of another source than DDP: `isFirst` and `isLast` of a step. No work where the gradients
   // stay as they are. The end of backward has then to be told through afterBackward().
   c10::intrusive_ptr<c10d::Work> reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
-                                              bool isFirst, bool isLast);
+                                              bool isFirst, bool isLast, bool tellsUse = false);
   void afterBackward();
 
   // Once the ranks have agreed.
@@ -102,6 +107,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Synchronised backwards so far, in this run and in those that it continues.
   [[nodiscard]] int64_t step() const { return step_; }
   void load(const AlgorithmState& state, BucketLayout layout, int64_t step);
+  [[nodiscard]] bool keepsResiduals() const { return algorithm_->keepsResiduals(); }
+  // Multiplies the gradients that the algorithm remembers. Throws where it remembers none.
+  void rescale(double factor);
 
   [[nodiscard]] HookStats stats() const;
   // Counts from zero again. What is under way counts when it is over.
@@ -147,7 +155,10 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
     std::vector<BucketEntry> whole;
     std::vector<std::vector<BucketEntry>> parts;
     int64_t step = 0;
+    bool tellsUse = false;
   };
+  // Writes into the entries whether this rank has used them; whether that is known.
+  bool findUse(const c10d::GradBucket& gradients, std::vector<BucketEntry>& entries);
   static void reduce(Algorithm& algorithm, Handover& handover, Communicator& communicator, StageSeconds& seconds);
   void queueAfterBackward();
 
@@ -175,6 +186,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool spansHosts_ = false;
   const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
   BucketLayouts layouts_;
+  std::optional<ParameterUse> use_;
   int64_t step_ = 0;
   std::shared_ptr<Algorithm> algorithm_;
   // As the ranks compare it in every program.

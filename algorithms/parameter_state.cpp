@@ -156,6 +156,14 @@ std::vector<ParameterState::Orphan> ParameterState::takeOrphans(const Bucket& bu
   return orphans;
 }
 
+void ParameterState::rescale(double factor) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [position, held] : held_) {
+    for (const auto& part : held.parts) part.values.mul_(factor);
+    for (const auto& part : held.orphans) part.values.mul_(factor);
+  }
+}
+
 int64_t ParameterState::bytes() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   int64_t bytes = 0;

@@ -43,6 +43,9 @@ class ParameterState {
   // Drops all values of the bucket's parameters.
   void forget(const Bucket& bucket);
 
+  // Multiplies all values.
+  void rescale(double factor);
+
   [[nodiscard]] const std::string& name() const { return name_; }
 
   [[nodiscard]] int64_t bytes() const;

@@ -297,6 +297,8 @@ void bindControl(HookClass& hook) {
       .def("layout", &HookRunner::layout)
       .def("step", &HookRunner::step)
       .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), py::arg("step"), noGil)
+      .def("rescale", &HookRunner::rescale, py::arg("factor"), noGil)
+      .def_property_readonly("keeps_residuals", &HookRunner::keepsResiduals)
       .def("stats", &statsDict)
       .def("reset_stats", &HookRunner::resetStats)
       .def_property_readonly("why_uncoded", &HookRunner::whyUncoded)
@@ -328,6 +330,7 @@ void bindHook(py::module& module) {
           "use_host", [](HookRunner& self, const Executors& executors) { self.useHost(executors.provider); },
           py::arg("executors"), noGil)
       .def("use_model", &HookRunner::useModel, py::arg("layers"), py::arg("buffers"), noGil)
+      .def("watch_use", &HookRunner::watchUse)
       .def(
           "use_parameters",
           [](HookRunner& self, const std::vector<std::pair<std::string, std::string>>& namesAndRoles) {
@@ -362,7 +365,8 @@ void bindHook(py::module& module) {
           "agree",
           [](HookRunner& self, const Executors& executors, const std::string& parameters, const std::string& optimizer,
              const std::string& device) {
-            const std::string own = self.name() + "(" + self.options().toString() + ")" + optimizer;
+            const std::string use = self.watchesUse() ? " with find_unused_parameters or static_graph" : "";
+            const std::string own = self.name() + "(" + self.options().toString() + ")" + use + optimizer;
             agreeOn({own, parameters}, kOfRegistration, *executors.provider, at::Device(device));
             self.useTopology();
           },

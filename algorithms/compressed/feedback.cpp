@@ -1,34 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/compressed/feedback.h"
 
-#include <ATen/ops/aminmax.h>
-#include <ATen/ops/where.h>
-
-#include <cmath>
-
 #include "algorithms/compressed/collectives.h"
+#include "algorithms/compressed/unused.h"
 
 namespace bagua::compressed {
-namespace {
-
-// Minimum and maximum pass a NaN on.
-bool isFinite(const at::Tensor& values) {
-  const auto [low, high] = at::aminmax(values);
-  return std::isfinite(low.item<double>()) && std::isfinite(high.item<double>());
-}
-
-}  // namespace
-
-void Feedback::beginBucket(int64_t step) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (step == step_) return;
-  step_ = step;
-  if (hasWritten_ && !isLost_) current_ = 1 - current_;
-  hasWritten_ = isLost_ = false;
-  lostBefore_ = lostOnDevice_;
-  lostOnDevice_.reset();
-}
-
 namespace {
 
 void addOrphans(const at::Tensor& residual, const std::vector<ParameterState::Orphan>& orphans, double factor) {
@@ -47,10 +23,6 @@ Feedback::Sets<State>& Feedback::setsOf(SetsByCodec<State>& sets, const std::str
   return *ofCodec;
 }
 
-void Feedback::restoreIfLost(const at::Tensor& current, const at::Tensor& before) const {
-  if (lostBefore_.defined()) current.copy_(at::where(lostBefore_, before, current));
-}
-
 // Threads of a step change neither set, only what they hold.
 void Feedback::useFor(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
                       const Communicator& communicator, Coding& coding) {
@@ -64,20 +36,20 @@ void Feedback::useFor(const Bucket& bucket, const std::string& codec, const Mean
   } else {
     useWhole(setsOf(whole_, codec), bucket, pieces, orphansFactor, coding);
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  hasWritten_ = true;
+  steps_.noteWritten();
 }
 
 void Feedback::useWhole(Sets<ParameterState>& sets, const Bucket& bucket, const std::vector<Piece>& pieces,
                         double orphansFactor, Coding& coding) {
-  ParameterState& owner = sets.owner[current_];
-  ParameterState& nextOwner = sets.owner[1 - current_];
-  coding.sender.residual = sets.sender[current_].flatFor(bucket);
-  coding.sender.nextResidual = sets.sender[1 - current_].flatFor(bucket);
+  const int current = steps_.current();
+  ParameterState& owner = sets.owner[current];
+  ParameterState& nextOwner = sets.owner[1 - current];
+  coding.sender.residual = sets.sender[current].flatFor(bucket);
+  coding.sender.nextResidual = sets.sender[1 - current].flatFor(bucket);
   coding.owner.residual = owner.flatFor(bucket, pieces);
   coding.owner.nextResidual = nextOwner.flatFor(bucket, pieces);
-  restoreIfLost(coding.sender.residual, coding.sender.nextResidual);
-  restoreIfLost(coding.owner.residual, coding.owner.nextResidual);
+  steps_.restoreIfLost(coding.sender.residual, coding.sender.nextResidual);
+  steps_.restoreIfLost(coding.owner.residual, coding.owner.nextResidual);
   // They will be written anew.
   nextOwner.takeOrphans(bucket);
   addOrphans(coding.sender.residual, owner.takeOrphans(bucket), orphansFactor);
@@ -87,25 +59,28 @@ void Feedback::useWhole(Sets<ParameterState>& sets, const Bucket& bucket, const 
 void Feedback::useSmall(Sets<SmallResiduals>& sets, const Bucket& bucket, const std::vector<Piece>& pieces,
                         double orphansFactor, Coding& coding) {
   const std::vector<Piece> all = {{0, bucket.flat.numel()}};
+  const int current = steps_.current();
   std::vector<ParameterState::Orphan> orphans;
   const auto begin = [&](SmallResiduals(&state)[2], const std::vector<Piece>& elements) {
-    at::Tensor values = state[current_].read(bucket, elements, orphans);
-    if (!lostBefore_.defined()) return values;
+    at::Tensor values = state[current].read(bucket, elements, orphans);
+    if (!steps_.wasLost().defined()) return values;
     std::vector<ParameterState::Orphan> ofBefore;
-    restoreIfLost(values, state[1 - current_].read(bucket, elements, ofBefore));
-    state[current_].write(bucket, elements, values);
+    steps_.restoreIfLost(values, state[1 - current].read(bucket, elements, ofBefore));
+    state[current].write(bucket, elements, values);
     return values;
   };
-  coding.owner.residual = coding.owner.nextResidual = begin(sets.owner, pieces);
+  coding.owner.residual = begin(sets.owner, pieces);
   at::Tensor ofSender = begin(sets.sender, all);
   if (!orphans.empty()) {
     addOrphans(ofSender, orphans, orphansFactor);
-    sets.sender[current_].write(bucket, all, ofSender);
+    sets.sender[current].write(bucket, all, ofSender);
     orphans.clear();
-    ofSender = sets.sender[current_].read(bucket, all, orphans);
+    ofSender = sets.sender[current].read(bucket, all, orphans);
   }
-  // The step writes to where it reads.
-  coding.sender.residual = coding.sender.nextResidual = ofSender;
+  coding.sender.residual = ofSender;
+  // The step writes to where it reads, unless that may be needed again.
+  coding.owner.nextResidual = bucket.tellsUse ? coding.owner.residual.clone() : coding.owner.residual;
+  coding.sender.nextResidual = bucket.tellsUse ? ofSender.clone() : ofSender;
 }
 
 void Feedback::keep(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
@@ -113,30 +88,42 @@ void Feedback::keep(const Bucket& bucket, const std::string& codec, const MeanOp
   if (!isSmall_) return;
   Sets<SmallResiduals>& sets = setsOf(small_, codec);
   const CodedLanes coded(options, bucket.flat.numel(), communicator);
+  const int current = steps_.current();
   const auto follow = [&](SmallResiduals(&state)[2], const std::vector<Piece>& elements, const at::Tensor& left) {
-    state[1 - current_].writeBlend(bucket, elements, state[current_], 1 - kGain, left, kGain);
+    state[1 - current].writeBlend(bucket, elements, state[current], 1 - kGain, left, kGain);
   };
   follow(sets.sender, {{0, bucket.flat.numel()}}, coding.sender.nextResidual);
   follow(sets.owner, ownPieces(coded.lanes, communicator.rank()), coding.owner.nextResidual);
 }
 
-void Feedback::endBucket(const at::Tensor& result) {
-  if (result.numel() == 0) return;
-  if (result.is_cpu()) {
-    if (isFinite(result)) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    isLost_ = true;
-    return;
+void Feedback::keepUnused(const Bucket& bucket, const at::Tensor& areUsed, const MeanOptions& options,
+                          const Communicator& communicator, const Coding& coding) const {
+  const CodedLanes coded(options, bucket.flat.numel(), communicator);
+  const auto owned = ownPieces(coded.lanes, communicator.rank());
+  const auto keep = [](const at::Tensor& isUsed, const Encoding& encoding, const Piece& piece) {
+    const int64_t length = piece.end - piece.begin;
+    replaceUnlessUsed(encoding.nextResidual.narrow(0, piece.begin, length), isUsed,
+                      encoding.residual.narrow(0, piece.begin, length));
+  };
+  int64_t begin = 0;
+  for (size_t i = 0; i < bucket.entries.size(); ++i) {
+    const Piece entry{begin, begin + bucket.entries[i].gradient.numel()};
+    begin = entry.end;
+    const at::Tensor isUsed = areUsed.select(0, static_cast<int64_t>(i));
+    keep(isUsed, coding.sender, entry);
+    for (const auto& piece : overlapsWithin(owned, entry)) keep(isUsed, coding.owner, piece);
   }
-  const auto [low, high] = at::aminmax(result);
-  const at::Tensor isLost = low.isfinite().logical_and_(high.isfinite()).logical_not_();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  lostOnDevice_ = lostOnDevice_.defined() ? lostOnDevice_.logical_or(isLost) : isLost;
 }
 
-int Feedback::currentBetweenSteps() const {
-  const bool isLost = isLost_ || (lostOnDevice_.defined() && lostOnDevice_.item<bool>());
-  return hasWritten_ && !isLost ? 1 - current_ : current_;
+void Feedback::rescale(double factor) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  withSets([factor](const auto& byCodec) {
+    for (const auto& [codec, sets] : byCodec) {
+      for (auto* states : {&sets->sender, &sets->owner}) {
+        for (auto& state : *states) state.rescale(factor);
+      }
+    }
+  });
 }
 
 int64_t Feedback::bytes() const {
@@ -154,7 +141,7 @@ int64_t Feedback::bytes() const {
 
 AlgorithmState Feedback::state() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return withSets([current = currentBetweenSteps()](const auto& byCodec) {
+  return withSets([current = steps_.betweenSteps()](const auto& byCodec) {
     AlgorithmState all;
     for (const auto& [codec, sets] : byCodec) {
       all.merge(sets->sender[current].state());
@@ -206,11 +193,7 @@ void Feedback::load(const AlgorithmState& state, const std::vector<at::Tensor>& 
   const std::lock_guard<std::mutex> lock(mutex_);
   whole_ = std::move(whole);
   small_ = std::move(small);
-  current_ = 0;
-  step_ = -1;
-  hasWritten_ = isLost_ = false;
-  lostOnDevice_.reset();
-  lostBefore_.reset();
+  steps_.reset();
 }
 
 }  // namespace bagua::compressed

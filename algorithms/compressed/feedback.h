@@ -12,6 +12,7 @@
 #include "algorithms/compressed/coding.h"
 #include "algorithms/compressed/mean.h"
 #include "algorithms/compressed/small_residuals.h"
+#include "algorithms/compressed/step_sets.h"
 #include "algorithms/parameter_state.h"
 
 namespace bagua::compressed {
@@ -19,9 +20,7 @@ namespace bagua::compressed {
 // The residuals of error feedback: what a rank has not sent of its gradients, and what the owner of a chunk has not
 // sent of the mean.
 //
-// A step reads one set and writes the other. The next step goes on from what was written, unless some result of the
-// step was not finite: GradScaler then skips the optimizer's step on every rank, so what was sent was lost and the old
-// residuals hold. Results are the same bits on all ranks, and so is that decision.
+// A step reads one set and writes the other, see StepSets.
 //
 // Small residuals (LoCo's) are kept in 8 bits and follow what a step leaves behind as a moving average:
 // e <- (1 - kGain) e + kGain (h - Q(h)), which is e + kGain (g - Q(h)): what is still owed is e / kGain.
@@ -31,8 +30,8 @@ class Feedback {
 
   explicit Feedback(bool isSmall = false) : isSmall_(isSmall) {}
 
-  // The first of a step's buckets decides about the step before.
-  void beginBucket(int64_t step);
+  // Before all else of a bucket.
+  void beginBucket(int64_t step) { steps_.begin(step); }
 
   // Lets `coding` read and write the residuals of a bucket whose values travel with `codec`.
   void useFor(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
@@ -42,8 +41,16 @@ class Feedback {
   void keep(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
             const Communicator& communicator, const Coding& coding);
 
+  // Between the two: of entries that no rank has used nothing has been sent. `areUsed`: a number for each entry of the
+  // bucket, which is zero there.
+  void keepUnused(const Bucket& bucket, const at::Tensor& areUsed, const MeanOptions& options,
+                  const Communicator& communicator, const Coding& coding) const;
+
   // `result`: all that a bucket's parameters get.
-  void endBucket(const at::Tensor& result);
+  void endBucket(const at::Tensor& result) { steps_.noteResult(result); }
+
+  // Multiplies all residuals. Between two steps.
+  void rescale(double factor);
 
   [[nodiscard]] int64_t bytes() const;
   [[nodiscard]] AlgorithmState state() const;
@@ -74,24 +81,12 @@ class Feedback {
                 double orphansFactor, Coding& coding);
   void useSmall(Sets<SmallResiduals>& sets, const Bucket& bucket, const std::vector<Piece>& pieces,
                 double orphansFactor, Coding& coding);
-  // On CUDA, where the host does not wait for the results.
-  void restoreIfLost(const at::Tensor& current, const at::Tensor& before) const;
-  // The set to go on from, between two steps.
-  [[nodiscard]] int currentBetweenSteps() const;
 
   mutable std::mutex mutex_;
   const bool isSmall_;
   SetsByCodec<ParameterState> whole_;
   SetsByCodec<SmallResiduals> small_;
-  // The set that the step at hand reads.
-  int current_ = 0;
-  int64_t step_ = -1;
-  // Whether the step at hand has written residuals, and whether one of its results was not finite.
-  bool hasWritten_ = false;
-  bool isLost_ = false;
-  // On CUDA instead: a flag of the step at hand, and of the one before.
-  at::Tensor lostOnDevice_;
-  at::Tensor lostBefore_;
+  StepSets steps_;
 };
 
 }  // namespace bagua::compressed

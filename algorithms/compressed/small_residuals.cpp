@@ -83,6 +83,12 @@ void SmallResiduals::replace(const Bucket& bucket, const std::vector<Piece>& pie
   kept_.push_back(std::move(kept));
 }
 
+void SmallResiduals::rescale(double factor) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& kept : kept_) kept.numbers = SmallNumbers::encoded(kept.numbers.decoded().mul_(factor));
+  moved_.rescale(factor);
+}
+
 int64_t SmallResiduals::bytes() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   int64_t bytes = moved_.bytes();

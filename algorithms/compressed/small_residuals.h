@@ -28,6 +28,9 @@ class SmallResiduals {
   void writeBlend(const Bucket& bucket, const std::vector<Piece>& pieces, const SmallResiduals& other, float keep,
                   const at::Tensor& left, float gain);
 
+  // Multiplies all: by a power of two without rounding.
+  void rescale(double factor);
+
   [[nodiscard]] int64_t bytes() const;
   [[nodiscard]] AlgorithmState state() const;
   void load(const AlgorithmState& state, const std::vector<at::Tensor>& parameters);

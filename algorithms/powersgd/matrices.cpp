@@ -46,7 +46,7 @@ Division divide(const Bucket& bucket, const Worth& worth) {
   Division division;
   std::map<Shape, std::vector<Matrix>> byShape;
   int64_t begin = 0;
-  for (const auto& [parameter, gradient] : bucket.entries) {
+  for (const auto& [parameter, gradient, isUsed] : bucket.entries) {
     const Piece piece{begin, begin + gradient.numel()};
     begin = piece.end;
     const auto shape = matrixOf(gradient, worth);

@@ -4,6 +4,7 @@
 #include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -12,6 +13,9 @@
 #include <vector>
 
 #include "algorithms/compressed/mean.h"
+#include "algorithms/compressed/raw_codec.h"
+#include "algorithms/compressed/step_sets.h"
+#include "algorithms/compressed/unused.h"
 #include "algorithms/parameter_state.h"
 #include "algorithms/powersgd/matrices.h"
 #include "algorithms/powersgd/starting_factors.h"
@@ -40,7 +44,9 @@ struct PowerSgdOptions {
 class PowerSgd final : public Algorithm {
  public:
   explicit PowerSgd(PowerSgdOptions options)
-      : options_(std::move(options)), residuals_("residual"), starts_(options_.isWarm, options_.seed) {
+      : options_(std::move(options)),
+        residuals_{ParameterState("residual"), ParameterState("residual")},
+        starts_{{options_.isWarm, options_.seed}, {options_.isWarm, options_.seed}} {
     TORCH_CHECK_VALUE(options_.worth.rank >= 1, "bagua: rank must be at least 1, got ", options_.worth.rank);
     TORCH_CHECK_VALUE(options_.startStep >= 0, "bagua: start_step must be at least 0, got ", options_.startStep);
     TORCH_CHECK_VALUE(options_.worth.minCompression > 0 && std::isfinite(options_.worth.minCompression),
@@ -52,10 +58,19 @@ class PowerSgd final : public Algorithm {
     if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
     const bool isExact = bucket.step < options_.startStep ||
                          !compressed::isCoded({.hierarchical = options_.isHierarchical}, communicator.topology());
+    if (!isExact) steps_.begin(bucket.step);
     const Division division = isExact ? Division{} : powersgd::divide(bucket, options_.worth);
     if (!division.groups.empty()) return reduceByFactors(bucket, division, communicator);
-    const Stage stage(bucket.seconds, "allreduce");
-    communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
+    {
+      const Stage stage(bucket.seconds, "allreduce");
+      communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
+    }
+    if (!isExact) steps_.noteResult(bucket.flat);
+  }
+
+  void endSparse(const at::Tensor& values, int64_t step) override {
+    steps_.begin(step);
+    steps_.noteResult(values);
   }
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
@@ -64,11 +79,20 @@ class PowerSgd final : public Algorithm {
     return compressed::whyUncoded({.hierarchical = options_.isHierarchical}, topology);
   }
 
-  [[nodiscard]] int64_t stateBytes() const override { return residuals_.bytes() + starts_.bytes(); }
+  [[nodiscard]] bool keepsResiduals() const override { return true; }
+  // Factors are made orthonormal, so that theirs does not matter.
+  void rescale(double factor) override {
+    for (auto& residuals : residuals_) residuals.rescale(factor);
+  }
+
+  [[nodiscard]] int64_t stateBytes() const override {
+    return residuals_[0].bytes() + residuals_[1].bytes() + starts_[0].bytes() + starts_[1].bytes();
+  }
 
   [[nodiscard]] AlgorithmState state() const override {
-    AlgorithmState state = residuals_.state();
-    state.merge(starts_.state());
+    const int set = steps_.betweenSteps();
+    AlgorithmState state = residuals_[set].state();
+    state.merge(starts_[set].state());
     return state;
   }
 
@@ -77,14 +101,22 @@ class PowerSgd final : public Algorithm {
       TORCH_CHECK_VALUE(name.starts_with("residual.") || powersgd::StartingFactors::isName(name),
                         "bagua: algorithm 'powersgd' has no '", name, "' in its state");
     }
-    residuals_.load(state, context.parameters());
-    starts_.load(state, context.parameters(), options_.worth);
+    ParameterState residuals("residual");
+    residuals.load(state, context.parameters());
+    starts_[0].load(state, context.parameters(), options_.worth);
+    residuals_[0].load(state, context.parameters());
+    residuals_[1].load({}, {});
+    starts_[1].load({}, {}, options_.worth);
+    steps_.reset();
   }
 
  private:
   // The matrices of one shape at work.
   struct Work {
     const MatrixGroup* group;
+    // By matrix, where they are kept: what is read and what is written.
+    std::vector<at::Tensor> residuals;
+    std::vector<at::Tensor> nextResiduals;
     low_rank::MatrixBatch batch;
     // Before it was made orthonormal.
     at::Tensor start;
@@ -96,8 +128,12 @@ class PowerSgd final : public Algorithm {
   void reduceByFactors(Bucket& bucket, const Division& division, Communicator& communicator) {
     const auto options = bucket.flat.options().dtype(low_rank::MatrixBatch::factorType(bucket.flat.scalar_type()));
     const auto [pElements, qElements] = elementsOf(division);
-    // P, and behind it the gradients that travel as they are.
-    at::Tensor first = at::empty({pElements + elementsOf(division.exact)}, options);
+    // P, behind it the gradients that travel as they are, and which parameters are used.
+    const int64_t exactElements = elementsOf(division.exact);
+    const auto uses = bucket.tellsUse ? static_cast<int64_t>(bucket.entries.size()) : 0;
+    at::Tensor first = at::empty({pElements + exactElements + uses}, options);
+    const at::Tensor exact = first.narrow(0, pElements, exactElements);
+    const at::Tensor areUsed = first.narrow(0, pElements + exactElements, uses);
     at::Tensor second = at::empty({qElements}, options);
     std::vector<Work> works = begin(bucket, division, first, second);
     {
@@ -106,9 +142,10 @@ class PowerSgd final : public Algorithm {
         low_rank::orthogonalize(work.q);
         work.batch.multiply(work.q, work.p);
       }
-      copyExact(bucket, division, first.narrow(0, pElements, first.numel() - pElements), true);
+      copyExact(bucket, division, exact, true);
+      if (bucket.tellsUse) areUsed.copy_(compressed::usedByThisRank(bucket, first.scalar_type()));
     }
-    reduceFirst(first, pElements, bucket.seconds, communicator);
+    reduceFirst(first, pElements, bucket, communicator);
     at::Tensor areUsable = at::isfinite(first).all();
     {
       const Stage stage(bucket.seconds, "multiply_transposed");
@@ -120,17 +157,50 @@ class PowerSgd final : public Algorithm {
     reduceFactors(second, "allreduce_q", bucket.seconds, communicator);
     areUsable.logical_and_(at::isfinite(second).all());
     const Stage stage(bucket.seconds, "replace");
-    copyExact(bucket, division, first.narrow(0, pElements, first.numel() - pElements), false);
+    copyExact(bucket, division, exact, false);
     for (auto& work : works) {
       work.batch.replace(work.p, work.q, areUsable);
-      starts_.keep(*work.group, at::where(areUsable, work.q, work.start));
+      at::Tensor q = at::where(areUsable, work.q, work.start);
+      if (bucket.tellsUse) keepUnused(bucket, areUsed, work, q);
+      starts_[steps_.next()].keep(*work.group, q);
+    }
+    if (bucket.tellsUse) compressed::clearUnused(bucket, areUsed);
+    steps_.noteWritten();
+    noteResult(bucket, areUsable, second);
+  }
+
+  // No product of the factors is larger than the sum of the magnitudes of a row of Q, as the columns of P are
+  // orthonormal: where those are finite there is no need to look at all gradients, unless they are rounded to 16 bits.
+  void noteResult(const Bucket& bucket, const at::Tensor& areUsable, const at::Tensor& q) {
+    if (bucket.flat.element_size() < 4) return steps_.noteResult(bucket.flat);
+    const at::Tensor bounds = q * static_cast<double>(2 * options_.worth.rank);
+    steps_.noteWhetherFinite(at::isfinite(bounds).all().logical_and_(areUsable));
+  }
+
+  // What no rank has used leaves no trace.
+  static void keepUnused(const Bucket& bucket, const at::Tensor& areUsed, const Work& work, at::Tensor& q) {
+    for (size_t i = 0; i < work.group->matrices.size(); ++i) {
+      const int64_t parameter = work.group->matrices[i].parameter;
+      const auto entry = std::find_if(bucket.entries.begin(), bucket.entries.end(),
+                                      [&](const BucketEntry& one) { return one.parameter == parameter; });
+      const at::Tensor isUsed = areUsed.select(0, entry - bucket.entries.begin());
+      const auto place = static_cast<int64_t>(i);
+      compressed::replaceUnlessUsed(q.select(0, place), isUsed, work.start.select(0, place));
+      if (work.residuals.empty()) continue;
+      compressed::replaceUnlessUsed(work.nextResiduals[i], isUsed, work.residuals[i]);
     }
   }
 
   std::vector<Work> begin(const Bucket& bucket, const Division& division, const at::Tensor& first,
                           const at::Tensor& second) {
-    const at::Tensor residuals =
-        options_.hasErrorFeedback ? residuals_.flatFor(bucket, division.matrices) : at::Tensor();
+    const int current = steps_.current();
+    at::Tensor residuals;
+    at::Tensor nextResiduals;
+    if (options_.hasErrorFeedback) {
+      residuals = residuals_[current].flatFor(bucket, division.matrices);
+      nextResiduals = residuals_[1 - current].flatFor(bucket, division.matrices);
+      steps_.restoreIfLost(residuals, nextResiduals);
+    }
     std::vector<Work> works;
     int64_t pBegin = 0;
     int64_t qBegin = 0;
@@ -139,23 +209,39 @@ class PowerSgd final : public Algorithm {
       const auto count = static_cast<int64_t>(group.matrices.size());
       std::vector<at::Tensor> gradients;
       std::vector<at::Tensor> ofGradients;
+      std::vector<at::Tensor> nextOfGradients;
       for (const auto& matrix : group.matrices) {
         const int64_t length = matrix.elements.end - matrix.elements.begin;
         gradients.push_back(bucket.flat.narrow(0, matrix.elements.begin, length).view({rows, columns}));
         if (!residuals.defined()) continue;
         const int64_t place = placeIn(division.matrices, matrix.elements.begin);
         ofGradients.push_back(residuals.narrow(0, place, length).view({rows, columns}));
+        nextOfGradients.push_back(nextResiduals.narrow(0, place, length).view({rows, columns}));
       }
       const at::Tensor p = first.narrow(0, pBegin, count * rank * rows).view({count, rank, rows});
       const at::Tensor q = second.narrow(0, qBegin, count * rank * columns).view({count, rank, columns});
       pBegin += p.numel();
       qBegin += q.numel();
-      const at::Tensor start = starts_.startOf(group, bucket.step, second.options());
+      const at::Tensor start = startOf(group, bucket.step, second.options());
       q.copy_(start);
-      works.push_back(
-          {.group = &group, .batch = {std::move(gradients), std::move(ofGradients)}, .start = start, .p = p, .q = q});
+      works.push_back({.group = &group,
+                       .residuals = ofGradients,
+                       .nextResiduals = nextOfGradients,
+                       .batch = {std::move(gradients), ofGradients, nextOfGradients},
+                       .start = start,
+                       .p = p,
+                       .q = q});
     }
     return works;
+  }
+
+  at::Tensor startOf(const MatrixGroup& group, int64_t step, const at::TensorOptions& options) {
+    const int current = steps_.current();
+    const at::Tensor start = starts_[current].startOf(group, step, options);
+    if (!options_.isWarm || !steps_.wasLost().defined()) return start;
+    steps_.restoreIfLost(start, starts_[1 - current].startOf(group, step, options));
+    starts_[current].keep(group, start);
+    return start;
   }
 
   static std::pair<int64_t, int64_t> elementsOf(const Division& division) {
@@ -200,19 +286,27 @@ class PowerSgd final : public Algorithm {
     }
   }
 
-  void reduceFirst(at::Tensor& message, int64_t pElements, StageSeconds& seconds, Communicator& communicator) const {
+  void reduceFirst(at::Tensor& message, int64_t pElements, Bucket& bucket, Communicator& communicator) const {
     at::Tensor factors = message.narrow(0, 0, coding_ ? pElements : message.numel());
-    reduceFactors(factors, "allreduce_p", seconds, communicator);
-    if (factors.numel() == message.numel()) return;
-    at::Tensor exact = message.narrow(0, pElements, message.numel() - pElements);
-    const Stage stage(seconds, "allreduce_exact");
-    communicator.allReduce(exact, c10d::ReduceOp::AVG);
+    at::Tensor rest = message.narrow(0, factors.numel(), message.numel() - factors.numel());
+    if (coding_ && bucket.tellsUse) {
+      std::vector<compressed::Sum> sums = {{factors, *coding_},
+                                           {rest, {.codec = compressed::rawCodec(rest.scalar_type())}}};
+      return compressed::reduceToMeans(sums, meanOptions(communicator), bucket.seconds, communicator);
+    }
+    reduceFactors(factors, "allreduce_p", bucket.seconds, communicator);
+    if (rest.numel() == 0) return;
+    const Stage stage(bucket.seconds, "allreduce_exact");
+    communicator.allReduce(rest, c10d::ReduceOp::AVG);
+  }
+
+  static compressed::MeanOptions meanOptions(const Communicator& communicator) {
+    return {.hierarchical = communicator.topology().hostCount() > 1};
   }
 
   void reduceFactors(at::Tensor& factors, const char* name, StageSeconds& seconds, Communicator& communicator) const {
     if (coding_) {
-      const bool isHierarchical = communicator.topology().hostCount() > 1;
-      return compressed::reduceToMean(factors, {.hierarchical = isHierarchical}, *coding_, seconds, communicator);
+      return compressed::reduceToMean(factors, meanOptions(communicator), *coding_, seconds, communicator);
     }
     const Stage stage(seconds, name);
     communicator.allReduce(factors, c10d::ReduceOp::AVG);
@@ -220,8 +314,9 @@ class PowerSgd final : public Algorithm {
 
   const PowerSgdOptions options_;
   std::optional<compressed::Coding> coding_;
-  ParameterState residuals_;
-  powersgd::StartingFactors starts_;
+  compressed::StepSets steps_;
+  ParameterState residuals_[2];
+  powersgd::StartingFactors starts_[2];
 };
 
 }  // namespace

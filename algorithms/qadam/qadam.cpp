@@ -13,6 +13,7 @@
 #include "algorithms/blocks.h"
 #include "algorithms/compressed/feedback.h"
 #include "algorithms/compressed/mean.h"
+#include "algorithms/compressed/unused.h"
 #include "algorithms/registry.h"
 #include "kernels/adam/adam.h"
 
@@ -53,8 +54,21 @@ class QAdam final : public Algorithm {
       feedback_.beginBucket(bucket.step);
       feedback_.useFor(bucket, codec_, options_, communicator, coding);
     }
-    compressed::reduceToMean(bucket.flat, options_, coding, bucket.seconds, communicator);
-    if (remembers) feedback_.endBucket(bucket.flat);
+    if (!remembers) return compressed::reduceToMean(bucket.flat, options_, coding, bucket.seconds, communicator);
+    std::vector<compressed::Sum> sums = {{bucket.flat, coding}};
+    if (bucket.tellsUse) sums.push_back(compressed::sumOfUses(bucket));
+    compressed::reduceToMeans(sums, options_, bucket.seconds, communicator);
+    if (bucket.tellsUse) {
+      feedback_.keepUnused(bucket, sums.back().flat, options_, communicator, coding);
+      compressed::clearUnused(bucket, sums.back().flat);
+    }
+    feedback_.endBucket(bucket.flat);
+  }
+
+  void endSparse(const at::Tensor& values, int64_t step) override {
+    if (!hasFeedback_) return;
+    feedback_.beginBucket(step);
+    feedback_.endBucket(values);
   }
 
   [[nodiscard]] int64_t stateBytes() const override { return feedback_.bytes(); }
@@ -75,7 +89,7 @@ class QAdam final : public Algorithm {
   // that is skipped leaves no trace.
   static void updateMomenta(const std::vector<BucketEntry>& entries, const std::vector<Momentum>& momenta) {
     std::map<double, Tensors> byDecay;
-    for (const auto& [parameter, gradient] : entries) {
+    for (const auto& [parameter, gradient, isUsed] : entries) {
       TORCH_INTERNAL_ASSERT(parameter >= 0 && parameter < static_cast<int64_t>(momenta.size()));
       const auto& [value, decay] = momenta[parameter];
       if (adam::areAlike({gradient, value})) {

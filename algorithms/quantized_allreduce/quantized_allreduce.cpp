@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include "algorithms/compressed/feedback.h"
 #include "algorithms/compressed/mean.h"
 #include "algorithms/compressed/raw_codec.h"
+#include "algorithms/compressed/unused.h"
 #include "algorithms/quantized_allreduce/selection.h"
 #include "algorithms/registry.h"
 
@@ -66,15 +68,24 @@ class QuantizedAllReduce final : public Algorithm {
     auto sections = sectionsOf(bucket);
     std::vector<compressed::Sum> sums;
     for (auto& section : sections) sums.push_back({section.flat, codingOf(bucket, section, remembers, communicator)});
+    const bool tellsUse = remembers && bucket.tellsUse && isAnyCoded(sections);
+    if (tellsUse) sums.push_back(compressed::sumOfUses(bucket));
     compressed::reduceToMeans(sums, options_, bucket.seconds, communicator);
     for (const auto& section : sections) section.scatterTo(bucket.flat);
     if (remembers) {
       const bool keepsPlace = sections.front().pieces.empty() && !sections.front().codec.empty();
       if (keepsPlace) forgetOthers(sections, sums.front(), communicator);
-      keepResiduals(sections, sums, bucket.seconds, communicator);
+      if (tellsUse) keepUnused(bucket, sections, sums, communicator);
+      keepResiduals(bucket, sections, sums, communicator);
       const Stage stage(bucket.seconds, "check");
       feedback_.endBucket(bucket.flat);
     }
+  }
+
+  void endSparse(const at::Tensor& values, int64_t step) override {
+    if (!hasFeedback_) return;
+    feedback_.beginBucket(step);
+    feedback_.endBucket(values);
   }
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
@@ -82,6 +93,8 @@ class QuantizedAllReduce final : public Algorithm {
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
     return compressed::whyUncoded(options_, topology);
   }
+  [[nodiscard]] bool keepsResiduals() const override { return true; }
+  void rescale(double factor) override { feedback_.rescale(factor); }
   [[nodiscard]] int64_t stateBytes() const override { return feedback_.bytes(); }
   [[nodiscard]] AlgorithmState state() const override { return feedback_.state(); }
   void load(const AlgorithmState& state, StepContext& context) override { feedback_.load(state, context.parameters()); }
@@ -149,17 +162,32 @@ class QuantizedAllReduce final : public Algorithm {
     for (size_t i = 1; i < sections.size(); ++i) {
       for (const auto& piece : sections[i].pieces) {
         elementsOf(first.coding.sender.nextResidual, piece).zero_();
-        int64_t before = 0;
-        for (const auto& own : owned) {
-          const int64_t begin = std::max(piece.begin, own.begin);
-          const int64_t end = std::min(piece.end, own.end);
-          if (begin < end) {
-            elementsOf(first.coding.owner.nextResidual, {before + begin - own.begin, before + end - own.begin}).zero_();
-          }
-          before += own.end - own.begin;
+        for (const auto& part : compressed::overlapsWithin(owned, piece)) {
+          elementsOf(first.coding.owner.nextResidual, part).zero_();
         }
       }
     }
+  }
+
+  // The last of the sums tells what the ranks have used.
+  void keepUnused(const Bucket& bucket, const std::vector<Section>& sections, const std::vector<compressed::Sum>& sums,
+                  const Communicator& communicator) const {
+    const at::Tensor& areUsed = sums.back().flat;
+    std::map<int64_t, int64_t> places;
+    for (const auto& entry : bucket.entries) places.emplace(entry.parameter, places.size());
+    for (size_t i = 0; i < sections.size(); ++i) {
+      if (sections[i].codec.empty()) continue;
+      std::vector<at::Tensor> ofEntries;
+      for (const auto& entry : sections[i].entries) {
+        ofEntries.push_back(areUsed.select(0, places.at(entry.parameter)));
+      }
+      feedback_.keepUnused(bucketOf(bucket, sections[i]), at::stack(ofEntries), options_, communicator, sums[i].coding);
+    }
+    compressed::clearUnused(bucket, areUsed);
+  }
+
+  static bool isAnyCoded(const std::vector<Section>& sections) {
+    return std::any_of(sections.begin(), sections.end(), [](const Section& section) { return !section.codec.empty(); });
   }
 
   static at::Tensor elementsOf(const at::Tensor& flat, const Piece& piece) {
@@ -180,21 +208,23 @@ class QuantizedAllReduce final : public Algorithm {
     compressed::Coding coding = compressed::codingOf(codec, bucket.key);
     coding.sender.rounding = coding.owner.rounding = rounding;
     if (remembers) {
-      feedback_.useFor(bucketOf(section), section.codec, options_, communicator, coding);
+      feedback_.useFor(bucketOf(bucket, section), section.codec, options_, communicator, coding);
     }
     return coding;
   }
 
-  void keepResiduals(const std::vector<Section>& sections, const std::vector<compressed::Sum>& sums,
-                     StageSeconds& seconds, const Communicator& communicator) {
-    const Stage stage(seconds, "keep_residuals");
+  void keepResiduals(Bucket& bucket, const std::vector<Section>& sections, const std::vector<compressed::Sum>& sums,
+                     const Communicator& communicator) {
+    const Stage stage(bucket.seconds, "keep_residuals");
     for (size_t i = 0; i < sections.size(); ++i) {
       if (sections[i].codec.empty()) continue;
-      feedback_.keep(bucketOf(sections[i]), sections[i].codec, options_, communicator, sums[i].coding);
+      feedback_.keep(bucketOf(bucket, sections[i]), sections[i].codec, options_, communicator, sums[i].coding);
     }
   }
 
-  static Bucket bucketOf(const Section& section) { return {.flat = section.flat, .entries = section.entries}; }
+  static Bucket bucketOf(const Bucket& whole, const Section& section) {
+    return {.flat = section.flat, .entries = section.entries, .tellsUse = whole.tellsUse};
+  }
 
   Selection selection_;
   const compressed::MeanOptions options_;

@@ -77,9 +77,11 @@ at::ScalarType MatrixBatch::factorType(at::ScalarType gradients) {
   return gradients == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-MatrixBatch::MatrixBatch(std::vector<at::Tensor> gradients, std::vector<at::Tensor> residuals)
-    : gradients_(std::move(gradients)), residuals_(std::move(residuals)) {
+MatrixBatch::MatrixBatch(std::vector<at::Tensor> gradients, std::vector<at::Tensor> residuals,
+                         std::vector<at::Tensor> nextResiduals)
+    : gradients_(std::move(gradients)), residuals_(std::move(residuals)), nextResiduals_(std::move(nextResiduals)) {
   TORCH_INTERNAL_ASSERT(!gradients_.empty() && (residuals_.empty() || residuals_.size() == gradients_.size()));
+  TORCH_INTERNAL_ASSERT(residuals_.size() == nextResiduals_.size());
 }
 
 void MatrixBatch::gather(at::ScalarType type) {
@@ -114,7 +116,7 @@ void MatrixBatch::replace(const at::Tensor& p, const at::Tensor& q, const at::Te
   if (!isOnCpu()) return replaceOnDevice(p, q, areUsable);
   const bool keepsRest = areUsable.item<bool>();
   if (sums_.defined()) return replaceRounded(p, q, keepsRest);
-  forEach(gradients_, residuals_, p, q,
+  forEach(gradients_, nextResiduals_, p, q,
           [&](const auto& loops, const auto& matrix, const auto* fromP, const auto* fromQ) {
             loops.replace(matrix, fromP, fromQ, keepsRest);
           });
@@ -128,9 +130,9 @@ void MatrixBatch::replaceRounded(const at::Tensor& p, const at::Tensor& q, bool 
     loops.replace(matrix, fromP, fromQ, false);
   });
   at::_foreach_copy_(gradients_, products);
-  for (size_t i = 0; i < residuals_.size() && areUsable; ++i) {
+  for (size_t i = 0; i < nextResiduals_.size() && areUsable; ++i) {
     const at::Tensor rest = matrices_[i] - gradients_[i];
-    residuals_[i].copy_(at::where(at::isfinite(rest), rest, residuals_[i]));
+    nextResiduals_[i].copy_(at::where(at::isfinite(rest), rest, nextResiduals_[i]));
   }
 }
 
@@ -142,7 +144,7 @@ void MatrixBatch::replaceOnDevice(const at::Tensor& p, const at::Tensor& q, cons
   at::_foreach_copy_(gradients_, product.unbind(0));
   if (residuals_.empty()) return;
   const at::Tensor isKept = at::isfinite(rest).logical_and_(areUsable);
-  at::_foreach_copy_(residuals_, at::where(isKept, rest, stacked(residuals_)).unbind(0));
+  at::_foreach_copy_(nextResiduals_, at::where(isKept, rest, stacked(nextResiduals_)).unbind(0));
 }
 
 }  // namespace bagua::low_rank

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
 #include <vector>
 
 namespace bagua::low_rank {
@@ -20,7 +21,11 @@ namespace bagua::low_rank {
 // waits for the device.
 class MatrixBatch {
  public:
-  MatrixBatch(std::vector<at::Tensor> gradients, std::vector<at::Tensor> residuals);
+  // Replaced residuals go to `nextResiduals`, which may be the same tensors.
+  MatrixBatch(std::vector<at::Tensor> gradients, const std::vector<at::Tensor>& residuals)
+      : MatrixBatch(std::move(gradients), residuals, residuals) {}
+  MatrixBatch(std::vector<at::Tensor> gradients, std::vector<at::Tensor> residuals,
+              std::vector<at::Tensor> nextResiduals);
 
   // float64 for gradients of float64, else float32.
   static at::ScalarType factorType(at::ScalarType gradients);
@@ -29,7 +34,7 @@ class MatrixBatch {
   void multiply(const at::Tensor& q, at::Tensor& p);
   // Q = M^T P. After multiply().
   void multiplyTransposed(const at::Tensor& p, at::Tensor& q);
-  // gradient = P Q^T;  residual = M - gradient, as it was rounded to its dtype. A residual that would not be finite
+  // gradient = P Q^T;  next residual = M - gradient, as it was rounded to its dtype. Where it would not be finite that
   // stays as it is, and all do unless `areUsable`, one bool. The last call.
   void replace(const at::Tensor& p, const at::Tensor& q, const at::Tensor& areUsable);
 
@@ -41,6 +46,7 @@ class MatrixBatch {
 
   const std::vector<at::Tensor> gradients_;
   const std::vector<at::Tensor> residuals_;
+  const std::vector<at::Tensor> nextResiduals_;
   // Where the CPU keeps M: the gradients themselves, or sums_ of 16-bit gradients.
   std::vector<at::Tensor> matrices_;
   // All M, one after another.

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
+
+import torch
 
 from bagua._argument_checks import check_checkpoint
 from bagua._attachment import PICKLE_ADVICE, Attachment
@@ -33,6 +37,7 @@ class Handle:
         self._hook = hook
         self._attachment = attachment
         self._is_removed = False
+        self._followed: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         # What log_to() wrote last.
         self._logged: Stats | None = None
 
@@ -130,6 +135,46 @@ class Handle:
         self._hook.load(state_dict["state"], state_dict["layout"], state_dict.get("step", 0))
         if self._attachment is not None:
             self._attachment.state_loaded()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what error feedback holds back of gradients, where these change their scale.
+
+        For a loss scale of your own: from one step to the next, call it with new scale / old scale, on every rank
+        alike. For torch's GradScaler `follow` does that.
+
+        Raises:
+            RuntimeError: an algorithm that remembers no gradients. "quantized_allreduce" and "powersgd" do.
+            ValueError: a factor that is not above 0.
+        """
+        self._check_at_work()
+        self._hook.rescale(factor)
+
+    def follow(self, scaler: torch.amp.GradScaler) -> None:
+        """Have `scaler.update()` call `rescale` from now on, whenever it changes its scale.
+
+        Call it once for a scaler, on every rank alike. A checkpoint of the run has to hold `scaler.state_dict()`, too.
+
+        Raises:
+            RuntimeError: as `rescale`.
+            TypeError: what is no GradScaler.
+        """
+        if not callable(getattr(scaler, "update", None)) or not callable(getattr(scaler, "get_scale", None)):
+            raise TypeError(f"expected a torch.amp.GradScaler, got {type(scaler).__qualname__}")
+        self.rescale(1)
+        if scaler in self._followed:
+            return
+        self._followed.add(scaler)
+        update = scaler.update
+
+        @functools.wraps(update)
+        def update_and_rescale(new_scale: float | torch.Tensor | None = None) -> None:
+            before = scaler.get_scale()
+            update(new_scale)
+            after = scaler.get_scale()
+            if after != before and not self._is_removed:
+                self.rescale(after / before)
+
+        scaler.update = update_and_rescale  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Take the algorithm off the model: from the next backward on gradients are averaged in full precision.

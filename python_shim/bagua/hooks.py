@@ -131,6 +131,8 @@ def _make_hook(
     hook = _C.Hook(algorithm, complete, executors, parameters, ddp.static_graph)
     hook.use_parameters(names_and_roles(ddp.module, parameters))
     hook.use_model(layers_of(trainable_names(ddp)), synchronised_buffers(ddp))
+    if ddp.find_unused_parameters or ddp.static_graph:
+        hook.watch_use()
     return hook
 
 

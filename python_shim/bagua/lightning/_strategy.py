@@ -151,6 +151,9 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
         if trainer.state.fn == "fit":
             assert isinstance(self.model, DistributedDataParallel)
             self._handle = register_comm_hook(self.model, self._algorithm, self._optimizer(), **self._options)
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            if scaler is not None and self._handle._hook.keeps_residuals:
+                self._handle.follow(scaler)
 
     def _register_ddp_hooks(self) -> None:
         # Called before there are optimizers; on CPU devices Lightning's own would do nothing at all.

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <mutex>
+
+namespace bagua::compressed {
+
+// Which of two sets of state a step reads; it writes the other. The next step goes on from what was written, unless
+// some result of the step was not finite: GradScaler then skips the optimizer's step on every rank, so what was sent
+// was lost and the old set holds. Results are the same bits on all ranks, and so is that decision. Any thread may call.
+class StepSets {
+ public:
+  // Before all else of a bucket: the first of a step decides about the step before.
+  void begin(int64_t step);
+  // The set that the step at hand reads.
+  [[nodiscard]] int current() const;
+  [[nodiscard]] int next() const { return 1 - current(); }
+  // The step at hand has written its set.
+  void noteWritten();
+  // What of the step reaches the optimizer, or whether it is finite, one bool.
+  void noteResult(const at::Tensor& result);
+  void noteWhetherFinite(const at::Tensor& isFinite);
+
+  // On CUDA the host does not wait for results, and takes every step for one that counts. There, of what the step
+  // reads: `current` takes the values of `before`, that of the other set, if the step before was lost.
+  void restoreIfLost(const at::Tensor& current, const at::Tensor& before) const;
+  // Whether it was, one bool; undefined on the CPU.
+  [[nodiscard]] at::Tensor wasLost() const;
+
+  // The set to go on from, between two steps.
+  [[nodiscard]] int betweenSteps() const;
+  // The first set is read next.
+  void reset();
+
+ private:
+  mutable std::mutex mutex_;
+  int current_ = 0;
+  int64_t step_ = -1;
+  // Whether the step at hand has written its set, and whether one of its results was not finite.
+  bool hasWritten_ = false;
+  bool isLost_ = false;
+  // On CUDA instead: a flag of the step at hand, and of the one before.
+  at::Tensor lostOnDevice_;
+  at::Tensor lostBefore_;
+};
+
+}  // namespace bagua::compressed

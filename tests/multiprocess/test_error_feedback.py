@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer saw and what residuals hold is what went in, whichever way a step ends."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from hooked_models import same
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+# Several buckets, with what each algorithm codes and what it leaves exact.
+SHAPES = [(60, 70), (33,), (128, 40), (37, 53)]
+SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.02}
+QUANTIZED: dict[str, Any] = {"algorithm": "quantized_allreduce", "hierarchical": False}
+ALGORITHMS: list[dict[str, Any]] = [
+    {**QUANTIZED, "codec": "4bit"},
+    {**QUANTIZED, "codec": "1bit"},
+    {**QUANTIZED, "codec": "4bit", "residuals": "8bit"},
+    {"algorithm": "powersgd", "rank": 2, "start_step": 0},
+    {"algorithm": "powersgd", "rank": 2, "start_step": 0, "codec": "minmax_uint8"},
+]
+Given = list[Tensor | None]
+Totals = list[Tensor]
+
+
+class Model(nn.Module):
+    """Its gradients are the tensors that forward() is given; parameters that are given none are unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+
+    def forward(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        pairs = zip(self.parts, gradients, strict=True)
+        return torch.stack([(p * g).sum() for p, g in pairs if g is not None]).sum()
+
+
+def gradients_of(step: int, rank: int) -> Given:
+    generator = torch.Generator().manual_seed(977 * step + 31 * rank + 5)
+    return [torch.randn(shape, generator=generator) * (1 + i) + 0.2 for i, shape in enumerate(SHAPES)]
+
+
+def _hooked(options: dict[str, Any], **ddp_options: Any) -> tuple[DDP, bagua.Handle]:
+    ddp = DDP(Model(), **{**SMALL_BUCKETS, **ddp_options})
+    return ddp, bagua.register_comm_hook(ddp, **options)
+
+
+def _mean(given: Sequence[Given], i: int) -> Tensor:
+    zero = torch.zeros(SHAPES[i]).double()
+    return sum((g[i].double() for g in given if g[i] is not None), zero) / len(given)  # type: ignore[union-attr]
+
+
+def _zeros() -> Totals:
+    return [torch.zeros(shape).double() for shape in SHAPES]
+
+
+def _owed(state: dict[str, Tensor]) -> Totals:
+    """What the residuals of all ranks will still add to the results, by parameter."""
+    totals = []
+    for i, shape in enumerate(SHAPES):
+        owed = torch.zeros(shape).double().flatten()
+        for name, values in state.items():
+            kind, *_, position = name.split(".")
+            if position != str(i) or kind == "q":
+                continue
+            pieces = state.get(f"{name}.pieces", torch.tensor([[0, owed.numel()]])).tolist()
+            begin = 0
+            for first, last in pieces:
+                share = 1 if kind == "owner" else dist.get_world_size()
+                owed[first:last] += values.flatten()[begin : begin + last - first].double() / share
+                begin += last - first
+        dist.all_reduce(owed)
+        totals.append(owed.view(shape))
+    return totals
+
+
+def _check(options: dict[str, Any], state: dict[str, Tensor], seen: Totals, true: Totals, scale: float = 1) -> None:
+    is_small = options.get("residuals") == "8bit"
+    for i, owed in enumerate(_owed(state)):
+        # Small residuals owe five times themselves, but for the rounding to 8 bits in each step.
+        left = (seen[i] + (5 if is_small else 1) * owed / scale - true[i]).norm() / true[i].norm()
+        assert left < (1e-2 if is_small else 3e-6), f"parameter {i}: {left:.2g} of the sum is lost"
+
+
+# --- parameters that are not used ---
+
+
+def _given_in(step: int) -> list[Given]:
+    """Of all ranks. In some steps a parameter is used by nobody, by one rank only, or has a gradient of zeros."""
+    given = [gradients_of(step, rank) for rank in range(dist.get_world_size())]
+    for of_rank in given:
+        if step % 3 == 1:
+            of_rank[2] = None
+        if step % 4 == 3:
+            of_rank[3] = torch.zeros(SHAPES[3])
+    if step % 3 == 2:
+        given[0][0] = None
+    return given
+
+
+def _unused(options: dict[str, Any], is_view: bool, sets_to_none: bool) -> None:
+    ddp, handle = _hooked(options, find_unused_parameters=True, gradient_as_bucket_view=is_view)
+    seen, true = _zeros(), _zeros()
+    for step in range(36):
+        given = _given_in(step)
+        ddp.zero_grad(set_to_none=sets_to_none)
+        before = handle.state_dict()["state"]
+        ddp(given[dist.get_rank()]).backward()
+        for i, parameter in enumerate(ddp.module.parameters()):
+            true[i] += _mean(given, i)
+            if parameter.grad is not None:
+                seen[i] += parameter.grad.double()
+        after = handle.state_dict()["state"]
+        if step % 3 == 1 and options.get("residuals") != "8bit":
+            untouched = [name for name in before if name.endswith((".2", ".2.pieces"))]
+            assert untouched, before.keys()
+            assert all(torch.equal(before[name], after[name]) for name in untouched)
+        if step % 4 == 3 and step > 4:
+            # A gradient of zeros is one: what is owed goes out with it.
+            assert any(not torch.equal(before[name], after[name]) for name in before if name.endswith(".3"))
+    _check(options, handle.state_dict()["state"], seen, true)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("options", ALGORITHMS, ids=str)
+def test_what_is_owed_to_a_parameter_that_no_rank_used_stays_owed(
+    peers: RankPool, options: dict[str, Any], is_view: bool
+) -> None:
+    peers.run(_unused, options, is_view, not is_view)
+
+
+def _accumulated(options: dict[str, Any], is_stale: bool) -> None:
+    """Parameter 2 is used in the first backward of a step only: under no_sync(), or of a step that goes on."""
+    ddp, handle = _hooked(options, find_unused_parameters=True)
+    seen, true = _zeros(), _zeros()
+    for step in range(18):
+        first, second = ([gradients_of(2 * step + k, r) for r in range(dist.get_world_size())] for k in (0, 1))
+        for of_rank in second:
+            of_rank[2] = None
+        ddp.zero_grad()
+        if is_stale:
+            ddp(first[dist.get_rank()]).backward()
+        else:
+            with ddp.no_sync():
+                ddp(first[dist.get_rank()]).backward()
+        ddp(second[dist.get_rank()]).backward()
+        for i, parameter in enumerate(ddp.module.parameters()):
+            assert parameter.grad is not None
+            seen[i] += parameter.grad.double()
+            true[i] += _mean(first, i) + _mean(second, i)
+    _check(options, handle.state_dict()["state"], seen, true)
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+@pytest.mark.parametrize("options", [ALGORITHMS[1], ALGORITHMS[3]], ids=str)
+def test_so_it_is_where_a_step_has_several_backwards(
+    rank_pools: dict[int, RankPool], options: dict[str, Any], is_stale: bool
+) -> None:
+    rank_pools[2].run(_accumulated, options, is_stale)
+
+
+def _never_used(options: dict[str, Any]) -> None:
+    ddp, handle = _hooked(options, static_graph=True)
+    seen, true = _zeros(), _zeros()
+    for step in range(12):
+        given = [gradients_of(step, rank) for rank in range(dist.get_world_size())]
+        for of_rank in given:
+            of_rank[2] = None
+        ddp.zero_grad()
+        ddp(given[dist.get_rank()]).backward()
+        for i, parameter in enumerate(ddp.module.parameters()):
+            true[i] += _mean(given, i)
+            if parameter.grad is not None:
+                seen[i] += parameter.grad.double()
+    state = handle.state_dict()["state"]
+    assert not _owed(state)[2].any()
+    true[2] += 1
+    seen[2] += 1
+    _check(options, state, seen, true)
+
+
+@pytest.mark.parametrize("options", [ALGORITHMS[1], ALGORITHMS[3]], ids=str)
+def test_nothing_is_owed_to_a_parameter_that_a_static_graph_never_uses(
+    rank_pools: dict[int, RankPool], options: dict[str, Any]
+) -> None:
+    rank_pools[2].run(_never_used, options)
+
+
+def _in_two_arguments(options: dict[str, Any], has_model: bool) -> list[Tensor]:
+    ddp = DDP(Model(), **SMALL_BUCKETS, find_unused_parameters=True)
+    if has_model:
+        bagua.register_comm_hook(ddp, **options)
+    else:
+        ddp.register_comm_hook(*bagua.comm_hook(**options))
+    results = []
+    for step in range(8):
+        ddp.zero_grad()
+        ddp(_given_in(step)[dist.get_rank()]).backward()
+        results += [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
+    return results
+
+
+def test_the_two_argument_form_gives_the_same_gradients(rank_pools: dict[int, RankPool]) -> None:
+    # Draws nothing at random, for which the place of a parameter in the model would count.
+    options, pool = ALGORITHMS[0], rank_pools[2]
+    with_model = pool.run(_in_two_arguments, options, True)
+    without = pool.run(_in_two_arguments, options, False)
+    assert all(same(one, other) for one, other in zip(with_model, without, strict=True))
+
+
+# --- steps that are lost ---
+
+
+class Embedded(nn.Module):
+    """Has a sparse gradient besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = Model()
+        self.embedding = nn.Embedding(50, 8, sparse=True)
+
+    def forward(self, gradients: Given, factor: float) -> Tensor:
+        result: Tensor = self.dense(gradients) + self.embedding(torch.arange(5)).sum() * factor
+        return result
+
+
+def _lost(options: dict[str, Any], is_sparse: bool) -> None:
+    ddp = DDP(Embedded() if is_sparse else Model(), **SMALL_BUCKETS)
+    handle = bagua.register_comm_hook(ddp, **options)
+    dense = ddp.module.dense if is_sparse else ddp.module
+    seen, true = _zeros(), _zeros()
+    for step in range(24):
+        given = [gradients_of(step, rank) for rank in range(dist.get_world_size())]
+        is_lost = step in (8, 9, 15)
+        own = given[dist.get_rank()]
+        if is_lost and dist.get_rank() == 1 and not is_sparse:
+            # Of a vector, which travels as it is.
+            assert own[1] is not None
+            own[1][3] = float("nan") if step < 15 else float("inf")
+        factor = float("nan") if is_lost and dist.get_rank() == 0 else 1.0
+        ddp.zero_grad()
+        before = handle.state_dict()["state"]
+        (ddp(own, factor) if is_sparse else ddp(own)).backward()
+        if is_lost:
+            after = handle.state_dict()["state"]
+            assert before.keys() == after.keys()
+            assert [name for name in before if not torch.equal(before[name], after[name])] == []
+            continue
+        for i, parameter in enumerate(dense.parameters()):
+            assert parameter.grad is not None
+            seen[i] += parameter.grad.double()
+            true[i] += _mean(given, i)
+    _check(options, handle.state_dict()["state"], seen, true)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("options", ALGORITHMS, ids=str)
+def test_a_step_that_is_lost_leaves_no_trace_in_any_bucket(
+    peers: RankPool, options: dict[str, Any], is_sparse: bool
+) -> None:
+    peers.run(_lost, options, is_sparse)
+
+
+# --- loss scales ---
+
+
+def _scaled(options: dict[str, Any]) -> None:
+    ddp, handle = _hooked(options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
+    handle.follow(scaler)
+    handle.follow(scaler)
+    seen, true = _zeros(), _zeros()
+
+    def see(*_: Any) -> None:
+        for i, parameter in enumerate(ddp.module.parameters()):
+            assert parameter.grad is not None
+            seen[i].add_(parameter.grad.double())
+
+    optimizer.register_step_pre_hook(see)
+    scales = []
+    for step in range(60):
+        given = [gradients_of(step, rank) for rank in range(dist.get_world_size())]
+        is_lost = step in (10, 11, 25, 40)
+        own = list(given[dist.get_rank()])
+        if is_lost and dist.get_rank() == 1:
+            own[3] = torch.full(SHAPES[3], float("inf"))
+        optimizer.zero_grad()
+        scaler.scale(ddp(own)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        for i in range(0 if is_lost else len(SHAPES)):
+            true[i] += _mean(given, i)
+    changes = [after / before for before, after in zip([1024.0, *scales], scales, strict=False)]
+    assert changes.count(0.5) == 4
+    assert changes.count(2.0) > 4
+    _check(options, handle.state_dict()["state"], seen, true, scaler.get_scale())
+
+
+@pytest.mark.parametrize("options", ALGORITHMS, ids=str)
+def test_what_is_owed_changes_its_scale_with_the_loss(peers: RankPool, options: dict[str, Any]) -> None:
+    peers.run(_scaled, options)
+
+
+def _rescaled(options: dict[str, Any]) -> None:
+    ddp, handle = _hooked(options)
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(gradients_of(step, dist.get_rank())).backward()
+    before = handle.state_dict()["state"]
+    handle.rescale(0.25)
+    after = handle.state_dict()["state"]
+    for name, values in before.items():
+        is_residual = name.startswith(("sender", "owner", "residual")) and not name.endswith("pieces")
+        assert torch.equal(values * 0.25 if is_residual else values, after[name]), name
+    for factor in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="takes a factor above 0"):
+            handle.rescale(factor)
+    # Those of a checkpoint, before a bucket has come by.
+    _, other = _hooked(options)
+    other.load_state_dict(handle.state_dict())
+    other.rescale(4)
+    assert same(before, other.state_dict()["state"])
+
+
+@pytest.mark.parametrize("options", ALGORITHMS, ids=str)
+def test_rescale_multiplies_residuals_and_nothing_else(
+    rank_pools: dict[int, RankPool], options: dict[str, Any]
+) -> None:
+    rank_pools[2].run(_rescaled, options)
+
+
+def _without_residuals(algorithm: str) -> None:
+    _, handle = _hooked({"algorithm": algorithm})
+    scaler = torch.amp.GradScaler("cpu")
+    calls: list[Callable[[], None]] = [lambda: handle.rescale(0.5), lambda: handle.follow(scaler)]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=f"'{algorithm}' remembers no gradients"):
+            call()
+    with pytest.raises(TypeError, match=r"expected a torch\.amp\.GradScaler, got str"):
+        handle.follow("scaler")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_an_algorithm_without_residuals_says_that_it_needs_none(
+    rank_pools: dict[int, RankPool], algorithm: str
+) -> None:
+    rank_pools[2].run(_without_residuals, algorithm)
+
+
+# --- checkpoints ---
+
+
+def _continued(options: dict[str, Any], saved_at: int, ddp_options: dict[str, Any]) -> bool:
+    """Whether a run that is continued has the bits of one that is not broken; the identity holds in any case."""
+
+    def train(break_at: int) -> Totals:
+        ddp, handle = _hooked(options, **ddp_options)
+        seen, true, results = _zeros(), _zeros(), []
+        for step in range(8):
+            if step == break_at:
+                saved = handle.state_dict()
+                ddp, handle = _hooked(options, **ddp_options)
+                handle.load_state_dict(saved)
+            given = [gradients_of(step, rank) for rank in range(dist.get_world_size())]
+            ddp.zero_grad()
+            ddp(given[dist.get_rank()]).backward()
+            for i, parameter in enumerate(ddp.module.parameters()):
+                assert parameter.grad is not None
+                results.append(parameter.grad.clone())
+                seen[i] += results[-1].double()
+                true[i] += _mean(given, i)
+        _check(options, handle.state_dict()["state"], seen, true)
+        return results
+
+    return same(train(-1), train(saved_at))
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "ddp_options", "has_same_bits"),
+    # Before the second step only DDP knows how it will group the gradients from there on; with unused parameters it
+    # never groups them anew.
+    [(1, {}, False), (2, {}, True), (1, {"find_unused_parameters": True}, True)],
+    ids=str,
+)
+def test_a_checkpoint_of_the_first_step_loses_nothing_and_later_ones_have_all_bits(
+    rank_pools: dict[int, RankPool], saved_at: int, ddp_options: dict[str, Any], has_same_bits: bool
+) -> None:
+    options = {**QUANTIZED, "codec": "2bit"}
+    assert rank_pools[2].run(_continued, options, saved_at, ddp_options) == [has_same_bits] * 2
