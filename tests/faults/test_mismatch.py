@@ -66,6 +66,11 @@ def _scatter_from(root: int) -> Callable[[], Any]:
     return lambda: dist.scatter(torch.ones(4), _parts(4) if dist.get_rank() == root else None, src=root)
 
 
+def _gather_objects() -> None:
+    objects: list[Any] = [None] * SIZE
+    dist.all_gather_object(objects, 1)
+
+
 def _parts(*sizes: int) -> list[torch.Tensor]:
     """Return a tensor per rank, of these sizes or all of one size."""
     return [torch.ones(size) for size in (sizes if len(sizes) > 1 else sizes * SIZE)]
@@ -184,13 +189,13 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         "bagua:all_reduce #2 (Float[4], sum)",
     ),
     "objects against a barrier": (
-        lambda: dist.all_gather_object([None] * SIZE, 1),
+        _gather_objects,
         lambda: dist.barrier(),
         "#2 (Long[1])",
         "bagua:barrier #2",
     ),
     "objects against broadcast": (
-        lambda: dist.all_gather_object([None] * SIZE, 1),
+        _gather_objects,
         lambda: dist.broadcast(torch.ones(4), 0),
         "#2 (Long[1])",
         "bagua:broadcast #2 (Float[4], peer rank 0)",
