@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.lightning import BaguaStrategy
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import RankPool
 from torch import Tensor, nn
@@ -276,3 +278,21 @@ def _has_a_handle() -> None:
     runs.quiet_trainer("bagua_bytegrad").fit(module, runs.loader())
     stats = handles[-1].stats()
     assert (stats["algorithm"], stats["steps"]) == ("bytegrad", runs.STEPS_PER_EPOCH)
+
+
+def _factors_of_rescaling() -> list[float]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    strategy = BaguaStrategy("powersgd", precision_plugin=MixedPrecision("16-mixed", "cpu", scaler=scaler))
+    factors: list[float] = []
+
+    class Recorder(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            assert strategy.handle is not None
+            strategy.handle.rescale = factors.append  # type: ignore[method-assign]
+
+    runs.quiet_trainer(strategy, callbacks=[Recorder()]).fit(runs.Module(), runs.loader())
+    return factors
+
+
+def test_residuals_follow_the_loss_scale_of_lightning(pair: RankPool) -> None:
+    assert pair.run(_factors_of_rescaling) == [[2.0] * (runs.STEPS_PER_EPOCH // 3)] * 2
