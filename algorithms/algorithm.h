@@ -103,6 +103,9 @@ class Algorithm {
   // A step that was not taken: gradients have been dropped, as GradScaler has it done where they overflow. Only told to
   // algorithms that run in the background and whose ranks take the same number of steps.
   virtual void afterSkippedStep(StepContext& /*context*/) {}
+  // As much of that as other ranks wait for and changes no weights, before a state is asked for; afterSkippedStep()
+  // follows, perhaps in a run that has loaded the state.
+  virtual void beginSkippedStep(StepContext& /*context*/) {}
 
   // By parameter, in the order of StepContext::parameters(); empty while the optimizer takes gradients. Only asked of
   // an algorithm that names QAdamOptimizer as its optimizer.

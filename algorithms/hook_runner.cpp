@@ -2,6 +2,7 @@
 #include "algorithms/hook_runner.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/isfinite.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
@@ -35,6 +36,13 @@ constexpr AgreementWords kOfSynchronizing{"could not synchronise its weights",
                                           "synchronises its weights at another moment than rank 0",
                                           "synchronises its weights at another moment than rank 0"};
 
+constexpr AgreementWords kOfAborting{"could not stop its algorithm",
+                                     "stops its algorithm at another moment than rank 0",
+                                     "stops its algorithm at another moment than rank 0"};
+
+// In a state, beside what is the algorithm's.
+constexpr const char* kStepSkipped = "is_step_skipped";
+
 std::shared_ptr<const std::string> configurationOf(const std::string& name, const Options& options) {
   return std::make_shared<const std::string>(name + "(" + options.toString() + ")");
 }
@@ -46,6 +54,18 @@ c10::intrusive_ptr<c10::ivalue::Future> completedFuture(const at::Tensor& value)
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   future->markCompleted(c10::IValue(std::vector<at::Tensor>{value}));
   return future;
+}
+
+// Others after any change of a gradient.
+std::vector<std::pair<const void*, uint32_t>> marksOfGradients(const std::vector<at::Tensor>& parameters) {
+  std::vector<std::pair<const void*, uint32_t>> marks;
+  marks.reserve(parameters.size());
+  for (const auto& parameter : parameters) {
+    const at::Tensor& gradient = parameter.grad();
+    const bool isCounted = gradient.defined() && !gradient.is_inference();
+    marks.emplace_back(gradient.unsafeGetTensorImpl(), isCounted ? static_cast<uint32_t>(gradient._version()) : 0);
+  }
+  return marks;
 }
 
 int64_t bytesOfAll(const std::vector<at::Tensor>& tensors) {
@@ -174,10 +194,11 @@ void HookRunner::queueAfterBackward() {
 }
 
 void HookRunner::atBackward(bool isBypassed) {
-  // That of a forward under no_sync() is none of ours.
-  if (!isAnnounced_) return;
+  isStepCounted_ = false;
+  // Also of a backward under no_sync(), after which the gradients are no longer gone.
   if (isBeforeStep_ && haveGradientsGone()) wasStepSkipped_ = true;
-  if (!isBypassed) return;
+  // That of a forward under no_sync() is else none of ours.
+  if (!isAnnounced_ || !isBypassed) return;
   ++step_;
   {
     const std::lock_guard<std::mutex> lock(ledger_->mutex);
@@ -188,6 +209,8 @@ void HookRunner::atBackward(bool isBypassed) {
 
 bool HookRunner::haveGradientsGone() const {
   const at::NoGradGuard noGrad;
+  // As the backward has left them, though they may be zero.
+  if (marksOfGradients(parameters_) == marks_) return false;
   return std::none_of(parameters_.begin(), parameters_.end(), [](const at::Tensor& parameter) {
     const at::Tensor& gradient = parameter.grad();
     if (!gradient.defined()) return false;
@@ -195,11 +218,40 @@ bool HookRunner::haveGradientsGone() const {
   });
 }
 
+bool HookRunner::isStepSkipped() const {
+  if (!countsSteps_) return false;
+  if (wasStepSkipped_) return true;
+  if (!isBeforeStep_ || forwards_.any()) return false;
+  const at::NoGradGuard noGrad;
+  const bool areFinite = std::all_of(parameters_.begin(), parameters_.end(), [](const at::Tensor& parameter) {
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) return true;
+    return at::isfinite(gradient.is_sparse() ? gradient._values() : gradient).all().item<bool>();
+  });
+  return !areFinite || haveGradientsGone();
+}
+
+void HookRunner::countSkippedStep() {
+  if (!isStepSkipped()) return;
+  wasStepSkipped_ = true;
+  tellOfSkippedStep();
+  isStepCounted_ = true;
+}
+
+void HookRunner::tellOfSkippedStep() {
+  if (!std::exchange(wasStepSkipped_, false)) return;
+  isBeforeStep_ = false;
+  const at::NoGradGuard noGrad;
+  algorithm_->afterSkippedStep(*this);
+}
+
 void HookRunner::afterBackward() {
   const at::NoGradGuard noGrad;
   isAnnounced_ = false;
-  if (std::exchange(wasStepSkipped_, false)) algorithm_->afterSkippedStep(*this);
+  tellOfSkippedStep();
   isBeforeStep_ = true;
+  isStepCounted_ = false;
+  if (countsSteps_) marks_ = marksOfGradients(parameters_);
   forwards_.clear();
   algorithm_->afterBackward(*this);
 }
@@ -261,10 +313,8 @@ void HookRunner::noteMemory(std::map<std::string, int64_t> bytes) {
 
 void HookRunner::beforeForward(std::vector<Momentum> momenta) {
   const at::NoGradGuard noGrad;
-  if (countsSteps_ && isBeforeStep_ && haveGradientsGone()) {
-    isBeforeStep_ = false;
-    algorithm_->afterSkippedStep(*this);
-  }
+  if (countsSteps_ && isBeforeStep_ && haveGradientsGone()) wasStepSkipped_ = true;
+  tellOfSkippedStep();
   algorithm_->useMomenta(std::move(momenta));
   algorithm_->beforeForward(*this);
   isAnnounced_ = true;
@@ -278,19 +328,23 @@ void HookRunner::checkWeightsAreFree(const char* call) const {
 
 void HookRunner::afterStep() {
   const at::NoGradGuard noGrad;
+  tellOfSkippedStep();
   isBeforeStep_ = false;
+  if (std::exchange(isStepCounted_, false)) return;
   algorithm_->afterStep(*this);
 }
 
 void HookRunner::synchronize() {
   const at::NoGradGuard noGrad;
   if (AlgorithmRegistry::find(name_).agreement != Agreement::kEventual) return;
+  countSkippedStep();
   checkThatAllCan("synchronize()", kOfSynchronizing, {.text = "synchronize()", .detail = ""});
   algorithm_->synchronize(*this);
 }
 
 bool HookRunner::abort() {
   const at::NoGradGuard noGrad;
+  countSkippedStep();
   return algorithm_->abort(*this);
 }
 
@@ -312,6 +366,8 @@ void HookRunner::leave(const Belongings& belongings) {
   noteMemory({});
   forwards_.clear();
 }
+
+void HookRunner::checkThatAllCan(const char* call) { checkThatAllCan(call, kOfAborting, {.text = call, .detail = ""}); }
 
 void HookRunner::checkThatAllCan(const char* call, const AgreementWords& words, Registration own) {
   const at::Device device = parameters_.front().device();
@@ -337,6 +393,10 @@ void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t 
   TORCH_CHECK_VALUE(step >= 0, "bagua: the checkpoint was written after ", step, " steps");
   layouts_.check(layout);
   algorithm_->load(state, *this);
+  if (countsSteps_) {
+    isBeforeStep_ = isStepCounted_ = false;
+    wasStepSkipped_ = state.contains(kStepSkipped);
+  }
   layouts_.want(std::move(layout));
   step_ = step;
 }
@@ -347,6 +407,18 @@ void HookRunner::rescale(double factor) {
               "' remembers no gradients, and needs no rescale() or follow()");
   TORCH_CHECK_VALUE(std::isfinite(factor) && factor > 0, "bagua: rescale() takes a factor above 0, got ", factor);
   if (factor != 1) algorithm_->rescale(factor);
+}
+
+// The script has saved the weights, or is about to: a skipped step changes them at the next forward. What other ranks
+// wait for begins now.
+AlgorithmState HookRunner::state() {
+  if (!isStepSkipped()) return algorithm_->state();
+  const at::NoGradGuard noGrad;
+  wasStepSkipped_ = isStepCounted_ = true;
+  algorithm_->beginSkippedStep(*this);
+  AlgorithmState state = algorithm_->state();
+  state.emplace(kStepSkipped, counterTensor(1));
+  return state;
 }
 
 HookStats HookRunner::stats() const {

@@ -6,6 +6,8 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
+#include <vector>
 
 #include "algorithms/agreement.h"
 #include "algorithms/algorithm.h"
@@ -82,6 +84,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // backward that `isBypassed` DDP hands over nothing.
   void atBackward(bool isBypassed);
   void afterStep();
+  // Of an end, where no forward or backward follows that would show it: counts a step that was skipped. Its gradients
+  // are gone, or not finite, as GradScaler leaves them.
+  void countSkippedStep();
   // Whether a synchronised backward has come since the optimizer's last step.
   [[nodiscard]] bool isBeforeStep() const { return isBeforeStep_; }
   // Throws on all ranks, and changes nothing, unless all of them can. Collective.
@@ -102,7 +107,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // ranks, and changes nothing, unless all of them can leave. Collective.
   void leave(const Belongings& belongings);
 
-  [[nodiscard]] AlgorithmState state() const { return algorithm_->state(); }
+  // With a step that was skipped and has not been counted.
+  [[nodiscard]] AlgorithmState state();
   [[nodiscard]] const BucketLayout& layout() const { return layouts_.last(); }
   // Synchronised backwards so far, in this run and in those that it continues.
   [[nodiscard]] int64_t step() const { return step_; }
@@ -143,8 +149,11 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Where all ranks are at the same step when they make themselves equal: a rank that is at another one, and waits in a
   // round, finds out at once.
   [[nodiscard]] ExecutorProvider& meetingGroup() const { return countsSteps_ ? *background_ : *group_; }
+  void checkThatAllCan(const char* call) override;
   void checkThatAllCan(const char* call, const AgreementWords& words, Registration own);
   [[nodiscard]] bool haveGradientsGone() const;
+  [[nodiscard]] bool isStepSkipped() const;
+  void tellOfSkippedStep();
   c10::intrusive_ptr<c10d::Work> submitTo(ExecutorProvider& group, const char* name,
                                           const std::vector<at::Tensor>& tensors, Wait wait, Task task,
                                           std::shared_ptr<const GradientList> gradients = nullptr);
@@ -181,8 +190,12 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Since the last synchronised backward.
   OutstandingForwards forwards_;
   bool isBeforeStep_ = false;
-  // Whether the step before the backward at hand was skipped, which was seen too late to tell the algorithm.
+  // Whether a step was skipped that the algorithm has not been told of: seen in a backward, or before a checkpoint.
   bool wasStepSkipped_ = false;
+  // Whether an end has counted the step of the last backward.
+  bool isStepCounted_ = false;
+  // Of the gradients as the last backward has left them.
+  std::vector<std::pair<const void*, uint32_t>> marks_;
   bool spansHosts_ = false;
   const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
   BucketLayouts layouts_;

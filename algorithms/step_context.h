@@ -36,6 +36,9 @@ class StepContext {
   // Throws where the backward of a forward is still to come, which needs the weights as they are. `call` is what the
   // user called.
   virtual void checkWeightsAreFree(const char* call) const = 0;
+  // Throws on all ranks, and changes nothing, where that is so on any of them, or where they have not taken the same
+  // number of steps. Collective.
+  virtual void checkThatAllCan(const char* call) = 0;
 
   // Runs `task` after all earlier programs of the model's group. What it sends and how long its stages take is counted,
   // and `tensors` as what it carries. `name` is a literal. The profiler of this thread sees the stages of a program

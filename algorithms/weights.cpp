@@ -2,6 +2,8 @@
 #include "algorithms/weights.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/lerp.h>
+#include <ATen/ops/sub.h>
 #include <c10/util/Exception.h>
 
 #include <limits>
@@ -32,15 +34,24 @@ at::Tensor WeightBucket::packAs(at::ScalarType dtype) const {
   return flat;
 }
 
-at::Tensor WeightBucket::subtractedFrom(const at::Tensor& flat) const {
-  at::Tensor difference = flat.clone();
-  forEachPart(difference, [](const at::Tensor& parameter, const at::Tensor& part) { part.sub_(parameter); });
-  return difference;
+void WeightBucket::subtractFrom(const at::Tensor& flat, const at::Tensor& difference) const {
+  int64_t begin = 0;
+  forEachPart(difference, [&](const at::Tensor& parameter, const at::Tensor& part) {
+    at::Tensor result = part;
+    at::sub_out(result, flat.narrow(0, begin, parameter.numel()).view(parameter.sizes()), parameter);
+    begin += parameter.numel();
+  });
 }
 
 void WeightBucket::mixWith(const at::Tensor& flat, double mixing) const {
   if (mixing == 0) return unpack(flat);
   forEachPart(flat, [mixing](const at::Tensor& parameter, const at::Tensor& part) {
+    // The same bits, without two tensors that hold them for a moment.
+    if (parameter.scalar_type() == part.scalar_type()) {
+      at::Tensor mixed = parameter;
+      at::lerp_out(mixed, part, parameter, mixing);
+      return;
+    }
     parameter.copy_(part.lerp(parameter.to(part.scalar_type()), mixing));
   });
 }

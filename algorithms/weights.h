@@ -20,8 +20,8 @@ class WeightBucket {
   [[nodiscard]] at::Tensor pack() const;
   // The same in another dtype.
   [[nodiscard]] at::Tensor packAs(at::ScalarType dtype) const;
-  // `flat` less the parameters, in the dtype of `flat`.
-  [[nodiscard]] at::Tensor subtractedFrom(const at::Tensor& flat) const;
+  // `difference` becomes `flat` less the parameters, in the dtype of both.
+  void subtractFrom(const at::Tensor& flat, const at::Tensor& difference) const;
   // The parameters become mixing * parameters + (1 - mixing) * flat, computed in the dtype of `flat`.
   void mixWith(const at::Tensor& flat, double mixing) const;
   // Overwrites the parameters.

@@ -38,6 +38,7 @@ void bindOptions(py::module& module) {
            py::arg("is_high_priority_stream") = false)
       .def_readwrite("is_high_priority_stream", &Options::highPriorityStream,
                      "CUDA: run communication on a stream of high priority.")
+      .def_readwrite("_is_serial", &Options::isSerial)
       .def("__copy__", &copyOf)
       .def("__deepcopy__", [](const Options& options, const py::dict&) { return copyOf(options); })
       .def("__repr__", &optionsText);

@@ -20,6 +20,8 @@ namespace {
 
 // Of all that is drawn at random.
 constexpr uint64_t kSeed = 0;
+// Of tensors of several dtypes in one memory.
+constexpr int64_t kAlignment = 64;
 
 // Equal for equal bits; on two ranks, whatever their devices.
 at::Tensor digestOf(const std::vector<at::Tensor>& flats) {
@@ -39,6 +41,12 @@ at::Tensor digestOf(const std::vector<at::Tensor>& flats) {
 }
 
 std::string numbered(const char* name, size_t number) { return std::string(name) + "." + std::to_string(number); }
+
+// The bytes of `numel` elements, in whole units.
+int64_t bytesOf(int64_t numel, at::ScalarType dtype, int64_t unit) {
+  const int64_t bytes = numel * static_cast<int64_t>(elementSize(dtype));
+  return (bytes + unit - 1) / unit * unit;
+}
 
 int64_t bytesOf(const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; }
 
@@ -128,7 +136,10 @@ void Rounds::reduce(Bucket& bucket, Communicator& communicator) {
 }
 
 void Rounds::prepare(StepContext& context) {
-  if (fragments_.empty()) makeFragments(context);
+  if (fragments_.empty()) {
+    makeFragments(context);
+    if (!settings_.outer) noteMemory(context);
+  }
   if (settings_.outer && !hasStarted_) startOuterWeights(context);
 }
 
@@ -165,16 +176,34 @@ void Rounds::noteMemory(StepContext& context) const {
     bytes["outer_momentum"] += bytesOf(bucket->outer.momentum);
     bytes["residuals"] += bytesOf(bucket->residual) + bytesOf(bucket->ownerResidual);
   }
-  // Of the fragment on its way: its differences.
-  int64_t largest = 0;
-  for (const auto& fragment : fragments_) {
-    int64_t own = 0;
-    for (const auto& bucket : fragment.buckets)
-      own += bucket->weights.numel() * static_cast<int64_t>(elementSize(bucket->dtype));
-    largest = std::max(largest, own);
-  }
-  bytes["largest_fragment"] = largest;
+  // Of the fragment on its way: its differences, or its weights where there is no outer optimizer.
+  bytes["largest_fragment"] = longestFragment(1);
   context.noteMemory(std::move(bytes));
+}
+
+int64_t Rounds::longestFragment(int64_t unit) const {
+  int64_t longest = 0;
+  for (const auto& fragment : fragments_) {
+    int64_t bytes = 0;
+    for (const auto& bucket : fragment.buckets) bytes += bytesOf(bucket->weights.numel(), bucket->dtype, unit);
+    longest = std::max(longest, bytes);
+  }
+  return longest;
+}
+
+std::vector<at::Tensor> Rounds::roomFor(const Fragment& fragment) {
+  if (!room_.defined()) {
+    const auto options = fragment.buckets.front()->outer.weights.options().dtype(at::kByte);
+    room_ = at::empty({longestFragment(kAlignment)}, options);
+  }
+  std::vector<at::Tensor> rooms;
+  int64_t begin = 0;
+  for (const auto& bucket : fragment.buckets) {
+    const int64_t bytes = bytesOf(bucket->weights.numel(), bucket->dtype, 1);
+    rooms.push_back(room_.narrow(0, begin, bytes).view(bucket->dtype));
+    begin += bytesOf(bucket->weights.numel(), bucket->dtype, kAlignment);
+  }
+  return rooms;
 }
 
 void Rounds::beforeForward(StepContext& context) {
@@ -187,12 +216,17 @@ void Rounds::beforeForward(StepContext& context) {
   }
 }
 
-void Rounds::afterStep(StepContext& context) {
+void Rounds::beginStep(StepContext& context) {
+  if (std::exchange(isInStep_, true)) return;
   prepare(context);
   ++step_;
-  if (!isPaused_) {
-    if (const auto number = settings_.schedule.takenAfter(step_)) take(*number, context);
-  }
+  if (isPaused_) return;
+  if (const auto number = settings_.schedule.takenAfter(step_)) take(*number, context);
+}
+
+void Rounds::afterStep(StepContext& context) {
+  beginStep(context);
+  isInStep_ = false;
   if (const auto number = settings_.schedule.synchronisedAfter(step_); number && fragments_[*number].exchange) {
     synchronise(*number, context);
   }
@@ -203,10 +237,15 @@ void Rounds::take(int64_t number, StepContext& context) {
   TORCH_INTERNAL_ASSERT(!fragment.exchange);
   Exchange& exchange = fragment.exchange.emplace();
   std::vector<at::Tensor> flats;
-  for (const auto& bucket : fragment.buckets) {
-    flats.push_back(settings_.outer ? bucket->weights.subtractedFrom(bucket->outer.weights) : bucket->weights.pack());
+  if (settings_.outer) {
+    flats = roomFor(fragment);
+    for (size_t i = 0; i < flats.size(); ++i) {
+      fragment.buckets[i]->weights.subtractFrom(fragment.buckets[i]->outer.weights, flats[i]);
+    }
+  } else {
+    for (const auto& bucket : fragment.buckets) flats.push_back(bucket->weights.pack());
+    exchange.means = flats;
   }
-  if (!settings_.outer) exchange.means = flats;
   if (number + 1 == settings_.schedule.fragments()) exchange.buffers = packAll(buffers_);
   std::vector<at::Tensor> tensors = flats;
   tensors.insert(tensors.end(), exchange.buffers.begin(), exchange.buffers.end());
@@ -274,7 +313,7 @@ void Rounds::synchronize(StepContext& context) {
 
 bool Rounds::abort(StepContext& context) {
   if (isPaused_) return false;
-  context.checkWeightsAreFree("abort()");
+  context.checkThatAllCan("abort()");
   synchronize(context);
   return !std::exchange(isPaused_, true);
 }
@@ -284,7 +323,7 @@ bool Rounds::resume(StepContext& /*context*/) { return std::exchange(isPaused_, 
 // --- Checkpoints -----------------------------------------------------------------------------------------------------
 
 int64_t Rounds::stateBytes() const {
-  int64_t bytes = 0;
+  int64_t bytes = bytesOf(room_);
   for (const auto& bucket : allBuckets()) {
     for (const auto* kept :
          {&bucket->outer.weights, &bucket->outer.momentum, &bucket->residual, &bucket->ownerResidual}) {
@@ -297,7 +336,8 @@ int64_t Rounds::stateBytes() const {
 AlgorithmState Rounds::state() const {
   AlgorithmState state{{"step", counterTensor(step_)},
                        {"has_started", counterTensor(hasStarted_ ? 1 : 0)},
-                       {"is_paused", counterTensor(isPaused_ ? 1 : 0)}};
+                       {"is_paused", counterTensor(isPaused_ ? 1 : 0)},
+                       {"is_in_step", counterTensor(isInStep_ ? 1 : 0)}};
   for (size_t number = 0; number < fragments_.size(); ++number) {
     const Fragment& fragment = fragments_[number];
     if (fragment.synchronisedAfter >= 0) {
@@ -308,6 +348,9 @@ AlgorithmState Rounds::state() const {
     state.emplace(numbered("on_its_way", number), counterTensor(1));
     for (size_t i = 0; i < fragment.exchange->buffers.size(); ++i) {
       state.emplace(numbered("buffers", i), fragment.exchange->buffers[i].clone());
+    }
+    for (size_t i = 0; i < fragment.exchange->means.size(); ++i) {
+      state.emplace(numbered("means", i), fragment.exchange->means[i].clone());
     }
   }
   const FragmentBuckets buckets = allBuckets();
@@ -328,6 +371,8 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
   const int64_t step = counterOf(state, "step");
   const bool hasStarted = settings_.outer && counterOf(state, "has_started") != 0;
   const bool isPaused = counterOf(state, "is_paused") != 0;
+  // Older checkpoints are of whole steps.
+  const bool isInStep = state.contains("is_in_step") && counterOf(state, "is_in_step") != 0;
   if (fragments_.empty()) makeFragments(context);
   std::vector<Loaded> loaded;
   const FragmentBuckets buckets = allBuckets();
@@ -339,8 +384,11 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
     Fragment& fragment = fragments.emplace_back(Fragment{.buckets = fragments_[number].buckets});
     const std::string synchronised = numbered("synchronised_after", number);
     if (state.contains(synchronised)) fragment.synchronisedAfter = counterOf(state, synchronised);
-    if (!hasStarted || !state.contains(numbered("on_its_way", number))) continue;
+    if ((settings_.outer && !hasStarted) || !state.contains(numbered("on_its_way", number))) continue;
     Exchange& exchange = fragment.exchange.emplace();
+    for (size_t i = 0; !settings_.outer && i < fragment.buckets.size(); ++i) {
+      exchange.means.push_back(tensorOf(state, numbered("means", i), fragment.buckets[i]->weights.pack()));
+    }
     if (number + 1 < fragments_.size()) continue;
     for (size_t i = 0; i < buffers_.size(); ++i) {
       exchange.buffers.push_back(tensorOf(state, numbered("buffers", i), buffers_[i].pack()));
@@ -353,6 +401,7 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
   }
   step_ = step;
   isPaused_ = isPaused;
+  isInStep_ = isInStep;
   hasStarted_ = hasStarted;
   fragments_ = std::move(fragments);
   for (size_t number = 0; number < loaded.size(); ++number) {
@@ -362,7 +411,7 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
     bucket.ownerResidual = std::move(loaded[number].ownerResidual);
     allocate(bucket, context.rank());
   }
-  if (hasStarted) noteMemory(context);
+  if (hasStarted || !settings_.outer) noteMemory(context);
 }
 
 Rounds::Loaded Rounds::loadedBucket(const AlgorithmState& state, size_t number, const FragmentBucket& bucket,

@@ -58,6 +58,7 @@ class Rounds final : public Algorithm {
   void beforeForward(StepContext& context) override;
   void afterStep(StepContext& context) override;
   void afterSkippedStep(StepContext& context) override { afterStep(context); }
+  void beginSkippedStep(StepContext& context) override { beginStep(context); }
 
   // Ends what is on its way, and synchronises at once all fragments that have taken steps since they were last. The
   // weights are then the outer ones, whatever the mixing.
@@ -112,10 +113,16 @@ class Rounds final : public Algorithm {
   void prepare(StepContext& context);
   void startOuterWeights(StepContext& context);
   void noteMemory(StepContext& context) const;
+  // Where the differences of a fragment are, in the memory that all fragments share.
+  std::vector<at::Tensor> roomFor(const Fragment& fragment);
+  // In bytes, the parts of each dtype in whole units of so many.
+  [[nodiscard]] int64_t longestFragment(int64_t unit) const;
   [[nodiscard]] bool isCoded() const;
   // The elements of a bucket that this rank owns in a coded exchange.
   [[nodiscard]] int64_t ownedOf(const FragmentBucket& bucket, int rank) const;
   void allocate(FragmentBucket& bucket, int rank) const;
+  // Counts a step, and takes the fragment that is to be taken after it; once, however often it is called for a step.
+  void beginStep(StepContext& context);
   void take(int64_t number, StepContext& context);
   void synchronise(int64_t number, StepContext& context);
   [[nodiscard]] FragmentBuckets allBuckets() const;
@@ -128,10 +135,15 @@ class Rounds final : public Algorithm {
   bool staysInHost_ = false;
   std::vector<Fragment> fragments_;
   std::vector<WeightBucket> buffers_;
+  // As many bytes as the longest fragment has, for the differences of the one that is on its way. Undefined before the
+  // first, and without an outer optimizer.
+  at::Tensor room_;
   // Whether the outer weights are there.
   bool hasStarted_ = false;
   bool isPaused_ = false;
   int64_t step_ = 0;
+  // Whether the last step of these has begun and is not over.
+  bool isInStep_ = false;
 };
 
 }  // namespace bagua::rounds

@@ -17,12 +17,14 @@ namespace bagua {
 
 BackendExecutors::BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
                                    const std::vector<std::string>& records, std::chrono::milliseconds timeout,
-                                   c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks)
+                                   c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks,
+                                   bool isSerial)
     : backend_(std::move(backend)),
       identity_{groupName, backend_->getRank(), backend_->getSize()},
       members_(membersOf(records)),
       topology_(std::make_shared<const HostTopology>(members_.topology)),
       timeout_(limitedTimeout(timeout)),
+      isSerial_(isSerial),
       health_(identity_, sealedPart(store, groupName), std::move(globalRanks)) {
   TORCH_CHECK_VALUE(topology_->size() == identity_.size, "bagua: expected the records of ", identity_.size,
                     " ranks, got ", topology_->size());
@@ -58,7 +60,7 @@ Executor& BackendExecutors::executorFor(at::Device device) {
   }
   if (device.is_cpu()) {
     executor_ = makeHostExecutor(
-        identity_, members_, topology_, [this] { return backend_; }, health_);
+        identity_, members_, topology_, [this] { return backend_; }, health_, isSerial_);
   } else {
 #if BAGUA_WITH_CUDA
     const auto log = health_.addLog("cuda");

@@ -21,10 +21,10 @@ class BackendExecutors final : public ExecutorProvider {
  public:
   // `records` are what every rank's ownRecord() says; ValueError where they do not agree. `store` is for the ranks to
   // tell each other of failures; nobody else writes keys there that begin with "health". May be null. `globalRanks` as
-  // for GroupHealth.
+  // for GroupHealth, `isSerial` for makeHostExecutor.
   BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
                    const std::vector<std::string>& records, std::chrono::milliseconds timeout,
-                   c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks);
+                   c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks, bool isSerial);
   ~BackendExecutors() override;
 
   Executor& executorFor(at::Device device) override;
@@ -41,6 +41,7 @@ class BackendExecutors final : public ExecutorProvider {
   const GroupMembers members_;
   const std::shared_ptr<const HostTopology> topology_;
   const std::chrono::milliseconds timeout_;
+  const bool isSerial_;
   GroupHealth health_;
   std::mutex mutex_;
   std::optional<at::Device> device_;

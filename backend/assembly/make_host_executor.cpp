@@ -86,14 +86,14 @@ void endWithGroup(const std::shared_ptr<Executor>& executor, OperationLog& log) 
 
 std::shared_ptr<Executor> makeHostExecutor(const GroupIdentity& group, const GroupMembers& members,
                                            const std::shared_ptr<const HostTopology>& topology,
-                                           const MakeHostBackend& makeBackend, GroupHealth& health) {
+                                           const MakeHostBackend& makeBackend, GroupHealth& health, bool isSerial) {
   const bool isGloo = config::hostTransport() == config::HostTransport::kGloo;
   auto carriers = isGloo ? backendCarriers(makeBackend(), *topology) : socketCarriers(group, members, *topology);
   const auto log = health.addLog("cpu");
   // Memory that the ranks of one host share tells them of a death by itself.
   if (topology->hostCount() > 1) log->watchPeers(carriers.findLost);
   HostExecutor::Communicators channels;
-  const int count = channelsFor(*topology);
+  const int count = isSerial ? 1 : channelsFor(*topology);
   for (int channel = 0; channel < count; ++channel) {
     channels.push_back(std::make_unique<HostCommunicator>(carriers.makeWire(channel), topology));
   }

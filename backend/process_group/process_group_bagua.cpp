@@ -102,7 +102,7 @@ std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device) {
   }
   if (device.is_cpu()) {
     return makeHostExecutor(
-        identity_, members_, topology_, [this] { return hostBackend_; }, *health_);
+        identity_, members_, topology_, [this] { return hostBackend_; }, *health_, options_->isSerial);
   }
   if (topology_->hostCount() > 1) checkKeepsSecret("NCCL", "Train on CPU tensors, or on one host");
 #if BAGUA_WITH_CUDA

@@ -31,6 +31,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
 
     // CUDA: run communication on a stream of high priority.
     bool highPriorityStream = false;
+    // CPU: programs never run together, as makeHostExecutor has it. Ours, for groups of our own.
+    bool isSerial = false;
   };
 
   using StorePtr = c10::intrusive_ptr<c10d::Store>;

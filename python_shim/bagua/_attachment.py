@@ -268,6 +268,7 @@ class Attachment:
 
     def remove(self) -> None:
         """Take all hooks off again and leave the model to plain averaging of gradients. Collective."""
+        self._hook.count_skipped_step()
         is_before_step = self._hook.is_before_step
         belongings = Belongings(self._optimizer(), self._parameters, is_before_step=is_before_step)
         self._hook.leave(belongings.moment, belongings.shapes, belongings.state, belongings.gradients)

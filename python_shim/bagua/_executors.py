@@ -62,16 +62,21 @@ def _records_of(group: dist.ProcessGroup, timeout: timedelta) -> list[str]:
     return [store.get(str(member)).decode() for member in range(size)]
 
 
-def _executors_over(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Any:
+def _executors_over(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, *, is_serial: bool = False
+) -> Any:
     backend = _unwrapped(group._get_backend(device))
     if isinstance(backend, _C.ProcessGroupBagua):
+        # Read at the first program.
+        if is_serial:
+            backend.options._is_serial = True
         return _C.executors_of_group(backend)
     _at_exit.install()
     records = _records_of(group, timeout)
     # A group for CPU tensors is the hook's own, and so is its store. NCCL has a watchdog itself.
     store = group.get_group_store() if device.type == "cpu" else None
     ranks = dist.get_process_group_ranks(group)
-    return _C.executors_over_backend(backend, group.group_name, records, timeout, store, ranks)
+    return _C.executors_over_backend(backend, group.group_name, records, timeout, store, ranks, is_serial)
 
 
 class _Use:
@@ -79,13 +84,18 @@ class _Use:
 
 
 def _executors_over_private(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, members: Sequence[int] | None = None
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta,
+    members: Sequence[int] | None = None,
+    *,
+    is_serial: bool = False,
 ) -> Any:
     """Executors over a group of their own, which ends with them."""
     use = _Use()
     private = _private_group(group, device, timeout, members)
     destroy_with(use, private)
-    return _C.with_owned(_executors_over(private, device, timeout), use)
+    return _C.with_owned(_executors_over(private, device, timeout, is_serial=is_serial), use)
 
 
 def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -109,10 +119,14 @@ def shared_executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     return known[device]
 
 
-def background_executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return executors whose programs run beside those of `executors_for`, in an order of their own. Collective."""
+def background_executors_for(group: dist.ProcessGroup, device: torch.device, *, is_serial: bool = True) -> Any:
+    """Return executors whose programs run beside those of `executors_for`, in an order of their own. Collective.
+
+    With `is_serial` they never run beside each other, on one thread: several would take turns, each of which keeps the
+    memory of the longest program.
+    """
     timeout = _timeout_of(_unwrapped(group._get_backend(device)))
-    return _executors_over_private(group, device, timeout)
+    return _executors_over_private(group, device, timeout, is_serial=is_serial)
 
 
 def host_executors_for(group: dist.ProcessGroup, device: torch.device, members: Sequence[int]) -> Any:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """local_sgd and diloco under stock DDP, step by step against a plain loop, torchft's fixtures and torch.optim.SGD."""
 
+import contextlib
 import copy
 import io
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import bagua
@@ -13,7 +15,7 @@ import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
-from devices import randn
+from devices import here, randn
 from hooked_models import emulated_hosts, same
 from ranks import RankPool, run_ranks
 from torch import Tensor, nn
@@ -324,7 +326,52 @@ def test_the_outer_step_is_that_of_torch_to_the_bit(
         assert same(sim.flat(weights), after)
 
 
+def _mix(dtype: torch.dtype) -> None:
+    ddp = DDP(nn.Conv2d(3, 37, 5, dtype=dtype).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    before: list[Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: before.append(ddp.module.weight.detach().clone()))
+    handle = Plan(1, mixing=0.25).register(ddp, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        (ddp(randn(2, 3, 9, 9, seed=step).to(dtype)).square().mean()).backward()
+        optimizer.step()
+        outer = handle.state_dict()["state"]["outer_weights.0"][: before[-1].numel()].view(before[-1].shape)
+        assert same(torch.lerp(outer, before[-1].float(), 0.25).to(dtype), ddp.module.weight.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_rank_keeps_of_its_weights_is_lerp_to_the_bit(
+    rank_pools: dict[int, RankPool], dtype: torch.dtype
+) -> None:
+    rank_pools[2].run(_mix, dtype)
+
+
 # --- checkpoints ---
+
+
+Register = Callable[[DDP, torch.optim.Optimizer], bagua.Handle]
+
+
+class Training(NamedTuple):
+    ddp: DDP
+    optimizer: torch.optim.Optimizer
+    handle: bagua.Handle
+
+
+def _begun_anew(ddp: DDP, optimizer: torch.optim.Optimizer, handle: bagua.Handle, register: Register) -> Training:
+    """A training as a checkpoint of another has it."""
+    file = io.BytesIO()
+    torch.save([ddp.module.state_dict(), optimizer.state_dict(), handle.state_dict()], file)
+    file.seek(0)
+    weights, state, rounds = torch.load(file)
+    ddp = DDP(three_layers())
+    ddp.module.load_state_dict(weights)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    optimizer.load_state_dict(state)
+    handle = register(ddp, optimizer)
+    handle.load_state_dict(rounds)
+    return Training(ddp, optimizer, handle)
 
 
 def _train_on(plan: Plan, options: dict[str, Any], breaks: Sequence[int]) -> list[Tensor]:
@@ -555,6 +602,116 @@ def test_a_step_skipped_before_gradients_are_dropped_counts_too(rank_pools: dict
     assert same(states[0], states[1])
 
 
+# The rank whose last step is skipped, how many steps there are, and whether gradients are dropped after it. With two
+# fragments in rounds of six, a delay of one: after step 8 a fragment is taken, after step 9 it is synchronised.
+LAST_STEPS = [(1, 8, False), (0, 9, True), (1, 10, True), (0, 10, False)]
+
+
+def _train_scaled(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, skipped: int | None, idle: int | None, drop: bool
+) -> None:
+    """Step `skipped` overflows; step `idle` moves nothing, as a step that is skipped, and is taken."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in steps:
+        if not drop:
+            optimizer.zero_grad()
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = 0.0 if step == idle else rate
+        scaler.scale(
+            sim.batch_loss(model, step, dist.get_rank()) * (float("inf") if step == skipped else 1.0)
+        ).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if drop:
+            optimizer.zero_grad()
+
+
+def _skip_last(end: str, register: Register, skips: bool) -> list[Tensor]:
+    """The weights at the ends of trainings whose last step one rank skips, or takes without moving."""
+    weights = []
+    for skipping, steps, drop in LAST_STEPS:
+        ddp = DDP(three_layers())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+        handle = register(ddp, optimizer)
+        last = steps if dist.get_rank() == skipping else None
+        with handle if end == "with" else contextlib.nullcontext():
+            _train_scaled(ddp, optimizer, range(1, steps + 1), last if skips else None, None if skips else last, drop)
+        if end == "state_dict":
+            ddp, optimizer, handle = _begun_anew(ddp, optimizer, handle, register)
+            _train_scaled(ddp, optimizer, range(steps + 1, 20), None, None, drop)
+            handle.synchronize()
+        elif end != "with":
+            getattr(handle, end)()
+        weights.append(sim.flat(ddp.parameters()))
+    return weights
+
+
+def _averaged_every_third_step(ddp: DDP, optimizer: torch.optim.Optimizer) -> bagua.Handle:
+    return bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer, sync_every=3)
+
+
+@pytest.mark.parametrize("end", ["synchronize", "abort", "remove", "with", "state_dict"])
+@pytest.mark.parametrize(
+    "register", [Plan(6, 2, delay=1, mixing=0.25).register, Plan(3).register, _averaged_every_third_step]
+)
+def test_a_last_step_that_a_rank_skips_counts(rank_pools: dict[int, RankPool], end: str, register: Register) -> None:
+    one, other = rank_pools[2].run(_skip_last, end, register, True, timeout=60.0)
+    assert same(one, other)
+    assert same(one, rank_pools[2].run(_skip_last, end, register, False, timeout=60.0)[0])
+
+
+def _synchronize_before_the_step(skips: bool) -> dict[str, Tensor]:
+    ddp = DDP(three_layers())
+    optimizer = momentum_sgd(ddp)
+    handle = Plan(4).register(ddp, optimizer)
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        # One gradient that is not finite: the end takes the step for one that was skipped.
+        (sim.batch_loss(ddp, step, 0) * (float("nan") if skips and step == 3 else 1.0)).backward()
+        handle.synchronize()
+        optimizer.step()
+    state: dict[str, Tensor] = handle.state_dict()["state"]
+    return state
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["finite", "nan"])
+def test_a_step_that_follows_a_synchronisation_counts_once(rank_pools: dict[int, RankPool], skips: bool) -> None:
+    for state in rank_pools[2].run(_synchronize_before_the_step, skips):
+        assert state["step"] == 3
+
+
+def _accumulate(skipped: int, empty: bool, synchronised: bool) -> tuple[int, Tensor]:
+    """Rank 1 skips a step, or its first micro-batch has gradients that are all zero."""
+    ddp, rank = DDP(three_layers()), dist.get_rank()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    handle = Plan(4, 2, delay=1).register(ddp, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(1, 10):
+        optimizer.zero_grad()
+        for number in range(3):
+            is_special = rank == 1 and step == skipped and number == (0 if empty else 2)
+            factor = (0.0 if empty else float("inf")) if is_special else 1.0
+            with contextlib.nullcontext() if synchronised or number == 2 else ddp.no_sync():
+                scaler.scale(sim.batch_loss(ddp, 10 * step + number, rank) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    handle.synchronize()
+    return int(handle.state_dict()["state"]["step"]), sim.flat(ddp.parameters())
+
+
+@pytest.mark.parametrize(("empty", "synchronised"), [(False, False), (False, True), (True, False), (True, True)])
+def test_accumulated_gradients_are_one_step_whatever_they_are(
+    rank_pools: dict[int, RankPool], empty: bool, synchronised: bool
+) -> None:
+    for skipped in (3, 9):
+        (steps, one), (others, other) = rank_pools[2].run(_accumulate, skipped, empty, synchronised, timeout=30.0)
+        assert (steps, others) == (9, 9)
+        assert same(one, other)
+
+
 def _with_scheduler(registered: bool) -> tuple[list[float], Tensor]:
     ddp = DDP(three_layers())
     optimizer = momentum_sgd(ddp)
@@ -626,7 +783,7 @@ def _with_uneven_steps(end: str, ahead: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("end", [pytest.param("synchronize", marks=pytest.mark.long), "remove"])
+@pytest.mark.parametrize("end", [pytest.param("synchronize", marks=pytest.mark.long), "abort", "remove"])
 def test_ranks_that_end_after_other_steps_are_told_both(rank_pools: dict[int, RankPool], end: str) -> None:
     # Rank 1 is one step short of a round when both end.
     for message in rank_pools[2].run(_with_uneven_steps, end, -1, timeout=30.0):
@@ -693,3 +850,55 @@ def test_ddp_fills_no_buckets_and_memory_is_told(rank_pools: dict[int, RankPool]
         assert memory["outer_weights"] + memory["outer_momentum"] == 2 * weights
         assert weights / 2 <= memory["largest_fragment"] < weights
         assert memory["residuals"] == 0
+
+
+def _memory_of_local_sgd() -> dict[str, int]:
+    ddp = DDP(three_layers())
+    optimizer = momentum_sgd(ddp)
+    handle = bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer, sync_every=2)
+    sim.batch_loss(ddp, 0, 0).backward()
+    optimizer.step()
+    memory: dict[str, int] = handle.stats()["memory"]
+    return memory
+
+
+def test_local_sgd_tells_what_a_round_holds(rank_pools: dict[int, RankPool]) -> None:
+    weights = 4 * sum(p.numel() for p in three_layers().parameters())
+    for memory in rank_pools[2].run(_memory_of_local_sgd):
+        assert memory["largest_fragment"] == weights
+
+
+def _resident() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmRSS:")[2].split()[0])
+
+
+def _growth() -> tuple[float, float]:
+    """What this process has grown by in fifty rounds, and what stats() says, in copies of the weights."""
+    with emulated_hosts("AB") as group:
+        ddp = DDP(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12))), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-6)
+        batch = randn(1, 1024, seed=1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            ddp(batch).square().mean().backward()
+            optimizer.step()
+
+        with ddp.no_sync():
+            step()
+        before = _resident()
+        handle = bagua.register_comm_hook(ddp, "diloco", optimizer=optimizer, sync_every=4, fragments=4)
+        for _ in range(200):
+            step()
+        weights = sum(p.nbytes for p in ddp.parameters())
+        return (_resident() - before) / weights, sum(handle.stats()["memory"].values()) / weights
+
+
+@pytest.mark.skipif(here(torch.zeros(1)).is_cuda, reason="the memory of the process is that of CPU tensors")
+def test_many_rounds_hold_no_more_memory_than_is_told() -> None:
+    for grown, told in run_ranks(2, _growth, timeout=120.0):
+        assert told == 2.25
+        # Beside it there is what the exchange of a fragment takes, what the allocator keeps of that, and 20 MB for any
+        # model. A thread for each of sixteen fragments in turn would keep six copies.
+        assert grown < told + 2.25

@@ -21,6 +21,7 @@ class ImmediateSteps final : public StepContext {
   [[nodiscard]] int rank() const override { return communicator_.rank(); }
   [[nodiscard]] int size() const override { return communicator_.size(); }
   void checkWeightsAreFree(const char* /*call*/) const override {}
+  void checkThatAllCan(const char* /*call*/) override {}
   c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                         Task task) override;
   c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,

@@ -141,7 +141,7 @@ class BaguaDistributedDataParallel:
 
     def _make_executors(self, device: torch.device, is_apart: bool) -> Any:
         group = self.process_group.torch_group
-        return background_executors_for(group, device) if is_apart else executors_for(group, device)
+        return background_executors_for(group, device, is_serial=False) if is_apart else executors_for(group, device)
 
     def _broadcast_state(self) -> None:
         # With those that are not trained, which would stay different for ever.
