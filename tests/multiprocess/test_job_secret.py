@@ -10,6 +10,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -263,20 +264,32 @@ def test_nothing_can_be_read_on_the_network(env: dict[str, str]) -> None:
     pattern = torch.full((16,), _MARK, dtype=torch.int32).numpy().tobytes()
 
     def bytes_with_marks(env: dict[str, Any]) -> tuple[int, int]:
-        network = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(3))
-        # Beyond the system's limit: other tests are heard too, and what does not fit is lost.
-        network.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 256 << 20)
-        network.bind(("lo", 0))
-        network.setblocking(False)
-        run_ranks(2, _send_marks, env={**_TWO_HOSTS, "MASTER_ADDR": "127.0.0.1", **env})
         seen = found = 0
-        while True:
+        end = float("inf")
+
+        def listen() -> None:
+            # All the time: other tests are heard too, and what does not fit into the buffer is lost.
+            nonlocal seen, found
+            while time.monotonic() < end:
+                try:
+                    packet = network.recv(1 << 17)
+                except TimeoutError:
+                    continue
+                seen += len(packet)
+                found += pattern in packet
+
+        with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(3)) as network:
+            network.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 256 << 20)
+            network.bind(("lo", 0))
+            network.settimeout(0.2)
+            listener = threading.Thread(target=listen)
+            listener.start()
             try:
-                packet = network.recv(1 << 17)
-            except BlockingIOError:
-                return seen, found
-            seen += len(packet)
-            found += pattern in packet
+                run_ranks(2, _send_marks, env={**_TWO_HOSTS, "MASTER_ADDR": "127.0.0.1", **env})
+            finally:
+                end = time.monotonic() + 1  # for what is in the buffer
+                listener.join()
+        return seen, found
 
     _, plain = bytes_with_marks({})
     assert plain > 0, "these packets are not seen at all"
