@@ -15,6 +15,8 @@ namespace {
 constexpr int kTagBits = 16;
 constexpr int64_t kSizesTold = 8191;
 constexpr int kTagWithSize = 1 << 30;
+// With the one size that no other tag has.
+constexpr int kNumbered = kTagWithSize | static_cast<int>(kSizesTold) << kTagBits;
 
 int transportTag(const at::Tensor& bytes, int tag) {
   if (tag >> kTagBits != 0) return tag;
@@ -35,6 +37,15 @@ c10::intrusive_ptr<c10d::Work> BackendMessages::receive(const at::Tensor& bytes,
   // Gloo has no empty place for what may come from any rank; a message of nothing fits one that is larger, too.
   if (bytes.numel() == 0) tensors[0] = at::empty({1}, bytes.options());
   return backend_->recvAnysource(tensors, sizedTag);
+}
+
+c10::intrusive_ptr<c10d::Work> BackendMessages::sendNumbered(const at::Tensor& bytes, int peer, uint64_t /*number*/) {
+  return send(bytes, peer, kNumbered);
+}
+
+c10::intrusive_ptr<c10d::Work> BackendMessages::receiveNumbered(const at::Tensor& bytes, int peer,
+                                                                uint64_t /*number*/) {
+  return receive(bytes, peer, kNumbered);
 }
 
 }  // namespace bagua

@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
-#include "backend/host/monitored_barrier.h"
 #include "backend/operation/backend_error.h"
 
 namespace bagua {
@@ -24,7 +23,10 @@ constexpr milliseconds kTidyTime{5000};
 
 HostExecutor::HostExecutor(const GroupIdentity& group, Communicators channels, std::unique_ptr<Messenger> messenger,
                            std::shared_ptr<OperationLog> health)
-    : group_(group), messenger_(std::move(messenger)), threads_(channels.size()) {
+    : group_(group),
+      messenger_(std::move(messenger)),
+      monitoredBarrier_(messenger_ ? &messenger_->transport() : nullptr, group.rank, group.size),
+      threads_(channels.size()) {
   if (!health) health = GroupHealth(group, nullptr).addLog("cpu");
   queue_ = std::make_shared<ProgramQueue>(group, std::move(channels), std::move(health));
 }
@@ -72,7 +74,7 @@ c10::intrusive_ptr<c10d::Work> HostExecutor::recordInGroup(const c10::intrusive_
 
 void HostExecutor::monitoredBarrier(milliseconds timeout, bool waitAllRanks) {
   queue_->checkUsable("bagua:monitored_barrier");
-  bagua::monitoredBarrier(messenger_->transport(), group_.rank, group_.size, timeout, waitAllRanks);
+  monitoredBarrier_.pass(queue_->submitted(), timeout, waitAllRanks);
 }
 
 void HostExecutor::startGroup() {

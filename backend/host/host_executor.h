@@ -8,6 +8,7 @@
 #include "backend/executor.h"
 #include "backend/health/group_health.h"
 #include "backend/host/messenger.h"
+#include "backend/host/monitored_barrier.h"
 #include "backend/host/program_queue.h"
 
 namespace bagua {
@@ -42,6 +43,7 @@ class HostExecutor final : public Executor {
 
   const GroupIdentity group_;
   const std::unique_ptr<Messenger> messenger_;
+  MonitoredBarrier monitoredBarrier_;
   // Shared with the threads: one that is stuck in a transport outlives the executor after an abort.
   std::shared_ptr<ProgramQueue> queue_;
   std::mutex threadMutex_;

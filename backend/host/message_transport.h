@@ -23,6 +23,11 @@ class MessageTransport {
   virtual c10::intrusive_ptr<c10d::Work> send(const at::Tensor& bytes, int peer, int tag) = 0;
   // peer < 0: from any rank.
   virtual c10::intrusive_ptr<c10d::Work> receive(const at::Tensor& bytes, int peer, int tag) = 0;
+
+  // The one message from one rank to another that bears this number, below 2^62: a receive that was given up takes no
+  // other's place.
+  virtual c10::intrusive_ptr<c10d::Work> sendNumbered(const at::Tensor& bytes, int peer, uint64_t number) = 0;
+  virtual c10::intrusive_ptr<c10d::Work> receiveNumbered(const at::Tensor& bytes, int peer, uint64_t number) = 0;
 };
 
 }  // namespace bagua

@@ -16,6 +16,7 @@ namespace {
 
 // Streams below are those of programs.
 constexpr uint64_t kMessages = uint64_t{1} << 63U;
+constexpr uint64_t kNumbered = uint64_t{1} << 62U;
 
 // Works that are looked through for those that are over.
 constexpr size_t kLeastWorksToSearch = 16;
@@ -71,10 +72,12 @@ class SocketMessages::Sent final : public Message {
  public:
   Sent(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, int tag) : Message(std::move(state), bytes) {
     const std::lock_guard<std::mutex> lock(state_->mutex);
-    const auto size = static_cast<uint64_t>(bytes_.numel());
     const uint32_t index = state_->sent[{peer, tag}]++;
-    sending_ =
-        group().send(peer, streamOf(tag), index, {.data = data(), .size = size, .ready = size, .signal = signal_});
+    send(peer, streamOf(tag), index);
+  }
+  Sent(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, uint64_t stream)
+      : Message(std::move(state), bytes) {
+    send(peer, stream, 0);
   }
 
   bool advance() override {
@@ -84,6 +87,13 @@ class SocketMessages::Sent final : public Message {
   }
 
  private:
+  void send(int peer, uint64_t stream, uint32_t index) {
+    const auto size = static_cast<uint64_t>(bytes_.numel());
+    sending_ =
+        group().send(peer, stream, index,
+                     {.data = data(), .size = size, .ready = size, .signal = signal_});
+  }
+
   std::unique_ptr<wire::Group::Sending> sending_;
 };
 
@@ -93,6 +103,10 @@ class SocketMessages::Received final : public Message {
       : Message(std::move(state), bytes), tag_(tag) {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     if (peer >= 0) expectFrom(peer);
+  }
+  Received(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, uint64_t stream)
+      : Message(std::move(state), bytes), tag_(0) {
+    expect(peer, stream, 0);
   }
 
   bool advance() override {
@@ -115,7 +129,11 @@ class SocketMessages::Received final : public Message {
   // Under the state's mutex.
   void expectFrom(int peer) {
     const uint32_t index = state_->received[{peer, tag_}]++;
-    receiving_ = group().receive(peer, streamOf(tag_), index,
+    expect(peer, streamOf(tag_), index);
+  }
+
+  void expect(int peer, uint64_t stream, uint32_t index) {
+    receiving_ = group().receive(peer, stream, index,
                                  {.data = data(), .size = static_cast<uint64_t>(bytes_.numel()), .signal = signal_});
     peer_ = peer;
     group().watch(peer);
@@ -150,7 +168,14 @@ class SocketMessages::Received final : public Message {
 };
 
 c10::intrusive_ptr<c10d::Work> SocketMessages::send(const at::Tensor& bytes, int peer, int tag) {
-  auto message = c10::make_intrusive<Sent>(state_, bytes, peer, tag);
+  return letGo(c10::make_intrusive<Sent>(state_, bytes, peer, tag));
+}
+
+c10::intrusive_ptr<c10d::Work> SocketMessages::sendNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
+  return letGo(c10::make_intrusive<Sent>(state_, bytes, peer, kMessages | kNumbered | number));
+}
+
+c10::intrusive_ptr<c10d::Work> SocketMessages::letGo(c10::intrusive_ptr<Message> message) {
   // Dropped after the lock: a tensor that Python knows may go with them.
   std::vector<c10::intrusive_ptr<c10d::Work>> gone;
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -173,6 +198,10 @@ c10::intrusive_ptr<c10d::Work> SocketMessages::send(const at::Tensor& bytes, int
 
 c10::intrusive_ptr<c10d::Work> SocketMessages::receive(const at::Tensor& bytes, int peer, int tag) {
   return c10::make_intrusive<Received>(state_, bytes, peer, tag);
+}
+
+c10::intrusive_ptr<c10d::Work> SocketMessages::receiveNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
+  return c10::make_intrusive<Received>(state_, bytes, peer, kMessages | kNumbered | number);
 }
 
 }  // namespace bagua

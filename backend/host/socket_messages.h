@@ -20,11 +20,14 @@ class SocketMessages final : public MessageTransport {
 
   c10::intrusive_ptr<c10d::Work> send(const at::Tensor& bytes, int peer, int tag) override;
   c10::intrusive_ptr<c10d::Work> receive(const at::Tensor& bytes, int peer, int tag) override;
+  c10::intrusive_ptr<c10d::Work> sendNumbered(const at::Tensor& bytes, int peer, uint64_t number) override;
+  c10::intrusive_ptr<c10d::Work> receiveNumbered(const at::Tensor& bytes, int peer, uint64_t number) override;
 
  private:
   class Message;
   class Sent;
   class Received;
+  c10::intrusive_ptr<c10d::Work> letGo(c10::intrusive_ptr<Message> message);
   // Shared with the messages, which a caller may keep for longer than the group.
   struct State {
     explicit State(std::shared_ptr<wire::Group> owner) : group(std::move(owner)) {}
