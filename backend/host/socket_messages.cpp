@@ -18,6 +18,9 @@ namespace {
 constexpr uint64_t kMessages = uint64_t{1} << 63U;
 constexpr uint64_t kNumbered = uint64_t{1} << 62U;
 
+// Of what the group may send unasked: what is sent long before anybody receives it does not slow the programs down.
+constexpr uint64_t kMostUnasked = wire::kUnaskedBytes / 2;
+
 // Works that are looked through for those that are over.
 constexpr size_t kLeastWorksToSearch = 16;
 
@@ -91,7 +94,7 @@ class SocketMessages::Sent final : public Message {
     const auto size = static_cast<uint64_t>(bytes_.numel());
     sending_ =
         group().send(peer, stream, index,
-                     {.data = data(), .size = size, .ready = size, .signal = signal_});
+                     {.data = data(), .size = size, .ready = size, .signal = signal_, .mostUnasked = kMostUnasked});
   }
 
   std::unique_ptr<wire::Group::Sending> sending_;

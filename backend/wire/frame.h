@@ -10,7 +10,7 @@
 namespace bagua::wire {
 
 // Bumped whenever a byte of these structures changes its meaning.
-inline constexpr uint16_t kVersion = 2;
+inline constexpr uint16_t kVersion = 3;
 
 // A process, drawn at random when it starts to communicate.
 using ProcessId = std::array<uint64_t, 2>;
@@ -42,7 +42,7 @@ struct MessageKey {
 struct Frame {
   static constexpr uint32_t kMagic = 0x4657'4742;  // "BGWF"
   enum class Kind : uint16_t {
-    // A part of a message.
+    // A part of a message, for which the receiver has told a place; or an empty message.
     kData = 1,
     // The receiver has a place for the first `total` bytes of the message.
     kPlace = 2,
@@ -52,6 +52,12 @@ struct Frame {
     kMemory = 4,
     // Cells of the receiver's PayloadMemory are free again.
     kCells = 5,
+    // A part of a message for which the sender knows of no place: see kUnaskedBytes.
+    kUnasked = 6,
+    // A part without payload: the sender waits for a place, or for credit, before it sends more of the message.
+    kWaiting = 7,
+    // The receiver has taken `total` of the bytes that have come unasked for the group.
+    kCredit = 8,
   };
   uint32_t magic = kMagic;
   Kind kind = Kind::kData;
@@ -75,12 +81,31 @@ inline constexpr uint16_t kMostContext = 512;
 inline constexpr uint32_t kPayloadCells = 8;
 // What is sent of a message before its receiver has said that it has a place for it.
 inline constexpr uint64_t kEagerBytes = 4U << 20U;
+// What is sent so of all messages of a group to one peer, until the receiver gives credit:
+//
+// 1. The sender charges every unasked frame to the group's account. Nothing else happens as long as the account has
+//    room, so that a message costs one delay.
+// 2. The receiver takes a frame when its message has a place: at once where a receive was posted before, else when one
+//    is posted. What nobody wants is taken at once. It gives credit for what it has taken, kCreditBytes at a time.
+// 3. Where the account has no room, the sender sends a frame that waits, once per message, with the context and
+//    without payload. So a receiver that takes from anybody, or compares programs, hears of the message all the same.
+// 4. To a message that waits the receiver tells a place as soon as it has one. What has a place leaves uncharged:
+//    messages arrive in whichever order their receives are posted, whatever lies untaken before them.
+// 5. Credit lets the messages that wait go on in the order in which they were sent, with a place or without.
+//
+// So nobody waits for anything but the receive of that very message, and a receive waits for nothing.
+inline constexpr uint64_t kUnaskedBytes = 16U << 20U;
+inline constexpr uint64_t kCreditBytes = kUnaskedBytes / 8;
+// What a receiver needs to remember a message, about.
+inline constexpr uint64_t kFrameCharge = 512;
 inline constexpr uint64_t kLargestMessage = uint64_t{1} << 46U;
+
+inline uint64_t chargeOf(uint32_t payloadBytes) { return payloadBytes + kFrameCharge; }
 
 // Whether a frame is about messages and carries none.
 inline bool isControl(const Frame& frame) {
   return frame.kind == Frame::Kind::kPlace || frame.kind == Frame::Kind::kLeave || frame.kind == Frame::Kind::kMemory ||
-         frame.kind == Frame::Kind::kCells;
+         frame.kind == Frame::Kind::kCells || frame.kind == Frame::Kind::kCredit;
 }
 
 // Whether a header can be what it says it is. Nothing of it is used before.
@@ -90,7 +115,11 @@ inline bool isValid(const Frame& frame) {
   const bool isNamed = frame.kind == Frame::Kind::kMemory;
   if (isControl(frame)) return frame.payloadBytes == 0 && frame.cell == 0 && (frame.contextBytes > 0) == isNamed;
   if (frame.cell > kPayloadCells || (frame.cell > 0 && frame.payloadBytes == 0)) return false;
-  return frame.kind == Frame::Kind::kData && frame.total <= kLargestMessage && frame.offset <= frame.total &&
+  if (frame.kind != Frame::Kind::kData && (frame.payloadBytes > 0) != (frame.kind == Frame::Kind::kUnasked))
+    return false;
+  const bool isPart =
+      frame.kind == Frame::Kind::kData || frame.kind == Frame::Kind::kUnasked || frame.kind == Frame::Kind::kWaiting;
+  return isPart && frame.total <= kLargestMessage && frame.offset <= frame.total &&
          frame.payloadBytes <= frame.total - frame.offset && (frame.offset == 0 || frame.contextBytes == 0);
 }
 

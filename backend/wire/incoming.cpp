@@ -14,14 +14,81 @@ constexpr uint32_t kShortFrame = 16U << 10U;
 
 }  // namespace
 
+// --- What comes unasked ----------------------------------------------------------------------------------------------
+
+bool Unasked::come(uint64_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  charged_ += bytes;
+  return charged_ <= kUnaskedBytes;
+}
+
+void Unasked::take(uint64_t bytes) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    taken_ += bytes;
+  }
+  tellCredit(kCreditBytes);
+}
+
+void Unasked::tellCredit(uint64_t least) {
+  uint64_t taken = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (taken_ < least) return;
+    taken = std::exchange(taken_, 0);
+    charged_ -= taken;
+  }
+  if (const auto sender = sender_.lock()) sender->tellCredit(group_, taken);
+}
+
+void Unasked::tellPlace(const MessageKey& key) {
+  if (const auto sender = sender_.lock()) sender->tellPlace(group_, key, kEagerBytes);
+}
+
+// --- Incoming --------------------------------------------------------------------------------------------------------
+
+// One that nobody has asked for: what still comes of it finds nobody, and is thrown away.
+Incoming::~Incoming() {
+  isCancelled_ = true;
+  give(answer());
+}
+
 void Incoming::expectAt(Place place) {
   TORCH_INTERNAL_ASSERT(place.room >= std::min(place.size, kEagerBytes), "no room for what comes unasked");
+  Answer toSender;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     place_ = std::move(place);
     if (hasContext_) accept();
+    toSender = answer();
   }
+  give(toSender);
   notify();
+}
+
+Incoming::Answer Incoming::answer() {
+  if (!unasked_ || (!place_ && !isCancelled_)) return {};
+  return {.unasked = unasked_,
+          .key = key_,
+          .taken = std::exchange(charged_, 0),
+          .tellsPlace = std::exchange(isAwaited_, false) && !isComplete()};
+}
+
+void Incoming::give(const Answer& answer) {
+  if (answer.taken > 0) answer.unasked->take(answer.taken);
+  if (answer.tellsPlace) answer.unasked->tellPlace(answer.key);
+}
+
+bool Incoming::noteUnasked(const Frame& frame, const std::shared_ptr<Unasked>& unasked) {
+  if (!unasked) return true;
+  unasked_ = unasked;
+  key_ = frame.key;
+  if (frame.kind == Frame::Kind::kWaiting) isAwaited_ = true;
+  if (frame.kind != Frame::Kind::kUnasked) return true;
+  const uint64_t charge = chargeOf(frame.payloadBytes);
+  if (!unasked->come(charge)) return false;
+  charged_ += charge;
+  return true;
 }
 
 void Incoming::accept() {
@@ -44,8 +111,13 @@ std::shared_ptr<Incoming> Incoming::unwanted() {
 }
 
 void Incoming::cancel() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  isCancelled_ = true;
+  Answer toSender;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    isCancelled_ = true;
+    toSender = answer();
+  }
+  give(toSender);
 }
 
 Incoming::State Incoming::state() {
@@ -60,12 +132,18 @@ std::vector<uint8_t> Incoming::context() {
   return context_;
 }
 
+bool Incoming::isComplete() const {
+  if (!total_ || !hasContext_) return false;
+  return *total_ == 0 || (!arrived_.empty() && arrived_.begin()->first == 0 && arrived_.begin()->second == *total_);
+}
+
 uint64_t Incoming::allowed() const {
   const uint64_t room = place_ ? used_ + place_->room : 0;
   return std::max(room, kEagerBytes);
 }
 
-bool Incoming::begin(const Frame& frame, const std::vector<uint8_t>& context) {
+bool Incoming::begin(const Frame& frame, const std::vector<uint8_t>& context, const std::shared_ptr<Unasked>& unasked) {
+  Answer toSender;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (total_ && *total_ != frame.total) return false;
@@ -74,14 +152,18 @@ bool Incoming::begin(const Frame& frame, const std::vector<uint8_t>& context) {
     // A sender stops there until it is told of a place.
     const uint64_t end = frame.offset + frame.payloadBytes;
     if (end > allowed() && !isOtherSize && !isCancelled_) return false;
-    if (frame.offset == 0) {
+    if (!noteUnasked(frame, unasked)) return false;
+    // One that waits brings it ahead of the frame that has the first bytes.
+    if (frame.offset == 0 && !hasContext_) {
       context_ = context;
       hasContext_ = true;
       if (place_) accept();
     }
     const bool isKept = !isCancelled_ && !isOtherSize && !(place_ && hasContext_);
     if (isKept) kept_.resize(std::max<size_t>(kept_.size(), end));
+    toSender = answer();
   }
+  give(toSender);
   // Who is told of a beginning may look at what is known of it already. Of a short frame its end tells, which follows
   // at once: waking a thread costs more than all else that is done with one.
   if (frame.offset == 0 && frame.payloadBytes > kShortFrame) notify();
@@ -132,9 +214,7 @@ void Incoming::end(const Frame& frame) {
 void Incoming::fail(const std::string& error) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool isComplete =
-        total_ && hasContext_ && (*total_ == 0 || (!arrived_.empty() && arrived_.begin()->second == *total_));
-    if (isComplete || !error_.empty()) return;
+    if (isComplete() || !error_.empty()) return;
     error_ = error;
   }
   notify();
@@ -166,10 +246,19 @@ std::shared_ptr<Incoming> Inbox::find(const MessageKey& key) {
   return message;
 }
 
-std::shared_ptr<Incoming> Inbox::begin(const Frame& frame, const std::vector<uint8_t>& context) {
+std::shared_ptr<Incoming> Inbox::begin(const Frame& frame, const std::vector<uint8_t>& context,
+                                       const std::shared_ptr<Answers>& sender) {
   auto message = arriving(frame.key);
   if (!message) message = Incoming::unwanted();
-  return message->begin(frame, context) ? message : nullptr;
+  return message->begin(frame, context, unaskedOf(frame, sender)) ? message : nullptr;
+}
+
+std::shared_ptr<Unasked> Inbox::unaskedOf(const Frame& frame, const std::shared_ptr<Answers>& sender) {
+  if (frame.kind == Frame::Kind::kData) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& unasked = sources_[frame.key.source].unasked;
+  if (!unasked) unasked = std::make_shared<Unasked>(sender, frame.group);
+  return unasked;
 }
 
 // Null where the receiver has retired the stream.
@@ -192,15 +281,21 @@ std::shared_ptr<Incoming> Inbox::arriving(const MessageKey& key) {
 }
 
 void Inbox::forget(const MessageKey& key) {
+  std::shared_ptr<Incoming> forgotten;
   const std::lock_guard<std::mutex> lock(mutex_);
-  messages_.erase(key);
+  const auto found = messages_.find(key);
+  if (found == messages_.end()) return;
+  forgotten = std::move(found->second);
+  messages_.erase(found);
 }
 
 void Inbox::retire(uint64_t stream) {
+  // Dropped without the mutex: those for which nobody had a place give credit.
+  std::vector<std::shared_ptr<Incoming>> retired;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto begin = messages_.lower_bound({.stream = stream, .source = 0, .index = 0});
   auto end = begin;
-  while (end != messages_.end() && end->first.stream == stream) ++end;
+  for (; end != messages_.end() && end->first.stream == stream; ++end) retired.push_back(std::move(end->second));
   messages_.erase(begin, end);
   retired_.insert(stream);
   while (!retired_.empty() && *retired_.begin() == retiredBelow_) {

@@ -31,8 +31,44 @@ struct Place {
   std::shared_ptr<Signal> signal = nullptr;
 };
 
+// The way back to whoever sends.
+class Answers {
+ public:
+  Answers() = default;
+  virtual ~Answers() = default;
+  Answers(const Answers&) = delete;
+  Answers& operator=(const Answers&) = delete;
+
+  // There is a place for the first `bytes` of the message.
+  virtual void tellPlace(uint64_t group, const MessageKey& key, uint64_t bytes) = 0;
+  virtual void tellCredit(uint64_t group, uint64_t bytes) = 0;
+};
+
+// What one peer has sent of one group's messages without being asked: see kUnaskedBytes.
+class Unasked {
+ public:
+  Unasked(std::weak_ptr<Answers> sender, uint64_t group) : sender_(std::move(sender)), group_(group) {}
+
+  // False: more than a peer may send.
+  [[nodiscard]] bool come(uint64_t bytes);
+  // As many have a place now, or are not wanted. Gives credit when there is enough of it.
+  void take(uint64_t bytes);
+  void tellCredit(uint64_t least = 1);
+  // To a message that waits: for all that may come unasked.
+  void tellPlace(const MessageKey& key);
+
+ private:
+  const std::weak_ptr<Answers> sender_;
+  const uint64_t group_;
+  std::mutex mutex_;
+  // For which no credit was given; of these, what has been taken.
+  uint64_t charged_ = 0;
+  uint64_t taken_ = 0;
+};
+
 // A message that is expected or that has begun to come. Its frames may arrive in any order. What comes before anybody
-// has a place for it, or before its context, is kept: kEagerBytes bounds that, or the room at its place.
+// has a place for it, or before its context, is kept: kEagerBytes bounds that, or the room at its place, and
+// kUnaskedBytes what is kept of all messages for which nobody has a place.
 class Incoming {
  public:
   // Where a message stands.
@@ -50,6 +86,11 @@ class Incoming {
     [[nodiscard]] bool isComplete() const { return total && hasContext && arrived == *total; }
   };
 
+  Incoming() = default;
+  ~Incoming();
+  Incoming(const Incoming&) = delete;
+  Incoming& operator=(const Incoming&) = delete;
+
   // What comes of it is thrown away.
   static std::shared_ptr<Incoming> unwanted();
 
@@ -62,8 +103,9 @@ class Incoming {
   [[nodiscard]] State state();
   [[nodiscard]] std::vector<uint8_t> context();
 
-  // The connection. A frame begins: false where it contradicts what came before, or is sent too early.
-  bool begin(const Frame& frame, const std::vector<uint8_t>& context);
+  // The connection. A frame begins: false where it contradicts what came before, or is sent too early. `unasked` is the
+  // sender's, null for a frame that needs none.
+  bool begin(const Frame& frame, const std::vector<uint8_t>& context, const std::shared_ptr<Unasked>& unasked);
   // Calls read(place, most): `most` bytes of payload, of the `size` from `offset` on, belong at `place`, which is null
   // where nobody wants them. The place stays valid while `read` runs.
   void readInto(uint64_t offset, uint64_t size, const std::function<void(uint8_t* place, uint64_t most)>& read);
@@ -73,7 +115,18 @@ class Incoming {
 
  private:
   void notify();
+  // What its sender is to hear, once the mutex is free.
+  struct Answer {
+    std::shared_ptr<Unasked> unasked;
+    MessageKey key;
+    uint64_t taken = 0;
+    bool tellsPlace = false;
+  };
+  static void give(const Answer& answer);
   // Under the mutex.
+  Answer answer();
+  [[nodiscard]] bool isComplete() const;
+  bool noteUnasked(const Frame& frame, const std::shared_ptr<Unasked>& unasked);
   // Bytes from the beginning that the sender may have sent by now.
   [[nodiscard]] uint64_t allowed() const;
   void accept();
@@ -93,6 +146,12 @@ class Incoming {
   uint64_t used_ = 0;
   // What has come before it could be put in its place.
   std::vector<uint8_t> kept_;
+  MessageKey key_;
+  // Null before a frame that needs it. Of it, what this message has not taken yet.
+  std::shared_ptr<Unasked> unasked_;
+  uint64_t charged_ = 0;
+  // Whether the sender waits for a place.
+  bool isAwaited_ = false;
 };
 
 // The messages of one group that are on their way to this rank. Any thread may call.
@@ -102,7 +161,8 @@ class Inbox {
   std::shared_ptr<Incoming> find(const MessageKey& key);
   // For the connection: the message that a frame belongs to, which begins to come with it. One that nobody wants, if
   // the receiver has retired its stream; null where the frame contradicts what came before it.
-  std::shared_ptr<Incoming> begin(const Frame& frame, const std::vector<uint8_t>& context);
+  std::shared_ptr<Incoming> begin(const Frame& frame, const std::vector<uint8_t>& context,
+                                  const std::shared_ptr<Answers>& sender);
   void forget(const MessageKey& key);
   // Nobody will ask for what still comes of this stream. Streams that count up from 0 are retired about in their order.
   void retire(uint64_t stream);
@@ -122,7 +182,9 @@ class Inbox {
     std::optional<uint64_t> lastFrame = {};
     std::string leaveError = {};
     std::string error = {};
+    std::shared_ptr<Unasked> unasked = nullptr;
   };
+  std::shared_ptr<Unasked> unaskedOf(const Frame& frame, const std::shared_ptr<Answers>& sender);
   std::shared_ptr<Incoming> arriving(const MessageKey& key);
   void failIfLeft(uint32_t source);
   [[nodiscard]] bool isRetired(uint64_t stream) const { return stream < retiredBelow_ || retired_.contains(stream); }

@@ -50,7 +50,12 @@ class Link::Connection final : public EventLoop::Handler, public std::enable_sha
         isBlocked(isConnecting),
         link_(std::move(link)),
         reader_(
-            receiver.begin, receiver.end,
+            [this, begin = receiver.begin](const Frame& frame,
+                                           const std::vector<uint8_t>& context) -> std::shared_ptr<Incoming> {
+              auto owner = link_.lock();
+              return owner ? begin(frame, context, std::move(owner)) : nullptr;
+            },
+            receiver.end,
             [this](const Frame& frame, const std::vector<uint8_t>& context) {
               if (const auto owner = link_.lock()) owner->onControl(frame, context);
             },
@@ -154,8 +159,10 @@ void Link::send(const std::shared_ptr<Outgoing>& outgoing) {
   const auto place = placesAhead_.find({outgoing->group, outgoing->key});
   if (place != placesAhead_.end()) {
     outgoing->allowed = std::max(outgoing->allowed, place->second);
+    outgoing->placed = place->second;
     placesAhead_.erase(place);
   }
+  outgoing->number = submitted_++;
   queue_.push_back(outgoing);
   pump(lock);
 }
@@ -187,14 +194,21 @@ void Link::tellPlace(uint64_t group, const MessageKey& key, uint64_t bytes) {
   pump(lock);
 }
 
+void Link::tellCredit(uint64_t group, uint64_t bytes) {
+  Lock lock(mutex_);
+  if (!error_.empty()) return;
+  controls_.push_back(bytesOf(Frame{.kind = Frame::Kind::kCredit, .group = group, .total = bytes}));
+  pump(lock);
+}
+
 void Link::leave(uint64_t group, uint32_t source) {
   Lock lock(mutex_);
   if (!error_.empty()) return;
   std::erase_if(queue_, [&](const auto& outgoing) { return outgoing->group == group; });
   std::erase_if(placesAhead_, [&](const auto& place) { return place.first.first == group; });
-  const auto frames = framesOf_.find(group);
-  const uint64_t count = frames == framesOf_.end() ? 0 : frames->second;
-  if (frames != framesOf_.end()) framesOf_.erase(frames);
+  const auto account = accounts_.find(group);
+  const uint64_t count = account == accounts_.end() ? 0 : account->second.frames;
+  if (account != accounts_.end()) accounts_.erase(account);
   const MessageKey key{.stream = 0, .source = source, .index = 0};
   controls_.push_back(bytesOf(Frame{.kind = Frame::Kind::kLeave, .group = group, .key = key, .total = count}));
   pump(lock);
@@ -204,6 +218,8 @@ void Link::onControl(const Frame& frame, const std::vector<uint8_t>& context) {
   switch (frame.kind) {
     case Frame::Kind::kPlace:
       return onPlace(frame);
+    case Frame::Kind::kCredit:
+      return onCredit(frame);
     case Frame::Kind::kMemory: {
       // Null where it cannot be seen from here: the peer does without.
       auto memory = PayloadMemory::open({context.begin(), context.end()});
@@ -225,8 +241,19 @@ void Link::onPlace(const Frame& frame) {
   const auto isMeant = [&](const auto& outgoing) {
     return outgoing->group == frame.group && outgoing->key == frame.key;
   };
+  if (const auto account = accounts_.find(frame.group); account != accounts_.end()) {
+    auto& waiting = account->second.waiting;
+    const auto found =
+        std::find_if(waiting.begin(), waiting.end(), [&](const auto& one) { return isMeant(one.second); });
+    if (found != waiting.end()) {
+      queue_.push_front(std::move(found->second));
+      waiting.erase(found);
+    }
+  }
   const auto outgoing = std::find_if(queue_.begin(), queue_.end(), isMeant);
   if (outgoing == queue_.end()) {
+    // The answer to a message that has waited, and has gone meanwhile.
+    if (frame.total <= kEagerBytes) return;
     // A message that is complete needs no place any more; the sender of one that is to come will look here.
     if (placesAhead_.size() >= kMostPlacesAhead) placesAhead_.erase(placesAhead_.begin());
     auto& ahead = placesAhead_[{frame.group, frame.key}];
@@ -234,6 +261,30 @@ void Link::onPlace(const Frame& frame) {
     return;
   }
   (*outgoing)->allowed = std::max((*outgoing)->allowed, frame.total);
+  (*outgoing)->placed = std::max((*outgoing)->placed, frame.total);
+  pump(lock);
+}
+
+void Link::onCredit(const Frame& frame) {
+  Lock lock(mutex_);
+  const auto account = accounts_.find(frame.group);
+  if (account == accounts_.end()) return;
+  auto& [frames, unasked, waiting] = account->second;
+  unasked -= std::min(unasked, frame.total);
+  // As many as find room, in their order.
+  std::vector<std::shared_ptr<Outgoing>> going;
+  uint64_t planned = unasked;
+  for (auto next = waiting.begin(); next != waiting.end() && planned < kUnaskedBytes;) {
+    const Outgoing& outgoing = *next->second;
+    if (planned + chargeOf(outgoing.payloadBytes()) > outgoing.mostUnasked) {
+      ++next;
+      continue;
+    }
+    planned += chargeOf(kMostPayload) + outgoing.sendable() - outgoing.taken;
+    going.push_back(std::move(next->second));
+    next = waiting.erase(next);
+  }
+  queue_.insert(queue_.begin(), going.begin(), going.end());
   pump(lock);
 }
 
@@ -262,7 +313,7 @@ bool Link::readCell(uint32_t cell, const std::function<void(const uint8_t* paylo
 
 // Whether the next frame of a message does. The first that is worth it has the memory made, and goes without.
 bool Link::goesThroughMemory(const Outgoing& outgoing) {
-  if (!sharesMemory_ || outgoing.sendable() - outgoing.taken < kLeastInMemory) return false;
+  if (!sharesMemory_ || outgoing.payloadBytes() < kLeastInMemory) return false;
   if (ownMemory_) return ownMemory_->isOpened();
   ownMemory_ = PayloadMemory::make();
   if (!ownMemory_) {
@@ -297,6 +348,9 @@ void Link::cancel(const std::shared_ptr<Outgoing>& outgoing) {
   Lock lock(mutex_);
   outgoing->isCancelled = true;
   std::erase(queue_, outgoing);
+  if (const auto account = accounts_.find(outgoing->group); account != accounts_.end()) {
+    account->second.waiting.erase(outgoing->number);
+  }
   // A copy: while this thread waits, connections may be added and removed.
   for (const auto& connection : std::vector(connections_)) {
     if (connection->message != outgoing) continue;
@@ -465,12 +519,16 @@ void Link::close(const std::string& reason) {
     // Kept until the link goes: a thread may be writing to one.
     closed = connections_;
     for (const auto& outgoing : queue_) signals.push_back(outgoing->signal);
+    for (const auto& [group, account] : accounts_) {
+      for (const auto& [number, outgoing] : account.waiting) signals.push_back(outgoing->signal);
+    }
     for (const auto& connection : closed) {
       connection->isClosed = true;
       if (connection->message) signals.push_back(connection->message->signal);
       shutdown(connection->number(), SHUT_RDWR);
     }
     queue_.clear();
+    accounts_.clear();
     controls_.clear();
     ownMemory_.reset();
     peersMemory_.reset();
@@ -489,7 +547,17 @@ bool Link::giveFrame(Connection& connection) {
     controls_.pop_front();
     return true;
   }
-  const auto next = std::find_if(queue_.begin(), queue_.end(), [](const auto& message) { return message->hasFrame(); });
+  const auto hasFrame = [](const auto& message) { return message->hasFrame(); };
+  auto next = std::find_if(queue_.begin(), queue_.end(), hasFrame);
+  while (next != queue_.end() && !mayLeave(**next)) {
+    const auto outgoing = *next;
+    letWait(next);
+    if (!std::exchange(outgoing->hasToldOfWaiting, true)) {
+      giveFrameOf(outgoing, Frame::Kind::kWaiting, 0, connection);
+      return true;
+    }
+    next = std::find_if(queue_.begin(), queue_.end(), hasFrame);
+  }
   if (next == queue_.end()) return false;
   const auto outgoing = *next;
   uint32_t cell = 0;
@@ -499,21 +567,34 @@ bool Link::giveFrame(Connection& connection) {
     if (!taken) return false;
     cell = *taken + 1;
   }
-  giveFrameOf(outgoing, cell, connection);
+  giveFrameOf(outgoing, outgoing->isUnasked() ? Frame::Kind::kUnasked : Frame::Kind::kData, cell, connection);
   return true;
 }
 
-void Link::giveFrameOf(const std::shared_ptr<Outgoing>& owner, uint32_t cell, Connection& connection) {
+bool Link::mayLeave(const Outgoing& outgoing) {
+  if (!outgoing.isUnasked()) return true;
+  return accounts_[outgoing.group].unasked + chargeOf(outgoing.payloadBytes()) <= outgoing.mostUnasked;
+}
+
+void Link::letWait(std::deque<std::shared_ptr<Outgoing>>::iterator message) {
+  const auto& outgoing = *message;
+  accounts_[outgoing->group].waiting.emplace(outgoing->number, outgoing);
+  queue_.erase(message);
+}
+
+void Link::giveFrameOf(const std::shared_ptr<Outgoing>& owner, Frame::Kind kind, uint32_t cell,
+                       Connection& connection) {
   Outgoing& outgoing = *owner;
-  Frame frame{.kind = Frame::Kind::kData, .group = outgoing.group, .key = outgoing.key, .total = outgoing.total};
+  Frame frame{.kind = kind, .group = outgoing.group, .key = outgoing.key, .total = outgoing.total};
   frame.offset = outgoing.taken;
-  frame.payloadBytes = static_cast<uint32_t>(std::min<uint64_t>(outgoing.sendable() - outgoing.taken, kMostPayload));
+  frame.payloadBytes = kind == Frame::Kind::kWaiting ? 0 : outgoing.payloadBytes();
   frame.cell = cell;
   connection.memory = cell > 0 ? ownMemory_ : nullptr;
   connection.cell = cell > 0 ? ownMemory_->cell(cell - 1) : nullptr;
-  frame.contextBytes = outgoing.hasBegun ? 0 : static_cast<uint16_t>(outgoing.context.size());
+  const bool isFirst = outgoing.taken == 0;
+  frame.contextBytes = isFirst ? static_cast<uint16_t>(outgoing.context.size()) : 0;
   connection.head = bytesOf(frame);
-  if (!outgoing.hasBegun) {
+  if (isFirst) {
     connection.head.insert(connection.head.end(), outgoing.context.begin(), outgoing.context.end());
   }
   connection.headWritten = 0;
@@ -522,7 +603,9 @@ void Link::giveFrameOf(const std::shared_ptr<Outgoing>& owner, uint32_t cell, Co
   connection.payloadBytes = frame.payloadBytes;
   connection.offset = frame.offset;
   connection.message = owner;
-  ++framesOf_[outgoing.group];
+  auto& account = accounts_[outgoing.group];
+  ++account.frames;
+  if (kind == Frame::Kind::kUnasked) account.unasked += chargeOf(frame.payloadBytes);
   outgoing.hasBegun = true;
   outgoing.taken += frame.payloadBytes;
   if (outgoing.taken == outgoing.total) std::erase(queue_, owner);

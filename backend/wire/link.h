@@ -34,16 +34,30 @@ struct Outgoing {
   // has. The last is a count: frames overtake each other.
   uint64_t ready = 0;
   uint64_t allowed = kEagerBytes;
+  // Of these, for how many the receiver has told a place. The others need room in the group's account.
+  uint64_t placed = 0;
+  // How full that may be for this message.
+  uint64_t mostUnasked = kUnaskedBytes;
   uint64_t taken = 0;
   uint64_t sent = 0;
   bool hasBegun = false;
   bool isCancelled = false;
+  // Whether the receiver has heard that the message waits.
+  bool hasToldOfWaiting = false;
+  // Of the messages of the link, in the order of submission.
+  uint64_t number = 0;
   // Whether `signal` is told of every frame that has gone, not only of the last.
   bool tellsProgress = false;
 
   [[nodiscard]] uint64_t sendable() const { return std::min(ready, allowed); }
   // An empty message is a frame too.
   [[nodiscard]] bool hasFrame() const { return taken < sendable() || (!hasBegun && total == 0); }
+  [[nodiscard]] bool isUnasked() const { return total > 0 && taken >= placed; }
+  // Of the next frame.
+  [[nodiscard]] uint32_t payloadBytes() const {
+    const uint64_t end = isUnasked() ? sendable() : std::min(sendable(), placed);
+    return static_cast<uint32_t>(std::min<uint64_t>(end - taken, kMostPayload));
+  }
   [[nodiscard]] bool isComplete() const { return hasBegun && sent == total; }
 };
 
@@ -53,7 +67,7 @@ struct Outgoing {
 //
 // Connections are opened by who has something to send. With a distance there are several: one alone is limited by the
 // kernel's buffers, and recovers slowly from a loss.
-class Link final : public std::enable_shared_from_this<Link> {
+class Link final : public Answers, public std::enable_shared_from_this<Link> {
  public:
   struct Peer {
     ProcessId process{};
@@ -61,7 +75,10 @@ class Link final : public std::enable_shared_from_this<Link> {
   };
   // Frames that come for a group: see FrameReader.
   struct Receiver {
-    FrameReader::Begin begin;
+    // `sender` is the link.
+    std::function<std::shared_ptr<Incoming>(const Frame& frame, const std::vector<uint8_t>& context,
+                                            const std::shared_ptr<Answers>& sender)>
+        begin;
     FrameReader::End end;
     // Of a group: its sender has left, after so many data frames.
     std::function<void(const Frame& frame)> leave;
@@ -87,9 +104,7 @@ class Link final : public std::enable_shared_from_this<Link> {
 
   Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, uint64_t id, Opening opening,
        Receiver receiver);
-  ~Link();
-  Link(const Link&) = delete;
-  Link& operator=(const Link&) = delete;
+  ~Link() override;
 
   // The first `ready` bytes may leave at once. `outgoing.data` stays until it is complete or cancelled.
   void send(const std::shared_ptr<Outgoing>& outgoing);
@@ -102,8 +117,8 @@ class Link final : public std::enable_shared_from_this<Link> {
   void connect();
   // The peer is on this host: larger payloads go through memory that both processes see, once there is some.
   void shareMemory();
-  // Tells the peer that there is a place for the first `bytes` of its message.
-  void tellPlace(uint64_t group, const MessageKey& key, uint64_t bytes);
+  void tellPlace(uint64_t group, const MessageKey& key, uint64_t bytes) override;
+  void tellCredit(uint64_t group, uint64_t bytes) override;
   // Gives up what is still to be sent for a group, and tells the peer that no more will come from rank `source`.
   void leave(uint64_t group, uint32_t source);
 
@@ -129,7 +144,11 @@ class Link final : public std::enable_shared_from_this<Link> {
   [[nodiscard]] Line lineOfAll() const;
   void open();
   bool giveFrame(Connection& connection);
-  void giveFrameOf(const std::shared_ptr<Outgoing>& outgoing, uint32_t cell, Connection& connection);
+  // Whether its next frame has a place, or room in the account.
+  bool mayLeave(const Outgoing& outgoing);
+  // Out of the queue.
+  void letWait(std::deque<std::shared_ptr<Outgoing>>::iterator message);
+  void giveFrameOf(const std::shared_ptr<Outgoing>& outgoing, Frame::Kind kind, uint32_t cell, Connection& connection);
   bool goesThroughMemory(const Outgoing& outgoing);
   void afterWriting(Connection& connection, std::vector<std::shared_ptr<Signal>>& signals);
   // Writes until nothing is left or nobody takes it.
@@ -143,6 +162,7 @@ class Link final : public std::enable_shared_from_this<Link> {
   void onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result);
   void onControl(const Frame& frame, const std::vector<uint8_t>& context);
   void onPlace(const Frame& frame);
+  void onCredit(const Frame& frame);
   bool readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read);
 
   const std::shared_ptr<EventLoop> loop_;
@@ -156,14 +176,23 @@ class Link final : public std::enable_shared_from_this<Link> {
   // A thread has come back from writing.
   std::condition_variable written_;
   std::vector<std::shared_ptr<Connection>> connections_;
-  // In the order of submission.
+  // In the order of submission, but for those that have waited, which go first.
   std::deque<std::shared_ptr<Outgoing>> queue_;
   // Without a message, as bytes. They go first.
   std::deque<std::vector<uint8_t>> controls_;
   // Places that the peer has told of, for messages that this rank has not come to yet.
   std::map<std::pair<uint64_t, MessageKey>, uint64_t> placesAhead_;
-  // Data frames of each group that have begun to leave.
-  std::map<uint64_t, uint64_t> framesOf_;
+  // What has begun to leave of a group's messages.
+  struct Account {
+    uint64_t frames = 0;
+    // Charged, and no credit came for it yet.
+    uint64_t unasked = 0;
+    // Messages that found no room, by number.
+    std::map<uint64_t, std::shared_ptr<Outgoing>> waiting = {};
+  };
+  std::map<uint64_t, Account> accounts_;
+  // Messages so far.
+  uint64_t submitted_ = 0;
   std::optional<uint64_t> peerLink_;
   // Towards a peer on this host: whether there is to be memory for payloads; that of this process, and the peer's.
   bool sharesMemory_ = false;

@@ -227,13 +227,17 @@ void Transport::welcome(const Hello& hello, Stream stream) {
 std::shared_ptr<Link> Transport::makeLink(const ProcessAddress& peer) {
   const std::weak_ptr<Transport> weak = weak_from_this();
   Link::Receiver receiver;
-  receiver.begin = [weak](const Frame& frame, const std::vector<uint8_t>& context) -> std::shared_ptr<Incoming> {
+  receiver.begin = [weak](const Frame& frame, const std::vector<uint8_t>& context,
+                          const std::shared_ptr<Answers>& sender) -> std::shared_ptr<Incoming> {
     const auto transport = weak.lock();
     if (!transport) return nullptr;
     const auto inbox = transport->inboxOf(frame.group);
-    if (inbox) return inbox->begin(frame, context);
+    if (inbox) return inbox->begin(frame, context, sender);
     auto unwanted = Incoming::unwanted();
-    return unwanted->begin(frame, context) ? unwanted : nullptr;
+    const auto unasked = std::make_shared<Unasked>(sender, frame.group);
+    if (!unwanted->begin(frame, context, unasked)) return nullptr;
+    unasked->tellCredit();
+    return unwanted;
   };
   receiver.end = [weak](const Frame& frame) {
     const auto transport = weak.lock();
@@ -363,6 +367,7 @@ std::unique_ptr<Group::Sending> Group::send(int peer, uint64_t stream, uint32_t 
   outgoing->ready = message.ready;
   outgoing->context = std::move(message.context);
   outgoing->tellsProgress = message.tellsProgress;
+  outgoing->mostUnasked = message.mostUnasked;
   outgoing->signal = std::move(message.signal);
   auto link = linkTo(peer);
   link->send(outgoing);

@@ -111,6 +111,8 @@ class Group {
     std::vector<uint8_t> context = {};
     bool tellsProgress = false;
     std::shared_ptr<Signal> signal = nullptr;
+    // Of what the group may send to `peer` unasked, for this message: what is left is for others.
+    uint64_t mostUnasked = kUnaskedBytes;
   };
   std::unique_ptr<Sending> send(int peer, uint64_t stream, uint32_t index, Message message);
   // Has the end of `peer` noticed, though nothing is sent to it.

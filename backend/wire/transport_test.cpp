@@ -5,9 +5,11 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "tests/support/wire_tests.h"
 
@@ -88,6 +90,162 @@ TEST_F(TransportTest, OfALargeMessageNoMoreThanTheEagerPartLeavesBeforeThereIsAP
   const auto receiving = groups_[1]->receive(0, 1, 0, at(received));
   ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); }));
   EXPECT_EQ(received, sent);
+}
+
+// Messages that nobody has asked for yet, and then receives of them.
+class UnaskedTest : public TransportTest {
+ protected:
+  void send(uint64_t stream, uint32_t index, const Bytes& sent, uint64_t mostUnasked = kUnaskedBytes) {
+    auto message = all(sent, {static_cast<uint8_t>(index)});
+    message.mostUnasked = mostUnasked;
+    sending_.push_back(groups_[0]->send(1, stream, index, std::move(message)));
+  }
+  // Once nothing more leaves: how many bytes have.
+  [[nodiscard]] uint64_t gone() const {
+    uint64_t all = 0;
+    for (const auto& message : sending_) all += message->state().gone;
+    return all;
+  }
+  [[nodiscard]] uint64_t goneInTheEnd() const {
+    uint64_t before = 0;
+    while (true) {
+      std::this_thread::sleep_for(200ms);
+      const uint64_t now = gone();
+      if (std::exchange(before, now) == now) return now;
+    }
+  }
+  void receiveAndCompare(uint64_t stream, uint32_t index, const Bytes& sent) {
+    Bytes received(sent.size());
+    const auto receiving = groups_[1]->receive(0, stream, index, at(received));
+    ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); })) << stream << ", " << index;
+    EXPECT_EQ(receiving->context(), Bytes{static_cast<uint8_t>(index)});
+    EXPECT_EQ(received, sent);
+  }
+  [[nodiscard]] bool allLeave() {
+    return comes(*signal_, [&] {
+      return std::all_of(sending_.begin(), sending_.end(), [](const auto& one) { return one->state().isComplete; });
+    });
+  }
+
+  std::vector<std::unique_ptr<Group::Sending>> sending_;
+};
+
+TEST_F(UnaskedTest, OfManyMessagesOnlySoMuchLeavesBeforeTheirReceivesAndAllArriveInAnyOrderOfThese) {
+  const Bytes sent = pattern(kEagerBytes, 5);
+  for (const bool isInMemory : {false, true}) {
+    if (isInMemory) joinAs(8, {0, 1});
+    for (uint32_t i = 0; i < 12; ++i) send(1, i, sent);
+    EXPECT_LE(goneInTheEnd(), kUnaskedBytes);
+    EXPECT_GE(gone(), kUnaskedBytes - 2 * kMostPayload);
+    for (uint32_t i = 12; i-- > 0;) receiveAndCompare(1, i, sent);
+    EXPECT_TRUE(allLeave());
+    sending_.clear();
+  }
+}
+
+TEST_F(UnaskedTest, ManySmallMessagesOfManyStreamsArriveInAnyOrderOfTheirReceives) {
+  constexpr uint32_t kStreams = 50;
+  constexpr uint32_t kOfEach = 400;
+  std::vector<Bytes> sent;
+  for (uint32_t i = 0; i < kOfEach; ++i) sent.push_back(pattern(i * 10, static_cast<uint8_t>(i)));
+  for (uint32_t i = 0; i < kOfEach; ++i) {
+    for (uint32_t stream = 0; stream < kStreams; ++stream) send(stream, i, sent[i]);
+  }
+  EXPECT_LE(goneInTheEnd(), kUnaskedBytes);
+  // The last first, and those of a stream in their order and against it.
+  for (uint32_t stream = kStreams; stream-- > 0;) {
+    for (uint32_t i = 0; i < kOfEach; ++i) {
+      const uint32_t index = stream % 2 == 0 ? i : kOfEach - 1 - i;
+      ASSERT_NO_FATAL_FAILURE(receiveAndCompare(stream, index, sent[index]));
+    }
+  }
+  EXPECT_TRUE(allLeave());
+}
+
+TEST_F(UnaskedTest, WhatIsTakenMakesRoomForMessagesThatNobodyHasAskedForYet) {
+  const Bytes sent = pattern(kEagerBytes, 5);
+  for (uint32_t i = 0; i < 6; ++i) send(1, i, sent);
+  EXPECT_LE(goneInTheEnd(), kUnaskedBytes);
+  for (uint32_t i = 0; i < 3; ++i) receiveAndCompare(1, i, sent);
+  EXPECT_TRUE(allLeave());
+}
+
+TEST_F(UnaskedTest, AMessageThatWaitsIsFoundByWhoTakesFromAnybody) {
+  const Bytes sent = pattern(kEagerBytes, 5);
+  for (uint32_t i = 0; i < 5; ++i) send(1, i, sent);
+  const MessageKey key{.stream = 9, .source = 0, .index = 0};
+  EXPECT_FALSE(groups_[1]->firstBegun({key}, signal_));
+  send(9, 0, sent);
+  ASSERT_TRUE(comes(*signal_, [&] { return groups_[1]->firstBegun({key}, signal_).has_value(); }));
+  EXPECT_LE(goneInTheEnd(), kUnaskedBytes);
+  receiveAndCompare(9, 0, sent);
+}
+
+TEST_F(UnaskedTest, AReceiveThatWasPostedBeforeGetsItsMessageThoughNothingElseIsTaken) {
+  const Bytes sent = pattern(kEagerBytes, 5);
+  for (const uint64_t size : {uint64_t{100}, kEagerBytes, 2 * kEagerBytes + 5}) {
+    const Bytes urgent = pattern(size, 1);
+    Bytes received(size);
+    const auto receiving = groups_[1]->receive(0, 9, static_cast<uint32_t>(size), at(received));
+    for (uint32_t i = 0; i < 5; ++i) send(size, i, sent);
+    send(9, static_cast<uint32_t>(size), urgent);
+    ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); })) << size;
+    EXPECT_EQ(received, urgent);
+  }
+  EXPECT_LE(goneInTheEnd(), kUnaskedBytes + 3 * kEagerBytes + 105);
+}
+
+TEST_F(UnaskedTest, MessagesThatMayUseAPartOfTheAccountLeaveTheRestToOthers) {
+  const Bytes sent = pattern(kEagerBytes, 5);
+  for (uint32_t i = 0; i < 6; ++i) send(1, i, sent, kUnaskedBytes / 2);
+  EXPECT_LE(goneInTheEnd(), kUnaskedBytes / 2);
+  send(2, 0, sent);
+  EXPECT_TRUE(comes(*signal_, [&] { return sending_.back()->state().isComplete; }));
+}
+
+TEST_F(UnaskedTest, WhatNobodyWillAskForMakesRoom) {
+  const Bytes sent = pattern(kEagerBytes, 5);
+  for (uint32_t i = 0; i < 12; ++i) send(i % 3, i, sent);
+  EXPECT_LE(goneInTheEnd(), kUnaskedBytes);
+  // Streams that are over, then a receive that is given up, then a group that was left.
+  groups_[1]->retire(0);
+  groups_[1]->retire(1);
+  Bytes received(kEagerBytes);
+  for (uint32_t i = 2; i < 12; i += 3) static_cast<void>(groups_[1]->receive(0, 2, i, at(received)));
+  EXPECT_TRUE(allLeave());
+  for (uint32_t i = 0; i < 6; ++i) send(3, i, sent);
+  EXPECT_LE(goneInTheEnd(), 12 * kEagerBytes + kUnaskedBytes);
+  groups_[1].reset();
+  for (uint32_t i = 6; i < 12; ++i) send(3, i, sent);
+  EXPECT_TRUE(allLeave());
+}
+
+TEST_F(UnaskedTest, MessagesThatWaitFailWithTheirLinkAndCanBeGivenUp) {
+  const Bytes sent = pattern(kEagerBytes, 5);
+  for (uint32_t i = 0; i < 8; ++i) send(1, i, sent);
+  static_cast<void>(goneInTheEnd());
+  sending_.erase(sending_.begin() + 6);
+  receiveAndCompare(1, 7, sent);
+  first_->loseLinksForTest();
+  EXPECT_TRUE(comes(*signal_, [&] { return !sending_[5]->state().error.empty(); }));
+}
+
+// Whoever sends by other rules than ours.
+TEST(Inbox, APeerThatSendsMoreUnaskedThanItMayIsRefused) {
+  class Nobody final : public Answers {
+    void tellPlace(uint64_t /*group*/, const MessageKey& /*key*/, uint64_t /*bytes*/) override {}
+    void tellCredit(uint64_t /*group*/, uint64_t /*bytes*/) override {}
+  };
+  const auto nobody = std::make_shared<Nobody>();
+  Inbox inbox;
+  uint64_t charged = 0;
+  Frame frame{.kind = Frame::Kind::kUnasked, .total = kMostPayload, .payloadBytes = kMostPayload};
+  for (; charged + chargeOf(kMostPayload) <= kUnaskedBytes; charged += chargeOf(kMostPayload)) {
+    ++frame.key.index;
+    ASSERT_TRUE(inbox.begin(frame, {}, nobody));
+  }
+  ++frame.key.index;
+  EXPECT_FALSE(inbox.begin(frame, {}, nobody));
 }
 
 TEST_F(TransportTest, WhatIsMadeReadyInPiecesArrivesInPieces) {

@@ -30,6 +30,19 @@ struct Receiver {
   bool accepts = false;
 };
 
+// What the peer hears back.
+class Heard final : public Answers {
+ public:
+  void tellPlace(uint64_t /*group*/, const MessageKey& /*key*/, uint64_t bytes) override {
+    TORCH_INTERNAL_ASSERT(bytes == kEagerBytes);
+  }
+  void tellCredit(uint64_t /*group*/, uint64_t bytes) override { credit_ += bytes; }
+  void checkCharged(uint64_t charged) const { TORCH_INTERNAL_ASSERT(credit_ <= charged, "credit for what never came"); }
+
+ private:
+  uint64_t credit_ = 0;
+};
+
 class Connection {
  public:
   Connection() {
@@ -61,27 +74,34 @@ class Connection {
   }
 
   Inbox& inbox() { return inbox_; }
+  void checkCredit() const { heard_->checkCharged(charged_); }
   // In memory of exactly that size, as the peer sees it. Until then it has told of none.
   void fillCell(uint32_t index, std::vector<uint8_t> payload) { cells_[index] = std::move(payload); }
 
  private:
+  std::shared_ptr<Incoming> begin(const Frame& frame, const std::vector<uint8_t>& context) {
+    if (frame.kind == Frame::Kind::kUnasked) charged_ += chargeOf(frame.payloadBytes);
+    return inbox_.begin(frame, context, heard_);
+  }
+
+  const std::shared_ptr<Heard> heard_ = std::make_shared<Heard>();
+  uint64_t charged_ = 0;
   Inbox inbox_;
   FileDescriptor peer_;
   Stream own_;
   bool isAlive_ = true;
   std::map<uint32_t, std::vector<uint8_t>> cells_;
-  FrameReader reader_{
-      [this](const Frame& frame, const std::vector<uint8_t>& context) { return inbox_.begin(frame, context); },
-      [this](const Frame& frame) { inbox_.noteFrame(frame.key.source); },
-      [this](const Frame& frame, const std::vector<uint8_t>& /*context*/) {
-        if (frame.kind == Frame::Kind::kLeave) inbox_.noteLeave(frame.key.source, frame.total, "left");
-      },
-      [this](uint32_t index, const std::function<void(const uint8_t* payload)>& read) {
-        const auto cell = cells_.find(index);
-        if (cell == cells_.end()) return false;
-        read(cell->second.data());
-        return true;
-      }};
+  FrameReader reader_{[this](const Frame& frame, const std::vector<uint8_t>& context) { return begin(frame, context); },
+                      [this](const Frame& frame) { inbox_.noteFrame(frame.key.source); },
+                      [this](const Frame& frame, const std::vector<uint8_t>& /*context*/) {
+                        if (frame.kind == Frame::Kind::kLeave) inbox_.noteLeave(frame.key.source, frame.total, "left");
+                      },
+                      [this](uint32_t index, const std::function<void(const uint8_t* payload)>& read) {
+                        const auto cell = cells_.find(index);
+                        if (cell == cells_.end()) return false;
+                        read(cell->second.data());
+                        return true;
+                      }};
 };
 
 MessageKey madeUpKey(FuzzedBytes& input) {
@@ -95,10 +115,16 @@ Frame madeUpFrame(FuzzedBytes& input) {
   if (kind == 0) frame.kind = Frame::Kind::kPlace;
   if (kind == 1) frame.kind = Frame::Kind::kLeave;
   if (kind == 2) frame.kind = Frame::Kind::kMemory;
+  if (kind == 3) frame.kind = Frame::Kind::kWaiting;
+  if (kind == 4 || kind == 5) frame.kind = Frame::Kind::kUnasked;
   frame.total = input.coin() ? 600 : static_cast<uint64_t>(input.claim());
   if (input.take<uint8_t>() % 16 == 0) frame.total = kEagerBytes + 600;
   if (frame.kind == Frame::Kind::kMemory) frame.contextBytes = input.take<uint8_t>();
   if (isControl(frame)) return frame;
+  if (frame.kind == Frame::Kind::kWaiting && input.coin()) {
+    frame.offset = 100 * (input.take<uint8_t>() % 7U);
+    return frame;
+  }
   if (input.take<uint8_t>() % 8 == 0) frame.cell = input.take<uint8_t>() % (kPayloadCells + 2);
   // Often right behind each other, as those of a true message.
   frame.offset = input.coin() ? 100 * (input.take<uint8_t>() % 7U) : static_cast<uint64_t>(input.claim());
@@ -202,6 +228,7 @@ void fuzzFrames(FuzzedBytes& input) {
     }
   }
   connection->read();
+  connection->checkCredit();
   receivers.checkAll();
 }
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between two ranks."""
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import RankPool, run_ranks
 from reference import DTYPES, values
 
 pytestmark = pytest.mark.any_device
@@ -165,3 +167,85 @@ def _large_exchange() -> None:
 @pytest.mark.cpu_only("NCCL sends that face each other have to be a batch")
 def test_two_ranks_exchange_large_messages(peers: RankPool) -> None:
     peers.run(_large_exchange)
+
+
+def _own_memory() -> int:
+    """MiB of this process that are in memory."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) >> 10
+
+
+def _send_to_a_rank_that_receives_later() -> int:
+    """How many MiB the receiver has taken before it asks for any of 150 MiB."""
+    rank, count = dist.get_rank(), 50
+    message = torch.zeros(3 << 18)
+    dist.barrier()
+    if rank == 0:
+        for i in range(count):
+            dist.send(message.fill_(i), 1)
+        return 0
+    before = _own_memory()
+    time.sleep(1)
+    taken = _own_memory() - before
+    for i in range(count):
+        dist.recv(message, 0)
+        assert (message == i).all()
+    return taken
+
+
+@pytest.mark.cpu_only("NCCL sends wait for their receives")
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_comes_before_its_receive_takes_a_bounded_part_of_memory(hosts: int) -> None:
+    env = {"BAGUA_HOST_ID": [f"host {rank % hosts}" for rank in range(2)]}
+    # 8 MiB may come. Memory grows in steps, and the transport itself takes some.
+    assert max(run_ranks(2, _send_to_a_rank_that_receives_later, env=env)) < 32
+
+
+def _many_messages_ahead() -> None:
+    """More than may come unasked, with many tags, received in another order than sent and some from anybody."""
+    rank, tags, of_each = dist.get_rank(), 40, 25
+    size = 8000
+    if rank == 0:
+        works: list[Any] = [
+            dist.isend(torch.full((size,), tag * of_each + i, dtype=torch.int32), 1, tag=tag)
+            for i in range(of_each)
+            for tag in range(tags)
+        ]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        received = torch.empty(size, dtype=torch.int32)
+        for tag in reversed(range(tags)):
+            for i in range(of_each):
+                assert dist.recv(received, None if tag % 3 == 0 else 0, tag=tag) == 0
+                assert (received == tag * of_each + i).all()
+    dist.barrier()
+
+
+@pytest.mark.cpu_only("NCCL has no tags")
+def test_many_messages_ahead_of_their_receives_arrive_in_any_order_of_these(peers: RankPool) -> None:
+    peers.run(_many_messages_ahead)
+
+
+def _collectives_beside_messages_ahead() -> None:
+    """Programs work while more messages wait for their receives than may come unasked."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    message = torch.full((1 << 20,), float(rank))
+    works: list[Any] = [dist.isend(message, peer) for peer in range(size) if peer != rank for _ in range(5)]
+    for numel in (3, 1 << 16, 1 << 21):
+        tensor = torch.ones(numel)
+        dist.all_reduce(tensor)
+        assert (tensor == size).all()
+        dist.barrier()
+    for peer in range(size):
+        for _ in range(5 if peer != rank else 0):
+            received = torch.empty_like(message)
+            dist.recv(received, peer)
+            assert (received == peer).all()
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.cpu_only("NCCL sends that face each other have to be a batch")
+def test_collectives_pass_messages_that_wait_for_their_receives(peers: RankPool) -> None:
+    peers.run(_collectives_beside_messages_ahead)
