@@ -228,7 +228,7 @@ WorkPtr ProcessGroupBagua::scatter(Tensors& outputs, std::vector<Tensors>& input
   constexpr const char* kName = "bagua:scatter";
   checks(kName).count(outputs.size(), 1, "output");
   TORCH_CHECK_VALUE(outputs[0].defined(), checks(kName).where(), ": output is undefined");
-  const at::Tensor output = outputs[0];
+  const at::Tensor& output = outputs[0];
   checks(kName).rank(opts.rootRank, "root");
   const int root = static_cast<int>(opts.rootRank);
   Operation scattering = operation(OpType::SCATTER, kName, output, opts, root);

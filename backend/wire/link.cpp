@@ -147,7 +147,7 @@ Link::Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, ui
       id_(id),
       opening_(std::move(opening)),
       receiver_(std::move(receiver)),
-      peer_(std::move(peer)) {}
+      peer_(peer) {}
 
 Link::~Link() {
   for (const auto& connection : connections_) loop_->remove(connection->number());
@@ -576,7 +576,7 @@ bool Link::mayLeave(const Outgoing& outgoing) {
   return accounts_[outgoing.group].unasked + chargeOf(outgoing.payloadBytes()) <= outgoing.mostUnasked;
 }
 
-void Link::letWait(std::deque<std::shared_ptr<Outgoing>>::iterator message) {
+void Link::letWait(const std::deque<std::shared_ptr<Outgoing>>::iterator& message) {
   const auto& outgoing = *message;
   accounts_[outgoing->group].waiting.emplace(outgoing->number, outgoing);
   queue_.erase(message);

@@ -147,7 +147,7 @@ class Link final : public Answers, public std::enable_shared_from_this<Link> {
   // Whether its next frame has a place, or room in the account.
   bool mayLeave(const Outgoing& outgoing);
   // Out of the queue.
-  void letWait(std::deque<std::shared_ptr<Outgoing>>::iterator message);
+  void letWait(const std::deque<std::shared_ptr<Outgoing>>::iterator& message);
   void giveFrameOf(const std::shared_ptr<Outgoing>& outgoing, Frame::Kind kind, uint32_t cell, Connection& connection);
   bool goesThroughMemory(const Outgoing& outgoing);
   void afterWriting(Connection& connection, std::vector<std::shared_ptr<Signal>>& signals);

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -50,14 +51,18 @@ std::string ProcessAddress::toString() const {
 ProcessAddress ProcessAddress::parse(const std::string& text) {
   const auto at = text.find('@');
   const auto colon = text.rfind(':');
-  unsigned long long high = 0;
-  unsigned long long low = 0;
-  unsigned int port = 0;
-  const bool isComplete = at == 32 && colon != std::string::npos && colon > at &&
-                          std::sscanf(text.c_str(), "%16llx%16llx@", &high, &low) == 2 &&
-                          std::sscanf(text.c_str() + colon, ":%5u", &port) == 1 && port <= 65535;
+  uint64_t high = 0;
+  uint64_t low = 0;
+  uint16_t port = 0;
+  const auto isNumber = [&](size_t begin, size_t end, auto& value, int base) {
+    const char* const last = text.data() + end;
+    const auto [stop, error] = std::from_chars(text.data() + begin, last, value, base);
+    return error == std::errc() && stop == last;
+  };
+  const bool isComplete = at == 32 && colon != std::string::npos && colon > at && isNumber(0, 16, high, 16) &&
+                          isNumber(16, 32, low, 16) && isNumber(colon + 1, text.size(), port, 10);
   TORCH_CHECK_VALUE(isComplete, "bagua: '", text, "' is not the address of a process");
-  return {{high, low}, SocketAddress(text.substr(at + 1, colon - at - 1), static_cast<uint16_t>(port))};
+  return {{high, low}, SocketAddress(text.substr(at + 1, colon - at - 1), port)};
 }
 
 // --- Who comes in ----------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ TEST_F(UnaskedTest, OfManyMessagesOnlySoMuchLeavesBeforeTheirReceivesAndAllArriv
     if (isInMemory) joinAs(8, {0, 1});
     for (uint32_t i = 0; i < 12; ++i) send(1, i, sent);
     EXPECT_LE(goneInTheEnd(), kUnaskedBytes);
-    EXPECT_GE(gone(), kUnaskedBytes - 2 * kMostPayload);
+    EXPECT_GE(gone(), kUnaskedBytes - uint64_t{2} * kMostPayload);
     for (uint32_t i = 12; i-- > 0;) receiveAndCompare(1, i, sent);
     EXPECT_TRUE(allLeave());
     sending_.clear();
@@ -147,7 +147,7 @@ TEST_F(UnaskedTest, ManySmallMessagesOfManyStreamsArriveInAnyOrderOfTheirReceive
   constexpr uint32_t kStreams = 50;
   constexpr uint32_t kOfEach = 400;
   std::vector<Bytes> sent;
-  for (uint32_t i = 0; i < kOfEach; ++i) sent.push_back(pattern(i * 10, static_cast<uint8_t>(i)));
+  for (uint32_t i = 0; i < kOfEach; ++i) sent.push_back(pattern(i * 10UL, static_cast<uint8_t>(i)));
   for (uint32_t i = 0; i < kOfEach; ++i) {
     for (uint32_t stream = 0; stream < kStreams; ++stream) send(stream, i, sent[i]);
   }
@@ -269,7 +269,7 @@ TEST_F(TransportTest, ManyMessagesInBothDirectionsAreToldApart) {
   std::vector<std::unique_ptr<Group::Receiving>> receiving;
   std::vector<std::unique_ptr<Group::Sending>> sending;
   for (uint32_t i = 0; i < 2 * kMessages; ++i) {
-    sent.push_back(pattern(i * 5000, static_cast<uint8_t>(i)));
+    sent.push_back(pattern(i * 5000UL, static_cast<uint8_t>(i)));
     received.emplace_back(sent.back().size());
   }
   for (uint32_t i = 0; i < 2 * kMessages; ++i) {
