@@ -94,7 +94,7 @@ inline constexpr uint64_t kEagerBytes = 4U << 20U;
 // 5. Credit lets the messages that wait go on in the order in which they were sent, with a place or without.
 //
 // So nobody waits for anything but the receive of that very message, and a receive waits for nothing.
-inline constexpr uint64_t kUnaskedBytes = 16U << 20U;
+inline constexpr uint64_t kUnaskedBytes = 32U << 20U;
 inline constexpr uint64_t kCreditBytes = kUnaskedBytes / 8;
 // What a receiver needs to remember a message, about.
 inline constexpr uint64_t kFrameCharge = 512;

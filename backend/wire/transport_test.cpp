@@ -222,12 +222,13 @@ TEST_F(UnaskedTest, WhatNobodyWillAskForMakesRoom) {
 
 TEST_F(UnaskedTest, MessagesThatWaitFailWithTheirLinkAndCanBeGivenUp) {
   const Bytes sent = pattern(kEagerBytes, 5);
-  for (uint32_t i = 0; i < 8; ++i) send(1, i, sent);
+  constexpr uint32_t kFit = kUnaskedBytes / kEagerBytes;
+  for (uint32_t i = 0; i < kFit + 4; ++i) send(1, i, sent);
   static_cast<void>(goneInTheEnd());
-  sending_.erase(sending_.begin() + 6);
-  receiveAndCompare(1, 7, sent);
+  sending_.erase(sending_.begin() + kFit + 2);
+  receiveAndCompare(1, kFit + 3, sent);
   first_->loseLinksForTest();
-  EXPECT_TRUE(comes(*signal_, [&] { return !sending_[5]->state().error.empty(); }));
+  EXPECT_TRUE(comes(*signal_, [&] { return !sending_[kFit + 1]->state().error.empty(); }));
 }
 
 // Whoever sends by other rules than ours.

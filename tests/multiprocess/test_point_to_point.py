@@ -197,8 +197,8 @@ def _send_to_a_rank_that_receives_later() -> int:
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_what_comes_before_its_receive_takes_a_bounded_part_of_memory(hosts: int) -> None:
     env = {"BAGUA_HOST_ID": [f"host {rank % hosts}" for rank in range(2)]}
-    # 8 MiB may come. Memory grows in steps, and the transport itself takes some.
-    assert max(run_ranks(2, _send_to_a_rank_that_receives_later, env=env)) < 32
+    # 16 MiB may come. Memory grows in steps, and the transport itself takes some.
+    assert max(run_ranks(2, _send_to_a_rank_that_receives_later, env=env)) < 48
 
 
 def _many_messages_ahead() -> None:
