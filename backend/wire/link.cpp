@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstring>
 #include <system_error>
 #include <utility>
 
@@ -88,8 +87,8 @@ class Link::Connection final : public EventLoop::Handler, public std::enable_sha
 
   // Without the link's mutex. The error, or 0.
   int write() {
-    if (auto* const to = std::exchange(cell, nullptr)) {
-      std::memcpy(to, payload, payloadLeft);
+    if (const uint32_t number = std::exchange(cell, 0); number > 0) {
+      memory->fill(number - 1, payload, payloadLeft);
       payload += std::exchange(payloadLeft, 0);
     }
     while (hasToWrite()) {
@@ -115,8 +114,8 @@ class Link::Connection final : public EventLoop::Handler, public std::enable_sha
   const uint8_t* payload = nullptr;
   uint64_t payloadLeft = 0;
   uint64_t payloadBytes = 0;
-  // Not null: the payload goes there, not on the socket, and `memory` keeps it.
-  uint8_t* cell = nullptr;
+  // Not 0: the payload goes into this cell of `memory`, counted from 1, and not on the socket.
+  uint32_t cell = 0;
   std::shared_ptr<PayloadMemory> memory;
   // Where the payload lies in its message.
   uint64_t offset = 0;
@@ -590,7 +589,7 @@ void Link::giveFrameOf(const std::shared_ptr<Outgoing>& owner, Frame::Kind kind,
   frame.payloadBytes = kind == Frame::Kind::kWaiting ? 0 : outgoing.payloadBytes();
   frame.cell = cell;
   connection.memory = cell > 0 ? ownMemory_ : nullptr;
-  connection.cell = cell > 0 ? ownMemory_->cell(cell - 1) : nullptr;
+  connection.cell = cell;
   const bool isFirst = outgoing.taken == 0;
   frame.contextBytes = isFirst ? static_cast<uint16_t>(outgoing.context.size()) : 0;
   connection.head = bytesOf(frame);

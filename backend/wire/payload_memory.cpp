@@ -2,6 +2,7 @@
 #include "backend/wire/payload_memory.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace bagua::wire {
@@ -59,6 +60,12 @@ std::optional<uint32_t> PayloadMemory::take() {
   if (const auto index = findFree()) return index;
   header().isAwaited.store(1);
   return findFree();
+}
+
+void PayloadMemory::fill(uint32_t index, const uint8_t* payload, size_t bytes) {
+  std::memcpy(cell(index), payload, bytes);
+  // Nobody releases it before its frame has gone. findFree() of another thread then sees all that was written.
+  header().isTaken[index].store(1);
 }
 
 bool PayloadMemory::release(uint32_t index) {

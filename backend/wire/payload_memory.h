@@ -37,6 +37,8 @@ class PayloadMemory {
   [[nodiscard]] bool isOpened() const;
   // A cell that is free, which it is no longer. Without one, the receiver's release() will say that somebody waits.
   std::optional<uint32_t> take();
+  // Writes into a cell that was taken. The thread that takes it next comes after this one.
+  void fill(uint32_t index, const uint8_t* payload, size_t bytes);
 
   // For the receiver, once it has read the cell. True: the sender waits to be told, and enough cells are free.
   bool release(uint32_t index);
