@@ -22,6 +22,20 @@ FEWEST_STEPS = 1
 # The optimizer's own warm-up of a contender that has one, and DDP's rebuilding of its buckets.
 SETTLING_STEPS = 4
 
+# Of ways(), those of ours that every benchmark of training steps compares.
+ALGORITHMS = (
+    "gradient_allreduce",
+    "bytegrad",
+    "quantized_allreduce, 4bit",
+    "quantized_allreduce, 1bit",
+    "powersgd, rank 1",
+    "powersgd, rank 4",
+    "qadam",
+    "low_precision_decentralized",
+    "decentralized",
+    "async",
+)
+
 # A network, and what makes a batch for it.
 Model = Callable[[], tuple[nn.Module, Callable[[], Tensor]]]
 

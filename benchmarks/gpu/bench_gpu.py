@@ -36,6 +36,7 @@ RESULTS = HERE.parent / "results" / "gpu.json"
 
 import codec  # noqa: E402  these are found by the lines above
 import gpus  # noqa: E402
+from contenders import ALGORITHMS  # noqa: E402
 from ranks_of_benchmarks import Command, lines_of_the_first, run_all  # noqa: E402
 from tables import table  # noqa: E402
 
@@ -43,18 +44,6 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 # Medians of a run differ by as much from one to the next.
 NO_SLOWER = 0.95
 MOST_COST = 0.03
-ALGORITHMS = (
-    "gradient_allreduce",
-    "bytegrad",
-    "quantized_allreduce, 4bit",
-    "quantized_allreduce, 1bit",
-    "powersgd, rank 1",
-    "powersgd, rank 4",
-    "qadam",
-    "low_precision_decentralized",
-    "decentralized",
-    "async",
-)
 SECONDS_LIMIT = 1500.0
 # Leaves NCCL nothing but sockets between two ranks of one machine.
 SOCKETS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}

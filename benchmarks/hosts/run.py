@@ -24,7 +24,7 @@ import torch
 from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts, rate_of, time_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from contenders import MODELS
+from contenders import ALGORITHMS, MODELS
 from ranks_of_benchmarks import Command, lines_of_the_first
 
 HERE = Path(__file__).parent
@@ -35,16 +35,7 @@ WAYS = [
     "gloo, Adam",
     "gloo, fp16 hook",
     "gloo, bf16 hook",
-    "gradient_allreduce",
-    "bytegrad",
-    "quantized_allreduce, 4bit",
-    "quantized_allreduce, 1bit",
-    "powersgd, rank 1",
-    "powersgd, rank 4",
-    "qadam",
-    "low_precision_decentralized",
-    "decentralized",
-    "async",
+    *ALGORITHMS,
 ]
 # Algorithms that exchange weights once the step is done, or beside forward and backward.
 AFTER_THE_STEP = ("low_precision_decentralized",)
