@@ -38,6 +38,12 @@ at::Tensor tensorOf(const AlgorithmState& state, const std::string& name, const 
   return found.to(like.device()).clone();
 }
 
+void checkThatAllAreTaken(const AlgorithmState& state, const std::function<bool(const std::string& name)>& isTaken) {
+  for (const auto& [name, value] : state) {
+    TORCH_CHECK_VALUE(isTaken(name), "bagua: '", name, "' of the checkpoint is no state of this algorithm");
+  }
+}
+
 bool Algorithm::abort(StepContext& context) {
   TORCH_CHECK(false, "abort() is for algorithms that communicate in the background; '", context.algorithm(),
               "' does not");

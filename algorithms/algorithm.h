@@ -30,6 +30,8 @@ at::Tensor counterTensor(int64_t value);
 int64_t counterOf(const AlgorithmState& state, const std::string& name);
 // Throws ValueError where the state lacks it, or holds another number of elements or dtype than `like`.
 at::Tensor tensorOf(const AlgorithmState& state, const std::string& name, const at::Tensor& like);
+// Throws ValueError where the state holds what load() does not take: it would be lost without a word.
+void checkThatAllAreTaken(const AlgorithmState& state, const std::function<bool(const std::string& name)>& isTaken);
 
 // The momentum that the optimizer holds for a parameter, and the factor by which it decays.
 struct Momentum {

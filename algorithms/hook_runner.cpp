@@ -392,10 +392,12 @@ void HookRunner::makeEqual(const Belongings& belongings) {
 void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t step) {
   TORCH_CHECK_VALUE(step >= 0, "bagua: the checkpoint was written after ", step, " steps");
   layouts_.check(layout);
-  algorithm_->load(state, *this);
+  AlgorithmState own = state;
+  const bool wasStepSkipped = countsSteps_ && own.erase(kStepSkipped) > 0;
+  algorithm_->load(own, *this);
   if (countsSteps_) {
     isBeforeStep_ = isStepCounted_ = false;
-    wasStepSkipped_ = state.contains(kStepSkipped);
+    wasStepSkipped_ = wasStepSkipped;
   }
   layouts_.want(std::move(layout));
   step_ = step;

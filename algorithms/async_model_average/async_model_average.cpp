@@ -4,6 +4,8 @@
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "algorithms/registry.h"
@@ -92,6 +94,8 @@ class AsyncModelAverage final : public Algorithm {
 
   void load(const AlgorithmState& state, StepContext& /*context*/) override {
     // A state that is refused changes nothing.
+    const std::set<std::string> names = {"step", "has_started", "is_paused", "milliseconds_to_round"};
+    checkThatAllAreTaken(state, [&](const std::string& name) { return names.contains(name); });
     const int64_t step = counterOf(state, "step");
     const bool hasStarted = counterOf(state, "has_started") != 0;
     const bool isPaused = counterOf(state, "is_paused") != 0;

@@ -68,8 +68,10 @@ class Decentralized final : public Algorithm {
   }
 
   void load(const AlgorithmState& state, StepContext& /*context*/) override {
-    step_ = counterOf(state, "step");
+    checkThatAllAreTaken(state, [](const std::string& name) { return name == "step" || name == "exchanges"; });
+    const int64_t step = counterOf(state, "step");
     exchanges_ = counterOf(state, "exchanges");
+    step_ = step;
     exchange_.reset();
   }
 

@@ -97,11 +97,10 @@ class PowerSgd final : public Algorithm {
   }
 
   void load(const AlgorithmState& state, StepContext& context) override {
-    for (const auto& [name, value] : state) {
-      TORCH_CHECK_VALUE(name.starts_with("residual.") || powersgd::StartingFactors::isName(name),
-                        "bagua: algorithm 'powersgd' has no '", name, "' in its state");
-    }
     ParameterState residuals("residual");
+    checkThatAllAreTaken(state, [&](const std::string& name) {
+      return residuals.takes(name, state) || powersgd::StartingFactors::isName(name);
+    });
     residuals.load(state, context.parameters());
     starts_[0].load(state, context.parameters(), options_.worth);
     residuals_[0].load(state, context.parameters());

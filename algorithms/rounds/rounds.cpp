@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "algorithms/blocks.h"
@@ -46,6 +47,20 @@ std::string numbered(const char* name, size_t number) { return std::string(name)
 int64_t bytesOf(int64_t numel, at::ScalarType dtype, int64_t unit) {
   const int64_t bytes = numel * static_cast<int64_t>(elementSize(dtype));
   return (bytes + unit - 1) / unit * unit;
+}
+
+// All that a state can hold.
+std::set<std::string> namesOf(size_t fragments, size_t buckets, size_t buffers) {
+  std::set<std::string> names = {"step", "has_started", "is_paused", "is_in_step"};
+  const auto add = [&](std::initializer_list<const char*> kinds, size_t count) {
+    for (const char* const kind : kinds) {
+      for (size_t number = 0; number < count; ++number) names.insert(numbered(kind, number));
+    }
+  };
+  add({"synchronised_after", "on_its_way"}, fragments);
+  add({"means", "outer_weights", "outer_momentum", "residual", "owner_residual"}, buckets);
+  add({"buffers"}, buffers);
+  return names;
 }
 
 int64_t bytesOf(const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; }
@@ -376,6 +391,8 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
   if (fragments_.empty()) makeFragments(context);
   std::vector<Loaded> loaded;
   const FragmentBuckets buckets = allBuckets();
+  const std::set<std::string> names = namesOf(fragments_.size(), buckets.size(), buffers_.size());
+  checkThatAllAreTaken(state, [&](const std::string& name) { return names.contains(name); });
   for (size_t number = 0; number < buckets.size() && hasStarted; ++number) {
     loaded.push_back(loadedBucket(state, number, *buckets[number], context));
   }

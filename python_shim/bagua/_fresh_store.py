@@ -7,6 +7,7 @@ torchrun starts again. Addresses and errors of the ranks that are gone would be 
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -16,12 +17,16 @@ import torch.distributed as dist
 
 from bagua._native import _C
 
+_logger = logging.getLogger("bagua")
+
 # How often a rank that waits looks whether the ranks have been called together anew.
 _SLICE = timedelta(milliseconds=500)
 # Seconds between two questions to the store whether something is there.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-# How often it looks whether it waits for a rank that cannot hear it.
+# How often it looks whether it waits for a rank that cannot hear it, and how long such a rank may be one of another job
+# with the same keys: until then somebody with its secret has come in the place of the rank that looks.
 _LOOK = timedelta(seconds=5)
+_PATIENCE = timedelta(seconds=60)
 # Begins what rank 0 says in the place of a meeting's name, which is hexadecimal.
 _REFUSED = "refused: "
 # In the place of a fingerprint, which is hexadecimal.
@@ -54,6 +59,8 @@ class _Meeting:
         self._longest_pause = max(_LONGEST_PAUSE, size / 10_000)
         self._ticket = secrets.token_hex(16)
         self._name = ""
+        # When a rank with another secret was first seen.
+        self._met_stranger: float | None = None
 
     def name(self) -> str:
         """Return the name of the meeting, once it has begun."""
@@ -63,7 +70,7 @@ class _Meeting:
     def _call_together(self) -> str:
         came = [f"came/{rank}" for rank in range(self._size)]
         while not self._wait(came, _LOOK):
-            self._compare_secrets(range(1, self._size))
+            self._compare_secrets()
         called: list[bytes] = []
         while True:
             tickets = self._store.multi_get(came)
@@ -79,7 +86,7 @@ class _Meeting:
     def _follow_calls(self) -> str:
         call = f"called/{self._rank}/{self._ticket}"
         while not self._wait([call], _LOOK):
-            self._compare_secrets([0])
+            self._compare_secrets()
         while True:
             name = self._store.get(call).decode()
             if name.startswith(_REFUSED):
@@ -121,7 +128,28 @@ class _Meeting:
         text: str = self._secrets.get(str(rank)).decode(errors="replace")
         return [secret[:16] for secret in text.split()[:_MOST_SECRETS]]
 
-    def _compare_secrets(self, ranks: Iterable[int]) -> None:
+    def _compare_secrets(self) -> None:
+        # Only rank 0 needs them all.
+        why = self._stranger(range(1, self._size) if self._rank == 0 else [0])
+        now = time.monotonic()
+        if not why:
+            self._met_stranger = None
+        elif self._met_stranger is None:
+            self._met_stranger = now
+            _logger.warning(
+                "bagua: rank %d of %d still waits: %s (fingerprints, not the secrets themselves). On the ranks of one "
+                "job BAGUA_JOB_SECRET, or what is in the file of BAGUA_JOB_SECRET_FILE, is to be the same. Two jobs on "
+                "one store need not care: their other ranks have %d s to come",
+                self._rank,
+                self._size,
+                why,
+                _PATIENCE.total_seconds(),
+            )
+        elif now - self._met_stranger >= _PATIENCE.total_seconds():
+            raise self._refused_by_all(why)
+
+    def _stranger(self, ranks: Iterable[int]) -> str:
+        """Say which of the ranks has come with another secret only; else ""."""
         # Fingerprints that somebody has made up end what would end in a timeout, sooner.
         own = self._secrets_of(self._rank)
         for rank in ranks:
@@ -129,10 +157,13 @@ class _Meeting:
             # A secret with which somebody has come as this rank, too, is that of another job.
             foreign = [secret for secret in theirs if secret not in own]
             if self._secret not in theirs and foreign:
-                why = f"rank {self._rank} has {_told(self._secret)}, and rank {rank} {_told(foreign[-1])}"
-                if self._rank == 0:
-                    self._refuse_all(why)
-                raise self._refusal(why)
+                return f"rank {self._rank} has {_told(self._secret)}, and rank {rank} {_told(foreign[-1])}"
+        return ""
+
+    def _refused_by_all(self, why: str) -> Exception:
+        if self._rank == 0:
+            self._refuse_all(why)
+        return self._refusal(why)
 
     def _refuse_all(self, why: str) -> None:
         """Tell those that wait for rank 0, which alone looks at all."""
@@ -170,6 +201,9 @@ class _Meeting:
         return True
 
     def _failure(self) -> Exception:
+        why = "" if self._name else self._stranger(range(self._size))
+        if why:
+            return self._refused_by_all(why)
         expected = [self._seat(rank) if self._name else f"came/{rank}" for rank in range(self._size)]
         missing = [rank for rank, key in enumerate(expected) if not self._store.check([key])]
         # All have come: then it is rank 0 that has not called them.

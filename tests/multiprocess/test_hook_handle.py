@@ -75,7 +75,11 @@ def _get_state(trained: Trained) -> None:
 
 
 def _load_state(trained: Trained) -> None:
-    trained.handle.load_state_dict(trained.handle.state_dict())
+    state = trained.handle.state_dict()
+    trained.handle.load_state_dict(state)
+    more = {**state, "state": {**state["state"], "of_another.0": torch.zeros(1)}}
+    with pytest.raises(ValueError, match="of_another"):
+        trained.handle.load_state_dict(more)
 
 
 def _look_at_stats(trained: Trained) -> None:

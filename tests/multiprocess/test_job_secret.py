@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,7 @@ def test_ten_thousand_strangers_do_not_disturb_a_training() -> None:
 # Whoever reaches the port of the store can write there.
 _FORGER = """
 import os, random, sys, time
+from collections.abc import Sequence
 from datetime import timedelta
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=30))
@@ -183,13 +185,13 @@ def test_what_is_forged_in_the_store_does_not_disturb_a_training() -> None:
     assert run_ranks(2, _train_beside_a_forger, env=env) == plain
 
 
-def _join(store: str, timeout: float, ranks: list[int], late: int = -1) -> tuple[float, str | list[float]]:
+def _join(store: str, timeout: float, ranks: list[int], late: Sequence[int] = ()) -> tuple[float, str | list[float]]:
     """Come with the environment that this rank has: how long it took, and a sum over the job, or the error.
 
-    The process number `late` comes after the others have looked for one with another secret.
+    The processes of the numbers `late` come after the others have looked for one with another secret.
     """
     rank = ranks[dist.get_rank()]
-    is_late = dist.get_rank() == late
+    is_late = dist.get_rank() in late
     dist.destroy_process_group()
     if is_late:
         time.sleep(8)
@@ -208,7 +210,7 @@ def _join(store: str, timeout: float, ranks: list[int], late: int = -1) -> tuple
 @pytest.mark.parametrize("theirs", ["another secret, of the same length", None], ids=["another", "none"])
 def test_a_rank_with_another_secret_or_none_is_named_on_all_ranks(theirs: str | None, tmp_path: Path) -> None:
     env = {"BAGUA_JOB_SECRET": [_SECRET, theirs, _SECRET], "BAGUA_HOST_ID": ["a", "b", "c"]}
-    results = run_ranks(3, _join, str(tmp_path / "store"), 60.0, [0, 1, 2], backend="gloo", env=env)
+    results = run_ranks(3, _join, str(tmp_path / "store"), 10.0, [0, 1, 2], backend="gloo", env=env)
     for rank, (seconds, error) in enumerate(results):
         assert isinstance(error, str), f"rank {rank} was let in"
         assert "rank 1" in error
@@ -218,8 +220,22 @@ def test_a_rank_with_another_secret_or_none_is_named_on_all_ranks(theirs: str | 
         assert seconds < 30
 
 
-@pytest.mark.parametrize("late", [-1, 0, 1], ids=["all at once", "rank 0 late", "rank 1 late"])
-def test_jobs_with_different_secrets_do_not_meet_on_one_store(late: int, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_rank_with_another_secret_is_not_waited_for_until_a_long_timeout(tmp_path: Path) -> None:
+    env = {"BAGUA_JOB_SECRET": [_SECRET, "another secret, of the same length"], **_TWO_HOSTS}
+    results = run_ranks(2, _join, str(tmp_path / "store"), 1800.0, [0, 1], backend="gloo", env=env)
+    for seconds, error in results:
+        assert isinstance(error, str), "was let in"
+        assert "BAGUA_JOB_SECRET" in error
+        assert 60 < seconds < 120
+
+
+@pytest.mark.parametrize(
+    "late",
+    [(), (0,), (1,), (1, 2)],
+    ids=["all at once", "rank 0 late", "rank 1 late", "a rank of each late"],
+)
+def test_jobs_with_different_secrets_do_not_meet_on_one_store(late: tuple[int, ...], tmp_path: Path) -> None:
     """Not even with the same keys, though torch's own part of making a group counts all that come."""
     env = {
         "BAGUA_JOB_SECRET": [_SECRET, _SECRET, "another job's secret", "another job's secret"],
@@ -234,7 +250,7 @@ def test_a_rank_that_cannot_use_its_secret_ends_the_wait_of_the_others(odd: int,
     secrets_of_ranks = [_SECRET, _SECRET, _SECRET]
     secrets_of_ranks[odd] = ""
     env = {"BAGUA_JOB_SECRET": secrets_of_ranks, "BAGUA_HOST_ID": ["a", "b", "c"]}
-    results = run_ranks(3, _join, str(tmp_path / "store"), 60.0, [0, 1, 2], backend="gloo", env=env)
+    results = run_ranks(3, _join, str(tmp_path / "store"), 10.0, [0, 1, 2], backend="gloo", env=env)
     for rank, (seconds, error) in enumerate(results):
         assert isinstance(error, str), f"rank {rank} was let in"
         expected = "BAGUA_JOB_SECRET is set, but empty" if rank == odd else f"rank {odd} one that it cannot use"
