@@ -87,22 +87,21 @@ class LowPrecisionDecentralized final : public Algorithm {
   }
 
   void load(const AlgorithmState& state, StepContext& context) override {
-    const int64_t step = counterOf(state, "step");
-    std::vector<RingReplicas> replicas;
+    const auto buckets = bucketsOf(context);
     std::set<std::string> names = {"step"};
-    if (state.size() > 1) {
-      const auto buckets = bucketsOf(context);
-      for (size_t i = 0; i < buckets.size(); ++i) {
-        const RingExchange ring(*topology_, context.rank(), buckets[i].numel());
-        const at::Tensor like = buckets[i].pack().narrow(0, 0, ring.ownLength(context.rank()));
-        RingReplicas& replica = replicas.emplace_back();
-        for (const auto& [name, member] : kReplicas) {
-          replica.*member = tensorOf(state, *names.insert(name + std::to_string(i)).first, like);
-        }
-        if (ring.hasOneNeighbour()) replica.right = replica.left;
-      }
+    for (size_t i = 0; i < buckets.size(); ++i) {
+      for (const auto& [name, member] : kReplicas) names.insert(name + std::to_string(i));
     }
     checkThatAllAreTaken(state, [&](const std::string& name) { return names.contains(name); });
+    const int64_t step = counterOf(state, "step");
+    std::vector<RingReplicas> replicas;
+    for (size_t i = 0; state.size() > 1 && i < buckets.size(); ++i) {
+      const RingExchange ring(*topology_, context.rank(), buckets[i].numel());
+      const at::Tensor like = buckets[i].pack().narrow(0, 0, ring.ownLength(context.rank()));
+      RingReplicas& replica = replicas.emplace_back();
+      for (const auto& [name, member] : kReplicas) replica.*member = tensorOf(state, name + std::to_string(i), like);
+      if (ring.hasOneNeighbour()) replica.right = replica.left;
+    }
     // None in a checkpoint from before the first step: they start then.
     replicas_ = std::move(replicas);
     step_ = step;
