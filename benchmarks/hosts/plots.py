@@ -61,7 +61,7 @@ def tidy(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 # Five of them, so that each line can carry its name; docs/performance.md has the figures of all.
-STEP_TIME_WAYS = ("gloo", "gloo, fp16 hook", "low_precision_decentralized", "bytegrad", "no communication")
+STEP_TIME_WAYS = ("gloo", "gloo, fp16 hook", "bytegrad", "quantized_allreduce, 4bit", "no communication")
 
 
 def spread(heights: list[float], apart: float) -> list[float]:
