@@ -171,6 +171,8 @@ class Transport::Listener final : public EventLoop::Handler {
   void makeRoom(Transport& transport) {
     std::erase_if(guests_, [&](const auto& guest) {
       if (!guest->isLate()) return false;
+      // It may be this process that is late: what the guest has said long ago lies in its socket.
+      guest->onReadable();
       guest->leave(transport);
       return true;
     });
