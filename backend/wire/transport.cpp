@@ -90,6 +90,12 @@ class Transport::Guest final : public EventLoop::Handler {
   [[nodiscard]] bool isLate() const {
     return !stream_.isOpen() || std::chrono::steady_clock::now() > since_ + kPatienceWithGuests;
   }
+  [[nodiscard]] bool hasGone() const { return !stream_.isOpen(); }
+  // Gives it as long again, once: a ClientHello that was recorded shows the secret too.
+  [[nodiscard]] bool spare() {
+    since_ = std::chrono::steady_clock::now();
+    return !std::exchange(isSpared_, true);
+  }
   // Whether it may still be anybody.
   [[nodiscard]] bool isStranger() const { return !stream_.isProven(); }
   // On the thread of its events. Not to be called where it has gone.
@@ -121,8 +127,9 @@ class Transport::Guest final : public EventLoop::Handler {
 
   const std::weak_ptr<Transport> transport_;
   Stream stream_;
-  const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
   bool isWelcome_ = false;
+  bool isSpared_ = false;
   Hello hello_;
   size_t read_ = 0;
 };
@@ -169,19 +176,28 @@ class Transport::Listener final : public EventLoop::Handler {
 
   // Where there is none, whoever is here the longest and has shown nothing has had the best chance to.
   void makeRoom(Transport& transport) {
-    std::erase_if(guests_, [&](const auto& guest) {
-      if (!guest->isLate()) return false;
-      // It may be this process that is late: what the guest has said long ago lies in its socket.
-      guest->onReadable();
-      guest->leave(transport);
-      return true;
-    });
+    std::erase_if(guests_, [&](const auto& guest) { return guest->isLate() && sendAway(*guest, transport); });
     if (guests_.size() < mostGuests_) return;
-    const auto stranger =
-        std::find_if(guests_.begin(), guests_.end(), [](const auto& guest) { return guest->isStranger(); });
-    const auto leaving = stranger == guests_.end() ? guests_.begin() : stranger;
+    auto leaving = std::find_if(guests_.begin(), guests_.end(),
+                                [&](const auto& guest) { return guest->isStranger() && sendAway(*guest, transport); });
+    if (leaving == guests_.end()) leaving = guests_.begin();
     (*leaving)->leave(transport);
     guests_.erase(leaving);
+  }
+
+  // Whether the guest has gone: to its link, or because it has still not shown that it may be here. It may be this
+  // process that is late, and what the guest has said lies in its socket: its peer may take it for a connection by now.
+  static bool sendAway(Guest& guest, Transport& transport) {
+    try {
+      guest.onReadable();
+    } catch (const std::exception& error) {
+      LOG(ERROR) << "bagua: cannot take a connection: " << error.what();
+      guest.leave(transport);
+    }
+    if (guest.hasGone()) return true;
+    if (!guest.isStranger() && guest.spare()) return false;
+    guest.leave(transport);
+    return true;
   }
 
   const std::weak_ptr<Transport> transport_;

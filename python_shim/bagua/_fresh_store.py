@@ -143,7 +143,7 @@ class _Meeting:
                 self._rank,
                 self._size,
                 why,
-                _PATIENCE.total_seconds(),
+                min(_PATIENCE.total_seconds(), max(0.0, self._end - now)),
             )
         elif now - self._met_stranger >= _PATIENCE.total_seconds():
             raise self._refused_by_all(why)
@@ -201,13 +201,14 @@ class _Meeting:
         return True
 
     def _failure(self) -> Exception:
-        why = "" if self._name else self._stranger(range(self._size))
-        if why:
-            return self._refused_by_all(why)
         expected = [self._seat(rank) if self._name else f"came/{rank}" for rank in range(self._size)]
         missing = [rank for rank, key in enumerate(expected) if not self._store.check([key])]
         # All have come: then it is rank 0 that has not called them.
         names = ", ".join(str(rank) for rank in missing or [0])
+        why = "" if self._name else self._stranger(missing)
+        if why:
+            milliseconds = self._timeout // timedelta(milliseconds=1)
+            return self._refused_by_all(f"not there after {milliseconds} ms: rank {names}; {why}")
         return dist.DistBackendError(
             f"bagua: rank {self._rank} of {self._size} could not make the process group. Not there after "
             f"{self._timeout // timedelta(milliseconds=1)} ms: rank {names}. Check that these processes have started "

@@ -73,7 +73,9 @@ def _results(file: Path, backend: str, folder: Path) -> tuple[dict[str, str], bo
         problems = [child for child in case if child.tag in ("failure", "error", "skipped")]
         name = f"{case.get('classname')}.{case.get('name')}"
         results[name] = f"{problems[0].tag}: {problems[0].get('message')}" if problems else "passed"
-    return results, any(groups.iterdir())
+    processes = {file.name for file in groups.iterdir()}
+    assert "loaded" in processes, f"{_FOLDER / 'in_gloos_place'} was not loaded: is there another sitecustomize?"
+    return results, processes != {"loaded"}
 
 
 @pytest.mark.parametrize("name", _FILES)

@@ -142,7 +142,6 @@ def test_ten_thousand_strangers_do_not_disturb_a_training() -> None:
 # Whoever reaches the port of the store can write there.
 _FORGER = """
 import os, random, sys, time
-from collections.abc import Sequence
 from datetime import timedelta
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=30))

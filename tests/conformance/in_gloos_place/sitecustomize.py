@@ -2,7 +2,7 @@
 """On PYTHONPATH: every process, spawned ranks too, makes a group of "bagua" where it is asked for one of Gloo.
 
 BAGUA_TEST_BACKEND=gloo leaves it to Gloo. BAGUA_TEST_GROUPS names a folder; a process that has made such a group, of
-either, leaves a file there.
+either, leaves a file there, and each that has loaded this a file "loaded".
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _make_group = distributed_c10d._new_process_group_helper  # type: ignore[attr-defined]
+Path(os.environ["BAGUA_TEST_GROUPS"], "loaded").touch()
 _backend = os.environ.get("BAGUA_TEST_BACKEND", "bagua")
 # For groups that name no backend.
 dist.Backend.default_device_backend_map["cpu"] = _backend
