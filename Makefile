@@ -56,7 +56,7 @@ define set_up_and_build
 endef
 STEPS := build/steps.txt
 
-test:  ## C++ units, Python tests, PyTorch's own suite: every promise once (20 minutes on two cores)
+test:  ## C++ units, Python tests, PyTorch's own suite: every promise once (15 minutes on two quiet cores)
 	$(call set_up_and_build,package)
 	@BAGUA_STEPS=$(STEPS) scripts/test.sh $(VENV) short
 

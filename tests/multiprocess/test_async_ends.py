@@ -114,7 +114,7 @@ def _ends(
     return outputs, end - begin - sum(last.busy - first.busy for first, last in zip(leaves, ends, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["bagua", "gloo"])
+@pytest.mark.parametrize("backend", ["bagua", pytest.param("gloo", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "body",
     [_EXITS, _DESTROYS, _IN_A_BLOCK, _FORKS],

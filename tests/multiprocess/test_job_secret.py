@@ -231,7 +231,7 @@ def test_a_rank_with_another_secret_is_not_waited_for_until_a_long_timeout(tmp_p
 
 @pytest.mark.parametrize(
     "late",
-    [(), (0,), (1,), (1, 2)],
+    [(), pytest.param((0,), marks=pytest.mark.long), pytest.param((1,), marks=pytest.mark.long), (1, 2)],
     ids=["all at once", "rank 0 late", "rank 1 late", "a rank of each late"],
 )
 def test_jobs_with_different_secrets_do_not_meet_on_one_store(late: tuple[int, ...], tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_jobs_with_different_secrets_do_not_meet_on_one_store(late: tuple[int, .
     assert [found for _, found in ranks] == [[3.0]] * 4
 
 
-@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_cannot_use_its_secret_ends_the_wait_of_the_others(odd: int, tmp_path: Path) -> None:
     secrets_of_ranks = [_SECRET, _SECRET, _SECRET]
     secrets_of_ranks[odd] = ""
