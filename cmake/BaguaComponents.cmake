@@ -31,6 +31,20 @@ function(bagua_declare_libraries)
   install(TARGETS bagua LIBRARY DESTINATION bagua)
 endfunction()
 
+# Nothing in libbagua depends on Python: the wheels of one torch for several Pythons share it (scripts/wheels.sh).
+function(bagua_import_prebuilt_library)
+  if(NOT EXISTS "${BAGUA_PREBUILT_LIBRARY}")
+    message(FATAL_ERROR "BAGUA_PREBUILT_LIBRARY is '${BAGUA_PREBUILT_LIBRARY}': no such file.")
+  elseif(BAGUA_BUILD_TESTS OR BAGUA_BUILD_BENCHMARKS)
+    message(FATAL_ERROR "BAGUA_PREBUILT_LIBRARY leaves out the layers that tests and benchmarks need: unset it, or set "
+                        "BAGUA_BUILD_TESTS and BAGUA_BUILD_BENCHMARKS to OFF.")
+  endif()
+  add_library(bagua SHARED IMPORTED GLOBAL)
+  set_target_properties(bagua PROPERTIES IMPORTED_LOCATION ${BAGUA_PREBUILT_LIBRARY})
+  target_link_libraries(bagua INTERFACE bagua_flags)
+  install(FILES ${BAGUA_PREBUILT_LIBRARY} DESTINATION bagua)
+endfunction()
+
 # Beside an installed bagua/ lie torch/ and, with CUDA, nvidia/. All of them are loaded by `import torch` before us; the
 # run path serves those who load libbagua alone.
 function(bagua_set_rpath target)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds a wheel for each torch and Python, and checks what each needs of glibc: wheels.sh VENV [FOLDER]
+# Builds a wheel for each torch and Python, checks what each needs of glibc, and tries it: wheels.sh VENV [FOLDER]
 # TORCHES= and PYTHONS= choose; BAGUA_CUDA_ARCHS= the GPUs; JOBS= the cores. Each wheel is built in an environment that is
-# made for it and removed again. uv, which is in VENV, finds or fetches the interpreters.
+# made for it and removed again. uv, which is in VENV, finds or fetches the interpreters. libbagua.so does not depend on
+# Python: it is built for the first Python of each torch, and the others take that one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -34,6 +35,8 @@ if [ "$(printf '%s\n' "$OLDEST_GLIBC" "$glibc" | sort -V | head -n 1)" != "$glib
 fi
 mkdir -p "$FOLDER" build/wheels
 for torch in "${TORCHES[@]}"; do
+  library=$PWD/build/wheels/torch$torch/libbagua.so
+  rm -rf "${library%/*}"
   for python in "${PYTHONS[@]}"; do
     if ! has_wheels_for "$torch" "$python"; then continue; fi
     work=build/wheels/torch$torch-python$python
@@ -41,16 +44,24 @@ for torch in "${TORCHES[@]}"; do
     uv venv --quiet --seed --python "$python" "$work/venv"
     uv pip install --quiet --python "$work/venv/bin/python" --constraint scripts/constraints.txt "torch==$torch.*" \
       "${TOOLS[@]}"
+    definitions=(--config-settings "cmake.define.BAGUA_CUDA_ARCHS=$CUDA_ARCHS")
+    if [ -e "$library" ]; then
+      definitions+=(--config-settings "cmake.define.BAGUA_PREBUILT_LIBRARY=$library")
+    fi
     begin=$SECONDS
     PATH="$PWD/$work/venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(scripts/cores.sh)} \
       "$work/venv/bin/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work/dist" \
-      --config-settings "build-dir=$work/build" --config-settings "cmake.define.BAGUA_CUDA_ARCHS=$CUDA_ARCHS" .
+      --config-settings "build-dir=$work/build" "${definitions[@]}" .
     wheel=$(ls "$work"/dist/*.whl)
     say "$(basename "$wheel"): $(du -h "$wheel" | cut -f 1), built in $((SECONDS - begin)) s for sm ${CUDA_ARCHS//;/, }"
     "$work/venv/bin/auditwheel" show "$wheel" | tee "$work/audit.txt" | grep -E 'consistent|manylinux' || true
     # Named for the glibc that it needs, so that pip takes it only where that is.
     PATH="$PWD/$work/venv/bin:$PATH" "$work/venv/bin/auditwheel" repair --only-plat --wheel-dir "$FOLDER" \
       "${LEFT_OUT[@]/#/--exclude=}" "$wheel"
+    "$work/venv/bin/python" -m pip install --quiet --no-deps "$FOLDER/$(basename "${wheel%-*}")"-*.whl
+    "$work/venv/bin/python" tests/smoke.py
+    mkdir -p "${library%/*}"
+    cp "$work"/venv/lib/python*/site-packages/bagua/libbagua.so "$library"
     rm -rf "$work"
   done
 done

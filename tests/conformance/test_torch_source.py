@@ -19,6 +19,8 @@ import torch
 
 _FOLDER = Path(__file__).parent
 _FILES = [line for line in (_FOLDER / "torch_source_files.txt").read_text().splitlines() if not line.startswith("#")]
+# What a test asks that is true of Gloo by definition, so that nothing in its place can pass.
+_ASKS_FOR_GLOO_ITSELF = {"test_init_process_group_for_all_backends": 'a group asked for as "gloo" calls itself "gloo"'}
 _SOURCE = os.environ.get("TORCH_SOURCE", "")
 _VERSION = torch.__version__.split("+")[0]
 # Of one file: some have hundreds of tests that start ranks.
@@ -82,7 +84,9 @@ def _results(file: Path, backend: str, folder: Path) -> tuple[dict[str, str], bo
 def test_what_passes_with_gloo_passes_with_bagua(name: str, tmp_path: Path) -> None:
     file = _file_of(Path(_SOURCE).expanduser(), name)
     gloo, makes_groups = _results(file, "gloo", tmp_path)
-    passed = {test for test, result in gloo.items() if result == "passed"}
+    passed = {
+        test for test, result in gloo.items() if result == "passed" if test.split(".")[-1] not in _ASKS_FOR_GLOO_ITSELF
+    }
     if all(result.startswith("skipped") for result in gloo.values()):
         pytest.skip(f"torch skips all {len(gloo)} tests with Gloo on CPUs")
     assert passed, f"none of the {len(gloo)} tests passes with Gloo: is the checkout of another version? {gloo}"
