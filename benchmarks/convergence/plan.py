@@ -238,7 +238,7 @@ def newer(optimizer: str, task: Task) -> tuple[Row, ...]:
         *few_bits(optimizer),
         *low_rank(optimizer, task),
         *(rounds(optimizer) if all_of_them else rounds(optimizer)[:2]),
-        *(torchs_low_rank(optimizer, task) if all_of_them else torchs_low_rank(optimizer, task, (4,))),
+        *(torchs_low_rank(optimizer, task) if all_of_them else torchs_low_rank(optimizer, task, (1, 4))),
     )
 
 

@@ -33,8 +33,14 @@ class Results:
         return {seed: self._by_name[name] for seed, name in names.items() if name in self._by_name}
 
     def of(self, section: Section, row: Row) -> dict[int, Record]:
-        """Records by seed of the runs that reached their end."""
-        return {seed: record for seed, record in self.all_of(section, row).items() if "error" not in record}
+        """Records by seed of the runs that reached their end with a finite loss."""
+        ended = {seed: record for seed, record in self.all_of(section, row).items() if "error" not in record}
+        return {seed: record for seed, record in ended.items() if math.isfinite(quality(section, record))}
+
+    def diverged(self, section: Section, row: Row) -> list[int]:
+        """The seeds of the runs that reached their end without one."""
+        ended = (seed for seed, record in self.all_of(section, row).items() if "error" not in record)
+        return sorted(set(ended) - set(self.of(section, row)))
 
     def are_there(self, section: Section) -> bool:
         """Whether there is more than a baseline, which sections share."""
@@ -81,8 +87,6 @@ def gap(section: Section, row: Row, records: list[Record], results: Results) -> 
     if row == section.baseline_of(row):
         return "is one"
     gaps = percent_above_baseline(section, row, results)
-    if not all(math.isfinite(quality(section, record)) for record in records):
-        return "**diverged**"
     return with_range(gaps, "+.2f", 2) if gaps else ""
 
 
@@ -102,8 +106,10 @@ def bytes_per_step(section: Section, row: Row, records: list[Record], results: R
 
 def seeds(section: Section, row: Row, records: list[Record], results: Results) -> str:
     failures = sum(len(record.get("failures", ())) for record in records)
-    errors = len(results.all_of(section, row)) - len(records)
-    notes = [f"{failures} more failed, and were run again"] if failures else []
+    diverged = len(results.diverged(section, row))
+    errors = len(results.all_of(section, row)) - len(records) - diverged
+    notes = [f"**{diverged} more diverged**"] if diverged else []
+    notes += [f"{failures} more failed, and were run again"] if failures else []
     notes += [f"**{errors} failed**"] if errors else []
     return "; ".join([str(len(records)), *notes])
 
@@ -137,6 +143,9 @@ def table(section: Section, results: Results) -> str:
         records = list(results.of(section, row).values())
         if records:
             rows.append([column.cell(section, row, records, results) for column in own])
+        elif diverged_seeds := results.diverged(section, row):
+            diverged = f"**diverged** with seeds {', '.join(map(str, diverged_seeds))}"
+            rows.append([row.label, row.optimizer, diverged, *[""] * (len(own) - 3)])
         elif errors := results.all_of(section, row):
             reason = next(iter(errors.values()))["error"].strip().splitlines()[-1]
             failed = f"**failed** with seeds {', '.join(map(str, errors))}: {reason}"
