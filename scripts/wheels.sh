@@ -64,5 +64,6 @@ for torch in "${TORCHES[@]}"; do
     cp "$work"/venv/lib/python*/site-packages/bagua/libbagua.so "$library"
     rm -rf "$work"
   done
+  rm -rf "${library%/*}"
 done
 ls -l "$FOLDER"
