@@ -118,7 +118,7 @@ wheel: $(SETUP_STAMP)  ## build/dist/bagua-*.whl for the torch of the set-up
 	@$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/dist .
 	@ls build/dist
 
-wheels: $(SETUP_STAMP)  ## build/dist: a wheel for each of TORCHES="2.11 ... 2.15" and PYTHONS="3.10 ... 3.13" (an hour on two cores)
+wheels: $(SETUP_STAMP)  ## build/dist: a wheel for each of TORCHES="2.11 ... 2.15" and PYTHONS="3.10 ... 3.13" (10 minutes of a core for a torch, 2 for each more Python)
 	@scripts/wheels.sh $(VENV)
 
 clean:  ## remove what was built

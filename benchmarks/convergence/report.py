@@ -37,11 +37,6 @@ class Results:
         ended = {seed: record for seed, record in self.all_of(section, row).items() if "error" not in record}
         return {seed: record for seed, record in ended.items() if math.isfinite(quality(section, record))}
 
-    def diverged(self, section: Section, row: Row) -> list[int]:
-        """The seeds of the runs that reached their end without one."""
-        ended = (seed for seed, record in self.all_of(section, row).items() if "error" not in record)
-        return sorted(set(ended) - set(self.of(section, row)))
-
     def are_there(self, section: Section) -> bool:
         """Whether there is more than a baseline, which sections share."""
         return any(self.of(section, row) for row in section.rows if row != section.baseline_of(row))
@@ -106,8 +101,9 @@ def bytes_per_step(section: Section, row: Row, records: list[Record], results: R
 
 def seeds(section: Section, row: Row, records: list[Record], results: Results) -> str:
     failures = sum(len(record.get("failures", ())) for record in records)
-    diverged = len(results.diverged(section, row))
-    errors = len(results.all_of(section, row)) - len(records) - diverged
+    every = results.all_of(section, row).values()
+    errors = sum("error" in record for record in every)
+    diverged = len(every) - len(records) - errors
     notes = [f"**{diverged} more diverged**"] if diverged else []
     notes += [f"{failures} more failed, and were run again"] if failures else []
     notes += [f"**{errors} failed**"] if errors else []
@@ -143,12 +139,9 @@ def table(section: Section, results: Results) -> str:
         records = list(results.of(section, row).values())
         if records:
             rows.append([column.cell(section, row, records, results) for column in own])
-        elif diverged_seeds := results.diverged(section, row):
-            diverged = f"**diverged** with seeds {', '.join(map(str, diverged_seeds))}"
-            rows.append([row.label, row.optimizer, diverged, *[""] * (len(own) - 3)])
-        elif errors := results.all_of(section, row):
-            reason = next(iter(errors.values()))["error"].strip().splitlines()[-1]
-            failed = f"**failed** with seeds {', '.join(map(str, errors))}: {reason}"
+        elif every := results.all_of(section, row):
+            ends = {seed: record.get("error", "diverged").strip().splitlines()[-1] for seed, record in every.items()}
+            failed = f"**failed** with seeds {', '.join(map(str, ends))}: {'; '.join(dict.fromkeys(ends.values()))}"
             rows.append([row.label, row.optimizer, failed, *[""] * (len(own) - 3)])
     return markdown(rows)
 
