@@ -2,16 +2,19 @@
 #include "algorithms/in_host.h"
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 #include <c10/util/Exception.h>
+
+#include <numeric>
+
+#include "backend/operation/scratch_memory.h"
 
 namespace bagua {
 
 void reduceInHost(at::Tensor& flat, const HostLanes& lanes, float divisor, Communicator& communicator) {
   const int rank = communicator.rank();
   const int64_t own = lanes.ownLength(rank);
-  at::Tensor copies = at::empty({lanes.localSize(), own}, flat.options());
+  at::Tensor copies = scratchTensor({lanes.localSize(), own}, flat.options());
   communicator.allToAllInHost(copies, flat, lanes.ownedBySelf(), lanes.ownedByPeers());
   const bool isDouble = flat.scalar_type() == at::kDouble;
   const at::Tensor sum = copies.sum(0, false, isDouble ? at::kDouble : at::kFloat).div_(divisor);
@@ -44,8 +47,10 @@ std::vector<std::vector<at::Tensor>> exchangeLanes(const std::vector<at::Tensor>
       }
     }
   }
-  const at::Tensor outgoing = at::cat(sent);
-  at::Tensor incoming = at::empty_like(outgoing);
+  at::Tensor outgoing =
+      scratchTensor({std::accumulate(splits.begin(), splits.end(), int64_t{0})}, sent.front().options());
+  at::cat_out(outgoing, sent);
+  at::Tensor incoming = scratchLike(outgoing);
   communicator.allToAll(incoming, outgoing, splits, splits);
 
   std::vector<std::vector<at::Tensor>> received(count, std::vector<at::Tensor>(partners.size()));

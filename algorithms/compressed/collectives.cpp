@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/compressed/collectives.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include "algorithms/compressed/exchange.h"
+#include "backend/operation/scratch_memory.h"
 
 namespace bagua::compressed {
 namespace {
@@ -72,7 +72,7 @@ void allReduceTogether(const std::vector<FlatInLanes>& flats, double divisor, St
                        Communicator& communicator) {
   std::vector<Section> sections;
   for (const auto& [flat, lanes, coding] : flats) {
-    const at::Tensor own = at::empty({ownLength(lanes, communicator.rank())}, flat.options());
+    const at::Tensor own = scratchTensor({ownLength(lanes, communicator.rank())}, flat.options());
     check(flat, own, lanes, communicator.rank());
     sections.push_back({flat, own, lanes, coding});
   }

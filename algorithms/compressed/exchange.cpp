@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/compressed/exchange.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <utility>
+
+#include "backend/operation/scratch_memory.h"
 
 namespace bagua::compressed {
 namespace {
@@ -69,7 +69,7 @@ Encoding SectionCoder::ownEncoding(int lane, int64_t begin) const {
   return encoding;
 }
 
-at::Tensor SectionCoder::newBytes(int64_t bytes) const { return at::empty({bytes}, messages_.sent.options()); }
+at::Tensor SectionCoder::newBytes(int64_t bytes) const { return scratchTensor({bytes}, messages_.sent.options()); }
 
 at::Tensor SectionCoder::slotIn(const at::Tensor& messages, int lane, int host) const {
   return messages.narrow(0, slots_.place(lane, host), slots_.slotBytes());
@@ -232,7 +232,7 @@ Exchange::Exchange(const std::vector<Section>& sections, bool isToGather, StageS
       splits_ = slots.splits();
       longestMessage_ = slots.longestMessage();
       const auto options = sections[i].own.options().dtype(at::kByte);
-      messages_ = {at::empty({slots.totalBytes()}, options), at::empty({slots.totalBytes()}, options)};
+      messages_ = {scratchTensor({slots.totalBytes()}, options), scratchTensor({slots.totalBytes()}, options)};
     }
     coders_.emplace_back(sections[i], std::move(slots), messages_, isToGather);
   }

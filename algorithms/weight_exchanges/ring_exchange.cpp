@@ -2,13 +2,12 @@
 #include "algorithms/weight_exchanges/ring_exchange.h"
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 
 #include "algorithms/blocks.h"
 #include "algorithms/in_host.h"
+#include "backend/operation/scratch_memory.h"
 
 namespace bagua {
 namespace {
@@ -18,7 +17,7 @@ at::ScalarType computeType(const at::Tensor& weights) {
 }
 
 at::Tensor compress(const Codec& codec, const Encoding& encoding, const at::Tensor& values) {
-  at::Tensor packed = at::empty({codec.layout().packedBytes(values.numel())}, values.options().dtype(at::kByte));
+  at::Tensor packed = scratchTensor({codec.layout().packedBytes(values.numel())}, values.options().dtype(at::kByte));
   at::Tensor row = packed.unsqueeze(0);
   codec.encodeChunks(values, values.numel(), encoding, row);
   return packed;
@@ -26,7 +25,7 @@ at::Tensor compress(const Codec& codec, const Encoding& encoding, const at::Tens
 
 // weights += what `packed` holds, rounded once to their dtype: the same bits wherever it is done.
 void addDecoded(const Codec& codec, const at::Tensor& weights, const at::Tensor& packed) {
-  at::Tensor difference = at::empty(weights.sizes(), weights.options().dtype(computeType(weights)));
+  at::Tensor difference = scratchTensor(weights.sizes(), weights.options().dtype(computeType(weights)));
   codec.decodeChunks(packed.unsqueeze(0), weights.numel(), difference);
   weights.add_(difference);
 }
@@ -100,7 +99,7 @@ RingReplicas RingExchange::start(at::Tensor& flat, StageSeconds& seconds, Commun
 }
 
 at::Tensor RingExchange::differenceOf(const at::Tensor& own, const RingReplicas& replicas) {
-  const at::Tensor difference = at::empty(own.sizes(), own.options().dtype(computeType(own)));
+  const at::Tensor difference = scratchTensor(own.sizes(), own.options().dtype(computeType(own)));
   inBlocks(own.numel(), own.device(), [&](int64_t begin, int64_t length) {
     const auto block = [&](const at::Tensor& tensor) { return tensor.narrow(0, begin, length); };
     block(difference)
@@ -167,8 +166,8 @@ void RingExchange::exchangeInPieces(at::Tensor& difference, const at::Tensor& ow
   const auto rows = static_cast<int64_t>(peers.size());
   const PackedLayout layout = codec_->layout();
   const int64_t bytes = layout.packedBytes(difference.numel());
-  const at::Tensor sent = at::empty({rows, bytes}, own.options().dtype(at::kByte));
-  const at::Tensor received = at::empty_like(sent);
+  const at::Tensor sent = scratchTensor({rows, bytes}, own.options().dtype(at::kByte));
+  const at::Tensor received = scratchLike(sent);
   Communicator::Splits splits(communicator.size(), 0);
   for (const int peer : peers) splits[peer] = bytes;
   const auto rowOf = [&](int peer) { return received[peers.front() == peer ? 0 : 1]; };

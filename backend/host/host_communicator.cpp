@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/host/host_communicator.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "backend/host/reduction.h"
+#include "backend/operation/scratch_memory.h"
 #include "backend/operation/tensor_bytes.h"
 
 namespace bagua {
@@ -124,7 +122,7 @@ void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) 
   }
   const HostLanes lanes(hosts(), rank(), flat.numel());
   // Only the root's own tensor may change.
-  at::Tensor result = rank() == root ? flat : at::empty_like(flat);
+  at::Tensor result = rank() == root ? flat : scratchLike(flat);
   const ReduceOp betweenHosts = reduceToOwnLanes(result, prepared, lanes, op);
   const int host = hosts().hostOf(root);
   for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {

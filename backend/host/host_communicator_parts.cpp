@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The collectives of HostCommunicator in which every rank has a part of its own.
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <numeric>
@@ -10,6 +8,7 @@
 #include "backend/host/host_communicator.h"
 #include "backend/host/reduction.h"
 #include "backend/operation/peer_errors.h"
+#include "backend/operation/scratch_memory.h"
 #include "backend/operation/tensor_bytes.h"
 
 namespace bagua {
@@ -121,7 +120,7 @@ std::vector<at::Tensor> HostCommunicator::reducePartsInHost(const at::Tensor& pr
   std::vector<at::Tensor> reduced;
   for (const int part : parts[hosts().localRank(rank())]) {
     const at::Tensor own = prepared.narrow(0, part * length, length);
-    reduced.push_back(sharedMemory() || isDivided ? at::empty_like(own) : own);
+    reduced.push_back(sharedMemory() || isDivided ? scratchLike(own) : own);
     if (isDivided) reduction::reduceParts({own.const_data_ptr()}, op, size(), reduced.back());
   }
   if (sharedMemory()) reducePartsInMemory(reduced, prepared, parts, op);
@@ -144,7 +143,7 @@ void HostCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input
   }
   if (goesThroughGrid(static_cast<int64_t>(result.nbytes()))) {
     const at::Tensor sent = bytesOf(prepared);
-    at::Tensor received = at::empty_like(sent);
+    at::Tensor received = scratchLike(sent);
     everybody().exchangeThroughGrid(sent, received);
     std::vector<const void*> copies;
     for (const auto& part : bytesOfParts(received, {}, size())) copies.push_back(part.const_data_ptr());
@@ -160,7 +159,7 @@ void HostCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input
       copies.push_back(reduced.front().const_data_ptr());
     } else {
       const int partner = connections_.partnerOn(host, rank());
-      exchanges.push_back({partner, Wire::nothing(), at::empty({result.numel() * itemSize(result)}, at::kByte)});
+      exchanges.push_back({partner, Wire::nothing(), scratchTensor({result.numel() * itemSize(result)}, at::kByte)});
       copies.push_back(exchanges.back().received.const_data_ptr());
     }
   }

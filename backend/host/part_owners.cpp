@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/host/part_owners.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -17,6 +16,7 @@
 
 #include "backend/host/grid.h"
 #include "backend/host/reduction.h"
+#include "backend/operation/scratch_memory.h"
 #include "backend/operation/tensor_bytes.h"
 #include "backend/wire/frame.h"
 
@@ -33,7 +33,7 @@ constexpr std::chrono::milliseconds kWorthSleeping{1};
 
 bool isNarrow(const at::Tensor& flat) { return flat.scalar_type() == at::kHalf || flat.scalar_type() == at::kBFloat16; }
 // 16-bit floats as those in which they are accumulated; everything else as it is.
-at::Tensor widened(const at::Tensor& flat) { return isNarrow(flat) ? flat.to(at::kFloat) : flat; }
+at::Tensor widened(const at::Tensor& flat) { return isNarrow(flat) ? scratchCopy(flat, at::kFloat) : flat; }
 int64_t wideItemSize(const at::Tensor& flat) { return isNarrow(flat) ? int64_t{sizeof(float)} : itemSize(flat); }
 
 }  // namespace
@@ -56,7 +56,8 @@ class PartOwners::Parts {
 // What comes from one of `count` ranks, in a part of the scratch memory that is filled again and again.
 class Scratch {
  public:
-  Scratch(int64_t bytes, int count) : memory_(at::empty({std::min(bytes, roomOf(count))}, at::kByte)), bytes_(bytes) {}
+  Scratch(int64_t bytes, int count)
+      : memory_(scratchTensor({std::min(bytes, roomOf(count))}, at::kByte)), bytes_(bytes) {}
 
   [[nodiscard]] Wire::Exchange from(int peer, const at::Tensor& sent) const { return {peer, sent, memory_, bytes_}; }
   // Where byte `begin` of the message lies.
@@ -466,7 +467,7 @@ void PartOwners::exchangeThroughGrid(const at::Tensor& sent, at::Tensor& receive
   const int ownColumn = grid.columnOf(ownHost_);
   const auto column = grid.membersOf(ownColumn);
   const auto sources = grid.sourcesOf(ownHost_);
-  const auto holding = [&](size_t parts) { return at::empty({static_cast<int64_t>(parts) * bytes}, at::kByte); };
+  const auto holding = [&](size_t parts) { return scratchTensor({static_cast<int64_t>(parts) * bytes}, at::kByte); };
   const auto copyPart = [&](const at::Tensor& to, int64_t toPart, const at::Tensor& from, int64_t fromPart) {
     std::memcpy(static_cast<uint8_t*>(to.data_ptr()) + toPart * bytes,
                 static_cast<const uint8_t*>(from.const_data_ptr()) + fromPart * bytes, bytes);
