@@ -83,6 +83,11 @@ class Run:
         is_baseline = row.algorithm is None and row.optimizer == "AdamW" and row.rate is None
         return is_baseline and self.ranks == 2 and self.seed == 0
 
+    @property
+    def baseline(self) -> Run:
+        """What it is compared to: without a hook, with the same optimizer, and with the task's learning rate."""
+        return replace(self, row=baseline(self.row.optimizer.removeprefix("Q")))
+
     def settings(self) -> dict[str, Any]:
         """Everything that decides the result, but for the program itself."""
         task = {
@@ -295,6 +300,29 @@ OUTER = Section(
     seeds=1,
     about=": the outer optimizer",
 )
+# With SGD low rank diverges with some seeds, in the steps after it begins: does it when the learning rate has had its
+# peak, or is half as high, or with other starting factors?
+LATE = 120
+STABLE = Section(
+    "dictionary_stable",
+    DICTIONARY,
+    2,
+    (
+        baseline("SGD"),
+        *(
+            replace(row, label=f"{row.label}, from step {LATE}", options={**row.options, "start_step": LATE})
+            for row in low_rank("SGD", DICTIONARY, (1, 8))
+        ),
+        *(replace(row, rate=0.1) for row in low_rank("SGD", DICTIONARY, (1, 8))),
+        *torchs_low_rank("SGD", DICTIONARY, (8,)),
+        *(
+            replace(row, label=f"{row.label}, starting factors of seed {seed}", options={**row.options, "seed": seed})
+            for row in low_rank("SGD", DICTIONARY, (8,))
+            for seed in (1, 2, 3)
+        ),
+    ),
+    about=": low rank with SGD",
+)
 CLOTHES_SECTIONS = tuple(
     newer_section(FASHION_MNIST, optimizer, ranks) for ranks in (2, 4) for optimizer in ("AdamW", "SGD")
 )
@@ -312,7 +340,7 @@ FIRST_SECTIONS = (
     # With two ranks every peer is the same one. What a rank hears from some of the others only shows from four on.
     Section("language_model_4", LICENCES, 4, (baseline("Adam"), *decentralized("Adam")), 3),
 )
-SECTIONS = (*DICTIONARY_SECTIONS, OUTER, *CLOTHES_SECTIONS, FEEDBACK, SWEEP, *FIRST_SECTIONS)
+SECTIONS = (*DICTIONARY_SECTIONS, OUTER, STABLE, *CLOTHES_SECTIONS, FEEDBACK, SWEEP, *FIRST_SECTIONS)
 
 
 # What is stated of error feedback, low rank and rounds is about these.
@@ -338,7 +366,8 @@ def in_order() -> Iterator[tuple[Section, Iterable[int], tuple[str, ...]]]:
     yield adamw_of_four, range(3), every
     yield SWEEP, [0], every
     yield FEEDBACK, [0], every
-    for section in (*of_two, *of_four, *FIRST_SECTIONS):
+    yield STABLE, range(3), every
+    for section in (*of_two, *of_four, STABLE, *FIRST_SECTIONS):
         yield section, range(section.seeds), every
 
 

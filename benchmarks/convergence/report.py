@@ -22,20 +22,32 @@ PALETTE = ("#c8102e", "#1f6fb4", "#2e8b57", "#e8871e", "#8458b3", "#5bb5e0", "#8
 
 
 class Results:
-    """Records by section, row and seed: those that are there."""
+    """Records by section, row and seed: those that are there. Of several processors' the first counts."""
 
-    def __init__(self, by_name: dict[str, Record]) -> None:
-        self._by_name = by_name
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._by_name: dict[str, list[Record]] = {}
+        for record in records:
+            self._by_name.setdefault(record["run"], []).append(record)
 
     def all_of(self, section: Section, row: Row) -> dict[int, Record]:
         """Records by seed, failures among them."""
         names = {seed: section.run(row, seed).name for seed in range(section.seeds)}
-        return {seed: self._by_name[name] for seed, name in names.items() if name in self._by_name}
+        return {seed: self._by_name[name][0] for seed, name in names.items() if name in self._by_name}
 
     def of(self, section: Section, row: Row) -> dict[int, Record]:
         """Records by seed of the runs that reached their end with a finite loss."""
-        ended = {seed: record for seed, record in self.all_of(section, row).items() if "error" not in record}
-        return {seed: record for seed, record in ended.items() if math.isfinite(quality(section, record))}
+        return {seed: record for seed, record in self.all_of(section, row).items() if has_ended(section, record)}
+
+    def pairs(self, section: Section, row: Row) -> list[tuple[Record, Record]]:
+        """Records of a row with their baselines: of equal seed, and of the same processor if there is one."""
+        pairs = []
+        for seed, own in self.of(section, row).items():
+            name = section.run(section.baseline_of(row), seed).name
+            bases = [record for record in self._by_name.get(name, ()) if has_ended(section, record)]
+            if bases:
+                alike = [base for base in bases if base.get("processor") == own.get("processor")]
+                pairs.append((own, (alike or bases)[0]))
+        return pairs
 
     def are_there(self, section: Section) -> bool:
         """Whether there is more than a baseline, which sections share."""
@@ -46,12 +58,13 @@ def quality(section: Section, record: Record, number: int = 0) -> float:
     return float(record["qualities"][section.task.qualities[number]])
 
 
-def percent_above_baseline(section: Section, row: Row, results: Results) -> list[float]:
+def has_ended(section: Section, record: Record) -> bool:
+    return "error" not in record and math.isfinite(quality(section, record))
+
+
+def percents_above_baseline(section: Section, row: Row, results: Results) -> list[float]:
     """How much more loss than the baseline of the same seed, by seeds that both have."""
-    base = results.of(section, section.baseline_of(row))
-    own = results.of(section, row)
-    pairs = [(quality(section, own[seed]), quality(section, base[seed])) for seed in own if seed in base]
-    return [100 * (value / other - 1) for value, other in pairs]
+    return [100 * (quality(section, own) / quality(section, base) - 1) for own, base in results.pairs(section, row)]
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
@@ -81,7 +94,7 @@ def quality_column(section: Section, number: int) -> Column:
 def gap(section: Section, row: Row, records: list[Record], results: Results) -> str:
     if row == section.baseline_of(row):
         return "is one"
-    gaps = percent_above_baseline(section, row, results)
+    gaps = percents_above_baseline(section, row, results)
     return with_range(gaps, "+.2f", 2) if gaps else ""
 
 
@@ -209,8 +222,7 @@ def curve(section: Section, row: Row, results: Results) -> list[float]:
 
 
 def curve_above_baseline(section: Section, row: Row, results: Results) -> list[float]:
-    base, own = results.of(section, section.baseline_of(row)), results.of(section, row)
-    pairs = [(own[seed]["losses"], base[seed]["losses"]) for seed in own if seed in base]
+    pairs = [(own["losses"], base["losses"]) for own, base in results.pairs(section, row)]
     gaps = [[value - other for value, other in zip(*pair, strict=True)] for pair in pairs]
     return [mean(values) for values in zip(*gaps, strict=True)]
 
@@ -266,11 +278,7 @@ def draw(plots: Sequence[Plot], results: Results, path: Path) -> None:
 
 def with_records(section: Section, results: Results) -> list[Row]:
     """Rows that can be drawn: their baseline is there too."""
-    return [
-        row
-        for row in section.rows
-        if results.of(section, section.baseline_of(row)).keys() & results.of(section, row).keys()
-    ]
+    return [row for row in section.rows if results.pairs(section, row)]
 
 
 def draw_families(section: Section, results: Results, path: Path) -> None:
@@ -285,9 +293,9 @@ def draw_families(section: Section, results: Results, path: Path) -> None:
         draw(plots, results, path)
 
 
-def write(by_name: dict[str, Record], page: Path, figures: Path) -> None:
+def write(records: Sequence[Record], page: Path, figures: Path) -> None:
     """Replace the tables of the page for which there are records, and draw their figures."""
-    results = Results(by_name)
+    results = Results(records)
     for section in SECTIONS:
         if section != SWEEP and results.are_there(section):
             replace(page, section.name, f"{facts(section, results)}\n\n{table(section, results)}")
