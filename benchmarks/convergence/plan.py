@@ -30,6 +30,11 @@ class Row:
     family: str = ""  # a column of the figure
     rate: float | None = None  # the highest learning rate; None: the task's
 
+    @property
+    def baseline(self) -> Row:
+        """What it is compared to: the same optimizer without a hook, at the task's rate; that of QAdam is Adam."""
+        return baseline(self.optimizer.removeprefix("Q"))
+
 
 @dataclass(frozen=True)
 class Section:
@@ -45,11 +50,6 @@ class Section:
     @property
     def title(self) -> str:
         return f"{self.task.title}, {self.ranks} ranks{self.about}"
-
-    def baseline_of(self, row: Row) -> Row:
-        """DistributedDataParallel without a hook, with the row's optimizer; that of QAdam is Adam."""
-        optimizer = row.optimizer.removeprefix("Q")
-        return next(r for r in self.rows if r.algorithm is None and r.optimizer == optimizer)
 
     def run(self, row: Row, seed: int) -> Run:
         return Run(self.task, self.ranks, row, seed)
@@ -85,8 +85,7 @@ class Run:
 
     @property
     def baseline(self) -> Run:
-        """What it is compared to: without a hook, with the same optimizer, and with the task's learning rate."""
-        return replace(self, row=baseline(self.row.optimizer.removeprefix("Q")))
+        return replace(self, row=self.row.baseline)
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the result, but for the program itself."""

@@ -42,7 +42,7 @@ class Results:
         """Records of a row with their baselines: of equal seed, and of the same processor if there is one."""
         pairs = []
         for seed, own in self.of(section, row).items():
-            name = section.run(section.baseline_of(row), seed).name
+            name = section.run(row.baseline, seed).name
             bases = [record for record in self._by_name.get(name, ()) if has_ended(section, record)]
             if bases:
                 alike = [base for base in bases if base.get("processor") == own.get("processor")]
@@ -51,7 +51,7 @@ class Results:
 
     def are_there(self, section: Section) -> bool:
         """Whether there is more than a baseline, which sections share."""
-        return any(self.of(section, row) for row in section.rows if row != section.baseline_of(row))
+        return any(self.of(section, row) for row in section.rows if row != row.baseline)
 
 
 def quality(section: Section, record: Record, number: int = 0) -> float:
@@ -92,7 +92,7 @@ def quality_column(section: Section, number: int) -> Column:
 
 
 def gap(section: Section, row: Row, records: list[Record], results: Results) -> str:
-    if row == section.baseline_of(row):
+    if row == row.baseline:
         return "is one"
     gaps = percents_above_baseline(section, row, results)
     return with_range(gaps, "+.2f", 2) if gaps else ""
@@ -169,7 +169,7 @@ def rates_table(results: Results) -> str:
 
 def codecs_table(section: Section, results: Results) -> str:
     """Errors of the codecs on the gradients of the baseline, while it trained."""
-    record = results.of(section, section.baseline_of(section.rows[0]))[0]
+    record = results.of(section, section.rows[0].baseline)[0]
     steps = list(record["codecs"])
     rows = [["codec", "of", *(f"step {step}" for step in steps)]]
     for codec in record["codecs"][steps[0]]:
@@ -229,7 +229,7 @@ def curve_above_baseline(section: Section, row: Row, results: Results) -> list[f
 
 def styles_of(section: Section, rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
     """Baselines in black, the others in a colour each."""
-    bases = [row for row in rows if row == section.baseline_of(row)]
+    bases = [row for row in rows if row == row.baseline]
     others = [row for row in rows if row not in bases]
     styles: list[tuple[Row, dict[str, Any]]] = [
         (row, {"color": "#222222", "linewidth": 2.2, "linestyle": "-:"[number % 2]}) for number, row in enumerate(bases)
@@ -247,7 +247,7 @@ def draw_rows(section: Section, rows: Sequence[Row], results: Results, title: st
         steps = [BATCH_OF_LOSSES * i + BATCH_OF_LOSSES // 2 for i in range(len(values))]
         words = f"{row.label}, {row.optimizer}" if len(optimizers) > 1 else row.label
         losses.plot(steps, values, label=words, **style)
-        if row != section.baseline_of(row):
+        if row != row.baseline:
             gaps.plot(steps, curve_above_baseline(section, row, results), **style)
     losses.set_title(title, loc="left", fontsize=10)
     losses.legend(fontsize=7, frameon=False)

@@ -110,37 +110,41 @@ def run_and_processor(record: Record) -> tuple[str, str]:
     return record["run"], record.get("processor", "")
 
 
-def has_record(run: Run, records: list[Record], made_by: str = "") -> bool:
-    """Whether one is there with the settings of today; of the processor `made_by`, if it is given."""
-    settings = json.loads(json.dumps(run.settings()))
-    return any(
-        record["run"] == run.name
-        and record["settings"] == settings
-        and "error" not in record
-        and made_by in ("", record.get("processor"))
-        for record in records
-    )
+def settings_of(run: Run) -> Record:
+    """As they are in a record."""
+    settings: Record = json.loads(json.dumps(run.settings()))
+    return settings
+
+
+def records_of(run: Run, records: list[Record]) -> list[Record]:
+    """Those that count: with the settings of today, and without an error."""
+    settings = settings_of(run)
+    mine = (record for record in records if record["run"] == run.name)
+    return [record for record in mine if record["settings"] == settings and "error" not in record]
 
 
 def train(run: Run, path: Path) -> Record:
-    """Keep a record of the run, in place of one by the same processor."""
+    """Keep a record of the run. Those of other processors stay, where they count."""
     program = {"commit": commit(), "torch": torch.__version__, "processor": processor()}
-    settings = json.loads(json.dumps(run.settings()))
-    record = {"run": run.name, "settings": settings, **program, **execute_until_it_survives(run)}
-    others = [other for other in read(path) if run_and_processor(other) != run_and_processor(record)]
-    write([*others, record], path)
+    record = {"run": run.name, "settings": settings_of(run), **program, **execute_until_it_survives(run)}
+    before = read(path)
+    of_other_runs = [other for other in before if other["run"] != run.name]
+    of_others = [other for other in records_of(run, before) if run_and_processor(other) != run_and_processor(record)]
+    write([*of_other_runs, *of_others, record], path)
     return record
 
 
 def train_all(runs: list[Run], path: Path, again: str) -> None:
     """Add the records of all runs that are not there yet, and of their baselines."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    here = processor()
     for number, wanted in enumerate(runs, start=1):
-        if has_record(wanted, read(path)) and not (again and re.search(again, wanted.name)):
+        records = read(path)
+        if records_of(wanted, records) and not (again and re.search(again, wanted.name)):
             continue
         # On Fashion-MNIST two processors differ by up to 1 %, more than 4 bits do from 32.
-        needs_baseline = wanted.row.algorithm is not None and not has_record(wanted.baseline, read(path), processor())
-        for run in (wanted.baseline, wanted) if needs_baseline else (wanted,):
+        has_baseline = any(record.get("processor") == here for record in records_of(wanted.baseline, records))
+        for run in (wanted,) if wanted.row.algorithm is None or has_baseline else (wanted.baseline, wanted):
             start = time.monotonic()
             record = train(run, path)
             outcome = "FAILED" if "error" in record else f"{record['qualities'][run.task.qualities[0]]:.4f}"
