@@ -249,7 +249,7 @@ def newer(optimizer: str, task: Task) -> tuple[Row, ...]:
 def newer_of_four(optimizer: str, task: Task) -> tuple[Row, ...]:
     """With four ranks a step takes twice as long: what the statements are about."""
     if task is DICTIONARY and optimizer == "AdamW":
-        return (baseline(optimizer), *few_bits(optimizer), *low_rank(optimizer, task, (1, 4)), *rounds(optimizer)[:6])
+        return (baseline(optimizer), *few_bits(optimizer), *low_rank(optimizer, task, (1, 4)), *rounds(optimizer)[:10])
     four_bits = tuple(row for row in few_bits(optimizer) if "4bit" in row.label)
     return (baseline(optimizer), *four_bits, *low_rank(optimizer, task, (4,)))
 
