@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/blocks/blocks_cuda.h"
+#include "kernels/launch.cuh"
 
 // A warp takes a group: its thread t holds elements t, t + 32, t + 64 and t + 96, so that a warp reads neighbours at
 // once. Sums and rotations meet in the order of blocks_vectors.h, which gives the same bits.
@@ -244,18 +245,16 @@ unsigned gridBlocks(int64_t length, const Launch& launch) {
 template <class Format, class Element>
 cudaError_t encode(const Source<Element>& source, int64_t length, const PackedChunk& packed, const Launch& launch) {
   const unsigned blocks = gridBlocks(length, launch);
-  if (source.isStochastic) {
-    encodeKernel<Format, Element, true><<<blocks, kThreads, 0, launch.stream>>>(source, length, packed);
-  } else {
-    encodeKernel<Format, Element, false><<<blocks, kThreads, 0, launch.stream>>>(source, length, packed);
-  }
+  const auto kernel = source.isStochastic ? encodeKernel<Format, Element, true> : encodeKernel<Format, Element, false>;
+  launchKernel(kernel, blocks, kThreads, launch.stream, source, length, packed);
   return cudaGetLastError();
 }
 
 template <class Format, class Element>
 cudaError_t decode(const uint8_t* packed, int64_t length, Element* values, const Launch& launch) {
   if (length == 0) return cudaSuccess;
-  decodeKernel<Format, Element><<<gridBlocks(length, launch), kThreads, 0, launch.stream>>>(packed, length, values);
+  launchKernel(decodeKernel<Format, Element>, gridBlocks(length, launch), kThreads, launch.stream, packed, length,
+               values);
   return cudaGetLastError();
 }
 
@@ -263,7 +262,7 @@ template <class Format, class Element>
 cudaError_t add(const uint8_t* packed, int64_t length, typename ElementTraits<Element>::Compute* sums,
                 const Launch& launch) {
   if (length == 0) return cudaSuccess;
-  addKernel<Format, Element><<<gridBlocks(length, launch), kThreads, 0, launch.stream>>>(packed, length, sums);
+  launchKernel(addKernel<Format, Element>, gridBlocks(length, launch), kThreads, launch.stream, packed, length, sums);
   return cudaGetLastError();
 }
 

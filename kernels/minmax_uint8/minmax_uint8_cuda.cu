@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "kernels/launch.cuh"
 #include "kernels/minmax_uint8/minmax_uint8_cuda.h"
 #include "kernels/minmax_uint8/minmax_uint8_cuda_common.cuh"
 
@@ -200,7 +201,8 @@ template <class Element>
 void launchQuantize(const Element* input, const Layout& layout, const Split& split,
                     const Range<typename ElementTraits<Element>::Compute>* partials, uint8_t* packed,
                     cudaStream_t stream) {
-  quantizeKernel<<<gridBlocks(layout, split), kThreads, 0, stream>>>(input, layout, split, partials, packed);
+  launchKernel(quantizeKernel<Element>, gridBlocks(layout, split), kThreads, stream, input, layout, split, partials,
+               packed);
 }
 
 template <class Element>
@@ -209,7 +211,7 @@ cudaError_t compress(const Element* input, const Layout& layout, uint8_t* packed
   using T = typename ElementTraits<Element>::Compute;
   const Split split = splitOf(layout);
   auto* partials = static_cast<Range<T>*>(workspace);
-  rangeKernel<<<gridBlocks(layout, split), kThreads, 0, stream>>>(input, layout, split, partials);
+  launchKernel(rangeKernel<Element>, gridBlocks(layout, split), kThreads, stream, input, layout, split, partials);
   launchQuantize(input, layout, split, partials, packed, stream);
   return cudaGetLastError();
 }
@@ -219,7 +221,7 @@ cudaError_t decompress(const uint8_t* packed, const Layout& layout, Element* out
   if (layout.length == 0) return cudaSuccess;
   // Nothing is merged here, so parts are as small as they come.
   const Split split = {std::max<int64_t>(1, (layout.stride + kPartMultiple - 1) / kPartMultiple), kPartMultiple};
-  dequantizeKernel<<<gridBlocks(layout, split), kThreads, 0, stream>>>(packed, layout, split, output);
+  launchKernel(dequantizeKernel<Element>, gridBlocks(layout, split), kThreads, stream, packed, layout, split, output);
   return cudaGetLastError();
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "kernels/launch.cuh"
 #include "kernels/minmax_uint8/minmax_uint8_cuda.h"
 #include "kernels/minmax_uint8/minmax_uint8_cuda_common.cuh"
 
@@ -76,8 +77,8 @@ cudaError_t compressSums(const Element* input, const Layout& layout, const Feedb
   const Split split = splitOf(layout);
   const unsigned blocks = gridBlocks(layout, split);
   auto* partials = static_cast<Range<typename ElementTraits<Element>::Compute>*>(workspace);
-  rangeOfSumsKernel<<<blocks, kThreads, 0, stream>>>(input, feedback.residual, layout, split, partials);
-  quantizeSumsKernel<<<blocks, kThreads, 0, stream>>>(input, feedback, layout, split, partials, packed);
+  launchKernel(rangeOfSumsKernel<Element>, blocks, kThreads, stream, input, feedback.residual, layout, split, partials);
+  launchKernel(quantizeSumsKernel<Element>, blocks, kThreads, stream, input, feedback, layout, split, partials, packed);
   return cudaGetLastError();
 }
 

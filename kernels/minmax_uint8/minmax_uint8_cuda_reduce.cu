@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "kernels/launch.cuh"
 #include "kernels/minmax_uint8/minmax_uint8_cuda.h"
 #include "kernels/minmax_uint8/minmax_uint8_cuda_common.cuh"
 
@@ -102,13 +103,6 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) partials[blockIdx.x] = all;
 }
 
-template <class Element, int kPartialSums>
-void launchReduce(const Received& received, const Layout& layout, const Split& split, Element* sum,
-                  Range<typename ElementTraits<Element>::Compute>* partials, cudaStream_t stream) {
-  reduceKernel<Element, kPartialSums>
-      <<<gridBlocks(layout, split), kThreads, 0, stream>>>(received, layout, split, sum, partials);
-}
-
 }  // namespace
 
 template <class Element>
@@ -116,21 +110,21 @@ cudaError_t reduceAndCompress(const Received& received, const Layout& layout, El
                               void* workspace, cudaStream_t stream) {
   const Split split = splitOf(layout);
   auto* partials = static_cast<Range<typename ElementTraits<Element>::Compute>*>(workspace);
-  const auto launch = [&] {
+  const auto kernel = [&] {
     switch (partialSumCount(received.copies)) {
       case 2:
-        return launchReduce<Element, 2>;
+        return reduceKernel<Element, 2>;
       case 4:
-        return launchReduce<Element, 4>;
+        return reduceKernel<Element, 4>;
       case 8:
-        return launchReduce<Element, 8>;
+        return reduceKernel<Element, 8>;
       case 16:
-        return launchReduce<Element, 16>;
+        return reduceKernel<Element, 16>;
       default:
-        return launchReduce<Element, kMaxPartialSums>;
+        return reduceKernel<Element, kMaxPartialSums>;
     }
   }();
-  launch(received, layout, split, sum, partials, stream);
+  launchKernel(kernel, gridBlocks(layout, split), kThreads, stream, received, layout, split, sum, partials);
   launchQuantize<Element>(sum, layout, split, partials, packed, stream);
   return cudaGetLastError();
 }
