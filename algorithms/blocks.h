@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/device_ways.h"
+
 namespace bagua {
 
 // On the CPU a chain of element-wise operations is bound by memory: block by block, what one writes the next finds in
@@ -14,7 +16,7 @@ namespace bagua {
 template <typename Visit>
 void inBlocks(int64_t numel, at::Device device, Visit&& visit, int64_t unit = 1) {
   constexpr int64_t kBlock = int64_t{32} << 10;
-  const int64_t most = device.is_cpu() ? std::max(kBlock / unit * unit, unit) : std::max<int64_t>(numel, 1);
+  const int64_t most = worksOnHost(device) ? std::max(kBlock / unit * unit, unit) : std::max<int64_t>(numel, 1);
   for (int64_t begin = 0; begin < numel; begin += most) visit(begin, std::min(most, numel - begin));
 }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "kernels/device_ways.h"
 #include "kernels/integers.h"
 #include "kernels/share_out.h"
 
@@ -72,7 +73,7 @@ void Codec::decodeMean(const at::Tensor& copies, const Piece& piece, double divi
   const int64_t length = piece.end - piece.begin;
   const int64_t groupElements = layout().groupElements;
   const int64_t block =
-      mean.is_cpu() ? ceilDivide(kBlock, groupElements) * groupElements : std::max<int64_t>(length, 1);
+      worksOnHost(mean) ? ceilDivide(kBlock, groupElements) * groupElements : std::max<int64_t>(length, 1);
   shareOut(ceilDivide(length, block), 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       reduceBlock(piece.begin + i * block, std::min(piece.begin + (i + 1) * block, piece.end));

@@ -20,6 +20,7 @@
 #include "kernels/adam/adam.h"
 #include "kernels/closest_names.h"
 #include "kernels/codec.h"
+#include "kernels/device_ways.h"
 #include "python_shim/bindings.h"
 
 namespace bagua {
@@ -399,11 +400,25 @@ void bindAdam(py::module& module) {
       py::arg("correction"), py::arg("eps"), py::call_guard<py::gil_scoped_release>());
 }
 
+// For tests: AsOnDevice as a context manager.
+struct AsOnDeviceBlock {
+  std::optional<AsOnDevice> scope;
+};
+
+void bindDeviceWays(py::module& module) {
+  module.def("works_on_host", py::overload_cast<const at::Tensor&>(&worksOnHost), py::arg("tensor"));
+  py::class_<AsOnDeviceBlock>(module, "AsOnDevice")
+      .def(py::init<>())
+      .def("__enter__", [](AsOnDeviceBlock& self) { self.scope.emplace(); })
+      .def("__exit__", [](AsOnDeviceBlock& self, const py::args& /*error*/) { self.scope.reset(); });
+}
+
 }  // namespace
 
 void bindAlgorithms(py::module& module) {
   bindHook(module);
   bindAdam(module);
+  bindDeviceWays(module);
   bindBucketOperations(module);
   bindCompressed(module);
   module.def("algorithm_names", &AlgorithmRegistry::names);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "backend/operation/scratch_memory.h"
+#include "kernels/device_ways.h"
 
 namespace bagua::compressed {
 namespace {
@@ -30,7 +31,7 @@ SectionCoder::SectionCoder(Section section, Slots slots, const Messages& message
       codec_(*section_.coding.codec),
       layout_(codec_.layout()),
       ownHost_(section_.lanes.ownHost()),
-      isWhole_(!section_.own.is_cpu()),
+      isWhole_(!worksOnHost(section_.own)),
       isToGather_(isToGather),
       arranged_(slots_.endLane() - slots_.firstLane()) {
   int64_t begin = 0;
@@ -217,7 +218,7 @@ Exchange::Exchange(const std::vector<Section>& sections, bool isToGather, StageS
                    Communicator& communicator)
     : seconds_(seconds),
       communicator_(communicator),
-      isWhole_(!sections.front().own.is_cpu()),
+      isWhole_(!worksOnHost(sections.front().own)),
       isToAll_(sections.front().lanes.hostCount() == communicator.size()) {
   std::vector<int64_t> slotBytes;
   for (const auto& [flat, own, lanes, coding] : sections) {

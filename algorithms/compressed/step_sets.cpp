@@ -4,6 +4,8 @@
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/where.h>
 
+#include "kernels/device_ways.h"
+
 namespace bagua::compressed {
 
 void StepSets::begin(int64_t step) {
@@ -34,7 +36,7 @@ void StepSets::noteResult(const at::Tensor& result) {
 }
 
 void StepSets::noteWhetherFinite(const at::Tensor& isFinite) {
-  if (isFinite.is_cpu()) {
+  if (worksOnHost(isFinite)) {
     if (isFinite.item<bool>()) return;
     const std::lock_guard<std::mutex> lock(mutex_);
     isLost_ = true;

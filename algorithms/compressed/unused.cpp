@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "algorithms/compressed/raw_codec.h"
+#include "kernels/device_ways.h"
 
 namespace bagua::compressed {
 
@@ -24,7 +25,7 @@ Sum sumOfUses(const Bucket& bucket) {
 }
 
 void replaceUnlessUsed(const at::Tensor& values, const at::Tensor& isUsed, const at::Tensor& others) {
-  if (!isUsed.is_cpu()) {
+  if (!worksOnHost(isUsed)) {
     values.copy_(at::where(isUsed == 0, others, values));
   } else if (isUsed.item<double>() == 0) {
     values.copy_(others);

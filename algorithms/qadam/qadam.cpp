@@ -16,6 +16,7 @@
 #include "algorithms/compressed/unused.h"
 #include "algorithms/registry.h"
 #include "kernels/adam/adam.h"
+#include "kernels/device_ways.h"
 
 namespace bagua {
 namespace {
@@ -94,7 +95,7 @@ class QAdam final : public Algorithm {
       const auto& [value, decay] = momenta[parameter];
       if (adam::areAlike({gradient, value})) {
         adam::makeMomentum(gradient, value, decay);
-      } else if (gradient.is_cpu() && gradient.is_contiguous() && value.is_contiguous()) {
+      } else if (worksOnHost(gradient) && gradient.is_contiguous() && value.is_contiguous()) {
         updateInBlocks(gradient, value, decay);
       } else {
         byDecay[decay].gradients.push_back(gradient);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "algorithms/weights.h"
+#include "kernels/device_ways.h"
 
 namespace bagua {
 
@@ -45,7 +46,7 @@ at::Tensor AverageRound::takeChange(size_t snapshot) {
 }
 
 AverageRound::Clock::time_point AverageRound::end() const {
-  return snapshots_[0].is_cpu() ? Clock::time_point(Clock::duration(outcome_->end)) : Clock::now();
+  return worksOnHost(snapshots_[0]) ? Clock::time_point(Clock::duration(outcome_->end)) : Clock::now();
 }
 
 }  // namespace bagua

@@ -8,6 +8,7 @@
 #include "algorithms/blocks.h"
 #include "algorithms/in_host.h"
 #include "backend/operation/scratch_memory.h"
+#include "kernels/device_ways.h"
 
 namespace bagua {
 namespace {
@@ -120,7 +121,7 @@ void RingExchange::step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& 
     const Stage stage(seconds, "compress");
     difference = differenceOf(own, replicas);
   }
-  if (flat.is_cpu() && canGoInPieces(communicator.topology())) {
+  if (worksOnHost(flat) && canGoInPieces(communicator.topology())) {
     exchangeInPieces(difference, own, replicas, seconds, communicator);
   } else {
     exchangeWhole(difference, own, replicas, seconds, communicator);

@@ -13,6 +13,8 @@
 #include <cstring>
 #include <utility>
 
+#include "kernels/device_ways.h"
+
 namespace bagua {
 namespace {
 
@@ -128,7 +130,7 @@ int64_t ScratchMemory::heldBytes() {
 
 at::Tensor scratchTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const int64_t bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
-  const bool isShared = kIsShared && options.device().is_cpu() && bytes >= kShortestBlock && bytes <= kLongestBlock;
+  const bool isShared = kIsShared && worksOnHost(options.device()) && bytes >= kShortestBlock && bytes <= kLongestBlock;
   if (!isShared) return at::empty(sizes, options);
   std::shared_ptr<void> block = ScratchMemory::ofProcess().take(bytes);
   void* const data = block.get();

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kernels/adam/adam_loops.h"
+#include "kernels/device_ways.h"
 #include "kernels/share_out.h"
 
 namespace bagua::adam {
@@ -90,7 +91,7 @@ bool areAlike(const std::vector<at::Tensor>& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
     // What stands for other data, or has none, is left to torch.
     const bool isPlain = tensor.has_storage() && !at::isTensorSubclassLike(tensor) && !tensor.is_neg();
-    return isPlain && tensor.is_cpu() && tensor.layout() == at::kStrided &&
+    return isPlain && worksOnHost(tensor) && tensor.layout() == at::kStrided &&
            tensor.scalar_type() == first.scalar_type() && tensor.is_non_overlapping_and_dense() &&
            tensor.sizes() == first.sizes() && tensor.strides() == first.strides();
   });

@@ -10,6 +10,7 @@
 
 #include "kernels/blocks/blocks_loops.h"
 #include "kernels/codec.h"
+#include "kernels/device_ways.h"
 #include "kernels/integers.h"
 #include "kernels/processor.h"
 #include "kernels/share_out.h"
@@ -142,7 +143,7 @@ class BlockCodec final : public Codec {
 
   void decodeMean(const at::Tensor& copies, const Piece& piece, double divisor, const Encoding& encoding,
                   at::Tensor& mean, at::Tensor& packed) const override {
-    if (mean.is_cuda()) return Codec::decodeMean(copies, piece, divisor, encoding, mean, packed);
+    if (!worksOnHost(mean)) return Codec::decodeMean(copies, piece, divisor, encoding, mean, packed);
     withElement(mean.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       forParts(piece, kGroupsOfMean, [&](int64_t begin, int64_t end) {

@@ -90,9 +90,9 @@ void MatrixBatch::gather(at::ScalarType type) {
 }
 
 void MatrixBatch::multiply(const at::Tensor& q, at::Tensor& p) {
-  const bool isInPlace = isOnCpu() && gradients_[0].scalar_type() == q.scalar_type();
+  const bool isInPlace = isOnHost() && gradients_[0].scalar_type() == q.scalar_type();
   if (!isInPlace) gather(q.scalar_type());
-  if (!isOnCpu()) {
+  if (!isOnHost()) {
     at::bmm_out(p, q, sums_.transpose(1, 2));
     return;
   }
@@ -103,7 +103,7 @@ void MatrixBatch::multiply(const at::Tensor& q, at::Tensor& p) {
 }
 
 void MatrixBatch::multiplyTransposed(const at::Tensor& p, at::Tensor& q) {
-  if (!isOnCpu()) {
+  if (!isOnHost()) {
     at::bmm_out(q, p, sums_);
     return;
   }
@@ -113,7 +113,7 @@ void MatrixBatch::multiplyTransposed(const at::Tensor& p, at::Tensor& q) {
 }
 
 void MatrixBatch::replace(const at::Tensor& p, const at::Tensor& q, const at::Tensor& areUsable) {
-  if (!isOnCpu()) return replaceOnDevice(p, q, areUsable);
+  if (!isOnHost()) return replaceOnDevice(p, q, areUsable);
   const bool keepsRest = areUsable.item<bool>();
   if (sums_.defined()) return replaceRounded(p, q, keepsRest);
   forEach(gradients_, nextResiduals_, p, q,

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/device_ways.h"
+
 namespace bagua::low_rank {
 
 // Matrices M of one shape, which two thin factors P and Q stand for: M is about P Q^T.
@@ -39,7 +41,7 @@ class MatrixBatch {
   void replace(const at::Tensor& p, const at::Tensor& q, const at::Tensor& areUsable);
 
  private:
-  [[nodiscard]] bool isOnCpu() const { return gradients_[0].is_cpu(); }
+  [[nodiscard]] bool isOnHost() const { return worksOnHost(gradients_[0]); }
   void gather(at::ScalarType type);
   void replaceOnDevice(const at::Tensor& p, const at::Tensor& q, const at::Tensor& areUsable);
   void replaceRounded(const at::Tensor& p, const at::Tensor& q, bool areUsable);

@@ -10,6 +10,8 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/device_ways.h"
+
 namespace bagua::low_rank {
 namespace {
 
@@ -110,7 +112,7 @@ void orthogonalizeOnDevice(at::Tensor& vectors) {
 
 void orthogonalize(at::Tensor& vectors) {
   TORCH_INTERNAL_ASSERT(vectors.dim() == 3 && vectors.is_contiguous() && vectors.size(1) <= vectors.size(2));
-  if (vectors.is_cpu()) {
+  if (worksOnHost(vectors)) {
     if (vectors.scalar_type() == at::kDouble) return orthogonalizeSets<double>(vectors);
     orthogonalizeSets<float>(vectors);
   } else {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/codec.h"
+#include "kernels/device_ways.h"
 #include "kernels/minmax_uint8/minmax_uint8.h"
 #include "kernels/minmax_uint8/minmax_uint8_cpu.h"
 #include "kernels/minmax_uint8/minmax_uint8_kernels.h"
@@ -43,7 +44,7 @@ class MinMaxUInt8Codec final : public Codec {
   [[nodiscard]] PackedLayout layout() const override { return {kHeaderBytes, kAlignment, kAlignment, 1}; }
 
   void start(const at::Tensor& values, const Encoding& encoding, at::Tensor& packed) const override {
-    if (values.is_cuda()) return;
+    if (!worksOnHost(values)) return;
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::startChunk(loops_, dataOf<Element>(values), residualOf(encoding), values.numel(),
@@ -53,7 +54,7 @@ class MinMaxUInt8Codec final : public Codec {
 
   void encode(const at::Tensor& values, const Piece& piece, const Encoding& encoding,
               at::Tensor& packed) const override {
-    if (values.is_cuda()) return encodeWhole(values, encoding, packed);
+    if (!worksOnHost(values)) return encodeWhole(values, encoding, packed);
     const auto feedback = feedbackOf(encoding);
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
@@ -63,7 +64,7 @@ class MinMaxUInt8Codec final : public Codec {
   }
 
   void decode(const at::Tensor& packed, const Piece& piece, at::Tensor& values) const override {
-    if (values.is_cuda()) return decodeWhole(packed, values);
+    if (!worksOnHost(values)) return decodeWhole(packed, values);
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::decompressPiece(loops_, packed.const_data_ptr<uint8_t>(), piece, mutableDataOf<Element>(values));
@@ -71,7 +72,7 @@ class MinMaxUInt8Codec final : public Codec {
   }
 
   void decodeAdd(const at::Tensor& packed, const Piece& piece, at::ScalarType dtype, at::Tensor& sums) const override {
-    if (sums.is_cuda()) {
+    if (!worksOnHost(sums)) {
       at::Tensor values = at::empty({sums.numel()}, sums.options().dtype(dtype));
       decodeWhole(packed, values);
       sums.add_(values);
@@ -87,7 +88,7 @@ class MinMaxUInt8Codec final : public Codec {
   void decodeMean(const at::Tensor& copies, const Piece& piece, double divisor, const Encoding& encoding,
                   at::Tensor& mean, at::Tensor& packed) const override {
     // There is no kernel for a mean alone: this one codes it too, and encode() does so again.
-    if (mean.is_cuda()) return decodeMeanOnCuda(copies, divisor, mean, packed);
+    if (!worksOnHost(mean)) return decodeMeanOnCuda(copies, divisor, mean, packed);
     const int64_t length = mean.numel();
     if (piece.begin == piece.end && length > 0) return;
     const Received received = {copies.const_data_ptr<uint8_t>(), copies.size(0), divisor};
@@ -103,7 +104,7 @@ class MinMaxUInt8Codec final : public Codec {
 
   void decodeMeanAndEncode(const at::Tensor& copies, double divisor, const Encoding& encoding, at::Tensor& mean,
                            at::Tensor& packed) const override {
-    if (mean.is_cuda()) {
+    if (!worksOnHost(mean)) {
       decodeMeanOnCuda(copies, divisor, mean, packed);
       // The fused kernel knows no residuals.
       if (encoding.hasFeedback()) encodeWhole(mean, encoding, packed);
@@ -125,7 +126,7 @@ class MinMaxUInt8Codec final : public Codec {
   void encodeChunks(const at::Tensor& values, int64_t chunkLength, const Encoding& encoding,
                     at::Tensor& packed) const override {
     if (!isOwnGeometry(packed, chunkLength)) return Codec::encodeChunks(values, chunkLength, encoding, packed);
-    if (values.is_cuda()) return compressChunks(values, chunkLength, encoding, packed);
+    if (!worksOnHost(values)) return compressChunks(values, chunkLength, encoding, packed);
     const auto feedback = feedbackOf(encoding);
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
@@ -136,7 +137,7 @@ class MinMaxUInt8Codec final : public Codec {
 
   void decodeChunks(const at::Tensor& packed, int64_t chunkLength, at::Tensor& values) const override {
     if (!isOwnGeometry(packed, chunkLength)) return Codec::decodeChunks(packed, chunkLength, values);
-    if (values.is_cuda()) return decompressChunks(packed, chunkLength, values);
+    if (!worksOnHost(values)) return decompressChunks(packed, chunkLength, values);
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::decompress(loops_, packed.const_data_ptr<uint8_t>(), {values.numel(), packed.size(0), chunkLength},

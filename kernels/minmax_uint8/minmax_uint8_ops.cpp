@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 
+#include "kernels/device_ways.h"
 #include "kernels/minmax_uint8/minmax_uint8.h"
 
 // torch.ops.bagua.minmax_uint8_*: there once libbagua is loaded.
@@ -35,7 +36,7 @@ at::Tensor emptyOnHugePages(int64_t bytes) {
 at::Tensor emptyPacked(const at::Tensor& x, int64_t chunks) {
   checkFloating(x.scalar_type(), "compress");
   const int64_t bytes = packedBytes(x.numel(), chunks);
-  if (x.is_cpu() && bytes >= kFreshPagesBytes) return emptyOnHugePages(bytes);
+  if (worksOnHost(x) && bytes >= kFreshPagesBytes) return emptyOnHugePages(bytes);
   return at::empty({bytes}, x.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
 }
 

@@ -9,6 +9,8 @@
 #include <bit>
 #include <cmath>
 
+#include "kernels/device_ways.h"
+
 namespace bagua {
 namespace {
 
@@ -99,7 +101,7 @@ at::Tensor decodedByAten(const SmallNumbers& numbers) {
 
 SmallNumbers SmallNumbers::encoded(const at::Tensor& values) {
   if (values.numel() == 0) return allocated(values);
-  if (!values.is_cpu()) return encodedByAten(values);
+  if (!worksOnHost(values)) return encodedByAten(values);
   SmallNumbers made = allocated(values);
   const auto* numbers = values.const_data_ptr<float>();
   auto* codes = made.codes.mutable_data_ptr<int8_t>();
@@ -112,7 +114,7 @@ SmallNumbers SmallNumbers::encoded(const at::Tensor& values) {
 
 SmallNumbers SmallNumbers::blended(const SmallNumbers& old, float keep, const at::Tensor& left, float gain) {
   if (left.numel() == 0) return allocated(left);
-  if (!left.is_cpu()) return encodedByAten(decodedByAten(old).mul_(keep).add_(left, gain));
+  if (!worksOnHost(left)) return encodedByAten(decodedByAten(old).mul_(keep).add_(left, gain));
   SmallNumbers made = allocated(left);
   const auto* numbers = left.const_data_ptr<float>();
   const auto* oldCodes = old.codes.const_data_ptr<int8_t>();
@@ -130,7 +132,7 @@ SmallNumbers SmallNumbers::blended(const SmallNumbers& old, float keep, const at
 
 at::Tensor SmallNumbers::decoded() const {
   if (codes.numel() == 0) return at::empty({0}, codes.options().dtype(at::kFloat));
-  if (!codes.is_cpu()) return decodedByAten(*this);
+  if (!worksOnHost(codes)) return decodedByAten(*this);
   at::Tensor values = at::empty({codes.numel()}, codes.options().dtype(at::kFloat));
   auto* numbers = values.mutable_data_ptr<float>();
   const auto* its = codes.const_data_ptr<int8_t>();

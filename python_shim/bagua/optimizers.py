@@ -220,7 +220,7 @@ class QAdamOptimizer(Optimizer):
             state = self._state_of(p)
             tensors = (p, state["exp_avg"], state["exp_avg_sq"], _gradient(p))
             is_replaced = p in self._handed_out
-            if is_replaced and p.is_cpu and _C.adam_takes(tensors):
+            if is_replaced and _C.adam_takes(tensors):
                 _C.adam_step(*tensors, *_scales(group, state["step"]), group["eps"])
             elif _have_blocks(*tensors):
                 size, correction = _scales(group, state["step"])
@@ -250,7 +250,7 @@ def _scales(group: dict[str, Any], step: int) -> tuple[float, float]:
 
 
 def _have_blocks(*tensors: Tensor) -> bool:
-    return all(t.is_cpu and t.numel() > _BLOCK and t.is_contiguous() for t in tensors)
+    return all(t.numel() > _BLOCK and t.is_contiguous() and _C.works_on_host(t) for t in tensors)
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
