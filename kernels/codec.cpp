@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/codec.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -51,12 +52,24 @@ Piece PackedLayout::endedIn(int64_t beginByte, int64_t endByte, int64_t length) 
 
 Encoding Encoding::narrow(int64_t begin, int64_t length) const {
   Encoding part = *this;
-  part.key = mix64(key ^ mix64(static_cast<uint64_t>(begin)));
+  part.key = keyOfPart(key, begin);
   if (hasFeedback()) {
     part.residual = residual.narrow(0, begin, length);
     part.nextResidual = nextResidual.narrow(0, begin, length);
   }
   return part;
+}
+
+void Encoding::restoreIfLost(const Piece& piece) const {
+  if (!hasFeedback() || !wasLost.defined() || !*wasLost.const_data_ptr<bool>()) return;
+  const int64_t length = piece.end - piece.begin;
+  residual.narrow(0, piece.begin, length).copy_(nextResidual.narrow(0, piece.begin, length));
+}
+
+void Codec::decodeAdd(const at::Tensor& packed, const Piece& piece, at::ScalarType dtype, at::Tensor& sums) const {
+  at::Tensor values = at::empty({piece.end}, sums.options().dtype(dtype));
+  decode(packed, piece, values);
+  sums.add_(values.narrow(0, piece.begin, piece.end - piece.begin));
 }
 
 void Codec::decodeMean(const at::Tensor& copies, const Piece& piece, double divisor, const Encoding& encoding,

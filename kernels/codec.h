@@ -52,15 +52,21 @@ enum class Rounding {
 // h - decoded(h) to nextResidual, in the same pass; decoded(h) is what decode() makes of it, in the type of the values.
 // h and its rest are made in float32, or in float64 for values of float64; a rest that no float32 holds becomes the
 // largest. Both residuals are contiguous float32 tensors with an element for every value, or both are undefined; they
-// may be one tensor. Where h decodes to NaN the residual stays as it was.
+// may be one tensor. Where h decodes to NaN the next residual is the residual.
 struct Encoding {
   Rounding rounding = Rounding::kNearest;
   // Of whatever is drawn at random; the same for all pieces of a chunk. A codec whose decoder draws too sends it along.
   uint64_t key = 0;
   at::Tensor residual = {};
   at::Tensor nextResidual = {};
+  // Undefined, or one bool beside the residuals: whether the step that wrote `residual` was lost. If so, what it has to
+  // hold is in nextResidual still, and every element is first copied from there to `residual`, in the same pass. So the
+  // host need not know what a device knows.
+  at::Tensor wasLost = {};
 
   [[nodiscard]] bool hasFeedback() const { return residual.defined(); }
+  // On the CPU: does that copy for the elements of a piece. Until the piece is coded, another call changes nothing.
+  void restoreIfLost(const Piece& piece) const;
   // The same for elements [begin, begin + length) of the values, with a key of their own.
   [[nodiscard]] Encoding narrow(int64_t begin, int64_t length) const;
 };
@@ -100,9 +106,8 @@ class Codec {
   // `packed` holds the header and the groups of this piece at least; `values` are those of the whole chunk.
   virtual void decode(const at::Tensor& packed, const Piece& piece, at::Tensor& values) const = 0;
   // Adds what decode() would write into values of `dtype` to `sums`, which has the elements of the piece only. It is of
-  // float64 where `dtype` is, and of float32 else.
-  virtual void decodeAdd(const at::Tensor& packed, const Piece& piece, at::ScalarType dtype,
-                         at::Tensor& sums) const = 0;
+  // float64 where `dtype` is, and of float32 else. By default: decode() and an addition.
+  virtual void decodeAdd(const at::Tensor& packed, const Piece& piece, at::ScalarType dtype, at::Tensor& sums) const;
 
   // What the owner of a chunk does with the copies that the ranks sent: writes the sum of the copies divided by
   // `divisor` into `mean`, whose type is that of the values, and makes `packed` ready for encode(mean, ...), as start()

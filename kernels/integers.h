@@ -17,4 +17,9 @@ BAGUA_HOST_DEVICE uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31U);
 }
 
+// Of a part that begins at element `begin` of what `key` is for.
+BAGUA_HOST_DEVICE uint64_t keyOfPart(uint64_t key, int64_t begin) {
+  return mix64(key ^ mix64(static_cast<uint64_t>(begin)));
+}
+
 }  // namespace bagua

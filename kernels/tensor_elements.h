@@ -4,7 +4,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <type_traits>
+
 #include "kernels/elements.h"
+#include "kernels/packed_rows.h"
 
 // From a tensor to the element types of elements.h.
 namespace bagua {
@@ -34,6 +37,16 @@ const T* dataOf(const at::Tensor& tensor) {
 template <class T>
 T* mutableDataOf(const at::Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+// Those of a matrix of bytes.
+template <class Byte>
+PackedRows<Byte> rowsOf(const at::Tensor& packed) {
+  if constexpr (std::is_const_v<Byte>) {
+    return {dataOf<Byte>(packed), packed.stride(0), packed.size(1)};
+  } else {
+    return {mutableDataOf<Byte>(packed), packed.stride(0), packed.size(1)};
+  }
 }
 
 }  // namespace bagua

@@ -9,18 +9,14 @@
 #include <vector>
 
 #include "kernels/blocks/blocks_loops.h"
+#include "kernels/blocks/blocks_source_of.h"
 #include "kernels/codec.h"
-#include "kernels/device_ways.h"
 #include "kernels/integers.h"
 #include "kernels/processor.h"
 #include "kernels/share_out.h"
 #include "kernels/tensor_elements.h"
 #if BAGUA_WITH_CUDA
-#include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-
-#include "kernels/blocks/blocks_cuda.h"
+#include "kernels/blocks/blocks_cuda_codec.h"
 #endif
 
 // The block codecs as Codec, and their registration: int8, 4bit, 2bit and 1bit. The formats are in blocks_formats.h.
@@ -54,24 +50,6 @@ const std::vector<InstructionSet>& availableSets() {
   return kAvailable;
 }
 
-template <class Element>
-Source<Element> sourceOf(const at::Tensor& values, const Encoding& encoding) {
-  Source<Element> source{dataOf<Element>(values), nullptr, nullptr, encoding.rounding == Rounding::kStochastic,
-                         encoding.key};
-  if (encoding.hasFeedback()) {
-    source.residual = dataOf<float>(encoding.residual);
-    source.nextResidual = mutableDataOf<float>(encoding.nextResidual);
-  }
-  return source;
-}
-
-#if BAGUA_WITH_CUDA
-cuda::Launch launchOn(const at::Tensor& tensor) {
-  return {at::cuda::getCurrentCUDAStream(tensor.device().index()),
-          at::cuda::getDeviceProperties(tensor.device().index())->multiProcessorCount};
-}
-#endif
-
 struct Format {
   const char* name;
   const char* summary;
@@ -83,30 +61,47 @@ struct Format {
 #if BAGUA_WITH_CUDA
   const cuda::FormatKernels& (*kernels)();
 #endif
+
+  [[nodiscard]] PackedLayout layout() const {
+    return {.headerBytes = isRotated ? static_cast<int64_t>(sizeof(uint64_t)) : 0,
+            .groupElements = kGroup,
+            .groupBytes = groupBytes,
+            .alignment = 1};
+  }
 };
 
+std::shared_ptr<const Codec> onCuda([[maybe_unused]] const Format& format) {
+#if BAGUA_WITH_CUDA
+  return std::make_shared<cuda::CudaCodec>(format.layout(), format.kernels(), cudaDevice());
+#else
+  return nullptr;
+#endif
+}
+
+// `onCuda` takes tensors of CUDA; null in a build without it, where nobody has any.
 class BlockCodec final : public Codec {
  public:
-  BlockCodec(const Format& format, const Loops& loops) : format_(format), loops_(loops.*format.loops) {}
+  BlockCodec(const Format& format, const Loops& loops, std::shared_ptr<const Codec> onCuda)
+      : format_(format), layout_(format.layout()), loops_(loops.*format.loops), onCuda_(std::move(onCuda)) {}
 
-  [[nodiscard]] PackedLayout layout() const override {
-    return {.headerBytes = headerBytes(), .groupElements = kGroup, .groupBytes = format_.groupBytes, .alignment = 1};
-  }
+  [[nodiscard]] PackedLayout layout() const override { return layout_; }
 
   [[nodiscard]] bool canRoundStochastically() const override { return true; }
 
   void start(const at::Tensor& values, const Encoding& encoding, at::Tensor& packed) const override {
-    // On CUDA encode() does it all. Nothing is packed without memory.
-    if (packed.is_cuda() || packed.numel() == 0) return;
+    if (packed.is_cuda()) return onCuda_->start(values, encoding, packed);
+    // Nothing is packed without memory.
+    if (packed.numel() == 0) return;
     auto* bytes = mutableDataOf<uint8_t>(packed);
-    const int64_t used = layout().packedBytes(values.numel());
+    const int64_t used = layout_.packedBytes(values.numel());
     if (format_.isRotated) std::memcpy(bytes, &encoding.key, sizeof(encoding.key));
     std::memset(bytes + used, 0, static_cast<size_t>(packed.numel() - used));
   }
 
   void encode(const at::Tensor& values, const Piece& piece, const Encoding& encoding,
               at::Tensor& packed) const override {
-    if (values.is_cuda()) return encodeOnCuda(values, encoding, packed);
+    if (values.is_cuda()) return onCuda_->encode(values, piece, encoding, packed);
+    encoding.restoreIfLost(piece);
     auto* bytes = mutableDataOf<uint8_t>(packed);
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
@@ -118,7 +113,7 @@ class BlockCodec final : public Codec {
   }
 
   void decode(const at::Tensor& packed, const Piece& piece, at::Tensor& values) const override {
-    if (values.is_cuda()) return decodeOnCuda(packed, values);
+    if (values.is_cuda()) return onCuda_->decode(packed, piece, values);
     const auto* bytes = dataOf<uint8_t>(packed);
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
@@ -129,7 +124,7 @@ class BlockCodec final : public Codec {
   }
 
   void decodeAdd(const at::Tensor& packed, const Piece& piece, at::ScalarType dtype, at::Tensor& sums) const override {
-    if (sums.is_cuda()) return addOnCuda(packed, dtype, sums);
+    if (sums.is_cuda()) return onCuda_->decodeAdd(packed, piece, dtype, sums);
     const auto* bytes = dataOf<uint8_t>(packed);
     withElement(dtype, kWhat, [&](auto element) {
       using Element = decltype(element);
@@ -143,7 +138,7 @@ class BlockCodec final : public Codec {
 
   void decodeMean(const at::Tensor& copies, const Piece& piece, double divisor, const Encoding& encoding,
                   at::Tensor& mean, at::Tensor& packed) const override {
-    if (!worksOnHost(mean)) return Codec::decodeMean(copies, piece, divisor, encoding, mean, packed);
+    if (mean.is_cuda()) return onCuda_->decodeMean(copies, piece, divisor, encoding, mean, packed);
     withElement(mean.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       forParts(piece, kGroupsOfMean, [&](int64_t begin, int64_t end) {
@@ -154,12 +149,21 @@ class BlockCodec final : public Codec {
     if (piece.end == mean.numel() && !isEmpty) start(mean, encoding, packed);
   }
 
- private:
-  [[nodiscard]] int64_t headerBytes() const { return format_.isRotated ? static_cast<int64_t>(sizeof(uint64_t)) : 0; }
+  void encodeChunks(const at::Tensor& values, int64_t chunkLength, const Encoding& encoding,
+                    at::Tensor& packed) const override {
+    if (values.is_cuda()) return onCuda_->encodeChunks(values, chunkLength, encoding, packed);
+    Codec::encodeChunks(values, chunkLength, encoding, packed);
+  }
 
+  void decodeChunks(const at::Tensor& packed, int64_t chunkLength, at::Tensor& values) const override {
+    if (values.is_cuda()) return onCuda_->decodeChunks(packed, chunkLength, values);
+    Codec::decodeChunks(packed, chunkLength, values);
+  }
+
+ private:
   // Of a group's first element.
   [[nodiscard]] int64_t offsetOf(int64_t element) const {
-    return headerBytes() + element / kGroup * format_.groupBytes;
+    return layout_.headerBytes + element / kGroup * layout_.groupBytes;
   }
 
   [[nodiscard]] uint64_t keyOf(const uint8_t* packed) const {
@@ -192,56 +196,10 @@ class BlockCodec final : public Codec {
     loops.divide(sums, static_cast<T>(divisor), end - begin, mean + begin);
   }
 
-#if BAGUA_WITH_CUDA
-  template <class Element>
-  [[nodiscard]] const cuda::ElementKernels<Element>& kernels() const {
-    const cuda::FormatKernels& all = format_.kernels();
-    return all.of<Element>();
-  }
-
-  void encodeOnCuda(const at::Tensor& values, const Encoding& encoding, const at::Tensor& packed) const {
-    const c10::cuda::CUDAGuard guard(values.device());
-    withElement(values.scalar_type(), kWhat, [&](auto element) {
-      using Element = decltype(element);
-      const cuda::PackedChunk chunk{mutableDataOf<uint8_t>(packed), packed.numel()};
-      C10_CUDA_CHECK(
-          kernels<Element>().encode(sourceOf<Element>(values, encoding), values.numel(), chunk, launchOn(values)));
-    });
-  }
-
-  void decodeOnCuda(const at::Tensor& packed, const at::Tensor& values) const {
-    const c10::cuda::CUDAGuard guard(values.device());
-    withElement(values.scalar_type(), kWhat, [&](auto element) {
-      using Element = decltype(element);
-      C10_CUDA_CHECK(kernels<Element>().decode(dataOf<uint8_t>(packed), values.numel(), mutableDataOf<Element>(values),
-                                               launchOn(values)));
-    });
-  }
-
-  void addOnCuda(const at::Tensor& packed, at::ScalarType dtype, const at::Tensor& sums) const {
-    const c10::cuda::CUDAGuard guard(sums.device());
-    withElement(dtype, kWhat, [&](auto element) {
-      using Element = decltype(element);
-      using T = ElementTraits<Element>::Compute;
-      C10_CUDA_CHECK(
-          kernels<Element>().add(dataOf<uint8_t>(packed), sums.numel(), mutableDataOf<T>(sums), launchOn(sums)));
-    });
-  }
-#else
-  // The caller has checked that tensors are on a device of this build.
-  void encodeOnCuda(const at::Tensor& /*values*/, const Encoding& /*encoding*/, const at::Tensor& /*packed*/) const {
-    TORCH_INTERNAL_ASSERT(false, "built without CUDA");
-  }
-  void decodeOnCuda(const at::Tensor& /*packed*/, const at::Tensor& /*values*/) const {
-    TORCH_INTERNAL_ASSERT(false, "built without CUDA");
-  }
-  void addOnCuda(const at::Tensor& /*packed*/, at::ScalarType /*dtype*/, const at::Tensor& /*sums*/) const {
-    TORCH_INTERNAL_ASSERT(false, "built without CUDA");
-  }
-#endif
-
   const Format& format_;
+  const PackedLayout layout_;
   const FormatLoops& loops_;
+  const std::shared_ptr<const Codec> onCuda_;
 };
 
 #if BAGUA_WITH_CUDA
@@ -266,8 +224,9 @@ const Format kFormats[] = {
 [[maybe_unused]] const bool kAreRegistered = [] {
   for (const Format& format : kFormats) {
     CodecInfo info{.name = format.name, .summary = format.summary, .position = format.position, .codec = nullptr};
+    const auto onItsDevice = onCuda(format);
     for (const InstructionSet& set : availableSets()) {
-      info.variants.push_back(std::make_shared<BlockCodec>(format, set.loops));
+      info.variants.push_back(std::make_shared<BlockCodec>(format, set.loops, onItsDevice));
     }
     info.codec = info.variants.back();
     CodecRegistry::add(std::move(info));

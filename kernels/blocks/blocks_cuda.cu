@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/blocks/blocks_cuda.h"
+#include "kernels/integers.h"
 #include "kernels/launch.cuh"
 
 // A warp takes a group: its thread t holds elements t, t + 32, t + 64 and t + 96, so that a warp reads neighbours at
@@ -154,12 +155,50 @@ struct Warp {
 template <class Format>
 constexpr int64_t kHeaderBytes = Format::kIsRotated ? static_cast<int64_t>(sizeof(uint64_t)) : 0;
 
-// Calls f(group) for the groups of this warp.
-template <class F>
-__device__ void forGroups(int64_t length, const F& f) {
-  const int64_t groups = (length + kGroup - 1) / kGroup;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroupsOfBlock + threadIdx.x / kWarp;
-  for (int64_t group = first; group < groups; group += static_cast<int64_t>(gridDim.x) * kGroupsOfBlock) f(group);
+BAGUA_HOST_DEVICE int64_t groupsOf(int64_t length) { return (length + kGroup - 1) / kGroup; }
+
+// What a block of threads works on: one row, which it shares with the other blocks of that row.
+struct Share {
+  int64_t row;
+  unsigned block;
+  unsigned blocks;
+
+  explicit __device__ Share(unsigned blocksOfRow)
+      : row(blockIdx.x / blocksOfRow), block(blockIdx.x % blocksOfRow), blocks(blocksOfRow) {}
+
+  // Calls f(group) for this warp's groups of a chunk of `length` elements.
+  template <class F>
+  __device__ void forGroups(int64_t length, const F& f) const {
+    const int64_t groups = groupsOf(length);
+    const int64_t first = static_cast<int64_t>(block) * kGroupsOfBlock + threadIdx.x / kWarp;
+    for (int64_t group = first; group < groups; group += static_cast<int64_t>(blocks) * kGroupsOfBlock) f(group);
+  }
+
+  // Calls f(byte) for this thread's bytes of [begin, end).
+  template <class F>
+  __device__ void forBytes(int64_t begin, int64_t end, const F& f) const {
+    const int64_t first = begin + static_cast<int64_t>(block) * kThreads + threadIdx.x;
+    for (int64_t byte = first; byte < end; byte += static_cast<int64_t>(blocks) * kThreads) f(byte);
+  }
+};
+
+// What the source has for one chunk of a cut.
+template <class Element>
+__device__ Source<Element> chunkOf(Source<Element> source, int64_t begin, bool isPart) {
+  source.values += begin;
+  if (source.residual != nullptr) {
+    source.residual += begin;
+    source.nextResidual += begin;
+  }
+  if (isPart) source.key = keyOfPart(source.key, begin);
+  return source;
+}
+
+// The residual to be coded with an element, which lies in source.residual afterwards.
+template <class Element>
+__device__ float residualOf(const Source<Element>& source, int64_t element, bool wasLost) {
+  if (!wasLost) return source.residual[element];
+  return source.residual[element] = source.nextResidual[element];
 }
 
 template <class Format, class Element>
@@ -180,95 +219,127 @@ __device__ void keepRest(const Source<Element>& source, int64_t length, int64_t 
 }
 
 template <class Format, class Element, bool kIsStochastic>
-__global__ void __launch_bounds__(kThreads) encodeKernel(Source<Element> source, int64_t length, PackedChunk packed) {
+__global__ void __launch_bounds__(kThreads)
+    encodeKernel(Source<Element> all, bool areParts, Cut cut, PackedRows<uint8_t> rows, unsigned blocksOfRow) {
   using Traits = ElementTraits<Element>;
   using T = typename Traits::Compute;
-  forGroups(length, [&](int64_t group) {
+  const Share share(blocksOfRow);
+  const Source<Element> source = chunkOf(all, cut.begin(share.row), areParts);
+  const int64_t length = cut.size(share.row);
+  uint8_t* packed = rows.row(share.row);
+  const bool hasFeedback = source.residual != nullptr;
+  const bool wasLost = source.wasLost != nullptr && *source.wasLost;
+  share.forGroups(length, [&](int64_t group) {
     const Draw draw(source.key, group);
     T h[Warp::kParts];
     Warp::Group x;
     for (int i = 0; i < Warp::kParts; ++i) {
       const int64_t element = group * kGroup + Warp::elements(i);
       h[i] = element < length ? Traits::load(source.values[element]) : T{0};
-      if (source.residual != nullptr && element < length) h[i] += static_cast<T>(source.residual[element]);
+      if (hasFeedback && element < length) h[i] += static_cast<T>(residualOf(source, element, wasLost));
       x[i] = toCoded(h[i]);
     }
     const Coded<Warp> coded = Format::template code<Warp, kIsStochastic>(x, draw);
-    writeGroup<Format>(coded, packed.bytes + kHeaderBytes<Format> + group * kBytesOfGroup<Format>);
-    if (source.nextResidual != nullptr) keepRest<Format>(source, length, group * kGroup, h, coded, draw);
+    writeGroup<Format>(coded, packed + kHeaderBytes<Format> + group * kBytesOfGroup<Format>);
+    if (hasFeedback) keepRest<Format>(source, length, group * kGroup, h, coded, draw);
   });
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (thread < kHeaderBytes<Format>) packed.bytes[thread] = static_cast<uint8_t>(source.key >> (8 * thread));
-  const int64_t used = kHeaderBytes<Format> + (length + kGroup - 1) / kGroup * kBytesOfGroup<Format>;
-  for (int64_t i = used + thread; i < packed.size; i += static_cast<int64_t>(gridDim.x) * kThreads) packed.bytes[i] = 0;
+  share.forBytes(0, kHeaderBytes<Format>,
+                 [&](int64_t byte) { packed[byte] = static_cast<uint8_t>(source.key >> (8 * byte)); });
+  share.forBytes(kHeaderBytes<Format> + groupsOf(length) * kBytesOfGroup<Format>, rows.rowBytes,
+                 [&](int64_t byte) { packed[byte] = 0; });
 }
 
-// Calls take(element, value) for this thread's elements of every group, with values as elements hold them.
+// Calls take(part, element of the chunk, value) for this thread's elements of a group, with values as elements hold
+// them.
 template <class Format, class Element, class Take>
-__device__ void forDecoded(const uint8_t* packed, int64_t length, const Take& take) {
+__device__ void decodeGroup(const uint8_t* packed, int64_t length, int64_t group, const Take& take) {
   using Traits = ElementTraits<Element>;
   const uint64_t key = kHeaderBytes<Format> == 0 ? 0 : Warp::loadScale(packed, kHeaderBytes<Format>);
-  forGroups(length, [&](int64_t group) {
-    const Coded<Warp> coded = readGroup<Format, Warp>(packed + kHeaderBytes<Format> + group * kBytesOfGroup<Format>);
-    const bool isNan = Format::isNan(coded.scale);
-    Warp::Group x;
-    if (!isNan) Format::template values<Warp>(coded, Draw(key, group), x);
-    for (int i = 0; i < Warp::kParts; ++i) {
-      const int64_t element = group * kGroup + Warp::elements(i);
-      if (element >= length) continue;
-      take(element, isNan ? Traits::nan() : toElement<Element>(static_cast<typename Traits::Compute>(x[i])));
-    }
-  });
+  const Coded<Warp> coded = readGroup<Format, Warp>(packed + kHeaderBytes<Format> + group * kBytesOfGroup<Format>);
+  const bool isNan = Format::isNan(coded.scale);
+  Warp::Group x;
+  if (!isNan) Format::template values<Warp>(coded, Draw(key, group), x);
+  for (int i = 0; i < Warp::kParts; ++i) {
+    const int64_t element = group * kGroup + Warp::elements(i);
+    if (element >= length) continue;
+    take(i, element, isNan ? Traits::nan() : toElement<Element>(static_cast<typename Traits::Compute>(x[i])));
+  }
 }
 
 template <class Format, class Element>
 __global__ void __launch_bounds__(kThreads)
-    decodeKernel(const uint8_t* __restrict__ packed, int64_t length, Element* __restrict__ values) {
-  forDecoded<Format, Element>(packed, length, [&](int64_t element, Element value) { values[element] = value; });
+    decodeKernel(PackedRows<const uint8_t> rows, Cut cut, Element* __restrict__ values, unsigned blocksOfRow) {
+  const Share share(blocksOfRow);
+  const uint8_t* packed = rows.row(share.row);
+  Element* chunk = values + cut.begin(share.row);
+  const int64_t length = cut.size(share.row);
+  share.forGroups(length, [&](int64_t group) {
+    decodeGroup<Format, Element>(packed, length, group,
+                                 [&](int /*part*/, int64_t element, Element value) { chunk[element] = value; });
+  });
 }
 
+// A group's sums stay in the registers of its warp.
 template <class Format, class Element>
-__global__ void __launch_bounds__(kThreads) addKernel(const uint8_t* __restrict__ packed, int64_t length,
-                                                      typename ElementTraits<Element>::Compute* __restrict__ sums) {
-  forDecoded<Format, Element>(
-      packed, length, [&](int64_t element, Element value) { sums[element] += ElementTraits<Element>::load(value); });
+__global__ void __launch_bounds__(kThreads)
+    meanKernel(PackedRows<const uint8_t> rows, int64_t copies, int64_t length,
+               typename ElementTraits<Element>::Compute divisor, Element* __restrict__ mean, unsigned blocks) {
+  using Traits = ElementTraits<Element>;
+  const Share share(blocks);
+  share.forGroups(length, [&](int64_t group) {
+    typename Traits::Compute sums[Warp::kParts] = {};
+    for (int64_t copy = 0; copy < copies; ++copy) {
+      decodeGroup<Format, Element>(rows.row(copy), length, group, [&](int part, int64_t /*element*/, Element value) {
+        sums[part] += Traits::load(value);
+      });
+    }
+    for (int i = 0; i < Warp::kParts; ++i) {
+      const int64_t element = group * kGroup + Warp::elements(i);
+      if (element < length) mean[element] = toElement<Element>(sums[i] / divisor);
+    }
+  });
 }
 
-// One at least: an empty chunk has a header.
-unsigned gridBlocks(int64_t length, const Launch& launch) {
-  const int64_t groups = (length + kGroup - 1) / kGroup;
-  const int64_t wanted = (groups + kGroupsOfBlock - 1) / kGroupsOfBlock;
-  const int64_t most = static_cast<int64_t>(launch.multiprocessors) * kBlocksOfMultiprocessor;
+// One for each row at least: an empty chunk has a header.
+unsigned blocksOfRow(int64_t length, int64_t rows, const CudaLaunch& launch) {
+  const int64_t wanted = (groupsOf(length) + kGroupsOfBlock - 1) / kGroupsOfBlock;
+  const int64_t most = (static_cast<int64_t>(launch.multiprocessors) * kBlocksOfMultiprocessor + rows - 1) / rows;
   return static_cast<unsigned>(wanted < 1 ? 1 : (wanted < most ? wanted : most));
 }
 
 template <class Format, class Element>
-cudaError_t encode(const Source<Element>& source, int64_t length, const PackedChunk& packed, const Launch& launch) {
-  const unsigned blocks = gridBlocks(length, launch);
+cudaError_t encode(const Source<Element>& source, bool areParts, const Cut& cut, const PackedRows<uint8_t>& rows,
+                   const CudaLaunch& launch) {
+  if (cut.chunks == 0) return cudaSuccess;
+  const unsigned blocks = blocksOfRow(cut.stride, cut.chunks, launch);
   const auto kernel = source.isStochastic ? encodeKernel<Format, Element, true> : encodeKernel<Format, Element, false>;
-  launchKernel(kernel, blocks, kThreads, launch.stream, source, length, packed);
+  launchKernel(kernel, blocks * static_cast<unsigned>(cut.chunks), kThreads, launch.stream, source, areParts, cut, rows,
+               blocks);
   return cudaGetLastError();
 }
 
 template <class Format, class Element>
-cudaError_t decode(const uint8_t* packed, int64_t length, Element* values, const Launch& launch) {
-  if (length == 0) return cudaSuccess;
-  launchKernel(decodeKernel<Format, Element>, gridBlocks(length, launch), kThreads, launch.stream, packed, length,
-               values);
+cudaError_t decode(const PackedRows<const uint8_t>& rows, const Cut& cut, Element* values, const CudaLaunch& launch) {
+  if (cut.length == 0) return cudaSuccess;
+  const unsigned blocks = blocksOfRow(cut.stride, cut.chunks, launch);
+  launchKernel(decodeKernel<Format, Element>, blocks * static_cast<unsigned>(cut.chunks), kThreads, launch.stream, rows,
+               cut, values, blocks);
   return cudaGetLastError();
 }
 
 template <class Format, class Element>
-cudaError_t add(const uint8_t* packed, int64_t length, typename ElementTraits<Element>::Compute* sums,
-                const Launch& launch) {
+cudaError_t mean(const PackedRows<const uint8_t>& rows, int64_t copies, int64_t length,
+                 typename ElementTraits<Element>::Compute divisor, Element* mean, const CudaLaunch& launch) {
   if (length == 0) return cudaSuccess;
-  launchKernel(addKernel<Format, Element>, gridBlocks(length, launch), kThreads, launch.stream, packed, length, sums);
+  const unsigned blocks = blocksOfRow(length, 1, launch);
+  launchKernel(meanKernel<Format, Element>, blocks, kThreads, launch.stream, rows, copies, length, divisor, mean,
+               blocks);
   return cudaGetLastError();
 }
 
 template <class Format, class Element>
 constexpr ElementKernels<Element> elementKernels() {
-  return {encode<Format, Element>, decode<Format, Element>, add<Format, Element>};
+  return {encode<Format, Element>, decode<Format, Element>, mean<Format, Element>};
 }
 
 }  // namespace

@@ -14,8 +14,10 @@ namespace bagua::blocks {
 template <class Element>
 struct Source {
   const Element* values;
-  const float* residual;
-  float* nextResidual;
+  float* residual = nullptr;
+  float* nextResidual = nullptr;
+  // As Encoding has it. Only kernels look at it, on the CPU Encoding::restoreIfLost() has been called.
+  const bool* wasLost = nullptr;
   bool isStochastic;
   uint64_t key;
 };

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/minmax_uint8/minmax_uint8.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 
 #include <limits>
 
@@ -10,11 +11,7 @@
 #include "kernels/minmax_uint8/minmax_uint8_kernels.h"
 #include "kernels/tensor_elements.h"
 #if BAGUA_WITH_CUDA
-#include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-
-#include "kernels/minmax_uint8/minmax_uint8_cuda.h"
+#include "kernels/minmax_uint8/minmax_uint8_cuda_codec.h"
 #endif
 
 namespace bagua::minmax_uint8 {
@@ -48,76 +45,25 @@ int64_t bytesOfChunks(int64_t chunks, int64_t chunkBytes, int64_t length) {
   return chunks * chunkBytes;
 }
 
-// That of a row of `packed` per chunk.
-Layout layoutOfRows(const at::Tensor& packed, int64_t chunkLength, int64_t length, const char* operation) {
-  TORCH_CHECK_VALUE(packed.dim() == 2 && packed.size(1) == packedChunkBytes(chunkLength), "minmax_uint8 ", operation,
-                    " expects rows of ", packedChunkBytes(chunkLength), " bytes for chunks of ", chunkLength,
-                    " elements, got a packed tensor of shape ", packed.sizes());
-  const int64_t chunks = packed.size(0);
-  TORCH_CHECK_VALUE(length == 0 || (chunkLength > 0 && chunks >= ceilDivide(length, chunkLength)), "minmax_uint8 ",
-                    operation, ": ", length, " elements are more than ", chunks, " chunks of ", chunkLength);
-  checkPacked(packed, packed.numel(), operation, length, chunks);
-  return {length, chunks, chunkLength};
-}
-
-#if BAGUA_WITH_CUDA
-// Taken from ATen's allocator before the launch, on the current stream, which also makes it safe under graph capture.
-template <class Element>
-at::Tensor workspaceFor(const at::Tensor& like, const Layout& layout) {
-  return at::empty({cuda::workspaceBytes<Element>(layout)}, like.options().dtype(at::kByte));
-}
-#endif
-
-Feedback feedbackOf(const Encoding& encoding) {
-  if (!encoding.hasFeedback()) return {};
-  return {encoding.residual.const_data_ptr<float>(), encoding.nextResidual.mutable_data_ptr<float>()};
-}
-
-void checkFeedback(const Encoding& encoding, const at::Tensor& input) {
-  if (!encoding.hasFeedback()) return;
-  for (const at::Tensor& residual : {encoding.residual, encoding.nextResidual}) {
-    TORCH_CHECK_VALUE(residual.scalar_type() == at::kFloat && residual.is_contiguous() &&
-                          residual.numel() == input.numel() && residual.device() == input.device(),
-                      "minmax_uint8 compress expects residuals of ", input.numel(), " contiguous float32 on ",
-                      input.device(), ", got shape ", residual.sizes(), " of ", residual.scalar_type(), " on ",
-                      residual.device());
+void compressAs(const Layout& layout, const at::Tensor& x, at::Tensor& packed) {
+  if (x.is_cuda()) {
+    at::Tensor rows = packed.view({layout.chunks, layout.packedStride()});
+    return onCuda().encodeChunks(x.view({-1}), layout.stride, {}, rows);
   }
-}
-
-void compressAs(const Layout& layout, const at::Tensor& x, const Encoding& encoding, at::Tensor& packed) {
-  const Feedback feedback = feedbackOf(encoding);
   withElement(x.scalar_type(), "minmax_uint8 compress", [&](auto element) {
     using Element = decltype(element);
-    const auto* data = static_cast<const Element*>(x.const_data_ptr());
-    auto* bytes = packed.mutable_data_ptr<uint8_t>();
-#if BAGUA_WITH_CUDA
-    if (x.is_cuda()) {
-      const c10::cuda::CUDAGuard guard(x.device());
-      const at::Tensor workspace = workspaceFor<Element>(x, layout);
-      const auto stream = at::cuda::getCurrentCUDAStream();
-      C10_CUDA_CHECK(encoding.hasFeedback()
-                         ? cuda::compressSums(data, layout, feedback, bytes, workspace.mutable_data_ptr(), stream)
-                         : cuda::compress(data, layout, bytes, workspace.mutable_data_ptr(), stream));
-      return;
-    }
-#endif
-    cpu::compress(cpu::bestLoops(), data, layout, encoding.hasFeedback() ? &feedback : nullptr, bytes);
+    cpu::compress(cpu::bestLoops(), dataOf<Element>(x), layout, nullptr, mutableDataOf<uint8_t>(packed));
   });
 }
 
 void decompressAs(const Layout& layout, const at::Tensor& packed, at::Tensor& output) {
+  if (output.is_cuda()) {
+    at::Tensor values = output.view({-1});
+    return onCuda().decodeChunks(packed.view({layout.chunks, layout.packedStride()}), layout.stride, values);
+  }
   withElement(output.scalar_type(), "minmax_uint8 decompress", [&](auto element) {
     using Element = decltype(element);
-    auto* data = static_cast<Element*>(output.mutable_data_ptr());
-    const auto* bytes = packed.const_data_ptr<uint8_t>();
-#if BAGUA_WITH_CUDA
-    if (output.is_cuda()) {
-      const c10::cuda::CUDAGuard guard(output.device());
-      C10_CUDA_CHECK(cuda::decompress(bytes, layout, data, at::cuda::getCurrentCUDAStream()));
-      return;
-    }
-#endif
-    cpu::decompress(cpu::bestLoops(), bytes, layout, data);
+    cpu::decompress(cpu::bestLoops(), dataOf<uint8_t>(packed), layout, mutableDataOf<Element>(output));
   });
 }
 
@@ -149,26 +95,13 @@ void compress(const at::Tensor& input, int64_t chunks, at::Tensor& packed) {
   checkDevices(input, packed, "compress");
   const Layout layout = layoutOf(input.numel(), chunks);
   checkPacked(packed, packedBytes(layout.length, chunks), "compress", layout.length, chunks);
-  compressAs(layout, input.contiguous(), {}, packed);
-}
-
-void compressChunks(const at::Tensor& input, int64_t chunkLength, const Encoding& encoding, at::Tensor& packed) {
-  checkDevices(input, packed, "compress");
-  checkFeedback(encoding, input);
-  compressAs(layoutOfRows(packed, chunkLength, input.numel(), "compress"), input.contiguous(), encoding, packed);
+  compressAs(layout, input.contiguous(), packed);
 }
 
 void decompress(const at::Tensor& packed, int64_t chunks, at::Tensor& output) {
   checkDevices(packed, output, "decompress");
   const Layout layout = layoutOf(output.numel(), chunks);
   checkPacked(packed, packedBytes(layout.length, chunks), "decompress", layout.length, chunks);
-  checkOutput(output);
-  decompressAs(layout, packed, output);
-}
-
-void decompressChunks(const at::Tensor& packed, int64_t chunkLength, at::Tensor& output) {
-  checkDevices(packed, output, "decompress");
-  const Layout layout = layoutOfRows(packed, chunkLength, output.numel(), "decompress");
   checkOutput(output);
   decompressAs(layout, packed, output);
 }
@@ -196,22 +129,31 @@ void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t strid
   checkPacked(received, bytesOfChunks(copies, packedChunkBytes(strideLength), strideLength), operation, strideLength,
               copies);
   checkPacked(packed, packedChunkBytes(strideLength), operation, strideLength, 1);
+  if (received.is_cuda()) {
+    at::Tensor mean = sum.view({-1});
+    at::Tensor result = packed.view({-1});
+    return onCuda().decodeMeanAndEncode(received.view({copies, -1}), divisor, {}, mean, result);
+  }
   withElement(sum.scalar_type(), "minmax_uint8 reduceAndCompress", [&](auto element) {
     using Element = decltype(element);
-    auto* sums = static_cast<Element*>(sum.mutable_data_ptr());
-    const Received source = {received.const_data_ptr<uint8_t>(), copies, divisor};
-    auto* result = packed.mutable_data_ptr<uint8_t>();
-#if BAGUA_WITH_CUDA
-    if (received.is_cuda()) {
-      const c10::cuda::CUDAGuard guard(received.device());
-      const at::Tensor workspace = workspaceFor<Element>(received, layout);
-      C10_CUDA_CHECK(cuda::reduceAndCompress(source, layout, sums, result, workspace.mutable_data_ptr(),
-                                             at::cuda::getCurrentCUDAStream()));
-      return;
-    }
-#endif
-    cpu::reduceAndCompress(cpu::bestLoops(), source, layout, sums, result);
+    const Received source = {dataOf<uint8_t>(received), copies, divisor};
+    cpu::reduceAndCompress(cpu::bestLoops(), source, layout, mutableDataOf<Element>(sum),
+                           mutableDataOf<uint8_t>(packed));
   });
+}
+
+PackedLayout packedLayout() {
+  // Vectors read codes of a mean up to the next multiple of 32, so pieces begin there.
+  return {.headerBytes = kHeaderBytes, .groupElements = kAlignment, .groupBytes = kAlignment, .alignment = 1};
+}
+
+const Codec& onCuda() {
+#if BAGUA_WITH_CUDA
+  static const cuda::CudaCodec kCodec(packedLayout(), cudaDevice());
+  return kCodec;
+#else
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "minmax_uint8: this bagua was built without CUDA");
+#endif
 }
 
 }  // namespace bagua::minmax_uint8

@@ -28,11 +28,6 @@ void compress(const at::Tensor& input, int64_t chunks, at::Tensor& packed);
 // Fills `output` from what compress() made of a tensor with output's element count and dtype.
 void decompress(const at::Tensor& packed, int64_t chunks, at::Tensor& output);
 
-// The same where chunks have `chunkLength` elements, the last ones fewer or none: `packed` has a row of
-// packedChunkBytes(chunkLength) bytes for each. With error feedback if `encoding` has it.
-void compressChunks(const at::Tensor& input, int64_t chunkLength, const Encoding& encoding, at::Tensor& packed);
-void decompressChunks(const at::Tensor& packed, int64_t chunkLength, at::Tensor& output);
-
 // Decodes `copies` packed chunks that lie one after another in `received` (rank order), adds them, divides by `divisor`
 // and codes the result into `packed` (packedChunkBytes(strideLength) bytes). A chunk holds `length` elements of type
 // `dtype` and is packed as if it had `strideLength`. The order of the additions depends on `copies` only.
@@ -42,5 +37,9 @@ void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t lengt
 // The same with the result as it was before it was coded in `sum`, which tells length and type.
 void reduceAndCompress(const at::Tensor& received, int64_t copies, int64_t strideLength, double divisor,
                        at::Tensor& sum, at::Tensor& packed);
+
+PackedLayout packedLayout();
+// The codec for tensors of CUDA alone. Throws in a build without.
+const Codec& onCuda();
 
 }  // namespace bagua::minmax_uint8

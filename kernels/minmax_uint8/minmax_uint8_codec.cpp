@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <ATen/ops/empty.h>
-
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include "kernels/codec.h"
-#include "kernels/device_ways.h"
 #include "kernels/minmax_uint8/minmax_uint8.h"
 #include "kernels/minmax_uint8/minmax_uint8_cpu.h"
 #include "kernels/minmax_uint8/minmax_uint8_kernels.h"
@@ -34,17 +31,16 @@ void keepRange(const Range<double>& range, at::Tensor& packed) {
 // Whether rows of packed chunks lie one after another.
 bool areAdjacent(const at::Tensor& rows) { return rows.size(0) <= 1 || rows.stride(0) == rows.size(1); }
 
-// On the CPU, codes are made piece by piece with one set of loops. On CUDA, encode() does all: the kernel that writes
-// the codes writes the header and the zeros too.
+// Codes are made piece by piece with one set of loops.
 class MinMaxUInt8Codec final : public Codec {
  public:
   explicit MinMaxUInt8Codec(const cpu::Loops& loops) : loops_(loops) {}
 
-  // Vectors read codes of a mean up to the next multiple of 32, so pieces begin there.
-  [[nodiscard]] PackedLayout layout() const override { return {kHeaderBytes, kAlignment, kAlignment, 1}; }
+  [[nodiscard]] PackedLayout layout() const override { return packedLayout(); }
 
   void start(const at::Tensor& values, const Encoding& encoding, at::Tensor& packed) const override {
-    if (!worksOnHost(values)) return;
+    if (values.is_cuda()) return onCuda().start(values, encoding, packed);
+    encoding.restoreIfLost({0, values.numel()});
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::startChunk(loops_, dataOf<Element>(values), residualOf(encoding), values.numel(),
@@ -54,7 +50,8 @@ class MinMaxUInt8Codec final : public Codec {
 
   void encode(const at::Tensor& values, const Piece& piece, const Encoding& encoding,
               at::Tensor& packed) const override {
-    if (!worksOnHost(values)) return encodeWhole(values, encoding, packed);
+    if (values.is_cuda()) return onCuda().encode(values, piece, encoding, packed);
+    encoding.restoreIfLost(piece);
     const auto feedback = feedbackOf(encoding);
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
@@ -64,7 +61,7 @@ class MinMaxUInt8Codec final : public Codec {
   }
 
   void decode(const at::Tensor& packed, const Piece& piece, at::Tensor& values) const override {
-    if (!worksOnHost(values)) return decodeWhole(packed, values);
+    if (values.is_cuda()) return onCuda().decode(packed, piece, values);
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::decompressPiece(loops_, packed.const_data_ptr<uint8_t>(), piece, mutableDataOf<Element>(values));
@@ -72,12 +69,7 @@ class MinMaxUInt8Codec final : public Codec {
   }
 
   void decodeAdd(const at::Tensor& packed, const Piece& piece, at::ScalarType dtype, at::Tensor& sums) const override {
-    if (!worksOnHost(sums)) {
-      at::Tensor values = at::empty({sums.numel()}, sums.options().dtype(dtype));
-      decodeWhole(packed, values);
-      sums.add_(values);
-      return;
-    }
+    if (sums.is_cuda()) return onCuda().decodeAdd(packed, piece, dtype, sums);
     withElement(dtype, kWhat, [&](auto element) {
       using Element = decltype(element);
       using T = ElementTraits<Element>::Compute;
@@ -87,10 +79,10 @@ class MinMaxUInt8Codec final : public Codec {
 
   void decodeMean(const at::Tensor& copies, const Piece& piece, double divisor, const Encoding& encoding,
                   at::Tensor& mean, at::Tensor& packed) const override {
-    // There is no kernel for a mean alone: this one codes it too, and encode() does so again.
-    if (!worksOnHost(mean)) return decodeMeanOnCuda(copies, divisor, mean, packed);
+    if (mean.is_cuda()) return onCuda().decodeMean(copies, piece, divisor, encoding, mean, packed);
     const int64_t length = mean.numel();
     if (piece.begin == piece.end && length > 0) return;
+    encoding.restoreIfLost(piece);
     const Received received = {copies.const_data_ptr<uint8_t>(), copies.size(0), divisor};
     Range<double> range = rangeSoFar(packed, piece);
     withElement(mean.scalar_type(), kWhat, [&](auto element) {
@@ -104,12 +96,7 @@ class MinMaxUInt8Codec final : public Codec {
 
   void decodeMeanAndEncode(const at::Tensor& copies, double divisor, const Encoding& encoding, at::Tensor& mean,
                            at::Tensor& packed) const override {
-    if (!worksOnHost(mean)) {
-      decodeMeanOnCuda(copies, divisor, mean, packed);
-      // The fused kernel knows no residuals.
-      if (encoding.hasFeedback()) encodeWhole(mean, encoding, packed);
-      return;
-    }
+    if (mean.is_cuda()) return onCuda().decodeMeanAndEncode(copies, divisor, encoding, mean, packed);
     if (encoding.hasFeedback() || !areAdjacent(copies) || copies.size(1) != packed.numel() ||
         packed.numel() % kAlignment != 0) {
       return Codec::decodeMeanAndEncode(copies, divisor, encoding, mean, packed);
@@ -125,8 +112,9 @@ class MinMaxUInt8Codec final : public Codec {
 
   void encodeChunks(const at::Tensor& values, int64_t chunkLength, const Encoding& encoding,
                     at::Tensor& packed) const override {
+    if (values.is_cuda()) return onCuda().encodeChunks(values, chunkLength, encoding, packed);
     if (!isOwnGeometry(packed, chunkLength)) return Codec::encodeChunks(values, chunkLength, encoding, packed);
-    if (!worksOnHost(values)) return compressChunks(values, chunkLength, encoding, packed);
+    encoding.restoreIfLost({0, values.numel()});
     const auto feedback = feedbackOf(encoding);
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
@@ -136,8 +124,8 @@ class MinMaxUInt8Codec final : public Codec {
   }
 
   void decodeChunks(const at::Tensor& packed, int64_t chunkLength, at::Tensor& values) const override {
+    if (values.is_cuda()) return onCuda().decodeChunks(packed, chunkLength, values);
     if (!isOwnGeometry(packed, chunkLength)) return Codec::decodeChunks(packed, chunkLength, values);
-    if (!worksOnHost(values)) return decompressChunks(packed, chunkLength, values);
     withElement(values.scalar_type(), kWhat, [&](auto element) {
       using Element = decltype(element);
       cpu::decompress(loops_, packed.const_data_ptr<uint8_t>(), {values.numel(), packed.size(0), chunkLength},
@@ -152,41 +140,12 @@ class MinMaxUInt8Codec final : public Codec {
 
   static std::optional<Feedback> feedbackOf(const Encoding& encoding) {
     if (!encoding.hasFeedback()) return std::nullopt;
-    return Feedback{residualOf(encoding), encoding.nextResidual.mutable_data_ptr<float>()};
+    return Feedback{encoding.residual.mutable_data_ptr<float>(), encoding.nextResidual.mutable_data_ptr<float>()};
   }
 
   // Rows as the functions on many chunks expect them.
   [[nodiscard]] bool isOwnGeometry(const at::Tensor& packed, int64_t chunkLength) const {
     return areAdjacent(packed) && packed.size(1) == layout().packedBytes(chunkLength);
-  }
-
-  // The bytes of `packed` that a row of whole groups has; the kernels zero these, and we what may be left.
-  static at::Tensor wholeGroups(const at::Tensor& packed) {
-    const int64_t bytes = packed.numel() / kAlignment * kAlignment;
-    if (packed.numel() > bytes) packed.narrow(0, bytes, packed.numel() - bytes).zero_();
-    return packed.narrow(0, 0, bytes);
-  }
-
-  static void encodeWhole(const at::Tensor& values, const Encoding& encoding, const at::Tensor& packed) {
-    at::Tensor row = wholeGroups(packed).unsqueeze(0);
-    compressChunks(values, row.size(1) - kHeaderBytes, encoding, row);
-  }
-
-  void decodeWhole(const at::Tensor& packed, at::Tensor& values) const {
-    const at::Tensor row = packed.narrow(0, 0, layout().packedBytes(values.numel())).unsqueeze(0);
-    decompressChunks(row, row.size(1) - kHeaderBytes, values);
-  }
-
-  void decodeMeanOnCuda(const at::Tensor& copies, double divisor, at::Tensor& mean, at::Tensor& packed) const {
-    at::Tensor row = wholeGroups(packed);
-    at::Tensor received = copies;
-    if (!areAdjacent(copies) || copies.size(1) != row.numel()) {
-      // The kernel expects copies as long as its result, one after another.
-      row = packed.narrow(0, 0, layout().packedBytes(mean.numel()));
-      packed.narrow(0, row.numel(), packed.numel() - row.numel()).zero_();
-      received = copies.narrow(1, 0, row.numel()).contiguous();
-    }
-    reduceAndCompress(received.view({-1}), copies.size(0), row.numel() - kHeaderBytes, divisor, mean, row);
   }
 
   const cpu::Loops& loops_;

@@ -49,14 +49,14 @@ __device__ Range<typename ElementTraits<Element>::Compute> rangeOfThread(const E
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    rangeKernel(const Element* __restrict__ input, Layout layout, Split split,
+    rangeKernel(const Element* __restrict__ input, Cut cut, Split split,
                 Range<typename ElementTraits<Element>::Compute>* __restrict__ partials) {
   using T = typename ElementTraits<Element>::Compute;
   using BlockReduce = cub::BlockReduce<Range<T>, kThreads>;
   __shared__ typename BlockReduce::TempStorage scratch;
-  for (int64_t index = blockIdx.x; index < layout.chunks * split.parts; index += gridDim.x) {
-    const Item item(index, layout, split);
-    const Range<T> mine = rangeOfThread(input + layout.begin(item.chunk), item.begin, item.end);
+  for (int64_t index = blockIdx.x; index < cut.chunks * split.parts; index += gridDim.x) {
+    const Item item(index, cut, split);
+    const Range<T> mine = rangeOfThread(input + cut.begin(item.chunk), item.begin, item.end);
     const Range<T> all = BlockReduce(scratch).Reduce(mine, Merge{});
     if (threadIdx.x == 0) partials[index] = all;
     __syncthreads();  // Before the scratch is used again.
@@ -111,29 +111,29 @@ __device__ void quantizeItem(const Element* x, uint8_t* codes, const Item& item,
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    quantizeKernel(const Element* __restrict__ input, Layout layout, Split split,
+    quantizeKernel(const Element* __restrict__ input, Cut cut, Split split,
                    const Range<typename ElementTraits<Element>::Compute>* __restrict__ partials,
-                   uint8_t* __restrict__ packed) {
+                   PackedRows<uint8_t> rows) {
   using T = typename ElementTraits<Element>::Compute;
   using BlockReduce = cub::BlockReduce<Range<T>, kThreads>;
   __shared__ typename BlockReduce::TempStorage scratch;
   __shared__ Grid<T> grid;
-  const int64_t items = layout.chunks * split.parts;
+  const int64_t items = cut.chunks * split.parts;
   for (int64_t index = items - 1 - blockIdx.x; index >= 0; index -= gridDim.x) {
-    const Item item(index, layout, split);
-    uint8_t* header = packed + item.chunk * layout.packedStride();
+    const Item item(index, cut, split);
+    uint8_t* header = rows.row(item.chunk);
     const Range<T> mine = rangeOfPartials(partials + item.chunk * split.parts, split.parts);
     const Range<T> all = BlockReduce(scratch).Reduce(mine, Merge{});
     if (threadIdx.x == 0) {  // Only thread 0 holds the result of the block.
-      const Range<T> range = headerRange(all, layout.size(item.chunk));
+      const Range<T> range = headerRange(all, cut.size(item.chunk));
       if (item.part == 0) writeHeader<Element>(range, header);
       grid = makeGrid<Element>(range);
     }
+    // It also ends this use of the scratch. The next grid waits for all threads in the next reduction.
     __syncthreads();
     uint8_t* codes = header + kHeaderBytes;
-    quantizeItem(input + layout.begin(item.chunk), codes, item, grid);
-    if (item.part == split.parts - 1) clearPadding(codes, item, layout);
-    __syncthreads();  // Before the grid and the scratch are used again.
+    quantizeItem(input + cut.begin(item.chunk), codes, item, grid);
+    if (item.part == split.parts - 1) clearPadding(codes, cut.size(item.chunk), rows.rowBytes);
   }
 }
 
@@ -171,13 +171,13 @@ __device__ void dequantizeItem(const uint8_t* codes, Element* x, const Item& ite
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    dequantizeKernel(const uint8_t* __restrict__ packed, Layout layout, Split split, Element* __restrict__ output) {
-  for (int64_t index = blockIdx.x; index < layout.chunks * split.parts; index += gridDim.x) {
-    const Item item(index, layout, split);
-    const uint8_t* header = packed + item.chunk * layout.packedStride();
+    dequantizeKernel(PackedRows<const uint8_t> rows, Cut cut, Split split, Element* __restrict__ output) {
+  for (int64_t index = blockIdx.x; index < cut.chunks * split.parts; index += gridDim.x) {
+    const Item item(index, cut, split);
+    const uint8_t* header = rows.row(item.chunk);
     const uint8_t* codes = header + kHeaderBytes;
     const auto decoder = makeDecoder(makeGrid<Element>(readHeader<Element>(header)));
-    Element* x = output + layout.begin(item.chunk);
+    Element* x = output + cut.begin(item.chunk);
     // All threads of a block decide alike.
     if (decoder.grid.finite() && decoder.reciprocal != 0) {
       dequantizeItem<Element, true>(codes, x, item, decoder);
@@ -189,47 +189,54 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Split splitOf(const Layout& layout) {
-  const int64_t wanted = std::min((layout.stride + kPartMultiple - 1) / kPartMultiple,
-                                  (kTargetBlocks + layout.chunks - 1) / layout.chunks);
+Split splitOf(const Cut& cut) {
+  const int64_t wanted =
+      std::min((cut.stride + kPartMultiple - 1) / kPartMultiple, (kTargetBlocks + cut.chunks - 1) / cut.chunks);
   const int64_t parts = std::clamp<int64_t>(wanted, 1, kMaxParts);
-  const int64_t partLength = roundUp(std::max<int64_t>(1, (layout.stride + parts - 1) / parts), kPartMultiple);
+  const int64_t partLength = roundUp(std::max<int64_t>(1, (cut.stride + parts - 1) / parts), kPartMultiple);
   return {parts, partLength};
 }
 
 template <class Element>
-void launchQuantize(const Element* input, const Layout& layout, const Split& split,
-                    const Range<typename ElementTraits<Element>::Compute>* partials, uint8_t* packed,
-                    cudaStream_t stream) {
-  launchKernel(quantizeKernel<Element>, gridBlocks(layout, split), kThreads, stream, input, layout, split, partials,
-               packed);
-}
-
-template <class Element>
-cudaError_t compress(const Element* input, const Layout& layout, uint8_t* packed, void* workspace,
-                     cudaStream_t stream) {
-  using T = typename ElementTraits<Element>::Compute;
-  const Split split = splitOf(layout);
-  auto* partials = static_cast<Range<T>*>(workspace);
-  launchKernel(rangeKernel<Element>, gridBlocks(layout, split), kThreads, stream, input, layout, split, partials);
-  launchQuantize(input, layout, split, partials, packed, stream);
+cudaError_t findRanges(const Element* input, const Feedback& feedback, const Cut& cut, void* workspace,
+                       cudaStream_t stream) {
+  const Split split = splitOf(cut);
+  auto* partials = static_cast<Range<typename ElementTraits<Element>::Compute>*>(workspace);
+  if (feedback.residual != nullptr) {
+    launchRangesOfSums(input, feedback, cut, split, partials, stream);
+  } else {
+    launchKernel(rangeKernel<Element>, gridBlocks(cut, split), kThreads, stream, input, cut, split, partials);
+  }
   return cudaGetLastError();
 }
 
 template <class Element>
-cudaError_t decompress(const uint8_t* packed, const Layout& layout, Element* output, cudaStream_t stream) {
-  if (layout.length == 0) return cudaSuccess;
+cudaError_t encode(const Element* input, const Feedback& feedback, const Cut& cut, const void* workspace,
+                   const PackedRows<uint8_t>& rows, cudaStream_t stream) {
+  const Split split = splitOf(cut);
+  const auto* partials = static_cast<const Range<typename ElementTraits<Element>::Compute>*>(workspace);
+  if (feedback.residual != nullptr) {
+    launchQuantizeSums(input, feedback, cut, split, partials, rows, stream);
+  } else {
+    launchKernel(quantizeKernel<Element>, gridBlocks(cut, split), kThreads, stream, input, cut, split, partials, rows);
+  }
+  return cudaGetLastError();
+}
+
+template <class Element>
+cudaError_t decode(const PackedRows<const uint8_t>& rows, const Cut& cut, Element* output, cudaStream_t stream) {
+  if (cut.length == 0) return cudaSuccess;
   // Nothing is merged here, so parts are as small as they come.
-  const Split split = {std::max<int64_t>(1, (layout.stride + kPartMultiple - 1) / kPartMultiple), kPartMultiple};
-  launchKernel(dequantizeKernel<Element>, gridBlocks(layout, split), kThreads, stream, packed, layout, split, output);
+  const Split split = {std::max<int64_t>(1, (cut.stride + kPartMultiple - 1) / kPartMultiple), kPartMultiple};
+  launchKernel(dequantizeKernel<Element>, gridBlocks(cut, split), kThreads, stream, rows, cut, split, output);
   return cudaGetLastError();
 }
 
-#define BAGUA_INSTANTIATE(Element)                                                                              \
-  template void launchQuantize<Element>(const Element*, const Layout&, const Split&,                            \
-                                        const Range<ElementTraits<Element>::Compute>*, uint8_t*, cudaStream_t); \
-  template cudaError_t compress<Element>(const Element*, const Layout&, uint8_t*, void*, cudaStream_t);         \
-  template cudaError_t decompress<Element>(const uint8_t*, const Layout&, Element*, cudaStream_t);
+#define BAGUA_INSTANTIATE(Element)                                                                            \
+  template cudaError_t findRanges<Element>(const Element*, const Feedback&, const Cut&, void*, cudaStream_t); \
+  template cudaError_t encode<Element>(const Element*, const Feedback&, const Cut&, const void*,              \
+                                       const PackedRows<uint8_t>&, cudaStream_t);                             \
+  template cudaError_t decode<Element>(const PackedRows<const uint8_t>&, const Cut&, Element*, cudaStream_t);
 BAGUA_INSTANTIATE(float)
 BAGUA_INSTANTIATE(double)
 BAGUA_INSTANTIATE(HalfBits)

@@ -17,29 +17,38 @@ struct Split {
   int64_t partLength;  // In elements.
 };
 
-Split splitOf(const Layout& layout);
+Split splitOf(const Cut& cut);
 
-// Bytes of workspace for compress and reduceAndCompress.
+// Bytes of workspace, for the ranges of the parts of all chunks.
 template <class Element>
-int64_t workspaceBytes(const Layout& layout) {
+int64_t workspaceBytes(const Cut& cut) {
   using T = ElementTraits<Element>::Compute;
-  return layout.chunks * splitOf(layout).parts * static_cast<int64_t>(sizeof(Range<T>));
+  return cut.chunks * splitOf(cut).parts * static_cast<int64_t>(sizeof(Range<T>));
 }
 
+// Coding takes two launches: findRanges() or mean() fills the workspace, then encode() writes all of the rows. Without
+// residuals `feedback` has null pointers; the next ones are written by encode().
 template <class Element>
-cudaError_t compress(const Element* input, const Layout& layout, uint8_t* packed, void* workspace, cudaStream_t stream);
-
-// The same of input + residual, with the next residual.
-template <class Element>
-cudaError_t compressSums(const Element* input, const Layout& layout, const Feedback& feedback, uint8_t* packed,
-                         void* workspace, cudaStream_t stream);
+cudaError_t findRanges(const Element* input, const Feedback& feedback, const Cut& cut, void* workspace,
+                       cudaStream_t stream);
 
 template <class Element>
-cudaError_t decompress(const uint8_t* packed, const Layout& layout, Element* output, cudaStream_t stream);
+cudaError_t encode(const Element* input, const Feedback& feedback, const Cut& cut, const void* workspace,
+                   const PackedRows<uint8_t>& rows, cudaStream_t stream);
 
-// As bagua::minmax_uint8::reduceAndCompress; `layout` is that of one chunk, `sum` has room for its elements.
 template <class Element>
-cudaError_t reduceAndCompress(const Received& received, const Layout& layout, Element* sum, uint8_t* packed,
-                              void* workspace, cudaStream_t stream);
+cudaError_t decode(const PackedRows<const uint8_t>& rows, const Cut& cut, Element* output, cudaStream_t stream);
+
+// Packed chunks of the same elements, to be added and divided.
+struct Copies {
+  PackedRows<const uint8_t> rows;
+  int64_t count;
+  double divisor;
+};
+
+// Of one chunk of `length` elements; with its ranges, or those of its sums with residuals.
+template <class Element>
+cudaError_t mean(const Copies& copies, const Feedback& feedback, int64_t length, Element* output, void* workspace,
+                 cudaStream_t stream);
 
 }  // namespace bagua::minmax_uint8::cuda

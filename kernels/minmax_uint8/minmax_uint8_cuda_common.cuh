@@ -7,12 +7,16 @@
 #include "kernels/minmax_uint8/minmax_uint8_cuda.h"
 #include "kernels/minmax_uint8/minmax_uint8_decoder.h"
 
+// Where there are more items, blocks take several. Tests on the host have another number.
+#if !defined(BAGUA_MOST_GRID_BLOCKS)
+#define BAGUA_MOST_GRID_BLOCKS (int64_t{1} << 20)
+#endif
+
 // What the CUDA sources share: how a thread moves elements and how a block finds its share.
 namespace bagua::minmax_uint8::cuda {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kUnroll = 4;                   // Independent loads in flight per thread.
-inline constexpr int64_t kMaxGridBlocks = 1 << 20;  // Beyond, blocks take several items.
+inline constexpr int kUnroll = 4;  // Independent loads in flight per thread.
 
 // Elements that a thread moves at once: a 16-byte load, and at least a 4-byte store of codes.
 template <class Element>
@@ -72,9 +76,9 @@ struct Item {
   int64_t begin;
   int64_t end;
 
-  __device__ Item(int64_t index, const Layout& layout, const Split& split)
+  __device__ Item(int64_t index, const Cut& cut, const Split& split)
       : chunk(index / split.parts), part(index % split.parts) {
-    const int64_t size = layout.size(chunk);
+    const int64_t size = cut.size(chunk);
     begin = part * split.partLength < size ? part * split.partLength : size;
     end = size - begin < split.partLength ? size : begin + split.partLength;
   }
@@ -88,20 +92,26 @@ __device__ Range<T> rangeOfPartials(const Range<T>* partials, int64_t parts) {
 }
 
 // The zeros after the codes of a chunk.
-__device__ inline void clearPadding(uint8_t* codes, const Item& item, const Layout& layout) {
-  const int64_t padded = layout.packedStride() - kHeaderBytes;
-  for (int64_t i = layout.size(item.chunk) + threadIdx.x; i < padded; i += kThreads) codes[i] = 0;
+__device__ inline void clearPadding(uint8_t* codes, int64_t size, int64_t rowBytes) {
+  for (int64_t i = size + threadIdx.x; i < rowBytes - kHeaderBytes; i += kThreads) codes[i] = 0;
 }
 
-inline unsigned gridBlocks(const Layout& layout, const Split& split) {
-  return static_cast<unsigned>(std::min(layout.chunks * split.parts, kMaxGridBlocks));
+inline unsigned gridBlocks(const Cut& cut, const Split& split) {
+  return static_cast<unsigned>(std::min<int64_t>(cut.chunks * split.parts, BAGUA_MOST_GRID_BLOCKS));
 }
 
-// The second step: codes every chunk by the ranges of its parts, of which rangeKernel or reduceKernel left
-// layout.chunks * split.parts in `partials`.
+// Where the residuals that count are.
+__device__ inline const float* residualsOf(const Feedback& feedback) {
+  return feedback.wasLost != nullptr && *feedback.wasLost ? feedback.next : feedback.residual;
+}
+
+// The two steps of coding with error feedback, in minmax_uint8_cuda_feedback.cu.
 template <class Element>
-void launchQuantize(const Element* input, const Layout& layout, const Split& split,
-                    const Range<typename ElementTraits<Element>::Compute>* partials, uint8_t* packed,
-                    cudaStream_t stream);
+void launchRangesOfSums(const Element* input, const Feedback& feedback, const Cut& cut, const Split& split,
+                        Range<typename ElementTraits<Element>::Compute>* partials, cudaStream_t stream);
+template <class Element>
+void launchQuantizeSums(const Element* input, const Feedback& feedback, const Cut& cut, const Split& split,
+                        const Range<typename ElementTraits<Element>::Compute>* partials,
+                        const PackedRows<uint8_t>& rows, cudaStream_t stream);
 
 }  // namespace bagua::minmax_uint8::cuda

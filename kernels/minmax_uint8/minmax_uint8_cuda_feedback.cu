@@ -10,14 +10,15 @@ namespace {
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    rangeOfSumsKernel(const Element* __restrict__ input, const float* __restrict__ residual, Layout layout, Split split,
+    rangeOfSumsKernel(const Element* __restrict__ input, Feedback feedback, Cut cut, Split split,
                       Range<typename ElementTraits<Element>::Compute>* __restrict__ partials) {
   using T = typename ElementTraits<Element>::Compute;
   using BlockReduce = cub::BlockReduce<Range<T>, kThreads>;
   __shared__ typename BlockReduce::TempStorage scratch;
-  for (int64_t index = blockIdx.x; index < layout.chunks * split.parts; index += gridDim.x) {
-    const Item item(index, layout, split);
-    const int64_t first = layout.begin(item.chunk);
+  const float* residual = residualsOf(feedback);
+  for (int64_t index = blockIdx.x; index < cut.chunks * split.parts; index += gridDim.x) {
+    const Item item(index, cut, split);
+    const int64_t first = cut.begin(item.chunk);
     Range<T> mine = emptyRange<T>();
     for (int64_t i = first + item.begin + threadIdx.x; i < first + item.end; i += kThreads) {
       const T value = sumOf(input[i], residual[i]);
@@ -33,8 +34,11 @@ __global__ void __launch_bounds__(kThreads)
 template <class Element>
 __device__ void quantizeSums(const Element* x, const Feedback& feedback, uint8_t* codes, const Item& item,
                              const Grid<typename ElementTraits<Element>::Compute>& grid) {
+  const float* residuals = residualsOf(feedback);
+  const bool wasLost = residuals != feedback.residual;
   for (int64_t i = item.begin + threadIdx.x; i < item.end; i += kThreads) {
-    const float residual = feedback.residual[i];
+    const float residual = residuals[i];
+    if (wasLost) feedback.residual[i] = residual;
     const CodedSum coded = grid.finite() ? codeSum(x[i], residual, grid) : CodedSum{0, residual};
     codes[i] = coded.code;
     feedback.next[i] = coded.residual;
@@ -43,48 +47,55 @@ __device__ void quantizeSums(const Element* x, const Feedback& feedback, uint8_t
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    quantizeSumsKernel(const Element* __restrict__ input, Feedback feedback, Layout layout, Split split,
+    quantizeSumsKernel(const Element* __restrict__ input, Feedback feedback, Cut cut, Split split,
                        const Range<typename ElementTraits<Element>::Compute>* __restrict__ partials,
-                       uint8_t* __restrict__ packed) {
+                       PackedRows<uint8_t> rows) {
   using T = typename ElementTraits<Element>::Compute;
   using BlockReduce = cub::BlockReduce<Range<T>, kThreads>;
   __shared__ typename BlockReduce::TempStorage scratch;
   __shared__ Grid<T> grid;
-  for (int64_t index = blockIdx.x; index < layout.chunks * split.parts; index += gridDim.x) {
-    const Item item(index, layout, split);
-    uint8_t* header = packed + item.chunk * layout.packedStride();
+  for (int64_t index = blockIdx.x; index < cut.chunks * split.parts; index += gridDim.x) {
+    const Item item(index, cut, split);
+    uint8_t* header = rows.row(item.chunk);
     const Range<T> mine = rangeOfPartials(partials + item.chunk * split.parts, split.parts);
     const Range<T> all = BlockReduce(scratch).Reduce(mine, Merge{});
     if (threadIdx.x == 0) {  // Only thread 0 holds the result of the block.
-      const Range<T> range = storedRange<Element>(headerRange(all, layout.size(item.chunk)));
+      const Range<T> range = storedRange<Element>(headerRange(all, cut.size(item.chunk)));
       if (item.part == 0) writeHeader<Element>(range, header);
       grid = makeGrid<Element>(range);
     }
+    // It also ends this use of the scratch. The next grid waits for all threads in the next reduction.
     __syncthreads();
     uint8_t* codes = header + kHeaderBytes;
-    const int64_t first = layout.begin(item.chunk);
+    const int64_t first = cut.begin(item.chunk);
     quantizeSums(input + first, feedback.from(first), codes, item, grid);
-    if (item.part == split.parts - 1) clearPadding(codes, item, layout);
-    __syncthreads();  // Before the grid and the scratch are used again.
+    if (item.part == split.parts - 1) clearPadding(codes, cut.size(item.chunk), rows.rowBytes);
   }
 }
 
 }  // namespace
 
 template <class Element>
-cudaError_t compressSums(const Element* input, const Layout& layout, const Feedback& feedback, uint8_t* packed,
-                         void* workspace, cudaStream_t stream) {
-  const Split split = splitOf(layout);
-  const unsigned blocks = gridBlocks(layout, split);
-  auto* partials = static_cast<Range<typename ElementTraits<Element>::Compute>*>(workspace);
-  launchKernel(rangeOfSumsKernel<Element>, blocks, kThreads, stream, input, feedback.residual, layout, split, partials);
-  launchKernel(quantizeSumsKernel<Element>, blocks, kThreads, stream, input, feedback, layout, split, partials, packed);
-  return cudaGetLastError();
+void launchRangesOfSums(const Element* input, const Feedback& feedback, const Cut& cut, const Split& split,
+                        Range<typename ElementTraits<Element>::Compute>* partials, cudaStream_t stream) {
+  launchKernel(rangeOfSumsKernel<Element>, gridBlocks(cut, split), kThreads, stream, input, feedback, cut, split,
+               partials);
 }
 
-#define BAGUA_INSTANTIATE(Element)                                                                            \
-  template cudaError_t compressSums<Element>(const Element*, const Layout&, const Feedback&, uint8_t*, void*, \
-                                             cudaStream_t);
+template <class Element>
+void launchQuantizeSums(const Element* input, const Feedback& feedback, const Cut& cut, const Split& split,
+                        const Range<typename ElementTraits<Element>::Compute>* partials,
+                        const PackedRows<uint8_t>& rows, cudaStream_t stream) {
+  launchKernel(quantizeSumsKernel<Element>, gridBlocks(cut, split), kThreads, stream, input, feedback, cut, split,
+               partials, rows);
+}
+
+#define BAGUA_INSTANTIATE(Element)                                                                                     \
+  template void launchRangesOfSums<Element>(const Element*, const Feedback&, const Cut&, const Split&,                 \
+                                            Range<ElementTraits<Element>::Compute>*, cudaStream_t);                    \
+  template void launchQuantizeSums<Element>(const Element*, const Feedback&, const Cut&, const Split&,                 \
+                                            const Range<ElementTraits<Element>::Compute>*, const PackedRows<uint8_t>&, \
+                                            cudaStream_t);
 BAGUA_INSTANTIATE(float)
 BAGUA_INSTANTIATE(double)
 BAGUA_INSTANTIATE(HalfBits)

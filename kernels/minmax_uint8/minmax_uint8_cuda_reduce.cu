@@ -3,19 +3,19 @@
 #include "kernels/minmax_uint8/minmax_uint8_cuda.h"
 #include "kernels/minmax_uint8/minmax_uint8_cuda_common.cuh"
 
-// Decoding, adding and finding the range in one pass; the sum is then coded like any other chunk.
+// Decoding, adding and finding the range in one pass; the mean is then coded like any other chunk.
 namespace bagua::minmax_uint8::cuda {
 namespace {
 
 // The decoders of up to kMaxPartialSums copies from `first` on. `first` is a multiple of kMaxPartialSums, so that copy
 // first + i belongs to partial sum i modulo their number. All threads of a block call it together.
 template <class Element>
-__device__ void loadDecoders(const Received& received, int64_t packedStride, int64_t first,
+__device__ void loadDecoders(const Copies& copies, int64_t first,
                              Decoder<typename ElementTraits<Element>::Compute>* decoders) {
   __syncthreads();
   const int64_t copy = first + threadIdx.x;
-  if (threadIdx.x < kMaxPartialSums && copy < received.copies) {
-    const auto range = readHeader<Element>(received.packed + copy * packedStride);
+  if (threadIdx.x < kMaxPartialSums && copy < copies.count) {
+    const auto range = readHeader<Element>(copies.rows.row(copy));
     decoders[threadIdx.x] = makeDecoder(makeGrid<Element>(range));
   }
   __syncthreads();
@@ -38,23 +38,22 @@ constexpr int kReduceItems = kPartialSums <= 8 ? 4 : 1;
 // The sums of the elements from `i` on, over all copies. All threads of a block call it together.
 template <class Element, int kPartialSums>
 __device__ Pack<Element, kReduceItems<kPartialSums>> reducePack(
-    const Received& received, int64_t packedStride, int64_t i, int64_t end,
-    Decoder<typename ElementTraits<Element>::Compute>* decoders) {
+    const Copies& copies, int64_t i, int64_t end, Decoder<typename ElementTraits<Element>::Compute>* decoders) {
   using Traits = ElementTraits<Element>;
   constexpr int kCount = kReduceItems<kPartialSums>;
   constexpr int kTile =
       kPartialSums < kMaxPartialSums ? 2 * kPartialSums : kMaxPartialSums;  // Fewer sums mean fewer copies.
   using Codes = Pack<uint8_t, kCount>;
   typename Traits::Compute sums[kCount][kPartialSums] = {};
-  const auto divisor = static_cast<typename Traits::Compute>(received.divisor);
-  for (int64_t first = 0; first < received.copies; first += kMaxPartialSums) {
-    if (received.copies > kMaxPartialSums) loadDecoders<Element>(received, packedStride, first, decoders);
-    const uint8_t* codes = received.packed + first * packedStride + kHeaderBytes + i;
-    const bool aligned = isAligned<Codes>(codes);
+  const auto divisor = static_cast<typename Traits::Compute>(copies.divisor);
+  for (int64_t first = 0; first < copies.count; first += kMaxPartialSums) {
+    if (copies.count > kMaxPartialSums) loadDecoders<Element>(copies, first, decoders);
+    const uint8_t* codes = copies.rows.row(first) + kHeaderBytes + i;
+    const bool aligned = isAligned<Codes>(codes) && copies.rows.distance % alignof(Codes) == 0;
 #pragma unroll
     for (int offset = 0; offset < kTile; ++offset) {
-      if (first + offset >= received.copies || i >= end) continue;
-      const auto pack = loadPack<Codes>(codes + offset * packedStride, end - i, aligned);
+      if (first + offset >= copies.count || i >= end) continue;
+      const auto pack = loadPack<Codes>(codes + offset * copies.rows.distance, end - i, aligned);
       const auto& decoder = decoders[offset];
       // Rounded to the tensor's type first: the original decodes into a tensor before it adds.
       const auto add = [&](int item, typename Traits::Compute value) {
@@ -78,25 +77,28 @@ __device__ Pack<Element, kReduceItems<kPartialSums>> reducePack(
 
 template <class Element, int kPartialSums>
 __global__ void __launch_bounds__(kThreads)
-    reduceKernel(Received received, Layout layout, Split split, Element* __restrict__ sum,
+    reduceKernel(Copies copies, Feedback feedback, Cut cut, Split split, Element* __restrict__ mean,
                  Range<typename ElementTraits<Element>::Compute>* __restrict__ partials) {
   using T = typename ElementTraits<Element>::Compute;
   using BlockReduce = cub::BlockReduce<Range<T>, kThreads>;
   constexpr int kCount = kReduceItems<kPartialSums>;
   __shared__ typename BlockReduce::TempStorage scratch;
   __shared__ Decoder<T> decoders[kMaxPartialSums];
-  const Item item(blockIdx.x, layout, split);
-  const bool aligned = isAligned<Pack<Element, kCount>>(sum);
-  if (received.copies <= kMaxPartialSums) loadDecoders<Element>(received, layout.packedStride(), 0, decoders);
+  const Item item(blockIdx.x, cut, split);
+  const bool aligned = isAligned<Pack<Element, kCount>>(mean);
+  const float* residual = residualsOf(feedback);
+  if (copies.count <= kMaxPartialSums) loadDecoders<Element>(copies, 0, decoders);
   Range<T> mine = emptyRange<T>();
   for (int64_t round = item.begin; round < item.end; round += kThreads * kCount) {
     const int64_t i = round + threadIdx.x * kCount;
-    const auto result = reducePack<Element, kPartialSums>(received, layout.packedStride(), i, item.end, decoders);
-    storePack(sum + i, result, item.end - i, aligned);
+    const auto result = reducePack<Element, kPartialSums>(copies, i, item.end, decoders);
+    storePack(mean + i, result, item.end - i, aligned);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      const T value = ElementTraits<Element>::load(result.items[k]);
-      if (i + k < item.end) mine = merge(mine, {value, value});
+      if (i + k >= item.end) continue;
+      const T value =
+          residual == nullptr ? ElementTraits<Element>::load(result.items[k]) : sumOf(result.items[k], residual[i + k]);
+      mine = merge(mine, {value, value});
     }
   }
   const Range<T> all = BlockReduce(scratch).Reduce(mine, Merge{});
@@ -106,12 +108,13 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 template <class Element>
-cudaError_t reduceAndCompress(const Received& received, const Layout& layout, Element* sum, uint8_t* packed,
-                              void* workspace, cudaStream_t stream) {
-  const Split split = splitOf(layout);
+cudaError_t mean(const Copies& copies, const Feedback& feedback, int64_t length, Element* output, void* workspace,
+                 cudaStream_t stream) {
+  const Cut cut = {length, 1, length};
+  const Split split = splitOf(cut);
   auto* partials = static_cast<Range<typename ElementTraits<Element>::Compute>*>(workspace);
   const auto kernel = [&] {
-    switch (partialSumCount(received.copies)) {
+    switch (partialSumCount(copies.count)) {
       case 2:
         return reduceKernel<Element, 2>;
       case 4:
@@ -124,14 +127,13 @@ cudaError_t reduceAndCompress(const Received& received, const Layout& layout, El
         return reduceKernel<Element, kMaxPartialSums>;
     }
   }();
-  launchKernel(kernel, gridBlocks(layout, split), kThreads, stream, received, layout, split, sum, partials);
-  launchQuantize<Element>(sum, layout, split, partials, packed, stream);
+  launchKernel(kernel, static_cast<unsigned>(split.parts), kThreads, stream, copies, feedback, cut, split, output,
+               partials);
   return cudaGetLastError();
 }
 
-#define BAGUA_INSTANTIATE(Element)                                                                           \
-  template cudaError_t reduceAndCompress<Element>(const Received&, const Layout&, Element*, uint8_t*, void*, \
-                                                  cudaStream_t);
+#define BAGUA_INSTANTIATE(Element) \
+  template cudaError_t mean<Element>(const Copies&, const Feedback&, int64_t, Element*, void*, cudaStream_t);
 BAGUA_INSTANTIATE(float)
 BAGUA_INSTANTIATE(double)
 BAGUA_INSTANTIATE(HalfBits)

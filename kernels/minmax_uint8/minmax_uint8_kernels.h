@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/elements.h"
+#include "kernels/packed_rows.h"
 
 // The arithmetic of the codec, shared by the scalar, the vector and the CUDA code, which therefore agree bit for bit.
 // No expression here multiplies and adds, so contraction to fused multiply-add cannot change a result.
@@ -18,20 +19,8 @@ BAGUA_HOST_DEVICE int64_t roundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Where the chunks of a tensor lie, in elements and in packed bytes.
-struct Layout {
-  int64_t length;
-  int64_t chunks;
-  int64_t stride;  // Elements from the start of one chunk to the next.
-
-  BAGUA_HOST_DEVICE int64_t begin(int64_t chunk) const {
-    // Compared before multiplying: with more chunks than elements the product may pass the end.
-    return stride == 0 || chunk > length / stride ? length : chunk * stride;
-  }
-  BAGUA_HOST_DEVICE int64_t size(int64_t chunk) const {
-    const int64_t left = length - begin(chunk);
-    return left < stride ? left : stride;
-  }
+// Where the chunks of a tensor lie, in elements and in packed bytes that have no gaps.
+struct Layout : Cut {
   BAGUA_HOST_DEVICE int64_t packedStride() const { return kHeaderBytes + roundUp(stride, kAlignment); }
 };
 
@@ -195,10 +184,14 @@ BAGUA_HOST_DEVICE T dequantize(uint8_t code, const Grid<T>& grid) {
 // Error feedback: h = x + residual is coded, and what is left of h without what it decodes to is the next residual.
 // Both may be one array.
 struct Feedback {
-  const float* residual;
+  float* residual;
   float* next;
+  // As Encoding has it. Only kernels look at it, on the CPU Encoding::restoreIfLost() has been called.
+  const bool* wasLost = nullptr;
 
-  [[nodiscard]] BAGUA_HOST_DEVICE Feedback from(int64_t element) const { return {residual + element, next + element}; }
+  [[nodiscard]] BAGUA_HOST_DEVICE Feedback from(int64_t element) const {
+    return {residual + element, next + element, wasLost};
+  }
 };
 
 template <class Element>

@@ -108,6 +108,7 @@ class BlocksCodec final : public Codec {
 
   void encode(const at::Tensor& values, const Piece& piece, const Encoding& encoding,
               at::Tensor& packed) const override {
+    encoding.restoreIfLost(piece);
     auto* bytes = packed.mutable_data_ptr<uint8_t>();
     withElement(values.scalar_type(), [&](auto element) {
       const Source<decltype(element)> source(values, encoding);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What every registered codec promises of error feedback: see Encoding in kernels/codec.h.
+#include <iterator>
 #include <limits>
 
 #include "tests/contract/codec_contract.h"
@@ -100,6 +101,88 @@ TEST_P(CodecFeedbackContract, KeepsTheResidualOfWhatDecodesToNan) {
       EXPECT_TRUE(residuals.next.isfinite().all().item<bool>());
     }
   }
+}
+
+// Every way to code values, or a mean of copies of them, with these residuals. The bytes that come out.
+using Way = at::Tensor (*)(const Codec& codec, const at::Tensor& values, const Encoding& encoding);
+
+class CodecAfterALostStep : public CodecFeedbackContract {
+ protected:
+  [[nodiscard]] static at::Tensor whole(const Codec& codec, const at::Tensor& values, const Encoding& encoding) {
+    return encodedBy(codec, values, encoding);
+  }
+
+  [[nodiscard]] static at::Tensor inPieces(const Codec& codec, const at::Tensor& values, const Encoding& encoding) {
+    at::Tensor packed = packedFor(values.numel());
+    codec.start(values, encoding, packed);
+    for (const auto& piece : shuffledPieces(values.numel())) codec.encode(values, piece, encoding, packed);
+    return packed;
+  }
+
+  [[nodiscard]] static at::Tensor inChunks(const Codec& codec, const at::Tensor& values, const Encoding& encoding) {
+    const int64_t chunkLength = values.numel() / 3 + 1;
+    at::Tensor packed = packedFor(chunkLength).repeat({4, 1});
+    codec.encodeChunks(values, chunkLength, encoding, packed);
+    return packed;
+  }
+
+  [[nodiscard]] static at::Tensor copiesOf(const at::Tensor& values) {
+    return at::stack({encoded(values), encoded(values * 2)});
+  }
+
+  [[nodiscard]] static at::Tensor mean(const Codec& codec, const at::Tensor& values, const Encoding& encoding) {
+    at::Tensor mean = at::empty_like(values);
+    at::Tensor packed = packedFor(values.numel());
+    codec.decodeMeanAndEncode(copiesOf(values), 2, encoding, mean, packed);
+    return packed;
+  }
+
+  [[nodiscard]] static at::Tensor meanInPieces(const Codec& codec, const at::Tensor& values, const Encoding& encoding) {
+    at::Tensor mean = at::empty_like(values);
+    at::Tensor packed = packedFor(values.numel());
+    for (const auto& piece : pieces(values.numel())) {
+      codec.decodeMean(copiesOf(values), piece, 2, encoding, mean, packed);
+    }
+    for (const auto& piece : shuffledPieces(values.numel())) codec.encode(mean, piece, encoding, packed);
+    return packed;
+  }
+
+  static void expectTheResidualOf(bool wasLost, Way way, const Codec& codec, const at::Tensor& values) {
+    const at::Tensor kept = at::randn({values.numel()}) * 0.1;
+    const Residuals expected{kept.clone(), at::empty_like(kept)};
+    const at::Tensor bytes = way(codec, values, expected.encoding());
+    // What the lost step wrote.
+    const at::Tensor other = at::randn({values.numel()}) * 5;
+    Encoding encoding{.residual = wasLost ? other : kept.clone(),
+                      .nextResidual = wasLost ? kept.clone() : other,
+                      .wasLost = at::full({}, wasLost, at::kBool)};
+    ASSERT_TRUE(sameBits(way(codec, values, encoding), bytes));
+    ASSERT_TRUE(sameBits(encoding.nextResidual, expected.next));
+    // If this step is lost too, the next one finds it there.
+    ASSERT_TRUE(sameBits(encoding.residual, kept));
+    encoding.residual = encoding.nextResidual = kept;
+    ASSERT_TRUE(sameBits(way(codec, values, encoding), bytes)) << "in one tensor";
+    ASSERT_TRUE(sameBits(kept, expected.next)) << "in one tensor";
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(EveryCodec, CodecAfterALostStep, ::testing::ValuesIn(CodecRegistry::names()),
+                         [](const auto& it) { return it.param; });
+
+TEST_P(CodecAfterALostStep, GoesOnFromTheResidualBefore) {
+  auto codecs = info().variants;
+  if (codecs.empty()) codecs.push_back(info().codec);
+  constexpr Way kWays[] = {whole, inPieces, inChunks, mean, meanInPieces};
+  forValues([&](const at::Tensor& values) {
+    if (values.numel() > 500) values[values.numel() / 2] = std::numeric_limits<double>::infinity();
+    for (const auto& codec : codecs) {
+      for (size_t way = 0; way < std::size(kWays); ++way) {
+        SCOPED_TRACE(way);
+        for (const bool wasLost : {true, false}) expectTheResidualOf(wasLost, kWays[way], *codec, values);
+        if (HasFatalFailure()) return;
+      }
+    }
+  });
 }
 
 double largestOf(at::ScalarType dtype) {
