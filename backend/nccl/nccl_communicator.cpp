@@ -219,9 +219,10 @@ void NcclCommunicator::countSentIn(const std::vector<Message>& messages) {
 }
 
 void NcclCommunicator::barrier() {
-  if (!token_.defined()) token_ = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(environment_.device));
+  // Made anew: memory from the pool of a graph that is being captured is not for calls outside of it.
+  const at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(environment_.device));
   onComm("ncclAllReduce (barrier)", [&](ncclComm_t comm, cudaStream_t stream) {
-    return api_.allReduce(token_.data_ptr(), token_.data_ptr(), 1, ncclUint8, ncclMax, comm, stream);
+    return api_.allReduce(token.data_ptr(), token.data_ptr(), 1, ncclUint8, ncclMax, comm, stream);
   });
 }
 

@@ -79,8 +79,6 @@ class NcclCommunicator final : public Communicator, public OwnedTransport {
   NcclHandle handle_;
   NcclHandle inHost_;
   uint64_t calls_ = 0;
-  // What barrier() reduces.
-  at::Tensor token_;
 };
 
 }  // namespace bagua

@@ -215,6 +215,17 @@ TEST_F(NcclCommunicatorTest, CountsTheBytesThatLeaveThisRank) {
   EXPECT_EQ(communicator_.traffic().sentBytes(), 48 + 96);
 }
 
+TEST_F(NcclCommunicatorTest, ABarrierReducesOneByteThatCountsAsNoTraffic) {
+  EXPECT_CALL(api_, allReduce(_, _, 1, ncclUint8, ncclMax, kComm, kStream))
+      .WillOnce([](const void* input, void* output, auto...) {
+        EXPECT_EQ(input, output);
+        EXPECT_EQ(*static_cast<const uint8_t*>(input), 0);
+        return ncclSuccess;
+      });
+  communicator_.barrier();
+  EXPECT_EQ(communicator_.traffic().sentBytes(), 0);
+}
+
 // Ranks 0 and 2 are on one host, 1 and 3 on another.
 class InHostTest : public NcclCommunicatorTest {
  protected:

@@ -133,17 +133,14 @@ Executor& ProcessGroupBagua::executorFor(at::Device device) {
   return *found->second;
 }
 
-std::vector<std::shared_ptr<Executor>> ProcessGroupBagua::executors() const {
+ProcessGroupBagua::Executors ProcessGroupBagua::executors() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<std::shared_ptr<Executor>> all;
-  all.reserve(executors_.size());
-  for (const auto& [device, executor] : executors_) all.push_back(executor);
-  return all;
+  return executors_;
 }
 
 uint64_t ProcessGroupBagua::getSequenceNumberForGroup() {
   uint64_t sequence = 0;
-  for (const auto& executor : executors()) sequence += executor->submitted();
+  for (const auto& [device, executor] : executors()) sequence += executor->submitted();
   return sequence;
 }
 
@@ -200,7 +197,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::merge(const StorePtr& store
 void ProcessGroupBagua::eagerConnectSingleDevice(at::Device device) { executorFor(device); }
 
 c10d::ErrorType ProcessGroupBagua::getError() {
-  for (const auto& executor : executors()) {
+  for (const auto& [device, executor] : executors()) {
     if (executor->error()) return c10d::ErrorType::COMM_ERROR;
   }
   return c10d::ErrorType::SUCCESS;
@@ -214,14 +211,14 @@ void ProcessGroupBagua::close(const std::string& reason) {
 void ProcessGroupBagua::abort() {
   if (mark_.isFromParent()) return;
   close("was aborted");
-  for (const auto& executor : executors()) executor->abort("the group was aborted");
+  for (const auto& [device, executor] : executors()) executor->abort("the group was aborted");
   stopHealth();
 }
 
 void ProcessGroupBagua::shutdown() {
   if (mark_.isFromParent()) return;
   close("has been shut down");
-  for (const auto& executor : executors()) executor->shutdown();
+  for (const auto& [device, executor] : executors()) executor->shutdown();
   stopHealth();
 }
 

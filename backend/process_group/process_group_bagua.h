@@ -129,7 +129,9 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
                       const c10d::ReduceOp& reduceOp, int64_t peer = -1, std::vector<at::Tensor> inputs = {}) const;
   [[nodiscard]] std::chrono::milliseconds orDefault(std::chrono::milliseconds timeout) const;
   [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity_}; }
-  std::vector<std::shared_ptr<Executor>> executors() const;
+  using Executors = std::map<at::Device, std::shared_ptr<Executor>, bool (*)(const at::Device&, const at::Device&)>;
+  // A copy: they are called without the mutex.
+  Executors executors() const;
   std::shared_ptr<Executor> makeExecutor(at::Device device);
   void close(const std::string& reason);
   void stopHealth();
@@ -148,7 +150,7 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   mutable std::mutex mutex_;
   // Made with the first executor; outlives them all.
   std::unique_ptr<GroupHealth> health_;
-  std::map<at::Device, std::shared_ptr<Executor>, bool (*)(const at::Device&, const at::Device&)> executors_;
+  Executors executors_;
   // Why no operation is accepted any more; empty while the group is open.
   std::string closed_;
   bool coalescing_ = false;

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The collectives of ProcessGroupBagua that work on one flat tensor per rank, and their coalesced forms.
+#include <ATen/Context.h>
+
+#include <utility>
+
 #include "backend/host/reduction.h"
 #include "backend/operation/sparse_reduction.h"
 #include "backend/operation/tensor_bytes.h"
+#include "backend/process_group/barrier_device.h"
 #include "backend/process_group/list_sizes.h"
 #include "backend/process_group/process_group_bagua.h"
 
@@ -155,7 +160,15 @@ WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
 WorkPtr ProcessGroupBagua::barrier(const c10d::BarrierOptions& opts) {
   Operation barrier{.type = OpType::BARRIER, .name = "bagua:barrier", .timeout = orDefault(opts.timeout)};
   barrier.isAwaited = !opts.asyncOp;
-  return executorFor(at::kCPU).submit(barrier, {}, [](Communicator& communicator) { communicator.barrier(); });
+  std::vector<at::Device> used;
+  for (const auto& [device, executor] : executors()) {
+    if (executor->submitted() > 0) used.push_back(device);
+  }
+  const at::Device device = barrierDevice({.deviceIds = opts.device_ids,
+                                           .bound = getBoundDeviceId(),
+                                           .used = std::move(used),
+                                           .hasGpu = !opts.device_ids.empty() && at::hasCUDA()});
+  return executorFor(device).submit(barrier, {}, [](Communicator& communicator) { communicator.barrier(); });
 }
 
 void ProcessGroupBagua::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {

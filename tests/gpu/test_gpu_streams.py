@@ -62,6 +62,21 @@ def test_the_memory_of_a_dropped_input_is_not_given_out_before_it_was_read(peers
     peers.run(_inputs_dropped_at_once, 10)
 
 
+def _times_at_a_barrier() -> tuple[float, float]:
+    """When this rank had begun what its device does, and when it left the barrier behind it."""
+    dist.all_reduce(torch.ones(1))  # from here on the group is one of this device
+    begun = time.monotonic()
+    _late_on_one_rank()
+    dist.barrier()
+    return begun, time.monotonic()
+
+
+def test_nobody_leaves_a_barrier_before_the_devices_have_done_what_came_before_it(peers: RankPool) -> None:
+    times = peers.run(_times_at_a_barrier)
+    late = times[0][0] + 0.01  # rank 0 keeps its device busy for longer
+    assert all(left > late for _, left in times)
+
+
 def _results_of_future_only() -> None:
     """Nobody calls wait() on the work, as under DDP."""
     rank, size = dist.get_rank(), dist.get_world_size()
