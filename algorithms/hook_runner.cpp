@@ -147,7 +147,7 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
   {
     const std::lock_guard<std::mutex> lock(ledger_->mutex);
     ++ledger_->stats.buckets;
-    if (isLast) ++ledger_->stats.steps;
+    if (isLast) ledger_->countStep();
     if (isLast && travels) ++ledger_->stats.rounds;
   }
   if (!travels) return {};
@@ -169,7 +169,7 @@ void HookRunner::reduce(Algorithm& algorithm, Handover& handover, Communicator& 
     bucket.tellsUse = knowsUse;
     bucket.key = bucketKey(kSeed, number, bucket.entries);
     algorithm.reduce(bucket, communicator);
-    addTo(seconds, bucket.seconds);
+    seconds.take(bucket.seconds);
   };
   if (gradients.is_sparse()) {
     const Stage stage(seconds, "sparse_allreduce");
@@ -202,7 +202,7 @@ void HookRunner::atBackward(bool isBypassed) {
   ++step_;
   {
     const std::lock_guard<std::mutex> lock(ledger_->mutex);
-    ++ledger_->stats.steps;
+    ledger_->countStep();
   }
   queueAfterBackward();
 }
@@ -296,7 +296,7 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
     task(communicator, seconds);
     const std::lock_guard<std::mutex> lock(ledger->mutex);
     ledger->stats.traffic += communicator.traffic().since(before);
-    addTo(ledger->stats.seconds, seconds);
+    ledger->seconds.take(seconds);
   };
   return group.executorFor(first.device()).submit(operation, tensors, std::move(program));
 }
@@ -426,6 +426,7 @@ AlgorithmState HookRunner::state() {
 HookStats HookRunner::stats() const {
   const std::lock_guard<std::mutex> lock(ledger_->mutex);
   HookStats stats = ledger_->stats;
+  stats.seconds = ledger_->seconds.totals();
   stats.stateBytes = algorithm_->stateBytes();
   return stats;
 }
@@ -434,6 +435,7 @@ void HookRunner::resetStats() {
   const std::lock_guard<std::mutex> lock(ledger_->mutex);
   auto memory = std::move(ledger_->stats.memory);
   ledger_->stats = {};
+  ledger_->seconds.reset();
   ledger_->stats.memory = std::move(memory);
 }
 

@@ -3,67 +3,79 @@
 
 #include <ATen/record_function.h>
 
-#include <chrono>
+#include <cstddef>
+#include <deque>
 #include <map>
+#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
+
+#include "backend/stage_clock.h"
 
 namespace bagua {
 
-// Seconds that the thread running the programs spent in each stage. On CUDA that is the time to enqueue it.
-using StageSeconds = std::map<std::string, double>;
+// How long the stages of programs have taken, by the clock of the thread that ran them: on the CPU the seconds of that
+// thread, on CUDA those of the device, which are known only when the device is done.
+class StageSeconds {
+ public:
+  using Totals = std::map<std::string, double>;
 
-inline void addTo(StageSeconds& total, const StageSeconds& seconds) {
-  for (const auto& [stage, time] : seconds) total[stage] += time;
-}
+  // Takes what another has counted. What one program brings counts as a whole, when the last of it has come.
+  void take(StageSeconds& program);
+  // Adds up what has come by now; never waits for what has not.
+  [[nodiscard]] const Totals& totals();
+  // Counts from zero again. What is still to come counts when it has.
+  void reset();
+
+ private:
+  friend class Stage;
+  friend class Elapsed;
+  struct Span {
+    // A literal.
+    const char* stage;
+    Moment begin;
+    Moment end;
+    // Of what another stage is longer by than it is to be: -1.
+    double sign = 1;
+  };
+  using Spans = std::vector<Span>;
+
+  // Of the stages that have used this since it was taken.
+  Spans spans_;
+  // Of each that was taken.
+  std::deque<Spans> taken_;
+  Totals totals_;
+};
 
 // Times one stage of a program for as long as it lives and shows it to the profiler. `name` is a literal.
 class Stage {
  public:
-  Stage(StageSeconds& seconds, const char* name)
-      : seconds_(seconds), name_(name), record_(at::RecordScope::USER_SCOPE), begin_(std::chrono::steady_clock::now()) {
-    if (record_.isActive()) record_.before(name_);
-  }
-  ~Stage() { seconds_[name_] += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+  Stage(StageSeconds& seconds, const char* name);
+  ~Stage();
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
 
  private:
   StageSeconds& seconds_;
-  const char* name_;
+  const char* const name_;
   at::RecordFunction record_;
-  const std::chrono::steady_clock::time_point begin_;
+  const std::optional<Moment> begin_;
 };
 
 // Times what is left of its life after other stages inside it.
 class Elapsed {
  public:
-  Elapsed(StageSeconds& seconds, const char* name, std::vector<std::string> others)
-      : seconds_(seconds),
-        name_(name),
-        others_(std::move(others)),
-        before_(ofOthers()),
-        begin_(std::chrono::steady_clock::now()) {}
-  ~Elapsed() {
-    const double total = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
-    seconds_[name_] += total - (ofOthers() - before_);
-  }
+  Elapsed(StageSeconds& seconds, const char* name, std::vector<std::string> others);
+  ~Elapsed();
   Elapsed(const Elapsed&) = delete;
   Elapsed& operator=(const Elapsed&) = delete;
 
  private:
-  [[nodiscard]] double ofOthers() const {
-    double sum = 0;
-    for (const auto& other : others_) sum += seconds_[other];
-    return sum;
-  }
-
   StageSeconds& seconds_;
-  const char* name_;
+  const char* const name_;
   const std::vector<std::string> others_;
-  const double before_;
-  const std::chrono::steady_clock::time_point begin_;
+  const size_t spansBefore_;
+  const std::optional<Moment> begin_;
 };
 
 }  // namespace bagua

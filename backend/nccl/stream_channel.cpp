@@ -22,7 +22,11 @@ bool isCapturing(const c10::cuda::CUDAStream& stream) {
 
 StreamChannel::StreamChannel(std::unique_ptr<Communicator> communicator, OwnedTransport* owned, at::Device device,
                              bool isHighPriority)
-    : communicator_(std::move(communicator)), owned_(owned), device_(device), isHighPriority_(isHighPriority) {}
+    : communicator_(std::move(communicator)),
+      owned_(owned),
+      device_(device),
+      isHighPriority_(isHighPriority),
+      clock_([device] { return makeCudaEvent(device); }) {}
 
 void StreamChannel::openStream(const c10::cuda::CUDAStream& producer, std::vector<at::cuda::CUDAEvent>& after) {
   if (!stream_) stream_ = c10::cuda::getStreamFromPool(isHighPriority_, device_.index());
@@ -39,6 +43,8 @@ std::exception_ptr StreamChannel::enqueue(WorkCuda& work, Program program, std::
   if (isCaptured && owned_ != nullptr) owned_->enterGraph();
   const c10::cuda::CUDAStreamGuard onStream(*stream_);
   const ProgramMode mode(work.results());
+  // What a graph records happens with each replay, or never.
+  const StageClock::Scope timed(isCaptured || !clock_.hasRoom() ? StageClock::none() : clock_);
   communicator_->setDeadline(std::chrono::steady_clock::now() + work.operation().timeout);
   const uint64_t callsBefore = calls();
   std::exception_ptr failure;

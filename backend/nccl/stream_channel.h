@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/nccl/device_clock.h"
 #include "backend/nccl/owned_transport.h"
 #include "backend/nccl/watchdog.h"
 #include "backend/nccl/work_cuda.h"
@@ -46,6 +47,7 @@ class StreamChannel {
   // Made by the first program.
   std::optional<c10::cuda::CUDAStream> stream_;
   at::cuda::CUDAEvent ready_;
+  DeviceClock clock_;
 };
 
 // The channels of one executor.

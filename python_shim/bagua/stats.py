@@ -19,8 +19,9 @@ class Stats(TypedDict):
         wire_bytes_in_host: bytes of these that went to ranks of this host.
         wire_bytes_between_hosts: bytes of these that went to ranks of other hosts.
         state_bytes: bytes of memory that the algorithm keeps between steps now, such as residuals of error feedback.
-        seconds: stage -> seconds of the communication threads, which work at the same time between hosts; on CUDA the
-            seconds to enqueue the stage.
+        seconds: stage -> seconds of the communication threads, which work at the same time between hosts; on CUDA
+            seconds of the device, of the stages that it has done by now (not of those in CUDA graphs). To ask waits
+            for nothing.
         memory: what the algorithm holds beside the model now -> bytes. Of algorithms that hold weights of their own.
     """
 
