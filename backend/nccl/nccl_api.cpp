@@ -15,8 +15,8 @@ ncclResult_t NcclApi::commInitRankConfig(ncclComm_t* comm, int size, const ncclU
   return ncclCommInitRankConfig(comm, size, id, rank, config);
 }
 
-ncclResult_t NcclApi::commSplit(ncclComm_t parent, int color, int key, ncclComm_t* comm) {
-  return ncclCommSplit(parent, color, key, comm, nullptr);
+ncclResult_t NcclApi::commSplit(ncclComm_t parent, int color, int key, ncclComm_t* comm, ncclConfig_t* config) {
+  return ncclCommSplit(parent, color, key, comm, config);
 }
 
 ncclResult_t NcclApi::commGetAsyncError(ncclComm_t comm, ncclResult_t* state) {

@@ -19,8 +19,8 @@ class NcclApi {
   [[nodiscard]] virtual ncclResult_t getUniqueId(ncclUniqueId* id);
   [[nodiscard]] virtual ncclResult_t commInitRankConfig(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank,
                                                         ncclConfig_t* config);
-  // The configuration is the parent's.
-  [[nodiscard]] virtual ncclResult_t commSplit(ncclComm_t parent, int color, int key, ncclComm_t* comm);
+  [[nodiscard]] virtual ncclResult_t commSplit(ncclComm_t parent, int color, int key, ncclComm_t* comm,
+                                               ncclConfig_t* config);
   [[nodiscard]] virtual ncclResult_t commGetAsyncError(ncclComm_t comm, ncclResult_t* state);
   [[nodiscard]] virtual ncclResult_t commAbort(ncclComm_t comm);
   [[nodiscard]] virtual ncclResult_t commFinalize(ncclComm_t comm);

@@ -27,7 +27,7 @@ class MockNcclApi : public NcclApi {
   MOCK_METHOD(ncclResult_t, getUniqueId, (ncclUniqueId*), (override));
   MOCK_METHOD(ncclResult_t, commInitRankConfig, (ncclComm_t*, int, const ncclUniqueId&, int, ncclConfig_t*),
               (override));
-  MOCK_METHOD(ncclResult_t, commSplit, (ncclComm_t, int, int, ncclComm_t*), (override));
+  MOCK_METHOD(ncclResult_t, commSplit, (ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*), (override));
   MOCK_METHOD(ncclResult_t, commGetAsyncError, (ncclComm_t, ncclResult_t*), (override));
   MOCK_METHOD(ncclResult_t, commAbort, (ncclComm_t), (override));
   MOCK_METHOD(ncclResult_t, commFinalize, (ncclComm_t), (override));

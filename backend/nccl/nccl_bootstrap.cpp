@@ -14,8 +14,10 @@ namespace bagua {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
+constexpr int kRoundTrips = 3;
 // The store is asked in slices, between which an abort is seen.
 constexpr milliseconds kStoreSlice{1000};
 
@@ -30,56 +32,91 @@ void NcclBootstrap::connect(NcclHandle& handle, milliseconds timeout) {
   const auto start = Clock::now();
   const auto deadline = start + timeout;
   try {
-    const ncclUniqueId id = exchangeId(handle, deadline);
-    handle.init(static_cast<int>(members_.ranks.size()), members_.self, id, deadline);
+    tellOfArrival();
+    const Invitation invitation =
+        members_.self == 0 ? publishInvitation(handle, deadline) : receiveInvitation(handle, deadline);
+    useSockets(invitation.terms);
+    handle.init(static_cast<int>(members_.ranks.size()), members_.self, invitation.id, deadline,
+                invitation.terms.maxCtas);
   } catch (...) {
     handle.abort();
     TORCH_CHECK_WITH(DistBackendError, false, explain(messageOf(std::current_exception()), elapsed(start)));
   }
 }
 
-ncclUniqueId NcclBootstrap::exchangeId(const NcclHandle& handle, NcclHandle::Deadline deadline) {
-  store_->set(arrivalKey(members_.self), std::vector<uint8_t>{1});
-  return members_.self == 0 ? publishId() : receiveId(handle, deadline);
+bool NcclBootstrap::wantsRoundTrip() const { return members_.spansHosts && bagua::wantsRoundTrip(); }
+
+microseconds NcclBootstrap::measureRoundTrip() {
+  if (!wantsRoundTrip()) return microseconds(0);
+  microseconds shortest = microseconds::max();
+  // The store may be busy with others.
+  for (int i = 0; i < kRoundTrips; ++i) {
+    const auto begin = Clock::now();
+    static_cast<void>(store_->check({key_}));
+    shortest = std::min(shortest, std::chrono::duration_cast<microseconds>(Clock::now() - begin));
+  }
+  return shortest;
 }
 
-ncclUniqueId NcclBootstrap::publishId() {
-  ncclUniqueId id;
-  const ncclResult_t result = api_.getUniqueId(&id);
+void NcclBootstrap::tellOfArrival() {
+  const std::string roundTrip = std::to_string(measureRoundTrip().count());
+  store_->set(arrivalKey(members_.self), std::vector<uint8_t>(roundTrip.begin(), roundTrip.end()));
+}
+
+microseconds NcclBootstrap::longestRoundTrip(const NcclHandle& handle, NcclHandle::Deadline deadline) {
+  if (!wantsRoundTrip()) return microseconds(0);
+  std::vector<std::string> keys;
+  for (size_t position = 0; position < members_.ranks.size(); ++position) keys.push_back(arrivalKey(position));
+  waitFor(keys, "the other ranks", handle, deadline);
+  microseconds longest(0);
+  for (const auto& value : store_->multiGet(keys)) {
+    longest = std::max(longest, microseconds(std::stoll(std::string(value.begin(), value.end()))));
+  }
+  return longest;
+}
+
+NcclBootstrap::Invitation NcclBootstrap::publishInvitation(const NcclHandle& handle, NcclHandle::Deadline deadline) {
+  Invitation invitation{};
+  const ncclResult_t result = api_.getUniqueId(&invitation.id);
   if (result != ncclSuccess) {
-    // Anything that is not an id is an error text: the others need not wait for what will not come.
+    // Anything that is not an invitation is an error text: the others need not wait for what will not come.
     const std::string text = "ncclGetUniqueId: " + api_.describe(result, nullptr);
     store_->set(key_ + "/id", std::vector<uint8_t>(text.begin(), text.end()));
     TORCH_CHECK_WITH(DistBackendError, false, text);
   }
-  std::vector<uint8_t> bytes(sizeof(id));
-  std::memcpy(bytes.data(), &id, sizeof(id));
+  if (members_.spansHosts) invitation.terms = termsBetweenHosts(longestRoundTrip(handle, deadline));
+  std::vector<uint8_t> bytes(sizeof(invitation));
+  std::memcpy(bytes.data(), &invitation, sizeof(invitation));
   store_->set(key_ + "/id", bytes);
-  return id;
+  return invitation;
 }
 
-ncclUniqueId NcclBootstrap::receiveId(const NcclHandle& handle, NcclHandle::Deadline deadline) {
+NcclBootstrap::Invitation NcclBootstrap::receiveInvitation(const NcclHandle& handle, NcclHandle::Deadline deadline) {
   const std::string key = key_ + "/id";
+  waitFor({key}, "NCCL's id", handle, deadline);
+  const std::vector<uint8_t> bytes = store_->get(key);
+  Invitation invitation{};
+  TORCH_CHECK_WITH(DistBackendError, bytes.size() == sizeof(invitation), "rank ", members_.ranks.front(),
+                   " has no NCCL id: ", std::string(bytes.begin(), bytes.end()));
+  std::memcpy(&invitation, bytes.data(), sizeof(invitation));
+  return invitation;
+}
+
+void NcclBootstrap::waitFor(const std::vector<std::string>& keys, const char* what, const NcclHandle& handle,
+                            NcclHandle::Deadline deadline) {
   while (true) {
-    TORCH_CHECK_WITH(DistBackendError, !handle.isAborted(), "aborted while waiting for NCCL's id");
+    TORCH_CHECK_WITH(DistBackendError, !handle.isAborted(), "aborted while waiting for ", what);
     const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
-    TORCH_CHECK_WITH(DistBackendError, left.count() > 0, "NCCL's id did not come");
+    TORCH_CHECK_WITH(DistBackendError, left.count() > 0, what, " did not come");
     const auto sliceStart = Clock::now();
     const auto slice = std::min(left, kStoreSlice);
     try {
-      store_->wait({key}, slice);
-      break;
+      return store_->wait(keys, slice);
     } catch (const std::exception&) {
       // A slice that ended early did not time out: the store itself has failed.
       if (elapsed(sliceStart) < slice / 2) throw;
     }
   }
-  const std::vector<uint8_t> bytes = store_->get(key);
-  ncclUniqueId id;
-  TORCH_CHECK_WITH(DistBackendError, bytes.size() == sizeof(id), "rank ", members_.ranks.front(),
-                   " has no NCCL id: ", std::string(bytes.begin(), bytes.end()));
-  std::memcpy(&id, bytes.data(), sizeof(id));
-  return id;
 }
 
 std::string NcclBootstrap::arrivalKey(size_t position) const {

@@ -33,8 +33,8 @@ constexpr milliseconds kLong{60000};
 class NcclBootstrapTest : public ::testing::Test {
  protected:
   // What rank `rank` of `size` gets to know; empty when it connected.
-  std::string connect(int rank, int size, milliseconds timeout) {
-    NcclMembers members{.groupName = "trainers", .ranks = {}, .self = rank};
+  std::string connect(int rank, int size, milliseconds timeout, bool spansHosts = false) {
+    NcclMembers members{.groupName = "trainers", .ranks = {}, .self = rank, .spansHosts = spansHosts};
     for (int r = 0; r < size; ++r) members.ranks.push_back(r);
     NcclBootstrap bootstrap(apis_.at(rank), store_, "all", members);
     return messageThrownBy([&] { bootstrap.connect(handles_.at(rank), timeout); });
@@ -121,6 +121,68 @@ TEST_F(NcclBootstrapTest, AbortEndsTheWaitForTheId) {
   handles_[1].abort();
   waiting.join();
   EXPECT_THAT(message, HasSubstr("aborted while waiting for NCCL's id"));
+}
+
+// Some threads are far from it.
+class FarStore final : public c10d::HashStore {
+ public:
+  static inline thread_local bool isFar = false;
+  bool check(const std::vector<std::string>& keys) override {
+    if (isFar) std::this_thread::sleep_for(milliseconds(20));
+    return HashStore::check(keys);
+  }
+};
+
+class NcclTermsTest : public NcclBootstrapTest {
+ protected:
+  NcclTermsTest() {
+    store_ = c10::make_intrusive<FarStore>();
+    setenv("NCCL_CONF_FILE", "/nowhere", 1);
+    setenv("NCCL_NET", "Socket", 1);
+    for (int rank = 0; rank < 3; ++rank) {
+      ON_CALL(apis_[rank], commInitRankConfig)
+          .WillByDefault([this, rank](ncclComm_t* comm, auto, auto, auto, const ncclConfig_t* config) {
+            *comm = MockNcclApi::kComm;
+            maxCtas_.at(rank) = config->maxCTAs;
+            return ncclSuccess;
+          });
+    }
+  }
+  ~NcclTermsTest() override {
+    for (const char* name : {"NCCL_CONF_FILE", "NCCL_NET", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"}) {
+      unsetenv(name);
+    }
+  }
+  void connectAll(bool spansHosts) {
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks.emplace_back([this, rank, spansHosts] {
+        FarStore::isFar = rank == 2;
+        EXPECT_EQ(connect(rank, 3, kLong, spansHosts), "");
+      });
+    }
+    for (auto& thread : ranks) thread.join();
+  }
+
+  std::array<int, 3> maxCtas_{};
+};
+
+TEST_F(NcclTermsTest, BetweenHostsAreThoseOfTheLongestRoundTripOnAllRanks) {
+  connectAll(/*spansHosts=*/true);
+  EXPECT_EQ(maxCtas_, (std::array{2, 2, 2}));
+  EXPECT_EQ(ncclSetting("NCCL_SOCKET_NTHREADS"), "1");
+  EXPECT_GE(std::stoi(ncclSetting("NCCL_NSOCKS_PERTHREAD").value_or("0")), 6);
+}
+
+TEST_F(NcclTermsTest, InsideAHostThereAreNone) {
+  connectAll(/*spansHosts=*/false);
+  EXPECT_EQ(maxCtas_, (std::array{NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT}));
+  EXPECT_EQ(ncclSetting("NCCL_SOCKET_NTHREADS"), std::nullopt);
+}
+
+TEST_F(NcclTermsTest, ARankThatIsMissingIsNamedByTheFirst) {
+  EXPECT_THAT(connect(0, 2, kShort, /*spansHosts=*/true),
+              AllOf(HasSubstr("the other ranks did not come"), HasSubstr("Never got here: rank 1.")));
 }
 
 class BrokenStore final : public c10d::HashStore {

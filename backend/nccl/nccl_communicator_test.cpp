@@ -242,7 +242,7 @@ TEST_F(InHostTest, GoesOverACommunicatorOfTheHost) {
   auto* const in = static_cast<uint8_t*>(input_.data_ptr());
   auto* const out = static_cast<uint8_t*>(output_.data_ptr());
   const ncclComm_t kHost = MockNcclApi::kSplitComm;
-  EXPECT_CALL(api_, commSplit(kComm, 1, 0, _)).Times(1);
+  EXPECT_CALL(api_, commSplit(kComm, 1, 0, _, _)).Times(1);
   EXPECT_CALL(api_, send(in, 1, ncclUint8, 0, kHost, kStream)).Times(2);
   EXPECT_CALL(api_, send(in + 1, 3, ncclUint8, 1, kHost, kStream)).Times(2);
   EXPECT_CALL(api_, receive(out, 1, ncclUint8, 0, kHost, kStream)).Times(2);

@@ -48,7 +48,10 @@ std::shared_ptr<StreamChannel> makeChannel(const NcclExecutor::Options& options,
 }
 
 std::shared_ptr<StreamChannel> makeMainChannel(const GroupIdentity& group, const NcclExecutor::Options& options) {
-  NcclMembers members{.groupName = group.name, .ranks = std::vector<int>(group.size), .self = group.rank};
+  NcclMembers members{.groupName = group.name,
+                      .ranks = std::vector<int>(group.size),
+                      .self = group.rank,
+                      .spansHosts = options.topology->hostCount() > 1};
   std::iota(members.ranks.begin(), members.ranks.end(), 0);
   return makeChannel(options, "all", members, options.topology);
 }
@@ -103,7 +106,10 @@ std::shared_ptr<StreamChannel> NcclExecutor::pairChannel(int peer) {
   auto& channel = pairs_[peer];
   if (!channel) {
     const auto [low, high] = std::minmax(group().rank, peer);
-    const NcclMembers members{.groupName = group().name, .ranks = {low, high}, .self = group().rank == low ? 0 : 1};
+    const NcclMembers members{.groupName = group().name,
+                              .ranks = {low, high},
+                              .self = group().rank == low ? 0 : 1,
+                              .spansHosts = options_.topology->hostOf(low) != options_.topology->hostOf(high)};
     channel = makeChannel(options_, c10::str("pair/", low, ":", high), members,
                           std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(2)));
     // In this order every rank ends its pairs by their lower rank, then by their higher one.

@@ -19,6 +19,13 @@ namespace {
 constexpr int kBusyPolls = 200;
 constexpr auto kPollInterval = std::chrono::microseconds(200);
 
+ncclConfig_t configOf(int maxCtas) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  config.maxCTAs = maxCtas;
+  return config;
+}
+
 }  // namespace
 
 NcclHandle::~NcclHandle() { abort(); }
@@ -28,15 +35,14 @@ void NcclHandle::checkOpen(const char* what) const {
   TORCH_CHECK_WITH(DistBackendError, comm_ != nullptr, what, ": there is no NCCL communicator");
 }
 
-void NcclHandle::init(int size, int rank, const ncclUniqueId& id, Deadline deadline) {
+void NcclHandle::init(int size, int rank, const ncclUniqueId& id, Deadline deadline, int maxCtas) {
   constexpr const char* kWhat = "ncclCommInitRankConfig";
   ncclResult_t result;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK_WITH(DistBackendError, !isAborted_, kWhat, ": the NCCL communicator has been aborted");
     TORCH_INTERNAL_ASSERT(comm_ == nullptr, "one NcclHandle holds one communicator");
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
+    ncclConfig_t config = configOf(maxCtas);
     result = api_.commInitRankConfig(&comm_, size, id, rank, &config);
   }
   finish(kWhat, result, deadline);
@@ -49,7 +55,8 @@ void NcclHandle::split(NcclHandle& parent, int color, int key, Deadline deadline
   auto made = std::make_unique<ncclComm_t>(nullptr);
   try {
     parent.call(kWhat, deadline, [&](ncclComm_t comm) {
-      const ncclResult_t result = api_.commSplit(comm, color, key, made.get());
+      ncclConfig_t config = configOf(NCCL_CONFIG_UNDEF_INT);
+      const ncclResult_t result = api_.commSplit(comm, color, key, made.get(), &config);
       // Success means that it has begun; only the parent's state tells when it has ended.
       return result == ncclSuccess ? ncclInProgress : result;
     });

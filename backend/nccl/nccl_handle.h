@@ -26,10 +26,10 @@ class NcclHandle {
   NcclHandle(const NcclHandle&) = delete;
   NcclHandle& operator=(const NcclHandle&) = delete;
 
-  // Collective.
-  void init(int size, int rank, const ncclUniqueId& id, Deadline deadline);
+  // Collective. `maxCtas` as in NcclTerms.
+  void init(int size, int rank, const ncclUniqueId& id, Deadline deadline, int maxCtas = NCCL_CONFIG_UNDEF_INT);
   // Collective among the ranks of `parent`, no call of which may be under way on the device: those with one color get a
-  // communicator, in the order of their keys.
+  // communicator, in the order of their keys. It has no limit of CTAs, whatever its parent has.
   void split(NcclHandle& parent, int color, int key, Deadline deadline);
   [[nodiscard]] bool isOpen() const;
 

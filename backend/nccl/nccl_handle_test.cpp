@@ -52,6 +52,28 @@ TEST_F(NcclHandleTest, AsksForANonBlockingCommunicator) {
   EXPECT_TRUE(handle_->isOpen());
 }
 
+TEST_F(NcclHandleTest, OnlyWhatIsAskedForHasALimitOfCtas) {
+  int limit = 0;
+  ON_CALL(api_, commInitRankConfig).WillByDefault([&](ncclComm_t* comm, auto, auto, auto, ncclConfig_t* config) {
+    *comm = MockNcclApi::kComm;
+    limit = config->maxCTAs;
+    return ncclSuccess;
+  });
+  open();
+  EXPECT_EQ(limit, NCCL_CONFIG_UNDEF_INT);
+  NcclHandle limited(api_);
+  limited.init(2, 0, ncclUniqueId{}, muchLater(), 2);
+  EXPECT_EQ(limit, 2);
+  EXPECT_CALL(api_, commSplit).WillOnce([](auto, auto, auto, ncclComm_t* comm, const ncclConfig_t* config) {
+    EXPECT_EQ(config->blocking, 0);
+    EXPECT_EQ(config->maxCTAs, NCCL_CONFIG_UNDEF_INT);
+    *comm = MockNcclApi::kSplitComm;
+    return ncclSuccess;
+  });
+  NcclHandle part(api_);
+  part.split(limited, 0, 0, muchLater());
+}
+
 TEST_F(NcclHandleTest, CallReturnsWhenNcclHasFinishedEnqueueing) {
   open();
   EXPECT_CALL(api_, commGetAsyncError(MockNcclApi::kComm, _))
@@ -92,7 +114,7 @@ TEST_F(NcclHandleTest, SplitWaitsForTheParentAndThenForTheNewCommunicator) {
   open();
   ncclComm_t* made = nullptr;
   const InSequence order;
-  EXPECT_CALL(api_, commSplit(MockNcclApi::kComm, 3, 1, _)).WillOnce([&](ncclComm_t, int, int, ncclComm_t* comm) {
+  EXPECT_CALL(api_, commSplit(MockNcclApi::kComm, 3, 1, _, _)).WillOnce([&](auto, auto, auto, ncclComm_t* comm, auto) {
     made = comm;
     return ncclSuccess;  // it has only begun
   });
