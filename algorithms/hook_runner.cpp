@@ -278,16 +278,17 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
     ledger_->stats.logicalBytes += bytesOfAll(tensors);
   }
   const int64_t step = algorithm_->sendsByStep() ? step_ : algorithm_->commonStep();
-  const Operation operation{.type = c10d::OpType::ALLREDUCE,
-                            .name = name,
-                            .dtype = first.scalar_type(),
-                            .numel = numel,
-                            .timeout = group.timeout(),
-                            .mayOverlap = wait == Wait::kNowInAnyOrder,
-                            .isProfiled = wait != Wait::kLater,
-                            .configuration = configuration_,
-                            .gradients = std::move(gradients),
-                            .step = static_cast<uint32_t>(step)};
+  const Operation operation{
+      .type = c10d::OpType::ALLREDUCE,
+      .name = name,
+      .dtype = first.scalar_type(),
+      .numel = numel,
+      .timeout = group.timeout(),
+      .mayOverlap = wait == Wait::kNowInAnyOrder && (first.is_cpu() || algorithm_->keepsNothing()),
+      .isProfiled = wait != Wait::kLater,
+      .configuration = configuration_,
+      .gradients = std::move(gradients),
+      .step = static_cast<uint32_t>(step)};
   const auto handover = wait != Wait::kLater ? ProfilerHandover::ofThisThread() : ProfilerHandover();
   auto program = [ledger = ledger_, handover, task = std::move(task)](Communicator& communicator) {
     const ProfilerHandover::Scope profiled(handover);

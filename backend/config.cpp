@@ -100,6 +100,15 @@ int socketConnections() {
   return count;
 }
 
+int ncclChannels() {
+  static const int channels = [] {
+    const auto text = firstOf({"BAGUA_NCCL_CHANNELS"}).value_or("1");
+    TORCH_CHECK_VALUE(text == "1" || text == "2", "bagua: BAGUA_NCCL_CHANNELS is to be 1 or 2, got '", text, "'");
+    return text == "2" ? 2 : 1;
+  }();
+  return channels;
+}
+
 std::optional<std::string> jobSecret() {
   auto secret = filled("BAGUA_JOB_SECRET");
   const auto path = filled("BAGUA_JOB_SECRET_FILE");

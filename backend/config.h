@@ -29,6 +29,10 @@ std::optional<std::string> masterAddress();
 // it is a number from 1 to 64.
 int socketConnections();
 
+// BAGUA_NCCL_CHANNELS: how many NCCL communicators the programs of a group on several hosts take in turns: 1, by
+// default, or 2. Throws ValueError for anything else.
+int ncclChannels();
+
 // BAGUA_JOB_SECRET, or what is in the file that BAGUA_JOB_SECRET_FILE names, without the end of its last line: what the
 // ranks of a job know and nobody else; none where neither is set. Throws ValueError where both are set, one is set but
 // empty, the file cannot be read, or the secret is shorter than kShortestSecret. The caller overwrites it.

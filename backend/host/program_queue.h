@@ -14,7 +14,7 @@
 #include "backend/executor.h"
 #include "backend/health/group_health.h"
 #include "backend/host/callback_threads.h"
-#include "backend/host/memory_use.h"
+#include "backend/operation/memory_use.h"
 #include "backend/process_group/work_bagua.h"
 
 namespace bagua {

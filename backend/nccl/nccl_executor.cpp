@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "backend/config.h"
 #include "backend/nccl/device_thread.h"
 #include "backend/nccl/nccl_bootstrap.h"
 #include "backend/operation/backend_error.h"
@@ -19,9 +20,7 @@ namespace bagua {
 namespace {
 
 void checkNotCapturing(at::Device device) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
-  TORCH_CHECK(status == cudaStreamCaptureStatusNone,
+  TORCH_CHECK(!isCapturing(device),
               "an NCCL communicator cannot be made while a CUDA graph is captured: make the same call once before");
 }
 
@@ -47,19 +46,24 @@ std::shared_ptr<StreamChannel> makeChannel(const NcclExecutor::Options& options,
   return std::make_shared<StreamChannel>(std::move(communicator), owned, options.device, options.isHighPriority);
 }
 
-std::shared_ptr<StreamChannel> makeMainChannel(const GroupIdentity& group, const NcclExecutor::Options& options) {
+StreamExecutor::Channels makeChannels(const GroupIdentity& group, const NcclExecutor::Options& options) {
   NcclMembers members{.groupName = group.name,
                       .ranks = std::vector<int>(group.size),
                       .self = group.rank,
                       .spansHosts = options.topology->hostCount() > 1};
   std::iota(members.ranks.begin(), members.ranks.end(), 0);
-  return makeChannel(options, "all", members, options.topology);
+  StreamExecutor::Channels channels;
+  for (int channel = 0; channel < options.channels; ++channel) {
+    channels.push_back(
+        makeChannel(options, channel == 0 ? "all" : c10::str("all/", channel), members, options.topology));
+  }
+  return channels;
 }
 
 }  // namespace
 
 NcclExecutor::NcclExecutor(const GroupIdentity& group, Options options, std::shared_ptr<OperationLog> health)
-    : StreamExecutor(group, makeMainChannel(group, options), options.device, std::move(health)),
+    : StreamExecutor(group, makeChannels(group, options), options.device, std::move(health)),
       options_(std::move(options)) {}
 
 c10::intrusive_ptr<c10d::Work> NcclExecutor::submit(Operation operation, std::vector<at::Tensor> results,
@@ -92,13 +96,13 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::message(const Operation& operation,
                     "': a message to oneself needs a group (batch_isend_irecv) that holds both its sides");
   const NcclCommunicator::Message side{isSend, operation.peer < self ? 0 : 1, tensor};
   const auto channel = pairChannel(operation.peer);
-  return launch(*channel,
-                {.operation = operation,
-                 .results = {tensor},
-                 .program = [side](Communicator& pair) { static_cast<NcclCommunicator&>(pair).exchange({side}); },
-                 .numbers = 0,
-                 .work = {},
-                 .after = {}});
+  return launchOn(*channel,
+                  {.operation = operation,
+                   .results = {tensor},
+                   .program = [side](Communicator& pair) { static_cast<NcclCommunicator&>(pair).exchange({side}); },
+                   .numbers = 0,
+                   .work = {},
+                   .after = {}});
 }
 
 std::shared_ptr<StreamChannel> NcclExecutor::pairChannel(int peer) {
@@ -153,6 +157,8 @@ StreamExecutor::Launch NcclExecutor::launchOf(Group group) {
   Operation operation = group.work->operation();
   // A group of one thing is that thing.
   if (group.steps.size() == 1 && group.steps.front().messages.size() <= 1) operation = group.steps.front().operation;
+  // It takes no turn: only some of the ranks may have messages in it.
+  operation.mayOverlap = false;
   uint64_t programs = 0;
   for (const auto& step : group.steps) {
     operation.timeout = std::max(operation.timeout, step.operation.timeout);
@@ -184,7 +190,7 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::endGroup() {
   }
   const auto work = group->work;
   try {
-    return launch(mainChannel(), launchOf(std::move(*group)));
+    return launch(launchOf(std::move(*group)));
   } catch (...) {
     // Its Work is in other hands already.
     work->fail(withContext(std::current_exception(), work->operation(), this->group()));
@@ -194,7 +200,7 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::endGroup() {
 }
 
 std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Store>& store,
-                                           at::Device device, std::shared_ptr<const HostTopology> topology,
+                                           at::Device device, const std::shared_ptr<const HostTopology>& topology,
                                            std::chrono::milliseconds timeout, bool highPriorityStream,
                                            std::shared_ptr<OperationLog> health) {
   // A group has an executor for each device that a rank uses. Every rank makes them in the same order.
@@ -202,9 +208,10 @@ std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10
   NcclExecutor::Options options{.api = NcclApi::library(),
                                 .store = c10::make_intrusive<c10d::PrefixStore>(c10::str("nccl/", ordinal), store),
                                 .device = device,
-                                .topology = std::move(topology),
+                                .topology = topology,
                                 .timeout = timeout,
-                                .isHighPriority = highPriorityStream};
+                                .isHighPriority = highPriorityStream,
+                                .channels = topology->hostCount() > 1 ? config::ncclChannels() : 1};
   return std::make_shared<NcclExecutor>(group, std::move(options), std::move(health));
 }
 

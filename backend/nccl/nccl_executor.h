@@ -25,6 +25,8 @@ class NcclExecutor final : public StreamExecutor {
     // How long the ranks of a communicator may take to come together.
     std::chrono::milliseconds timeout;
     bool isHighPriority;
+    // Communicators for programs, taken in turns. The same on all ranks.
+    int channels = 1;
   };
 
   NcclExecutor(const GroupIdentity& group, Options options, std::shared_ptr<OperationLog> health = nullptr);
@@ -67,7 +69,7 @@ class NcclExecutor final : public StreamExecutor {
 
 // Every rank of the group makes its executors in the same order, with the group's store. `device` has an index.
 std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Store>& store,
-                                           at::Device device, std::shared_ptr<const HostTopology> topology,
+                                           at::Device device, const std::shared_ptr<const HostTopology>& topology,
                                            std::chrono::milliseconds timeout, bool highPriorityStream,
                                            std::shared_ptr<OperationLog> health);
 

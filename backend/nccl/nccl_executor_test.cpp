@@ -32,16 +32,36 @@ class NcclExecutorTest : public ::testing::Test {
     return messageThrownBy([this] { executor_.submit(operation(), {}, [](Communicator&) {}); });
   }
 
+  NcclExecutor::Options withChannels(int channels) {
+    return {.api = api_,
+            .store = c10::make_intrusive<c10d::HashStore>(),
+            .device = kDevice,
+            .topology = std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(4)),
+            .timeout = std::chrono::minutes(1),
+            .isHighPriority = false,
+            .channels = channels};
+  }
+
   // No NCCL call is made by any of this.
   StrictMock<MockNcclApi> api_;
-  NcclExecutor executor_{kGroup,
-                         {.api = api_,
-                          .store = c10::make_intrusive<c10d::HashStore>(),
-                          .device = kDevice,
-                          .topology = std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(4)),
-                          .timeout = std::chrono::minutes(1),
-                          .isHighPriority = false}};
+  NcclExecutor executor_{kGroup, withChannels(1)};
 };
+
+TEST_F(NcclExecutorTest, EndsAlsoWithTwoChannels) {
+  NcclExecutor executor(kGroup, withChannels(2));
+  executor.abort("the user has enough");
+  EXPECT_TRUE(executor.error());
+  executor.shutdown();
+  EXPECT_THAT(messageThrownBy([&] { executor.submit(operation(), {}, [](Communicator&) {}); }),
+              HasSubstr("has been shut down"));
+}
+
+TEST_F(NcclExecutorTest, HasOneChannelOrTwo) {
+  for (const int channels : {0, 3}) {
+    EXPECT_THAT(messageThrownBy([&] { NcclExecutor(kGroup, withChannels(channels)); }),
+                HasSubstr("expected one channel or 2, got " + std::to_string(channels)));
+  }
+}
 
 TEST_F(NcclExecutorTest, ReceiveFromAnySourceIsRefusedByName) {
   EXPECT_THAT(messageThrownBy([&] { executor_.receive(operation(Executor::kAnySource), at::ones({1}), 0); }),

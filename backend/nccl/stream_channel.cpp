@@ -10,15 +10,12 @@
 #include "backend/operation/program_mode.h"
 
 namespace bagua {
-namespace {
 
-bool isCapturing(const c10::cuda::CUDAStream& stream) {
+bool isCapturing(at::Device device) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
   return status != cudaStreamCaptureStatusNone;
 }
-
-}  // namespace
 
 StreamChannel::StreamChannel(std::unique_ptr<Communicator> communicator, OwnedTransport* owned, at::Device device,
                              bool isHighPriority)
@@ -35,11 +32,18 @@ void StreamChannel::openStream(const c10::cuda::CUDAStream& producer, std::vecto
   for (auto& event : after) event.block(*stream_);
 }
 
+std::optional<at::cuda::CUDAEvent> StreamChannel::behindAll() const {
+  if (!stream_) return std::nullopt;
+  at::cuda::CUDAEvent event;
+  event.record(*stream_);
+  return event;
+}
+
 std::exception_ptr StreamChannel::enqueue(WorkCuda& work, Program program, std::vector<at::cuda::CUDAEvent> after) {
   const c10::cuda::CUDAGuard onDevice(device_.index());
   const auto producer = c10::cuda::getCurrentCUDAStream(device_.index());
   openStream(producer, after);
-  const bool isCaptured = isCapturing(producer);
+  const bool isCaptured = isCapturing(device_);
   if (isCaptured && owned_ != nullptr) owned_->enterGraph();
   const c10::cuda::CUDAStreamGuard onStream(*stream_);
   const ProgramMode mode(work.results());

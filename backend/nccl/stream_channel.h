@@ -19,6 +19,9 @@
 
 namespace bagua {
 
+// Whether what is enqueued on the current stream of `device` is recorded into a CUDA graph.
+bool isCapturing(at::Device device);
+
 // A channel of programs on CUDA tensors: one communicator with the one stream that its calls are enqueued on.
 class StreamChannel {
  public:
@@ -30,6 +33,9 @@ class StreamChannel {
   [[nodiscard]] std::mutex& order() { return order_; }
   [[nodiscard]] Communicator& communicator() { return *communicator_; }
   [[nodiscard]] OwnedTransport* owned() { return owned_; }
+
+  // Behind all that has been enqueued here by now; nothing where that is nothing.
+  [[nodiscard]] std::optional<at::cuda::CUDAEvent> behindAll() const;
 
   // Enqueues a program behind what the caller's current stream holds by now, and behind `after`. Returns what the
   // program threw when ranks may be out of step; throws on what left no trace at the other ranks.

@@ -21,17 +21,21 @@ constexpr milliseconds kStopTime{1000};
 
 }  // namespace
 
-StreamExecutor::StreamExecutor(GroupIdentity group, std::shared_ptr<StreamChannel> channel, at::Device device,
+StreamExecutor::StreamExecutor(GroupIdentity group, Channels channels, at::Device device,
                                std::shared_ptr<OperationLog> health)
     : group_(std::move(group)),
       device_(device),
-      channel_(std::move(channel)),
+      programChannels_(std::move(channels)),
+      turns_(programChannels_.size()),
       channels_(std::make_shared<ChannelSet>([device] { prepareDeviceThread(device); })),
       health_(health ? std::move(health) : GroupHealth(group_, nullptr).addLog("cuda")),
       watchdog_(
           group_, channels_, [device] { prepareDeviceThread(device); }, health_) {
   TORCH_CHECK(device_.is_cuda() && device_.has_index(), "expected a CUDA device with an index, got ", device_);
-  channels_->add(-1, channel_);
+  TORCH_CHECK(!programChannels_.empty() && programChannels_.size() <= ChannelTurns::kMostChannels,
+              "expected one channel or ", ChannelTurns::kMostChannels, ", got ", programChannels_.size());
+  int position = 0;
+  for (const auto& channel : programChannels_) channels_->add(--position, channel);
 }
 
 // Whoever drops an executor without shutdown() may hold the GIL: no draining here.
@@ -49,35 +53,64 @@ void StreamExecutor::checkUsable(const Operation& operation) const {
                    "' is unusable since an earlier failure: ", messageOf(error));
 }
 
-c10::intrusive_ptr<WorkCuda> StreamExecutor::launch(StreamChannel& channel, Launch launch) {
+c10::intrusive_ptr<WorkCuda> StreamExecutor::launch(Launch launch) {
   std::exception_ptr failure;
   {
-    const std::lock_guard<std::mutex> order(channel.order());
-    checkUsable(launch.operation);
-    launch.operation.sequence = nextSequence_;
-    if (launch.work) {
-      launch.work->describeAs(launch.operation, std::move(launch.results));
-    } else {
-      launch.work = c10::make_intrusive<WorkCuda>(group_, launch.operation, device_, std::move(launch.results));
-    }
-    failure = channel.enqueue(*launch.work, std::move(launch.program), std::move(launch.after));
-    nextSequence_ += launch.numbers;
+    const std::lock_guard<std::mutex> order(programsMutex_);
+    failure = programChannels_.size() == 1 ? enqueueOn(*programChannels_.front(), launch) : enqueueInTurn(launch);
   }
-  using Kind = OperationLog::Kind;
-  follow(launch.work, launch.numbers == 0 ? Kind::kMessage : Kind::kProgram, failure);
-  return launch.work;
+  return follow(launch, failure);
 }
 
-void StreamExecutor::follow(const c10::intrusive_ptr<WorkCuda>& work, OperationLog::Kind kind,
-                            const std::exception_ptr& failure) {
+c10::intrusive_ptr<WorkCuda> StreamExecutor::launchOn(StreamChannel& channel, Launch launch) {
+  const std::exception_ptr failure = enqueueOn(channel, launch);
+  return follow(launch, failure);
+}
+
+std::exception_ptr StreamExecutor::enqueueInTurn(Launch& launch) {
+  checkUsable(launch.operation);
+  const bool isCaptured = isCapturing(device_);
+  const bool mayOverlap = launch.operation.mayOverlap && !isCaptured;
+  const auto turn = isCaptured ? ChannelTurns::ofCaptured()
+                               : turns_.next(mayOverlap, MemoryUse(launch.operation.inputs, launch.results));
+  try {
+    if (turn.waitsForOther) {
+      auto behind = programChannels_.at(1 - turn.channel)->behindAll();
+      if (behind) launch.after.push_back(*std::move(behind));
+    }
+    return enqueueOn(*programChannels_.at(turn.channel), launch);
+  } catch (...) {
+    turns_.takeBack(mayOverlap);
+    throw;
+  }
+}
+
+std::exception_ptr StreamExecutor::enqueueOn(StreamChannel& channel, Launch& launch) {
+  const std::lock_guard<std::mutex> order(channel.order());
+  checkUsable(launch.operation);
+  launch.operation.sequence = nextSequence_;
+  if (launch.work) {
+    launch.work->describeAs(launch.operation, std::move(launch.results));
+  } else {
+    launch.work = c10::make_intrusive<WorkCuda>(group_, launch.operation, device_, std::move(launch.results));
+  }
+  const std::exception_ptr failure = channel.enqueue(*launch.work, std::move(launch.program), std::move(launch.after));
+  nextSequence_ += launch.numbers;
+  return failure;
+}
+
+c10::intrusive_ptr<WorkCuda> StreamExecutor::follow(const Launch& launch, const std::exception_ptr& failure) {
+  const auto& work = launch.work;
   if (failure) {
     const auto error = health_->explain(failure, work->operation());
     work->fail(error);
     watchdog_.fail(error);
   }
   keepCaptured(work);
-  if (!work->isCaptured()) watchdog_.watch(work, kind);
+  using Kind = OperationLog::Kind;
+  if (!work->isCaptured()) watchdog_.watch(work, launch.numbers == 0 ? Kind::kMessage : Kind::kProgram);
   work->publish();
+  return work;
 }
 
 void StreamExecutor::keepCaptured(const c10::intrusive_ptr<WorkCuda>& work) {
@@ -93,7 +126,6 @@ void StreamExecutor::keepCaptured(const c10::intrusive_ptr<WorkCuda>& work) {
 c10::intrusive_ptr<c10d::Work> StreamExecutor::submit(Operation operation, std::vector<at::Tensor> results,
                                                       Program program) {
   return launch(
-      *channel_,
       {.operation = operation, .results = std::move(results), .program = std::move(program), .work = {}, .after = {}});
 }
 
@@ -141,7 +173,8 @@ std::shared_ptr<Executor> makeStreamExecutor(GroupIdentity group, std::unique_pt
                                              at::Device device, std::shared_ptr<OperationLog> health) {
   auto channel =
       std::make_shared<StreamChannel>(std::move(communicator), /*owned=*/nullptr, device, /*isHighPriority=*/false);
-  return std::make_shared<StreamExecutor>(std::move(group), std::move(channel), device, std::move(health));
+  return std::make_shared<StreamExecutor>(std::move(group), StreamExecutor::Channels{std::move(channel)}, device,
+                                          std::move(health));
 }
 
 }  // namespace bagua

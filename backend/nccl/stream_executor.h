@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend/executor.h"
+#include "backend/nccl/channel_turns.h"
 #include "backend/nccl/stream_channel.h"
 #include "backend/nccl/watchdog.h"
 
@@ -16,8 +17,10 @@ namespace bagua {
 // as the current stream, so that all it does is enqueued there. README.md has the rules of streams and lifetimes.
 class StreamExecutor : public Executor {
  public:
-  // `health` as for the Watchdog.
-  StreamExecutor(GroupIdentity group, std::shared_ptr<StreamChannel> channel, at::Device device,
+  using Channels = std::vector<std::shared_ptr<StreamChannel>>;
+
+  // One channel, or two that ChannelTurns chooses from. `health` as for the Watchdog.
+  StreamExecutor(GroupIdentity group, Channels channels, at::Device device,
                  std::shared_ptr<OperationLog> health = nullptr);
   ~StreamExecutor() override;
 
@@ -45,23 +48,31 @@ class StreamExecutor : public Executor {
     std::vector<at::cuda::CUDAEvent> after;
   };
 
-  c10::intrusive_ptr<WorkCuda> launch(StreamChannel& channel, Launch launch);
+  // On the channel whose turn it is.
+  c10::intrusive_ptr<WorkCuda> launch(Launch launch);
+  c10::intrusive_ptr<WorkCuda> launchOn(StreamChannel& channel, Launch launch);
   void checkUsable(const Operation& operation) const;
   [[nodiscard]] const GroupIdentity& group() const { return group_; }
   [[nodiscard]] at::Device device() const { return device_; }
-  [[nodiscard]] StreamChannel& mainChannel() { return *channel_; }
-  // `position` as in ChannelSet; that of the main channel is -1.
+  // `position` as in ChannelSet; those of programs are negative.
   void addChannel(int position, std::shared_ptr<StreamChannel> channel) {
     channels_->add(position, std::move(channel));
   }
 
  private:
-  void follow(const c10::intrusive_ptr<WorkCuda>& work, OperationLog::Kind kind, const std::exception_ptr& failure);
+  // What the program threw when ranks may be out of step, as StreamChannel::enqueue() has it.
+  std::exception_ptr enqueueInTurn(Launch& launch);
+  std::exception_ptr enqueueOn(StreamChannel& channel, Launch& launch);
+  // Watches and publishes what was enqueued: under no lock, as callbacks may launch.
+  c10::intrusive_ptr<WorkCuda> follow(const Launch& launch, const std::exception_ptr& failure);
   void keepCaptured(const c10::intrusive_ptr<WorkCuda>& work);
 
   const GroupIdentity group_;
   const at::Device device_;
-  const std::shared_ptr<StreamChannel> channel_;
+  const Channels programChannels_;
+  // Held from the choice of a channel to the last enqueueing there: the order of programs is one.
+  std::mutex programsMutex_;
+  ChannelTurns turns_;
   const std::shared_ptr<ChannelSet> channels_;
   const std::shared_ptr<OperationLog> health_;
   Watchdog watchdog_;

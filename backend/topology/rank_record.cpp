@@ -59,6 +59,7 @@ const std::array kAgreedFields{
                 "set it, with BAGUA_TLS_KEY and BAGUA_TLS_CA, on all ranks or on none"},
     AgreedField{"BAGUA_CHECK_PROGRAMS", [] { return std::string(config::checksPrograms() ? "1" : "0"); },
                 kSameVariable},
+    AgreedField{"BAGUA_NCCL_CHANNELS", [] { return std::to_string(config::ncclChannels()); }, kSameVariable},
     AgreedField{"BAGUA_DEFAULT_BUCKET_SIZE", [] { return std::to_string(config::defaultBucketBytes()); },
                 kSameVariable},
 };

@@ -57,6 +57,11 @@ def test_nobody_waits_for_a_rank_whose_settings_are_wrong() -> None:
     assert "BAGUA_DEFAULT_BUCKET_SIZE is to be a positive number of bytes, got 'many'" in message
 
 
+def test_ranks_that_would_take_communicators_in_other_turns_are_told() -> None:
+    (message,) = _messages_with("BAGUA_NCCL_CHANNELS", ["1", "2"])
+    assert "BAGUA_NCCL_CHANNELS is '1' on rank 0 and '2' on rank 1: set this environment variable" in message
+
+
 # --- checkpoints that one rank alone has loaded ---
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "backend/host/memory_use.h"
+#include "backend/operation/memory_use.h"
 
 #include <algorithm>
 
