@@ -30,6 +30,7 @@ GUIDE = [
     "rounds",
     "compressed",
     "several_machines",
+    "gpu",
     "measuring",
     "troubleshooting",
 ]
