@@ -20,8 +20,8 @@ using Program = std::function<void(Communicator&)>;
 
 // Runs the programs of one group on one device, first in first out: that one order, the same on every rank, is what
 // allows a program to make several collective calls. On the CPU a thread runs them, or several between hosts, where
-// those that may overlap are under way together; on CUDA they are enqueued on one communication stream, in the order of
-// submission. All methods may be called from any thread.
+// those that may overlap are under way together; on CUDA they are enqueued on one communication stream (or by turns on
+// two, where the user wants it), in the order of submission. All methods may be called from any thread.
 //
 // A program that throws leaves the ranks out of step, so it fails its Work and every later one of this executor.
 class Executor {
