@@ -59,11 +59,17 @@ class CodecDeviceContract : public CodecContract {
     }
   }
 
+  // The longest one is more than the blocks of a small device take at a time: parts of minmax_uint8, groups of others.
+  [[nodiscard]] static std::vector<int64_t> lengths() {
+    const int64_t group = codec().layout().groupElements;
+    return {0, 1, group - 1, group, group + 1, 3 * group + 1, group < 128 ? 17'001 : 9'003};
+  }
+
   // f(values, memory, number of the call) for values of every type and length, with one that is not finite in some.
   template <class F>
   static void forValuesAndMemories(const F& f) {
     int number = 0;
-    forValues([&](const at::Tensor& values) {
+    forValues(lengths(), [&](const at::Tensor& values) {
       if (values.numel() == 3 * codec().layout().groupElements + 1) {
         values[values.numel() / 2] = std::numeric_limits<double>::quiet_NaN();
       }
@@ -77,21 +83,34 @@ class CodecDeviceContract : public CodecContract {
 
   static void codesAndDecodesLikeTheCpu(const Side& device) {
     forValuesAndMemories([&](const at::Tensor& values, Memory memory, int number) {
-      const int64_t extra = kExtras[number % std::size(kExtras)];
-      const Piece all{0, values.numel()};
-      expectTheSame(device, [&](const Side& side) -> Tensors {
-        const at::Tensor x = side.to(values);
-        const Encoding encoding = encodingOn(side, memory, values);
-        at::Tensor packed = side.to(packedFor(values.numel(), extra));
-        side.codec.start(x, encoding, packed);
-        side.codec.encode(x, all, encoding, packed);
-        at::Tensor decoded = side.to(at::full_like(values, 7));
-        side.codec.decode(packed, all, decoded);
-        at::Tensor sums = side.to(at::arange(values.numel(), computeType(values.scalar_type())));
-        side.codec.decodeAdd(packed, all, values.scalar_type(), sums);
-        return with({packed, decoded, sums}, encoding);
-      });
+      codesLikeTheCpu(device, values, memory, kExtras[number % std::size(kExtras)]);
     });
+  }
+
+  static void codesSpecialValuesLikeTheCpu(const Side& device) {
+    for (const auto dtype : kTypes) {
+      const Tensors all = specialValues(dtype);
+      for (size_t i = 0; i < all.size(); ++i) {
+        SCOPED_TRACE(std::string(c10::toString(dtype)) + ", special values " + std::to_string(i));
+        codesLikeTheCpu(device, all[i], kMemories[i % std::size(kMemories)], 0);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+
+  static void decodesDamagedPacketsLikeTheCpu(const Side& device) {
+    const int64_t length = 2 * codec().layout().groupElements + 5;
+    for (const auto dtype : kTypes) {
+      for (int i = 0; i < 20; ++i) {
+        const at::Tensor bytes = at::randint(256, {packedFor(length).numel()}, at::kByte);
+        expectTheSame(device, [&](const Side& side) -> Tensors {
+          at::Tensor values = side.to(at::full({length}, 7, dtype));
+          side.codec.decode(side.to(bytes), {0, length}, values);
+          return {values};
+        });
+        if (HasFatalFailure()) return;
+      }
+    }
   }
 
   // The last ones are shorter or empty.
@@ -108,6 +127,30 @@ class CodecDeviceContract : public CodecContract {
         return with({packed, decoded}, encoding);
       });
     });
+  }
+
+  // About the numbers of partial sums, and several times the copies whose grids a kernel keeps.
+  static void makesTheMeansOfAnyNumberOfCopies(const Side& device) {
+    constexpr int64_t kLength = 600;
+    for (const auto dtype : kTypes) {
+      for (const int64_t count : {1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 70}) {
+        SCOPED_TRACE(std::string(c10::toString(dtype)) + ", copies " + std::to_string(count));
+        Tensors copies;
+        for (int64_t copy = 0; copy < count; ++copy) {
+          // Some are decoded by divisions.
+          const double scale = copy % 8 == 7 ? 1e-30 : 1.0;
+          copies.push_back(encoded(((at::randn({kLength}, at::kDouble) + copy % 5) * scale).to(dtype)));
+        }
+        const at::Tensor rows = at::stack(copies);
+        expectTheSame(device, [&](const Side& side) -> Tensors {
+          at::Tensor mean = side.to(at::full({kLength}, 7, dtype));
+          at::Tensor packed = side.to(packedFor(kLength));
+          side.codec.decodeMeanAndEncode(side.to(rows), static_cast<double>(count), {}, mean, packed);
+          return {mean, packed};
+        });
+        if (HasFatalFailure()) return;
+      }
+    }
   }
 
   static void makesTheMeansOfTheCpu(const Side& device) {
@@ -139,6 +182,48 @@ class CodecDeviceContract : public CodecContract {
  private:
   // Bytes behind a packed chunk.
   static constexpr int64_t kExtras[] = {0, 5, 64};
+
+  // Values that formats treat unlike others.
+  static Tensors specialValues(at::ScalarType dtype) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    const int64_t length = 2 * codec().layout().groupElements + 5;
+    const double largest = dtype == at::kDouble ? 1.7e308 : dtype == at::kHalf ? 65'504 : 3.3e38;
+    const at::Tensor normal = at::randn({length}, at::kDouble);
+    Tensors all = {
+        at::zeros_like(normal),
+        -at::zeros_like(normal),
+        at::full_like(normal, 3.7),
+        1000 + normal * 1e-4,
+        normal * 1e-30,
+        normal * 1e-41,
+        normal * 1e-310,
+        normal.sign() * largest,
+        normal.clamp(-1, 1) * largest,
+        normal * at::pow(10, at::randn({length}, at::kDouble) * 8),
+    };
+    for (const double odd : {std::numeric_limits<double>::quiet_NaN(), kInfinity, -kInfinity}) {
+      all.push_back(normal.clone());
+      all.back()[length - 1] = odd;
+    }
+    for (at::Tensor& values : all) values = values.to(dtype);
+    return all;
+  }
+
+  static void codesLikeTheCpu(const Side& device, const at::Tensor& values, Memory memory, int64_t extra) {
+    const Piece all{0, values.numel()};
+    expectTheSame(device, [&](const Side& side) -> Tensors {
+      const at::Tensor x = side.to(values);
+      const Encoding encoding = encodingOn(side, memory, values);
+      at::Tensor packed = side.to(packedFor(values.numel(), extra));
+      side.codec.start(x, encoding, packed);
+      side.codec.encode(x, all, encoding, packed);
+      at::Tensor decoded = side.to(at::full_like(values, 7));
+      side.codec.decode(packed, all, decoded);
+      at::Tensor sums = side.to(at::arange(values.numel(), computeType(values.scalar_type())));
+      side.codec.decodeAdd(packed, all, values.scalar_type(), sums);
+      return with({packed, decoded, sums}, encoding);
+    });
+  }
 
   [[nodiscard]] static Tensors with(Tensors results, const Encoding& encoding) {
     if (!encoding.hasFeedback()) return results;

@@ -41,7 +41,7 @@ std::string toString(const std::source_location& where) {
 
 bool isSame(const std::source_location& one, const std::source_location& other) {
   return one.line() == other.line() && one.column() == other.column() &&
-         std::string_view(one.file_name()) == other.file_name();
+         (one.file_name() == other.file_name() || std::string_view(one.file_name()) == other.file_name());
 }
 
 // The fibers of a block, and where each of them is.
