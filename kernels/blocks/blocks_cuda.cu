@@ -182,18 +182,6 @@ struct Share {
   }
 };
 
-// What the source has for one chunk of a cut.
-template <class Element>
-__device__ Source<Element> chunkOf(Source<Element> source, int64_t begin, bool isPart) {
-  source.values += begin;
-  if (source.residual != nullptr) {
-    source.residual += begin;
-    source.nextResidual += begin;
-  }
-  if (isPart) source.key = keyOfPart(source.key, begin);
-  return source;
-}
-
 // The residual to be coded with an element, which lies in source.residual afterwards.
 template <class Element>
 __device__ float residualOf(const Source<Element>& source, int64_t element, bool wasLost) {
@@ -202,7 +190,7 @@ __device__ float residualOf(const Source<Element>& source, int64_t element, bool
 }
 
 template <class Format, class Element>
-__device__ void keepRest(const Source<Element>& source, int64_t length, int64_t first,
+__device__ void keepRest(const Source<Element>& source, int64_t first, int64_t end,
                          const typename ElementTraits<Element>::Compute (&h)[Warp::kParts], const Coded<Warp>& coded,
                          const Draw& draw) {
   using Traits = ElementTraits<Element>;
@@ -212,39 +200,43 @@ __device__ void keepRest(const Source<Element>& source, int64_t length, int64_t 
   if (!isNan) Format::template values<Warp>(coded, draw, decoded);
   for (int i = 0; i < Warp::kParts; ++i) {
     const int64_t element = first + Warp::elements(i);
-    if (element >= length) continue;
+    if (element >= end) continue;
     source.nextResidual[element] =
         isNan ? source.residual[element] : restOf(h[i], Traits::load(toElement<Element>(static_cast<T>(decoded[i]))));
   }
 }
 
+// Elements are counted in all values, so that the pointers of the source stay where arguments are, and take no
+// registers.
 template <class Format, class Element, bool kIsStochastic>
 __global__ void __launch_bounds__(kThreads)
-    encodeKernel(Source<Element> all, bool areParts, Cut cut, PackedRows<uint8_t> rows, unsigned blocksOfRow) {
+    encodeKernel(Source<Element> source, bool areParts, Cut cut, PackedRows<uint8_t> rows, unsigned blocksOfRow) {
   using Traits = ElementTraits<Element>;
   using T = typename Traits::Compute;
   const Share share(blocksOfRow);
-  const Source<Element> source = chunkOf(all, cut.begin(share.row), areParts);
+  const int64_t begin = cut.begin(share.row);
   const int64_t length = cut.size(share.row);
+  const uint64_t key = areParts ? keyOfPart(source.key, begin) : source.key;
   uint8_t* packed = rows.row(share.row);
-  const bool hasFeedback = source.residual != nullptr;
   const bool wasLost = source.wasLost != nullptr && *source.wasLost;
   share.forGroups(length, [&](int64_t group) {
-    const Draw draw(source.key, group);
+    const Draw draw(key, group);
+    const int64_t first = begin + group * kGroup;
     T h[Warp::kParts];
     Warp::Group x;
     for (int i = 0; i < Warp::kParts; ++i) {
-      const int64_t element = group * kGroup + Warp::elements(i);
-      h[i] = element < length ? Traits::load(source.values[element]) : T{0};
-      if (hasFeedback && element < length) h[i] += static_cast<T>(residualOf(source, element, wasLost));
+      const int64_t element = first + Warp::elements(i);
+      const bool isThere = element < begin + length;
+      h[i] = isThere ? Traits::load(source.values[element]) : T{0};
+      if (source.residual != nullptr && isThere) h[i] += static_cast<T>(residualOf(source, element, wasLost));
       x[i] = toCoded(h[i]);
     }
     const Coded<Warp> coded = Format::template code<Warp, kIsStochastic>(x, draw);
     writeGroup<Format>(coded, packed + kHeaderBytes<Format> + group * kBytesOfGroup<Format>);
-    if (hasFeedback) keepRest<Format>(source, length, group * kGroup, h, coded, draw);
+    if (source.residual != nullptr) keepRest<Format>(source, first, begin + length, h, coded, draw);
   });
   share.forBytes(0, kHeaderBytes<Format>,
-                 [&](int64_t byte) { packed[byte] = static_cast<uint8_t>(source.key >> (8 * byte)); });
+                 [&](int64_t byte) { packed[byte] = static_cast<uint8_t>(key >> (8 * byte)); });
   share.forBytes(kHeaderBytes<Format> + groupsOf(length) * kBytesOfGroup<Format>, rows.rowBytes,
                  [&](int64_t byte) { packed[byte] = 0; });
 }
