@@ -7,10 +7,19 @@
 namespace bagua::compressed {
 namespace {
 
-void addOrphans(const at::Tensor& residual, const std::vector<ParameterState::Orphan>& orphans, double factor) {
-  for (const auto& orphan : orphans) {
-    residual.narrow(0, orphan.begin, orphan.values.numel()).add_(orphan.values, factor);
-  }
+using Orphans = std::vector<ParameterState::Orphan>;
+
+// What the owners of chunks have lost, of both sets: `current` counts unless it `wasLost`, and then `before` does.
+void addOrphans(const at::Tensor& residual, const Orphans& current, const Orphans& before, const at::Tensor& wasLost,
+                double factor) {
+  const auto add = [&](const Orphans& orphans, const at::Tensor& isNothing) {
+    for (const auto& [begin, values] : orphans) {
+      const at::Tensor counted = isNothing.defined() ? values.masked_fill(isNothing, 0) : values;
+      residual.narrow(0, begin, values.numel()).add_(counted, factor);
+    }
+  };
+  add(current, wasLost);
+  if (wasLost.defined()) add(before, wasLost.logical_not());
 }
 
 }  // namespace
@@ -48,11 +57,14 @@ void Feedback::useWhole(Sets<ParameterState>& sets, const Bucket& bucket, const 
   coding.sender.nextResidual = sets.sender[1 - current].flatFor(bucket);
   coding.owner.residual = owner.flatFor(bucket, pieces);
   coding.owner.nextResidual = nextOwner.flatFor(bucket, pieces);
+  coding.sender.wasLost = coding.owner.wasLost = steps_.wasLost();
+  // The next ones will be written anew.
+  const Orphans orphans = owner.takeOrphans(bucket);
+  const Orphans orphansBefore = nextOwner.takeOrphans(bucket);
+  if (orphans.empty() && orphansBefore.empty()) return;
   steps_.restoreIfLost(coding.sender.residual, coding.sender.nextResidual);
-  steps_.restoreIfLost(coding.owner.residual, coding.owner.nextResidual);
-  // They will be written anew.
-  nextOwner.takeOrphans(bucket);
-  addOrphans(coding.sender.residual, owner.takeOrphans(bucket), orphansFactor);
+  addOrphans(coding.sender.residual, orphans, orphansBefore, coding.sender.wasLost, orphansFactor);
+  coding.sender.wasLost.reset();
 }
 
 // What is changed here is kept at once: if this step is lost, the next one begins with it.
@@ -60,22 +72,24 @@ void Feedback::useSmall(Sets<SmallResiduals>& sets, const Bucket& bucket, const 
                         double orphansFactor, Coding& coding) {
   const std::vector<Piece> all = {{0, bucket.flat.numel()}};
   const int current = steps_.current();
-  std::vector<ParameterState::Orphan> orphans;
+  const at::Tensor wasLost = steps_.wasLost();
+  Orphans orphans;
+  Orphans orphansBefore;
   const auto begin = [&](SmallResiduals(&state)[2], const std::vector<Piece>& elements) {
-    at::Tensor values = state[current].read(bucket, elements, orphans);
-    if (!steps_.wasLost().defined()) return values;
-    std::vector<ParameterState::Orphan> ofBefore;
-    steps_.restoreIfLost(values, state[1 - current].read(bucket, elements, ofBefore));
-    state[current].write(bucket, elements, values);
-    return values;
+    SmallResiduals& residuals = state[current];
+    residuals.arrange(bucket, elements, orphans);
+    if (wasLost.defined()) {
+      state[1 - current].arrange(bucket, elements, orphansBefore);
+      residuals.replaceIf(wasLost, bucket, elements, state[1 - current]);
+    }
+    return residuals.read(bucket, elements);
   };
   coding.owner.residual = begin(sets.owner, pieces);
   at::Tensor ofSender = begin(sets.sender, all);
-  if (!orphans.empty()) {
-    addOrphans(ofSender, orphans, orphansFactor);
+  if (!orphans.empty() || !orphansBefore.empty()) {
+    addOrphans(ofSender, orphans, orphansBefore, wasLost, orphansFactor);
     sets.sender[current].write(bucket, all, ofSender);
-    orphans.clear();
-    ofSender = sets.sender[current].read(bucket, all, orphans);
+    ofSender = sets.sender[current].read(bucket, all);
   }
   coding.sender.residual = ofSender;
   // The step writes to where it reads, unless that may be needed again.

@@ -22,6 +22,7 @@ class HalvesCodec final : public Codec {
 
   void encode(const at::Tensor& values, const Piece& piece, const Encoding& encoding,
               at::Tensor& packed) const override {
+    encoding.restoreIfLost(piece);
     at::Tensor exact = within(values, piece).to(at::kFloat, false, true);
     if (encoding.hasFeedback()) exact.add_(within(encoding.residual, piece));
     const at::Tensor halves = exact.to(at::kHalf);
@@ -34,10 +35,6 @@ class HalvesCodec final : public Codec {
 
   void decode(const at::Tensor& packed, const Piece& piece, at::Tensor& values) const override {
     within(values, piece).copy_(decoded(packed, piece));
-  }
-
-  void decodeAdd(const at::Tensor& packed, const Piece& piece, at::ScalarType dtype, at::Tensor& sums) const override {
-    sums.add_(decoded(packed, piece).to(dtype));
   }
 
  private:

@@ -2,6 +2,7 @@
 #include "algorithms/compressed/small_residuals.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -32,12 +33,12 @@ void SmallResiduals::Kept::copyTo(ParameterState& state) const {
   state.flatFor(bucket, pieces).copy_(values);
 }
 
-at::Tensor SmallResiduals::read(const Bucket& bucket, const std::vector<Piece>& pieces,
-                                std::vector<ParameterState::Orphan>& orphans) {
+void SmallResiduals::arrange(const Bucket& bucket, const std::vector<Piece>& pieces,
+                             std::vector<ParameterState::Orphan>& orphans) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto positions = positionsOf(bucket.entries);
   for (const auto& kept : kept_) {
-    if (kept.isOf(positions, pieces)) return kept.numbers.decoded();
+    if (kept.isOf(positions, pieces)) return;
   }
   std::erase_if(kept_, [&](const Kept& kept) {
     const bool isOutdated = shareOne(kept.positions, positions);
@@ -47,7 +48,20 @@ at::Tensor SmallResiduals::read(const Bucket& bucket, const std::vector<Piece>& 
   SmallNumbers numbers = SmallNumbers::encoded(moved_.flatFor(bucket, pieces));
   for (auto& orphan : moved_.takeOrphans(bucket)) orphans.push_back(std::move(orphan));
   replace(bucket, pieces, std::move(numbers));
-  return kept_.back().numbers.decoded();
+}
+
+at::Tensor SmallResiduals::read(const Bucket& bucket, const std::vector<Piece>& pieces) const {
+  return numbersOf(bucket, pieces).decoded();
+}
+
+void SmallResiduals::replaceIf(const at::Tensor& isReplaced, const Bucket& bucket, const std::vector<Piece>& pieces,
+                               const SmallResiduals& other) {
+  const SmallNumbers mine = numbersOf(bucket, pieces);
+  const SmallNumbers its = other.numbersOf(bucket, pieces);
+  SmallNumbers numbers{at::where(isReplaced, its.codes, mine.codes),
+                       at::where(isReplaced, its.exponents, mine.exponents)};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  replace(bucket, pieces, std::move(numbers));
 }
 
 void SmallResiduals::write(const Bucket& bucket, const std::vector<Piece>& pieces, const at::Tensor& values) {

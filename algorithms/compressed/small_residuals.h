@@ -19,12 +19,18 @@ class SmallResiduals {
  public:
   explicit SmallResiduals(const std::string& name) : moved_(name) {}
 
-  // A copy of the state of the elements in `pieces` of the bucket's flat tensor. What the bucket's parameters held of
-  // other elements is appended to `orphans`, and gone.
-  at::Tensor read(const Bucket& bucket, const std::vector<Piece>& pieces, std::vector<ParameterState::Orphan>& orphans);
+  // Before all else of a bucket: lets its parameters have state for the elements in `pieces` of the flat tensor. What
+  // they held of other elements is appended to `orphans`, and gone.
+  void arrange(const Bucket& bucket, const std::vector<Piece>& pieces, std::vector<ParameterState::Orphan>& orphans);
+  // A copy of the state of elements that have been arranged.
+  [[nodiscard]] at::Tensor read(const Bucket& bucket, const std::vector<Piece>& pieces) const;
+  // Replaces it by that of `other`, where the same has been arranged, if `isReplaced`, one bool. Nothing waits for a
+  // CUDA device.
+  void replaceIf(const at::Tensor& isReplaced, const Bucket& bucket, const std::vector<Piece>& pieces,
+                 const SmallResiduals& other);
   // Replaces all that the bucket's parameters held.
   void write(const Bucket& bucket, const std::vector<Piece>& pieces, const at::Tensor& values);
-  // The same by keep * (what `other` holds of these pieces, and has been read) + gain * left.
+  // The same by keep * (what `other` holds of these pieces, which have been arranged) + gain * left.
   void writeBlend(const Bucket& bucket, const std::vector<Piece>& pieces, const SmallResiduals& other, float keep,
                   const at::Tensor& left, float gain);
 

@@ -49,7 +49,9 @@ void StepSets::noteWhetherFinite(const at::Tensor& isFinite) {
 
 void StepSets::restoreIfLost(const at::Tensor& current, const at::Tensor& before) const {
   const at::Tensor isLost = wasLost();
-  if (isLost.defined()) current.copy_(at::where(isLost, before, current));
+  if (!isLost.defined()) return;
+  at::Tensor restored = current;
+  at::where_out(restored, isLost, before, current);
 }
 
 at::Tensor StepSets::wasLost() const {

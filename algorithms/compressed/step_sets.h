@@ -24,11 +24,12 @@ class StepSets {
   void noteResult(const at::Tensor& result);
   void noteWhetherFinite(const at::Tensor& isFinite);
 
-  // On CUDA the host does not wait for results, and takes every step for one that counts. There, of what the step
-  // reads: `current` takes the values of `before`, that of the other set, if the step before was lost.
-  void restoreIfLost(const at::Tensor& current, const at::Tensor& before) const;
-  // Whether it was, one bool; undefined on the CPU.
+  // On CUDA the host does not wait for results, and takes every step for one that counts. There the device tells
+  // whether the step before was lost, one bool, which is undefined on the CPU and where there was none: what a step
+  // reads has to be replaced first by what the other set holds. Codecs do so while they code, see Encoding::wasLost.
   [[nodiscard]] at::Tensor wasLost() const;
+  // Does so in a pass of its own.
+  void restoreIfLost(const at::Tensor& current, const at::Tensor& before) const;
 
   // The set to go on from, between two steps.
   [[nodiscard]] int betweenSteps() const;
