@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/compressed/unused.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -13,10 +13,16 @@
 namespace bagua::compressed {
 
 at::Tensor usedByThisRank(const Bucket& bucket, at::ScalarType dtype) {
-  at::Tensor used = at::empty({static_cast<int64_t>(bucket.entries.size())}, at::kFloat);
-  auto* number = used.mutable_data_ptr<float>();
-  for (const auto& entry : bucket.entries) *number++ = entry.isUsed ? 1 : 0;
-  return used.to(bucket.flat.options().dtype(dtype));
+  const auto count = static_cast<int64_t>(bucket.entries.size());
+  // Filled where it is: a copy of what the host has would wait for the device, and a graph could not hold it.
+  at::Tensor used = at::ones({count}, bucket.flat.options().dtype(dtype));
+  const auto isUsedAt = [&](int64_t place) { return bucket.entries[place].isUsed; };
+  for (int64_t begin = 0, end = 0; begin < count; begin = end) {
+    end = begin + 1;
+    while (end < count && isUsedAt(end) == isUsedAt(begin)) ++end;
+    if (!isUsedAt(begin)) used.narrow(0, begin, end - begin).zero_();
+  }
+  return used;
 }
 
 Sum sumOfUses(const Bucket& bucket) {
