@@ -11,6 +11,8 @@
 #include <charconv>
 #include <string>
 
+#include "kernels/device_ways.h"
+
 namespace bagua::powersgd {
 namespace {
 
@@ -26,6 +28,22 @@ int64_t positionIn(const std::string& text) {
   return error == std::errc() && stop == end ? number : -1;
 }
 
+// What the host has drawn or loaded, where `options` say. The host does not wait until it is there: only from pinned
+// memory, and of the type that it will have, does CUDA copy without it. torch keeps that memory until the copy is over.
+// No program that is captured into a graph may do so: replays would read what the memory holds then.
+at::Tensor copyTo(const at::Tensor& values, const at::TensorOptions& options) {
+  if (worksOnHost(options.device())) return values.to(options);
+  const auto pinned = at::TensorOptions().dtype(options.dtype()).pinned_memory(options.device().is_cuda());
+  const at::Tensor staged = at::empty(values.sizes(), pinned).copy_(values);
+  return at::empty(values.sizes(), options).copy_(staged, /*non_blocking=*/true);
+}
+
+// What a step has kept is there already, what a checkpoint held need not be.
+at::Tensor keptAs(const at::Tensor& kept, const at::TensorOptions& options) {
+  if (kept.device() != options.device()) return copyTo(kept, options);
+  return kept.to(c10::typeMetaToScalarType(options.dtype()));
+}
+
 }  // namespace
 
 // As the README says, for those who want to draw the same.
@@ -36,7 +54,7 @@ at::Tensor StartingFactors::drawn(int64_t parameter, const Shape& shape, int64_t
                        static_cast<uint64_t>(parameter);
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(key);
   const at::Tensor columns = at::randn({shape.columns, shape.rank}, generator, at::TensorOptions().dtype(at::kFloat));
-  return columns.t().contiguous().to(options);
+  return copyTo(columns.t().contiguous(), options);
 }
 
 at::Tensor StartingFactors::startOf(const MatrixGroup& group, int64_t step, const at::TensorOptions& options) {
@@ -52,7 +70,7 @@ at::Tensor StartingFactors::startOf(const MatrixGroup& group, int64_t step, cons
     if (!spare.defined()) spare = drawn(matrix.parameter, group.shape, 0, options);
     spares.push_back(spare);
     const auto kept = kept_.find(matrix.parameter);
-    starts.push_back(kept == kept_.end() ? spare : kept->second.to(options));
+    starts.push_back(kept == kept_.end() ? spare : keptAs(kept->second, options));
   }
   const at::Tensor start = at::stack(starts);
   const at::Tensor isZero = start.abs().amax(-1, true) == 0;
