@@ -10,13 +10,14 @@
 
 namespace bagua {
 
-// On the CPU a chain of element-wise operations is bound by memory: block by block, what one writes the next finds in
-// cache. Calls visit(begin, length) for blocks of `numel` elements on `device`; elsewhere for all of them at once.
-// Every block but the last is a multiple of `unit`.
+// Calls visit(begin, length) for blocks of `numel` elements on `device`. On the CPU a chain of element-wise operations
+// is bound by memory: block by block, what one writes the next finds in a cache. On a device, blocks are so long that
+// the launches do not count, and so short that what a chain makes on its way needs little memory. Every block but the
+// last is a multiple of `unit`.
 template <typename Visit>
 void inBlocks(int64_t numel, at::Device device, Visit&& visit, int64_t unit = 1) {
-  constexpr int64_t kBlock = int64_t{32} << 10;
-  const int64_t most = worksOnHost(device) ? std::max(kBlock / unit * unit, unit) : std::max<int64_t>(numel, 1);
+  const int64_t longest = worksOnHost(device) ? int64_t{32} << 10 : int64_t{4} << 20;
+  const int64_t most = std::max(longest / unit * unit, unit);
   for (int64_t begin = 0; begin < numel; begin += most) visit(begin, std::min(most, numel - begin));
 }
 

@@ -29,16 +29,32 @@ at::Tensor digestOf(const std::vector<at::Tensor>& flats) {
   constexpr int64_t kOdd = 0x1E3779B97F4A7C15;
   at::Tensor digest = at::zeros({2}, flats.front().options().dtype(at::kLong));
   for (const auto& flat : flats) {
-    // Sums of whole numbers, which wrap: the same in any order.
+    digest[1].mul_(31);
+    // Sums of whole numbers, which wrap: the same in any order, and for any cut into blocks.
     inBlocks(flat.numel(), flat.device(), [&](int64_t begin, int64_t length) {
       const auto word = flat.scalar_type() == at::kDouble ? at::kLong : at::kInt;
       const at::Tensor bits = flat.narrow(0, begin, length).view(word).to(at::kLong);
       const at::Tensor places = at::arange(begin, begin + length, bits.options()).mul_(kOdd).add_(1);
       digest[0].add_(bits.sum());
-      digest[1].mul_(31).add_((bits * places).sum());
+      digest[1].add_(places.mul_(bits).sum());
     });
   }
   return digest;
+}
+
+// The caller waits for the answer: what the ranks do next depends on it.
+bool areSameOnAllRanks(const std::vector<at::Tensor>& flats, StepContext& context) {
+  at::Tensor least = digestOf(flats);
+  at::Tensor most = least.clone();
+  context
+      .submitInBackground("bagua:compare_weights", {least, most},
+                          [least, most](Communicator& communicator, StageSeconds& seconds) mutable {
+                            const Stage stage(seconds, "compare_weights");
+                            communicator.allReduce(least, c10d::ReduceOp::MIN);
+                            communicator.allReduce(most, c10d::ReduceOp::MAX);
+                          })
+      ->wait(kNoTimeout);
+  return least.equal(most);
 }
 
 std::string numbered(const char* name, size_t number) { return std::string(name) + "." + std::to_string(number); }
@@ -166,19 +182,15 @@ void Rounds::startOuterWeights(StepContext& context) {
     bucket->outer = {.weights = bucket->weights.packAs(bucket->dtype)};
     flats.push_back(bucket->outer.weights);
   }
-  const at::Tensor digest = digestOf(flats);
-  context
-      .submitInBackground("bagua:start_rounds", {digest},
-                          [flats, digest](Communicator& communicator, StageSeconds& seconds) mutable {
-                            const Stage stage(seconds, "start_rounds");
-                            at::Tensor least = digest.clone();
-                            at::Tensor most = digest.clone();
-                            communicator.allReduce(least, c10d::ReduceOp::MIN);
-                            communicator.allReduce(most, c10d::ReduceOp::MAX);
-                            if (least.equal(most)) return;
-                            for (auto& flat : flats) communicator.broadcast(flat, 0);
-                          })
-      ->wait(kNoTimeout);
+  if (!areSameOnAllRanks(flats, context)) {
+    context
+        .submitInBackground("bagua:start_rounds", flats,
+                            [flats](Communicator& communicator, StageSeconds& seconds) mutable {
+                              const Stage stage(seconds, "start_rounds");
+                              for (auto& flat : flats) communicator.broadcast(flat, 0);
+                            })
+        ->wait(kNoTimeout);
+  }
   for (const auto& bucket : allBuckets()) allocate(*bucket, context.rank());
   hasStarted_ = true;
   noteMemory(context);
