@@ -3,6 +3,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -82,7 +83,9 @@ at::Tensor powersOfTwo(const at::Tensor& exponents) {
 
 SmallNumbers encodedByAten(const at::Tensor& values) {
   const at::Tensor groups = inGroups(values);
-  const at::Tensor most = groups.abs().amax(1).clamp_max_(kMostNumber).div_(kMostCode);
+  // A tensor: CUDA would multiply with the reciprocal of a number, and round differently.
+  const at::Tensor divisor = at::full({}, kMostCode, values.options());
+  const at::Tensor most = groups.abs().amax(1).clamp_max_(kMostNumber).div_(divisor);
   const at::Tensor exponents = most.view(at::kInt)
                                    .add((1 << kMantissaBits) - 1)
                                    .bitwise_right_shift_(kMantissaBits)
@@ -114,7 +117,8 @@ SmallNumbers SmallNumbers::encoded(const at::Tensor& values) {
 
 SmallNumbers SmallNumbers::blended(const SmallNumbers& old, float keep, const at::Tensor& left, float gain) {
   if (left.numel() == 0) return allocated(left);
-  if (!worksOnHost(left)) return encodedByAten(decodedByAten(old).mul_(keep).add_(left, gain));
+  // Two products and a sum, each rounded: a sum that takes the factor would be rounded once.
+  if (!worksOnHost(left)) return encodedByAten(decodedByAten(old).mul_(keep).add_(left.mul(gain)));
   SmallNumbers made = allocated(left);
   const auto* numbers = left.const_data_ptr<float>();
   const auto* oldCodes = old.codes.const_data_ptr<int8_t>();
