@@ -19,8 +19,8 @@ at::ScalarType computeType(const at::Tensor& weights) {
 
 at::Tensor compress(const Codec& codec, const Encoding& encoding, const at::Tensor& values) {
   at::Tensor packed = scratchTensor({codec.layout().packedBytes(values.numel())}, values.options().dtype(at::kByte));
-  at::Tensor row = packed.unsqueeze(0);
-  codec.encodeChunks(values, values.numel(), encoding, row);
+  codec.start(values, encoding, packed);
+  codec.encode(values, {0, values.numel()}, encoding, packed);
   return packed;
 }
 
