@@ -2,6 +2,7 @@
 # What the executables of unit tests and of fuzzing share: sources that are compiled once, and a precompiled header.
 add_library(bagua_test_support OBJECT EXCLUDE_FROM_ALL
   tests/fuzz/lone_rank.cpp
+  tests/support/device_program.cpp
   tests/support/immediate_steps.cpp
   tests/support/thread_ranks.cpp)
 target_link_libraries(bagua_test_support PUBLIC bagua)

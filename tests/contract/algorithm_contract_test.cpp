@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every registered algorithm promises, on threads as ranks.
+// What every registered algorithm promises, on threads as ranks: on CPU tensors, and on CPU tensors that go the ways of
+// a device.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
@@ -7,7 +8,11 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <optional>
+
 #include "algorithms/registry.h"
+#include "kernels/device_ways.h"
+#include "tests/support/device_program.h"
 #include "tests/support/immediate_steps.h"
 #include "tests/support/thread_ranks.h"
 
@@ -19,6 +24,7 @@ using Hosts = std::vector<std::string>;
 struct Case {
   std::string algorithm;
   Hosts hosts;
+  bool isAsOnDevice;
 };
 
 std::vector<Case> casesOfEveryAlgorithm() {
@@ -31,7 +37,8 @@ std::vector<Case> casesOfEveryAlgorithm() {
                                       {"a", "b", "b", "c", "c", "c"}};
   std::vector<Case> cases;
   for (const auto& name : AlgorithmRegistry::names()) {
-    for (const auto& hosts : layouts) cases.push_back({name, hosts});
+    for (const auto& hosts : layouts) cases.push_back({name, hosts, false});
+    for (const auto& hosts : {layouts[1], layouts[4], layouts[6]}) cases.push_back({name, hosts, true});
   }
   return cases;
 }
@@ -39,7 +46,7 @@ std::vector<Case> casesOfEveryAlgorithm() {
 std::string nameOf(const Case& it) {
   std::string name = it.algorithm + "_on";
   for (const auto& host : it.hosts) name += "_" + host;
-  return name;
+  return name + (it.isAsOnDevice ? "_as_on_a_device" : "");
 }
 
 // GoogleTest looks for this name.
@@ -48,6 +55,10 @@ void PrintTo(const Case& it, std::ostream* stream) { *stream << nameOf(it); }
 
 class AlgorithmContract : public ::testing::TestWithParam<Case> {
  protected:
+  AlgorithmContract() {
+    if (GetParam().isAsOnDevice) asOnDevice_.emplace();
+  }
+
   [[nodiscard]] static const AlgorithmInfo& info() { return AlgorithmRegistry::find(GetParam().algorithm); }
   [[nodiscard]] static std::unique_ptr<Algorithm> create() {
     // Rounds that come within the few steps of a test.
@@ -67,7 +78,8 @@ class AlgorithmContract : public ::testing::TestWithParam<Case> {
         [&](Communicator& communicator) {
           const auto algorithm = create();
           Bucket bucket{gradients[communicator.rank()].clone()};
-          algorithm->reduce(bucket, communicator);
+          testing::runProgram(bucket.flat.device(), communicator,
+                              [&](Communicator& ofProgram) { algorithm->reduce(bucket, ofProgram); });
           results[communicator.rank()] = bucket.flat;
         },
         GetParam().hosts);
@@ -80,6 +92,9 @@ class AlgorithmContract : public ::testing::TestWithParam<Case> {
     for (int rank = 0; rank < size(); ++rank) gradients.push_back(at::randn({numel}).to(dtype));
     return gradients;
   }
+
+ private:
+  std::optional<AsOnDevice> asOnDevice_;
 };
 
 // Some promises are made by algorithms that reduce gradients, others by those that average weights.
