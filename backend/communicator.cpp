@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/communicator.h"
 
+#include <ATen/ops/sum.h>
+#include <c10/util/Exception.h>
+
+#include <numeric>
+
+#include "backend/operation/scratch_memory.h"
 #include "backend/operation/tensor_bytes.h"
 
 namespace bagua {
@@ -30,6 +36,33 @@ void Communicator::allToAllInPieces(at::Tensor& output, const at::Tensor& input,
   pipeline.beforeSending(0, longestPart(input, inputSplits));
   allToAll(output, input, outputSplits, inputSplits);
   pipeline.afterReceiving(0, longestPart(output, outputSplits));
+}
+
+at::Tensor Communicator::ownPartInHost(const at::Tensor& flat, const Splits& parts) const {
+  const auto own = parts.begin() + topology_->localRank(rank_);
+  return flat.narrow(0, std::accumulate(parts.begin(), own, int64_t{0}), *own);
+}
+
+Communicator::Splits Communicator::splitsInHost(const Splits& parts) const {
+  const auto& ranks = hostRanks();
+  TORCH_INTERNAL_ASSERT(parts.size() == ranks.size());
+  Splits splits(size_, 0);
+  for (size_t i = 0; i < ranks.size(); ++i) splits[ranks[i]] = parts[i];
+  return splits;
+}
+
+void Communicator::reduceScatterInHost(at::Tensor& flat, const Splits& parts, int64_t divisor) {
+  const at::Tensor own = ownPartInHost(flat, parts);
+  const auto count = static_cast<int64_t>(parts.size());
+  at::Tensor copies = scratchTensor({count, own.numel()}, flat.options());
+  allToAll(copies, flat, splitsInHost(Splits(parts.size(), own.numel())), splitsInHost(parts));
+  own.copy_(copies.sum(0, false, flat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).div_(divisor));
+}
+
+void Communicator::allGatherInHost(at::Tensor& flat, const Splits& parts) {
+  const at::Tensor own = ownPartInHost(flat, parts);
+  const at::Tensor sent = own.repeat({static_cast<int64_t>(parts.size())});
+  allToAll(flat, sent, splitsInHost(parts), splitsInHost(Splits(parts.size(), own.numel())));
 }
 
 void Communicator::countSentTo(int peer, int64_t bytes) {

@@ -68,11 +68,13 @@ class Communicator {
   // Part j of `input` goes to rank j, part i of `output` comes from rank i. Parts may be empty.
   virtual void allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                         const Splits& inputSplits) = 0;
-  // The same where no rank has parts for ranks of other hosts.
-  virtual void allToAllInHost(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
-                              const Splits& inputSplits) {
-    allToAll(output, input, outputSplits, inputSplits);
-  }
+  // Among the ranks of each host, all hosts at the same time. `parts`: elements of each rank of this host, in the order
+  // of the ranks, which together make up `flat`. Floating-point numbers, in place.
+  // This rank's part becomes the sum over the host, which is made in float32 where the numbers have 16 bits, divided by
+  // `divisor`. The other parts stay.
+  virtual void reduceScatterInHost(at::Tensor& flat, const Splits& parts, int64_t divisor);
+  // `flat` becomes what each rank of the host has in its part.
+  virtual void allGatherInHost(at::Tensor& flat, const Splits& parts);
   // allGather and allToAll of byte tensors, with a pipeline where the transport has one; elsewhere its steps are taken
   // once, before and after. This rank's part for itself does not travel: what its place in `output` holds is undefined
   // until a step writes it after receiving. Steps are taken up to the end of the longest part of another rank. Of the
@@ -95,6 +97,8 @@ class Communicator {
   [[nodiscard]] const Traffic& traffic() const { return traffic_; }
 
  protected:
+  // This rank's, of the ranks of its host.
+  [[nodiscard]] at::Tensor ownPartInHost(const at::Tensor& flat, const Splits& parts) const;
   // What is left until the deadline, at least 1 ms (transports take 0 for "no limit"), and at most what can be added to
   // the present.
   [[nodiscard]] std::chrono::milliseconds remaining() const {
@@ -103,6 +107,7 @@ class Communicator {
     constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
     return std::clamp(left, std::chrono::milliseconds(1), kLongest);
   }
+  [[nodiscard]] const std::vector<int>& hostRanks() const { return topology_->ranksOf(topology_->hostOf(rank_)); }
   void countSentTo(int peer, int64_t bytes);
   void countSentToEach(int64_t bytes);
   // To all other ranks together, as much to one as to another.
@@ -112,6 +117,9 @@ class Communicator {
   void countSent(const Traffic& traffic) { traffic_ += traffic; }
 
  private:
+  // By rank of the group: parts[i] where that is the i-th rank of this host, else 0.
+  [[nodiscard]] Splits splitsInHost(const Splits& parts) const;
+
   const int rank_;
   const int size_;
   const std::shared_ptr<const HostTopology> topology_;

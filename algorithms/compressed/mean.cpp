@@ -6,7 +6,6 @@
 #include <memory>
 
 #include "algorithms/compressed/collectives.h"
-#include "algorithms/in_host.h"
 
 namespace bagua::compressed {
 namespace {
@@ -56,16 +55,16 @@ void reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeco
     lanes.push_back(std::make_unique<CodedLanes>(options, sum.flat.numel(), communicator));
     flats.push_back({sum.flat, lanes.back()->lanes, sum.coding});
   }
-  const float divisor = options.average ? static_cast<float>(communicator.size()) : 1.0F;
+  const int divisor = options.average ? communicator.size() : 1;
   if (flats.front().lanes.count() == 1) return allReduceTogether(flats, divisor, seconds, communicator);
   {
     const Stage stage(seconds, "reduce_in_host");
-    for (auto& one : flats) reduceInHost(one.flat, one.lanes, divisor, communicator);
+    for (auto& one : flats) communicator.reduceScatterInHost(one.flat, one.lanes.partsInHost(), divisor);
   }
   // Already divided above, where a sum of 16-bit floats could overflow.
   allReduceTogether(flats, 1, seconds, communicator);
   const Stage stage(seconds, "gather_in_host");
-  for (auto& one : flats) gatherInHost(one.flat, one.lanes, communicator);
+  for (auto& one : flats) communicator.allGatherInHost(one.flat, one.lanes.partsInHost());
 }
 
 }  // namespace bagua::compressed

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "algorithms/in_host.h"
+#include "algorithms/lane_exchange.h"
 
 namespace bagua {
 namespace {
@@ -16,7 +16,7 @@ void averagePairs(const HostTopology& topology, at::Tensor& flat, int64_t exchan
   const HostLanes lanes(topology, rank, flat.numel());
   if (lanes.count() > 1) {
     const Stage stage(seconds, "reduce_in_host");
-    reduceInHost(flat, lanes, static_cast<float>(lanes.localSize()), communicator);
+    communicator.reduceScatterInHost(flat, lanes.partsInHost(), lanes.localSize());
   }
   {
     const Stage stage(seconds, "exchange");
@@ -30,7 +30,7 @@ void averagePairs(const HostTopology& topology, at::Tensor& flat, int64_t exchan
   }
   if (lanes.count() > 1) {
     const Stage stage(seconds, "gather_in_host");
-    gatherInHost(flat, lanes, communicator);
+    communicator.allGatherInHost(flat, lanes.partsInHost());
   }
 }
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "algorithms/blocks.h"
-#include "algorithms/in_host.h"
+#include "algorithms/lane_exchange.h"
 #include "backend/operation/scratch_memory.h"
 #include "kernels/device_ways.h"
 
@@ -38,13 +38,13 @@ bool areOne(const RingReplicas& replicas) { return replicas.left.const_data_ptr(
 void RingExchange::enterHost(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const {
   if (lanes_.count() == 1) return;
   const Stage stage(seconds, "reduce_in_host");
-  reduceInHost(flat, lanes_, static_cast<float>(lanes_.localSize()), communicator);
+  communicator.reduceScatterInHost(flat, lanes_.partsInHost(), lanes_.localSize());
 }
 
 void RingExchange::leaveHost(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const {
   if (lanes_.count() == 1) return;
   const Stage stage(seconds, "gather_in_host");
-  gatherInHost(flat, lanes_, communicator);
+  communicator.allGatherInHost(flat, lanes_.partsInHost());
 }
 
 at::Tensor RingExchange::ownPart(const at::Tensor& flat, int rank) const {

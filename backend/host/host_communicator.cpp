@@ -39,12 +39,33 @@ PartOwners::LineTo HostCommunicator::lines() {
 
 // --- Steps inside a host ---------------------------------------------------------------------------------------------
 
-std::vector<HostCommunicator::Span> HostCommunicator::spansOf(const HostLanes& lanes) const {
-  std::vector<Span> spans;
-  for (const int member : connections_.members()) {
-    spans.push_back({lanes.begin(lanes.firstLane(member)), lanes.ownLength(member)});
+namespace {
+
+// In a flat tensor, one after another.
+std::vector<SharedMemoryExchange::Span> spansOf(const Communicator::Splits& parts) {
+  std::vector<SharedMemoryExchange::Span> spans;
+  int64_t begin = 0;
+  for (const int64_t part : parts) {
+    spans.push_back({begin, part});
+    begin += part;
   }
   return spans;
+}
+
+}  // namespace
+
+void HostCommunicator::reduceParts(at::Tensor& flat, const at::Tensor& prepared, const Splits& parts,
+                                   const ReduceOp& op, int64_t contributors) {
+  const auto spans = spansOf(parts);
+  const Span& span = spans[sharedMemory()->rank()];
+  at::Tensor own = flat.narrow(0, span.begin, span.length);
+  countShown((flat.numel() - span.length) * itemSize(flat));
+  sharedMemory()->reduceSpans(own, prepared, spans, op, contributors, deadline());
+}
+
+void HostCommunicator::gatherParts(at::Tensor& flat, const Splits& parts) {
+  countShown(parts[sharedMemory()->rank()] * itemSize(flat) * (sharedMemory()->size() - 1));
+  sharedMemory()->gather(flat, spansOf(parts), deadline());
 }
 
 c10d::ReduceOp HostCommunicator::reduceToOwnLanes(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes,
@@ -55,19 +76,29 @@ c10d::ReduceOp HostCommunicator::reduceToOwnLanes(at::Tensor& flat, const at::Te
   }
   const auto steps = reduction::inTwoSteps(op, flat.scalar_type());
   if (sharedMemory()) {
-    at::Tensor own = flat.narrow(0, lanes.begin(lanes.firstLane(rank())), lanes.ownLength(rank()));
-    countShown((flat.numel() - own.numel()) * itemSize(flat));
-    sharedMemory()->reduceSpans(own, prepared, spansOf(lanes), steps.first, size(), deadline());
+    reduceParts(flat, prepared, lanes.partsInHost(), steps.first, size());
   } else if (steps.first == ReduceOp::AVG || !prepared.is_same(flat)) {
     reduction::reduceParts({prepared.const_data_ptr()}, steps.first, size(), flat);
   }
   return steps.second;
 }
 
-void HostCommunicator::gatherFromOwnLanes(at::Tensor& flat, const HostLanes& lanes) {
-  if (!sharedMemory()) return;
-  countShown(lanes.ownLength(rank()) * itemSize(flat) * (sharedMemory()->size() - 1));
-  sharedMemory()->gather(flat, spansOf(lanes), deadline());
+void HostCommunicator::reduceScatterInHost(at::Tensor& flat, const Splits& parts, int64_t divisor) {
+  if (flat.numel() == 0) return;
+  connect();
+  if (!shareMemoryInHosts()) return Communicator::reduceScatterInHost(flat, parts, divisor);
+  if (sharedMemory()) {
+    reduceParts(flat, flat, parts, divisor == 1 ? ReduceOp::SUM : ReduceOp::AVG, divisor);
+  } else if (divisor != 1) {
+    flat.div_(divisor);
+  }
+}
+
+void HostCommunicator::allGatherInHost(at::Tensor& flat, const Splits& parts) {
+  if (flat.numel() == 0) return;
+  connect();
+  if (!shareMemoryInHosts()) return Communicator::allGatherInHost(flat, parts);
+  if (sharedMemory()) gatherParts(flat, parts);
 }
 
 // --- Collectives on a tensor as a whole: those on the parts of ranks are in host_communicator_parts.cpp --------------
@@ -108,7 +139,7 @@ void HostCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
     auto& agreed = lines_[owners];
     among(std::move(owners)).allReduce(own, betweenHosts, agreed, lines());
   }
-  gatherFromOwnLanes(flat, lanes);
+  if (sharedMemory()) gatherParts(flat, lanes.partsInHost());
 }
 
 void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) {
@@ -131,7 +162,7 @@ void HostCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) 
     const auto& agreed = lines_[owners];
     among(std::move(owners)).reduceTo(host, own, betweenHosts, agreed);
   }
-  if (connections_.ownHost() == host) gatherFromOwnLanes(result, lanes);
+  if (connections_.ownHost() == host && sharedMemory()) gatherParts(result, lanes.partsInHost());
 }
 
 void HostCommunicator::barrier() {

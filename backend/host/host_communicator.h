@@ -33,6 +33,8 @@ class HostCommunicator final : public Communicator {
   void reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) override;
   void allToAll(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                 const Splits& inputSplits) override;
+  void reduceScatterInHost(at::Tensor& flat, const Splits& parts, int64_t divisor) override;
+  void allGatherInHost(at::Tensor& flat, const Splits& parts) override;
   void allGatherInPieces(at::Tensor& output, const at::Tensor& input, const Pipeline& pipeline) override;
   void allToAllInPieces(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
                         const Splits& inputSplits, const Pipeline& pipeline) override;
@@ -67,8 +69,13 @@ class HostCommunicator final : public Communicator {
 
   // The lanes of this rank, in `flat`, become what its host has of them. Returns how the hosts are to go on.
   ReduceOp reduceToOwnLanes(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes, const ReduceOp& op);
-  void gatherFromOwnLanes(at::Tensor& flat, const HostLanes& lanes);
-  [[nodiscard]] std::vector<Span> spansOf(const HostLanes& lanes) const;
+  // Of elements of each member, through shared memory: this rank's become what all members have of them, and what this
+  // rank has of its own goes to all members.
+  void reduceParts(at::Tensor& flat, const at::Tensor& prepared, const Splits& parts, const ReduceOp& op,
+                   int64_t contributors);
+  void gatherParts(at::Tensor& flat, const Splits& parts);
+  // Whether the ranks of each host do: the same on all ranks, who have to take the same way.
+  [[nodiscard]] bool shareMemoryInHosts() const { return hosts().hostCount() == topology().hostCount(); }
 
   // The parts of an allgather or reduce-scatter that each member deals with between hosts, its own first.
   using PartsOfMembers = std::vector<std::vector<int>>;

@@ -27,6 +27,22 @@ Region memoryOf(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data_ptr()), static_cast<size_t>(tensor.nbytes())};
 }
 
+// Of the parts of a flat tensor, one after another.
+std::vector<Region> regionsOf(const at::Tensor& flat, const Communicator::Splits& parts) {
+  std::vector<Region> regions;
+  auto* next = static_cast<std::byte*>(flat.data_ptr());
+  for (const int64_t part : parts) {
+    const auto size = static_cast<size_t>(part) * flat.element_size();
+    regions.push_back({next, size});
+    next += size;
+  }
+  return regions;
+}
+
+bool areEqual(const Communicator::Splits& parts) {
+  return std::ranges::all_of(parts, [&](int64_t part) { return part == parts.front(); });
+}
+
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(int rank, int size, std::shared_ptr<const HostTopology> topology,
@@ -177,17 +193,12 @@ void NcclCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, con
   exchange(messagesOf(output, input, outputSplits, inputSplits));
 }
 
-ncclResult_t NcclCommunicator::enqueueMessages(const std::vector<Message>& messages, ncclComm_t comm,
-                                               cudaStream_t stream) {
-  const auto isEmpty = [](const Message& message) { return memoryOf(message.tensor).size == 0; };
-  if (std::ranges::all_of(messages, isEmpty)) return ncclSuccess;
+ncclResult_t NcclCommunicator::enqueueTogether(const std::vector<std::function<ncclResult_t()>>& calls) {
+  if (calls.empty()) return ncclSuccess;
   ncclResult_t result = api_.groupStart();
   if (result != ncclSuccess) return result;
-  for (const auto& message : messages) {
-    if (isEmpty(message)) continue;
-    const Region region = memoryOf(message.tensor);
-    result = message.isSend ? api_.send(region.data, region.size, ncclUint8, message.peer, comm, stream)
-                            : api_.receive(region.data, region.size, ncclUint8, message.peer, comm, stream);
+  for (const auto& call : calls) {
+    result = call();
     if (result != ncclSuccess && result != ncclInProgress) break;
   }
   // Also after an error: NCCL counts open groups per thread.
@@ -195,15 +206,69 @@ ncclResult_t NcclCommunicator::enqueueMessages(const std::vector<Message>& messa
   return result == ncclSuccess || result == ncclInProgress ? end : result;
 }
 
-void NcclCommunicator::allToAllInHost(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
-                                      const Splits& inputSplits) {
-  if (!hasInHostStages()) return allToAll(output, input, outputSplits, inputSplits);
-  std::vector<Message> messages = messagesOf(output, input, outputSplits, inputSplits);
-  std::erase_if(messages, [this](const Message& m) { return topology().hostOf(m.peer) != topology().hostOf(rank()); });
-  countSentIn(messages);
-  for (auto& message : messages) message.peer = topology().localRank(message.peer);
-  onComm(inHost_, "ncclSend/ncclRecv in a host",
-         [&](ncclComm_t comm, cudaStream_t stream) { return enqueueMessages(messages, comm, stream); });
+ncclResult_t NcclCommunicator::enqueueMessages(const std::vector<Message>& messages, ncclComm_t comm,
+                                               cudaStream_t stream) {
+  std::vector<std::function<ncclResult_t()>> calls;
+  for (const auto& message : messages) {
+    const Region region = memoryOf(message.tensor);
+    if (region.size == 0) continue;
+    calls.emplace_back([this, region, &message, comm, stream] {
+      return message.isSend ? api_.send(region.data, region.size, ncclUint8, message.peer, comm, stream)
+                            : api_.receive(region.data, region.size, ncclUint8, message.peer, comm, stream);
+    });
+  }
+  return enqueueTogether(calls);
+}
+
+void NcclCommunicator::reduceScatterInHost(at::Tensor& flat, const Splits& parts, int64_t divisor) {
+  if (flat.numel() == 0) return;
+  if (parts.size() == 1) {
+    if (divisor != 1) flat.div_(divisor);
+    return;
+  }
+  // NCCL adds up 16-bit floats as such: a sum of many loses digits, or overflows.
+  const at::Tensor sums = flat.element_size() < 4 ? flat.to(at::kFloat) : flat;
+  const at::Tensor ownSum = ownPartInHost(sums, parts);
+  const ncclDataType_t dtype = ncclReductionFor(ReduceOp::SUM, sums.scalar_type()).dtype;
+  const std::vector<Region> regions = regionsOf(sums, parts);
+  onComm(inHost(), "ncclReduceScatter in a host", [&](ncclComm_t comm, cudaStream_t stream) {
+    if (areEqual(parts)) {
+      return api_.reduceScatter(sums.data_ptr(), ownSum.data_ptr(), static_cast<size_t>(ownSum.numel()), dtype, ncclSum,
+                                comm, stream);
+    }
+    std::vector<std::function<ncclResult_t()>> calls;
+    for (size_t root = 0; root < parts.size(); ++root) {
+      if (parts[root] == 0) continue;
+      calls.emplace_back([&, root] {
+        std::byte* const data = regions[root].data;
+        return api_.reduce(data, data, static_cast<size_t>(parts[root]), dtype, ncclSum, static_cast<int>(root), comm,
+                           stream);
+      });
+    }
+    return enqueueTogether(calls);
+  });
+  for (size_t i = 0; i < parts.size(); ++i) countSentTo(hostRanks()[i], static_cast<int64_t>(regions[i].size));
+  if (divisor != 1) ownSum.div_(divisor);
+  if (!sums.is_same(flat)) ownPartInHost(flat, parts).copy_(ownSum);
+}
+
+void NcclCommunicator::allGatherInHost(at::Tensor& flat, const Splits& parts) {
+  if (flat.numel() == 0 || parts.size() == 1) return;
+  const std::vector<Region> regions = regionsOf(flat, parts);
+  const Region& own = regions[topology().localRank(rank())];
+  onComm(inHost(), "ncclAllGather in a host", [&](ncclComm_t comm, cudaStream_t stream) {
+    if (areEqual(parts)) return api_.allGather(own.data, flat.data_ptr(), own.size, ncclUint8, comm, stream);
+    std::vector<std::function<ncclResult_t()>> calls;
+    for (size_t root = 0; root < parts.size(); ++root) {
+      const Region region = regions[root];
+      if (region.size == 0) continue;
+      calls.emplace_back([=, this] {
+        return api_.broadcast(region.data, region.data, region.size, ncclUint8, static_cast<int>(root), comm, stream);
+      });
+    }
+    return enqueueTogether(calls);
+  });
+  for (const int peer : hostRanks()) countSentTo(peer, static_cast<int64_t>(own.size));
 }
 
 void NcclCommunicator::exchange(const std::vector<Message>& messages) {

@@ -45,8 +45,8 @@ class NcclCommunicator final : public Communicator, public OwnedTransport {
                 const Splits& inputSplits) override;
   // Where there are several hosts, over a communicator of the ranks of each. It is made with the one of all ranks, when
   // no call of that can be under way yet, as NCCL demands.
-  void allToAllInHost(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
-                      const Splits& inputSplits) override;
+  void reduceScatterInHost(at::Tensor& flat, const Splits& parts, int64_t divisor) override;
+  void allGatherInHost(at::Tensor& flat, const Splits& parts) override;
   void barrier() override;
   // All of them at once: none waits for another.
   void exchange(const std::vector<Message>& messages);
@@ -64,11 +64,14 @@ class NcclCommunicator final : public Communicator, public OwnedTransport {
   [[nodiscard]] std::vector<Message> partsOf(const at::Tensor& tensor, const Splits& splits, bool isSend) const;
   [[nodiscard]] std::vector<Message> messagesOf(const at::Tensor& output, const at::Tensor& input,
                                                 const Splits& outputSplits, const Splits& inputSplits) const;
+  // As one group: no call waits for another.
+  ncclResult_t enqueueTogether(const std::vector<std::function<ncclResult_t()>>& calls);
   ncclResult_t enqueueMessages(const std::vector<Message>& messages, ncclComm_t comm, cudaStream_t stream);
   void onComm(const char* what, const Enqueue& enqueue) { onComm(handle_, what, enqueue); }
   void onComm(NcclHandle& handle, const char* what, const Enqueue& enqueue);
   void connect();
   [[nodiscard]] bool hasInHostStages() const;
+  [[nodiscard]] NcclHandle& inHost() { return hasInHostStages() ? inHost_ : handle_; }
   void countSentIn(const std::vector<Message>& messages);
   // Calls `enqueue` with NCCL's dtype, count factor and operation.
   template <typename EnqueueReduction>

@@ -2,11 +2,15 @@
 // On CPU tensors: what is handed to NCCL, not what NCCL does with it.
 #include "backend/nccl/nccl_communicator.h"
 
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <barrier>
 #include <cstring>
 
@@ -230,27 +234,57 @@ TEST_F(NcclCommunicatorTest, ABarrierReducesOneByteThatCountsAsNoTraffic) {
 class InHostTest : public NcclCommunicatorTest {
  protected:
   InHostTest() { onHosts_.setDeadline(std::chrono::steady_clock::now() + std::chrono::minutes(1)); }
-  void exchange() { onHosts_.allToAllInHost(output_, input_, {0, 1, 0, 2}, {0, 1, 0, 3}); }
+  void exchange() { onHosts_.allGatherInHost(flat_, {2, 2}); }
 
-  const at::Tensor input_ = at::ones({4}, at::kByte);
-  at::Tensor output_ = at::ones({3}, at::kByte);
+  static inline const ncclComm_t kHost = MockNcclApi::kSplitComm;
+  at::Tensor flat_ = at::ones({4});
+  float* const data_ = static_cast<float*>(flat_.data_ptr());
   NcclCommunicator onHosts_{
       kRank, kSize, std::make_shared<const HostTopology>(std::vector<std::string>{"a", "b", "a", "b"}), environment_};
 };
 
-TEST_F(InHostTest, GoesOverACommunicatorOfTheHost) {
-  auto* const in = static_cast<uint8_t*>(input_.data_ptr());
-  auto* const out = static_cast<uint8_t*>(output_.data_ptr());
-  const ncclComm_t kHost = MockNcclApi::kSplitComm;
+TEST_F(InHostTest, EqualPartsAreReducedAndGatheredInPlaceByOneCallEach) {
   EXPECT_CALL(api_, commSplit(kComm, 1, 0, _, _)).Times(1);
-  EXPECT_CALL(api_, send(in, 1, ncclUint8, 0, kHost, kStream)).Times(2);
-  EXPECT_CALL(api_, send(in + 1, 3, ncclUint8, 1, kHost, kStream)).Times(2);
-  EXPECT_CALL(api_, receive(out, 1, ncclUint8, 0, kHost, kStream)).Times(2);
-  EXPECT_CALL(api_, receive(out + 1, 2, ncclUint8, 1, kHost, kStream)).Times(2);
-  exchange();
-  exchange();
-  EXPECT_EQ(onHosts_.traffic().inHostBytes, 2 * 3);
+  EXPECT_CALL(api_, reduceScatter(data_, data_, 2, ncclFloat32, ncclSum, kHost, kStream));
+  EXPECT_CALL(api_, allGather(data_, data_, 8, ncclUint8, kHost, kStream));
+  onHosts_.reduceScatterInHost(flat_, {2, 2}, 4);
+  EXPECT_TRUE(at::equal(flat_, at::tensor({0.25F, 0.25F, 1.0F, 1.0F})));
+  onHosts_.allGatherInHost(flat_, {2, 2});
+  EXPECT_EQ(onHosts_.traffic().inHostBytes, 2 * 8);
   EXPECT_EQ(onHosts_.traffic().betweenHostsBytes, 0);
+}
+
+TEST_F(InHostTest, PartsThatDifferAreOneGroupWithoutTheEmptyOnes) {
+  {
+    const InSequence order;
+    EXPECT_CALL(api_, groupStart());
+    EXPECT_CALL(api_, reduce(data_, data_, 1, ncclFloat32, ncclSum, 0, kHost, kStream));
+    EXPECT_CALL(api_, reduce(data_ + 1, data_ + 1, 3, ncclFloat32, ncclSum, 1, kHost, kStream));
+    EXPECT_CALL(api_, groupEnd());
+    EXPECT_CALL(api_, groupStart());
+    EXPECT_CALL(api_, broadcast(data_, data_, 4, ncclUint8, 0, kHost, kStream));
+    EXPECT_CALL(api_, broadcast(data_ + 1, data_ + 1, 12, ncclUint8, 1, kHost, kStream));
+    EXPECT_CALL(api_, groupEnd());
+    EXPECT_CALL(api_, groupStart());
+    EXPECT_CALL(api_, reduce(data_, data_, 4, ncclFloat32, ncclSum, 0, kHost, kStream));
+    EXPECT_CALL(api_, groupEnd());
+  }
+  onHosts_.reduceScatterInHost(flat_, {1, 3}, 1);
+  onHosts_.allGatherInHost(flat_, {1, 3});
+  EXPECT_EQ(onHosts_.traffic().inHostBytes, 12 + 4);
+  onHosts_.reduceScatterInHost(flat_, {4, 0}, 1);
+}
+
+// The sum of these is no number of 16 bits; the mean is one.
+TEST_F(InHostTest, HalvesAreAddedUpInFloat32) {
+  at::Tensor halves = at::full({4}, 2, at::kHalf);
+  const auto addUp = [](const void* /*sent*/, void* received, size_t count, auto... /*others*/) {
+    std::fill_n(static_cast<float*>(received), count, 120'000.0F);
+    return ncclSuccess;
+  };
+  EXPECT_CALL(api_, reduceScatter(_, _, 2, ncclFloat32, ncclSum, kHost, kStream)).WillOnce(addUp);
+  onHosts_.reduceScatterInHost(halves, {2, 2}, 4);
+  EXPECT_TRUE(at::equal(halves, at::tensor({30'000.0F, 30'000.0F, 2.0F, 2.0F}).to(at::kHalf)));
 }
 
 TEST_F(InHostTest, IsMadeWithTheFirstCallOfAnyKind) {
@@ -264,8 +298,10 @@ TEST_F(InHostTest, IsNotMadeWhereNoRanksShareAHost) {
   EXPECT_CALL(api_, commSplit).Times(0);
   at::Tensor tensor = at::ones({3});
   communicator_.broadcast(tensor, 0);
-  at::Tensor output = at::ones({1}, at::kByte);
-  communicator_.allToAllInHost(output, at::ones({1}, at::kByte), {0, 1, 0, 0}, {0, 1, 0, 0});
+  communicator_.reduceScatterInHost(tensor, {3}, 2);
+  communicator_.allGatherInHost(tensor, {3});
+  EXPECT_TRUE(at::equal(tensor, at::full({3}, 0.5F)));
+  EXPECT_EQ(communicator_.calls(), 1);
 }
 
 TEST_F(InHostTest, ASplitThatFailsAbortsTheGroupAndCountsAsACall) {

@@ -34,16 +34,10 @@ int HostLanes::endLane(int rank) const {
 
 int HostLanes::localSize() const { return static_cast<int>(topology_.ranksOf(ownHost()).size()); }
 
-Communicator::Splits HostLanes::ownedByPeers() const {
-  Communicator::Splits splits(topology_.size(), 0);
-  for (const int peer : topology_.ranksOf(ownHost())) splits[peer] = ownLength(peer);
-  return splits;
-}
-
-Communicator::Splits HostLanes::ownedBySelf() const {
-  Communicator::Splits splits(topology_.size(), 0);
-  for (const int peer : topology_.ranksOf(ownHost())) splits[peer] = ownLength(rank_);
-  return splits;
+Communicator::Splits HostLanes::partsInHost() const {
+  Communicator::Splits parts;
+  for (const int peer : topology_.ranksOf(ownHost())) parts.push_back(ownLength(peer));
+  return parts;
 }
 
 }  // namespace bagua

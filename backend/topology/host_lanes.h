@@ -40,10 +40,8 @@ class HostLanes {
   [[nodiscard]] bool isEven() const { return lanes_ * hostCount() == topology_.size(); }
   // Number of ranks on this rank's host.
   [[nodiscard]] int localSize() const;
-  // Splits of an all-to-all in which this rank exchanges, with each rank q of its host, what q owns...
-  [[nodiscard]] Communicator::Splits ownedByPeers() const;
-  // ...or what this rank itself owns.
-  [[nodiscard]] Communicator::Splits ownedBySelf() const;
+  // Elements that each rank of this rank's host owns, see Communicator::reduceScatterInHost().
+  [[nodiscard]] Communicator::Splits partsInHost() const;
 
  private:
   const HostTopology& topology_;

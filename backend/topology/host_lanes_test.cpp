@@ -28,14 +28,15 @@ TEST_P(HostLanesOn, EveryElementHasOneOwnerOnEveryHost) {
   }
 }
 
-TEST_P(HostLanesOn, SplitsOfTheRanksOfAHostFitTogether) {
+TEST_P(HostLanesOn, PartsOfTheRanksOfAHostAreTheirLanesInOrder) {
   const HostTopology topology(GetParam());
-  for (int from = 0; from < topology.size(); ++from) {
-    const auto sent = HostLanes(topology, from, 77).ownedByPeers();
-    EXPECT_EQ(std::accumulate(sent.begin(), sent.end(), int64_t{0}), 77);
-    for (int to = 0; to < topology.size(); ++to) {
-      EXPECT_EQ(sent[to], HostLanes(topology, to, 77).ownedBySelf()[from]);
-    }
+  for (int rank = 0; rank < topology.size(); ++rank) {
+    const HostLanes lanes(topology, rank, 77);
+    const auto parts = lanes.partsInHost();
+    const auto own = parts.begin() + topology.localRank(rank);
+    EXPECT_EQ(std::accumulate(parts.begin(), own, int64_t{0}), lanes.begin(lanes.firstLane(rank)));
+    EXPECT_EQ(*own, lanes.ownLength(rank));
+    EXPECT_EQ(std::accumulate(own, parts.end(), int64_t{0}), 77 - lanes.begin(lanes.firstLane(rank)));
   }
 }
 

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "algorithms/in_host.h"
+#include "algorithms/lane_exchange.h"
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/sum.h>
 #include <c10/util/Exception.h>
 
 #include <numeric>
@@ -10,23 +9,6 @@
 #include "backend/operation/scratch_memory.h"
 
 namespace bagua {
-
-void reduceInHost(at::Tensor& flat, const HostLanes& lanes, float divisor, Communicator& communicator) {
-  const int rank = communicator.rank();
-  const int64_t own = lanes.ownLength(rank);
-  at::Tensor copies = scratchTensor({lanes.localSize(), own}, flat.options());
-  communicator.allToAllInHost(copies, flat, lanes.ownedBySelf(), lanes.ownedByPeers());
-  const bool isDouble = flat.scalar_type() == at::kDouble;
-  const at::Tensor sum = copies.sum(0, false, isDouble ? at::kDouble : at::kFloat).div_(divisor);
-  flat.narrow(0, lanes.begin(lanes.firstLane(rank)), own).copy_(sum);
-}
-
-void gatherInHost(at::Tensor& flat, const HostLanes& lanes, Communicator& communicator) {
-  const int rank = communicator.rank();
-  const at::Tensor own = flat.narrow(0, lanes.begin(lanes.firstLane(rank)), lanes.ownLength(rank));
-  const at::Tensor sent = own.repeat({lanes.localSize()});
-  communicator.allToAllInHost(flat, sent, lanes.ownedByPeers(), lanes.ownedBySelf());
-}
 
 std::vector<std::vector<at::Tensor>> exchangeLanes(const std::vector<at::Tensor>& messages,
                                                    const std::vector<int>& partners, const HostLanes& lanes,
