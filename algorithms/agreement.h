@@ -27,6 +27,12 @@ inline constexpr AgreementWords kOfRegistration{"could not register its algorith
                                                 "registered another algorithm or other options than rank 0",
                                                 "registered its algorithm on a model of other parameters than rank 0"};
 
+// Of what the bits of sums and products depend on, besides the numbers.
+inline constexpr AgreementWords kOfArithmetic{"could not register its algorithm",
+                                              "computes with another kind of GPU, or with other settings, than rank 0, "
+                                              "so that their weights would drift apart",
+                                              ""};
+
 // Collective. Throws ValueError on every rank unless all come with the same own.
 void agreeOn(const Registration& own, const AgreementWords& words, ExecutorProvider& executors, at::Device device);
 

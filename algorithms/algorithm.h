@@ -159,6 +159,9 @@ struct AlgorithmInfo {
   bool runsInBackground = false;
   // Ranks may take different numbers of steps.
   bool stepsMayDiffer = false;
+  // Every rank computes by itself, by sums and products, what all are to hold alike: on a GPU their bits depend on its
+  // kind and on torch's settings, which then have to be the same on all ranks.
+  bool needsLikeDevices = false;
   std::vector<OptionInfo> options;
   std::function<std::unique_ptr<Algorithm>(const Options&)> create;
 };

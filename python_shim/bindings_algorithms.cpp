@@ -367,13 +367,17 @@ void bindHook(py::module& module) {
       .def(
           "agree",
           [](HookRunner& self, const Executors& executors, const std::string& parameters, const std::string& optimizer,
-             const std::string& device) {
+             const std::string& device, const std::string& arithmetic) {
             const std::string use = self.watchesUse() ? " with find_unused_parameters or static_graph" : "";
             const std::string own = self.name() + "(" + self.options().toString() + ")" + use + optimizer;
             agreeOn({own, parameters}, kOfRegistration, *executors.provider, at::Device(device));
+            if (AlgorithmRegistry::find(self.name()).needsLikeDevices && !arithmetic.empty()) {
+              agreeOn({arithmetic, ""}, kOfArithmetic, *executors.provider, at::Device(device));
+            }
             self.useTopology();
           },
-          py::arg("executors"), py::arg("parameters"), py::arg("optimizer"), py::arg("device"), noGil)
+          py::arg("executors"), py::arg("parameters"), py::arg("optimizer"), py::arg("device"),
+          py::arg("arithmetic") = "", noGil)
       .def(
           "before_forward",
           [](HookRunner& self, std::vector<std::pair<at::Tensor, double>> given) {

@@ -325,6 +325,7 @@ BAGUA_REGISTER_ALGORITHM({
     .summary = "Mean of the gradients, whose matrices travel as products of two thin factors.",
     .position = 7,
     .agreement = Agreement::kIdentical,
+    .needsLikeDevices = true,
     .options = {{"rank", int64_t{4}, "Columns of the factors, and so the rank of what arrives."},
                 {"start_step", int64_t{1000}, "Full precision before this step."},
                 {"error_feedback", true, "What the factors leave out is added to the next step's gradient."},

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bagua._argument_checks import check_algorithm, check_group_type, check_optimizer_type
+from bagua._arithmetic import arithmetic_of
 from bagua._at_exit import end_with
 from bagua._attachment import (
     PICKLE_ADVICE,
@@ -189,7 +190,7 @@ def register_comm_hook(
         _refuse(main, device)
         raise
     text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
-    hook.agree(main, text, facts_of(optimizer), str(device))
+    hook.agree(main, text, facts_of(optimizer), str(device), arithmetic_of(device))
     info = _C.algorithm_info(algorithm)
     if info["runs_in_background"]:
         hook.use_background(background_executors_for(group, device))

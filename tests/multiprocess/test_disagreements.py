@@ -4,11 +4,16 @@
 import re
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import bagua
 import pytest
 import torch
+import torch.distributed as dist
+from bagua import hooks
+from bagua._arithmetic import arithmetic_of
 from hooked_models import SMALL_BUCKETS, emulated_hosts, loss_of, new_group, perceptron
 from ranks import RankPool, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -60,6 +65,49 @@ def test_nobody_waits_for_a_rank_whose_settings_are_wrong() -> None:
 def test_ranks_that_would_take_communicators_in_other_turns_are_told() -> None:
     (message,) = _messages_with("BAGUA_NCCL_CHANNELS", ["1", "2"])
     assert "BAGUA_NCCL_CHANNELS is '1' on rank 0 and '2' on rank 1: set this environment variable" in message
+
+
+# --- GPUs whose products have other bits ---
+
+
+def _register_on(gpus: list[str], algorithm: str) -> str:
+    """With a made-up GPU for each rank; the message of the error, if there is one."""
+    gpu = gpus[dist.get_rank()]
+    with new_group(backend="bagua") as group, mock.patch.object(hooks, "arithmetic_of", return_value=gpu):
+        ddp = DDP(perceptron(), process_group=group)
+        if algorithm == "powersgd" and len(set(gpus)) > 1:
+            return _message(ValueError, lambda: bagua.register_comm_hook(ddp, algorithm))
+        bagua.register_comm_hook(ddp, algorithm)
+    return ""
+
+
+def test_powersgd_refuses_gpus_that_would_get_other_products() -> None:
+    unlike = ["compute capability 9.0", "compute capability 9.0", "compute capability 8.0"]
+    messages = run_ranks(3, _register_on, unlike, "powersgd", backend="gloo")
+    for message in messages:
+        assert "rank 2 computes with another kind of GPU, or with other settings, than rank 0" in message
+        assert "compute capability 8.0 against compute capability 9.0" in message
+    assert run_ranks(3, _register_on, unlike, "bytegrad", backend="gloo") == [""] * 3
+    assert run_ranks(3, _register_on, ["compute capability 9.0"] * 3, "powersgd", backend="gloo") == [""] * 3
+
+
+def test_what_products_depend_on_is_compared() -> None:
+    gpu = {"major": 9, "minor": 0, "multi_processor_count": 132}
+    precision = torch.backends.cuda.matmul.fp32_precision
+
+    def text(**other: Any) -> str:
+        with mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(**{**gpu, **other})):
+            return arithmetic_of(torch.device("cuda", 0))
+
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        same, others = text(), [text(major=8), text(minor=1), text(multi_processor_count=114)]
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        others.append(text())
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = precision
+    assert len({same, *others}) == 5
+    assert arithmetic_of(torch.device("cpu")) == ""
 
 
 # --- checkpoints that one rank alone has loaded ---

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bagua._arithmetic import arithmetic_of
 from bagua._at_exit import end_with
 from bagua._attachment import facts_of, names_and_roles, say_if_nothing_is_coded
 from bagua._executors import background_executors_for, executors_for
@@ -105,7 +106,7 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         self._use_model(hook, bagua_module, parameters)
         # Strides too: elements travel as they lie in memory.
         text = "; ".join(f"{p.dtype}{list(p.shape)}{list(p.stride())}" for p in parameters)
-        hook.agree(executors, text, self._facts(), str(device))
+        hook.agree(executors, text, self._facts(), str(device), arithmetic_of(device))
         if self._runs_in_background:
             hook.use_background(background_executors_for(group, device))
             end_with(group, hook)
