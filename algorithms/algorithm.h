@@ -83,6 +83,9 @@ class Algorithm {
   // buckets overlap only then: torch's allocator would give memory that one stream has brought back to that stream at
   // once, though a program on another may still read it.
   [[nodiscard]] virtual bool keepsNothing() const { return false; }
+  // Whether all steps are the same work on the same memory, so that a CUDA graph that holds one of them may be replayed
+  // in place of others: nothing is kept from step to step, drawn at random, or chosen by the number of the step.
+  [[nodiscard]] virtual bool isReplayable() const { return false; }
   // Whether the result is the mean over the ranks (else their sum). Sparse gradients, which no codec takes, are reduced
   // in full precision accordingly.
   [[nodiscard]] virtual bool averages() const { return true; }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "algorithms/stage.h"
@@ -48,6 +49,11 @@ struct Bucket {
   // For whatever is drawn at random: of the step and the first parameter, the same on all ranks.
   uint64_t key = 0;
   StageSeconds seconds = {};
+  // Tensors that the device may still have to read when reduce() returns, though nobody else holds them any more. They
+  // live as long as the program, which is as long as the device works on it. Only memory that another stream has taken
+  // needs that: what a program takes itself, it may let go of.
+  using Retained = std::vector<at::Tensor>;
+  std::shared_ptr<Retained> retained = std::make_shared<Retained>();
 };
 
 // Bucket::key.

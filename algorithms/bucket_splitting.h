@@ -14,8 +14,8 @@ namespace bagua {
 // parameter alone in its own; the order of the parameters stays. `parameters` are those of the reducer, in its order;
 // `logger` is the reducer's, which knows what its buckets hold. Between two steps, after DDP has built its buckets.
 //
-// DDP's default of 25 MiB suits the latency of a fast network. On a slow one the last bucket is ready when backward
-// ends and all of it travels after that: of 42 MB of gradients between two hosts at 1 Gbit/s, 23 MB.
+// For CPU tensors. DDP's default of 25 MiB suits the latency of a fast network. On a slow one the last bucket is ready
+// when backward ends and all of it travels after that: of 42 MB of gradients between two hosts at 1 Gbit/s, 23 MB.
 void splitBuckets(c10d::Reducer& reducer, c10d::Logger& logger, const std::vector<at::Tensor>& parameters,
                   int64_t mostBytes);
 

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <utility>
 
+#include "algorithms/capture.h"
 #include "algorithms/profiler_handover.h"
 #include "algorithms/registry.h"
 #include "algorithms/weights.h"
@@ -140,6 +141,7 @@ bool HookRunner::findUse(const c10d::GradBucket& gradients, std::vector<BucketEn
 
 c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
                                                         bool isFirst, bool isLast, bool tellsUse) {
+  checkCapture({flat});
   const auto parts = layouts_.partsOf(entries);
   layouts_.note(parts, isFirst, isLast);
   if (isFirst) ++step_;
@@ -163,10 +165,12 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
 }
 
 void HookRunner::reduce(Algorithm& algorithm, Handover& handover, Communicator& communicator, StageSeconds& seconds) {
-  auto& [gradients, whole, parts, step, tellsUse] = handover;
-  const auto reduceBucket = [&algorithm, &communicator, &seconds, knowsUse = tellsUse](Bucket& bucket, int64_t number) {
+  auto& [gradients, whole, parts, step, tellsUse, retained] = handover;
+  const auto reduceBucket = [&algorithm, &communicator, &seconds, &kept = retained, knowsUse = tellsUse](
+                                Bucket& bucket, int64_t number) {
     bucket.step = number;
     bucket.tellsUse = knowsUse;
+    bucket.retained = kept;
     bucket.key = bucketKey(kSeed, number, bucket.entries);
     algorithm.reduce(bucket, communicator);
     seconds.take(bucket.seconds);
@@ -245,7 +249,14 @@ void HookRunner::tellOfSkippedStep() {
   algorithm_->afterSkippedStep(*this);
 }
 
+// Also where nothing travels: a graph that was captured in such a step would leave out what others send.
+void HookRunner::checkCapture(const std::vector<at::Tensor>& tensors) const {
+  if (tensors.empty() || algorithm_->isReplayable()) return;
+  refuseCapture(group_->executorFor(tensors.front().device()), "algorithm " + *configuration_);
+}
+
 void HookRunner::afterBackward() {
+  checkCapture(parameters_);
   const at::NoGradGuard noGrad;
   isAnnounced_ = false;
   tellOfSkippedStep();
@@ -313,6 +324,7 @@ void HookRunner::noteMemory(std::map<std::string, int64_t> bytes) {
 }
 
 void HookRunner::beforeForward(std::vector<Momentum> momenta) {
+  checkCapture(parameters_);
   const at::NoGradGuard noGrad;
   if (countsSteps_ && isBeforeStep_ && haveGradientsGone()) wasStepSkipped_ = true;
   tellOfSkippedStep();
@@ -328,6 +340,7 @@ void HookRunner::checkWeightsAreFree(const char* call) const {
 }
 
 void HookRunner::afterStep() {
+  checkCapture(parameters_);
   const at::NoGradGuard noGrad;
   tellOfSkippedStep();
   isBeforeStep_ = false;

@@ -65,9 +65,10 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void useTopology();
   // Before the first step, where they are known.
   void useParameters(const std::vector<ParameterFacts>& facts) { algorithm_->useParameters(facts); }
-  // Whether gradients travel between hosts, where they had better leave early and in small buckets.
+  // Whether gradients travel between hosts, where they had better leave early and in small buckets. Not on a GPU: its
+  // buckets travel one after another, each with a delay of its own, and many small ones would add up more of those.
   [[nodiscard]] bool wantsSmallBuckets() const {
-    return spansHosts_ && algorithm_->reducesGradients() && !algorithm_->staysInHost();
+    return spansHosts_ && areOnCpu() && algorithm_->reducesGradients() && !algorithm_->staysInHost();
   }
   // The ranks of this host, where gradients stay inside it, else none. After useTopology().
   [[nodiscard]] std::vector<int> hostRanks() const {
@@ -158,6 +159,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   [[nodiscard]] ExecutorProvider& meetingGroup() const { return countsSteps_ ? *background_ : *group_; }
   void checkThatAllCan(const char* call) override;
   void checkThatAllCan(const char* call, const AgreementWords& words, Registration own);
+  // Throws where a CUDA graph is captured on the device of `tensors`, unless it may repeat a step of the algorithm.
+  void checkCapture(const std::vector<at::Tensor>& tensors) const;
+  [[nodiscard]] bool areOnCpu() const { return parameters_.empty() || parameters_.front().device().is_cpu(); }
   [[nodiscard]] bool haveGradientsGone() const;
   [[nodiscard]] bool isStepSkipped() const;
   void tellOfSkippedStep();
@@ -172,6 +176,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
     std::vector<std::vector<BucketEntry>> parts;
     int64_t step = 0;
     bool tellsUse = false;
+    // Bucket::retained of all buckets: the handover lives as long as the program.
+    std::shared_ptr<Bucket::Retained> retained = std::make_shared<Bucket::Retained>();
   };
   // Writes into the entries whether this rank has used them; whether that is known.
   bool findUse(const c10d::GradBucket& gradients, std::vector<BucketEntry>& entries);

@@ -8,24 +8,10 @@
 
 #include "algorithms/hook_runner.h"
 #include "algorithms/registry.h"
-#include "backend/host/host_executor.h"
-#include "tests/support/lone_communicator.h"
+#include "tests/support/immediate_group.h"
 
 namespace bagua {
 namespace {
-
-class GroupOfOne final : public ExecutorProvider {
- public:
-  Executor& executorFor(at::Device) override { return executor_; }
-  [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
-  [[nodiscard]] std::chrono::milliseconds timeout() const override { return std::chrono::seconds(60); }
-  [[nodiscard]] const HostTopology& topology() const override { return topology_; }
-
- private:
-  const GroupIdentity identity_{"pg", 0, 1};
-  const HostTopology topology_ = HostTopology::oneRankPerHost(1);
-  HostExecutor executor_{identity_, loneChannels(1), nullptr};
-};
 
 struct Numbers {
   int64_t step = 0;
@@ -54,7 +40,7 @@ std::vector<Numbers> step(HookRunner& runner) {
 }
 
 TEST(HookRunner, EveryBucketHasTheNumberOfItsStepAndAKeyOfItsOwn) {
-  const auto group = std::make_shared<GroupOfOne>();
+  const auto group = std::make_shared<testing::ImmediateGroup>();
   const std::vector<at::Tensor> parameters = {at::zeros({3}), at::zeros({3})};
   HookRunner runner("watching", {}, group, parameters);
   std::set<uint64_t> keys;

@@ -112,7 +112,12 @@ at::Tensor ParameterState::pack(const Bucket& bucket, const std::vector<Piece>& 
     });
     begin += piece.end - piece.begin;
   }
-  for (const auto& [position, parts] : wanted) move(held_[position], parts);
+  for (const auto& [position, parts] : wanted) {
+    Held& held = held_[position];
+    // Those of a checkpoint are memory of the stream that loaded it, which may take it for something else.
+    for (const auto& part : held.parts) bucket.retained->push_back(part.values);
+    move(held, parts);
+  }
   return flat;
 }
 

@@ -107,6 +107,22 @@ TEST(ParameterState, AnotherRunContinuesWithOtherBuckets) {
                         at::tensor({2.0F, 3.0F, 0.0F, 0.0F, 0.0F, 0.0F, 1.0F})));
 }
 
+// The device may read them after flatFor() has returned, and they are memory of another stream.
+TEST(ParameterState, TheBucketThatReadsACheckpointRetainsIt) {
+  ParameterState state("residual");
+  state.load({{"residual.0", valuesOf(0)}, {"residual.1", valuesOf(1)}}, {});
+  const Bucket bucket = bucketOf({1, 0});
+  const at::Tensor flat = state.flatFor(bucket);
+  ASSERT_EQ(bucket.retained->size(), 2);
+  for (const int64_t position : {0, 1}) {
+    const at::Tensor& loaded = bucket.retained->at(position);
+    EXPECT_TRUE(at::equal(loaded, valuesOf(position)));
+    EXPECT_FALSE(loaded.is_alias_of(flat));
+  }
+  state.flatFor(bucket);
+  EXPECT_EQ(bucket.retained->size(), 2);
+}
+
 TEST(ParameterState, WhatDoesNotFitTheModelIsAValueError) {
   const auto refuses = [](const AlgorithmState& state) {
     ParameterState loaded("residual");

@@ -48,6 +48,9 @@ class Executor {
   virtual void startGroup() = 0;
   virtual c10::intrusive_ptr<c10d::Work> endGroup() = 0;
 
+  // Whether what the calling thread submits now is recorded into a CUDA graph, which may run it any number of times.
+  [[nodiscard]] virtual bool isCapturing() const { return false; }
+
   // Fails everything that has not completed, with `reason`. Later calls fail at once.
   virtual void abort(const std::string& reason) = 0;
   // Lets what was submitted finish, for a short while, then aborts. Idempotent.

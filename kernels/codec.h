@@ -95,6 +95,8 @@ class Codec {
 
   // Whether Rounding::kStochastic may be asked for.
   [[nodiscard]] virtual bool canRoundStochastically() const { return false; }
+  // Whether the bytes depend on Encoding::key.
+  [[nodiscard]] virtual bool usesKey(Rounding rounding) const { return rounding == Rounding::kStochastic; }
 
   // Writes all of `packed` that encode() does not: the header, for which it may look at all values, and the zeros at
   // the end.

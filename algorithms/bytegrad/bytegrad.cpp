@@ -23,6 +23,7 @@ class ByteGrad final : public Algorithm {
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
   [[nodiscard]] bool keepsNothing() const override { return true; }
+  [[nodiscard]] bool isReplayable() const override { return !codec_->usesKey(Rounding::kNearest); }
   [[nodiscard]] bool averages() const override { return options_.average; }
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
     return compressed::whyUncoded(options_, topology);

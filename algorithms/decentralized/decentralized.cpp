@@ -27,6 +27,7 @@ class Decentralized final : public Algorithm {
     TORCH_INTERNAL_ASSERT(false, "decentralized leaves gradients alone");
   }
 
+  [[nodiscard]] bool isReplayable() const override { return interval_ == 1 && !average_.pairs(); }
   [[nodiscard]] int64_t commonStep() const override { return step_; }
 
   void beforeForward(StepContext& context) override {

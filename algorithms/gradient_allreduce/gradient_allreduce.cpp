@@ -16,6 +16,7 @@ class GradientAllReduce final : public Algorithm {
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
   [[nodiscard]] bool keepsNothing() const override { return true; }
+  [[nodiscard]] bool isReplayable() const override { return true; }
   [[nodiscard]] bool averages() const override { return average_; }
 
  private:

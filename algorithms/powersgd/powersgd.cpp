@@ -161,7 +161,7 @@ class PowerSgd final : public Algorithm {
       work.batch.replace(work.p, work.q, areUsable);
       at::Tensor q = at::where(areUsable, work.q, work.start);
       if (bucket.tellsUse) keepUnused(bucket, areUsed, work, q);
-      starts_[steps_.next()].keep(*work.group, q);
+      starts_[steps_.next()].keep(*work.group, q, *bucket.retained);
     }
     if (bucket.tellsUse) compressed::clearUnused(bucket, areUsed);
     steps_.noteWritten();
@@ -221,7 +221,7 @@ class PowerSgd final : public Algorithm {
       const at::Tensor q = second.narrow(0, qBegin, count * rank * columns).view({count, rank, columns});
       pBegin += p.numel();
       qBegin += q.numel();
-      const at::Tensor start = startOf(group, bucket.step, second.options());
+      const at::Tensor start = startOf(group, bucket, second.options());
       q.copy_(start);
       works.push_back({.group = &group,
                        .residuals = ofGradients,
@@ -234,12 +234,12 @@ class PowerSgd final : public Algorithm {
     return works;
   }
 
-  at::Tensor startOf(const MatrixGroup& group, int64_t step, const at::TensorOptions& options) {
+  at::Tensor startOf(const MatrixGroup& group, const Bucket& bucket, const at::TensorOptions& options) {
     const int current = steps_.current();
-    const at::Tensor start = starts_[current].startOf(group, step, options);
+    const at::Tensor start = starts_[current].startOf(group, bucket.step, options);
     if (!options_.isWarm || !steps_.wasLost().defined()) return start;
-    steps_.restoreIfLost(start, starts_[1 - current].startOf(group, step, options));
-    starts_[current].keep(group, start);
+    steps_.restoreIfLost(start, starts_[1 - current].startOf(group, bucket.step, options));
+    starts_[current].keep(group, start, *bucket.retained);
     return start;
   }
 

@@ -150,6 +150,18 @@ TEST(PowerSgdMatrices, AGradientIsTheMatrixOfItsFirstDimensionAgainstTheOthers) 
   EXPECT_EQ(powersgd::matrixOf(at::zeros({100, 3}), {.rank = 8, .minCompression = 0.5}), (powersgd::Shape{100, 3, 3}));
 }
 
+// The device may read them later, and they are memory of another stream.
+TEST(PowerSgd, FactorsOfACheckpointAreRetainedWhenOthersTakeTheirPlace) {
+  const powersgd::MatrixGroup group{{.rows = 20, .columns = 10, .rank = 2}, {{0, {0, 200}}}};
+  powersgd::StartingFactors starts(true, 0);
+  starts.load({{"q.0", at::ones({2, 10})}}, {}, {.rank = 2});
+  const at::Tensor start = starts.startOf(group, 0, at::kFloat);
+  Bucket::Retained retained;
+  starts.keep(group, at::zeros({1, 2, 10}), retained);
+  ASSERT_EQ(retained.size(), 1);
+  EXPECT_TRUE(at::equal(retained.front(), start[0]));
+}
+
 TEST(PowerSgd, EachStepIsThatOfTheDefinition) {
   constexpr int kRanks = 3;
   constexpr int kSteps = 6;

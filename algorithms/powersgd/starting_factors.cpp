@@ -77,11 +77,13 @@ at::Tensor StartingFactors::startOf(const MatrixGroup& group, int64_t step, cons
   return at::where(isZero, at::stack(spares), start);
 }
 
-void StartingFactors::keep(const MatrixGroup& group, const at::Tensor& q) {
+void StartingFactors::keep(const MatrixGroup& group, const at::Tensor& q, Bucket::Retained& retained) {
   if (!isWarm_) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < group.matrices.size(); ++i) {
-    kept_[group.matrices[i].parameter] = q.select(0, static_cast<int64_t>(i));
+    at::Tensor& kept = kept_[group.matrices[i].parameter];
+    if (kept.defined()) retained.push_back(kept);
+    kept = q.select(0, static_cast<int64_t>(i));
   }
 }
 

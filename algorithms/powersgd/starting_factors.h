@@ -23,8 +23,8 @@ class StartingFactors {
   // (matrices, rank, columns), the same on all ranks. A column of zeros, from which nothing could come any more, is
   // drawn anew.
   at::Tensor startOf(const MatrixGroup& group, int64_t step, const at::TensorOptions& options);
-  // What the next step starts from.
-  void keep(const MatrixGroup& group, const at::Tensor& q);
+  // What the next step starts from. What it takes the place of goes to `retained`, see Bucket.
+  void keep(const MatrixGroup& group, const at::Tensor& q, Bucket::Retained& retained);
 
   [[nodiscard]] int64_t bytes() const;
 

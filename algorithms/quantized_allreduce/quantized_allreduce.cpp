@@ -89,6 +89,11 @@ class QuantizedAllReduce final : public Algorithm {
   }
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
+  [[nodiscard]] bool isReplayable() const override {
+    const auto codecs = selection_.codecs();
+    return !hasFeedback_ && std::none_of(codecs.begin(), codecs.end(),
+                                         [this](const auto& codec) { return codec->usesKey(roundingWith(*codec)); });
+  }
   [[nodiscard]] bool averages() const override { return options_.average; }
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
     return compressed::whyUncoded(options_, topology);
@@ -194,6 +199,10 @@ class QuantizedAllReduce final : public Algorithm {
     return flat.narrow(0, piece.begin, piece.end - piece.begin);
   }
 
+  [[nodiscard]] Rounding roundingWith(const Codec& codec) const {
+    return codec.canRoundStochastically() ? rounding_ : Rounding::kNearest;
+  }
+
   static int64_t lengthOf(const Section& section) {
     int64_t length = 0;
     for (const auto& piece : section.pieces) length += piece.end - piece.begin;
@@ -204,9 +213,8 @@ class QuantizedAllReduce final : public Algorithm {
                               const Communicator& communicator) {
     if (section.codec.empty()) return {.codec = compressed::rawCodec(bucket.flat.scalar_type())};
     const auto& codec = CodecRegistry::find(section.codec).codec;
-    const Rounding rounding = codec->canRoundStochastically() ? rounding_ : Rounding::kNearest;
     compressed::Coding coding = compressed::codingOf(codec, bucket.key);
-    coding.sender.rounding = coding.owner.rounding = rounding;
+    coding.sender.rounding = coding.owner.rounding = roundingWith(*codec);
     if (remembers) {
       feedback_.useFor(bucketOf(bucket, section), section.codec, options_, communicator, coding);
     }
@@ -223,7 +231,7 @@ class QuantizedAllReduce final : public Algorithm {
   }
 
   static Bucket bucketOf(const Bucket& whole, const Section& section) {
-    return {.flat = section.flat, .entries = section.entries, .tellsUse = whole.tellsUse};
+    return {.flat = section.flat, .entries = section.entries, .tellsUse = whole.tellsUse, .retained = whole.retained};
   }
 
   Selection selection_;

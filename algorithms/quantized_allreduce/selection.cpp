@@ -8,7 +8,6 @@
 #include <sstream>
 
 #include "kernels/closest_names.h"
-#include "kernels/codec.h"
 
 namespace bagua::quantized {
 namespace {
@@ -110,6 +109,12 @@ void Selection::checkWithoutNames() const {
     TORCH_CHECK_VALUE(fitsAll(pattern), "option 'codec' of algorithm 'quantized_allreduce' holds '", pattern,
                       "', a pattern of parameters' names", kAdvice);
   }
+}
+
+std::vector<std::shared_ptr<const Codec>> Selection::codecs() const {
+  std::vector<std::shared_ptr<const Codec>> all;
+  for (const auto& [pattern, codec] : codecs_) all.push_back(CodecRegistry::find(codec).codec);
+  return all;
 }
 
 std::string Selection::codecOf(int64_t parameter, const at::Tensor& gradient) const {

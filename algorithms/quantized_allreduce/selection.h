@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "algorithms/algorithm.h"
+#include "kernels/codec.h"
 
 namespace bagua::quantized {
 
@@ -27,6 +29,8 @@ class Selection {
 
   void useParameters(const std::vector<ParameterFacts>& facts) { facts_ = facts; }
 
+  // All that codecOf() may name.
+  [[nodiscard]] std::vector<std::shared_ptr<const Codec>> codecs() const;
   // The codec's name; empty for exact. A parameter without a name fits no pattern but "*".
   [[nodiscard]] std::string codecOf(int64_t parameter, const at::Tensor& gradient) const;
 

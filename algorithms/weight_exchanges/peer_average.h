@@ -20,6 +20,9 @@ class PeerAverage {
   // its ranks; on a single host that mean is all there is.
   PeerAverage(bool hierarchical, const std::string& mode);
 
+  // Whether the participants meet in pairs, others in every exchange.
+  [[nodiscard]] bool pairs() const { return pairs_; }
+
   // Throws ValueError unless the participants can be paired where they have to be. An odd number of ranks on a single
   // host is refused as well, for the user has asked for pairs.
   void check(const HostTopology& topology) const;

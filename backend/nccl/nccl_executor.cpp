@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/nccl/nccl_executor.h"
 
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -20,7 +19,7 @@ namespace bagua {
 namespace {
 
 void checkNotCapturing(at::Device device) {
-  TORCH_CHECK(!isCapturing(device),
+  TORCH_CHECK(!isCapturingOn(device),
               "an NCCL communicator cannot be made while a CUDA graph is captured: make the same call once before");
 }
 

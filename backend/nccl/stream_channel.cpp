@@ -11,7 +11,7 @@
 
 namespace bagua {
 
-bool isCapturing(at::Device device) {
+bool isCapturingOn(at::Device device) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
   return status != cudaStreamCaptureStatusNone;
@@ -43,7 +43,7 @@ std::exception_ptr StreamChannel::enqueue(WorkCuda& work, Program program, std::
   const c10::cuda::CUDAGuard onDevice(device_.index());
   const auto producer = c10::cuda::getCurrentCUDAStream(device_.index());
   openStream(producer, after);
-  const bool isCaptured = isCapturing(device_);
+  const bool isCaptured = isCapturingOn(device_);
   if (isCaptured && owned_ != nullptr) owned_->enterGraph();
   const c10::cuda::CUDAStreamGuard onStream(*stream_);
   const ProgramMode mode(work.results());

@@ -19,8 +19,8 @@
 
 namespace bagua {
 
-// Whether what is enqueued on the current stream of `device` is recorded into a CUDA graph.
-bool isCapturing(at::Device device);
+// Whether the current stream of `device` is recorded into a CUDA graph.
+[[nodiscard]] bool isCapturingOn(at::Device device);
 
 // A channel of programs on CUDA tensors: one communicator with the one stream that its calls are enqueued on.
 class StreamChannel {

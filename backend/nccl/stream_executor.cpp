@@ -69,7 +69,7 @@ c10::intrusive_ptr<WorkCuda> StreamExecutor::launchOn(StreamChannel& channel, La
 
 std::exception_ptr StreamExecutor::enqueueInTurn(Launch& launch) {
   checkUsable(launch.operation);
-  const bool isCaptured = isCapturing(device_);
+  const bool isCaptured = isCapturingOn(device_);
   const bool mayOverlap = launch.operation.mayOverlap && !isCaptured;
   const auto turn = isCaptured ? ChannelTurns::ofCaptured()
                                : turns_.next(mayOverlap, MemoryUse(launch.operation.inputs, launch.results));
@@ -146,6 +146,8 @@ void StreamExecutor::startGroup() {
 c10::intrusive_ptr<c10d::Work> StreamExecutor::endGroup() {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "coalescing in group '", group_.name, "' goes through its own backend");
 }
+
+bool StreamExecutor::isCapturing() const { return isCapturingOn(device_); }
 
 void StreamExecutor::abort(const std::string& reason) {
   if (!watchdog_.error()) health_->reportAbort(reason);

@@ -87,6 +87,9 @@ class BlockCodec final : public Codec {
   [[nodiscard]] PackedLayout layout() const override { return layout_; }
 
   [[nodiscard]] bool canRoundStochastically() const override { return true; }
+  [[nodiscard]] bool usesKey(Rounding rounding) const override {
+    return format_.isRotated || rounding == Rounding::kStochastic;
+  }
 
   void start(const at::Tensor& values, const Encoding& encoding, at::Tensor& packed) const override {
     if (packed.is_cuda()) return onCuda_->start(values, encoding, packed);

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "algorithms/registry.h"
+#include "kernels/codec.h"
 #include "kernels/device_ways.h"
 #include "tests/support/device_program.h"
 #include "tests/support/immediate_steps.h"
@@ -234,6 +235,44 @@ TEST_P(AlgorithmContract, WhatIsNotCodedOnOneHostIsCodedBetweenSeveral) {
 
 INSTANTIATE_TEST_SUITE_P(Every, AlgorithmContract, ::testing::ValuesIn(casesOfEveryAlgorithm()),
                          [](const auto& instance) { return nameOf(instance.param); });
+
+// Between two hosts, the mean of the same gradients in steps 0 and 2, with others between them.
+std::pair<at::Tensor, at::Tensor> meansOfTwoSteps(Algorithm& algorithm, Communicator& communicator) {
+  std::vector<at::Tensor> means;
+  for (int64_t step = 0; step < 3; ++step) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(11 + communicator.rank() + 100 * (step % 2));
+    const at::Tensor flat = at::randn({4000}, generator);
+    const std::vector<BucketEntry> entries = {{0, flat.view({40, 100})}};
+    Bucket bucket{.flat = flat, .entries = entries, .step = step, .key = bucketKey(0, step, entries)};
+    algorithm.reduce(bucket, communicator);
+    means.push_back(bucket.flat);
+  }
+  return {means[0], means[2]};
+}
+
+// A CUDA graph repeats the step that it holds in place of others.
+TEST(ReplayableAlgorithms, GiveTheSameGradientsTheSameMeanInEveryStep) {
+  std::vector<std::pair<std::string, std::map<std::string, OptionValue>>> cases = {{"gradient_allreduce", {}}};
+  for (const auto& codec : CodecRegistry::names()) {
+    cases.push_back({"bytegrad", {{"codec", codec}}});
+    cases.push_back({"quantized_allreduce", {{"codec", codec}}});
+    for (const std::string rounding : {"nearest", "stochastic"}) {
+      cases.push_back({"quantized_allreduce", {{"codec", codec}, {"error_feedback", false}, {"rounding", rounding}}});
+    }
+  }
+  for (const auto& [name, given] : cases) {
+    const auto& info = AlgorithmRegistry::find(name);
+    const Options options(name, info.options, given);
+    testing::runRanks(2,
+                      [&](Communicator& communicator) {
+                        const auto algorithm = info.create(options);
+                        const auto [first, last] = meansOfTwoSteps(*algorithm, communicator);
+                        EXPECT_EQ(at::equal(first, last), algorithm->isReplayable())
+                            << name << "(" << options.toString() << ")";
+                      },
+                      {"a", "b"});
+  }
+}
 
 TEST(AlgorithmRegistry, AnUnknownNameListsTheRegisteredOnes) {
   try {

@@ -224,6 +224,16 @@ TEST_P(CodecContract, BytesAndValuesDoNotDependOnTheNumberOfThreads) {
   }
 }
 
+TEST_P(CodecContract, TellsWhetherTheBytesDependOnTheKey) {
+  const at::Tensor values = at::randn({1000});
+  for (const auto rounding : {Rounding::kNearest, Rounding::kStochastic}) {
+    if (rounding == Rounding::kStochastic && !codec().canRoundStochastically()) continue;
+    const at::Tensor one = encoded(values, {.rounding = rounding, .key = 1});
+    const at::Tensor other = encoded(values, {.rounding = rounding, .key = 2});
+    EXPECT_EQ(!sameBits(one, other), codec().usesKey(rounding));
+  }
+}
+
 // The same key gives the same bytes, in any pieces; the values are right in the mean over keys.
 TEST_P(CodecContract, RandomRoundingHasTheValueAsItsMean) {
   if (!codec().canRoundStochastically()) return;  // The caller will not ask for it.

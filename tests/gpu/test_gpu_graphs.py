@@ -136,3 +136,21 @@ def test_a_captured_step_of_ddp_trains_as_an_eager_one(
         for one, other in zip(eager, replayed, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
         assert all(map(torch.equal, replayed, results[0][1]))
+
+
+def _capture_of_a_step_with_residuals() -> None:
+    ddp = _hooked("quantized_allreduce", {"hierarchical": False})
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    batch = _batch(0)
+    for _ in range(2):
+        _step(ddp, optimizer, batch)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="cannot be captured in a CUDA"):
+        _step(ddp, optimizer, batch)
+    dist.all_reduce(batch)  # the group goes on
+    torch.cuda.synchronize()
+
+
+def test_a_step_with_error_feedback_refuses_to_be_captured(ranks: RankPool) -> None:
+    """A replay would read the same residuals each time, and never send what it left."""
+    ranks.run(_capture_of_a_step_with_residuals)
