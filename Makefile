@@ -12,6 +12,7 @@ CUDA_TOOLKIT ?= auto
 
 # The torch chosen last stays chosen, until TORCH= names another.
 INSTALLED_TORCH := $(patsubst $(VENV)/.setup-torch-%,%,$(firstword $(wildcard $(VENV)/.setup-torch-*)))
+CHOSEN_TORCH := $(TORCH)
 TORCH ?= $(INSTALLED_TORCH)
 override TORCH := $(if $(filter 2.11 2.12 2.13 2.14 2.15,$(TORCH)),$(TORCH).0,$(TORCH))
 # With PYTHON= too, which may ask for another interpreter, the set-up is looked at again.
@@ -22,7 +23,7 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build package short-build test test-rest test-all test-gpu gpu-session test-engines test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
+.PHONY: help setup build package short-build test test-rest test-all test-gpu gpu-light test-engines test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
 .PHONY: docs wheel wheels clean distclean FORCE
 
 help:  ## this list
@@ -80,8 +81,9 @@ test-tsan: $(SETUP_STAMP)  ## C++ tests under ThreadSanitizer
 fuzz: $(SETUP_STAMP)  ## fuzz what a peer sends, FUZZ_SECONDS=60 for each of FUZZ_TARGETS (all; clang 16 or later)
 	@scripts/fuzz.sh $(VENV) $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)
 
-gpu-session:  ## all that needs a GPU, in pieces of nine minutes at most: build, tests, sanitizer, figures; SESSION_ARGS='--budget 540'
-	@python3 scripts/gpu_session.py $(SESSION_ARGS)
+# TORCH and PYTHON are those of the other machine: the set-up here stays as it is, and only lends uv.
+gpu-light: $(if $(wildcard $(VENV)/bin/uv),,setup)  ## pack for a GPU that is there for minutes into .gpu, and try it on CPU tensors (TORCH=2.11.0, PYTHON=3.12, BAGUA_CUDA_ARCHS=90)
+	@TORCH='$(CHOSEN_TORCH)' PYTHON='$(PYTHON)' scripts/gpu_light.sh $(VENV)
 
 test-engines: package  ## train with each engine; installs tests/engines/packages.txt, torchtitan, and as root Slurm
 	@scripts/engines.sh $(VENV)
@@ -104,7 +106,8 @@ demo: package  ## train on Fashion-MNIST with 2 ranks: 8-bit gradients beside fu
 bench: build  ## measure codec, optimizers, calls inside a host, and training between emulated hosts
 	@scripts/bench.sh $(VENV) $(BENCH_ARGS)
 
-bench-gpu: package  ## measure what needs a GPU, on those that there are; measures nothing and fails without one
+bench-gpu: $(SETUP_STAMP)  ## measure what needs a GPU, on those that there are; measures nothing and fails without one
+	@scripts/build.sh $(VENV) $(CUDA) $(CUDA_TOOLKIT) bagua _C emulated_network codec_operators
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/gpu/bench_gpu.py $(BENCH_ARGS)
 
 convergence: package  ## train what has no record yet, rewrite docs/convergence.md (all of it: 9 hours on two cores)

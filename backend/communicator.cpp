@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/communicator.h"
 
+#include <ATen/ops/full.h>
 #include <ATen/ops/sum.h>
 #include <c10/util/Exception.h>
 
@@ -51,12 +52,18 @@ Communicator::Splits Communicator::splitsInHost(const Splits& parts) const {
   return splits;
 }
 
+void Communicator::divide(at::Tensor& tensor, int64_t divisor) {
+  if (divisor != 1) tensor.div_(at::full({}, divisor, tensor.options()));
+}
+
 void Communicator::reduceScatterInHost(at::Tensor& flat, const Splits& parts, int64_t divisor) {
   const at::Tensor own = ownPartInHost(flat, parts);
   const auto count = static_cast<int64_t>(parts.size());
   at::Tensor copies = scratchTensor({count, own.numel()}, flat.options());
   allToAll(copies, flat, splitsInHost(Splits(parts.size(), own.numel())), splitsInHost(parts));
-  own.copy_(copies.sum(0, false, flat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).div_(divisor));
+  at::Tensor sum = copies.sum(0, false, flat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  divide(sum, divisor);
+  own.copy_(sum);
 }
 
 void Communicator::allGatherInHost(at::Tensor& flat, const Splits& parts) {

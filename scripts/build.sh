@@ -12,8 +12,9 @@ PATH=$BIN:$PATH
 SITE=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 BUILD=build/torch$(python -c 'import importlib.metadata as m; print(".".join(m.version("torch").split(".")[:2]))')
 readonly BIN SITE BUILD STAMP=$SITE/.bagua-editable
-# For the GPUs that there are. Without any, one architecture shows that the kernels compile. Wheels have all.
-CUDA_ARCHS=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u | paste -sd ';') || true
+# BAGUA_CUDA_ARCHS= names the GPUs; else those that there are. Without any, one architecture shows that the kernels compile.
+CUDA_ARCHS=${BAGUA_CUDA_ARCHS:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u |
+  paste -sd ';')} || true
 [[ $CUDA_ARCHS =~ ^[0-9\;]+$ ]] || CUDA_ARCHS=80
 readonly CUDA_ARCHS
 readonly DEFINES=(

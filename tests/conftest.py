@@ -9,12 +9,7 @@ from contextlib import ExitStack
 import gpus
 import pytest
 from devices import DEVICE
-from ranks import RankPool
-
-# Ranks of the fixtures `ranks` and `peers`, and whether they share a GPU though each could have one.
-_POOLS = [(size, False) for size in (1, 2, 3, 4)]
-if DEVICE == "cuda":
-    _POOLS += [(size, True) for size in (2, 4) if gpus.gpu_count() >= size]
+from ranks import POOLS, RankPool
 
 
 def _name(pool: tuple[int, bool]) -> str:
@@ -35,7 +30,7 @@ def pytest_report_header() -> list[str]:
     if DEVICE == "cpu":
         return ["device cpu"]
     return ["device cuda: only tests marked any_device, and tests/gpu"] + [
-        gpus.placement_here(size, share=share).how for size, share in _POOLS
+        gpus.placement_here(size, share=share).how for size, share in POOLS
     ]
 
 
@@ -61,7 +56,7 @@ def _flight_recorder_files_are_temporary() -> Iterator[None]:
 def all_pools(request: pytest.FixtureRequest) -> Iterator[dict[tuple[int, bool], RankPool]]:
     backend = request.config.getoption("--backend")
     with ExitStack() as stack:
-        yield {(size, share): stack.enter_context(RankPool(size, backend, share_gpu=share)) for size, share in _POOLS}
+        yield {(size, share): stack.enter_context(RankPool(size, backend, share_gpu=share)) for size, share in POOLS}
 
 
 @pytest.fixture(scope="session")
@@ -69,13 +64,13 @@ def rank_pools(all_pools: dict[tuple[int, bool], RankPool]) -> dict[int, RankPoo
     return {size: pool for (size, share), pool in all_pools.items() if not share}
 
 
-@pytest.fixture(params=_POOLS, ids=_name)
+@pytest.fixture(params=POOLS, ids=_name)
 def ranks(request: pytest.FixtureRequest, all_pools: dict[tuple[int, bool], RankPool]) -> RankPool:
     """Runs the test with one to four ranks, which the tests of a session share: leave their process group usable."""
     return all_pools[request.param]
 
 
-@pytest.fixture(params=_POOLS[1:], ids=_name)
+@pytest.fixture(params=POOLS[1:], ids=_name)
 def peers(request: pytest.FixtureRequest, all_pools: dict[tuple[int, bool], RankPool]) -> RankPool:
     """As `ranks`, for tests that need at least two."""
     return all_pools[request.param]

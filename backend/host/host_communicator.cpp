@@ -89,8 +89,8 @@ void HostCommunicator::reduceScatterInHost(at::Tensor& flat, const Splits& parts
   if (!shareMemoryInHosts()) return Communicator::reduceScatterInHost(flat, parts, divisor);
   if (sharedMemory()) {
     reduceParts(flat, flat, parts, divisor == 1 ? ReduceOp::SUM : ReduceOp::AVG, divisor);
-  } else if (divisor != 1) {
-    flat.div_(divisor);
+  } else {
+    divide(flat, divisor);
   }
 }
 

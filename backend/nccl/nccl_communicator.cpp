@@ -223,12 +223,12 @@ ncclResult_t NcclCommunicator::enqueueMessages(const std::vector<Message>& messa
 void NcclCommunicator::reduceScatterInHost(at::Tensor& flat, const Splits& parts, int64_t divisor) {
   if (flat.numel() == 0) return;
   if (parts.size() == 1) {
-    if (divisor != 1) flat.div_(divisor);
+    divide(flat, divisor);
     return;
   }
   // NCCL adds up 16-bit floats as such: a sum of many loses digits, or overflows.
   const at::Tensor sums = flat.element_size() < 4 ? flat.to(at::kFloat) : flat;
-  const at::Tensor ownSum = ownPartInHost(sums, parts);
+  at::Tensor ownSum = ownPartInHost(sums, parts);
   const ncclDataType_t dtype = ncclReductionFor(ReduceOp::SUM, sums.scalar_type()).dtype;
   const std::vector<Region> regions = regionsOf(sums, parts);
   onComm(inHost(), "ncclReduceScatter in a host", [&](ncclComm_t comm, cudaStream_t stream) {
@@ -248,7 +248,7 @@ void NcclCommunicator::reduceScatterInHost(at::Tensor& flat, const Splits& parts
     return enqueueTogether(calls);
   });
   for (size_t i = 0; i < parts.size(); ++i) countSentTo(hostRanks()[i], static_cast<int64_t>(regions[i].size));
-  if (divisor != 1) ownSum.div_(divisor);
+  divide(ownSum, divisor);
   if (!sums.is_same(flat)) ownPartInHost(flat, parts).copy_(ownSum);
 }
 

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that the codec moves through the memory of a device, and the packed sizes they follow from.
+"""Bytes that a codec moves through the memory of a device.
 
-A range has to be known before the first value can be coded, so a tensor that is coded is read twice. `moved` counts
-both: that is what the kernels ask of the memory. `once` counts every byte of input and output a single time, as a codec
-that kept the whole tensor in the chip would move them. A second read may come from the second-level cache, which makes
-`moved` too kind to a tensor that fits into it; `once` is too strict for one that does not.
+minmax_uint8 has to know a range before the first value can be coded, so a tensor that it codes is read twice. `moved`
+counts both: that is what the kernels ask of the memory. `once` counts every byte of input and output a single time, as
+a codec that kept the whole tensor in the chip would move them. A second read may come from the second-level cache: then
+`moved` is too kind to a tensor that fits into it. `once` is too strict for one that does not.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-HEADER = 32
-ALIGNMENT = 32
+FLOAT32 = 4
 
 
 class Bytes(NamedTuple):
@@ -27,29 +26,26 @@ def chunk_length(elements: int, chunks: int) -> int:
     return -(-elements // chunks)
 
 
-def packed_bytes(elements: int, chunks: int) -> int:
-    """Return the bytes of `elements` in so many packed chunks: a header and a byte for each element, padded."""
-    return chunks * (HEADER + -(-chunk_length(elements, chunks) // ALIGNMENT) * ALIGNMENT)
+def _reads(codec: str) -> int:
+    return 2 if codec == "minmax_uint8" else 1
 
 
-def compress(elements: int, item: int, chunks: int) -> Bytes:
-    """Read for the range, read for the codes, write the codes."""
-    tensor, packed = elements * item, packed_bytes(elements, chunks)
-    return Bytes(2 * tensor + packed, tensor + packed)
+def encode(codec: str, elements: int, item: int, packed: int, *, feedback: bool) -> Bytes:
+    """Read the values, for minmax_uint8 twice, write the codes; with feedback read and write float32 residuals too."""
+    residual = FLOAT32 * elements if feedback else 0
+    values = elements * item + residual
+    return Bytes(_reads(codec) * values + residual + packed, values + residual + packed)
 
 
-def decompress(elements: int, item: int, chunks: int) -> Bytes:
-    """Read the codes, write the tensor."""
-    total = packed_bytes(elements, chunks) + elements * item
-    return Bytes(total, total)
+def decode(elements: int, item: int, packed: int) -> Bytes:
+    """Read the codes, write the values."""
+    return Bytes(packed + elements * item, packed + elements * item)
 
 
-def reduce_and_compress(elements: int, item: int, copies: int) -> Bytes:
-    """Count what a rank does with its part of `elements` that are shared out over `copies` ranks.
+def mean(codec: str, part: int, item: int, packed: int, copies: int) -> Bytes:
+    """Count what a rank does with `part` elements of which it has as many packed copies as there are ranks.
 
-    Read all copies of the part, write their mean, read it, write its codes. The mean is no output, so `once` leaves it
-    out.
+    Read all copies, write their mean and its codes; minmax_uint8 reads the mean again. The mean is no output, so `once`
+    leaves it out.
     """
-    part = chunk_length(elements, copies)
-    received, packed = copies * packed_bytes(part, 1), packed_bytes(part, 1)
-    return Bytes(received + 2 * part * item + packed, received + packed)
+    return Bytes((copies + 1) * packed + _reads(codec) * part * item, (copies + 1) * packed)

@@ -5,7 +5,7 @@ python benchmarks/gpu/bench_gpu.py                       all parts; exit code 2 
 python benchmarks/gpu/bench_gpu.py codec collectives     some of them
 python benchmarks/gpu/bench_gpu.py --device cpu          do the parts work? Tiny sizes, Gloo for NCCL, no file
 python benchmarks/gpu/bench_gpu.py slow-network --rates 1e9 10e9
-                                                         between network namespaces (root, iproute2, NCCL 2.30)
+                                                         between network namespaces (root, iproute2)
 
 The README beside this file says what each part shows and what it does not.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import statistics
 import sys
@@ -52,16 +53,20 @@ SOCKETS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISAB
 class Bench:
     """The parts, on one kind of device."""
 
-    def __init__(self, device: str, seconds: float, rates: Sequence[float]) -> None:
+    def __init__(
+        self, device: str, seconds: float, rates: Sequence[float], sizes: Sequence[int] = (), ways: str = ""
+    ) -> None:
         self._device = device
         self._seconds = seconds
+        self._sizes = sizes
+        self._ways = ways
         self._rates = rates
         self._is_gpu = device == "cuda"
         self.stock = "nccl" if self._is_gpu else "gloo"
 
     def codec(self) -> dict[str, Any]:
-        """Compress, decompress and the fused reduction, beside a copy."""
-        measured = list(codec.lines(self._device))
+        """Encode, decode and the fused mean of every codec, beside a copy."""
+        measured = list(codec.lines(self._device, self._sizes))
         print(codec.text(measured))
         return {"target": codec.TARGET, "lines": [asdict(line) for line in measured]}
 
@@ -71,7 +76,8 @@ class Bench:
         sizes = "-b 4K -e 256M -f 4" if self._is_gpu else "-b 4K -e 64K -f 16 -n 3 -w 1"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "bench.json")
-            command = ["-m", "bagua.bench", *COLLECTIVES, *sizes.split(), "--vs", self.stock, "--json", str(file)]
+            names = [name for name in COLLECTIVES if re.search(self._ways, name)]
+            command = ["-m", "bagua.bench", *names, *sizes.split(), "--vs", self.stock, "--json", str(file)]
             run_all(self._ranks([*command, "--device", self._device], placed), SECONDS_LIMIT, is_captured=False)
             content = json.loads(file.read_text())
         print(slower_text(content["results"], self.stock))
@@ -80,6 +86,7 @@ class Bench:
     def hook(self) -> dict[str, Any]:
         """What a hook costs a step of one rank, which has nobody to communicate with."""
         names = [self.stock, f"{self.stock}, QAdam", *ALGORITHMS]
+        names = [name for name in names if name == self.stock or re.search(self._ways, name)]
         measured = self._train("gpt2-small" if self._is_gpu else "tiny", names, self._placement(1, share=False), {})
         print(cost_text(measured, self.stock))
         return measured
@@ -135,6 +142,7 @@ class Bench:
         from bagua.bench.emulated_hosts import INTERFACE, Network
         from run import run_on_hosts
 
+        # For NCCL 2.30; before that each rank's own NCCL_HOSTID, which run_on_hosts() sets, lets them share a GPU.
         more = {**SOCKETS_ONLY, "NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
         device = "cuda:0" if self._is_gpu else "cpu"
         script = [str(HERE / "training.py"), device, self.stock, model, str(self._seconds), *names]
@@ -225,6 +233,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, help="that each way of training is given (20, on the CPU 0.2)")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="of slow-network: bits per second")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[], help="of codec: bytes of a tensor")
+    parser.add_argument("--ways", default="", help="of hook and collectives: those that this regular expression finds")
     parser.add_argument("--json", type=Path, help="file for the figures (benchmarks/results/gpu.json, on the CPU none)")
     args = parser.parse_args()
     unknown = [part for part in args.parts if part not in PARTS]
@@ -236,7 +246,7 @@ def main() -> int:
         return gpus.NO_GPU
     facts = machine(args.device)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    bench = Bench(args.device, args.seconds or (20.0 if is_gpu else 0.2), args.rates)
+    bench = Bench(args.device, args.seconds or (20.0 if is_gpu else 0.2), args.rates, args.sizes, args.ways)
     file = args.json or (RESULTS if is_gpu else None)
     for part in args.parts or PARTS:
         print(f"\n== {part}", flush=True)

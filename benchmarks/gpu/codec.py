@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codec beside a copy that moves as many bytes, in turns in one run.
+"""Every codec beside a copy that moves as many bytes, in turns in one run.
 
 The copy is one device-to-device `copy_` of half of the bytes that the codec's kernels ask of the memory (see
 accounting.py), since a copy reads and writes each of its own: both move the same. "of the copy" is the copy's time over
@@ -12,22 +12,24 @@ them is not in it. Successive calls of a batch use other buffers, many enough no
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import accounting
-import bagua  # noqa: F401  (registers torch.ops.bagua)
+import bagua
 import torch
 from accounting import Bytes
 from bagua.bench.report import size_text
+from built import built
 from tables import table
 
 TARGET = 0.8
 ROUNDS = 9
-CHUNKS = (1, 2, 8)
+CHUNKS = (1, 8)
 DTYPES = (torch.float32, torch.bfloat16)
 # The second-level caches of the H100 and the H200 hold 50 MB, which the smallest tensors pass by as many buffers and
 # calls. A batch stays below the 1024 kernels that a stream takes before it makes the host wait.
@@ -50,17 +52,18 @@ class Place:
     batch_bytes: int
 
     @staticmethod
-    def on(device: str) -> Place:
-        """Return the sizes for a GPU; those for the CPU only show that everything works."""
+    def on(device: str, sizes: Sequence[int]) -> Place:
+        """Return what is good for a GPU; on the CPU, what shows that everything works."""
         if device == "cpu":
             return Place(torch.device(device), (64 << 10,), 1 << 20, 1 << 20)
-        return Place(torch.device(device), tuple(1 << shift for shift in range(20, 31, 2)), CACHE_BYTES, BATCH_BYTES)
+        return Place(torch.device(device), sizes or (1 << 20, 1 << 24, 1 << 28, 1 << 30), CACHE_BYTES, BATCH_BYTES)
 
 
 @dataclass(frozen=True)
 class Line:
     """Of one call: medians in seconds, and bytes."""
 
+    codec: str
     operation: str
     dtype: str
     size: int
@@ -109,47 +112,76 @@ def _copy(moved: int, place: Place) -> Call:
     return lambda number: targets[number % count].copy_(sources[number % count])
 
 
-def _compress(elements: int, dtype: torch.dtype, chunks: int, place: Place) -> tuple[Call, Bytes]:
-    moved = accounting.compress(elements, dtype.itemsize, chunks)
-    tensors = [_noise(elements, dtype, place) for _ in range(_buffers(moved.once, place))]
-    return lambda number: torch.ops.bagua.minmax_uint8_compress(tensors[number % len(tensors)], chunks), moved
+class _Case(NamedTuple):
+    """What is coded: values of `elements` in all, in chunks."""
+
+    codec: str
+    dtype: torch.dtype
+    elements: int
+    chunks: int
+
+    @property
+    def part(self) -> int:
+        return accounting.chunk_length(self.elements, self.chunks)
+
+    def empty(self, place: Place, rows: int) -> torch.Tensor:
+        packed = torch.ops.codec_operators.packed_bytes(self.codec, self.part)
+        return torch.empty(rows, packed, dtype=torch.uint8, device=place.device)
+
+    def packed(self, place: Place) -> torch.Tensor:
+        packed = self.empty(place, self.chunks)
+        torch.ops.codec_operators.encode(self.codec, _noise(self.elements, self.dtype, place), None, packed)
+        return packed
 
 
-def _decompress(elements: int, dtype: torch.dtype, chunks: int, place: Place) -> tuple[Call, Bytes]:
-    moved = accounting.decompress(elements, dtype.itemsize, chunks)
+def _encode(case: _Case, place: Place, feedback: bool = False) -> tuple[Call, Bytes]:
+    packed = case.empty(place, case.chunks)
+    item = case.dtype.itemsize
+    moved = accounting.encode(case.codec, case.elements, item, packed.nbytes, feedback=feedback)
     count = _buffers(moved.once, place)
-    packed = torch.ops.bagua.minmax_uint8_compress(_noise(elements, dtype, place), chunks)
+    tensors = [_noise(case.elements, case.dtype, place) for _ in range(count)]
+    residuals = [torch.zeros(case.elements, device=place.device) if feedback else None for _ in range(count)]
+    encode = torch.ops.codec_operators.encode
+    return lambda number: encode(case.codec, tensors[number % count], residuals[number % count], packed), moved
+
+
+def _encode_with_feedback(case: _Case, place: Place) -> tuple[Call, Bytes]:
+    return _encode(case, place, feedback=True)
+
+
+def _decode(case: _Case, place: Place) -> tuple[Call, Bytes]:
+    packed = case.packed(place)
+    moved = accounting.decode(case.elements, case.dtype.itemsize, packed.nbytes)
+    count = _buffers(moved.once, place)
     packets = [packed.clone() for _ in range(count)]
-    outs = [torch.empty(elements, dtype=dtype, device=place.device) for _ in range(count)]
-
-    def call(number: int) -> None:
-        torch.ops.bagua.minmax_uint8_decompress(packets[number % count], outs[number % count], chunks)
-
-    return call, moved
+    outs = [torch.empty(case.elements, dtype=case.dtype, device=place.device) for _ in range(count)]
+    decode = torch.ops.codec_operators.decode
+    return lambda number: decode(case.codec, packets[number % count], outs[number % count]), moved
 
 
-def _reduce(elements: int, dtype: torch.dtype, copies: int, place: Place) -> tuple[Call, Bytes]:
-    moved = accounting.reduce_and_compress(elements, dtype.itemsize, copies)
-    part = accounting.chunk_length(elements, copies)
-    packed = torch.ops.bagua.minmax_uint8_compress(_noise(part, dtype, place), 1)
-    received = [packed.repeat(copies) for _ in range(_buffers(moved.once, place))]
-    reduce = torch.ops.bagua.minmax_uint8_reduce_and_compress
-    return lambda number: reduce(received[number % len(received)], copies, part, dtype, float(copies)), moved
+def _mean(case: _Case, place: Place) -> tuple[Call, Bytes]:
+    packed = case.packed(place)
+    moved = accounting.mean(case.codec, case.part, case.dtype.itemsize, packed[0].nbytes, case.chunks)
+    received = [packed.clone() for _ in range(_buffers(moved.once, place))]
+    mean, result = torch.empty(case.part, dtype=case.dtype, device=place.device), case.empty(place, 1)[0]
+    call = torch.ops.codec_operators.mean
+    return lambda number: call(case.codec, received[number % len(received)], mean, result), moved
 
 
 def _noise(elements: int, dtype: torch.dtype, place: Place) -> torch.Tensor:
     return torch.randn(elements, dtype=dtype, device=place.device)
 
 
-OPERATIONS: dict[str, Callable[[int, torch.dtype, int, Place], tuple[Call, Bytes]]] = {
-    "compress": _compress,
-    "decompress": _decompress,
-    "reduce_and_compress": _reduce,
+OPERATIONS: dict[str, Callable[[_Case, Place], tuple[Call, Bytes]]] = {
+    "encode": _encode,
+    "encode with feedback": _encode_with_feedback,
+    "decode": _decode,
+    "mean": _mean,
 }
 
 
-def _line(operation: str, dtype: torch.dtype, size: int, chunks: int, place: Place) -> Line:
-    call, moved = OPERATIONS[operation](size // dtype.itemsize, dtype, chunks, place)
+def _line(operation: str, case: _Case, place: Place) -> Line:
+    call, moved = OPERATIONS[operation](case, place)
     copy = _copy(moved.moved, place)
     calls = max(2, min(MOST_CALLS, place.batch_bytes // moved.moved))
     times: dict[str, list[float]] = {"codec": [], "copy": []}
@@ -159,10 +191,11 @@ def _line(operation: str, dtype: torch.dtype, size: int, chunks: int, place: Pla
             if turn >= 0:
                 times[name].append(seconds)
     return Line(
+        codec=case.codec,
         operation=operation,
-        dtype=str(dtype).removeprefix("torch."),
-        size=size,
-        chunks=chunks,
+        dtype=str(case.dtype).removeprefix("torch."),
+        size=case.elements * case.dtype.itemsize,
+        chunks=case.chunks,
         seconds=statistics.median(times["codec"]),
         copy_seconds=statistics.median(times["copy"]),
         bytes_moved=moved.moved,
@@ -170,21 +203,35 @@ def _line(operation: str, dtype: torch.dtype, size: int, chunks: int, place: Pla
     )
 
 
-def lines(device: str) -> Iterator[Line]:
-    """Measure everything."""
-    place = Place.on(device)
-    for operation in OPERATIONS:
-        for dtype in DTYPES:
-            for size in place.sizes:
-                for chunks in CHUNKS:
-                    yield _line(operation, dtype, size, chunks, place)
+def lines(device: str, sizes: Sequence[int] = ()) -> Iterator[Line]:
+    """Measure everything, of tensors of so many bytes."""
+    torch.ops.load_library(built("libcodec_operators.so"))
+    place = Place.on(device, sizes)
+    cases = itertools.product(bagua.available_codecs(), DTYPES, place.sizes, CHUNKS)
+    for codec, dtype, size, chunks in cases:
+        for operation in OPERATIONS:
+            if operation != "mean" or chunks > 1:
+                yield _line(operation, _Case(codec, dtype, size // dtype.itemsize, chunks), place)
 
 
 def text(measured: Sequence[Line]) -> str:
     """Return the table."""
-    titles = ["operation", "dtype", "tensor", "chunks", "us", "GB/s", "copy GB/s", "of the copy", "once", "target"]
+    titles = [
+        "codec",
+        "operation",
+        "dtype",
+        "tensor",
+        "chunks",
+        "us",
+        "GB/s",
+        "copy GB/s",
+        "of the copy",
+        "once",
+        "target",
+    ]
     rows = [
         [
+            line.codec,
             line.operation,
             line.dtype,
             size_text(line.size),
@@ -198,4 +245,4 @@ def text(measured: Sequence[Line]) -> str:
         ]
         for line in measured
     ]
-    return table(titles, rows, left=3)
+    return table(titles, rows, left=4)

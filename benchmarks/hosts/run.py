@@ -122,7 +122,9 @@ def run_on_hosts(
             torchrun = ["-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={ranks_per_host}"]
             meeting = [f"--node-rank={index}", f"--master-addr={made[0].address}", "--master-port=29517"]
             command = host.command([sys.executable, *torchrun, *meeting, str(HERE / script[0]), *script[1:]])
-            environment = {**host.environment(), **STEADY_ALLOCATOR, "OMP_NUM_THREADS": "1", **(more or {})}
+            # NCCL refuses a GPU to two ranks of one host, and takes these for one without an identity of each.
+            own = {**host.environment(), "NCCL_HOSTID": host.namespace}
+            environment = {**own, **STEADY_ALLOCATOR, "OMP_NUM_THREADS": "1", **(more or {})}
             commands.append(Command(command, environment))
         return lines_of_the_first(commands, limit)
 

@@ -4,29 +4,25 @@
 import re
 
 import accounting
-import bagua  # noqa: F401  (registers torch.ops.bagua)
 import bench_gpu
-import pytest
-import torch
 from tables import table
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
-@pytest.mark.parametrize("elements", [1, 31, 33, 1000, 65_537])
-def test_packed_bytes_are_those_of_the_codec(elements: int, chunks: int) -> None:
-    packed = torch.ops.bagua.minmax_uint8_compress(torch.randn(elements), chunks)
-    assert accounting.packed_bytes(elements, chunks) == packed.numel()
+def test_only_minmax_reads_twice_what_it_codes_and_what_is_decoded_is_written_once() -> None:
+    tensor, packed = 4 * 1024, 1088
+    for codec, reads in (("minmax_uint8", 2), ("4bit", 1)):
+        plain = accounting.encode(codec, 1024, 4, packed, feedback=False)
+        assert plain == (reads * tensor + packed, tensor + packed)
+        # A residual is read with the values, and written.
+        fed = accounting.encode(codec, 1024, 4, packed, feedback=True)
+        assert fed == (reads * 2 * tensor + tensor + packed, 3 * tensor + packed)
+    assert accounting.decode(1024, 4, packed) == (tensor + packed, tensor + packed)
 
 
-def test_a_tensor_that_is_coded_is_read_twice_and_one_that_is_decoded_written_once() -> None:
-    tensor, packed = 4 * 1024, 2 * (32 + 512)
-    assert accounting.compress(1024, 4, 2) == (2 * tensor + packed, tensor + packed)
-    assert accounting.decompress(1024, 4, 2) == (tensor + packed, tensor + packed)
-
-
-def test_a_reduction_reads_every_copy_of_a_part_and_writes_and_reads_its_mean() -> None:
-    part, packed = 1024 // 8, 32 + 128
-    assert accounting.reduce_and_compress(1024, 2, 8) == (8 * packed + 2 * part * 2 + packed, 9 * packed)
+def test_a_mean_reads_every_copy_of_a_part_and_is_written_and_by_minmax_read_again() -> None:
+    part, packed = 2 * accounting.chunk_length(1021, 8), 160
+    assert accounting.mean("minmax_uint8", 128, 2, packed, 8) == (9 * packed + 2 * part, 9 * packed)
+    assert accounting.mean("4bit", 128, 2, packed, 8) == (9 * packed + part, 9 * packed)
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every registered codec promises on CUDA. tests/gpu/test_gpu_codecs.py runs these where there is a GPU.
+// What every registered codec promises on CUDA: what it does on the CPU. tests/gpu/test_gpu_sanitizer.py runs these
+// where there is a GPU.
 #include <ATen/Context.h>
 
 #include "tests/contract/codec_device_contract.h"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one rank makes a call of the plan, and how it knows that the result is right."""
 
+import functools
 import random
 import zlib
 from collections.abc import Callable
@@ -9,12 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from devices import here
 from reference import reduce_op, reduced
 from soak_plan import POOL_LENGTH, Call
 from torch import Tensor
 
-# Small enough that no reduction over eight ranks rounds in any dtype.
-_pool = torch.randint(-3, 4, (POOL_LENGTH,), generator=torch.Generator().manual_seed(7), dtype=torch.int8)
+
+@functools.cache
+def _pool() -> Tensor:
+    """Small enough that no reduction over eight ranks rounds in any dtype."""
+    generator = torch.Generator().manual_seed(7)
+    return here(torch.randint(-3, 4, (POOL_LENGTH,), generator=generator, dtype=torch.int8, device="cpu"))
+
 
 _GUARD_BYTES = 64
 _GUARD_VALUE = 0xA5
@@ -89,7 +96,7 @@ class _Buffer:
 
 def _inputs(call: Call, size: int, numel: int) -> Tensor:
     """What each rank puts in, a row per rank."""
-    return _cast(_pool.as_strided((size, numel), (call.stride, 1), call.offset), call)
+    return _cast(_pool().as_strided((size, numel), (call.stride, 1), call.offset), call)
 
 
 def _cast(raw: Tensor, call: Call) -> Tensor:
@@ -172,7 +179,7 @@ def _rounding(call: Call, side: Side) -> Started:
         if not bool((error <= bound).all()):
             raise AssertionError(f"{call}: off by up to {error.max()}, allowed are {bound.max()}")
         # The order in which checks are made differs between ranks: a sum does not mind.
-        side.checksum += zlib.crc32(buffer.tensor.view(torch.uint8).numpy()) ^ call.number
+        side.checksum += zlib.crc32(buffer.tensor.view(torch.uint8).cpu().numpy()) ^ call.number
 
     return _started(call, work, check)
 
@@ -421,7 +428,7 @@ def _coalesced(call: Call, side: Side) -> Started:
         )
         for place, kind in enumerate(kinds)
     ]
-    device = torch.device("cpu") if is_on_device else None
+    device = torch.get_default_device() if is_on_device else None
     with dist._coalescing_manager(side.group, device, async_ops=call.is_async) as manager:  # type: ignore[attr-defined]
         started = [_STARTERS[part.kind](part, side) for part in parts]
 

@@ -152,10 +152,6 @@ class DeviceCommunicator final : public Communicator {
                 const Splits& inputSplits) override {
     call({output, input}, [&] { host_.allToAll(output, input, outputSplits, inputSplits); });
   }
-  void allToAllInHost(at::Tensor& output, const at::Tensor& input, const Splits& outputSplits,
-                      const Splits& inputSplits) override {
-    call({output, input}, [&] { host_.allToAllInHost(output, input, outputSplits, inputSplits); });
-  }
   void barrier() override {
     call({}, [&] { host_.barrier(); });
   }

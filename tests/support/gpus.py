@@ -21,6 +21,17 @@ _SHARED_MEMORY = "/dev/shm"
 _SHARED_MEMORY_BYTES = 2 << 30
 
 
+# Where kernels take turns on one GPU other protocols than Simple collapse (from reports of NCCL 2.29 on one RTX 5090).
+# Few channels keep the kernels small; no fabric of several GPUs is looked for.
+_OVER_LOOPBACK = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_PROTO": "Simple",
+    "NCCL_MAX_NCHANNELS": "2",
+    "NCCL_MNNVL_ENABLE": "0",
+}
+
+
 class Placement(NamedTuple):
     """Of each rank, the index of its GPU and what NCCL has to find in its environment."""
 
@@ -47,7 +58,7 @@ def placement(nccl: tuple[int, ...], gpus: int, ranks: int, *, share: bool = Fal
         return Placement(
             first, [env] * ranks, f"{ranks} ranks: share a GPU, NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL {version})"
         )
-    hosts = [{"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"} for rank in range(ranks)]
+    hosts = [{**_OVER_LOOPBACK, "NCCL_HOSTID": f"rank-{rank}"} for rank in range(ranks)]
     return Placement(
         first, list(hosts), f"{ranks} ranks: share a GPU as hosts of their own, NCCL_HOSTID by rank (NCCL {version})"
     )

@@ -19,10 +19,12 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -37,12 +39,16 @@ _GRACE_SECONDS = 20.0
 _SECOND_LOOK_SECONDS = 0.3
 _OUTPUT_CHARACTERS = 8000
 
-_context = multiprocessing.get_context("forkserver")
 # Imported once instead of in each rank. torch itself imports the last two, seconds of work, at the first assert_close()
 # and the first optimizer.
-_context.set_forkserver_preload(
+multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["numpy", "pytest", "bagua", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"]
 )
+
+# Ranks of the fixtures `ranks` and `peers`, and whether they share a GPU though each could have one.
+POOLS = [(size, False) for size in (1, 2, 3, 4)]
+if DEVICE == "cuda":
+    POOLS += [(size, True) for size in (2, 4) if gpus.gpu_count() >= size]
 
 
 class RankFailure(AssertionError):
@@ -54,7 +60,7 @@ class RankFailure(AssertionError):
 
 
 class _Rank(NamedTuple):
-    process: ForkServerProcess
+    process: BaseProcess
     connection: Connection
     output: Path
 
@@ -62,7 +68,8 @@ class _Rank(NamedTuple):
 class RankPool:
     """Ranks that are kept from one call of run() to the next; after a failure the next call starts new ones.
 
-    `env` has the same value for all ranks, or a list with one for each, None where it is not set.
+    `env` has the same value for all ranks, or a list with one for each, None where it is not set. What ranks print
+    stays in a folder of `logs`, if that is given. `spawned` ranks inherit nothing: each imports torch for itself.
     """
 
     def __init__(
@@ -73,14 +80,18 @@ class RankPool:
         env: Mapping[str, str | Sequence[str | None]] | None = None,
         group_timeout: float = 60.0,
         share_gpu: bool = False,
+        spawned: bool = False,
+        logs: Path | None = None,
     ) -> None:
         self.world_size = world_size
         self.backend = backend
         self._env = dict(env or {})
         self._group_timeout = group_timeout
         self._share_gpu = share_gpu
+        self._context: BaseContext = multiprocessing.get_context("spawn" if spawned else "forkserver")
+        self._logs = logs
         self._ranks: list[_Rank] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, dying: Collection[int] = ()
@@ -105,13 +116,17 @@ class RankPool:
             self._kill()
         return results
 
-    def close(self) -> None:
+    @property
+    def has_started(self) -> bool:
+        return bool(self._ranks)
+
+    def close(self, seconds: float = _GRACE_SECONDS) -> None:
         """Ends the ranks in order; one that crashes or hangs while it destroys its process group is a failure."""
         for rank in self._ranks:
             rank.connection.send_bytes(b"")
         try:
             for index, rank in enumerate(self._ranks):
-                rank.process.join(timeout=_GRACE_SECONDS)
+                rank.process.join(timeout=seconds)
                 if rank.process.exitcode != 0:
                     raise self._failure(index, f"ended with {_describe_exit(rank.process)} after its last test")
         finally:
@@ -126,8 +141,7 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        folder = Path(self._folder.name)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{self.world_size}-ranks-", dir=self._logs))
         placed = gpus.placement_here(self.world_size, share=self._share_gpu) if DEVICE == "cuda" else None
         # The server takes its environment from here; with one thread each, four ranks do not fight for two cores.
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
@@ -135,12 +149,15 @@ class RankPool:
                 values = {name: value if isinstance(value, str) else value[index] for name, value in self._env.items()}
                 env = {name: value for name, value in values.items() if value is not None}
                 settings = rank_process.Settings(
-                    index, self.world_size, self.backend, env, str(folder), self._group_timeout
+                    index, self.world_size, self.backend, env, str(self._folder), self._group_timeout
                 )
                 if placed:
                     settings = settings._replace(env={**placed.env[index], **env}, device=f"cuda:{placed.gpus[index]}")
-                connection, remote = _context.Pipe()
-                process = _context.Process(target=rank_process.main, args=(settings, remote), daemon=True)
+                connection, remote = self._context.Pipe()
+                # mypy does not know that every context has it.
+                process = self._context.Process(  # type: ignore[attr-defined]
+                    target=rank_process.main, args=(settings, remote), daemon=True
+                )
                 process.start()
                 remote.close()
                 self._ranks.append(_Rank(process, connection, rank_process.output_path(settings)))
@@ -190,12 +207,13 @@ class RankPool:
     def _kill(self) -> None:
         for rank in self._ranks:
             rank.process.kill()
-            rank.process.join()
+        for rank in self._ranks:
+            rank.process.join(timeout=_GRACE_SECONDS)
             rank.connection.close()
         self._ranks = []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        if self._folder is not None and self._logs is None:
+            shutil.rmtree(self._folder)
+        self._folder = None
 
 
 def run_ranks(
@@ -223,5 +241,5 @@ def _describe(function: Callable[..., Any]) -> tuple[str, str, str]:
     return module.__name__, module.__file__, function.__qualname__
 
 
-def _describe_exit(process: ForkServerProcess) -> str:
+def _describe_exit(process: BaseProcess) -> str:
     return "no exit code: it still runs" if process.exitcode is None else f"exit code {process.exitcode}"

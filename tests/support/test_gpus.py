@@ -34,6 +34,7 @@ def test_old_nccl_takes_ranks_that_share_for_hosts_that_talk_over_loopback(gpus:
     assert len({env["NCCL_HOSTID"] for env in placed.env}) == 4
     assert {env["NCCL_SOCKET_IFNAME"] for env in placed.env} == {"lo"}
     assert {env["NCCL_NET"] for env in placed.env} == {"Socket"}
+    assert {env["NCCL_PROTO"] for env in placed.env} == {"Simple"}
     assert all("NCCL_MULTI_RANK_GPU_ENABLE" not in env for env in placed.env)
     assert "NCCL_HOSTID" in placed.how
 

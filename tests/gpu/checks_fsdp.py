@@ -3,16 +3,13 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
+from check import assert_same_on_all_ranks, check
 from devices import here, randn
 from hooked_models import perceptron
-from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-
-pytestmark = pytest.mark.any_device
 
 STEPS = 4
 
@@ -32,7 +29,8 @@ def _train(model: nn.Module, ranks: range) -> None:
         optimizer.step()
 
 
-def _sharded_beside_whole() -> list[Tensor]:
+@check(seconds=30)
+def fsdp2_trains_as_one_rank_does() -> None:
     whole = perceptron()
     sharded = copy.deepcopy(whole)
     for layer in sharded.children():
@@ -44,10 +42,4 @@ def _sharded_beside_whole() -> list[Tensor]:
     found = [p.full_tensor() for p in sharded.parameters()]  # type: ignore[attr-defined]
     for one, other in zip(found, whole.parameters(), strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)
-    return found
-
-
-def test_fsdp2_trains_as_one_rank_does(peers: RankPool) -> None:
-    first, *others = peers.run(_sharded_beside_whole)
-    for other in others:
-        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+    assert_same_on_all_ranks(found)

@@ -8,17 +8,13 @@ import os
 import signal
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from check import check, error_of, told_by_all
 from devices import TIME_FACTOR, settle
 from hooked_models import new_group
-from ranks import RankPool, run_ranks
-
-pytestmark = pytest.mark.any_device
 
 LENGTH = 100_003
 PATIENCE = timedelta(seconds=50)
@@ -26,6 +22,8 @@ PATIENCE = timedelta(seconds=50)
 SLACK_SECONDS = 15.0
 # Of a group whose ranks may take turns on one GPU, to come together and to act.
 TIMEOUT = 3.0 * TIME_FACTOR
+# From the start of the processes.
+KILLED_TIMEOUT = 15.0
 OPERATIONS = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
@@ -46,9 +44,9 @@ def _issue(operation: str, group: Any = None) -> Any:
 def _fails(operation: str, group: Any = None) -> tuple[str, float]:
     """What was raised, and after how many seconds."""
     start = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
-        _issue(operation, group).wait(PATIENCE)
-    return str(caught.value), time.monotonic() - start
+    message = error_of(lambda: _issue(operation, group).wait(PATIENCE))
+    assert operation in message, message
+    return message, time.monotonic() - start
 
 
 def _the_device_still_works() -> None:
@@ -61,8 +59,8 @@ def _load_nccl() -> None:
     settle()
 
 
-def _last_rank_does_not_come(operation: str, used_before: bool) -> tuple[str, float] | None:
-    found = None
+def _last_rank_does_not_come(operation: str, used_before: bool) -> str:
+    words = ""
     _load_nccl()
     with new_group(timeout=timedelta(seconds=TIMEOUT)) as group:
         if used_before:
@@ -70,85 +68,76 @@ def _last_rank_does_not_come(operation: str, used_before: bool) -> tuple[str, fl
         else:
             dist.all_reduce(torch.ones(3), group=group)
         settle()
+        told_by_all("ready")
         if dist.get_rank() != dist.get_world_size() - 1:
-            found = _fails(operation, group)
+            message, seconds = _fails(operation, group)
+            assert seconds < TIMEOUT + SLACK_SECONDS
             assert _fails("all_reduce", group)[1] < SLACK_SECONDS, "the group says so again rather than hang"
             _the_device_still_works()
-        dist.barrier()  # of the other group, which is whole
+            words = f"after {seconds:.1f} s: {message}"
+        told_by_all("over")
         tensor = torch.ones(5)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor)  # of the other group, which is whole
         assert tensor.tolist() == [dist.get_world_size()] * 5
-    return found
+    return words
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_peer_that_does_not_come_is_an_error_at_the_timeout(peers: RankPool, operation: str) -> None:
-    _assert_all_others_are_told(peers, operation, used_before=True)
+@check({operation: (operation,) for operation in OPERATIONS}, seconds=45)
+def peer_that_does_not_come_is_an_error_at_the_timeout(operation: str) -> str:
+    return _last_rank_does_not_come(operation, used_before=True)
 
 
-def test_a_peer_that_does_not_come_to_connect_is_an_error_at_the_timeout(peers: RankPool) -> None:
+@check(seconds=45)
+def peer_that_does_not_come_to_connect_is_an_error_at_the_timeout() -> str:
     # NCCL connects for the algorithm of a longer operation when that comes, on the host.
-    _assert_all_others_are_told(peers, "all_reduce", used_before=False)
+    return _last_rank_does_not_come("all_reduce", used_before=False)
 
 
-def _assert_all_others_are_told(peers: RankPool, operation: str, *, used_before: bool) -> None:
-    found = [result for result in peers.run(_last_rank_does_not_come, operation, used_before) if result]
-    assert len(found) == peers.world_size - 1
-    for message, seconds in found:
-        assert operation in message
-        assert seconds < TIMEOUT + SLACK_SECONDS
-
-
-def _aborted_in_flight() -> str:
+@check(seconds=25)
+def abort_ends_what_is_in_flight_and_a_new_group_works() -> None:
     with new_group(timeout=timedelta(seconds=60)) as group:
         _issue("all_reduce", group).wait(PATIENCE)
         settle()
-        message = ""
         if dist.get_rank() == 0:
             work = _issue("all_reduce", group)
             group._get_backend(torch.get_default_device()).abort()
-            with pytest.raises(RuntimeError) as caught:
-                work.wait(PATIENCE)
-            message = str(caught.value)
-            with pytest.raises(dist.DistBackendError, match="abort"):
-                _issue("all_reduce", group)
+            message = error_of(lambda: work.wait(PATIENCE))
+            assert "all_reduce" in message
+            assert "abort" in message
+            assert "abort" in error_of(lambda: _issue("all_reduce", group))
             _the_device_still_works()
-    dist.barrier()
+        told_by_all("aborted")
     with new_group() as fresh:
         tensor = torch.ones(3)
         dist.all_reduce(tensor, group=fresh)
         assert tensor.tolist() == [dist.get_world_size()] * 3
-    return message
 
 
-def test_abort_ends_what_is_in_flight_and_a_new_group_works(peers: RankPool) -> None:
-    message = peers.run(_aborted_in_flight)[0]
-    assert "all_reduce" in message
-    assert "abort" in message
-
-
-def _killed(operation: str, folder: str) -> tuple[str, float] | None:
+def _killed(operation: str) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     _issue(operation).wait(PATIENCE)
     settle()
+    store = dist.distributed_c10d._get_default_store()
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    found = _fails(operation)
+    message, seconds = _fails(operation)
+    assert seconds < KILLED_TIMEOUT + SLACK_SECONDS
     _the_device_still_works()
     dist.destroy_process_group()
-    store = dist.FileStore(str(Path(folder, "survivors")), size - 1)  # type: ignore[attr-defined]
-    dist.init_process_group("bagua", store=store, rank=rank, world_size=size - 1, timeout=timedelta(seconds=30))
+    survivors = dist.PrefixStore("survivors", store)
+    dist.init_process_group("bagua", store=survivors, rank=rank, world_size=size - 1, timeout=timedelta(seconds=30))
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [size - 1] * 3
-    return found
+    return f"after {seconds:.1f} s: {message}"
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "all_gather_into_tensor"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_survivors_of_a_killed_rank_are_told_and_go_on_without_it(tmp_path: Path, size: int, operation: str) -> None:
-    timeout = 10.0 * TIME_FACTOR  # from the start of the processes
-    results = run_ranks(size, _killed, operation, str(tmp_path), group_timeout=timeout, dying={size - 1})
-    for message, seconds in results[: size - 1]:
-        assert operation in message
-        assert seconds < timeout + SLACK_SECONDS
+def _of_every_size(size: int) -> Any:
+    cases = {f"{operation}.{size}": (operation,) for operation in ("all_reduce", "all_gather_into_tensor")}
+    return check(cases, sizes=(size,), seconds=50, group_timeout=KILLED_TIMEOUT, dying=(size - 1,))
+
+
+@_of_every_size(2)
+@_of_every_size(4)
+def survivors_of_a_killed_rank_are_told_and_go_on_without_it(operation: str) -> str:
+    return _killed(operation)

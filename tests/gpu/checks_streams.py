@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import bagua
-import pytest
 import torch
 import torch.distributed as dist
+from check import check
 from devices import settle
 from hooked_models import SMALL_BUCKETS, gradients_of, loss_of, new_group, perceptron, same
-from ranks import RankPool
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-pytestmark = pytest.mark.any_device
 
 LENGTH = 1 << 18
 # Tens of milliseconds on any GPU: far longer than the enqueueing of what has to wait for them.
@@ -46,9 +43,10 @@ def _overwrite_freed_memory() -> None:
     del junk
 
 
-def _inputs_dropped_at_once(rounds: int) -> None:
+@check()
+def memory_of_a_dropped_input_is_not_given_out_before_it_was_read() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    for turn in range(rounds):
+    for turn in range(10):
         _late_on_one_rank()  # the others' kernels are under way, and wait for it
         gathered = torch.empty(size * LENGTH)
         work: Any = dist.all_gather_into_tensor(gathered, torch.full((LENGTH,), float(rank + turn)), async_op=True)
@@ -58,26 +56,19 @@ def _inputs_dropped_at_once(rounds: int) -> None:
         assert torch.equal(gathered, expected), f"round {turn}"
 
 
-def test_the_memory_of_a_dropped_input_is_not_given_out_before_it_was_read(peers: RankPool) -> None:
-    peers.run(_inputs_dropped_at_once, 10)
-
-
-def _times_at_a_barrier() -> tuple[float, float]:
-    """When this rank had begun what its device does, and when it left the barrier behind it."""
+@check()
+def nobody_leaves_a_barrier_before_the_devices_have_done_what_came_before_it() -> None:
     dist.all_reduce(torch.ones(1))  # from here on the group is one of this device
-    begun = time.monotonic()
+    begun = torch.tensor([time.monotonic()], dtype=torch.float64)
     _late_on_one_rank()
     dist.barrier()
-    return begun, time.monotonic()
+    left = time.monotonic()
+    dist.broadcast(begun, 0)
+    assert left > begun.item() + 0.01, "rank 0 keeps its device busy for longer"
 
 
-def test_nobody_leaves_a_barrier_before_the_devices_have_done_what_came_before_it(peers: RankPool) -> None:
-    times = peers.run(_times_at_a_barrier)
-    late = times[0][0] + 0.01  # rank 0 keeps its device busy for longer
-    assert all(left > late for _, left in times)
-
-
-def _results_of_future_only() -> None:
+@check()
+def result_that_only_the_future_holds_is_whole() -> None:
     """Nobody calls wait() on the work, as under DDP."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for turn in range(10):
@@ -90,38 +81,23 @@ def _results_of_future_only() -> None:
         assert (result == size * (size - 1) / 2 + size * turn).all()
 
 
-def test_a_result_that_only_the_future_holds_is_whole(peers: RankPool) -> None:
-    peers.run(_results_of_future_only)
-
-
-def _device_memory() -> int:
-    return torch.cuda.memory_allocated()
-
-
-def _nothing_is_kept() -> tuple[int, int, int]:
-    """Bytes before, bytes after many dropped operations, and the most that were reserved for them."""
+@check(cuda_only=True)
+def dropped_operations_leave_no_memory_behind() -> None:
     dist.all_reduce(torch.ones(LENGTH))
     settle()
     gc.collect()
-    before = _device_memory()
-    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     for _ in range(300):
         dist.all_reduce(torch.ones(LENGTH), async_op=True)
     settle()
     deadline = time.monotonic() + 10.0
-    while _device_memory() > before and time.monotonic() < deadline:
+    while torch.cuda.memory_allocated() > before and time.monotonic() < deadline:
         time.sleep(0.01)  # the watchdog lets go of what is done
-    return before, _device_memory(), torch.cuda.max_memory_allocated() - before
+    assert torch.cuda.memory_allocated() <= before
 
 
-@pytest.mark.cuda_only
-def test_dropped_operations_leave_no_memory_behind(peers: RankPool) -> None:
-    for before, after, _ in peers.run(_nothing_is_kept):
-        assert after <= before
-
-
-def _training_reserves_no_more() -> list[int]:
-    """Reserved bytes after each step but the first two, in which DDP rebuilds its buckets."""
+@check(cuda_only=True)
+def training_settles_on_a_bounded_amount_of_memory() -> None:
     ddp = DDP(torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8))), bucket_cap_mb=2)
     bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
     reserved = []
@@ -131,16 +107,11 @@ def _training_reserves_no_more() -> list[int]:
         settle()
         if step > 20:
             reserved.append(torch.cuda.memory_reserved())
-    return reserved
+    assert reserved[-1] == reserved[0]
 
 
-@pytest.mark.cuda_only
-def test_training_settles_on_a_bounded_amount_of_memory(peers: RankPool) -> None:
-    for reserved in peers.run(_training_reserves_no_more):
-        assert reserved[-1] == reserved[0]
-
-
-def _on_a_side_stream() -> None:
+@check(cuda_only=True)
+def operation_follows_its_stream_and_any_stream_may_wait_for_it() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     side, reader = torch.cuda.Stream(), torch.cuda.Stream()
     total = size * (size + 1) / 2
@@ -161,11 +132,6 @@ def _on_a_side_stream() -> None:
             doubled = tensor * 2
         side.synchronize()
         assert (doubled == 2 * size * total).all()
-
-
-@pytest.mark.cuda_only
-def test_an_operation_follows_its_stream_and_any_stream_may_wait_for_it(peers: RankPool) -> None:
-    peers.run(_on_a_side_stream)
 
 
 @contextlib.contextmanager
@@ -195,22 +161,16 @@ def _train_on_streams(algorithm: str, options: dict[str, Any], side: bool) -> li
     return history
 
 
-def _both_streams(algorithm: str, options: dict[str, Any]) -> bool:
-    return same(_train_on_streams(algorithm, options, True), _train_on_streams(algorithm, options, False))
-
-
-@pytest.mark.cuda_only
-@pytest.mark.parametrize(
-    ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
+@check(
+    {"gradient_allreduce": ("gradient_allreduce", {}), "bytegrad": ("bytegrad", {"hierarchical": False})},
+    cuda_only=True,
 )
-def test_backward_on_a_side_stream_gives_the_same_bits(
-    peers: RankPool, algorithm: str, options: dict[str, Any]
-) -> None:
-    assert all(peers.run(_both_streams, algorithm, options))
+def backward_on_a_side_stream_gives_the_same_bits(algorithm: str, options: dict[str, Any]) -> None:
+    assert same(_train_on_streams(algorithm, options, True), _train_on_streams(algorithm, options, False))
 
 
 def _several_groups(use_streams: bool) -> None:
-    """Operations of three groups, issued in the same order by all ranks, overlap and do not disturb each other."""
+    """Operations of three groups, issued in the same order by all ranks, overlap."""
     rank, size = dist.get_rank(), dist.get_world_size()
     streams = [torch.cuda.Stream() if use_streams else None for _ in range(3)]
     with contextlib.ExitStack() as stack:
@@ -233,16 +193,18 @@ def _several_groups(use_streams: bool) -> None:
         settle()
 
 
-def test_several_groups_do_not_disturb_each_other(peers: RankPool) -> None:
-    peers.run(_several_groups, False)
+@check()
+def several_groups_do_not_disturb_each_other() -> None:
+    _several_groups(False)
 
 
-@pytest.mark.cuda_only
-def test_several_groups_on_streams_of_their_own_do_not_disturb_each_other(peers: RankPool) -> None:
-    peers.run(_several_groups, True)
+@check(cuda_only=True)
+def several_groups_on_streams_of_their_own_do_not_disturb_each_other() -> None:
+    _several_groups(True)
 
 
-def _two_models_on_two_groups() -> bool:
+@check()
+def models_on_groups_of_their_own_have_the_gradients_that_they_have_alone() -> None:
     alone = _train_on_streams("bytegrad", {"hierarchical": False}, False)
     with new_group() as first, new_group() as second:
         models = [DDP(perceptron(), process_group=group, **SMALL_BUCKETS) for group in (first, second)]
@@ -252,8 +214,4 @@ def _two_models_on_two_groups() -> bool:
         for model in models:
             loss_of(model, 0).backward()
             found.append(gradients_of(model))
-        return all(same(gradients, alone[0]) for gradients in found)
-
-
-def test_models_on_groups_of_their_own_have_the_gradients_that_they_have_alone(peers: RankPool) -> None:
-    assert all(peers.run(_two_models_on_two_groups))
+        assert all(same(gradients, alone[0]) for gradients in found)

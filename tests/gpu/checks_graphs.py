@@ -5,16 +5,13 @@ import time
 from typing import Any
 
 import bagua
-import pytest
 import torch
 import torch.distributed as dist
+from check import assert_same_on_all_ranks, check
 from devices import randn
 from hooked_models import SMALL_BUCKETS, new_group, perceptron
-from ranks import RankPool
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-pytestmark = [pytest.mark.any_device, pytest.mark.cuda_only]
 
 # What PyTorch asks for before DDP is captured: the reducer rebuilds its buckets and looks at its own times until then.
 WARM_UP = 11
@@ -24,7 +21,8 @@ CLOSE_SECONDS = 5.0
 SLACK_SECONDS = 15.0
 
 
-def _collectives_in_a_graph() -> None:
+@check(sizes=(1, 2, 3, 4), cuda_only=True)
+def captured_collectives_are_repeated_by_a_replay() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     given, gathered = torch.zeros(1003), torch.zeros(size * 1003)
     reduced = torch.empty_like(given)
@@ -50,12 +48,9 @@ def _collectives_in_a_graph() -> None:
     dist.all_reduce(reduced)  # and outside of the graph the group goes on
 
 
-def test_captured_collectives_are_repeated_by_a_replay(ranks: RankPool) -> None:
-    ranks.run(_collectives_in_a_graph)
-
-
-def _group_destroyed_before_its_graph() -> float:
-    """Seconds that it took."""
+@check(sizes=(1, 2, 3, 4), seconds=30, cuda_only=True)
+def group_can_be_destroyed_while_a_graph_holds_its_calls() -> str:
+    """NCCL waits for such graphs, also when it aborts; who destroys a group does not."""
     tensor = torch.ones(1003)
     graph = torch.cuda.CUDAGraph()
     with new_group() as group:
@@ -69,12 +64,8 @@ def _group_destroyed_before_its_graph() -> float:
     seconds = time.monotonic() - begin
     dist.all_reduce(tensor)  # of a group that knows nothing of it
     torch.cuda.synchronize()
-    return seconds
-
-
-def test_a_group_can_be_destroyed_while_a_graph_holds_its_calls(ranks: RankPool) -> None:
-    """NCCL waits for such graphs, also when it aborts; who destroys a group does not."""
-    assert all(seconds < CLOSE_SECONDS + SLACK_SECONDS for seconds in ranks.run(_group_destroyed_before_its_graph))
+    assert seconds < CLOSE_SECONDS + SLACK_SECONDS
+    return f"{seconds:.2f} s"
 
 
 def _batch(step: int) -> Tensor:
@@ -93,12 +84,13 @@ def _step(ddp: DDP, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
     optimizer.step()
 
 
-def _weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def _captured_step(algorithm: str, options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights after the same batches, with every step issued and with the last ones replayed."""
+@check(
+    {"gradient_allreduce": ("gradient_allreduce", {}), "bytegrad": ("bytegrad", {"hierarchical": False})},
+    seconds=25,
+    cuda_only=True,
+)
+def captured_step_of_ddp_trains_as_an_eager_one(algorithm: str, options: dict[str, Any]) -> None:
+    """After the same batches, with every step issued and with the last ones replayed."""
     eager = _hooked(algorithm, options)
     optimizer = torch.optim.SGD(eager.parameters(), lr=0.05)
     for step in range(WARM_UP + REPLAYS):
@@ -122,35 +114,35 @@ def _captured_step(algorithm: str, options: dict[str, Any]) -> tuple[list[Tensor
         batch.copy_(_batch(step))
         graph.replay()
     torch.cuda.synchronize()
-    return _weights(eager), _weights(ddp)
+    for one, other in zip(eager.parameters(), ddp.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+    assert_same_on_all_ranks(ddp.parameters())
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
-)
-def test_a_captured_step_of_ddp_trains_as_an_eager_one(
-    peers: RankPool, algorithm: str, options: dict[str, Any]
-) -> None:
-    results = peers.run(_captured_step, algorithm, options, timeout=120.0)
-    for eager, replayed in results:
-        for one, other in zip(eager, replayed, strict=True):
-            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
-        assert all(map(torch.equal, replayed, results[0][1]))
-
-
-def _capture_of_a_step_with_residuals() -> None:
-    ddp = _hooked("quantized_allreduce", {"hierarchical": False})
+@check(seconds=25, cuda_only=True)
+def capture_of_a_step_with_residuals_is_refused() -> str:
+    """A replay would always read the residuals that the captured step read. Last: it breaks a capture."""
+    ddp = _hooked("quantized_allreduce", {"hierarchical": False, "exact": ()})
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     batch = _batch(0)
-    for _ in range(2):
-        _step(ddp, optimizer, batch)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            _step(ddp, optimizer, batch)
     torch.cuda.synchronize()
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="cannot be captured in a CUDA"):
-        _step(ddp, optimizer, batch)
-    dist.all_reduce(batch)  # the group goes on
-    torch.cuda.synchronize()
-
-
-def test_a_step_with_error_feedback_refuses_to_be_captured(ranks: RankPool) -> None:
-    """A replay would read the same residuals each time, and never send what it left."""
-    ranks.run(_capture_of_a_step_with_residuals)
+    error: BaseException | None = None
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            _step(ddp, optimizer, batch)
+    except (RuntimeError, ValueError) as caught:
+        error = caught
+    # What the end of a broken capture says comes on top of the cause.
+    messages = []
+    while error is not None:
+        messages.append(str(error))
+        error = error.__context__
+    for message in messages:
+        if "quantized_allreduce" in message and ("captur" in message.lower() or "graph" in message.lower()):
+            return f"refused: {message.splitlines()[0]}"
+    raise AssertionError(f"nothing refuses it: {messages}")
