@@ -50,8 +50,8 @@ struct Bucket {
   uint64_t key = 0;
   StageSeconds seconds = {};
   // Tensors that the device may still have to read when reduce() returns, though nobody else holds them any more. They
-  // live as long as the program, which is as long as the device works on it. Only memory that another stream has taken
-  // needs that: what a program takes itself, it may let go of.
+  // live as long as the program, which is until the stream that submitted it waits for it, or the device is done. Only
+  // memory that another stream has taken needs that: what a program takes itself, it may let go of.
   using Retained = std::vector<at::Tensor>;
   std::shared_ptr<Retained> retained = std::make_shared<Retained>();
 };

@@ -35,7 +35,7 @@ c10::intrusive_ptr<c10d::Work> reduce(ExecutorProvider& executors, const at::Ten
 c10::intrusive_ptr<c10d::Work> averagePeers(ExecutorProvider& executors, const at::Tensor& flat, int64_t exchange,
                                             bool hierarchical, const std::string& mode) {
   const PeerAverage average(hierarchical, mode);
-  if (average.pairs()) refuseCapture(executors.executorFor(flat.device()), "An average of pairs of ranks");
+  if (average.pairs()) refuseCapture(executors, flat.device(), "An average of pairs of ranks");
   return submit(executors, "bagua:average_weights", flat,
                 [flat = flat, exchange, average](Communicator& communicator) mutable {
                   StageSeconds seconds;
@@ -63,7 +63,7 @@ c10::intrusive_ptr<c10d::Work> exchangeInRing(ExecutorProvider& executors, const
 }
 
 std::shared_ptr<AverageRound> startAverageRound(ExecutorProvider& executors, const at::Tensor& flat, bool wantsToEnd) {
-  refuseCapture(executors.executorFor(flat.device()), "A round of an average in the background");
+  refuseCapture(executors, flat.device(), "A round of an average in the background");
   const auto submitRound = [&](const std::vector<at::Tensor>& tensors, StepContext::Task task) {
     return submit(executors, "bagua:average_weights", tensors.front(),
                   [task = std::move(task)](Communicator& communicator) {

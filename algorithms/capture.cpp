@@ -5,8 +5,9 @@
 
 namespace bagua {
 
-void refuseCapture(const Executor& executor, const std::string& what) {
-  TORCH_CHECK(!executor.isCapturing(), "bagua: ", what, " cannot be captured in a CUDA graph. It is not the same work ",
+void refuseCapture(const ExecutorProvider& group, at::Device device, const char* kind, const std::string& name) {
+  TORCH_CHECK(!group.isCapturing(device), "bagua: ", kind, name,
+              " cannot be captured in a CUDA graph. It is not the same work ",
               "each time: it keeps something for the next step (residuals, replicas), draws at random, or goes by the "
               "number of the step or of the round. A replay would repeat the work of one step. Run it outside of the "
               "capture. What can be captured: gradient_allreduce; bytegrad, and quantized_allreduce with "

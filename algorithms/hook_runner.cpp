@@ -251,8 +251,8 @@ void HookRunner::tellOfSkippedStep() {
 
 // Also where nothing travels: a graph that was captured in such a step would leave out what others send.
 void HookRunner::checkCapture(const std::vector<at::Tensor>& tensors) const {
-  if (tensors.empty() || algorithm_->isReplayable()) return;
-  refuseCapture(group_->executorFor(tensors.front().device()), "algorithm " + *configuration_);
+  if (tensors.empty() || !group_->isCapturing(tensors.front().device()) || algorithm_->isReplayable()) return;
+  refuseCapture(*group_, tensors.front().device(), "algorithm ", *configuration_);
 }
 
 void HookRunner::afterBackward() {

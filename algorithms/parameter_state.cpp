@@ -10,6 +10,8 @@
 #include <charconv>
 #include <utility>
 
+#include "kernels/device_ways.h"
+
 namespace bagua {
 namespace {
 
@@ -115,7 +117,9 @@ at::Tensor ParameterState::pack(const Bucket& bucket, const std::vector<Piece>& 
   for (const auto& [position, parts] : wanted) {
     Held& held = held_[position];
     // Those of a checkpoint are memory of the stream that loaded it, which may take it for something else.
-    for (const auto& part : held.parts) bucket.retained->push_back(part.values);
+    for (const auto& part : held.parts) {
+      if (!worksOnHost(part.values)) bucket.retained->push_back(part.values);
+    }
     move(held, parts);
   }
   return flat;

@@ -13,6 +13,8 @@
 
 #include <thread>
 
+#include "kernels/device_ways.h"
+
 namespace bagua {
 namespace {
 
@@ -108,7 +110,8 @@ TEST(ParameterState, AnotherRunContinuesWithOtherBuckets) {
 }
 
 // The device may read them after flatFor() has returned, and they are memory of another stream.
-TEST(ParameterState, TheBucketThatReadsACheckpointRetainsIt) {
+TEST(ParameterState, TheBucketThatReadsACheckpointRetainsItForTheDevice) {
+  const AsOnDevice onDevice;
   ParameterState state("residual");
   state.load({{"residual.0", valuesOf(0)}, {"residual.1", valuesOf(1)}}, {});
   const Bucket bucket = bucketOf({1, 0});

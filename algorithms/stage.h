@@ -24,6 +24,8 @@ class StageSeconds {
   void take(StageSeconds& program);
   // Adds up what has come by now; never waits for what has not.
   [[nodiscard]] const Totals& totals();
+  // Programs that have been taken and not added up.
+  [[nodiscard]] size_t waiting() const { return taken_.size(); }
   // Counts from zero again. What is still to come counts when it has.
   void reset();
 

@@ -103,6 +103,16 @@ TEST_F(StagesOnADevice, ThatAreUnderWayAtAResetCountAfterIt) {
   EXPECT_EQ(all_.totals(), (Totals{{"compress", 2}, {"reduce", 2}, {"exchange", 2}}));
 }
 
+TEST_F(StagesOnADevice, OfWhichNobodyAsksAreAddedUpAsTheyCome) {
+  device_.last = 1'000'000;
+  for (int i = 0; i < 1000; ++i) {
+    auto seconds = program(2, 2);
+    all_.take(seconds);
+    device_.progress = device_.enqueued;
+  }
+  EXPECT_LE(all_.waiting(), 65);
+}
+
 TEST_F(StagesOnADevice, WithoutAnEndDoNotCount) {
   device_.last = 2;  // the end of "compress", and nothing behind it
   auto seconds = program(2, 10);

@@ -53,7 +53,11 @@ Communicator::Splits Communicator::splitsInHost(const Splits& parts) const {
 }
 
 void Communicator::divide(at::Tensor& tensor, int64_t divisor) {
-  if (divisor != 1) tensor.div_(at::full({}, divisor, tensor.options()));
+  if (divisor == 1) return;
+  const bool isShort = tensor.element_size() < 4;
+  at::Tensor quotient = isShort ? tensor.to(at::kFloat) : tensor;
+  quotient.div_(at::full({}, divisor, quotient.options()));
+  if (isShort) tensor.copy_(quotient);
 }
 
 void Communicator::reduceScatterInHost(at::Tensor& flat, const Splits& parts, int64_t divisor) {

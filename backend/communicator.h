@@ -99,7 +99,8 @@ class Communicator {
  protected:
   // This rank's, of the ranks of its host.
   [[nodiscard]] at::Tensor ownPartInHost(const at::Tensor& flat, const Splits& parts) const;
-  // In place, and by a tensor on the device: CUDA multiplies with the reciprocal of a number, which rounds differently.
+  // In place, numbers of 16 bits in float32, and by a tensor on the device: CUDA multiplies with the reciprocal of a
+  // number, which rounds differently.
   static void divide(at::Tensor& tensor, int64_t divisor);
   // What is left until the deadline, at least 1 ms (transports take 0 for "no limit"), and at most what can be added to
   // the present.

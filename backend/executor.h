@@ -48,9 +48,6 @@ class Executor {
   virtual void startGroup() = 0;
   virtual c10::intrusive_ptr<c10d::Work> endGroup() = 0;
 
-  // Whether what the calling thread submits now is recorded into a CUDA graph, which may run it any number of times.
-  [[nodiscard]] virtual bool isCapturing() const { return false; }
-
   // Fails everything that has not completed, with `reason`. Later calls fail at once.
   virtual void abort(const std::string& reason) = 0;
   // Lets what was submitted finish, for a short while, then aborts. Idempotent.
@@ -66,6 +63,9 @@ class ExecutorProvider {
  public:
   virtual ~ExecutorProvider() = default;
   virtual Executor& executorFor(at::Device device) = 0;
+  // Whether what the calling thread submits for `device` now is recorded into a CUDA graph, which may run it any number
+  // of times. Also of a group that has ended.
+  [[nodiscard]] virtual bool isCapturing(at::Device device) const;
   [[nodiscard]] virtual const GroupIdentity& identity() const = 0;
   [[nodiscard]] virtual std::chrono::milliseconds timeout() const = 0;
   // Who shares a host.

@@ -15,6 +15,7 @@
 #include "algorithms/powersgd/matrices.h"
 #include "algorithms/powersgd/starting_factors.h"
 #include "algorithms/registry.h"
+#include "kernels/device_ways.h"
 #include "tests/support/immediate_steps.h"
 #include "tests/support/thread_ranks.h"
 
@@ -151,7 +152,8 @@ TEST(PowerSgdMatrices, AGradientIsTheMatrixOfItsFirstDimensionAgainstTheOthers) 
 }
 
 // The device may read them later, and they are memory of another stream.
-TEST(PowerSgd, FactorsOfACheckpointAreRetainedWhenOthersTakeTheirPlace) {
+TEST(PowerSgd, FactorsOfACheckpointAreRetainedForTheDeviceWhenOthersTakeTheirPlace) {
+  const AsOnDevice onDevice;
   const powersgd::MatrixGroup group{{.rows = 20, .columns = 10, .rank = 2}, {{0, {0, 200}}}};
   powersgd::StartingFactors starts(true, 0);
   starts.load({{"q.0", at::ones({2, 10})}}, {}, {.rank = 2});

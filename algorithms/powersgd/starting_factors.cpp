@@ -82,7 +82,7 @@ void StartingFactors::keep(const MatrixGroup& group, const at::Tensor& q, Bucket
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < group.matrices.size(); ++i) {
     at::Tensor& kept = kept_[group.matrices[i].parameter];
-    if (kept.defined()) retained.push_back(kept);
+    if (kept.defined() && !worksOnHost(kept)) retained.push_back(kept);
     kept = q.select(0, static_cast<int64_t>(i));
   }
 }

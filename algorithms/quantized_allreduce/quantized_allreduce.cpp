@@ -89,6 +89,7 @@ class QuantizedAllReduce final : public Algorithm {
   }
 
   [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
+  [[nodiscard]] bool keepsNothing() const override { return !hasFeedback_; }
   [[nodiscard]] bool isReplayable() const override {
     const auto codecs = selection_.codecs();
     return !hasFeedback_ && std::none_of(codecs.begin(), codecs.end(),

@@ -26,4 +26,10 @@ ChannelTurns::Turn ChannelTurns::next(bool mayOverlap, const MemoryUse& memory) 
   return turn;
 }
 
+void ChannelTurns::takeBack(bool mayOverlap) {
+  if (channels_ == 1) return;
+  if (mayOverlap) --turn_;
+  for (auto& unseen : unseen_) unseen.isSome = unseen.isExclusive = true;
+}
+
 }  // namespace bagua

@@ -27,8 +27,9 @@ class ChannelTurns {
     bool waitsForOther = false;
   };
   Turn next(bool mayOverlap, const MemoryUse& memory);
-  // After a program that has left no trace at the other ranks: the next that may overlap has its turn.
-  void takeBack(bool mayOverlap) { turn_ -= mayOverlap ? 1 : 0; }
+  // After a program that has left no trace at the other ranks: the next that may overlap has its turn. Whether its wait
+  // was enqueued is not known, so the next on either channel waits for the other.
+  void takeBack(bool mayOverlap);
   // Of a program that is recorded into a CUDA graph: on one stream, and apart from what runs now.
   [[nodiscard]] static Turn ofCaptured() { return {}; }
 

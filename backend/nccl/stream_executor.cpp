@@ -147,8 +147,6 @@ c10::intrusive_ptr<c10d::Work> StreamExecutor::endGroup() {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "coalescing in group '", group_.name, "' goes through its own backend");
 }
 
-bool StreamExecutor::isCapturing() const { return isCapturingOn(device_); }
-
 void StreamExecutor::abort(const std::string& reason) {
   if (!watchdog_.error()) health_->reportAbort(reason);
   watchdog_.fail(makeBackendError(reason));

@@ -30,7 +30,6 @@ class StreamExecutor : public Executor {
   c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) override;
   void startGroup() override;
   c10::intrusive_ptr<c10d::Work> endGroup() override;
-  [[nodiscard]] bool isCapturing() const override;
   void abort(const std::string& reason) override;
   void shutdown() override;
   [[nodiscard]] std::exception_ptr error() const override;

@@ -10,6 +10,7 @@
 #include "backend/process_group/barrier_device.h"
 #include "backend/process_group/list_sizes.h"
 #include "backend/process_group/process_group_bagua.h"
+#include "backend/security/job_security.h"
 
 namespace bagua {
 
@@ -164,8 +165,10 @@ WorkPtr ProcessGroupBagua::barrier(const c10d::BarrierOptions& opts) {
   for (const auto& [device, executor] : executors()) {
     if (executor->submitted() > 0) used.push_back(device);
   }
+  // torch binds each backend of a group to the device, also one that serves the CPU alone.
+  const bool mayUseGpus = BAGUA_WITH_CUDA && (topology_->hostCount() == 1 || !jobSecurity());
   const at::Device device = barrierDevice({.deviceIds = opts.device_ids,
-                                           .bound = getBoundDeviceId(),
+                                           .bound = mayUseGpus ? getBoundDeviceId() : std::nullopt,
                                            .used = std::move(used),
                                            .hasGpu = !opts.device_ids.empty() && at::hasCUDA()});
   return executorFor(device).submit(barrier, {}, [](Communicator& communicator) { communicator.barrier(); });

@@ -19,6 +19,10 @@ class CudaCodec final : public Codec {
 
   [[nodiscard]] PackedLayout layout() const override { return layout_; }
   [[nodiscard]] bool canRoundStochastically() const override { return true; }
+  // Rotated formats have a header, which holds the key.
+  [[nodiscard]] bool usesKey(Rounding rounding) const override {
+    return layout_.headerBytes > 0 || rounding == Rounding::kStochastic;
+  }
 
   // encode() does it all.
   void start(const at::Tensor& /*values*/, const Encoding& /*encoding*/, at::Tensor& /*packed*/) const override {}

@@ -42,13 +42,13 @@ class ImmediateGroup final : public Executor, public ExecutorProvider {
   }
   void startGroup() override {}
   c10::intrusive_ptr<c10d::Work> endGroup() override { return {}; }
-  [[nodiscard]] bool isCapturing() const override { return capturing; }
   void abort(const std::string& /*reason*/) override {}
   void shutdown() override {}
   [[nodiscard]] std::exception_ptr error() const override { return nullptr; }
   [[nodiscard]] uint64_t submitted() const override { return operations.size(); }
 
   Executor& executorFor(at::Device /*device*/) override { return *this; }
+  [[nodiscard]] bool isCapturing(at::Device /*device*/) const override { return capturing; }
   [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return std::chrono::seconds(60); }
   [[nodiscard]] const HostTopology& topology() const override { return topology_; }
