@@ -2,11 +2,15 @@
 // What every registered codec promises on CUDA, without a GPU: its kernels run on the host.
 #include <ATen/Context.h>
 #include <c10/util/Exception.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 #include "tests/contract/codec_device_contract.h"
 #include "tests/support/cuda_on_host/codecs_on_host.h"
@@ -15,70 +19,76 @@
 namespace bagua {
 namespace {
 
-#if defined(__SANITIZE_ADDRESS__)
-constexpr size_t kGuardBehind = 0;  // AddressSanitizer sees what is read and written there.
-#else
-constexpr size_t kGuardBehind = 256;
-#endif
-
-// Bytes between others that must stay as they are.
+// Bytes for a tensor, which begin at an aligned address or end where memory does: there the process ends that reads
+// behind them. (AddressSanitizer sees every byte that is read or written behind.) Those in front must stay as they are,
+// and those behind.
 class GuardedBytes {
  public:
-  GuardedBytes(size_t offset, size_t size)
-      : before_(kAlignment + offset), size_(size), total_(before_ + size + kGuardBehind), all_(allocate(total_)) {
-    std::fill_n(all_.get(), total_, kGuard);
+  GuardedBytes(size_t size, bool isAligned) : size_(size), pages_((size + 2 * kGuardBytes) / kPage + 1) {
+    void* memory = mmap(nullptr, (pages_ + 1) * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(memory != MAP_FAILED, "no memory for ", size, " bytes of a test");
+    begin_ = static_cast<uint8_t*>(memory);
+    end_ = begin_ + pages_ * kPage;
+    TORCH_CHECK(mprotect(end_, kPage, PROT_NONE) == 0, "cannot protect a page");
+    data_ = isAligned ? begin_ + kGuardBytes : end_ - size;
+    std::fill(begin_, end_, kGuard);
+    poison(data_ + size_, end_);
   }
   GuardedBytes(const GuardedBytes&) = delete;
   GuardedBytes& operator=(const GuardedBytes&) = delete;
 
   ~GuardedBytes() {
+    unpoison(data_ + size_, end_);
     const auto isGuard = [](uint8_t byte) { return byte == kGuard; };
-    EXPECT_TRUE(std::all_of(all_.get(), data(), isGuard)) << "written in front of " << size_ << " bytes";
-    EXPECT_TRUE(std::all_of(data() + size_, all_.get() + total_, isGuard)) << "written behind " << size_ << " bytes";
+    EXPECT_TRUE(std::all_of(begin_, data_, isGuard)) << "written in front of " << size_ << " bytes";
+    EXPECT_TRUE(std::all_of(data_ + size_, end_, isGuard)) << "written behind " << size_ << " bytes";
+    munmap(begin_, (pages_ + 1) * kPage);
   }
 
-  [[nodiscard]] uint8_t* data() const { return all_.get() + before_; }
+  [[nodiscard]] uint8_t* data() const { return data_; }
 
  private:
-  static constexpr size_t kAlignment = 256;
+  inline static const auto kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  static constexpr size_t kGuardBytes = 256;
   static constexpr uint8_t kGuard = 0x5A;
 
-  struct Free {
-    void operator()(uint8_t* bytes) const { std::free(bytes); }
-  };
-
-  static uint8_t* allocate(size_t bytes) {
-    void* memory = nullptr;
-    TORCH_CHECK(posix_memalign(&memory, kAlignment, bytes) == 0, "no memory for ", bytes, " bytes of a test");
-    return static_cast<uint8_t*>(memory);
+  static void poison([[maybe_unused]] const uint8_t* begin, [[maybe_unused]] const uint8_t* end) {
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_poison_memory_region(begin, static_cast<size_t>(end - begin));
+#endif
+  }
+  static void unpoison([[maybe_unused]] const uint8_t* begin, [[maybe_unused]] const uint8_t* end) {
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(begin, static_cast<size_t>(end - begin));
+#endif
   }
 
-  size_t before_;
   size_t size_;
-  size_t total_;
-  std::unique_ptr<uint8_t, Free> all_;
+  size_t pages_;
+  uint8_t* begin_ = nullptr;
+  uint8_t* end_ = nullptr;
+  uint8_t* data_ = nullptr;
 };
 
 // How the emulated device is, and where tensors lie on it.
 struct Setting {
   int multiprocessors;
   int64_t mostBlocks;
-  // Elements between an aligned address and a tensor.
-  int64_t offset;
+  // Tensors begin at an aligned address, or end where memory does and so begin anywhere.
+  bool areAligned;
 };
 
 // As many blocks as there can be, and blocks that take several items.
-constexpr Setting kSettings[] = {{3, 1 << 20, 0}, {1, 2, 1}};
+constexpr Setting kSettings[] = {{3, 1 << 20, true}, {1, 2, false}};
 
-int64_t offsetOfTensors = 0;
+bool areTensorsAligned = true;
 
 // Exactly as much memory as the tensor needs.
 at::Tensor copyOf(const at::Tensor& tensor) {
   // As on a GPU, nothing has no address.
   if (tensor.numel() == 0) return at::empty_like(tensor);
   const at::Tensor source = tensor.contiguous();
-  const auto offset = static_cast<size_t>(offsetOfTensors) * source.itemsize();
-  const auto bytes = std::make_shared<GuardedBytes>(offset, source.nbytes());
+  const auto bytes = std::make_shared<GuardedBytes>(source.nbytes(), areTensorsAligned);
   std::memcpy(bytes->data(), source.const_data_ptr(), source.nbytes());
   return at::from_blob(
       bytes->data(), source.sizes(), [bytes](void* /*data*/) {}, source.options());
@@ -100,11 +110,11 @@ class CodecOnHostContract : public CodecDeviceContract {
   static void forSettings(const F& f) {
     for (const Setting& setting : kSettings) {
       SCOPED_TRACE("at most " + std::to_string(setting.mostBlocks) + " blocks, " +
-                   std::to_string(setting.multiprocessors) + " multiprocessors, offset " +
-                   std::to_string(setting.offset));
+                   std::to_string(setting.multiprocessors) + " multiprocessors, " +
+                   (setting.areAligned ? "aligned" : "not aligned"));
       cuda_on_host::device().multiprocessors = setting.multiprocessors;
       cuda_on_host::device().mostBlocks = setting.mostBlocks;
-      offsetOfTensors = setting.offset;
+      areTensorsAligned = setting.areAligned;
       f(Side{cuda_on_host::codec(GetParam()), copyOf});
       if (HasFatalFailure()) return;
     }
