@@ -37,7 +37,7 @@ const std::vector<Step> kSteps = {{false, kFirst},   {false, kRebuilt}, {true, k
                                   {false, kRebuilt}, {false, kRebuilt}, {true, kFirst},   {false, kFirst},
                                   {true, kRebuilt},  {true, kRebuilt}};
 
-struct Case {
+struct LossyCase {
   std::string name;
   std::string algorithm;
   std::map<std::string, OptionValue> options;
@@ -49,7 +49,7 @@ struct Case {
 
 // GoogleTest looks for this name.
 // NOLINTNEXTLINE(readability-identifier-naming)
-void PrintTo(const Case& it, std::ostream* stream) { *stream << it.name; }
+void PrintTo(const LossyCase& it, std::ostream* stream) { *stream << it.name; }
 
 // What each step makes of the gradients, and the state at the end.
 struct Outcome {
@@ -65,7 +65,7 @@ at::Tensor gradientOf(int64_t parameter, int rank, int64_t step, bool isFinite) 
   return gradient;
 }
 
-at::Tensor reduced(Algorithm& algorithm, const std::vector<int64_t>& positions, int64_t number, const Case& it,
+at::Tensor reduced(Algorithm& algorithm, const std::vector<int64_t>& positions, int64_t number, const LossyCase& it,
                    Communicator& communicator, bool isFinite) {
   std::vector<at::Tensor> gradients;
   std::vector<at::Tensor> parts;
@@ -89,7 +89,7 @@ at::Tensor reduced(Algorithm& algorithm, const std::vector<int64_t>& positions, 
   return bucket.flat;
 }
 
-std::vector<Outcome> outcomesOf(const Case& it) {
+std::vector<Outcome> outcomesOf(const LossyCase& it) {
   const std::vector<std::string> hosts = {"a", "b", "c"};
   std::vector<Outcome> outcomes(hosts.size());
   testing::runRanks(
@@ -121,8 +121,8 @@ void expectClose(const at::Tensor& its, const at::Tensor& others, double toleran
   EXPECT_LE(distance, tolerance * expected.masked_fill(isFinite.logical_not(), 0).norm().item<double>()) << what;
 }
 
-std::vector<Case> cases() {
-  std::vector<Case> all;
+std::vector<LossyCase> cases() {
+  std::vector<LossyCase> all;
   for (const bool tellsUse : {false, true}) {
     const std::string suffix = tellsUse ? "_unused" : "";
     for (const std::string codec : {"4bit", "minmax_uint8", "1bit"}) {
@@ -137,7 +137,7 @@ std::vector<Case> cases() {
   return all;
 }
 
-class LostSteps : public ::testing::TestWithParam<Case> {};
+class LostSteps : public ::testing::TestWithParam<LossyCase> {};
 
 INSTANTIATE_TEST_SUITE_P(Every, LostSteps, ::testing::ValuesIn(cases()), [](const auto& it) { return it.param.name; });
 

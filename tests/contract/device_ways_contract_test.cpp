@@ -26,7 +26,7 @@ namespace {
 using Given = std::map<std::string, OptionValue>;
 using Tensors = std::vector<at::Tensor>;
 
-struct Case {
+struct Setting {
   std::string algorithm;
   Given options;
   // Of the results, relative to the largest of a tensor. Zero: they have the same bits.
@@ -55,7 +55,7 @@ at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
   return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
 }
 
-std::unique_ptr<Algorithm> create(const Case& it) {
+std::unique_ptr<Algorithm> create(const Setting& it) {
   const auto& info = AlgorithmRegistry::find(it.algorithm);
   return info.create(Options(info.name, info.options, it.options));
 }
@@ -112,7 +112,7 @@ void changeWeights(Algorithm& algorithm, StepContext& context, const Tensors& we
   for (const auto& weight : weights) steps.push_back(weight.clone());
 }
 
-Way run(const Case& it, const std::vector<std::string>& hosts) {
+Way run(const Setting& it, const std::vector<std::string>& hosts) {
   const auto size = static_cast<int>(hosts.size());
   Way way{std::vector<Tensors>(size), std::vector<AlgorithmState>(size)};
   testing::runRanks(
@@ -172,8 +172,8 @@ void expectAlike(const Way& onDevice, const Way& onHost, double difference) {
   }
 }
 
-std::vector<Case> cases() {
-  std::vector<Case> all = {{"gradient_allreduce", {}}, {"async", {{"sync_interval_ms", int64_t{600'000}}}}};
+std::vector<Setting> cases() {
+  std::vector<Setting> all = {{"gradient_allreduce", {}}, {"async", {{"sync_interval_ms", int64_t{600'000}}}}};
   for (const bool hierarchical : {false, true}) {
     for (const auto& codec : CodecRegistry::names()) {
       all.push_back({"bytegrad", {{"hierarchical", hierarchical}, {"codec", codec}}});
@@ -210,7 +210,7 @@ std::vector<Case> cases() {
   return all;
 }
 
-std::string nameOf(const Case& it) {
+std::string nameOf(const Setting& it) {
   std::string name = it.algorithm;
   for (const auto& [option, value] : it.options) {
     if (const auto* text = std::get_if<std::string>(&value)) name += "_" + (text->empty() ? "exact" : *text);
@@ -221,9 +221,9 @@ std::string nameOf(const Case& it) {
 
 // GoogleTest looks for this name.
 // NOLINTNEXTLINE(readability-identifier-naming)
-void PrintTo(const Case& it, std::ostream* stream) { *stream << nameOf(it); }
+void PrintTo(const Setting& it, std::ostream* stream) { *stream << nameOf(it); }
 
-class DeviceWays : public ::testing::TestWithParam<Case> {};
+class DeviceWays : public ::testing::TestWithParam<Setting> {};
 
 TEST_P(DeviceWays, ComeToTheSameAsTheCpu) {
   for (const auto& hosts : kLayouts) {
