@@ -27,7 +27,7 @@ inline constexpr AgreementWords kOfRegistration{"could not register its algorith
                                                 "registered another algorithm or other options than rank 0",
                                                 "registered its algorithm on a model of other parameters than rank 0"};
 
-// Of what the bits of sums and products depend on, besides the numbers.
+// The ranks compare what the bits of sums and products depend on, besides the numbers.
 inline constexpr AgreementWords kOfArithmetic{"could not register its algorithm",
                                               "computes with another kind of GPU, or with other settings, than rank 0, "
                                               "so that their weights would drift apart",

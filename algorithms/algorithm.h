@@ -79,11 +79,11 @@ class Algorithm {
   // Whether reduce() may run for two buckets at a time, on threads and communicators of their own, and they may end in
   // any order: only if it writes to nothing but its bucket and the state of the bucket's own parameters.
   [[nodiscard]] virtual bool bucketsMayOverlap() const { return false; }
-  // Whether reduce() keeps nothing, so that its bucket and memory of its own for the time are all that it uses. On CUDA
-  // buckets overlap only then: torch's allocator would give memory that one stream has brought back to that stream at
-  // once, though a program on another may still read it.
+  // reduce() keeps nothing: its bucket, and memory that it takes and drops, are all that it uses. On CUDA buckets
+  // overlap only then, because torch's allocator would give memory that one stream has returned to that stream at once,
+  // though a program on another may still read it.
   [[nodiscard]] virtual bool keepsNothing() const { return false; }
-  // Whether all steps are the same work on the same memory, so that a CUDA graph that holds one of them may be replayed
+  // All steps are the same work on the same memory, so that a CUDA graph that holds one of them may be replayed
   // in place of others: nothing is kept from step to step, drawn at random, or chosen by the number of the step.
   [[nodiscard]] virtual bool isReplayable() const { return false; }
   // Whether the result is the mean over the ranks (else their sum). Sparse gradients, which no codec takes, are reduced

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which steps a CUDA graph may hold, asked of a group whose stream is said to be captured.
+// These tests ask which steps a CUDA graph may hold, of a group that says that its stream is captured.
 #include "algorithms/capture.h"
 
 #include <ATen/ops/ones.h>
@@ -27,7 +27,7 @@ struct Case {
   bool isReplayable;
 };
 
-// What this test was written for: a new algorithm has to be thought about.
+// The test fails for an algorithm that is not listed: whoever adds one has to decide whether it is replayable.
 std::vector<Case> cases() {
   return {{"gradient_allreduce", {}, true},
           {"bytegrad", {}, true},

@@ -9,7 +9,7 @@ namespace {
 
 using Orphans = std::vector<ParameterState::Orphan>;
 
-// What the owners of chunks have lost, of both sets: `current` counts unless it `wasLost`, and then `before` does.
+// Adds what the owners of chunks no longer own. `current` counts, unless the step before `wasLost`: then `before` does.
 void addOrphans(const at::Tensor& residual, const Orphans& current, const Orphans& before, const at::Tensor& wasLost,
                 double factor) {
   const auto add = [&](const Orphans& orphans, const at::Tensor& isNothing) {

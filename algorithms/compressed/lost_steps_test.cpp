@@ -32,7 +32,7 @@ struct Step {
 const Buckets kFirst = {{0, 1, 2}};
 const Buckets kRebuilt = {{2, 0}, {1}};
 
-// As GradScaler begins a run, when DDP rebuilds its buckets; and two lost steps in a row later.
+// The first step is lost, as GradScaler begins a run, while DDP rebuilds its buckets; later two in a row are lost.
 const std::vector<Step> kSteps = {{false, kFirst},   {false, kRebuilt}, {true, kRebuilt}, {true, kRebuilt},
                                   {false, kRebuilt}, {false, kRebuilt}, {true, kFirst},   {false, kFirst},
                                   {true, kRebuilt},  {true, kRebuilt}};
@@ -42,8 +42,8 @@ struct LossyCase {
   std::string algorithm;
   std::map<std::string, OptionValue> options;
   bool tellsUse;
-  // Of what a device computes by ATen, which may fuse operations: the distance, relative to the norm. With 8 bits a
-  // last bit may become another code, and that another value.
+  // The distance, relative to the norm, that ATen may cause on a device, where it may fuse operations. With 8 bits a
+  // difference in the last bit may become another code, and that another value.
   double tolerance;
 };
 
