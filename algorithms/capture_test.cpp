@@ -9,9 +9,9 @@
 
 #include <set>
 
-#include "algorithms/bucket_operations.h"
-#include "algorithms/hook_runner.h"
+#include "algorithms/hook/hook_runner.h"
 #include "algorithms/registry.h"
+#include "algorithms/shared/bucket_operations.h"
 #include "tests/support/immediate_group.h"
 
 namespace bagua {

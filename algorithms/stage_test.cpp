@@ -21,7 +21,7 @@ struct FakeDevice final : StageClock {
 
   std::optional<Moment> now() override {
     if (enqueued > last) return std::nullopt;
-    return Moment{.onHost = {}, .onDevice = std::make_shared<const Place>(*this, enqueued)};
+    return Moment{.onCpu = {}, .onDevice = std::make_shared<const Place>(*this, enqueued)};
   }
 
   int enqueued = 0;

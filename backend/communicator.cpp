@@ -7,8 +7,8 @@
 
 #include <numeric>
 
-#include "backend/operation/scratch_memory.h"
 #include "backend/operation/tensor_bytes.h"
+#include "backend/os/scratch_memory.h"
 
 namespace bagua {
 

@@ -2,7 +2,7 @@
 #include "backend/executor.h"
 
 #if BAGUA_WITH_CUDA
-#include "backend/nccl/stream_channel.h"
+#include "backend/cuda/stream_channel.h"
 #endif
 
 namespace bagua {

@@ -37,7 +37,7 @@ class Executor {
   virtual c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) = 0;
   virtual c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) = 0;
 
-  // See host/monitored_barrier.h. CPU only.
+  // See cpu/monitored_barrier.h. CPU only.
   virtual void monitoredBarrier(std::chrono::milliseconds /*timeout*/, bool /*waitAllRanks*/) {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua: monitored_barrier is for CPU tensors");
   }

@@ -6,9 +6,9 @@
 namespace bagua {
 namespace {
 
-struct HostClock final : StageClock {
+struct CpuClock final : StageClock {
   std::optional<Moment> now() override {
-    return Moment{.onHost = std::chrono::steady_clock::now(), .onDevice = nullptr};
+    return Moment{.onCpu = std::chrono::steady_clock::now(), .onDevice = nullptr};
   }
 };
 
@@ -17,14 +17,14 @@ struct NoClock final : StageClock {
 };
 
 StageClock*& currentClock() {
-  thread_local StageClock* clock = &StageClock::host();
+  thread_local StageClock* clock = &StageClock::cpu();
   return clock;
 }
 
 }  // namespace
 
-StageClock& StageClock::host() {
-  static HostClock clock;
+StageClock& StageClock::cpu() {
+  static CpuClock clock;
   return clock;
 }
 

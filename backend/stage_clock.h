@@ -19,18 +19,18 @@ class DeviceMoment {
 
 // When a stage of a program begins or ends.
 struct Moment {
-  std::chrono::steady_clock::time_point onHost;
-  // Null where the host does the work itself.
+  std::chrono::steady_clock::time_point onCpu;
+  // Null where the CPU does the work itself.
   std::shared_ptr<const DeviceMoment> onDevice;
 
   [[nodiscard]] bool hasCome() const { return !onDevice || onDevice->hasCome(); }
   [[nodiscard]] double secondsSince(const Moment& earlier) const {
     if (onDevice) return onDevice->secondsSince(*earlier.onDevice);
-    return std::chrono::duration<double>(onHost - earlier.onHost).count();
+    return std::chrono::duration<double>(onCpu - earlier.onCpu).count();
   }
 };
 
-// By what the stages of a program are timed: the host's clock where its thread does the work, the device's where it
+// By what the stages of a program are timed: the CPU's clock where its thread does the work, the device's where it
 // only enqueues it. Each thread has a current one, as it has a current stream: the executor's choice for the program
 // that runs there.
 class StageClock {
@@ -39,7 +39,7 @@ class StageClock {
   // Nothing where the clock cannot tell.
   virtual std::optional<Moment> now() = 0;
 
-  static StageClock& host();
+  static StageClock& cpu();
   // Tells nothing: the stages are not timed.
   static StageClock& none();
   static StageClock& current();

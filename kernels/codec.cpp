@@ -86,7 +86,7 @@ void Codec::decodeMean(const at::Tensor& copies, const Piece& piece, double divi
   const int64_t length = piece.end - piece.begin;
   const int64_t groupElements = layout().groupElements;
   const int64_t block =
-      worksOnHost(mean) ? ceilDivide(kBlock, groupElements) * groupElements : std::max<int64_t>(length, 1);
+      worksOnCpu(mean) ? ceilDivide(kBlock, groupElements) * groupElements : std::max<int64_t>(length, 1);
   shareOut(ceilDivide(length, block), 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       reduceBlock(piece.begin + i * block, std::min(piece.begin + (i + 1) * block, piece.end));

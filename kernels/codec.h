@@ -12,7 +12,7 @@
 #include "kernels/registry.h"
 
 // Codecs: what tensors become before they travel. One is a folder of kernels/ that registers itself; the collectives
-// of algorithms/compressed/ find it by name.
+// of algorithms/shared/compressed/ find it by name.
 namespace bagua {
 
 // Elements [begin, end) of a chunk.
@@ -61,7 +61,7 @@ struct Encoding {
   at::Tensor nextResidual = {};
   // Undefined, or one bool beside the residuals: whether the step that wrote `residual` was lost. If so, what it has to
   // hold is in nextResidual still, and every element is first copied from there to `residual`, in the same pass. So the
-  // host need not know what a device knows.
+  // CPU need not know what a device knows.
   at::Tensor wasLost = {};
 
   [[nodiscard]] bool hasFeedback() const { return residual.defined(); }
@@ -75,7 +75,7 @@ struct Encoding {
 //
 // `values` are contiguous, one-dimensional, float32, float64, float16 or bfloat16, on the CPU or on CUDA; `packed` is
 // contiguous uint8 of layout().packedBytes() of as many elements, or longer; all tensors of a call are on one device.
-// CUDA calls enqueue on the current stream, and never synchronise the host; there a piece is always the whole chunk,
+// CUDA calls enqueue on the current stream, and never synchronise the CPU; there a piece is always the whole chunk,
 // and `packed` may hold anything between start() and encode(). The caller has checked all that. Stateless: any thread
 // may call.
 //

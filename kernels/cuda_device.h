@@ -12,7 +12,7 @@ struct CudaLaunch {
   int multiprocessors;
 };
 
-// What codecs ask of CUDA: tests put the host in its place.
+// What codecs ask of CUDA: tests put the CPU in its place.
 struct CudaDevice {
   // For work on this tensor: on the current stream.
   CudaLaunch (*launchOn)(const at::Tensor& tensor);

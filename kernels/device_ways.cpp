@@ -13,7 +13,7 @@ std::atomic<int>& scopes() {
 
 }  // namespace
 
-bool worksOnHost(at::Device device) { return device.is_cpu() && scopes().load(std::memory_order_relaxed) == 0; }
+bool worksOnCpu(at::Device device) { return device.is_cpu() && scopes().load(std::memory_order_relaxed) == 0; }
 
 AsOnDevice::AsOnDevice() { ++scopes(); }
 AsOnDevice::~AsOnDevice() { --scopes(); }

@@ -9,18 +9,18 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
-#include "algorithms/agreement.h"
-#include "algorithms/bucket_operations.h"
-#include "algorithms/bucket_splitting.h"
-#include "algorithms/comm_hook.h"
-#include "algorithms/compressed/operations.h"
+#include "algorithms/hook/agreement.h"
+#include "algorithms/hook/bucket_splitting.h"
+#include "algorithms/hook/comm_hook.h"
 #include "algorithms/registry.h"
-#include "backend/assembly/backend_executors.h"
+#include "algorithms/shared/bucket_operations.h"
+#include "algorithms/shared/compressed/operations.h"
+#include "backend/process_group/backend_executors.h"
 #include "backend/process_group/process_group_bagua.h"
-#include "kernels/adam/adam.h"
 #include "kernels/closest_names.h"
 #include "kernels/codec.h"
 #include "kernels/device_ways.h"
+#include "kernels/loops/adam/adam.h"
 #include "python_shim/bindings.h"
 
 namespace bagua {
@@ -410,7 +410,7 @@ struct AsOnDeviceBlock {
 };
 
 void bindDeviceWays(py::module& module) {
-  module.def("works_on_host", py::overload_cast<const at::Tensor&>(&worksOnHost), py::arg("tensor"));
+  module.def("works_on_cpu", py::overload_cast<const at::Tensor&>(&worksOnCpu), py::arg("tensor"));
   py::class_<AsOnDeviceBlock>(module, "AsOnDevice")
       .def(py::init<>())
       .def("__enter__", [](AsOnDeviceBlock& self) { self.scope.emplace(); })

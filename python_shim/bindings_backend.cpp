@@ -3,13 +3,13 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "backend/assembly/backend_executors.h"
 #include "backend/health/flight_recorder.h"
 #include "backend/operation/timeouts.h"
+#include "backend/process_group/backend_executors.h"
 #include "backend/process_group/process_group_bagua.h"
+#include "backend/rendezvous/rank_record.h"
 #include "backend/security/job_security.h"
 #include "backend/security/sealed_store.h"
-#include "backend/topology/rank_record.h"
 #include "backend/topology/topology.h"
 #include "python_shim/bindings.h"
 

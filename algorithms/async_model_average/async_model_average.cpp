@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "algorithms/registry.h"
-#include "algorithms/weight_exchanges/average_round.h"
-#include "algorithms/weights.h"
+#include "algorithms/shared/weight_exchanges/average_round.h"
+#include "algorithms/shared/weights.h"
 #include "backend/operation/timeouts.h"
 
 namespace bagua {

@@ -2,8 +2,8 @@
 #include <memory>
 #include <string>
 
-#include "algorithms/compressed/mean.h"
 #include "algorithms/registry.h"
+#include "algorithms/shared/compressed/mean.h"
 
 namespace bagua {
 namespace {

@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "algorithms/registry.h"
-#include "algorithms/weight_exchanges/peer_average.h"
-#include "algorithms/weights.h"
+#include "algorithms/shared/weight_exchanges/peer_average.h"
+#include "algorithms/shared/weights.h"
 
 namespace bagua {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/registry.h"
-#include "algorithms/rounds/rounds.h"
+#include "algorithms/shared/rounds/rounds.h"
 
 namespace bagua {
 

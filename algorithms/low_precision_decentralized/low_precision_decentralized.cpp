@@ -7,10 +7,10 @@
 #include <string>
 #include <utility>
 
-#include "algorithms/compressed/mean.h"
 #include "algorithms/registry.h"
-#include "algorithms/weight_exchanges/ring_exchange.h"
-#include "algorithms/weights.h"
+#include "algorithms/shared/compressed/mean.h"
+#include "algorithms/shared/weight_exchanges/ring_exchange.h"
+#include "algorithms/shared/weights.h"
 #include "backend/config.h"
 
 namespace bagua {

@@ -12,16 +12,16 @@
 #include <utility>
 #include <vector>
 
-#include "algorithms/compressed/mean.h"
-#include "algorithms/compressed/raw_codec.h"
-#include "algorithms/compressed/step_sets.h"
-#include "algorithms/compressed/unused.h"
-#include "algorithms/parameter_state.h"
 #include "algorithms/powersgd/matrices.h"
 #include "algorithms/powersgd/starting_factors.h"
 #include "algorithms/registry.h"
-#include "kernels/low_rank/matrix_batch.h"
-#include "kernels/low_rank/orthogonalize.h"
+#include "algorithms/shared/compressed/mean.h"
+#include "algorithms/shared/compressed/raw_codec.h"
+#include "algorithms/shared/compressed/step_sets.h"
+#include "algorithms/shared/compressed/unused.h"
+#include "algorithms/shared/parameter_state.h"
+#include "kernels/loops/low_rank/matrix_batch.h"
+#include "kernels/loops/low_rank/orthogonalize.h"
 
 namespace bagua {
 namespace {

@@ -32,7 +32,7 @@ int64_t positionIn(const std::string& text) {
 // memory, and of the type that it will have, does CUDA copy without it. torch keeps that memory until the copy is over.
 // No program that is captured into a graph may do so: replays would read what the memory holds then.
 at::Tensor copyTo(const at::Tensor& values, const at::TensorOptions& options) {
-  if (worksOnHost(options.device())) return values.to(options);
+  if (worksOnCpu(options.device())) return values.to(options);
   const auto pinned = at::TensorOptions().dtype(options.dtype()).pinned_memory(options.device().is_cuda());
   const at::Tensor staged = at::empty(values.sizes(), pinned).copy_(values);
   return at::empty(values.sizes(), options).copy_(staged, /*non_blocking=*/true);
@@ -82,7 +82,7 @@ void StartingFactors::keep(const MatrixGroup& group, const at::Tensor& q, Bucket
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < group.matrices.size(); ++i) {
     at::Tensor& kept = kept_[group.matrices[i].parameter];
-    if (kept.defined() && !worksOnHost(kept)) retained.push_back(kept);
+    if (kept.defined() && !worksOnCpu(kept)) retained.push_back(kept);
     kept = q.select(0, static_cast<int64_t>(i));
   }
 }

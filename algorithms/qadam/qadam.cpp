@@ -10,13 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "algorithms/blocks.h"
-#include "algorithms/compressed/feedback.h"
-#include "algorithms/compressed/mean.h"
-#include "algorithms/compressed/unused.h"
 #include "algorithms/registry.h"
-#include "kernels/adam/adam.h"
+#include "algorithms/shared/cache_blocks.h"
+#include "algorithms/shared/compressed/feedback.h"
+#include "algorithms/shared/compressed/mean.h"
+#include "algorithms/shared/compressed/unused.h"
 #include "kernels/device_ways.h"
+#include "kernels/loops/adam/adam.h"
 
 namespace bagua {
 namespace {
@@ -95,7 +95,7 @@ class QAdam final : public Algorithm {
       const auto& [value, decay] = momenta[parameter];
       if (adam::areAlike({gradient, value})) {
         adam::makeMomentum(gradient, value, decay);
-      } else if (worksOnHost(gradient) && gradient.is_contiguous() && value.is_contiguous()) {
+      } else if (worksOnCpu(gradient) && gradient.is_contiguous() && value.is_contiguous()) {
         updateInBlocks(gradient, value, decay);
       } else {
         byDecay[decay].gradients.push_back(gradient);

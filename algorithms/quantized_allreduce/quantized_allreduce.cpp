@@ -10,13 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "algorithms/compressed/collectives.h"
-#include "algorithms/compressed/feedback.h"
-#include "algorithms/compressed/mean.h"
-#include "algorithms/compressed/raw_codec.h"
-#include "algorithms/compressed/unused.h"
 #include "algorithms/quantized_allreduce/selection.h"
 #include "algorithms/registry.h"
+#include "algorithms/shared/compressed/collectives.h"
+#include "algorithms/shared/compressed/feedback.h"
+#include "algorithms/shared/compressed/mean.h"
+#include "algorithms/shared/compressed/raw_codec.h"
+#include "algorithms/shared/compressed/unused.h"
 
 namespace bagua {
 namespace {

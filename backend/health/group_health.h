@@ -9,7 +9,7 @@
 
 #include "backend/health/operation_log.h"
 #include "backend/operation/operation.h"
-#include "backend/process_mark.h"
+#include "backend/os/process_mark.h"
 
 namespace bagua {
 

@@ -47,10 +47,10 @@ std::vector<std::vector<int64_t>> gatherFacts(Communicator& communicator, const 
   const at::Tensor sent = at::tensor(facts, at::kLong).to(own.device());
   at::Tensor all = at::empty({communicator.size(), sent.numel()}, sent.options());
   communicator.allGather(all, sent);
-  const at::Tensor onHost = all.cpu();
+  const at::Tensor onCpu = all.cpu();
   std::vector<std::vector<int64_t>> perRank;
   for (int rank = 0; rank < communicator.size(); ++rank) {
-    const auto* const begin = onHost.const_data_ptr<int64_t>() + rank * sent.numel();
+    const auto* const begin = onCpu.const_data_ptr<int64_t>() + rank * sent.numel();
     perRank.emplace_back(begin, begin + sent.numel());
   }
   perRank[communicator.rank()] = facts;

@@ -6,14 +6,14 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "backend/assembly/make_host_executor.h"
 #include "backend/config.h"
+#include "backend/cpu/make_cpu_executor.h"
 #include "backend/operation/timeouts.h"
+#include "backend/rendezvous/rank_record.h"
 #include "backend/security/job_security.h"
 #include "backend/security/sealed_store.h"
-#include "backend/topology/rank_record.h"
 #if BAGUA_WITH_CUDA
-#include "backend/nccl/nccl_executor.h"
+#include "backend/cuda/nccl_executor.h"
 #endif
 
 namespace bagua {
@@ -101,7 +101,7 @@ std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device) {
         std::vector<uint64_t>(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end()));
   }
   if (device.is_cpu()) {
-    return makeHostExecutor(
+    return makeCpuExecutor(
         identity_, members_, topology_, [this] { return hostBackend_; }, *health_, options_->isSerial);
   }
   if (topology_->hostCount() > 1) checkKeepsSecret("NCCL", "Train on CPU tensors, or on one host");

@@ -9,9 +9,9 @@
 
 #include "backend/executor.h"
 #include "backend/health/group_health.h"
+#include "backend/os/process_mark.h"
 #include "backend/process_group/argument_checks.h"
-#include "backend/process_mark.h"
-#include "backend/topology/rank_record.h"
+#include "backend/rendezvous/rank_record.h"
 #include "backend/torch_compat.h"
 
 namespace bagua {
@@ -31,7 +31,7 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
 
     // CUDA: run communication on a stream of high priority.
     bool highPriorityStream = false;
-    // CPU: programs never run together, as makeHostExecutor has it. Ours, for groups of our own.
+    // CPU: programs never run together, as makeCpuExecutor has it. Ours, for groups of our own.
     bool isSerial = false;
   };
 

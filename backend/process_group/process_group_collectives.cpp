@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "backend/host/reduction.h"
+#include "backend/cpu/collectives/reduction.h"
 #include "backend/operation/sparse_reduction.h"
 #include "backend/operation/tensor_bytes.h"
 #include "backend/process_group/barrier_device.h"

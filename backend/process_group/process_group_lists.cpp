@@ -7,7 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "backend/host/reduction.h"
+#include "backend/cpu/collectives/reduction.h"
 #include "backend/operation/peer_errors.h"
 #include "backend/operation/tensor_bytes.h"
 #include "backend/process_group/list_sizes.h"

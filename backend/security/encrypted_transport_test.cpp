@@ -15,11 +15,11 @@
 #include <mutex>
 #include <thread>
 
+#include "backend/net/transport.h"
 #include "backend/security/job_security.h"
-#include "backend/wire/transport.h"
 #include "tests/support/wire_tests.h"
 
-namespace bagua::wire {
+namespace bagua::net {
 namespace {
 
 using namespace std::chrono_literals;
@@ -356,4 +356,4 @@ TEST_F(EncryptedTransportTest, TenThousandStrangersDisturbNobody) {
 }
 
 }  // namespace
-}  // namespace bagua::wire
+}  // namespace bagua::net

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "backend/config.h"
-#include "backend/wire/encryption.h"
+#include "backend/net/encryption.h"
 
 namespace bagua {
 
@@ -28,7 +28,7 @@ class JobSecurity {
   [[nodiscard]] virtual std::optional<std::vector<uint8_t>> open(const std::string& name,
                                                                  const std::vector<uint8_t>& sealed) const = 0;
   // Of connections between processes.
-  [[nodiscard]] virtual std::shared_ptr<const wire::Encryption> encryption() const = 0;
+  [[nodiscard]] virtual std::shared_ptr<const net::Encryption> encryption() const = 0;
 };
 
 struct JobSecuritySettings {

@@ -29,7 +29,7 @@ BUCKETS = 8
 # Bytes of a bucket in full precision.
 BUCKET_BYTES = 4 << 20
 CORES = 2
-# Of a message on both sides, as in backend/host/agreed_line.cpp.
+# Of a message on both sides, as in backend/cpu/collectives/agreed_line.cpp.
 MESSAGE_SECONDS = 25e-6
 # Where parts are smaller a grid takes less time (AgreedLine::goesThroughGrid with what it assumes of a line).
 GRID_BYTES = 2800

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "benchmarks/kernels/beside_copy.h"
-#include "kernels/minmax_uint8/minmax_uint8.h"
+#include "kernels/codecs/minmax_uint8/minmax_uint8.h"
 
 // The codec on the CPU beside a plain copy of the same tensor. `over_us` is what a call takes more than the target
 // allows (60 % of the copy's speed to compress, 70 % to decompress): negative where the target is met.

@@ -250,7 +250,7 @@ def _scales(group: dict[str, Any], step: int) -> tuple[float, float]:
 
 
 def _have_blocks(*tensors: Tensor) -> bool:
-    return all(t.numel() > _BLOCK and t.is_contiguous() and _C.works_on_host(t) for t in tensors)
+    return all(t.numel() > _BLOCK and t.is_contiguous() and _C.works_on_cpu(t) for t in tensors)
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -4,8 +4,8 @@
 
 #include "kernels/integers.h"
 #include "tests/contract/codec_contract.h"
-#include "tests/support/cuda_on_host/codecs_on_host.h"
-#include "tests/support/cuda_on_host/grid.h"
+#include "tests/support/cuda_on_cpu/codecs_on_cpu.h"
+#include "tests/support/cuda_on_cpu/grid.h"
 
 namespace bagua {
 namespace {
@@ -14,26 +14,26 @@ class CodecLaunches : public CodecContract {
  protected:
   template <class F>
   [[nodiscard]] static int64_t launchesOf(const F& f) {
-    const int64_t before = cuda_on_host::device().launches;
+    const int64_t before = cuda_on_cpu::device().launches;
     f();
-    return cuda_on_host::device().launches - before;
+    return cuda_on_cpu::device().launches - before;
   }
 
   static void expectFewFor(int64_t hosts, const Encoding& encoding) {
     SCOPED_TRACE(hosts);
-    const Codec& onHost = cuda_on_host::codec(GetParam());
+    const Codec& onCpu = cuda_on_cpu::codec(GetParam());
     // The header of minmax_uint8 holds the range of a chunk, which has to be found first.
     const int64_t ofCoding = GetParam() == "minmax_uint8" ? 2 : 1;
     at::Tensor values = at::randn({kNumel});
     const int64_t chunkLength = ceilDivide(kNumel, hosts);
     at::Tensor rows = packedFor(chunkLength).repeat({hosts, 1});
-    EXPECT_EQ(launchesOf([&] { onHost.encodeChunks(values, chunkLength, encoding, rows); }), ofCoding);
-    EXPECT_EQ(launchesOf([&] { onHost.decodeChunks(rows, chunkLength, values); }), 1);
+    EXPECT_EQ(launchesOf([&] { onCpu.encodeChunks(values, chunkLength, encoding, rows); }), ofCoding);
+    EXPECT_EQ(launchesOf([&] { onCpu.decodeChunks(rows, chunkLength, values); }), 1);
     at::Tensor mean = at::empty({chunkLength});
     at::Tensor packed = packedFor(chunkLength);
     const Encoding ofMean = encoding.narrow(0, chunkLength);
-    EXPECT_EQ(launchesOf([&] { onHost.decodeMean(rows, {0, chunkLength}, 2, ofMean, mean, packed); }), 1);
-    EXPECT_EQ(launchesOf([&] { onHost.decodeMeanAndEncode(rows, 2, ofMean, mean, packed); }), 2);
+    EXPECT_EQ(launchesOf([&] { onCpu.decodeMean(rows, {0, chunkLength}, 2, ofMean, mean, packed); }), 1);
+    EXPECT_EQ(launchesOf([&] { onCpu.decodeMeanAndEncode(rows, 2, ofMean, mean, packed); }), 2);
   }
 
   static constexpr int64_t kNumel = 1001;

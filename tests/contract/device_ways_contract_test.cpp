@@ -139,32 +139,32 @@ Way run(const Setting& it, const std::vector<std::string>& hosts) {
   return way;
 }
 
-void expectAlike(const at::Tensor& onDevice, const at::Tensor& onHost, double difference, const std::string& what) {
-  ASSERT_EQ(onDevice.sizes(), onHost.sizes()) << what;
-  ASSERT_EQ(onDevice.scalar_type(), onHost.scalar_type()) << what;
+void expectAlike(const at::Tensor& onDevice, const at::Tensor& onCpu, double difference, const std::string& what) {
+  ASSERT_EQ(onDevice.sizes(), onCpu.sizes()) << what;
+  ASSERT_EQ(onDevice.scalar_type(), onCpu.scalar_type()) << what;
   if (difference == 0) {
-    EXPECT_TRUE(onDevice.equal(onHost) ||
-                (onDevice.isnan().equal(onHost.isnan()) && onDevice.nan_to_num().equal(onHost.nan_to_num())))
-        << what << " differs by " << (onDevice - onHost).abs().max().item<double>();
+    EXPECT_TRUE(onDevice.equal(onCpu) ||
+                (onDevice.isnan().equal(onCpu.isnan()) && onDevice.nan_to_num().equal(onCpu.nan_to_num())))
+        << what << " differs by " << (onDevice - onCpu).abs().max().item<double>();
     return;
   }
-  const at::Tensor isFinite = onHost.isfinite();
+  const at::Tensor isFinite = onCpu.isfinite();
   EXPECT_TRUE(onDevice.isfinite().equal(isFinite)) << what;
-  const at::Tensor expected = onHost.masked_select(isFinite).to(at::kDouble);
+  const at::Tensor expected = onCpu.masked_select(isFinite).to(at::kDouble);
   if (expected.numel() == 0) return;
   const at::Tensor distance = (onDevice.masked_select(isFinite).to(at::kDouble) - expected).abs().max();
   EXPECT_LE(distance.item<double>(), difference * expected.abs().max().item<double>()) << what;
 }
 
-void expectAlike(const Way& onDevice, const Way& onHost, double difference) {
-  for (size_t rank = 0; rank < onHost.steps.size(); ++rank) {
-    for (size_t i = 0; i < onHost.steps[rank].size(); ++i) {
+void expectAlike(const Way& onDevice, const Way& onCpu, double difference) {
+  for (size_t rank = 0; rank < onCpu.steps.size(); ++rank) {
+    for (size_t i = 0; i < onCpu.steps[rank].size(); ++i) {
       // One difference leads to others.
       if (::testing::Test::HasFailure()) return;
-      expectAlike(onDevice.steps[rank][i], onHost.steps[rank][i], difference, c10::str("rank ", rank, ", result ", i));
+      expectAlike(onDevice.steps[rank][i], onCpu.steps[rank][i], difference, c10::str("rank ", rank, ", result ", i));
     }
-    ASSERT_EQ(onDevice.states[rank].size(), onHost.states[rank].size());
-    for (const auto& [name, value] : onHost.states[rank]) {
+    ASSERT_EQ(onDevice.states[rank].size(), onCpu.states[rank].size());
+    for (const auto& [name, value] : onCpu.states[rank]) {
       if (name == "milliseconds_to_round") continue;
       ASSERT_TRUE(onDevice.states[rank].contains(name)) << name;
       expectAlike(onDevice.states[rank].at(name), value, difference, c10::str("rank ", rank, ", ", name));
@@ -229,9 +229,9 @@ TEST_P(DeviceWays, ComeToTheSameAsTheCpu) {
   for (const auto& hosts : kLayouts) {
     SCOPED_TRACE(
         c10::str(c10::IntArrayRef({static_cast<int64_t>(hosts.size())}), " ranks, the last on host ", hosts.back()));
-    const Way onHost = run(GetParam(), hosts);
+    const Way onCpu = run(GetParam(), hosts);
     const AsOnDevice asOnDevice;
-    expectAlike(run(GetParam(), hosts), onHost, GetParam().difference);
+    expectAlike(run(GetParam(), hosts), onCpu, GetParam().difference);
   }
 }
 

@@ -2,7 +2,7 @@
 // What peers say when a hook is registered: any bytes. Registration succeeds or raises ValueError.
 #include <c10/util/Exception.h>
 
-#include "algorithms/agreement.h"
+#include "algorithms/hook/agreement.h"
 #include "tests/fuzz/fuzzed_bytes.h"
 #include "tests/fuzz/lone_rank.h"
 

@@ -8,7 +8,7 @@
 #include <array>
 #include <set>
 
-#include "algorithms/bucket_layout.h"
+#include "algorithms/hook/bucket_layout.h"
 #include "algorithms/registry.h"
 #include "tests/fuzz/fuzzed_bytes.h"
 #include "tests/fuzz/lone_rank.h"

@@ -11,11 +11,11 @@
 #include <memory>
 #include <vector>
 
-#include "backend/wire/frame_reader.h"
-#include "backend/wire/stream.h"
+#include "backend/net/frame_reader.h"
+#include "backend/net/stream.h"
 #include "tests/fuzz/fuzzed_bytes.h"
 
-namespace bagua::wire {
+namespace bagua::net {
 namespace {
 
 using fuzz::FuzzedBytes;
@@ -232,11 +232,11 @@ void fuzzFrames(FuzzedBytes& input) {
   receivers.checkAll();
 }
 
-}  // namespace bagua::wire
+}  // namespace bagua::net
 
 // NOLINTNEXTLINE(readability-identifier-naming): libFuzzer calls it so
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   bagua::fuzz::FuzzedBytes input(data, size);
-  bagua::wire::fuzzFrames(input);
+  bagua::net::fuzzFrames(input);
   return 0;
 }

@@ -8,8 +8,8 @@
 #include <array>
 #include <cstring>
 
-#include "kernels/minmax_uint8/minmax_uint8.h"
-#include "kernels/minmax_uint8/minmax_uint8_cpu.h"
+#include "kernels/codecs/minmax_uint8/minmax_uint8.h"
+#include "kernels/codecs/minmax_uint8/minmax_uint8_cpu.h"
 #include "tests/fuzz/fuzzed_bytes.h"
 
 namespace bagua::minmax_uint8 {

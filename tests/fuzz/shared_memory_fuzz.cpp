@@ -7,7 +7,7 @@
 #include <cstring>
 #include <map>
 
-#include "backend/host/shared_memory/shared_memory_exchange.h"
+#include "backend/cpu/shared_memory/shared_memory_exchange.h"
 #include "tests/fuzz/fuzzed_bytes.h"
 
 namespace bagua {

@@ -10,15 +10,15 @@
 #include <string>
 #include <vector>
 
+#include "backend/net/stream.h"
 #include "backend/security/job_security.h"
-#include "backend/wire/stream.h"
 #include "tests/fuzz/fuzzed_bytes.h"
 
 namespace bagua {
 namespace {
 
 using fuzz::FuzzedBytes;
-using wire::EncryptedStream;
+using net::EncryptedStream;
 
 const JobSecurity& security() {
   static const auto made = makeJobSecurity({.secret = "the secret of nobody in particular"});
@@ -32,21 +32,21 @@ class Connection {
     std::array<int, 2> ends{};
     const int made = socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends.data());
     TORCH_CHECK(made == 0, "no sockets");
-    ours_ = wire::FileDescriptor(ends[0]);
-    theirs_ = wire::FileDescriptor(ends[1]);
+    ours_ = net::FileDescriptor(ends[0]);
+    theirs_ = net::FileDescriptor(ends[1]);
   }
-  wire::FileDescriptor takeOurs() { return std::move(ours_); }
-  wire::FileDescriptor takeTheirs() { return std::move(theirs_); }
+  net::FileDescriptor takeOurs() { return std::move(ours_); }
+  net::FileDescriptor takeTheirs() { return std::move(theirs_); }
   [[nodiscard]] int ours() const { return ours_.number(); }
   // Whether all of it has gone.
   bool say(const void* bytes, size_t size) {
     return send(theirs_.number(), bytes, size, MSG_NOSIGNAL) == static_cast<ssize_t>(size);
   }
-  void end() { theirs_ = wire::FileDescriptor(); }
+  void end() { theirs_ = net::FileDescriptor(); }
 
  private:
-  wire::FileDescriptor ours_;
-  wire::FileDescriptor theirs_;
+  net::FileDescriptor ours_;
+  net::FileDescriptor theirs_;
 };
 
 // What a rank would say first, for the fuzzer to change.
@@ -55,7 +55,7 @@ std::vector<uint8_t> greeting() {
   const auto stream = security().encryption()->connect(connection.ours());
   TORCH_INTERNAL_ASSERT(stream->handshake() == EncryptedStream::Handshake::kUnderWay);
   std::vector<uint8_t> bytes(4096);
-  wire::Stream theirs(connection.takeTheirs());
+  net::Stream theirs(connection.takeTheirs());
   const ssize_t size = theirs.receive(bytes.data(), bytes.size());
   TORCH_INTERNAL_ASSERT(size > 0);
   bytes.resize(static_cast<size_t>(size));

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <string>
 
-#include "backend/host/host_communicator.h"
+#include "backend/cpu/collectives/cpu_communicator.h"
 #include "backend/operation/peer_errors.h"
 #include "tests/fuzz/fuzzed_bytes.h"
 
@@ -122,8 +122,8 @@ void fuzzWireHeaders(FuzzedBytes& input) {
   const auto ranks = static_cast<int>(input.from(2, 4));
   const auto rank = static_cast<int>(input.from(0, ranks - 1));
   // A host each: what those of one host say to each other in its memory is another target's.
-  HostCommunicator communicator(std::make_unique<MadeUpWire>(rank, ranks, input),
-                                std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(ranks)));
+  CpuCommunicator communicator(std::make_unique<MadeUpWire>(rank, ranks, input),
+                               std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(ranks)));
   try {
     for (int64_t calls = input.from(1, 3); calls > 0; --calls) {
       communicator.setProgram(fingerprintOf(madeUpOperation(input, ranks)));

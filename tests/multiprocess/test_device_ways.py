@@ -15,9 +15,9 @@ Options = dict[str, Any]
 
 def _as_on_device(body: Callable[..., Any], *args: Any) -> Any:
     with _C.AsOnDevice():
-        assert not _C.works_on_host(torch.zeros(1))
+        assert not _C.works_on_cpu(torch.zeros(1))
         result = body(*args)
-    assert _C.works_on_host(torch.zeros(1))
+    assert _C.works_on_cpu(torch.zeros(1))
     return result
 
 

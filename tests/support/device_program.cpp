@@ -16,11 +16,11 @@ namespace {
 
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
-// The memory that the host's tensors of a thread have. Kept, so that no other tensor gets the same.
-class HostMemory {
+// The memory that the CPU's tensors of a thread have. Kept, so that no other tensor gets the same.
+class CpuMemory {
  public:
-  static HostMemory& ofThread() {
-    thread_local HostMemory memory;
+  static CpuMemory& ofThread() {
+    thread_local CpuMemory memory;
     return memory;
   }
   void enter() { ++scopes_; }
@@ -41,7 +41,7 @@ class HostMemory {
   std::vector<c10::Storage> kept_;
 };
 
-// That the host reads a value for, or whose result has as many elements as values say.
+// That the CPU reads a value for, or whose result has as many elements as values say.
 const std::set<std::string>& waiting() {
   static const std::set<std::string> kNames = {"aten::_local_scalar_dense",
                                                "aten::_unique2",
@@ -88,20 +88,19 @@ bool doesNotBlock(const c10::FunctionSchema& schema, const torch::jit::Stack& st
 void check(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, size_t begin,
            const std::vector<at::Tensor>& tensors) {
   const std::string& name = schema.name();
-  const auto& host = HostMemory::ofThread();
-  const auto isOfHost = [&](const at::Tensor& tensor) { return host.has(tensor); };
-  const bool areAllOfHost = std::all_of(tensors.begin(), tensors.end(), isOfHost);
-  // What the host has made it may read, and carry about.
+  const auto& host = CpuMemory::ofThread();
+  const auto isOfCpu = [&](const at::Tensor& tensor) { return host.has(tensor); };
+  const bool areAllOfHost = std::all_of(tensors.begin(), tensors.end(), isOfCpu);
+  // What the CPU has made it may read, and carry about.
   if (areAllOfHost && !tensors.empty()) return;
-  TORCH_CHECK(!waiting().contains(name), "the host would wait for the device: ", name);
+  TORCH_CHECK(!waiting().contains(name), "the CPU would wait for the device: ", name);
   const bool isMove = name == "aten::to" || name == "aten::_to_copy";
   TORCH_CHECK(!isMove || !namesDevice(schema, stack, begin), "a copy between devices: ", name, " names one");
   const bool isCopy = name == "aten::copy_";
   if (isCopy && doesNotBlock(schema, stack, begin)) return;
   for (const auto& tensor : tensors) {
-    TORCH_CHECK(!isOfHost(tensor) || (tensor.dim() == 0 && !isCopy),
-                "tensors of the host and of the device meet: ", name, ", the host's is ", tensor.sizes(), " of ",
-                tensor.scalar_type());
+    TORCH_CHECK(!isOfCpu(tensor) || (tensor.dim() == 0 && !isCopy), "tensors of the CPU and of the device meet: ", name,
+                ", the CPU's is ", tensor.sizes(), " of ", tensor.scalar_type());
   }
 }
 
@@ -110,17 +109,17 @@ void watch(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   const size_t begin = stack->size() - schema.arguments().size();
   const auto given = tensorsOf(*stack, begin);
   check(schema, *stack, begin, given);
-  auto& host = HostMemory::ofThread();
+  auto& host = CpuMemory::ofThread();
   const bool isMade = given.empty() && schema.argumentIndexWithName("device");
-  const bool isOfHost = isMade ? !namesDevice(schema, *stack, begin)
-                               : !given.empty() && std::all_of(given.begin(), given.end(),
-                                                               [&](const at::Tensor& one) { return host.has(one); });
+  const bool isOfCpu = isMade ? !namesDevice(schema, *stack, begin)
+                              : !given.empty() && std::all_of(given.begin(), given.end(),
+                                                              [&](const at::Tensor& one) { return host.has(one); });
   {
     // One operation of ours is one of ATen's, whatever it is made of.
     const c10::impl::ExcludeDispatchKeyGuard inside(kKey);
     operation.callBoxed(stack);
   }
-  if (!isOfHost) return;
+  if (!isOfCpu) return;
   for (const auto& made : tensorsOf(*stack, stack->size() - schema.returns().size())) host.add(made);
 }
 
@@ -160,7 +159,7 @@ class DeviceCommunicator final : public Communicator {
   template <typename Call>
   void call(const std::vector<at::Tensor>& tensors, const Call& body) {
     for (const auto& tensor : tensors) {
-      TORCH_CHECK(!HostMemory::ofThread().has(tensor), "rank ", rank(), " would give NCCL a tensor of the host");
+      TORCH_CHECK(!CpuMemory::ofThread().has(tensor), "rank ", rank(), " would give NCCL a tensor of the CPU");
     }
     const c10::impl::ExcludeDispatchKeyGuard outside(kKey);
     body();
@@ -171,11 +170,11 @@ class DeviceCommunicator final : public Communicator {
 
 }  // namespace
 
-OnlyEnqueues::OnlyEnqueues() : watched_(kKey) { HostMemory::ofThread().enter(); }
-OnlyEnqueues::~OnlyEnqueues() { HostMemory::ofThread().leave(); }
+OnlyEnqueues::OnlyEnqueues() : watched_(kKey) { CpuMemory::ofThread().enter(); }
+OnlyEnqueues::~OnlyEnqueues() { CpuMemory::ofThread().leave(); }
 
 void runProgram(at::Device device, Communicator& communicator, const std::function<void(Communicator&)>& program) {
-  if (worksOnHost(device)) return program(communicator);
+  if (worksOnCpu(device)) return program(communicator);
   const OnlyEnqueues watched;
   DeviceCommunicator onDevice(communicator);
   program(onDevice);

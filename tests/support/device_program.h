@@ -11,11 +11,11 @@
 namespace bagua::testing {
 
 // As long as one lives, its thread may only enqueue. An operation of ATen throws an error where, on a device,
-//  - the host would wait: it reads a value (item()), or the shape of a result depends on values (nonzero());
-//  - tensors would be copied between the host and the device: to() names a device, or what the host has made goes
+//  - the CPU would wait: it reads a value (item()), or the shape of a result depends on values (nonzero());
+//  - tensors would be copied between the CPU and the device: to() names a device, or what the CPU has made goes
 //    to the device, unless by a copy that says it does not block;
 //  - tensors of both would meet, but for a number.
-// What was made without naming a device is the host's, and what was made of that alone. A read through data_ptr() is
+// What was made without naming a device is the CPU's, and what was made of that alone. A read through data_ptr() is
 // not seen.
 class OnlyEnqueues {
  public:

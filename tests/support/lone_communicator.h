@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "backend/communicator.h"
-#include "backend/host/host_executor.h"
+#include "backend/cpu/cpu_executor.h"
 
 namespace bagua {
 
@@ -25,8 +25,8 @@ class LoneCommunicator final : public Communicator {
   std::atomic<bool> isAborted = false;
 };
 
-inline HostExecutor::Communicators loneChannels(int count) {
-  HostExecutor::Communicators made;
+inline CpuExecutor::Communicators loneChannels(int count) {
+  CpuExecutor::Communicators made;
   for (int i = 0; i < count; ++i) made.push_back(std::make_unique<LoneCommunicator>());
   return made;
 }

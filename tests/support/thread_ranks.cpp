@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "backend/host/host_communicator.h"
+#include "backend/cpu/collectives/cpu_communicator.h"
 
 namespace bagua::testing {
 namespace {
@@ -122,7 +122,7 @@ void runRanks(int size, const std::function<void(Communicator&)>& body, std::vec
   for (int rank = 0; rank < size; ++rank) {
     ranks.emplace_back([&, rank] {
       try {
-        HostCommunicator communicator(std::make_unique<ThreadWire>(rank, size, mail, lines), topology);
+        CpuCommunicator communicator(std::make_unique<ThreadWire>(rank, size, mail, lines), topology);
         body(communicator);
       } catch (...) {
         mail.fail(std::current_exception());

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "backend/communicator.h"
-#include "backend/host/wire.h"
+#include "backend/cpu/wire.h"
 
 namespace bagua::testing {
 

@@ -6,10 +6,10 @@
 #include <numeric>
 #include <vector>
 
-#include "backend/wire/signal.h"
+#include "backend/net/signal.h"
 
 // What tests of the transport have in common.
-namespace bagua::wire {
+namespace bagua::net {
 
 using Bytes = std::vector<uint8_t>;
 
@@ -31,4 +31,4 @@ bool comes(Signal& signal, const Condition& condition) {
   }
 }
 
-}  // namespace bagua::wire
+}  // namespace bagua::net

@@ -38,7 +38,7 @@ class OpenSslSecurity final : public JobSecurity {
     if (!openValue(storeKey_, name, sealed, value)) return std::nullopt;
     return value;
   }
-  [[nodiscard]] std::shared_ptr<const wire::Encryption> encryption() const override { return tls_; }
+  [[nodiscard]] std::shared_ptr<const net::Encryption> encryption() const override { return tls_; }
 
  private:
   const std::string fingerprint_;

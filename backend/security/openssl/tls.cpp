@@ -104,11 +104,11 @@ int Tls::findKey(SSL* ssl, const unsigned char* identity, size_t identityBytes, 
   return *session != nullptr ? 1 : 0;
 }
 
-std::unique_ptr<wire::EncryptedStream> Tls::accept(int socket) const {
+std::unique_ptr<net::EncryptedStream> Tls::accept(int socket) const {
   return std::make_unique<TlsStream>(shared_from_this(), socket, true);
 }
 
-std::unique_ptr<wire::EncryptedStream> Tls::connect(int socket) const {
+std::unique_ptr<net::EncryptedStream> Tls::connect(int socket) const {
   return std::make_unique<TlsStream>(shared_from_this(), socket, false);
 }
 

@@ -8,8 +8,8 @@
 #include <string>
 
 #include "backend/config.h"
+#include "backend/net/encryption.h"
 #include "backend/security/openssl/keys.h"
-#include "backend/wire/encryption.h"
 
 namespace bagua {
 
@@ -20,7 +20,7 @@ namespace bagua {
 // - with certificates, both sides' checked against the CA, by a keyed hash over what only the two ends of this
 //   connection share (RFC 5705), which each sends first. A certificate alone lets nobody in.
 // There are no tickets, no early data and no other suites.
-class Tls final : public wire::Encryption, public std::enable_shared_from_this<Tls> {
+class Tls final : public net::Encryption, public std::enable_shared_from_this<Tls> {
  public:
   struct Keys {
     // Names the secret in the first message, where it can be read.
@@ -31,8 +31,8 @@ class Tls final : public wire::Encryption, public std::enable_shared_from_this<T
   // Throws ValueError for certificates that cannot be used.
   Tls(Keys keys, const std::optional<config::TlsFiles>& certificates, uint64_t bytesPerKey);
 
-  [[nodiscard]] std::unique_ptr<wire::EncryptedStream> accept(int socket) const override;
-  [[nodiscard]] std::unique_ptr<wire::EncryptedStream> connect(int socket) const override;
+  [[nodiscard]] std::unique_ptr<net::EncryptedStream> accept(int socket) const override;
+  [[nodiscard]] std::unique_ptr<net::EncryptedStream> connect(int socket) const override;
 
  private:
   friend class TlsStream;

@@ -97,7 +97,7 @@ TlsStream::TlsStream(std::shared_ptr<const Tls> tls, int socket, bool isServer)
   }
 }
 
-wire::EncryptedStream::Handshake TlsStream::handshake() {
+net::EncryptedStream::Handshake TlsStream::handshake() {
   const Lock lock(mutex_);
   ERR_clear_error();
   mayAskSocket_ = true;
@@ -109,7 +109,7 @@ wire::EncryptedStream::Handshake TlsStream::handshake() {
   return result == Handshake::kDone && stage_ != Stage::kDone ? Handshake::kUnderWay : result;
 }
 
-wire::EncryptedStream::Handshake TlsStream::goOn() {
+net::EncryptedStream::Handshake TlsStream::goOn() {
   if (stage_ == Stage::kHandshake) {
     const int result = SSL_do_handshake(ssl_.get());
     // The first message of a peer that knows the key says so, before the handshake is over.
@@ -147,7 +147,7 @@ bool TlsStream::sayProof() {
   return encrypt(proof.data(), Key::size());
 }
 
-wire::EncryptedStream::Handshake TlsStream::hearProof() {
+net::EncryptedStream::Handshake TlsStream::hearProof() {
   while (heardBytes_ < heard_.size()) {
     const ssize_t got = readRecord(heard_.data() + heardBytes_, heard_.size() - heardBytes_, true);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return Handshake::kUnderWay;
@@ -165,7 +165,7 @@ wire::EncryptedStream::Handshake TlsStream::hearProof() {
   return Handshake::kDone;
 }
 
-wire::EncryptedStream::Handshake TlsStream::fail(const std::string& why) {
+net::EncryptedStream::Handshake TlsStream::fail(const std::string& why) {
   error_ = "no TLS connection: " + why + kWhatToCheck;
   return Handshake::kFailed;
 }

@@ -11,14 +11,14 @@
 #include <string>
 #include <vector>
 
+#include "backend/net/encryption.h"
 #include "backend/security/openssl/tls.h"
-#include "backend/wire/encryption.h"
 
 namespace bagua {
 
 // One connection. OpenSSL works on memory: what comes is read from the socket in large pieces, and what goes is
 // collected for one call of the system. A mutex guards all of it, held for one record or one piece at a time.
-class TlsStream final : public wire::EncryptedStream {
+class TlsStream final : public net::EncryptedStream {
  public:
   TlsStream(std::shared_ptr<const Tls> tls, int socket, bool isServer);
 

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/hook/bucket_splitting.h"
+
+#include <c10/util/Exception.h>
+
+namespace bagua {
+
+void splitBuckets(c10d::Reducer& reducer, c10d::Logger& logger, const std::vector<at::Tensor>& parameters,
+                  int64_t mostBytes) {
+  std::vector<std::vector<size_t>> buckets;
+  size_t covered = 0;
+  for (const auto& bucket : logger.get_per_bucket_variable_indices()) {
+    buckets.emplace_back();
+    int64_t bytes = 0;
+    for (const size_t index : bucket) {
+      TORCH_CHECK(index < parameters.size(), "bagua: DDP reduces parameter ", index, ", the hook was registered for ",
+                  parameters.size(), ": register it again on a new DistributedDataParallel");
+      const auto size = static_cast<int64_t>(parameters[index].nbytes());
+      if (!buckets.back().empty() && bytes + size > mostBytes) {
+        buckets.emplace_back();
+        bytes = 0;
+      }
+      buckets.back().push_back(index);
+      bytes += size;
+      ++covered;
+    }
+  }
+  TORCH_CHECK(covered == parameters.size(), "bagua: DDP reduces ", covered, " parameters, the hook was registered for ",
+              parameters.size(), ": register it again on a new DistributedDataParallel");
+  reducer.initialize_buckets(std::move(buckets));
+}
+
+}  // namespace bagua

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
+#include <vector>
+
+#include "algorithms/algorithm.h"
+#include "algorithms/hook/agreement.h"
+#include "algorithms/hook/bucket_layout.h"
+#include "algorithms/hook/outstanding_forwards.h"
+#include "algorithms/hook/parameter_use.h"
+#include "backend/executor.h"
+
+namespace bagua {
+
+struct HookStats {
+  // Synchronised backwards, and buckets in them.
+  int64_t steps = 0;
+  int64_t buckets = 0;
+  // Times that the ranks communicated for the sake of a step.
+  int64_t rounds = 0;
+  // Bytes of gradients or weights that this rank had to communicate.
+  int64_t logicalBytes = 0;
+  // What this rank sent to other ranks for them.
+  Traffic traffic;
+  StageSeconds::Totals seconds;
+  // Memory that the algorithm keeps between steps.
+  int64_t stateBytes = 0;
+  // What the algorithm holds beside the model, in bytes.
+  std::map<std::string, int64_t> memory;
+};
+
+// An algorithm at work on one model: turns each bucket that DDP hands over into a program, tells the algorithm how far
+// a step has come, and counts what it costs. Shared by the Reducer's hook and the handle that the user holds. run() and
+// stats() may be called from any thread, the others from the one that trains.
+class HookRunner final : public std::enable_shared_from_this<HookRunner>, private StepContext {
+ public:
+  // Without `parameters` it serves algorithms that only know gradients. `isStaticGraph`: of the DDP model.
+  HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options,
+             std::shared_ptr<ExecutorProvider> group, std::vector<at::Tensor> parameters, bool isStaticGraph = false);
+  // What StepContext tells of the model besides its parameters; before the ranks agree.
+  void useModel(std::vector<int64_t> layers, std::vector<at::Tensor> buffers);
+  // For DDP models that keep from the optimizer what no rank has used; before the ranks agree.
+  void watchUse() { use_.emplace(parameters_); }
+  [[nodiscard]] bool watchesUse() const { return use_.has_value(); }
+  // For algorithms that declare runsInBackground, before the first step. Collective.
+  void useBackground(std::shared_ptr<ExecutorProvider> group);
+
+  // Called by DDP for every bucket of every step, on an autograd thread. The future holds the tensor that DDP copies
+  // the gradients from: the bucket's own buffer.
+  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& gradients);
+
+  // The same for gradients of another source than DDP: `isFirst` and `isLast` of a step. No work where the gradients
+  // stay as they are. The end of backward has then to be told through afterBackward().
+  c10::intrusive_ptr<c10d::Work> reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
+                                              bool isFirst, bool isLast, bool tellsUse = false);
+  void afterBackward();
+
+  // Once the ranks have agreed.
+  void useTopology();
+  // Before the first step, where they are known.
+  void useParameters(const std::vector<ParameterFacts>& facts) { algorithm_->useParameters(facts); }
+  // Whether gradients travel between hosts, where they had better leave early and in small buckets. Not on a GPU: its
+  // buckets travel one after another, each with a delay of its own, and many small ones would add up more of those.
+  [[nodiscard]] bool wantsSmallBuckets() const {
+    return spansHosts_ && areOnCpu() && algorithm_->reducesGradients() && !algorithm_->staysInHost();
+  }
+  // The ranks of this host, where gradients stay inside it, else none. After useTopology().
+  [[nodiscard]] std::vector<int> hostRanks() const {
+    return algorithm_->staysInHost() ? hostRanks_ : std::vector<int>();
+  }
+  // A group of these; before the first step.
+  void useHost(std::shared_ptr<ExecutorProvider> group) { host_ = std::move(group); }
+  // Whether DDP has to gather the gradients of the step at hand.
+  [[nodiscard]] bool reducesGradients() const { return algorithm_->reducesGradients(); }
+  void beforeForward(std::vector<Momentum> momenta);
+  // The end of such a forward: what it returned.
+  void afterForward(const std::vector<at::Tensor>& outputs) { forwards_.add(outputs); }
+  // The start of a backward, on the thread that computes the first gradient, before any is added to what is there. Of a
+  // backward that `isBypassed` DDP hands over nothing.
+  void atBackward(bool isBypassed);
+  void afterStep();
+  // Of an end, where no forward or backward follows that would show it: counts a step that was skipped. Its gradients
+  // are gone, or not finite, as GradScaler leaves them.
+  void countSkippedStep();
+  // Whether a synchronised backward has come since the optimizer's last step.
+  [[nodiscard]] bool isBeforeStep() const { return isBeforeStep_; }
+  // Throws on all ranks, and changes nothing, unless all of them can. Collective.
+  void synchronize();
+  bool abort();
+  bool resume();
+  void endWithin(std::chrono::milliseconds limit);
+  // What a model of its own has on every rank, where ranks differ: the optimizer's state, and the gradients that it has
+  // not taken yet. `moment` and `shapes` tell ranks apart that are not at the same place.
+  struct Belongings {
+    std::string moment;
+    std::string shapes;
+    std::vector<at::Tensor> state;
+    std::vector<at::Tensor> gradients;
+  };
+  // From the next bucket on the gradients are averaged in full precision, as by DDP without a hook. Where ranks may
+  // differ it makes them equal: weights and gradients are averaged, the optimizer's state is rank 0's. Throws on all
+  // ranks, and changes nothing, unless all of them can leave. Collective.
+  void leave(const Belongings& belongings);
+
+  // With a step that was skipped and has not been counted.
+  [[nodiscard]] AlgorithmState state();
+  [[nodiscard]] const BucketLayout& layout() const { return layouts_.last(); }
+  // Synchronised backwards so far, in this run and in those that it continues.
+  [[nodiscard]] int64_t step() const { return step_; }
+  void load(const AlgorithmState& state, BucketLayout layout, int64_t step);
+  [[nodiscard]] bool keepsResiduals() const { return algorithm_->keepsResiduals(); }
+  // Multiplies the gradients that the algorithm remembers. Throws where it remembers none.
+  void rescale(double factor);
+
+  [[nodiscard]] HookStats stats() const;
+  // Counts from zero again. What is under way counts when it is over.
+  void resetStats();
+  // As Algorithm::whyUncoded(), of the ranks of this model.
+  [[nodiscard]] std::string whyUncoded() const { return algorithm_->whyUncoded(group_->topology()); }
+  [[nodiscard]] const std::string& name() const { return name_; }
+  [[nodiscard]] const Options& options() const { return options_; }
+
+ private:
+  // Programs in flight hold this, and not the runner: it owns the executor that they run on.
+  struct Ledger {
+    std::mutex mutex;
+    HookStats stats;
+    StageSeconds seconds;
+
+    // Under the mutex. Lets go of what programs of earlier steps have used to time themselves.
+    void countStep() {
+      ++stats.steps;
+      static_cast<void>(seconds.totals());
+    }
+  };
+
+  [[nodiscard]] const std::string& algorithm() const override { return name_; }
+  [[nodiscard]] const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  [[nodiscard]] const std::vector<int64_t>& layers() const override { return layers_; }
+  [[nodiscard]] const std::vector<at::Tensor>& buffers() const override { return buffers_; }
+  [[nodiscard]] int rank() const override { return group_->identity().rank; }
+  [[nodiscard]] int size() const override { return group_->identity().size; }
+  void checkWeightsAreFree(const char* call) const override;
+  c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
+                                        Task task) override;
+  c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
+                                                    Task task) override;
+  void countRound() override;
+  void noteMemory(std::map<std::string, int64_t> bytes) override;
+
+  // Where all ranks are at the same step when they make themselves equal: a rank that is at another one, and waits in a
+  // round, finds out at once.
+  [[nodiscard]] ExecutorProvider& meetingGroup() const { return countsSteps_ ? *background_ : *group_; }
+  void checkThatAllCan(const char* call) override;
+  void checkThatAllCan(const char* call, const AgreementWords& words, Registration own);
+  // Throws where a CUDA graph is captured on the device of `tensors`, unless it may repeat a step of the algorithm.
+  void checkCapture(const std::vector<at::Tensor>& tensors) const;
+  [[nodiscard]] bool areOnCpu() const { return parameters_.empty() || parameters_.front().device().is_cpu(); }
+  [[nodiscard]] bool haveGradientsGone() const;
+  [[nodiscard]] bool isStepSkipped() const;
+  void tellOfSkippedStep();
+  c10::intrusive_ptr<c10d::Work> submitTo(ExecutorProvider& group, const char* name,
+                                          const std::vector<at::Tensor>& tensors, Wait wait, Task task,
+                                          std::shared_ptr<const GradientList> gradients = nullptr);
+  void makeEqual(const Belongings& belongings);
+  // What DDP handed over in a step; `parts` as BucketLayouts::partsOf makes them.
+  struct Handover {
+    at::Tensor gradients;
+    std::vector<BucketEntry> whole;
+    std::vector<std::vector<BucketEntry>> parts;
+    int64_t step = 0;
+    bool tellsUse = false;
+    // Bucket::retained of all buckets: the handover lives as long as the program.
+    std::shared_ptr<Bucket::Retained> retained = std::make_shared<Bucket::Retained>();
+  };
+  // Writes into the entries whether this rank has used them; whether that is known.
+  bool findUse(const c10d::GradBucket& gradients, std::vector<BucketEntry>& entries);
+  static void reduce(Algorithm& algorithm, Handover& handover, Communicator& communicator, StageSeconds& seconds);
+  void queueAfterBackward();
+
+  const std::string name_;
+  const Options options_;
+  const std::shared_ptr<ExecutorProvider> group_;
+  std::shared_ptr<ExecutorProvider> background_;
+  std::shared_ptr<ExecutorProvider> host_;
+  std::vector<int> hostRanks_;
+  const std::vector<at::Tensor> parameters_;
+  std::vector<int64_t> layers_;
+  std::vector<at::Tensor> buffers_;
+  bool actsOnWeights_;
+  // Whether the algorithm is told of skipped steps, too.
+  bool countsSteps_;
+  // In the first step of a static graph DDP hands over all buckets, none of them as the last, at the end of backward.
+  bool isFirstStatic_;
+  // Whether the coming backward is one of a forward that the algorithm has seen.
+  bool isAnnounced_ = false;
+  // Since the last synchronised backward.
+  OutstandingForwards forwards_;
+  bool isBeforeStep_ = false;
+  // Whether a step was skipped that the algorithm has not been told of: seen in a backward, or before a checkpoint.
+  bool wasStepSkipped_ = false;
+  // Whether an end has counted the step of the last backward.
+  bool isStepCounted_ = false;
+  // Of the gradients as the last backward has left them.
+  std::vector<std::pair<const void*, uint32_t>> marks_;
+  bool spansHosts_ = false;
+  const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
+  BucketLayouts layouts_;
+  std::optional<ParameterUse> use_;
+  int64_t step_ = 0;
+  std::shared_ptr<Algorithm> algorithm_;
+  // As the ranks compare it in every program.
+  std::shared_ptr<const std::string> configuration_;
+};
+
+}  // namespace bagua

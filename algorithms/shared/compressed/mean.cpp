@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/shared/compressed/mean.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <memory>
+
+#include "algorithms/shared/compressed/collectives.h"
+
+namespace bagua::compressed {
+namespace {
+
+HostTopology topologyOf(const MeanOptions& options, const Communicator& communicator) {
+  return options.hierarchical ? communicator.topology() : HostTopology::oneRankPerHost(communicator.size());
+}
+
+}  // namespace
+
+CodedLanes::CodedLanes(const MeanOptions& options, int64_t length, const Communicator& communicator)
+    : topology(topologyOf(options, communicator)), lanes(topology, communicator.rank(), length) {}
+
+bool isCoded(const MeanOptions& options, const HostTopology& topology) {
+  // Full precision inside a host, where there is only one.
+  return topology.size() > 1 && (!options.hierarchical || topology.hostCount() > 1);
+}
+
+std::string whyUncoded(const MeanOptions& options, const HostTopology& topology) {
+  if (isCoded(options, topology)) return {};
+  if (topology.size() == 1) {
+    return "The process group has one rank, which sends nothing. Start several, for instance with "
+           "torchrun --nproc-per-node 2.";
+  }
+  return c10::str(
+      "All ", topology.size(),
+      " ranks run on one host, and hierarchical=True compresses between hosts only. Pass hierarchical=False "
+      "to compress between the ranks of a host, too.");
+}
+
+void reduceToMean(at::Tensor& flat, const MeanOptions& options, const Coding& coding, StageSeconds& seconds,
+                  Communicator& communicator) {
+  if (flat.numel() == 0 || communicator.size() == 1) return;
+  if (isCoded(options, communicator.topology())) {
+    std::vector<Sum> sums = {{flat, coding}};
+    return reduceToMeans(sums, options, seconds, communicator);
+  }
+  const Stage stage(seconds, "allreduce");
+  communicator.allReduce(flat, options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+}
+
+void reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeconds& seconds,
+                   Communicator& communicator) {
+  std::vector<std::unique_ptr<CodedLanes>> lanes;
+  std::vector<FlatInLanes> flats;
+  for (const auto& sum : sums) {
+    lanes.push_back(std::make_unique<CodedLanes>(options, sum.flat.numel(), communicator));
+    flats.push_back({sum.flat, lanes.back()->lanes, sum.coding});
+  }
+  const int divisor = options.average ? communicator.size() : 1;
+  if (flats.front().lanes.count() == 1) return allReduceTogether(flats, divisor, seconds, communicator);
+  {
+    const Stage stage(seconds, "reduce_in_host");
+    for (auto& one : flats) communicator.reduceScatterInHost(one.flat, one.lanes.partsInHost(), divisor);
+  }
+  // Already divided above, where a sum of 16-bit floats could overflow.
+  allReduceTogether(flats, 1, seconds, communicator);
+  const Stage stage(seconds, "gather_in_host");
+  for (auto& one : flats) communicator.allGatherInHost(one.flat, one.lanes.partsInHost());
+}
+
+}  // namespace bagua::compressed

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "algorithms/shared/compressed/coding.h"
+#include "algorithms/stage.h"
+#include "backend/communicator.h"
+#include "backend/topology/host_lanes.h"
+
+namespace bagua::compressed {
+
+struct MeanOptions {
+  // Full precision inside a host, coded messages between hosts; false: coded messages between all ranks.
+  bool hierarchical = true;
+  // Mean over the ranks; false: their sum.
+  bool average = true;
+};
+
+// Replaces `flat`, on every rank by the same bits, by the mean over the ranks. Nothing is coded on a single rank, nor,
+// with `hierarchical`, on a single host.
+void reduceToMean(at::Tensor& flat, const MeanOptions& options, const Coding& coding, StageSeconds& seconds,
+                  Communicator& communicator);
+
+// Whether messages are coded at all.
+bool isCoded(const MeanOptions& options, const HostTopology& topology);
+// Algorithm::whyUncoded() of those whose messages are coded where isCoded() says so.
+std::string whyUncoded(const MeanOptions& options, const HostTopology& topology);
+
+// A flat tensor of several that travel together, and how it is coded.
+struct Sum {
+  at::Tensor flat;
+  Coding coding;
+};
+
+// As reduceToMean() of each in the same messages, where they are coded. Not all of them are empty.
+void reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeconds& seconds,
+                   Communicator& communicator);
+
+// The lanes in which messages are coded. The topology has to outlive them.
+struct CodedLanes {
+  CodedLanes(const MeanOptions& options, int64_t length, const Communicator& communicator);
+
+  const HostTopology topology;
+  const HostLanes lanes;
+};
+
+}  // namespace bagua::compressed

@@ -1,0 +1,468 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/shared/rounds/rounds.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "algorithms/shared/cache_blocks.h"
+#include "algorithms/shared/compressed/collectives.h"
+#include "algorithms/shared/compressed/mean.h"
+
+namespace bagua::rounds {
+namespace {
+
+// Of all that is drawn at random.
+constexpr uint64_t kSeed = 0;
+// Of tensors of several dtypes in one memory.
+constexpr int64_t kAlignment = 64;
+
+// Equal for equal bits; on two ranks, whatever their devices.
+at::Tensor digestOf(const std::vector<at::Tensor>& flats) {
+  constexpr int64_t kOdd = 0x1E3779B97F4A7C15;
+  at::Tensor digest = at::zeros({2}, flats.front().options().dtype(at::kLong));
+  for (const auto& flat : flats) {
+    digest[1].mul_(31);
+    // Sums of whole numbers, which wrap: the same in any order, and for any cut into blocks.
+    inBlocks(flat.numel(), flat.device(), [&](int64_t begin, int64_t length) {
+      const auto word = flat.scalar_type() == at::kDouble ? at::kLong : at::kInt;
+      const at::Tensor bits = flat.narrow(0, begin, length).view(word).to(at::kLong);
+      const at::Tensor places = at::arange(begin, begin + length, bits.options()).mul_(kOdd).add_(1);
+      digest[0].add_(bits.sum());
+      digest[1].add_(places.mul_(bits).sum());
+    });
+  }
+  return digest;
+}
+
+// The caller waits for the answer: what the ranks do next depends on it.
+bool areSameOnAllRanks(const std::vector<at::Tensor>& flats, StepContext& context) {
+  at::Tensor least = digestOf(flats);
+  at::Tensor most = least.clone();
+  context
+      .submitInBackground("bagua:compare_weights", {least, most},
+                          [least, most](Communicator& communicator, StageSeconds& seconds) mutable {
+                            const Stage stage(seconds, "compare_weights");
+                            communicator.allReduce(least, c10d::ReduceOp::MIN);
+                            communicator.allReduce(most, c10d::ReduceOp::MAX);
+                          })
+      ->wait(kNoTimeout);
+  return least.equal(most);
+}
+
+std::string numbered(const char* name, size_t number) { return std::string(name) + "." + std::to_string(number); }
+
+// The bytes of `numel` elements, in whole units.
+int64_t bytesOf(int64_t numel, at::ScalarType dtype, int64_t unit) {
+  const int64_t bytes = numel * static_cast<int64_t>(elementSize(dtype));
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// All that a state can hold.
+std::set<std::string> namesOf(size_t fragments, size_t buckets, size_t buffers) {
+  std::set<std::string> names = {"step", "has_started", "is_paused", "is_in_step"};
+  const auto add = [&](std::initializer_list<const char*> kinds, size_t count) {
+    for (const char* const kind : kinds) {
+      for (size_t number = 0; number < count; ++number) names.insert(numbered(kind, number));
+    }
+  };
+  add({"synchronised_after", "on_its_way"}, fragments);
+  add({"means", "outer_weights", "outer_momentum", "residual", "owner_residual"}, buckets);
+  add({"buffers"}, buffers);
+  return names;
+}
+
+int64_t bytesOf(const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; }
+
+}  // namespace
+
+Rounds::Rounds(Settings settings) : settings_(std::move(settings)) {
+  TORCH_CHECK_VALUE(settings_.mixing >= 0 && settings_.mixing <= 1, "bagua: mixing must be from 0 to 1, got ",
+                    settings_.mixing);
+  if (settings_.outer) check(*settings_.outer);
+}
+
+// --- The model -------------------------------------------------------------------------------------------------------
+
+std::vector<std::vector<int64_t>> Rounds::cut(const StepContext& context) const {
+  std::vector<int64_t> lengths;
+  for (const auto& parameter : context.parameters()) lengths.push_back(parameter.numel());
+  return cutIntoFragments(lengths, context.layers(), settings_.schedule.fragments(), settings_.pattern);
+}
+
+void Rounds::useModel(const StepContext& context) { static_cast<void>(cut(context)); }
+
+void Rounds::useTopology(const HostTopology& topology) {
+  topology_ = settings_.hierarchical ? topology : HostTopology::oneRankPerHost(topology.size());
+  staysInHost_ = topology_->maxRanksPerHost() > 1;
+}
+
+std::string Rounds::whyUncoded(const HostTopology& topology) const {
+  if (!settings_.codec) return {};
+  return compressed::whyUncoded({.hierarchical = settings_.hierarchical}, topology);
+}
+
+void Rounds::makeFragments(const StepContext& context) {
+  for (const auto& positions : cut(context)) {
+    Fragment& fragment = fragments_.emplace_back();
+    // In the order of their first parameters: the same on all ranks.
+    std::vector<std::pair<at::ScalarType, std::vector<int64_t>>> groups;
+    for (const int64_t position : positions) {
+      const auto own = context.parameters()[position].scalar_type();
+      const auto dtype = settings_.outer ? computeTypeOf(own) : own;
+      auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& it) { return it.first == dtype; });
+      if (group == groups.end()) group = groups.insert(groups.end(), {dtype, {}});
+      group->second.push_back(position);
+    }
+    for (const auto& [dtype, group] : groups) {
+      std::vector<at::Tensor> parameters;
+      for (const int64_t position : group) parameters.push_back(context.parameters()[position]);
+      fragment.buckets.push_back(std::make_shared<FragmentBucket>(
+          FragmentBucket{WeightBucket(std::move(parameters)), dtype, group.front(), {}}));
+    }
+  }
+  if (!settings_.averageBuffers) return;
+  std::vector<at::Tensor> buffers;
+  for (const auto& buffer : context.buffers()) {
+    if (buffer.is_floating_point()) buffers.push_back(buffer);
+  }
+  buffers_ = weightBuckets(buffers);
+}
+
+Rounds::FragmentBuckets Rounds::allBuckets() const {
+  FragmentBuckets all;
+  for (const auto& fragment : fragments_) all.insert(all.end(), fragment.buckets.begin(), fragment.buckets.end());
+  return all;
+}
+
+bool Rounds::isCoded() const { return settings_.codec && topology_->hostCount() > 1; }
+
+int64_t Rounds::ownedOf(const FragmentBucket& bucket, int rank) const {
+  return compressed::ownLength(HostLanes(*topology_, rank, bucket.weights.numel()), rank);
+}
+
+void Rounds::allocate(FragmentBucket& bucket, int rank) const {
+  const at::Tensor& weights = bucket.outer.weights;
+  if (settings_.outer->momentum != 0 && !bucket.outer.momentum.defined())
+    bucket.outer.momentum = at::empty_like(weights);
+  if (isCoded() && settings_.errorFeedback && !bucket.residual.defined()) {
+    const auto options = weights.options().dtype(at::kFloat);
+    bucket.residual = at::zeros({bucket.weights.numel()}, options);
+    bucket.ownerResidual = at::zeros({ownedOf(bucket, rank)}, options);
+  }
+}
+
+// --- Rounds ----------------------------------------------------------------------------------------------------------
+
+void Rounds::reduce(Bucket& bucket, Communicator& communicator) {
+  const Stage stage(bucket.seconds, "allreduce");
+  communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
+}
+
+void Rounds::prepare(StepContext& context) {
+  if (fragments_.empty()) {
+    makeFragments(context);
+    if (!settings_.outer) noteMemory(context);
+  }
+  if (settings_.outer && !hasStarted_) startOuterWeights(context);
+}
+
+// They are the weights before the first step. Ranks may have loaded checkpoints of their own: unless all have the same
+// bits, they take rank 0's.
+void Rounds::startOuterWeights(StepContext& context) {
+  std::vector<at::Tensor> flats;
+  for (const auto& bucket : allBuckets()) {
+    bucket->outer = {.weights = bucket->weights.packAs(bucket->dtype)};
+    flats.push_back(bucket->outer.weights);
+  }
+  if (!areSameOnAllRanks(flats, context)) {
+    context
+        .submitInBackground("bagua:start_rounds", flats,
+                            [flats](Communicator& communicator, StageSeconds& seconds) mutable {
+                              const Stage stage(seconds, "start_rounds");
+                              for (auto& flat : flats) communicator.broadcast(flat, 0);
+                            })
+        ->wait(kNoTimeout);
+  }
+  for (const auto& bucket : allBuckets()) allocate(*bucket, context.rank());
+  hasStarted_ = true;
+  noteMemory(context);
+}
+
+void Rounds::noteMemory(StepContext& context) const {
+  std::map<std::string, int64_t> bytes;
+  for (const auto& bucket : allBuckets()) {
+    bytes["outer_weights"] += bytesOf(bucket->outer.weights);
+    bytes["outer_momentum"] += bytesOf(bucket->outer.momentum);
+    bytes["residuals"] += bytesOf(bucket->residual) + bytesOf(bucket->ownerResidual);
+  }
+  // Of the fragment on its way: its differences, or its weights where there is no outer optimizer.
+  bytes["largest_fragment"] = longestFragment(1);
+  context.noteMemory(std::move(bytes));
+}
+
+int64_t Rounds::longestFragment(int64_t unit) const {
+  int64_t longest = 0;
+  for (const auto& fragment : fragments_) {
+    int64_t bytes = 0;
+    for (const auto& bucket : fragment.buckets) bytes += bytesOf(bucket->weights.numel(), bucket->dtype, unit);
+    longest = std::max(longest, bytes);
+  }
+  return longest;
+}
+
+std::vector<at::Tensor> Rounds::roomFor(const Fragment& fragment) {
+  if (!room_.defined()) {
+    const auto options = fragment.buckets.front()->outer.weights.options().dtype(at::kByte);
+    room_ = at::empty({longestFragment(kAlignment)}, options);
+  }
+  std::vector<at::Tensor> rooms;
+  int64_t begin = 0;
+  for (const auto& bucket : fragment.buckets) {
+    const int64_t bytes = bytesOf(bucket->weights.numel(), bucket->dtype, 1);
+    rooms.push_back(room_.narrow(0, begin, bytes).view(bucket->dtype));
+    begin += bytesOf(bucket->weights.numel(), bucket->dtype, kAlignment);
+  }
+  return rooms;
+}
+
+void Rounds::beforeForward(StepContext& context) {
+  prepare(context);
+  // An error in the background comes out at the next step, not only when the delay is over.
+  for (const auto& fragment : fragments_) {
+    if (fragment.exchange && fragment.exchange->work && fragment.exchange->work->isCompleted()) {
+      fragment.exchange->work->wait(kNoTimeout);
+    }
+  }
+}
+
+void Rounds::beginStep(StepContext& context) {
+  if (std::exchange(isInStep_, true)) return;
+  prepare(context);
+  ++step_;
+  if (isPaused_) return;
+  if (const auto number = settings_.schedule.takenAfter(step_)) take(*number, context);
+}
+
+void Rounds::afterStep(StepContext& context) {
+  beginStep(context);
+  isInStep_ = false;
+  if (const auto number = settings_.schedule.synchronisedAfter(step_); number && fragments_[*number].exchange) {
+    synchronise(*number, context);
+  }
+}
+
+void Rounds::take(int64_t number, StepContext& context) {
+  Fragment& fragment = fragments_[number];
+  TORCH_INTERNAL_ASSERT(!fragment.exchange);
+  Exchange& exchange = fragment.exchange.emplace();
+  std::vector<at::Tensor> flats;
+  if (settings_.outer) {
+    flats = roomFor(fragment);
+    for (size_t i = 0; i < flats.size(); ++i) {
+      fragment.buckets[i]->weights.subtractFrom(fragment.buckets[i]->outer.weights, flats[i]);
+    }
+  } else {
+    for (const auto& bucket : fragment.buckets) flats.push_back(bucket->weights.pack());
+    exchange.means = flats;
+  }
+  if (number + 1 == settings_.schedule.fragments()) exchange.buffers = packAll(buffers_);
+  std::vector<at::Tensor> tensors = flats;
+  tensors.insert(tensors.end(), exchange.buffers.begin(), exchange.buffers.end());
+  const auto codec = isCoded() ? settings_.codec : nullptr;
+  auto program = [buckets = fragment.buckets, flats, buffers = exchange.buffers, outer = settings_.outer, codec,
+                  hierarchical = settings_.hierarchical, errorFeedback = settings_.errorFeedback,
+                  step = step_](Communicator& communicator, StageSeconds& seconds) mutable {
+    for (size_t i = 0; i < buckets.size(); ++i) {
+      FragmentBucket& bucket = *buckets[i];
+      if (codec) {
+        const uint64_t key = bucketKey(kSeed, step, {BucketEntry{.parameter = bucket.firstParameter, .gradient = {}}});
+        const auto rounding =
+            !errorFeedback && codec->canRoundStochastically() ? Rounding::kStochastic : Rounding::kNearest;
+        const compressed::Coding coding{.codec = codec,
+                                        .sender = {rounding, key, bucket.residual, bucket.residual},
+                                        .owner = {rounding, ~key, bucket.ownerResidual, bucket.ownerResidual}};
+        compressed::reduceToMean(flats[i], {.hierarchical = hierarchical}, coding, seconds, communicator);
+      } else {
+        const Stage stage(seconds, "average_fragment");
+        communicator.allReduce(flats[i], c10d::ReduceOp::AVG);
+      }
+      if (!outer) continue;
+      const Stage stage(seconds, "outer_step");
+      rounds::step(bucket.outer, flats[i], *outer);
+    }
+    const Stage stage(seconds, "average_buffers");
+    for (auto& buffer : buffers) communicator.allReduce(buffer, c10d::ReduceOp::AVG);
+  };
+  exchange.work = context.submitInBackground("bagua:average_fragment", tensors, std::move(program));
+}
+
+void Rounds::synchronise(int64_t number, StepContext& context) {
+  Fragment& fragment = fragments_[number];
+  const Exchange exchange = *std::exchange(fragment.exchange, std::nullopt);
+  if (exchange.work) {
+    RECORD_USER_SCOPE("bagua:wait_for_fragment");
+    exchange.work->wait(kNoTimeout);
+  }
+  for (size_t i = 0; i < fragment.buckets.size(); ++i) {
+    const FragmentBucket& bucket = *fragment.buckets[i];
+    if (settings_.outer) {
+      bucket.weights.mixWith(bucket.outer.weights, settings_.mixing);
+    } else {
+      bucket.weights.unpack(exchange.means[i]);
+    }
+  }
+  if (!exchange.buffers.empty()) unpackAll(buffers_, exchange.buffers);
+  fragment.synchronisedAfter = step_;
+  context.countRound();
+}
+
+void Rounds::synchronize(StepContext& context) {
+  prepare(context);
+  for (int64_t number = 0; number < settings_.schedule.fragments(); ++number) {
+    if (fragments_[number].exchange) synchronise(number, context);
+  }
+  for (int64_t number = 0; number < settings_.schedule.fragments(); ++number) {
+    if (fragments_[number].synchronisedAfter == step_) continue;
+    take(number, context);
+    synchronise(number, context);
+  }
+  if (!settings_.outer || settings_.mixing == 0) return;
+  for (const auto& bucket : allBuckets()) bucket->weights.unpack(bucket->outer.weights);
+}
+
+bool Rounds::abort(StepContext& context) {
+  if (isPaused_) return false;
+  context.checkThatAllCan("abort()");
+  synchronize(context);
+  return !std::exchange(isPaused_, true);
+}
+
+bool Rounds::resume(StepContext& /*context*/) { return std::exchange(isPaused_, false); }
+
+// --- Checkpoints -----------------------------------------------------------------------------------------------------
+
+int64_t Rounds::stateBytes() const {
+  int64_t bytes = bytesOf(room_);
+  for (const auto& bucket : allBuckets()) {
+    for (const auto* kept :
+         {&bucket->outer.weights, &bucket->outer.momentum, &bucket->residual, &bucket->ownerResidual}) {
+      if (kept->defined()) bytes += static_cast<int64_t>(kept->nbytes());
+    }
+  }
+  return bytes;
+}
+
+AlgorithmState Rounds::state() const {
+  AlgorithmState state{{"step", counterTensor(step_)},
+                       {"has_started", counterTensor(hasStarted_ ? 1 : 0)},
+                       {"is_paused", counterTensor(isPaused_ ? 1 : 0)},
+                       {"is_in_step", counterTensor(isInStep_ ? 1 : 0)}};
+  for (size_t number = 0; number < fragments_.size(); ++number) {
+    const Fragment& fragment = fragments_[number];
+    if (fragment.synchronisedAfter >= 0) {
+      state.emplace(numbered("synchronised_after", number), counterTensor(fragment.synchronisedAfter));
+    }
+    if (!fragment.exchange) continue;
+    if (fragment.exchange->work) fragment.exchange->work->wait(kNoTimeout);
+    state.emplace(numbered("on_its_way", number), counterTensor(1));
+    for (size_t i = 0; i < fragment.exchange->buffers.size(); ++i) {
+      state.emplace(numbered("buffers", i), fragment.exchange->buffers[i].clone());
+    }
+    for (size_t i = 0; i < fragment.exchange->means.size(); ++i) {
+      state.emplace(numbered("means", i), fragment.exchange->means[i].clone());
+    }
+  }
+  const FragmentBuckets buckets = allBuckets();
+  for (size_t number = 0; number < buckets.size() && hasStarted_; ++number) {
+    const FragmentBucket& bucket = *buckets[number];
+    state.emplace(numbered("outer_weights", number), bucket.outer.weights.clone());
+    if (bucket.outer.hasMomentum) state.emplace(numbered("outer_momentum", number), bucket.outer.momentum.clone());
+    if (bucket.residual.defined()) {
+      state.emplace(numbered("residual", number), bucket.residual.clone());
+      state.emplace(numbered("owner_residual", number), bucket.ownerResidual.clone());
+    }
+  }
+  return state;
+}
+
+void Rounds::load(const AlgorithmState& state, StepContext& context) {
+  // A state that is refused changes nothing.
+  const int64_t step = counterOf(state, "step");
+  const bool hasStarted = settings_.outer && counterOf(state, "has_started") != 0;
+  const bool isPaused = counterOf(state, "is_paused") != 0;
+  // Older checkpoints are of whole steps.
+  const bool isInStep = state.contains("is_in_step") && counterOf(state, "is_in_step") != 0;
+  if (fragments_.empty()) makeFragments(context);
+  std::vector<Loaded> loaded;
+  const FragmentBuckets buckets = allBuckets();
+  const std::set<std::string> names = namesOf(fragments_.size(), buckets.size(), buffers_.size());
+  checkThatAllAreTaken(state, [&](const std::string& name) { return names.contains(name); });
+  for (size_t number = 0; number < buckets.size() && hasStarted; ++number) {
+    loaded.push_back(loadedBucket(state, number, *buckets[number], context));
+  }
+  std::vector<Fragment> fragments;
+  for (size_t number = 0; number < fragments_.size(); ++number) {
+    Fragment& fragment = fragments.emplace_back(Fragment{.buckets = fragments_[number].buckets});
+    const std::string synchronised = numbered("synchronised_after", number);
+    if (state.contains(synchronised)) fragment.synchronisedAfter = counterOf(state, synchronised);
+    if ((settings_.outer && !hasStarted) || !state.contains(numbered("on_its_way", number))) continue;
+    Exchange& exchange = fragment.exchange.emplace();
+    for (size_t i = 0; !settings_.outer && i < fragment.buckets.size(); ++i) {
+      exchange.means.push_back(tensorOf(state, numbered("means", i), fragment.buckets[i]->weights.pack()));
+    }
+    if (number + 1 < fragments_.size()) continue;
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      exchange.buffers.push_back(tensorOf(state, numbered("buffers", i), buffers_[i].pack()));
+    }
+  }
+
+  // What is on its way writes to the buckets.
+  for (const auto& fragment : fragments_) {
+    if (fragment.exchange && fragment.exchange->work) fragment.exchange->work->wait(kNoTimeout);
+  }
+  step_ = step;
+  isPaused_ = isPaused;
+  isInStep_ = isInStep;
+  hasStarted_ = hasStarted;
+  fragments_ = std::move(fragments);
+  for (size_t number = 0; number < loaded.size(); ++number) {
+    FragmentBucket& bucket = *buckets[number];
+    bucket.outer = std::move(loaded[number].outer);
+    bucket.residual = std::move(loaded[number].residual);
+    bucket.ownerResidual = std::move(loaded[number].ownerResidual);
+    allocate(bucket, context.rank());
+  }
+  if (hasStarted || !settings_.outer) noteMemory(context);
+}
+
+Rounds::Loaded Rounds::loadedBucket(const AlgorithmState& state, size_t number, const FragmentBucket& bucket,
+                                    const StepContext& context) const {
+  const auto options = at::TensorOptions(context.parameters().front().device());
+  const at::Tensor like = at::empty({bucket.weights.numel()}, options.dtype(bucket.dtype));
+  Loaded loaded{.outer = {.weights = tensorOf(state, numbered("outer_weights", number), like)}};
+  const std::string momentum = numbered("outer_momentum", number);
+  if (state.contains(momentum)) {
+    loaded.outer.momentum = tensorOf(state, momentum, like);
+    loaded.outer.hasMomentum = true;
+  }
+  const std::string residual = numbered("residual", number);
+  if (!isCoded() || !settings_.errorFeedback || !state.contains(residual)) return loaded;
+  loaded.residual = tensorOf(state, residual, at::empty({bucket.weights.numel()}, options.dtype(at::kFloat)));
+  // Of another number of ranks it is of other elements: what it held back is lost.
+  const std::string owner = numbered("owner_residual", number);
+  const at::Tensor likeOwned = at::zeros({ownedOf(bucket, context.rank())}, options.dtype(at::kFloat));
+  const auto entry = state.find(owner);
+  const bool isSame = entry != state.end() && entry->second.sizes() == likeOwned.sizes();
+  loaded.ownerResidual = isSame ? tensorOf(state, owner, likeOwned) : likeOwned;
+  return loaded;
+}
+
+}  // namespace bagua::rounds

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/cpu/collectives/agreed_line.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace bagua {
+namespace {
+
+using std::chrono::microseconds;
+
+constexpr Wire::Line kFar{.delay = microseconds(25000), .bytesPerSecond = 12'500'000};
+constexpr Wire::Line kUnknown{};
+
+AgreedLine::Proposal largestOf(AgreedLine::Proposal a, const AgreedLine::Proposal& b) {
+  for (size_t i = 0; i < a.size(); ++i) a[i] = std::max(a[i], b[i]);
+  return a;
+}
+
+TEST(AgreedLine, IsThatOfTheOwnersThatKnowALine) {
+  const Halves owners(20);
+  AgreedLine agreed;
+  const int before = agreed.roundsFor(owners);
+  // As of the second of a pair, which speaks with the first alone.
+  agreed.agree(largestOf(AgreedLine::proposalOf({}), AgreedLine::proposalOf({kFar, kFar})));
+  EXPECT_LT(agreed.roundsFor(owners), before) << "a long delay allows for fewer rounds";
+}
+
+TEST(AgreedLine, IsNotThoughtShortForLinesThatAreNotConnected) {
+  EXPECT_EQ(AgreedLine::proposalOf({kUnknown, kUnknown, kFar}), AgreedLine::proposalOf({kFar}));
+}
+
+TEST(AgreedLine, StaysWhereNobodyKnowsALine) {
+  const Halves owners(20);
+  AgreedLine agreed;
+  const int before = agreed.roundsFor(owners);
+  agreed.agree(AgreedLine::proposalOf({kUnknown}));
+  EXPECT_EQ(agreed.roundsFor(owners), before);
+}
+
+// Whole numbers, whatever the processor: no rounding that a compiler may do in another order.
+TEST(AgreedLine, FindsAWayForSizesAndRatesWhoseProductIsLarge) {
+  AgreedLine agreed;
+  agreed.agree(AgreedLine::proposalOf({{.delay = microseconds(1), .bytesPerSecond = int64_t{1} << 40}}));
+  const auto way = agreed.wayToReduce(Halves(512), int64_t{1} << 40, int64_t{1} << 41, true);
+  EXPECT_TRUE(way.isInParts);
+  EXPECT_GE(way.rounds, 1);
+}
+
+}  // namespace
+}  // namespace bagua

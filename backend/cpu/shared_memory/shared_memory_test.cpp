@@ -1,0 +1,548 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/arange.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <gtest/gtest.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <csignal>
+#include <cstring>
+#include <ctime>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "backend/cpu/shared_memory/meeting_room.h"
+#include "backend/cpu/shared_memory/streaming_copy.h"
+#include "backend/os/shared_segment.h"
+#include "tests/support/thread_ranks.h"
+
+namespace bagua {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+SharedSegment newSegment(int ranks) {
+  std::string whyNot;
+  auto segment = SharedSegment::create(MeetingRoom::bytesFor(ranks), whyNot);
+  TORCH_CHECK(segment.has_value(), whyNot);
+  return std::move(*segment);
+}
+
+SharedSegment openAgain(const SharedSegment& segment, int ranks) {
+  std::string whyNot;
+  auto opened = SharedSegment::open(segment.name(), MeetingRoom::bytesFor(ranks), whyNot);
+  TORCH_CHECK(opened.has_value(), whyNot);
+  return std::move(*opened);
+}
+
+std::vector<std::string> names(int ranks) {
+  std::vector<std::string> all;
+  for (int rank = 0; rank < ranks; ++rank) all.push_back("rank " + std::to_string(rank));
+  return all;
+}
+
+std::string messageOfMeeting(MeetingRoom& room, milliseconds limit) {
+  try {
+    room.meet(Clock::now() + limit);
+  } catch (const c10::DistNetworkError& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+TEST(SharedSegment, LeavesNoNameBehind) {
+  std::string name;
+  {
+    auto segment = newSegment(2);
+    name = segment.name();
+    openAgain(segment, 2).removeName();  // not the creator: no effect
+    segment.removeName();
+    std::string whyNot;
+    EXPECT_FALSE(SharedSegment::open(name, 1, whyNot).has_value());
+    EXPECT_NE(whyNot.find("No such file"), std::string::npos) << whyNot;
+  }
+  EXPECT_LT(::shm_open(name.c_str(), O_RDWR, 0), 0);
+}
+
+// Runs `body` in a process that is then killed, as by a SIGKILL from outside.
+template <typename Body>
+void inKilledProcess(Body&& body) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    body();
+    ::raise(SIGKILL);
+  }
+  ::waitpid(child, nullptr, 0);
+}
+
+// Passes the name of a segment that a killed process has made.
+std::string nameOfAbandoned(int ranks) {
+  std::array<int, 2> ends{};
+  TORCH_CHECK(::pipe(ends.data()) == 0);
+  inKilledProcess([&] {
+    auto* const segment = new SharedSegment(newSegment(ranks));  // never destroyed
+    const std::string& name = segment->name();
+    TORCH_CHECK(::write(ends[1], name.data(), name.size()) == static_cast<ssize_t>(name.size()));
+  });
+  ::close(ends[1]);
+  std::array<char, 128> name{};
+  const ssize_t length = ::read(ends[0], name.data(), name.size());
+  ::close(ends[0]);
+  return {name.data(), static_cast<size_t>(length)};
+}
+
+bool hasName(const std::string& name) {
+  const int file = ::shm_open(name.c_str(), O_RDWR, 0);
+  if (file >= 0) ::close(file);
+  return file >= 0;
+}
+
+TEST(SharedSegment, LosesItsNameWithThoseWhoHaveItWhenItsCreatorIsKilled) {
+  const std::string name = nameOfAbandoned(2);
+  ASSERT_TRUE(hasName(name));
+  std::string whyNot;
+  SharedSegment::open(name, MeetingRoom::bytesFor(2), whyNot).reset();
+  EXPECT_FALSE(hasName(name));
+}
+
+TEST(SharedSegment, KeepsItsNameWhileItsCreatorLives) {
+  const auto segment = newSegment(2);
+  inKilledProcess([&] {
+    openAgain(segment, 2).removeName();
+    newSegment(2);  // looks for abandoned names
+  });
+  EXPECT_TRUE(hasName(segment.name()));
+}
+
+TEST(SharedSegment, TellsWhyThereIsNone) {
+  std::string whyNot;
+  EXPECT_FALSE(SharedSegment::create(size_t{1} << 50U, whyNot).has_value());
+  EXPECT_NE(whyNot.find("posix_fallocate"), std::string::npos) << whyNot;
+}
+
+mode_t modeOf(const std::string& name) {
+  struct stat status {};
+  TORCH_CHECK(::stat(("/dev/shm" + name).c_str(), &status) == 0, name, " is not in /dev/shm");
+  return status.st_mode & 07777U;
+}
+
+TEST(SharedSegment, IsItsOwnersAloneWhateverTheUmask) {
+  const mode_t before = ::umask(0);
+  const auto segment = newSegment(2);
+  ::umask(before);
+  EXPECT_EQ(modeOf(segment.name()), mode_t{S_IRUSR | S_IWUSR});
+}
+
+TEST(SharedSegment, HasANameThatNobodyCanGuess) {
+  std::set<std::string> names;
+  std::string digits;
+  for (int i = 0; i < 64; ++i) {
+    const std::string name = newSegment(1).name();
+    names.insert(name);
+    digits += name.substr(name.rfind('-') + 1);
+  }
+  EXPECT_EQ(names.size(), 64U);
+  ASSERT_EQ(digits.size(), 64U * 32);
+  // 128 digits of each of 16 kinds are to be expected; the deviation is 11.
+  for (const char digit : std::string("0123456789abcdef")) {
+    EXPECT_NEAR(static_cast<double>(std::count(digits.begin(), digits.end(), digit)), 128, 80) << digit;
+  }
+}
+
+TEST(SharedSegment, OpensNothingButASegmentOfTheSizeThatWasAgreed) {
+  const auto segment = newSegment(2);
+  std::string whyNot;
+  EXPECT_FALSE(SharedSegment::open(segment.name(), MeetingRoom::bytesFor(3), whyNot).has_value());
+  EXPECT_NE(whyNot.find("bytes instead of"), std::string::npos) << whyNot;
+  for (const std::string name : {"", "/", "/bagua-../../etc/passwd", "/sem.something", "bagua-1", "/bagua-1-zz"}) {
+    EXPECT_FALSE(SharedSegment::open(name, 4096, whyNot).has_value()) << name;
+    EXPECT_EQ(whyNot, "the name that was told is none of ours") << name;
+  }
+}
+
+TEST(SharedSegment, RefusesOneThatOtherUsersMayOpen) {
+  const auto segment = newSegment(2);
+  ASSERT_EQ(::chmod(("/dev/shm" + segment.name()).c_str(), S_IRUSR | S_IWUSR | S_IROTH), 0);
+  std::string whyNot;
+  EXPECT_FALSE(SharedSegment::open(segment.name(), MeetingRoom::bytesFor(2), whyNot).has_value());
+  EXPECT_EQ(whyNot, "it is open to other users");
+}
+
+// What a process of user "nobody" is told: 0 for success.
+int errnoOfOpeningAsNobody(const std::string& name) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    constexpr uid_t kNobody = 65534;
+    if (::setgroups(0, nullptr) != 0 || ::setgid(kNobody) != 0 || ::setuid(kNobody) != 0) ::_exit(255);
+    const int file = ::shm_open(name.c_str(), O_RDONLY, 0);
+    ::_exit(file < 0 ? errno : 0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+TEST(SharedSegment, CannotBeOpenedByAnotherUser) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  const auto segment = newSegment(2);
+  EXPECT_EQ(errnoOfOpeningAsNobody(segment.name()), EACCES);
+}
+
+TEST(SharedSegment, RefusesOneThatAnotherUserMade) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can give a file away";
+  const auto segment = newSegment(2);
+  ASSERT_EQ(::chown(("/dev/shm" + segment.name()).c_str(), 65534, 65534), 0);
+  std::string whyNot;
+  EXPECT_FALSE(SharedSegment::open(segment.name(), MeetingRoom::bytesFor(2), whyNot).has_value());
+  EXPECT_EQ(whyNot, "it belongs to user 65534");
+}
+
+TEST(MeetingRoom, ShowsEveryRoundWhatThePeersWrote) {
+  constexpr int kRanks = 3;
+  constexpr uint32_t kRounds = 2000;
+  auto creator = newSegment(kRanks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&creator, rank] {
+      MeetingRoom room(openAgain(creator, kRanks), rank, names(kRanks));
+      for (uint32_t round = 0; round < kRounds; ++round) {
+        const uint32_t own = round * kRanks + rank;
+        std::memcpy(room.ownSlot(), &own, sizeof(own));
+        room.meet(Clock::now() + std::chrono::seconds(20));
+        for (int peer = 0; peer < kRanks; ++peer) {
+          uint32_t shown = 0;
+          std::memcpy(&shown, room.shown(peer), sizeof(shown));
+          ASSERT_EQ(shown, round * kRanks + peer);
+        }
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// Restricts the calling thread to the first core that it may use.
+void stayOnFirstCore() {
+  cpu_set_t cores;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof(cores), &cores), 0);
+  int first = 0;
+  while (!CPU_ISSET(first, &cores)) ++first;
+  CPU_ZERO(&cores);
+  CPU_SET(first, &cores);
+  ASSERT_EQ(::sched_setaffinity(0, sizeof(cores), &cores), 0);
+}
+
+Clock::duration processorTimeOfThisThread() {
+  timespec time{};
+  EXPECT_EQ(::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time), 0);
+  return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+}
+
+// As where the system has put two processes on one core: each could spin only while the other cannot arrive.
+TEST(MeetingRoom, RanksOnOneCoreMakeRoomForEachOther) {
+  constexpr int kRanks = 2;
+  constexpr int kRounds = 2000;
+  auto creator = newSegment(kRanks);
+  std::array<Clock::duration, kRanks> taken{};
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      // First, so that it counts all cores.
+      MeetingRoom room(openAgain(creator, kRanks), rank, names(kRanks));
+      stayOnFirstCore();
+      for (int round = 0; round < kRounds; ++round) room.meet(Clock::now() + std::chrono::seconds(20));
+      taken[rank] = processorTimeOfThisThread();
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  // Spinning, one of them takes 100 us at each meeting.
+  EXPECT_LT((taken[0] + taken[1]) / kRounds, std::chrono::microseconds(50));
+}
+
+TEST(MeetingRoom, NamesTheRankThatDoesNotCome) {
+  auto segment = newSegment(2);
+  MeetingRoom other(openAgain(segment, 2), 1, names(2));
+  MeetingRoom room(std::move(segment), 0, names(2));
+  EXPECT_EQ(messageOfMeeting(room, milliseconds(80)), "rank 1 has not arrived in time");
+}
+
+// A peer that is always there could otherwise keep an exchange going for ever.
+TEST(MeetingRoom, EndsAtTheDeadlineThoughAllAreThere) {
+  auto segment = newSegment(2);
+  MeetingRoom other(openAgain(segment, 2), 1, names(2));
+  // Arrived at a meeting far in the future: the first word of its seat.
+  constexpr uint32_t kFar = 1'000'000;
+  std::memcpy(segment.data() + MeetingRoom::bytesPerSeat(), &kFar, sizeof(kFar));
+  MeetingRoom room(std::move(segment), 0, names(2));
+  EXPECT_EQ(messageOfMeeting(room, milliseconds(5000)), "");
+  EXPECT_EQ(messageOfMeeting(room, milliseconds(0)), "the exchange in shared memory has not ended in time");
+}
+
+TEST(MeetingRoom, ASeatIsTakenOnce) {
+  auto segment = newSegment(2);
+  auto again = openAgain(segment, 2);
+  const MeetingRoom room(std::move(segment), 0, names(2));
+  EXPECT_THROW(const MeetingRoom intruder(std::move(again), 0, names(2)), c10::Error);
+}
+
+// Returns when somebody sleeps on the rank's arrival: the second word of its seat counts them.
+void waitForSleeper(const SharedSegment& segment, int rank) {
+  auto* const seat = segment.data() + rank * MeetingRoom::bytesPerSeat();
+  const std::atomic_ref<uint32_t> sleepers(*reinterpret_cast<uint32_t*>(seat + sizeof(uint32_t)));
+  while (sleepers.load() == 0) std::this_thread::yield();
+}
+
+TEST(MeetingRoom, ARankThatGivesUpWakesTheOthers) {
+  auto segment = newSegment(2);
+  const auto watched = openAgain(segment, 2);
+  MeetingRoom other(openAgain(segment, 2), 1, names(2));
+  MeetingRoom room(std::move(segment), 0, names(2));
+  std::thread quitter([&] {
+    waitForSleeper(watched, 1);
+    other.abort();
+  });
+  const auto begin = Clock::now();
+  EXPECT_NE(messageOfMeeting(room, milliseconds(20'000)).find("rank 1 has left"), std::string::npos);
+  EXPECT_LT(Clock::now() - begin, milliseconds(2000));
+  quitter.join();
+}
+
+ProgramFingerprint programOf(const char* name, int64_t numel, uint64_t sequence) {
+  Operation operation{.name = name, .dtype = at::kFloat, .numel = numel};
+  operation.sequence = sequence;
+  return fingerprintOf(operation);
+}
+
+TEST(MeetingRoom, RanksOfDifferentProgramsAreAllToldBoth) {
+  auto segment = newSegment(2);
+  MeetingRoom second(openAgain(segment, 2), 1, names(2));
+  MeetingRoom first(std::move(segment), 0, names(2));
+  first.setProgram(programOf("first", 4, 0));
+  second.setProgram(programOf("first", 4, 0));
+  std::string theirs;
+  std::thread other([&] {
+    theirs = messageOfMeeting(second, milliseconds(20'000));
+    second.setProgram(programOf("second", 5, 1));
+    theirs += messageOfMeeting(second, milliseconds(20'000));
+  });
+  EXPECT_EQ(messageOfMeeting(first, milliseconds(20'000)), "");
+  first.setProgram(programOf("second", 4, 1));
+  const std::string own = messageOfMeeting(first, milliseconds(20'000));
+  other.join();
+  EXPECT_EQ(own, theirs);
+  EXPECT_NE(own.find("rank 0 is in second #1 (Float[4]), rank 1 in second #1 (Float[5])"), std::string::npos) << own;
+}
+
+// It may wait for a rank of another host, which waits for this one: nobody would ever come.
+TEST(MeetingRoom, WhoWaitsForARankInAnotherProgramIsToldThoughItNeverComes) {
+  auto segment = newSegment(3);
+  MeetingRoom third(openAgain(segment, 3), 2, names(3));
+  MeetingRoom second(openAgain(segment, 3), 1, names(3));
+  MeetingRoom first(std::move(segment), 0, names(3));
+  first.setProgram(programOf("here", 4, 18));
+  second.setProgram(programOf("here", 4, 18));
+  third.setProgram(programOf("elsewhere", 4, 18));
+  const auto begin = Clock::now();
+  // Though it is the second that it waits for at first.
+  const std::string message = messageOfMeeting(first, milliseconds(20'000));
+  EXPECT_NE(message.find("rank 0 is in here #18 (Float[4]), rank 2 in elsewhere #18 (Float[4])"), std::string::npos)
+      << message;
+  EXPECT_LT(Clock::now() - begin, milliseconds(2000));
+}
+
+TEST(MeetingRoom, WaitsForARankThatHasNotBegunTheProgramYet) {
+  auto segment = newSegment(3);
+  // Has said nothing at all.
+  const MeetingRoom third(openAgain(segment, 3), 2, names(3));
+  MeetingRoom second(openAgain(segment, 3), 1, names(3));
+  MeetingRoom first(std::move(segment), 0, names(3));
+  first.setProgram(programOf("first", 4, 0));
+  second.setProgram(programOf("next", 5, 2));
+  EXPECT_EQ(messageOfMeeting(first, milliseconds(120)), "rank 1 has not arrived in time");
+}
+
+// Has the sleepers on a rank's arrival look again.
+void wakeSleepers(const SharedSegment& segment, int rank) {
+  auto* const arrived = segment.data() + rank * MeetingRoom::bytesPerSeat();
+  ::syscall(SYS_futex, arrived, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+TEST(MeetingRoom, AProgramThatIsBeingSetIsNotTakenForAnother) {
+  auto segment = newSegment(2);
+  const auto watched = openAgain(segment, 2);
+  MeetingRoom second(openAgain(segment, 2), 1, names(2));
+  MeetingRoom first(std::move(segment), 0, names(2));
+  first.setProgram(programOf("first", 4, 0));
+  std::atomic<bool> isOver{false};
+  // Half of one and half of the other would be number 0 with another name.
+  std::thread setter([&] {
+    const auto same = programOf("first", 4, 0);
+    const auto next = programOf("second", 5, 2);
+    while (!isOver) {
+      second.setProgram(same);
+      second.setProgram(next);
+    }
+  });
+  std::thread waker([&] {
+    while (!isOver) wakeSleepers(watched, 1);
+  });
+  EXPECT_EQ(messageOfMeeting(first, milliseconds(500)), "rank 1 has not arrived in time");
+  isOver = true;
+  setter.join();
+  waker.join();
+}
+
+TEST(MeetingRoom, NoticesAProcessThatEnded) {
+  auto segment = newSegment(2);
+  std::array<int, 2> seated{};
+  ASSERT_EQ(::pipe(seated.data()), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(60);
+    const auto watched = openAgain(segment, 2);
+    new MeetingRoom(openAgain(segment, 2), 1, names(2));  // never destroyed: killed
+    const char here = 1;
+    if (::write(seated[1], &here, 1) != 1) ::_exit(1);
+    waitForSleeper(watched, 1);
+    ::_exit(0);
+  }
+  ::close(seated[1]);
+  char here = 0;
+  ASSERT_EQ(::read(seated[0], &here, 1), 1) << "the child has not taken its seat";
+  ::close(seated[0]);
+  MeetingRoom room(std::move(segment), 0, names(2));
+  EXPECT_EQ(messageOfMeeting(room, milliseconds(20'000)),
+            "Connection closed by peer: the process of rank 1 (" + std::to_string(child) + ") has ended");
+  ::waitpid(child, nullptr, 0);
+}
+
+// Runs `body`, which ends with _exit(), in a process that takes itself for process 1, as in a container of its own.
+// Returns its exit status; nothing where the system does not let us.
+template <typename Body>
+std::optional<int> inOwnPidNamespace(Body&& body) {
+  constexpr int kNotAllowed = 200;
+  const pid_t outer = ::fork();
+  if (outer == 0) {
+    if (::unshare(CLONE_NEWPID) != 0) ::_exit(kNotAllowed);
+    const pid_t inner = ::fork();
+    if (inner == 0) body();
+    int status = 0;
+    ::waitpid(inner, &status, 0);
+    ::_exit(WIFEXITED(status) ? WEXITSTATUS(status) : 1);
+  }
+  int status = 0;
+  ::waitpid(outer, &status, 0);
+  if (!WIFEXITED(status)) return 1;
+  return WEXITSTATUS(status) == kNotAllowed ? std::nullopt : std::optional(WEXITSTATUS(status));
+}
+
+TEST(MeetingRoom, NoticesAProcessThatEndedThoughItHadTheSameProcessId) {
+  constexpr int kDone = 7;
+  const auto segment = newSegment(2);
+  const auto ended = inOwnPidNamespace([&] {
+    new MeetingRoom(openAgain(segment, 2), 1, names(2));  // never destroyed
+    ::_exit(::getpid() == 1 ? kDone : 0);
+  });
+  if (!ended) GTEST_SKIP() << "this user may not make a pid namespace";
+  ASSERT_EQ(ended, kDone);
+  const auto noticed = inOwnPidNamespace([&] {
+    MeetingRoom room(openAgain(segment, 2), 0, names(2));
+    const std::string message = messageOfMeeting(room, milliseconds(2000));
+    ::_exit(message.find("the process of rank 1 (1) has ended") != std::string::npos ? kDone : 0);
+  });
+  EXPECT_EQ(noticed, kDone);
+}
+
+TEST(MeetingRoom, NoticesADeathWhileItWaitsForAnother) {
+  constexpr int kRanks = 20;
+  auto segment = newSegment(kRanks);
+  inKilledProcess([&] { new MeetingRoom(openAgain(segment, kRanks), kRanks - 1, names(kRanks)); });
+  // All but the last are there, and the first takes its time.
+  std::vector<std::unique_ptr<MeetingRoom>> slow;
+  for (int rank = 0; rank < kRanks - 2; ++rank) {
+    slow.push_back(std::make_unique<MeetingRoom>(openAgain(segment, kRanks), rank, names(kRanks)));
+  }
+  MeetingRoom room(std::move(segment), kRanks - 2, names(kRanks));
+  const auto begin = Clock::now();
+  EXPECT_NE(messageOfMeeting(room, milliseconds(5000)).find("the process of rank 19"), std::string::npos);
+  EXPECT_LT(Clock::now() - begin, milliseconds(2000));
+}
+
+TEST(MeetingRoom, NoticesADeathThoughAChildLivesOn) {
+  auto segment = newSegment(2);
+  std::array<int, 2> ends{};
+  ASSERT_EQ(::pipe(ends.data()), 0);
+  inKilledProcess([&] {
+    new MeetingRoom(openAgain(segment, 2), 1, names(2));  // never destroyed: killed
+    if (::fork() != 0) return;
+    // As a data loader's worker: until the test is over.
+    ::close(ends[1]);
+    char none = 0;
+    ::_exit(static_cast<int>(::read(ends[0], &none, 1)));
+  });
+  MeetingRoom room(std::move(segment), 0, names(2));
+  EXPECT_NE(messageOfMeeting(room, milliseconds(2000)).find("the process of rank 1"), std::string::npos);
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
+TEST(MeetingRoom, AForkedChildLeavesTheSeatToItsParent) {
+  auto segment = newSegment(2);
+  auto other = std::make_unique<MeetingRoom>(openAgain(segment, 2), 1, names(2));
+  auto own = std::make_unique<MeetingRoom>(std::move(segment), 0, names(2));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    own->abort();
+    own.reset();
+    other.reset();
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  std::thread peer([&] { other->meet(Clock::now() + std::chrono::seconds(5)); });
+  EXPECT_NO_THROW(own->meet(Clock::now() + std::chrono::seconds(5)));
+  peer.join();
+}
+
+TEST(MeetingRoom, TellsARankThatHasLeftFromAProcessThatEnded) {
+  auto segment = newSegment(2);
+  inKilledProcess([&] { const MeetingRoom room(openAgain(segment, 2), 1, names(2)); });
+  MeetingRoom room(std::move(segment), 0, names(2));
+  EXPECT_NE(messageOfMeeting(room, milliseconds(20'000)).find("rank 1 has left"), std::string::npos);
+}
+
+TEST(StreamingCopy, CopiesEveryByteAtAnyAlignment) {
+  constexpr int64_t kRoom = 512;
+  std::vector<uint8_t> from(kRoom);
+  std::iota(from.begin(), from.end(), uint8_t{1});
+  for (int64_t length = 0; length < 300; ++length) {
+    for (const int64_t offset : {0, 1, 16, 63}) {
+      std::vector<uint8_t> to(kRoom, 0);
+      streamingCopy(to.data() + offset, from.data() + 3, length);
+      std::vector<uint8_t> expected(kRoom, 0);
+      std::copy_n(from.begin() + 3, length, expected.begin() + offset);
+      ASSERT_EQ(to, expected) << length << " bytes at " << offset;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace bagua

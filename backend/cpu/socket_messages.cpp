@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/cpu/socket_messages.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+#include <string>
+
+#include "backend/operation/peer_errors.h"
+#include "backend/operation/timeouts.h"
+
+namespace bagua {
+namespace {
+
+// Streams below are those of programs.
+constexpr uint64_t kMessages = uint64_t{1} << 63U;
+constexpr uint64_t kNumbered = uint64_t{1} << 62U;
+
+// Of what the group may send unasked: what is sent long before anybody receives it does not slow the programs down.
+constexpr uint64_t kMostUnasked = net::kUnaskedBytes / 2;
+
+// Works that are looked through for those that are over.
+constexpr size_t kLeastWorksToSearch = 16;
+
+uint64_t streamOf(int tag) { return kMessages | static_cast<uint32_t>(tag); }
+
+}  // namespace
+
+class SocketMessages::Message : public c10d::Work {
+ public:
+  Message(std::shared_ptr<State> state, at::Tensor bytes)
+      : Work(-1, c10d::OpType::UNKNOWN), state_(std::move(state)), bytes_(std::move(bytes)) {}
+
+  // Looks, and does what can be done without waiting. Throws what has gone wrong.
+  virtual bool advance() = 0;
+
+  bool isCompleted() override {
+    try {
+      return advance();
+    } catch (...) {
+      // wait() tells.
+      return true;
+    }
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const auto deadline =
+        std::chrono::steady_clock::now() + (timeout == kNoTimeout ? kLongestTimeout : limitedTimeout(timeout));
+    while (true) {
+      const uint64_t count = signal_->count();
+      if (isAborted_) return false;
+      if (advance()) return true;
+      TORCH_CHECK_WITH(DistNetworkError, signal_->waitPast(count, deadline), "timed out waiting for a message");
+    }
+  }
+
+  void abort() override {
+    isAborted_ = true;
+    signal_->notify();
+  }
+
+ protected:
+  [[nodiscard]] net::Group& group() const { return *state_->group; }
+  [[nodiscard]] uint8_t* data() const { return static_cast<uint8_t*>(bytes_.data_ptr()); }
+
+  const std::shared_ptr<State> state_;
+  const at::Tensor bytes_;
+  const std::shared_ptr<net::Signal> signal_ = std::make_shared<net::Signal>();
+  std::atomic<bool> isAborted_ = false;
+};
+
+class SocketMessages::Sent final : public Message {
+ public:
+  Sent(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, int tag) : Message(std::move(state), bytes) {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    const uint32_t index = state_->sent[{peer, tag}]++;
+    send(peer, streamOf(tag), index);
+  }
+  Sent(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, uint64_t stream)
+      : Message(std::move(state), bytes) {
+    send(peer, stream, 0);
+  }
+
+  bool advance() override {
+    const auto state = sending_->state();
+    if (!state.error.empty()) BAGUA_THROW(PeerLeftError, state.error);
+    return state.isComplete;
+  }
+
+ private:
+  void send(int peer, uint64_t stream, uint32_t index) {
+    const auto size = static_cast<uint64_t>(bytes_.numel());
+    sending_ =
+        group().send(peer, stream, index,
+                     {.data = data(), .size = size, .ready = size, .signal = signal_, .mostUnasked = kMostUnasked});
+  }
+
+  std::unique_ptr<net::Group::Sending> sending_;
+};
+
+class SocketMessages::Received final : public Message {
+ public:
+  Received(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, int tag)
+      : Message(std::move(state), bytes), tag_(tag) {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    if (peer >= 0) expectFrom(peer);
+  }
+  Received(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, uint64_t stream)
+      : Message(std::move(state), bytes), tag_(0) {
+    expect(peer, stream, 0);
+  }
+
+  bool advance() override {
+    const std::lock_guard<std::mutex> waiter(mutex_);
+    if (!receiving_ && !hasFoundSender()) return false;
+    const auto state = receiving_->state();
+    const auto size = static_cast<uint64_t>(bytes_.numel());
+    if (state.total && *state.total != size) {
+      BAGUA_THROW(MismatchError, "rank ", peer_, " sends a message of ", *state.total, " bytes with tag ", tag_,
+                  ", where this rank has a place for ", size, ". A receive has to be as large as its send");
+    }
+    if (state.isComplete()) return true;
+    if (!state.error.empty()) BAGUA_THROW(PeerLeftError, state.error);
+    return false;
+  }
+
+  int sourceRank() const override { return peer_; }
+
+ private:
+  // Under the state's mutex.
+  void expectFrom(int peer) {
+    const uint32_t index = state_->received[{peer, tag_}]++;
+    expect(peer, streamOf(tag_), index);
+  }
+
+  void expect(int peer, uint64_t stream, uint32_t index) {
+    receiving_ = group().receive(peer, stream, index,
+                                 {.data = data(), .size = static_cast<uint64_t>(bytes_.numel()), .signal = signal_});
+    peer_ = peer;
+    group().watch(peer);
+  }
+
+  // From any rank: whoever has begun to send.
+  bool hasFoundSender() {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    std::vector<net::MessageKey> keys;
+    std::string lost;
+    bool isAnybodyLeft = false;
+    for (int peer = 0; peer < group().size(); ++peer) {
+      if (peer == group().rank()) continue;
+      keys.push_back({streamOf(tag_), static_cast<uint32_t>(peer), state_->received[{peer, tag_}]});
+      const std::string error = group().errorOf(peer);
+      if (error.empty()) isAnybodyLeft = true;
+      if (lost.empty()) lost = error;
+    }
+    const auto begun = group().firstBegun(keys, signal_);
+    if (begun) {
+      expectFrom(static_cast<int>(begun->source));
+      return true;
+    }
+    if (!isAnybodyLeft && !lost.empty()) BAGUA_THROW(PeerLeftError, lost);
+    return false;
+  }
+
+  const int tag_;
+  std::mutex mutex_;
+  std::unique_ptr<net::Group::Receiving> receiving_;
+  int peer_ = -1;
+};
+
+c10::intrusive_ptr<c10d::Work> SocketMessages::send(const at::Tensor& bytes, int peer, int tag) {
+  return letGo(c10::make_intrusive<Sent>(state_, bytes, peer, tag));
+}
+
+c10::intrusive_ptr<c10d::Work> SocketMessages::sendNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
+  return letGo(c10::make_intrusive<Sent>(state_, bytes, peer, kMessages | kNumbered | number));
+}
+
+c10::intrusive_ptr<c10d::Work> SocketMessages::letGo(c10::intrusive_ptr<Message> message) {
+  // Dropped after the lock: a tensor that Python knows may go with them.
+  std::vector<c10::intrusive_ptr<c10d::Work>> gone;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // Those that have gone in their order at once, the others when there are twice as many.
+  while (!leaving_.empty() && leaving_.front()->isCompleted()) {
+    gone.push_back(std::move(leaving_.front()));
+    leaving_.pop_front();
+  }
+  if (leaving_.size() >= nextSearch_) {
+    std::erase_if(leaving_, [&](const auto& work) {
+      if (!work->isCompleted()) return false;
+      gone.push_back(work);
+      return true;
+    });
+    nextSearch_ = std::max(2 * leaving_.size(), kLeastWorksToSearch);
+  }
+  if (!message->isCompleted()) leaving_.push_back(message);
+  return message;
+}
+
+c10::intrusive_ptr<c10d::Work> SocketMessages::receive(const at::Tensor& bytes, int peer, int tag) {
+  return c10::make_intrusive<Received>(state_, bytes, peer, tag);
+}
+
+c10::intrusive_ptr<c10d::Work> SocketMessages::receiveNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
+  return c10::make_intrusive<Received>(state_, bytes, peer, kMessages | kNumbered | number);
+}
+
+}  // namespace bagua

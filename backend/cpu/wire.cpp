@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/cpu/wire.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+
+namespace bagua {
+
+at::Tensor Wire::nothing() { return at::empty({0}, at::kByte); }
+
+at::Tensor Wire::pieceOf(const at::Tensor& bytes, int64_t total, int64_t begin, int64_t end) {
+  const int64_t first = std::min(begin, total);
+  const int64_t length = std::min(end, total) - first;
+  if (length == 0) return bytes.narrow(0, 0, 0);
+  return bytes.narrow(0, first % bytes.numel(), length);
+}
+
+std::vector<at::Tensor> Wire::tellEach(const std::vector<int>& peers, const at::Tensor& said, Deadline deadline) {
+  Exchanges exchanges;
+  for (const int peer : peers) exchanges.push_back({peer, said, at::empty_like(said)});
+  exchange(exchanges, deadline);
+  std::vector<at::Tensor> heard;
+  for (const auto& exchange : exchanges) heard.push_back(exchange.received);
+  return heard;
+}
+
+}  // namespace bagua

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/net/frame_reader.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+namespace bagua::net {
+namespace {
+
+// Payload that nobody wants any more, of a call that was given up, is read into here.
+thread_local std::array<uint8_t, 64U << 10U> discarded;
+
+// So that one connection does not keep the loop from the others.
+constexpr int kReadsAtATime = 8;
+// Payload that is at least this long is read straight to its place.
+constexpr uint64_t kDirect = 16U << 10U;
+
+}  // namespace
+
+FrameReader::Result FrameReader::failWith(std::string text) {
+  error_ = std::move(text);
+  return Result::kError;
+}
+
+FrameReader::Result FrameReader::read(Stream& stream) {
+  // Of what the stream holds itself nobody would tell again.
+  for (int i = 0; i < kReadsAtATime || stream.hasBuffered(); ++i) {
+    const bool mayAsk = i < kReadsAtATime;
+    const bool isDirect = isInPayload_ && used_ == filled_ && frame_.payloadBytes - payloadRead_ >= kDirect;
+    const Result result = isDirect ? readPayload(stream, mayAsk) : fill(stream, mayAsk);
+    if (result != Result::kMore) return result;
+    if (!parse()) return Result::kError;
+  }
+  return Result::kMore;
+}
+
+FrameReader::Result FrameReader::fill(Stream& stream, bool mayAskSocket) {
+  if (used_ > 0) {
+    std::memmove(buffer_.data(), buffer_.data() + used_, filled_ - used_);
+    filled_ -= std::exchange(used_, 0);
+  }
+  const ssize_t size = stream.receive(buffer_.data() + filled_, buffer_.size() - filled_, mayAskSocket);
+  if (size == 0) return Result::kEnd;
+  if (size < 0) {
+    const bool isLater = errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+    return isLater ? Result::kDry : failWith(std::generic_category().message(errno));
+  }
+  filled_ += static_cast<size_t>(size);
+  return Result::kMore;
+}
+
+FrameReader::Result FrameReader::readPayload(Stream& stream, bool mayAskSocket) {
+  const uint64_t left = frame_.payloadBytes - payloadRead_;
+  ssize_t size = 0;
+  int error = 0;
+  message_->readInto(frame_.offset + payloadRead_, left, [&](uint8_t* place, uint64_t most) {
+    size = place != nullptr
+               ? stream.receive(place, most, mayAskSocket)
+               : stream.receive(discarded.data(), std::min<uint64_t>(most, discarded.size()), mayAskSocket);
+    error = errno;
+  });
+  if (size == 0) return Result::kEnd;
+  if (size < 0) {
+    const bool isLater = error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
+    return isLater ? Result::kDry : failWith(std::generic_category().message(error));
+  }
+  payloadRead_ += static_cast<uint64_t>(size);
+  return Result::kMore;
+}
+
+// All that is complete in the buffer.
+bool FrameReader::parse() {
+  while (true) {
+    if (!isInPayload_) {
+      if (filled_ - used_ < sizeof(Frame)) return true;
+      std::memcpy(&frame_, buffer_.data() + used_, sizeof(Frame));
+      if (!isValid(frame_)) {
+        error_ = "what came is no message of bagua";
+        return false;
+      }
+      if (filled_ - used_ < sizeof(Frame) + frame_.contextBytes) return true;
+      if (!beginFrame()) return false;
+      continue;
+    }
+    if (!takeBuffered()) return true;
+  }
+}
+
+bool FrameReader::beginFrame() {
+  const auto* const context = buffer_.data() + used_ + sizeof(Frame);
+  used_ += sizeof(Frame) + frame_.contextBytes;
+  if (isControl(frame_)) {
+    control_(frame_, {context, context + frame_.contextBytes});
+    return true;
+  }
+  message_ = begin_(frame_, {context, context + frame_.contextBytes});
+  if (!message_) {
+    error_ = "a message contradicts what came before it";
+    return false;
+  }
+  if (frame_.cell > 0) return takeCell();
+  isInPayload_ = true;
+  payloadRead_ = 0;
+  return true;
+}
+
+// Whether the payload is complete.
+bool FrameReader::takeBuffered() {
+  uint64_t size = std::min<uint64_t>(filled_ - used_, frame_.payloadBytes - payloadRead_);
+  while (size > 0) {
+    message_->readInto(frame_.offset + payloadRead_, size, [&](uint8_t* place, uint64_t most) {
+      if (place != nullptr) std::memcpy(place, buffer_.data() + used_, most);
+      used_ += most;
+      payloadRead_ += most;
+      size -= most;
+    });
+  }
+  if (payloadRead_ < frame_.payloadBytes) return false;
+  isInPayload_ = false;
+  endFrame();
+  return true;
+}
+
+bool FrameReader::takeCell() {
+  const bool isThere = readCell_(frame_.cell - 1, [&](const uint8_t* payload) {
+    uint64_t taken = 0;
+    while (taken < frame_.payloadBytes) {
+      message_->readInto(frame_.offset + taken, frame_.payloadBytes - taken, [&](uint8_t* place, uint64_t most) {
+        if (place != nullptr) std::memcpy(place, payload + taken, most);
+        taken += most;
+      });
+    }
+  });
+  if (!isThere) {
+    error_ = "a message is said to be in shared memory of which this rank was not told";
+    return false;
+  }
+  endFrame();
+  return true;
+}
+
+void FrameReader::endFrame() {
+  message_->end(frame_);
+  message_.reset();
+  end_(frame_);
+}
+
+}  // namespace bagua::net

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+
+#include "backend/net/transport.h"
+
+namespace bagua::net {
+
+// The transport of this process, which all of its groups share; made at the first call, at localAddress(). Throws
+// DistNetworkError or ValueError. A forked child gets one of its own.
+std::shared_ptr<Transport> processTransport();
+// Another one at the same address, for a rank that is not alone in its process.
+std::shared_ptr<Transport> newTransport();
+
+}  // namespace bagua::net

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/net/socket.h"
+
+#include <arpa/inet.h>
+#include <c10/util/Exception.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <system_error>
+
+namespace bagua::net {
+namespace {
+
+std::string textOf(int error) { return std::generic_category().message(error); }
+
+// What the kernel keeps of a connection that it has not sent yet. Little, so that what is urgent overtakes, and so that
+// connections share a message by how fast they are. With 128 KiB the thread that refills is woken twice as often.
+constexpr int kMostUnsent = 256 << 10;
+
+void set(const FileDescriptor& socket, int level, int option, int value) {
+  // A wish: without it the connection works too.
+  setsockopt(socket.number(), level, option, &value, sizeof(value));
+}
+
+}  // namespace
+
+SocketAddress::SocketAddress(const sockaddr* address, socklen_t size) : size_(size) {
+  TORCH_INTERNAL_ASSERT(size <= sizeof(storage_));
+  std::memcpy(&storage_, address, size);
+}
+
+SocketAddress::SocketAddress(const std::string& address, uint16_t port) {
+  in_addr four{};
+  in6_addr six{};
+  if (inet_pton(AF_INET, address.c_str(), &four) == 1) {
+    sockaddr_in whole{};
+    whole.sin_family = AF_INET;
+    whole.sin_port = htons(port);
+    whole.sin_addr = four;
+    std::memcpy(&storage_, &whole, size_ = sizeof(whole));
+    return;
+  }
+  TORCH_CHECK_VALUE(inet_pton(AF_INET6, address.c_str(), &six) == 1, "bagua: '", address, "' is not an IP address");
+  sockaddr_in6 whole{};
+  whole.sin6_family = AF_INET6;
+  whole.sin6_port = htons(port);
+  whole.sin6_addr = six;
+  std::memcpy(&storage_, &whole, size_ = sizeof(whole));
+}
+
+std::string SocketAddress::address() const {
+  char text[INET6_ADDRSTRLEN] = {};
+  if (family() == AF_INET) {
+    sockaddr_in whole{};
+    std::memcpy(&whole, &storage_, sizeof(whole));
+    inet_ntop(AF_INET, &whole.sin_addr, text, sizeof(text));
+  } else {
+    sockaddr_in6 whole{};
+    std::memcpy(&whole, &storage_, sizeof(whole));
+    inet_ntop(AF_INET6, &whole.sin6_addr, text, sizeof(text));
+  }
+  return text;
+}
+
+uint16_t SocketAddress::port() const {
+  // At the same place in both.
+  static_assert(offsetof(sockaddr_in, sin_port) == offsetof(sockaddr_in6, sin6_port));
+  in_port_t port = 0;
+  std::memcpy(&port, reinterpret_cast<const char*>(&storage_) + offsetof(sockaddr_in, sin_port), sizeof(port));
+  return ntohs(port);
+}
+
+FileDescriptor listenAt(const SocketAddress& address) {
+  FileDescriptor socket(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const bool listens = socket.isOpen() && bind(socket.number(), address.get(), address.size()) == 0 &&
+                       listen(socket.number(), SOMAXCONN) == 0;
+  TORCH_CHECK_WITH(DistNetworkError, listens, "bagua: cannot listen at ", address.address(), ": ", textOf(errno));
+  return socket;
+}
+
+SocketAddress addressOf(const FileDescriptor& socket) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof(storage);
+  const bool isKnown = getsockname(socket.number(), reinterpret_cast<sockaddr*>(&storage), &size) == 0;
+  TORCH_CHECK_WITH(DistNetworkError, isKnown, "bagua: a socket has no address: ", textOf(errno));
+  return {reinterpret_cast<sockaddr*>(&storage), size};
+}
+
+FileDescriptor startConnecting(const SocketAddress& to) {
+  FileDescriptor socket(::socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  TORCH_CHECK_WITH(DistNetworkError, socket.isOpen(), "bagua: cannot open a socket: ", textOf(errno));
+  configure(socket);
+  const bool hasBegun = connect(socket.number(), to.get(), to.size()) == 0 || errno == EINPROGRESS;
+  TORCH_CHECK_WITH(DistNetworkError, hasBegun, "bagua: cannot connect to ", to.address(), " port ", to.port(), ": ",
+                   textOf(errno));
+  return socket;
+}
+
+void configure(const FileDescriptor& socket) {
+  set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kMostUnsent);
+  set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+}
+
+std::string errorOf(const FileDescriptor& socket) {
+  int error = 0;
+  socklen_t size = sizeof(error);
+  if (getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+  return error == 0 ? "" : textOf(error);
+}
+
+Line lineOf(const FileDescriptor& socket) {
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (getsockopt(socket.number(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  // Older kernels tell less.
+  if (size < offsetof(tcp_info, tcpi_delivery_rate) + sizeof(info.tcpi_delivery_rate)) return {};
+  constexpr uint32_t kNotYet = std::numeric_limits<uint32_t>::max();
+  if (info.tcpi_min_rtt == kNotYet) return {};
+  return {.roundTrip = std::chrono::microseconds(info.tcpi_min_rtt),
+          .bytesPerSecond = static_cast<int64_t>(info.tcpi_delivery_rate)};
+}
+
+}  // namespace bagua::net

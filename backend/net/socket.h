@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <sys/socket.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "backend/os/unshared_file.h"
+
+namespace bagua::net {
+
+// Owns a file descriptor, which forked children do not share: a peer is to notice the end of this process though its
+// children live on.
+class FileDescriptor {
+ public:
+  FileDescriptor() = default;
+  explicit FileDescriptor(int number) : file_(number < 0 ? nullptr : std::make_unique<UnsharedFile>(number)) {}
+
+  // Negative if not open.
+  [[nodiscard]] int number() const { return file_ ? file_->descriptor() : -1; }
+  [[nodiscard]] bool isOpen() const { return number() >= 0; }
+
+ private:
+  std::unique_ptr<UnsharedFile> file_;
+};
+
+// An address and a port, IPv4 or IPv6.
+class SocketAddress {
+ public:
+  SocketAddress() = default;
+  SocketAddress(const sockaddr* address, socklen_t size);
+  // "10.0.0.1" or "fd00::1". Throws ValueError for anything else.
+  SocketAddress(const std::string& address, uint16_t port);
+
+  [[nodiscard]] const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage_); }
+  [[nodiscard]] socklen_t size() const { return size_; }
+  [[nodiscard]] int family() const { return storage_.ss_family; }
+  [[nodiscard]] std::string address() const;
+  [[nodiscard]] uint16_t port() const;
+
+ private:
+  sockaddr_storage storage_{};
+  socklen_t size_ = 0;
+};
+
+// Listens at `address`, on a free port where its own is 0. Throws DistNetworkError.
+FileDescriptor listenAt(const SocketAddress& address);
+SocketAddress addressOf(const FileDescriptor& socket);
+// Starts to connect, without waiting. Throws DistNetworkError where that fails at once.
+FileDescriptor startConnecting(const SocketAddress& to);
+// As we want connections: no waiting for more to send, what is unsent stays here, closed in child processes.
+void configure(const FileDescriptor& socket);
+// The pending error of a socket, as a text; empty: none.
+std::string errorOf(const FileDescriptor& socket);
+// What the kernel has seen of the line that a connection goes over; zeros where it does not tell.
+struct Line {
+  // The shortest of the last minutes.
+  std::chrono::microseconds roundTrip{0};
+  // What arrived at the other end: of late, or at best while there was little to send.
+  int64_t bytesPerSecond = 0;
+};
+Line lineOf(const FileDescriptor& socket);
+
+}  // namespace bagua::net

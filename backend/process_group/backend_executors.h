@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend/executor.h"
+#include "backend/health/group_health.h"
+#include "backend/os/process_mark.h"
+#include "backend/rendezvous/rank_record.h"
+
+namespace bagua {
+
+// Lets hooks run on a model whose process group is of another backend: an executor over that backend's own operations.
+// For CPU tensors the backend must be the hook's own: its thread runs beside the user's, and two threads that share one
+// Gloo group would interleave differently on each rank. For CUDA tensors the order of enqueueing is the order.
+class BackendExecutors final : public ExecutorProvider {
+ public:
+  // `records` are what every rank's ownRecord() says; ValueError where they do not agree. `store` is for the ranks to
+  // tell each other of failures; nobody else writes keys there that begin with "health". May be null. `globalRanks` as
+  // for GroupHealth, `isSerial` for makeCpuExecutor.
+  BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
+                   const std::vector<std::string>& records, std::chrono::milliseconds timeout,
+                   c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks, bool isSerial);
+  ~BackendExecutors() override;
+
+  Executor& executorFor(at::Device device) override;
+  [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
+  [[nodiscard]] const HostTopology& topology() const override { return *topology_; }
+  // As Executor's, for the device that was asked for, if one was. A forked child leaves its parent's alone.
+  void shutdown();
+
+ private:
+  const ProcessMark mark_;
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  const GroupIdentity identity_;
+  const GroupMembers members_;
+  const std::shared_ptr<const HostTopology> topology_;
+  const std::chrono::milliseconds timeout_;
+  const bool isSerial_;
+  GroupHealth health_;
+  std::mutex mutex_;
+  std::optional<at::Device> device_;
+  std::shared_ptr<Executor> executor_;
+};
+
+}  // namespace bagua

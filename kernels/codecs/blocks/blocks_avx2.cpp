@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <immintrin.h>
+
+#include "kernels/codecs/blocks/blocks_halves.h"
+#include "kernels/codecs/blocks/blocks_loops.h"
+
+namespace bagua::blocks {
+namespace {
+
+struct Avx2 : HalvesOfF16C<Avx2> {
+  static constexpr int kWidth = 8;
+  using Types = Vectors<kWidth>;
+
+  static BAGUA_GROUP Types::Floats lookUp(uint64_t table, Types::Ints index) {
+    const __m256 numbers = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(table))));
+    return _mm256_permutevar8x32_ps(numbers, (__m256i)index);
+  }
+
+  // The lowest byte of each.
+  static BAGUA_GROUP Types::Bytes narrow(Types::Ints x) {
+    const __m256i lowest = _mm256_shuffle_epi8(
+        (__m256i)x, _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                     0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1));
+    return bitCast<Types::Bytes>(_mm_cvtsi128_si64(both));
+  }
+};
+
+}  // namespace
+
+const Loops& avx2Loops() {
+  static constexpr Loops kLoops = loopsOf<Avx2>();
+  return kLoops;
+}
+
+}  // namespace bagua::blocks

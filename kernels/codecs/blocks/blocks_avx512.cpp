@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC's own intrinsics leave operands undefined on purpose and GCC 12 warns about it (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#include <immintrin.h>
+
+#include "kernels/codecs/blocks/blocks_halves.h"
+#include "kernels/codecs/blocks/blocks_loops.h"
+
+namespace bagua::blocks {
+namespace {
+
+struct Avx512 : HalvesOfF16C<Avx512> {
+  static constexpr int kWidth = 16;
+  using Types = Vectors<kWidth>;
+
+  static BAGUA_GROUP Types::Floats lookUp(uint64_t table, Types::Ints index) {
+    const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_set1_epi64x(static_cast<int64_t>(table))));
+    return _mm512_permutexvar_ps((__m512i)index, numbers);
+  }
+
+  static BAGUA_GROUP Types::Bytes narrow(Types::Ints x) {
+    return bitCast<Types::Bytes>(_mm512_cvtepi32_epi8((__m512i)x));
+  }
+};
+
+}  // namespace
+
+const Loops& avx512Loops() {
+  static constexpr Loops kLoops = loopsOf<Avx512>();
+  return kLoops;
+}
+
+}  // namespace bagua::blocks

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "kernels/codecs/blocks/blocks_source.h"
+#include "kernels/codecs/blocks/blocks_vectors.h"
+#include "kernels/codecs/blocks/per_element.h"
+
+// The block codecs on CPU memory: loops over groups, compiled once for each instruction set by the sources beside
+// this file. No pointer needs an alignment beyond its element's.
+namespace bagua::blocks {
+
+// Of elements [begin, end) of a chunk; begin is a multiple of a group. `bytes` are those of its first group.
+template <class Element>
+struct ElementLoops {
+  using T = ElementTraits<Element>::Compute;
+
+  void (*encode)(const Source<Element>& source, int64_t begin, int64_t end, uint8_t* bytes);
+  void (*decode)(const uint8_t* bytes, uint64_t key, int64_t begin, int64_t end, Element* values);
+  // To sums of the elements from `begin` on.
+  void (*add)(const uint8_t* bytes, uint64_t key, int64_t begin, int64_t end, T* sums);
+  // Sums divided and rounded.
+  void (*divide)(const T* sums, T divisor, int64_t count, Element* values);
+};
+
+using FormatLoops = PerElement<ElementLoops>;
+
+struct Loops {
+  FormatLoops eightBits;
+  FormatLoops fourBits;
+  FormatLoops twoBits;
+  FormatLoops oneBit;
+};
+
+const Loops& scalarLoops();
+#if defined(__x86_64__)
+const Loops& avx2Loops();
+const Loops& avx512Loops();
+#endif
+
+template <class Isa, class Format, class Element>
+struct LoopsOver {
+  using Machine = VectorMachine<Isa>;
+  using Traits = ElementTraits<Element>;
+  using T = Traits::Compute;
+  static constexpr int64_t kBytes = kBytesOfGroup<Format>;
+
+  struct alignas(64) Numbers {
+    T x[kGroup];
+  };
+
+  // `count` elements of one group, the compiler's constant where it is full.
+  template <class F>
+  static BAGUA_GROUP void withCount(int64_t count, const F& f) {
+    if (count == kGroup) {
+      f(std::integral_constant<int64_t, kGroup>());
+    } else {
+      f(count);
+    }
+  }
+
+  // Halves are converted a group at a time, as the instruction set can.
+  static BAGUA_GROUP void load(const Element* from, int64_t count, T* to) {
+    if constexpr (std::is_same_v<Element, HalfBits>) {
+      Isa::loadHalves(from, count, to);
+    } else {
+      for (int64_t i = 0; i < count; ++i) to[i] = Traits::load(from[i]);
+    }
+  }
+
+  static BAGUA_GROUP void store(const T* from, int64_t count, Element* to) {
+    if constexpr (std::is_same_v<Element, HalfBits>) {
+      alignas(64) float bounded[kGroup];
+      for (int64_t i = 0; i < count; ++i) bounded[i] = boundedToHalf(from[i]);
+      Isa::storeHalves(bounded, count, to);
+    } else {
+      for (int64_t i = 0; i < count; ++i) to[i] = toElement<Element>(from[i]);
+    }
+  }
+
+  // What decode() makes of the number, as a number again.
+  static BAGUA_GROUP void round(T* x, int64_t count) {
+    if constexpr (!std::is_same_v<Element, T>) {
+      Element elements[kGroup];
+      store(x, count, elements);
+      load(elements, count, x);
+    }
+  }
+
+  // h of a group, with zeros where it has no elements.
+  static BAGUA_GROUP void sumsOf(const Source<Element>& source, int64_t first, int64_t count, Numbers& h) {
+    if (count < kGroup) memset(h.x, 0, sizeof(h.x));
+    withCount(count, [&](auto n) {
+      load(source.values + first, n, h.x);
+      if (source.residual == nullptr) return;
+      const float* residual = source.residual + first;
+      for (int64_t i = 0; i < n; ++i) h.x[i] += static_cast<T>(residual[i]);
+    });
+  }
+
+  static BAGUA_GROUP void toGroup(const Numbers& h, typename Machine::Group& group) {
+    if constexpr (std::is_same_v<T, double>) {
+      alignas(64) float narrow[kGroup];
+      for (int i = 0; i < kGroup; ++i) narrow[i] = toCoded(h.x[i]);
+      Machine::load(narrow, group);
+    } else {
+      Machine::load(h.x, group);
+    }
+  }
+
+  static BAGUA_GROUP void fromGroup(const typename Machine::Group& group, Numbers& values) {
+    if constexpr (std::is_same_v<T, double>) {
+      alignas(64) float narrow[kGroup];
+      Machine::store(group, narrow);
+      for (int i = 0; i < kGroup; ++i) values.x[i] = narrow[i];
+    } else {
+      Machine::store(group, values.x);
+    }
+  }
+
+  static BAGUA_GROUP void keepRest(const Source<Element>& source, int64_t first, int64_t count, const Numbers& h,
+                                   const Coded<Machine>& coded, const Draw& draw) {
+    float* next = source.nextResidual + first;
+    if (Format::isNan(coded.scale)) {
+      if (next != source.residual + first) {
+        memmove(next, source.residual + first, static_cast<size_t>(count) * sizeof(float));
+      }
+      return;
+    }
+    typename Machine::Group group;
+    Format::template values<Machine>(coded, draw, group);
+    Numbers decoded;
+    fromGroup(group, decoded);
+    withCount(count, [&](auto n) {
+      round(decoded.x, n);
+      for (int64_t i = 0; i < n; ++i) next[i] = restOf(h.x[i], decoded.x[i]);
+    });
+  }
+
+  template <bool kIsStochastic>
+  static void encodeGroups(const Source<Element>& source, int64_t begin, int64_t end, uint8_t* bytes) {
+    for (int64_t first = begin; first < end; first += kGroup, bytes += kBytes) {
+      const int64_t count = end - first < kGroup ? end - first : kGroup;
+      const Draw draw(source.key, first / kGroup);
+      Numbers h;
+      sumsOf(source, first, count, h);
+      typename Machine::Group group;
+      toGroup(h, group);
+      const Coded<Machine> coded = Format::template code<Machine, kIsStochastic>(group, draw);
+      writeGroup<Format>(coded, bytes);
+      if (source.nextResidual != nullptr) keepRest(source, first, count, h, coded, draw);
+    }
+  }
+
+  static void encode(const Source<Element>& source, int64_t begin, int64_t end, uint8_t* bytes) {
+    if (source.isStochastic) {
+      encodeGroups<true>(source, begin, end, bytes);
+    } else {
+      encodeGroups<false>(source, begin, end, bytes);
+    }
+  }
+
+  // Calls visit(first, count, numbers) for every group; numbers of a NaN group are NaN.
+  template <class Visit>
+  static BAGUA_GROUP void forDecoded(const uint8_t* bytes, uint64_t key, int64_t begin, int64_t end,
+                                     const Visit& visit) {
+    for (int64_t first = begin; first < end; first += kGroup, bytes += kBytes) {
+      const Coded<Machine> coded = readGroup<Format, Machine>(bytes);
+      Numbers numbers;
+      if (Format::isNan(coded.scale)) {
+        for (T& x : numbers.x) x = ElementTraits<T>::nan();
+      } else {
+        typename Machine::Group group;
+        Format::template values<Machine>(coded, Draw(key, first / kGroup), group);
+        fromGroup(group, numbers);
+      }
+      withCount(end - first < kGroup ? end - first : kGroup, [&](auto count) { visit(first, count, numbers); });
+    }
+  }
+
+  static void decode(const uint8_t* bytes, uint64_t key, int64_t begin, int64_t end, Element* values) {
+    forDecoded(bytes, key, begin, end,
+               [&](int64_t first, auto count, const Numbers& numbers) { store(numbers.x, count, values + first); });
+  }
+
+  static void add(const uint8_t* bytes, uint64_t key, int64_t begin, int64_t end, T* sums) {
+    forDecoded(bytes, key, begin, end, [&](int64_t first, auto count, Numbers& numbers) {
+      round(numbers.x, count);
+      T* to = sums + (first - begin);
+      for (int64_t i = 0; i < count; ++i) to[i] += numbers.x[i];
+    });
+  }
+
+  static void divide(const T* sums, T divisor, int64_t count, Element* values) {
+    for (int64_t first = 0; first < count; first += kGroup) {
+      withCount(count - first < kGroup ? count - first : kGroup, [&](auto n) {
+        T means[kGroup];
+        for (int64_t i = 0; i < n; ++i) means[i] = sums[first + i] / divisor;
+        store(means, n, values + first);
+      });
+    }
+  }
+
+  static constexpr ElementLoops<Element> loops() { return {encode, decode, add, divide}; }
+};
+
+template <class Isa, class Format>
+constexpr FormatLoops formatLoops() {
+  return {LoopsOver<Isa, Format, float>::loops(), LoopsOver<Isa, Format, double>::loops(),
+          LoopsOver<Isa, Format, HalfBits>::loops(), LoopsOver<Isa, Format, BFloat16Bits>::loops()};
+}
+
+template <class Isa>
+constexpr Loops loopsOf() {
+  return {formatLoops<Isa, EightBits>(), formatLoops<Isa, FourBits>(), formatLoops<Isa, TwoBits>(),
+          formatLoops<Isa, OneBit>()};
+}
+
+}  // namespace bagua::blocks

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string>
+
+#include "kernels/codec.h"
+
+namespace cuda_on_cpu {
+
+// What a registered codec is on CUDA, for tensors of the CPU: its kernels run on the CPU.
+const bagua::Codec& codec(const std::string& name);
+
+}  // namespace cuda_on_cpu
