@@ -131,6 +131,31 @@ def test_reduce_scatter(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
     ranks.run(_reduce_scatter, op, dtype)
 
 
+def _sum_of_products_with(factor: float | list[float]) -> None:
+    """PREMUL_SUM: each rank's summand is multiplied by that rank's factor first."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = factor if isinstance(factor, float) else torch.tensor(factor)
+    op = dist._make_nccl_premul_sum(own)  # type: ignore[attr-defined]
+    number = factor if isinstance(factor, float) else factor[0]
+    inputs = [values(torch.float32, (size, 5), one) for one in range(size)]
+    expected = number * torch.stack(inputs).sum(0)  # a power of two: nothing rounds
+    everywhere, somewhere = inputs[rank].clone(), inputs[rank].clone()
+    dist.all_reduce(everywhere, op)
+    _exactly(everywhere, expected)
+    dist.reduce(somewhere, size - 1, op)
+    _exactly(somewhere, expected if rank == size - 1 else inputs[rank])
+    part = torch.empty(5)
+    dist.reduce_scatter_tensor(part, inputs[rank], op)
+    _exactly(part, expected[rank])
+    dist.reduce_scatter(part.zero_(), list(inputs[rank]), op)
+    _exactly(part, expected[rank])
+
+
+@pytest.mark.parametrize("factor", [0.5, [0.25]], ids=["number", "tensor"])
+def test_summands_are_multiplied_before_they_are_reduced(ranks: RankPool, factor: float | list[float]) -> None:
+    ranks.run(_sum_of_products_with, factor)
+
+
 def _broadcast(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         inputs = _from_all(dtype, shape)
@@ -203,13 +228,13 @@ def _uneven_all_to_all(dtype: torch.dtype) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     # Rank i sends (i + 2j) % 4 rows to rank j: some of the messages are empty.
     rows = [[(i + 2 * j) % 4 for j in range(size)] for i in range(size)]
-    inputs = [[values(dtype, (rows[i][j], 3), size * i + j) for j in range(size)] for i in range(size)]
+    inputs = [[values(dtype, (rows[i][j], 3, 2), size * i + j) for j in range(size)] for i in range(size)]
     expected = [inputs[i][rank] for i in range(size)]
     receiving = [rows[i][rank] for i in range(size)]
-    output = torch.empty((sum(receiving), 3), dtype=dtype)
+    output = torch.empty((sum(receiving), 3, 2), dtype=dtype)
     dist.all_to_all_single(output, torch.cat(inputs[rank]), receiving, rows[rank])
     _exactly(output, torch.cat(expected))
-    outputs = [torch.empty((count, 3), dtype=dtype) for count in receiving]
+    outputs = [torch.empty((count, 3, 2), dtype=dtype) for count in receiving]
     dist.all_to_all(outputs, inputs[rank])
     _exactly(torch.cat(outputs), torch.cat(expected))
 
