@@ -78,16 +78,6 @@ std::optional<std::string> hostId() {
   return value;
 }
 
-HostTransport hostTransport() {
-  static const HostTransport transport = [] {
-    const auto text = firstOf({"BAGUA_HOST_TRANSPORT"}).value_or("sockets");
-    TORCH_CHECK_VALUE(text == "sockets" || text == "gloo",
-                      "bagua: BAGUA_HOST_TRANSPORT is to be 'sockets' or 'gloo', got '", text, "'");
-    return text == "gloo" ? HostTransport::kGloo : HostTransport::kSockets;
-  }();
-  return transport;
-}
-
 std::optional<std::string> socketInterface() { return firstOf({"BAGUA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}); }
 
 std::optional<std::string> masterAddress() { return firstOf({"MASTER_ADDR"}); }
@@ -163,11 +153,6 @@ size_t recordedOperations() {
 bool writesFlightRecorder() {
   const auto text = firstOf({"TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"});
   return !text || (*text != "0" && *text != "false");
-}
-
-bool checksPrograms() {
-  static const bool checks = c10::utils::get_env("BAGUA_CHECK_PROGRAMS") != "0";
-  return checks;
 }
 
 }  // namespace bagua::config

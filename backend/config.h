@@ -14,11 +14,6 @@ namespace bagua::config {
 // BAGUA_HOST_ID: ranks with different values count as being on different hosts (as NCCL_HOSTID does for NCCL).
 std::optional<std::string> hostId();
 
-// BAGUA_HOST_TRANSPORT: what carries CPU tensors between hosts: "sockets", our own transport, by default; "gloo".
-// Throws ValueError for anything else.
-enum class HostTransport { kSockets, kGloo };
-HostTransport hostTransport();
-
 // BAGUA_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME: the network interface for CPU tensors.
 std::optional<std::string> socketInterface();
 
@@ -66,9 +61,5 @@ size_t recordedOperations();
 // TORCH_FR_DUMP_ON_TIMEOUT, TORCH_NCCL_DUMP_ON_TIMEOUT: "0" keeps the flight recorder from writing a file when a group
 // fails.
 bool writesFlightRecorder();
-
-// BAGUA_CHECK_PROGRAMS: with Gloo, "0" saves the message per operation in which ranks on different hosts compare what
-// they are about to do. Our own transport compares at no price, always.
-bool checksPrograms();
 
 }  // namespace bagua::config

@@ -178,10 +178,9 @@ std::vector<std::weak_ptr<BackendExecutors>>& executorsOverBackends() {
 
 Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& groupName,
                                const std::vector<std::string>& records, std::chrono::milliseconds timeout,
-                               const c10::intrusive_ptr<c10d::Store>& store, const std::vector<uint64_t>& globalRanks,
-                               bool isSerial) {
+                               const std::vector<uint64_t>& globalRanks) {
   const std::shared_ptr<BackendExecutors> made(
-      new BackendExecutors(backend, groupName, records, timeout, store, globalRanks, isSerial),
+      new BackendExecutors(backend, groupName, records, timeout, globalRanks),
       [](BackendExecutors* executors) { withoutGil([=] { delete executors; }); });
   auto& known = executorsOverBackends();
   std::erase_if(known, [](const auto& executors) { return executors.expired(); });
@@ -317,7 +316,7 @@ void bindHook(py::module& module) {
   py::class_<Executors>(module, "Executors");
   module.def("executors_of_group", &executorsOfGroup, py::arg("group"));
   module.def("executors_over_backend", &executorsOverBackend, py::arg("backend"), py::arg("group_name"),
-             py::arg("records"), py::arg("timeout"), py::arg("store"), py::arg("global_ranks"), py::arg("is_serial"));
+             py::arg("records"), py::arg("timeout"), py::arg("global_ranks"));
   module.def("shut_down_executors_over_backends", &shutDownExecutorsOverBackends);
   module.def("with_owned", &withOwned, py::arg("executors"), py::arg("owned"));
   const auto noGil = py::call_guard<py::gil_scoped_release>();

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/chrono.h>
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include "backend/health/flight_recorder.h"
@@ -45,18 +44,16 @@ void bindOptions(py::module& module) {
 }
 
 c10::intrusive_ptr<ProcessGroupBagua> createGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                  const c10::intrusive_ptr<Options>& options,
-                                                  ProcessGroupBagua::HostBackendFactory hostBackendFactory) {
+                                                  const c10::intrusive_ptr<Options>& options) {
   // It waits for the other ranks, which may be threads of this process.
   const py::gil_scoped_release noGil;
-  return c10::make_intrusive<ProcessGroupBagua>(store, rank, size, options, std::move(hostBackendFactory));
+  return c10::make_intrusive<ProcessGroupBagua>(store, rank, size, options);
 }
 
 void bindProcessGroup(py::module& module) {
   py::class_<ProcessGroupBagua, c10d::Backend, DroppedWithoutGil<ProcessGroupBagua>>(
       module, "ProcessGroupBagua", "The c10d backend 'bagua' of one process group.")
-      .def(py::init(&createGroup), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
-           py::arg("host_backend_factory"))
+      .def(py::init(&createGroup), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
       // The base class has none at run time in every supported torch; split_group and new_group read it.
       .def_property_readonly(
           "options",

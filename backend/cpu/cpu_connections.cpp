@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/cpu/cpu_connections.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Logging.h>
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <string>
-#include <type_traits>
 #include <utility>
 
 #include "backend/config.h"
@@ -21,21 +18,16 @@ CpuConnections::CpuConnections(std::unique_ptr<Wire> wire, std::shared_ptr<const
     : wire_(std::move(wire)), topology_(std::move(topology)) {}
 
 void CpuConnections::setProgram(const ProgramFingerprint& program) {
-  isCompared_ = false;
   wire_->setProgram(program);
   if (sharedMemory_) sharedMemory_->setProgram(program);
 }
 
 void CpuConnections::connect(const ProgramFingerprint& program, Deadline deadline) {
-  if (!hosts_) {
-    HostTopology alone = HostTopology::oneRankPerHost(wire_->size());
-    if (topology_->maxRanksPerHost() == 1) {
-      hosts_ = std::move(alone);
-    } else {
-      shareMemory(program, deadline);
-    }
+  if (topology_->maxRanksPerHost() == 1) {
+    hosts_ = HostTopology::oneRankPerHost(wire_->size());
+  } else {
+    shareMemory(program, deadline);
   }
-  if (!std::exchange(isCompared_, true)) comparePrograms(program, deadline);
 }
 
 void CpuConnections::shareMemory(const ProgramFingerprint& program, Deadline deadline) {
@@ -75,32 +67,6 @@ std::vector<bool> CpuConnections::flagsOfAll(bool flag, Deadline deadline) {
   const auto* const begin = flags.const_data_ptr<uint8_t>();
   // Not in braces: two pointers would be two flags.
   return std::vector<bool>(begin, begin + wire_->size());
-}
-
-// With a rank of every other host: the ranks of one host compare when they meet in its memory.
-void CpuConnections::comparePrograms(const ProgramFingerprint& program, Deadline deadline) {
-  if (isOneHost() || wire_->checksExchanges() || !config::checksPrograms()) return;
-  const int rank = wire_->rank();
-  std::vector<int> peers;
-  for (int step = 1; step < wire_->size(); ++step) {
-    const int peer = (rank + step) % wire_->size();
-    const bool isCounterpart = partnerOn(hosts_->hostOf(peer), rank) == peer || partnerOn(ownHost(), peer) == rank;
-    if (hosts_->hostOf(peer) != ownHost() && isCounterpart) peers.push_back(peer);
-  }
-  static_assert(std::is_trivially_copyable_v<ProgramFingerprint>);
-  constexpr auto kBytes = static_cast<int64_t>(sizeof(ProgramFingerprint));
-  at::Tensor own = at::empty({kBytes}, at::kByte);
-  std::memcpy(own.mutable_data_ptr(), &program, kBytes);
-  const auto heard = wire_->tellEach(peers, own, deadline);
-  const auto nameOf = [](int number) { return "rank " + std::to_string(number); };
-  for (size_t index = 0; index < peers.size(); ++index) {
-    ProgramFingerprint theirs;
-    std::memcpy(&theirs, heard[index].const_data_ptr(), kBytes);
-    const int peer = peers[index];
-    const bool isLower = rank < peer;
-    checkSameProgram(isLower ? program : theirs, nameOf(std::min(rank, peer)), isLower ? theirs : program,
-                     nameOf(std::max(rank, peer)));
-  }
 }
 
 int CpuConnections::partnerOn(int host, int rank) const {

@@ -20,7 +20,7 @@ struct RankParts {
 };
 
 // What carries the CPU tensors of a group: memory that the ranks of a host share, and a wire between all ranks. Finds
-// out which ranks share memory, and whether all have come for the same program. Used by one thread, but for abort().
+// out which ranks share memory. Used by one thread, but for abort().
 class CpuConnections {
  public:
   using Deadline = Wire::Deadline;
@@ -30,9 +30,8 @@ class CpuConnections {
   // What the calls from now on belong to.
   void setProgram(const ProgramFingerprint& program);
   // Whether connect() has nothing to do: the same on all ranks.
-  [[nodiscard]] bool isConnected() const { return hosts_.has_value() && isCompared_; }
-  // At the beginning of a call, on all ranks. Shares memory, at the first call, and compares programs, at the first
-  // call of each. Throws a MismatchError if the ranks have come for different ones.
+  [[nodiscard]] bool isConnected() const { return hosts_.has_value(); }
+  // At the beginning of the first call, on all ranks: shares memory.
   void connect(const ProgramFingerprint& program, Deadline deadline);
   // Has whoever waits for another rank throw. From any thread.
   void abort();
@@ -56,13 +55,11 @@ class CpuConnections {
 
  private:
   void shareMemory(const ProgramFingerprint& program, Deadline deadline);
-  void comparePrograms(const ProgramFingerprint& program, Deadline deadline);
   // What this rank says, of all ranks.
   std::vector<bool> flagsOfAll(bool flag, Deadline deadline);
 
   const std::unique_ptr<Wire> wire_;
   const std::shared_ptr<const HostTopology> topology_;
-  bool isCompared_ = true;
   // Empty before the first call.
   std::optional<HostTopology> hosts_;
   // Guards the pointer, which abort() follows from another thread.

@@ -301,14 +301,9 @@ class SocketWire::Call {
   }
 
   void checkSize(int sender, int64_t sent, int receiver, int64_t expected) const {
-    if (sent == expected) return;
     const auto dtype = static_cast<at::ScalarType>(wire_.program_.dtype);
     const bool hasItems = dtype >= at::ScalarType::Byte && dtype < at::ScalarType::Undefined;
-    const auto item = hasItems ? static_cast<int64_t>(at::elementSize(dtype)) : 1;
-    BAGUA_THROW(MismatchError, "the ranks do not make the same exchange: rank ", sender, " sends ", sent / item,
-                hasItems ? " elements" : " bytes", " to rank ", receiver, ", which expects ", expected / item,
-                ". Nothing was exchanged between them. The sizes that a rank sends have to be those that the others "
-                "expect of it");
+    checkSameSize(sender, sent, receiver, expected, hasItems ? static_cast<int64_t>(at::elementSize(dtype)) : 0);
   }
 
   // This rank is about to raise what its peers should raise too: lets its preambles leave.

@@ -19,7 +19,6 @@ class SocketWire final : public Wire {
   explicit SocketWire(std::shared_ptr<net::Group> group);
 
   void setProgram(const ProgramFingerprint& program) override;
-  [[nodiscard]] bool checksExchanges() const override { return true; }
   void compareAgain() override { isCompared_.assign(isCompared_.size(), false); }
   void refuse(int refusing) override { refusing_ = refusing; }
   void exchangeInPieces(const Exchanges& exchanges, const Pipeline& pipeline, const Exchanges& forwarded,

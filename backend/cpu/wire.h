@@ -11,7 +11,12 @@
 
 namespace bagua {
 
-// Moves bytes between ranks. Used by one thread, but for abort().
+// Throws a MismatchError unless rank `sender` sends rank `receiver` as many bytes as that expects. It names elements of
+// `item` bytes; bytes, where that is 0.
+void checkSameSize(int sender, int64_t sent, int receiver, int64_t expected, int64_t item);
+
+// Moves bytes between ranks. Used by one thread, but for abort(). SocketWire does; tests of the collectives have dozens
+// of ranks in one process instead, over lines of their choice.
 class Wire {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
@@ -46,16 +51,14 @@ class Wire {
   [[nodiscard]] int rank() const { return rank_; }
   [[nodiscard]] int size() const { return size_; }
 
-  // What the exchanges from now on belong to.
-  virtual void setProgram(const ProgramFingerprint& /*program*/) {}
-  // Whether two ranks that exchange anything find out by themselves that they are in different programs, or expect
-  // other sizes of each other: a MismatchError then, before a byte is used.
-  [[nodiscard]] virtual bool checksExchanges() const { return false; }
+  // What the exchanges from now on belong to. Two ranks that exchange anything find out that they are in different
+  // programs, or expect other sizes of each other: a MismatchError then, before a byte is used.
+  virtual void setProgram(const ProgramFingerprint& program) = 0;
   // Has the next exchange with each rank compare sizes, though there was one in this program already.
-  virtual void compareAgain() {}
+  virtual void compareAgain() = 0;
   // Has the next exchange, of this program and on every rank that takes part in it, throw a RefusedError that names
-  // rank `refusing`. Only where exchanges are checked.
-  virtual void refuse(int /*refusing*/) {}
+  // rank `refusing`.
+  virtual void refuse(int refusing) = 0;
 
   // Returns when all have been sent and received. Two ranks that exchange several things name them in the same order,
   // with the same sizes; each names the other, also where it only sends, or only receives.
@@ -73,7 +76,7 @@ class Wire {
     std::chrono::microseconds delay{0};
     int64_t bytesPerSecond = 0;
   };
-  [[nodiscard]] virtual Line lineTo(int /*peer*/) { return {}; }
+  [[nodiscard]] virtual Line lineTo(int peer) = 0;
   // Has exchange() throw, also one that is under way. From any thread.
   virtual void abort() = 0;
 

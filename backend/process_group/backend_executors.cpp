@@ -3,29 +3,25 @@
 
 #include <c10/util/Exception.h>
 
-#include "backend/cpu/make_cpu_executor.h"
-#include "backend/cuda/backend_communicator.h"
 #include "backend/operation/timeouts.h"
 #include "backend/rendezvous/rank_record.h"
 #include "backend/security/job_security.h"
-#include "backend/security/sealed_store.h"
 #if BAGUA_WITH_CUDA
-#include "backend/cuda/nccl_executor.h"
+#include "backend/cpu/make_cpu_executor.h"
+#include "backend/cuda/backend_communicator.h"
+#include "backend/cuda/stream_executor.h"
 #endif
 
 namespace bagua {
 
 BackendExecutors::BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
                                    const std::vector<std::string>& records, std::chrono::milliseconds timeout,
-                                   c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks,
-                                   bool isSerial)
+                                   std::vector<uint64_t> globalRanks)
     : backend_(std::move(backend)),
       identity_{groupName, backend_->getRank(), backend_->getSize()},
-      members_(membersOf(records)),
-      topology_(std::make_shared<const HostTopology>(members_.topology)),
+      topology_(std::make_shared<const HostTopology>(membersOf(records).topology)),
       timeout_(limitedTimeout(timeout)),
-      isSerial_(isSerial),
-      health_(identity_, sealedPart(store, groupName), std::move(globalRanks)) {
+      health_(identity_, /*store=*/nullptr, std::move(globalRanks)) {
   TORCH_CHECK_VALUE(topology_->size() == identity_.size, "bagua: expected the records of ", identity_.size,
                     " ranks, got ", topology_->size());
   if (topology_->hostCount() > 1) {
@@ -58,20 +54,15 @@ Executor& BackendExecutors::executorFor(at::Device device) {
                       device);
     return *executor_;
   }
-  if (device.is_cpu()) {
-    executor_ = makeCpuExecutor(
-        identity_, members_, topology_, [this] { return backend_; }, health_, isSerial_);
-  } else {
 #if BAGUA_WITH_CUDA
-    const auto log = health_.addLog("cuda");
-    executor_ = makeStreamExecutor(identity_, std::make_unique<BackendCommunicator>(backend_, topology_), device, log);
-    endWithGroup(executor_, *log);
-#else
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate gradients on ", device);
-#endif
-  }
+  const auto log = health_.addLog("cuda");
+  executor_ = makeStreamExecutor(identity_, std::make_unique<BackendCommunicator>(backend_, topology_), device, log);
+  endWithGroup(executor_, *log);
   device_ = device;
   return *executor_;
+#else
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate gradients on ", device);
+#endif
 }
 
 }  // namespace bagua

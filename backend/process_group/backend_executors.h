@@ -10,21 +10,18 @@
 #include "backend/executor.h"
 #include "backend/health/group_health.h"
 #include "backend/os/process_mark.h"
-#include "backend/rendezvous/rank_record.h"
 
 namespace bagua {
 
-// Lets hooks run on a model whose process group is of another backend: an executor over that backend's own operations.
-// For CPU tensors the backend must be the hook's own: its thread runs beside the user's, and two threads that share one
-// Gloo group would interleave differently on each rank. For CUDA tensors the order of enqueueing is the order.
+// Lets hooks run on CUDA tensors of a model whose process group is of another backend: an executor over that backend's
+// own operations, as the order of enqueueing is the order on every rank. Hooks on CPU tensors get a group of ours.
 class BackendExecutors final : public ExecutorProvider {
  public:
-  // `records` are what every rank's ownRecord() says; ValueError where they do not agree. `store` is for the ranks to
-  // tell each other of failures; nobody else writes keys there that begin with "health". May be null. `globalRanks` as
-  // for GroupHealth, `isSerial` for makeCpuExecutor.
+  // `records` are what every rank's ownRecord() says; ValueError where they do not agree. `globalRanks` as for
+  // GroupHealth.
   BackendExecutors(c10::intrusive_ptr<c10d::Backend> backend, const std::string& groupName,
                    const std::vector<std::string>& records, std::chrono::milliseconds timeout,
-                   c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks, bool isSerial);
+                   std::vector<uint64_t> globalRanks);
   ~BackendExecutors() override;
 
   Executor& executorFor(at::Device device) override;
@@ -38,10 +35,9 @@ class BackendExecutors final : public ExecutorProvider {
   const ProcessMark mark_;
   const c10::intrusive_ptr<c10d::Backend> backend_;
   const GroupIdentity identity_;
-  const GroupMembers members_;
   const std::shared_ptr<const HostTopology> topology_;
   const std::chrono::milliseconds timeout_;
-  const bool isSerial_;
+  // Without a store: a backend for CUDA tensors has a watchdog itself.
   GroupHealth health_;
   std::mutex mutex_;
   std::optional<at::Device> device_;

@@ -40,8 +40,7 @@ class BarrierOfAGroup : public ::testing::Test {
  protected:
   static c10::intrusive_ptr<ProcessGroupBagua> groupOfOne() {
     return c10::make_intrusive<ProcessGroupBagua>(c10::make_intrusive<c10d::HashStore>(), 0, 1,
-                                                  c10::make_intrusive<ProcessGroupBagua::Options>(),
-                                                  ProcessGroupBagua::HostBackendFactory());
+                                                  c10::make_intrusive<ProcessGroupBagua::Options>());
   }
 };
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "backend/config.h"
 #include "backend/cpu/make_cpu_executor.h"
 #include "backend/operation/timeouts.h"
 #include "backend/rendezvous/rank_record.h"
@@ -27,23 +26,14 @@ bool deviceOrder(const at::Device& a, const at::Device& b) {
 
 }  // namespace
 
-ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::intrusive_ptr<Options> options,
-                                     HostBackendFactory hostBackendFactory)
+ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::intrusive_ptr<Options> options)
     : Backend(rank, size),
       store_(std::move(store)),
       options_(std::move(options)),
-      hostBackendFactory_(std::move(hostBackendFactory)),
       members_(exchangeRecords(*store_, rank, size, limitedTimeout(options_->timeout))),
       topology_(std::make_shared<const HostTopology>(members_.topology)),
       identity_{options_->group_name, rank, size},
       executors_(deviceOrder) {
-  if (config::hostTransport() == config::HostTransport::kGloo) {
-    // Now: it is made by all ranks together.
-    hostBackend_ = hostBackendFactory_(c10::make_intrusive<c10d::PrefixStore>("hosts", store_), rank, size,
-                                       limitedTimeout(options_->timeout));
-    TORCH_CHECK(hostBackend_ && hostBackend_->getRank() == rank && hostBackend_->getSize() == size,
-                "bagua: the host backend must be of rank ", rank, " and size ", size);
-  }
   options_->timeout = limitedTimeout(options_->timeout);
   init();
 }
@@ -53,7 +43,6 @@ ProcessGroupBagua::~ProcessGroupBagua() {
   // Threads that do not exist here would be joined, and the parent's peers be told that it leaves.
   neverDestroy(std::move(executors_));
   neverDestroy(StorePtr(store_));
-  neverDestroy(c10::intrusive_ptr<c10d::Backend>(hostBackend_));
 }
 
 void ProcessGroupBagua::setGroupUid(const std::string& name) {
@@ -100,10 +89,7 @@ std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device) {
         identity_, c10::make_intrusive<c10d::PrefixStore>(c10::str(members_.id), store_),
         std::vector<uint64_t>(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end()));
   }
-  if (device.is_cpu()) {
-    return makeCpuExecutor(
-        identity_, members_, topology_, [this] { return hostBackend_; }, *health_, options_->isSerial);
-  }
+  if (device.is_cpu()) return makeCpuExecutor(identity_, members_, topology_, *health_, options_->isSerial);
   if (topology_->hostCount() > 1) checkKeepsSecret("NCCL", "Train on CPU tensors, or on one host");
 #if BAGUA_WITH_CUDA
   const auto log = health_->addLog("cuda");
@@ -191,7 +177,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::merge(const StorePtr& store
   // A connection of its own: the new group may block on the store while this one uses it.
   const auto options = optionsOf(opts);
   const auto own = sealedPart(store->clone(), options->group_name);
-  return c10::make_intrusive<ProcessGroupBagua>(own, rank, size, options, hostBackendFactory_);
+  return c10::make_intrusive<ProcessGroupBagua>(own, rank, size, options);
 }
 
 void ProcessGroupBagua::eagerConnectSingleDevice(at::Device device) { executorFor(device); }

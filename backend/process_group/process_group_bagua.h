@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -37,13 +36,9 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
 
   using StorePtr = c10::intrusive_ptr<c10d::Store>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  // Makes the backend that moves bytes between hosts for CPU tensors (Gloo, which only Python can create).
-  using HostBackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const StorePtr& store, int rank, int size,
-                                                                             std::chrono::milliseconds timeout)>;
 
   // Collective: returns when all `size` ranks have met in `store`.
-  ProcessGroupBagua(StorePtr store, int rank, int size, c10::intrusive_ptr<Options> options,
-                    HostBackendFactory hostBackendFactory);
+  ProcessGroupBagua(StorePtr store, int rank, int size, c10::intrusive_ptr<Options> options);
   ~ProcessGroupBagua() override;
 
   const std::string getBackendName() const override { return kBackendName; }
@@ -140,11 +135,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   const ProcessMark mark_;
   const StorePtr store_;
   const c10::intrusive_ptr<Options> options_;
-  const HostBackendFactory hostBackendFactory_;
   const GroupMembers members_;
   const std::shared_ptr<const HostTopology> topology_;
-  // Only where BAGUA_HOST_TRANSPORT is "gloo".
-  c10::intrusive_ptr<c10d::Backend> hostBackend_;
   GroupIdentity identity_;
 
   mutable std::mutex mutex_;

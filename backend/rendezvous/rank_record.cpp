@@ -49,16 +49,10 @@ const std::array kAgreedFields{
     AgreedField{"torch", [] { return c10::str(TORCH_VERSION_MAJOR, ".", TORCH_VERSION_MINOR); }, kSameTorch},
     AgreedField{"byte_order", [] { return std::string(std::endian::native == std::endian::little ? "little" : "big"); },
                 kSameMachines},
-    AgreedField{
-        "BAGUA_HOST_TRANSPORT",
-        [] { return std::string(config::hostTransport() == config::HostTransport::kGloo ? "gloo" : "sockets"); },
-        kSameVariable},
     // Of ranks that meet without the store, over a group of another backend.
     AgreedField{"BAGUA_JOB_SECRET", &fingerprintOfSecret, kSameVariable},
     AgreedField{"BAGUA_TLS_CERTIFICATE", [] { return std::string(config::tlsFiles() ? "set" : "not set"); },
                 "set it, with BAGUA_TLS_KEY and BAGUA_TLS_CA, on all ranks or on none"},
-    AgreedField{"BAGUA_CHECK_PROGRAMS", [] { return std::string(config::checksPrograms() ? "1" : "0"); },
-                kSameVariable},
     AgreedField{"BAGUA_NCCL_CHANNELS", [] { return std::to_string(config::ncclChannels()); }, kSameVariable},
     AgreedField{"BAGUA_DEFAULT_BUCKET_SIZE", [] { return std::to_string(config::defaultBucketBytes()); },
                 kSameVariable},
@@ -114,7 +108,6 @@ void checkAgree(const std::vector<Fields>& ranks) {
 
 // Of a group on one host nobody may ever ask for it.
 std::string ownAddress() {
-  if (config::hostTransport() == config::HostTransport::kGloo) return "none: BAGUA_HOST_TRANSPORT is 'gloo'";
   try {
     return net::processTransport()->address().toString();
   } catch (const std::exception&) {
@@ -182,9 +175,6 @@ void separateThreads(c10d::Store& store, size_t rank, GroupMembers& members) {
 std::string ownRecord() {
   std::string record;
   try {
-    if (config::hostTransport() == config::HostTransport::kGloo) {
-      checkKeepsSecret("BAGUA_HOST_TRANSPORT=gloo", "Leave it at 'sockets', our own transport");
-    }
     addLine(record, kHost, localHostId());
     addLine(record, kAddress, ownAddress());
     addLine(record, kNonce, newNonce());

@@ -52,10 +52,10 @@ TEST(RankRecord, EveryGroupHasAnIdOfItsOwn) {
 }
 
 TEST(RankRecord, ADifferenceNamesRanksValuesAndWhatToDo) {
-  const std::string own = with(ownRecord(), "BAGUA_CHECK_PROGRAMS", "1");
-  const auto error = errorOf({own, own, with(own, "BAGUA_CHECK_PROGRAMS", "0")});
+  const std::string own = with(ownRecord(), "BAGUA_NCCL_CHANNELS", "1");
+  const auto error = errorOf({own, own, with(own, "BAGUA_NCCL_CHANNELS", "2")});
   EXPECT_HAS(error, "rank 0 and rank 2");
-  EXPECT_HAS(error, "BAGUA_CHECK_PROGRAMS is '1' on rank 0 and '0' on rank 2");
+  EXPECT_HAS(error, "BAGUA_NCCL_CHANNELS is '1' on rank 0 and '2' on rank 2");
   EXPECT_HAS(error, "set this environment variable to the same value on all ranks");
 }
 

@@ -153,11 +153,7 @@ std::vector<Measured> allMeasured() {
 c10::intrusive_ptr<ProcessGroupBagua> makeGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
   auto options = c10::make_intrusive<ProcessGroupBagua::Options>(std::chrono::minutes(5));
   options->group_name = "ranks";
-  return c10::make_intrusive<ProcessGroupBagua>(
-      store, rank, size, options,
-      [](const auto&, int, int, std::chrono::milliseconds) -> c10::intrusive_ptr<c10d::Backend> {
-        TORCH_CHECK(false, "many_ranks measures bagua's own transport: unset BAGUA_HOST_TRANSPORT");
-      });
+  return c10::make_intrusive<ProcessGroupBagua>(store, rank, size, options);
 }
 
 void measure(const Measured& measured, const Settings& settings, int rank, int size, int listening, uint16_t port,

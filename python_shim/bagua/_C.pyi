@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,14 +20,7 @@ class Options:
     def __deepcopy__(self, memo: dict[int, Any]) -> Options: ...
 
 class ProcessGroupBagua:
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        options: Options,
-        host_backend_factory: Callable[[dist.Store, int, int, timedelta], Any],
-    ) -> None: ...
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None: ...
     @property
     def options(self) -> Options: ...
     def shutdown(self) -> None: ...
@@ -134,13 +127,7 @@ def sealed_store(store: dist.Store) -> dist.Store: ...
 def job_secret_fingerprint() -> str: ...
 def executors_of_group(group: ProcessGroupBagua) -> Executors: ...
 def executors_over_backend(
-    backend: Any,
-    group_name: str,
-    records: list[str],
-    timeout: timedelta,
-    store: dist.Store | None,
-    global_ranks: list[int],
-    is_serial: bool,
+    backend: Any, group_name: str, records: list[str], timeout: timedelta, global_ranks: list[int]
 ) -> Executors: ...
 def shut_down_executors_over_backends() -> None: ...
 def with_owned(executors: Executors, owned: object) -> Executors: ...

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from bagua import _at_exit
@@ -17,16 +16,6 @@ from bagua._native import _C
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import _DistributedBackendOptions
-
-
-def _make_host_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Gloo, which moves the bytes of CPU tensors between hosts. GLOO_SOCKET_IFNAME chooses its network interface."""
-    if not dist.is_gloo_available():
-        raise RuntimeError(
-            "backend 'bagua' moves CPU tensors between hosts with Gloo, which this torch was built without: "
-            "install a torch from PyPI"
-        )
-    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -82,4 +71,4 @@ def create_backend(dist_backend_opts: _DistributedBackendOptions, pg_options: An
     with _uncounted_if_it_fails(dist_backend_opts.group_id):
         options._timeout = _limited(dist_backend_opts.timeout, rank, size)
         store = fresh_part(dist_backend_opts.store, rank, size, options._timeout)
-        return _C.ProcessGroupBagua(store, rank, size, options, _make_host_backend)
+        return _C.ProcessGroupBagua(store, rank, size, options)

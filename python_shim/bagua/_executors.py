@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what runs a hook's programs: the model's own group if it is ours, else a group of another backend."""
+"""Finds what runs a hook's programs.
+
+That is the model's own group if it is ours. Otherwise a group of ours with the same ranks runs those of CPU tensors,
+and executors over the other backend's operations run those of CUDA tensors.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +35,12 @@ def _timeout_of(backend: Any) -> timedelta:
 def _private_group(
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta, members: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    """Make a second group of the same backend and ranks, or of `members` among them, for the hook alone.
+    """Make a second group of the same ranks, or of `members` among them, for the hook alone.
 
     Its programs run beside the user's, in an order of their own; in one group they would meet in another order on each
-    rank.
+    rank. For CPU tensors it is ours, whatever the backend of `group`; for CUDA tensors it is of the same backend.
     """
-    name = dist.get_backend(group)
+    name = "bagua" if device.type == "cpu" else dist.get_backend(group)
     if ":" in name:
         name = dict(pair.split(":") for pair in name.split(","))[device.type]
     everybody = dist.get_process_group_ranks(group)
@@ -72,11 +76,8 @@ def _executors_over(
             backend.options._is_serial = True
         return _C.executors_of_group(backend)
     _at_exit.install()
-    records = _records_of(group, timeout)
-    # A group for CPU tensors is the hook's own, and so is its store. NCCL has a watchdog itself.
-    store = group.get_group_store() if device.type == "cpu" else None
     ranks = dist.get_process_group_ranks(group)
-    return _C.executors_over_backend(backend, group.group_name, records, timeout, store, ranks, is_serial)
+    return _C.executors_over_backend(backend, group.group_name, _records_of(group, timeout), timeout, ranks)
 
 
 class _Use:

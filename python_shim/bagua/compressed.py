@@ -9,9 +9,9 @@ names both calls. All ranks take part in rank order, wherever they run: each cod
 host too. A group of one rank codes nothing, its results are exact.
 
 The group may be of backend "bagua" or of a stock one ("gloo", "nccl"). On "bagua" these operations are in one order
-with the group's others. On "gloo" they run on a group of their own, which the first call makes, and every rank makes
-that call at the same place of its program. Streams and `Work` are as in torch.distributed: on CUDA the operation
-starts after what the current stream has been given, and `wait()` lets the current stream wait for it.
+with the group's others. On "gloo" they run on a "bagua" group of their own, which the first call makes, and every
+rank makes that call at the same place of its program. Streams and `Work` are as in torch.distributed: on CUDA the
+operation starts after what the current stream has been given, and `wait()` lets the current stream wait for it.
 """
 
 from __future__ import annotations

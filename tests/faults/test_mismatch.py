@@ -278,21 +278,6 @@ def test_a_rank_that_has_nothing_to_exchange_with_others_of_its_host_is_found_ou
     assert re.search(f"rank {ODD_ONE} .*bagua:all_reduce (#2 \\(Float\\[0\\]|#3 \\(Float\\[2\\]), sum", cause), cause
 
 
-def _other_reductions() -> list[float]:
-    warm_up()
-    tensor = torch.full((4,), 1.0 + dist.get_rank())
-    dist.all_reduce(tensor, op=ReduceOp.MAX if dist.get_rank() == ODD_ONE else ReduceOp.SUM)
-    return tensor.tolist()
-
-
-def test_with_gloo_a_variable_keeps_ranks_of_different_hosts_from_comparing_their_calls() -> None:
-    env = {**TRANSPORTS["between-hosts"], "BAGUA_HOST_TRANSPORT": "gloo", "BAGUA_CHECK_PROGRAMS": "0"}
-    results = run_ranks(SIZE, _other_reductions, env=env)
-    # Each rank reduces a part, and does so in its own way: nobody is told.
-    largest, total = 3.0, 6.0
-    assert set(itertools.chain(*results)) == {largest, total}
-
-
 def _bucket_against_barrier(buckets_before: int) -> Outcome:
     warm_up()
     ddp = DDP(torch.nn.Linear(4, 1))

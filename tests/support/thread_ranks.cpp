@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "backend/cpu/collectives/cpu_communicator.h"
+#include "backend/cpu/socket_wire.h"
 
 namespace bagua::testing {
 namespace {
@@ -88,6 +89,10 @@ class ThreadWire final : public Wire {
     }
   }
 
+  // Its ranks are in one program, and none refuses: what our own wire finds out is tested over that.
+  void setProgram(const ProgramFingerprint& /*program*/) override {}
+  void compareAgain() override {}
+  void refuse(int refusing) override { TORCH_CHECK(false, "rank ", refusing, " refuses, which nobody here hears"); }
   [[nodiscard]] Line lineTo(int peer) override { return lines_ ? lines_(rank(), peer) : Line{}; }
   void abort() override { mail_.fail(std::make_exception_ptr(std::runtime_error("aborted"))); }
 
@@ -111,26 +116,50 @@ class ThreadWire final : public Wire {
   const Lines lines_;
 };
 
-}  // namespace
+using MakeWire = std::function<std::unique_ptr<Wire>(int rank)>;
 
-void runRanks(int size, const std::function<void(Communicator&)>& body, std::vector<std::string> hosts,
-              const std::function<Wire::Line(int rank, int peer)>& lines) {
-  if (hosts.empty()) hosts.assign(size, "host");
+void runOver(Mailboxes& mail, const MakeWire& makeWire, const std::vector<std::string>& hosts,
+             const std::function<void(Communicator&)>& body) {
   const auto topology = std::make_shared<const HostTopology>(hosts);
-  Mailboxes mail(size);
   std::vector<std::thread> ranks;
-  for (int rank = 0; rank < size; ++rank) {
+  for (int rank = 0; rank < topology->size(); ++rank) {
     ranks.emplace_back([&, rank] {
+      CpuCommunicator communicator(makeWire(rank), topology);
       try {
-        CpuCommunicator communicator(std::make_unique<ThreadWire>(rank, size, mail, lines), topology);
         body(communicator);
       } catch (...) {
         mail.fail(std::current_exception());
+        communicator.abort();
       }
     });
   }
   for (auto& rank : ranks) rank.join();
   mail.rethrowFirst();
+}
+
+}  // namespace
+
+void runRanks(int size, const std::function<void(Communicator&)>& body, std::vector<std::string> hosts,
+              const std::function<Wire::Line(int rank, int peer)>& lines) {
+  if (hosts.empty()) hosts.assign(size, "host");
+  Mailboxes mail(size);
+  runOver(
+      mail, [&](int rank) { return std::make_unique<ThreadWire>(rank, size, mail, lines); }, hosts, body);
+}
+
+void runRanksOverSockets(const std::function<void(Communicator&)>& body, const std::vector<std::string>& hosts) {
+  const auto size = static_cast<int>(hosts.size());
+  std::vector<std::shared_ptr<net::Transport>> transports;
+  std::vector<net::ProcessAddress> addresses;
+  for (int rank = 0; rank < size; ++rank) {
+    transports.push_back(net::Transport::listenAt("127.0.0.1", 2));
+    addresses.push_back(transports.back()->address());
+  }
+  // For the first error.
+  Mailboxes mail(size);
+  runOver(
+      mail, [&](int rank) { return std::make_unique<SocketWire>(transports[rank]->join(7, rank, addresses)); }, hosts,
+      body);
 }
 
 }  // namespace bagua::testing

@@ -30,7 +30,7 @@ def test_facts_name_versions_devices_transports_and_algorithms() -> None:
     assert found["bagua"] == bagua.__version__
     assert found["torch"] == torch.__version__
     assert "lo 127.0.0.1" in found["interfaces"]
-    assert found["CPU tensors, between hosts"].startswith("Gloo at ")
+    assert found["CPU tensors, between hosts"].startswith("sockets at ")
     assert found["algorithms"].split(", ") == bagua.available_algorithms()
     lines = table(found).splitlines()
     assert len(lines) == len(found)
@@ -67,7 +67,7 @@ def test_shared_memory_that_is_small_missing_or_off(monkeypatch: pytest.MonkeyPa
     assert "(3 of 64 MiB of /dev/shm are free)" in facts()["CPU tensors, in a host"]
     assert "--shm-size=1g" in _advice()
     monkeypatch.setattr(facts_module, "_SHARED_MEMORY", tmp_path / "none")
-    assert facts()["CPU tensors, in a host"].startswith("Gloo, because")
+    assert facts()["CPU tensors, in a host"].startswith("the network, because")
     monkeypatch.setenv("BAGUA_SHARED_MEMORY", "0")
     assert "type 'unset BAGUA_SHARED_MEMORY'" in _advice()
     assert "BAGUA_SHARED_MEMORY=0" in facts()["settings"]
@@ -106,7 +106,12 @@ def test_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _rank(host: str, notes: list[str], **changes: str) -> dict[str, Any]:
-    found = {"host id": host, "torch": "2.15.0", "interfaces": host, "CPU tensors, between hosts": "Gloo at 10.0.0.1"}
+    found = {
+        "host id": host,
+        "torch": "2.15.0",
+        "interfaces": host,
+        "CPU tensors, between hosts": "sockets at 10.0.0.1",
+    }
     return {"host": f"name-{host}", "facts": {**found, **changes}, "notes": notes}
 
 
@@ -114,7 +119,7 @@ def test_summary_names_hosts_differences_and_whose_notes_they_are() -> None:
     assert hosts_of(["b", "a", "b", "c"]) == [[0, 2], [1], [3]]
     lines = list(summary([_rank("a", ["both"]), _rank("b", ["both", "one"], torch="2.14.0"), _rank("a", ["both"])]))
     assert lines[0] == "\n3 ranks on 2 hosts"
-    assert lines[1] == "host 0  name-a, ranks 0, 2; Gloo at 10.0.0.1"
+    assert lines[1] == "host 0  name-a, ranks 0, 2; sockets at 10.0.0.1"
     assert lines[2].startswith("host 1  name-b, ranks 1;")
     assert lines[3:] == [
         "note: torch is not the same everywhere: rank 0 has 2.15.0; rank 1 has 2.14.0",

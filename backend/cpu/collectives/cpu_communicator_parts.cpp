@@ -176,7 +176,7 @@ void CpuCommunicator::allToAll(at::Tensor& output, const at::Tensor& input, cons
   const bool hasOwnSizes = program().commonNumel == Operation::kAnyNumel;
   if (hasOwnSizes) {
     connections_.wire().compareAgain();
-    checkAllToAllSizes(connections_, program(), parts, itemSize(input), isRefused, deadline());
+    checkAllToAllSizes(connections_, parts, itemSize(input), isRefused, deadline());
   }
   const int root = program().peer;
   Exchanges exchanges;

@@ -33,6 +33,9 @@ class CpuCommunicatorOf : public ::testing::TestWithParam<Hosts> {
  protected:
   static int size() { return static_cast<int>(GetParam().size()); }
   static void runRanks(const std::function<void(Communicator&)>& body) { testing::runRanks(size(), body, GetParam()); }
+  static void runOverSockets(const std::function<void(Communicator&)>& body) {
+    testing::runRanksOverSockets(body, GetParam());
+  }
 };
 
 // Below and above the size where the way of reducing changes, and sizes that no rank count divides.
@@ -174,7 +177,7 @@ TEST_P(CpuCommunicatorOf, PartsThatDoNotFitAreRefusedBeforeTheyAreSent) {
   const int last = size() - 1;
   std::atomic<int> untouched{0};
   try {
-    runRanks([&](Communicator& communicator) {
+    runOverSockets([&](Communicator& communicator) {
       const int rank = communicator.rank();
       setUnevenProgram(communicator);
       std::vector<int64_t> sent(size(), 2);
@@ -201,7 +204,7 @@ TEST_P(CpuCommunicatorOf, PartsThatDoNotFitAreRefusedBeforeTheyAreSent) {
 
 TEST_P(CpuCommunicatorOf, WhatGoesToOneRankOnlyIsComparedWithThatOne) {
   for (int root = 0; root < size(); ++root) {
-    runRanks([&](Communicator& communicator) {
+    runOverSockets([&](Communicator& communicator) {
       const int rank = communicator.rank();
       setUnevenProgram(communicator, root);
       std::vector<int64_t> sent(size(), 0);

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import bagua
 from bagua import _build_info
@@ -30,7 +29,6 @@ _OPTIONAL = {
 
 def facts() -> dict[str, str]:
     """Return what there is: name -> value."""
-    address, reason = network.gloo_address()
     return {
         "bagua": bagua.__version__,
         "torch": torch.__version__,
@@ -43,7 +41,7 @@ def facts() -> dict[str, str]:
         "built with CUDA": _cuda(),
         "NCCL": _nccl(),
         "CPU tensors, in a host": _shared_memory()[0],
-        "CPU tensors, between hosts": f"Gloo at {address} ({reason})" if dist.is_gloo_available() else "nothing",
+        "CPU tensors, between hosts": _between_hosts(),
         "protection between hosts": _protection(),
         "CUDA tensors": "NCCL" if _build_info.CUDA_VERSION and torch.cuda.is_available() else "nothing",
         "interfaces": ", ".join(f"{name} {at}" for name, at in network.interfaces().items()) or "none",
@@ -78,16 +76,24 @@ def _nccl() -> str:
 def _shared_memory() -> tuple[str, str]:
     """Return what carries CPU tensors inside a host, and what to do where it could be faster."""
     if os.environ.get("BAGUA_SHARED_MEMORY") == "0":
-        return "Gloo, because BAGUA_SHARED_MEMORY=0", "type 'unset BAGUA_SHARED_MEMORY' to use shared memory"
+        return "the network, because BAGUA_SHARED_MEMORY=0", "type 'unset BAGUA_SHARED_MEMORY' to use shared memory"
     mount = "run the container with '--ipc=host' or '--shm-size=1g'"
     if not _SHARED_MEMORY.is_dir() or not os.access(_SHARED_MEMORY, os.W_OK):
-        return f"Gloo, because {_SHARED_MEMORY} cannot be written to", mount
+        return f"the network, because {_SHARED_MEMORY} cannot be written to", mount
     usage = shutil.disk_usage(_SHARED_MEMORY)
     free = usage.free >> 20
     text = f"shared memory ({free:,} of {usage.total >> 20:,} MiB of {_SHARED_MEMORY} are free)"
     if free < _SMALL_SHARED_MEMORY_MIB:
         return text, f"{_SHARED_MEMORY} is small, a group takes {_MIB_PER_RANK} MiB for each rank: {mount}"
     return text, ""
+
+
+def _between_hosts() -> str:
+    own = dict(line.partition("=")[::2] for line in _C.own_record().splitlines())
+    address = own.get("address", "none: it does not tell")
+    if address.startswith("none: "):
+        return f"nothing: {address.removeprefix('none: ')}"
+    return f"sockets at {address.partition('@')[2].rpartition(':')[0]}"
 
 
 def _settings() -> str:
@@ -110,8 +116,6 @@ def _protection() -> str:
 
 def advice(own: Mapping[str, str]) -> Iterator[str]:
     """Yield what is missing and how to mend it."""
-    if not dist.is_gloo_available():
-        yield "this torch has no Gloo, which moves CPU tensors between hosts: type 'pip install torch'"
     if torch.cuda.is_available() and _build_info.CUDA_VERSION is None:
         yield (
             "there is a GPU, but bagua was built without CUDA: in its source type 'pip install --no-build-isolation "
