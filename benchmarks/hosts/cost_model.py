@@ -26,13 +26,9 @@ import numpy as np
 from run import AFTER_THE_STEP, Measurement, Scenario, line_end
 
 BUCKETS = 8
-# Bytes of a bucket in full precision.
-BUCKET_BYTES = 4 << 20
 CORES = 2
 # Of a message on both sides, as in backend/cpu/collectives/agreed_line.cpp.
 MESSAGE_SECONDS = 25e-6
-# Where parts are smaller a grid takes less time (AgreedLine::goesThroughGrid with what it assumes of a line).
-GRID_BYTES = 2800
 # Of the processor's work, what the line does not hide.
 BEHIND_THE_LINE = 0.5
 # More hosts than this never speak with each other all at once in an allreduce.
@@ -51,11 +47,8 @@ def _in_parts(hosts: int) -> int:
 
 def _coded(bits: int) -> Callable[[int], tuple[float, int]]:
     def traffic(hosts: int) -> tuple[float, int]:
-        side = math.ceil(math.sqrt(hosts))
-        is_grid = hosts > 8 and BUCKET_BYTES * bits / 32 / hosts < GRID_BYTES
-        to_all = 2 * (side - 1) if is_grid else hosts - 1
         gather = _rounds(hosts) if hosts > 8 else hosts - 1
-        return bits / 4 * (hosts - 1) / hosts, to_all + gather
+        return bits / 4 * (hosts - 1) / hosts, hosts - 1 + gather
 
     return traffic
 

@@ -25,7 +25,6 @@ COLOURS = {
 # Messages of a rank on n hosts.
 PROMISES: dict[str, Callable[[int], float]] = {
     "n - 1": lambda n: n - 1,
-    "grid, 2 (√n - 1)": lambda n: n - 1 if n <= 8 else 2 * (math.sqrt(n) - 1),
     "log n": lambda n: math.log2(n),
 }
 
@@ -55,7 +54,7 @@ def main() -> None:
     messages, connections, sent, memory, time, legend = all_axes
     panel(messages, rows, "messages", 1, "messages per rank and operation")
     ranks = sorted({row["ranks"] for row in rows})
-    for (name, promise), style in zip(PROMISES.items(), (":", "--", "-."), strict=True):
+    for (name, promise), style in zip(PROMISES.items(), (":", "--"), strict=True):
         messages.plot(ranks, [promise(n) for n in ranks], style, color="black", linewidth=1, label=name)
     panel(connections, rows, "connections", 1, "connections per rank")
     panel(sent, rows, "sent_bytes", 1 / 1024, "KiB sent per rank and operation")

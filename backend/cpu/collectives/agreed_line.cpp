@@ -33,12 +33,6 @@ int64_t AgreedLine::timeOf(int delays, int messages, int64_t sent) const {
          nanosecondsOf(sent, bytesPerSecond_);
 }
 
-bool AgreedLine::goesThroughGrid(const Grid& owners, int64_t bytes) const {
-  if (owners.count() <= reduction::kMostInOrder) return false;
-  const int others = owners.count() - 1;
-  return timeOf(2, owners.messages(), owners.parts() * bytes) < timeOf(1, others, others * bytes);
-}
-
 AgreedLine::Way AgreedLine::wayToReduce(const Halves& owners, int64_t bytes, int64_t wideBytes,
                                         bool isDivisible) const {
   Way best;

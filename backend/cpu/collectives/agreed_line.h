@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "backend/cpu/collectives/grid.h"
 #include "backend/cpu/collectives/halves.h"
 #include "backend/cpu/wire.h"
 
@@ -27,9 +26,6 @@ class AgreedLine {
   [[nodiscard]] Way wayToReduce(const Halves& owners, int64_t bytes, int64_t wideBytes, bool isDivisible) const;
   // Where no owner sends more for there being more rounds.
   [[nodiscard]] int roundsFor(const Halves& owners) const { return wayToReduce(owners, 0, 0, false).rounds; }
-
-  // Whether what each owner has for each other, `bytes` of every one for every one, gets there sooner through a grid.
-  [[nodiscard]] bool goesThroughGrid(const Grid& owners, int64_t bytes) const;
 
   // The next call is one in which they agree.
   [[nodiscard]] bool isDue() const { return calls_ % kCallsBetween == 1; }

@@ -64,8 +64,6 @@ class CpuCommunicator final : public Communicator {
   // All ranks; each is alone on its host.
   [[nodiscard]] PartOwners everybody();
   [[nodiscard]] const AgreedLine& agreedLineOfAll();
-  // Whether parts of one size, `bytes` of every rank for every rank, go through a grid.
-  [[nodiscard]] bool goesThroughGrid(int64_t bytes);
 
   // The lanes of this rank, in `flat`, become what its host has of them. Returns how the hosts are to go on.
   ReduceOp reduceToOwnLanes(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes, const ReduceOp& op);

@@ -16,16 +16,6 @@ namespace {
 
 using Span = SharedMemoryExchange::Span;
 
-bool areOfOneSize(const std::vector<at::Tensor>& parts, int64_t size) {
-  return std::all_of(parts.begin(), parts.end(), [size](const at::Tensor& part) { return part.numel() == size; });
-}
-
-// The size of all parts, for and from every rank; negative: they are not of one size.
-int64_t sizeOfAll(const RankParts& parts) {
-  const int64_t size = parts.sent.front().numel();
-  return areOfOneSize(parts.sent, size) && areOfOneSize(parts.received, size) ? size : -1;
-}
-
 // For every n, where the n-th part of each member lies; empty for a member that has fewer.
 std::vector<std::vector<Span>> spansInTurns(const std::vector<std::vector<int>>& partsOfMembers, int64_t length) {
   size_t most = 0;
@@ -51,11 +41,6 @@ const AgreedLine& CpuCommunicator::agreedLineOfAll() {
   std::vector<int> ranks(size());
   std::iota(ranks.begin(), ranks.end(), 0);
   return lines_[ranks];
-}
-
-bool CpuCommunicator::goesThroughGrid(int64_t bytes) {
-  if (bytes <= 0 || hosts().maxRanksPerHost() > 1) return false;
-  return agreedLineOfAll().goesThroughGrid(Grid(size()), bytes);
 }
 
 CpuCommunicator::PartsOfMembers CpuCommunicator::partsOfMembers() const {
@@ -141,14 +126,6 @@ void CpuCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input,
     result.copy_(reduced.front());
     return;
   }
-  if (goesThroughGrid(static_cast<int64_t>(result.nbytes()))) {
-    const at::Tensor sent = bytesOf(prepared);
-    at::Tensor received = scratchLike(sent);
-    everybody().exchangeThroughGrid(sent, received);
-    std::vector<const void*> copies;
-    for (const auto& part : bytesOfParts(received, {}, size())) copies.push_back(part.const_data_ptr());
-    return reduction::reduceHosts(copies, steps.second, size(), result);
-  }
   Exchanges exchanges;
   for (size_t index = 1; index < own.size(); ++index) {
     exchanges.push_back({own[index], bytesOf(reduced[index]), Wire::nothing()});
@@ -222,12 +199,6 @@ void CpuCommunicator::allToAllInPieces(at::Tensor& output, const at::Tensor& inp
   connect();
   const auto sent = bytesOfParts(input, inputSplits, size());
   const auto received = bytesOfParts(output, outputSplits, size());
-  const int64_t bytes = sizeOfAll({.received = received, .sent = sent});
-  if (bytes <= Wire::kPieceBytes && goesThroughGrid(bytes)) {
-    pipeline.beforeSending(0, bytes);
-    everybody().exchangeThroughGrid(input, output);
-    return pipeline.afterReceiving(0, bytes);
-  }
   for (const int member : connections_.members()) {
     // All of them or none have parts for each other.
     if (member != rank() && (sent[member].numel() > 0 || received[member].numel() > 0)) {

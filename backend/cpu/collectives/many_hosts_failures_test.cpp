@@ -144,7 +144,7 @@ std::vector<std::string> runRanks(
   return said;
 }
 
-// Sizes that go whole and in parts, in rounds and through a grid.
+// Sizes that go whole and in parts, in rounds.
 class FailuresAmongManyHosts : public ::testing::TestWithParam<Call> {
  protected:
   static Call ofSize(int64_t numel) {

@@ -8,13 +8,11 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
-#include <map>
 #include <numeric>
 #include <optional>
 #include <thread>
 #include <utility>
 
-#include "backend/cpu/collectives/grid.h"
 #include "backend/cpu/collectives/reduction.h"
 #include "backend/net/frame.h"
 #include "backend/operation/tensor_bytes.h"
@@ -458,65 +456,6 @@ void PartOwners::gather(at::Tensor& bytes, const AgreedLine& agreed) const {
     }
     exchange(exchanges);
     level -= levels;
-  }
-}
-
-void PartOwners::exchangeThroughGrid(const at::Tensor& sent, at::Tensor& received) const {
-  const Grid grid(count());
-  const int64_t bytes = sent.numel() / count();
-  const int ownColumn = grid.columnOf(ownHost_);
-  const auto column = grid.membersOf(ownColumn);
-  const auto sources = grid.sourcesOf(ownHost_);
-  const auto holding = [&](size_t parts) { return scratchTensor({static_cast<int64_t>(parts) * bytes}, at::kByte); };
-  const auto copyPart = [&](const at::Tensor& to, int64_t toPart, const at::Tensor& from, int64_t fromPart) {
-    std::memcpy(static_cast<uint8_t*>(to.data_ptr()) + toPart * bytes,
-                static_cast<const uint8_t*>(from.const_data_ptr()) + fromPart * bytes, bytes);
-  };
-  // By owner: what goes to it in a round, and what comes from it.
-  struct Both {
-    at::Tensor sent = Wire::nothing();
-    at::Tensor received = Wire::nothing();
-  };
-  std::map<int, Both> round;
-  const auto take = [&] {
-    Wire::Exchanges exchanges;
-    for (const auto& [owner, both] : round) exchanges.push_back({ranks_[owner], both.sent, both.received});
-    // Not all begin with the same one.
-    std::rotate(exchanges.begin(), exchanges.begin() + std::distance(round.begin(), round.upper_bound(ownHost_)),
-                exchanges.end());
-    exchange(exchanges);
-  };
-  // By source, what it has for each member of this column.
-  std::map<int, at::Tensor> toRelay;
-  for (int to = 0; to < grid.columns(); ++to) {
-    const auto members = grid.membersOf(to);
-    const at::Tensor whole = holding(members.size());
-    for (size_t i = 0; i < members.size(); ++i) copyPart(whole, static_cast<int64_t>(i), sent, members[i]);
-    const int relay = grid.relayOf(ownHost_, to);
-    (relay == ownHost_ ? toRelay[ownHost_] : round[relay].sent) = whole;
-  }
-  for (const int source : sources) {
-    if (source != ownHost_) toRelay[source] = round[source].received = holding(column.size());
-  }
-  take();
-  round.clear();
-  for (size_t i = 0; i < column.size(); ++i) {
-    if (column[i] == ownHost_) {
-      for (const int source : sources) copyPart(received, source, toRelay[source], static_cast<int64_t>(i));
-      continue;
-    }
-    const at::Tensor whole = holding(sources.size());
-    for (size_t place = 0; place < sources.size(); ++place) {
-      copyPart(whole, static_cast<int64_t>(place), toRelay[sources[place]], static_cast<int64_t>(i));
-    }
-    round[column[i]] = {.sent = whole, .received = holding(grid.sourcesOf(column[i]).size())};
-  }
-  take();
-  for (const auto& [relay, both] : round) {
-    const auto others = grid.sourcesOf(relay);
-    for (size_t place = 0; place < others.size(); ++place) {
-      copyPart(received, others[place], both.received, static_cast<int64_t>(place));
-    }
   }
 }
 

@@ -39,9 +39,6 @@ class PartOwners {
   void broadcastFrom(int host, at::Tensor& bytes, const AgreedLine& agreed) const;
   // `bytes` holds, by owner, what each has; this one's is there.
   void gather(at::Tensor& bytes, const AgreedLine& agreed) const;
-  // Part i of `sent` goes to owner i, and part i of `received` comes from it. All parts of all owners are of one size,
-  // of which the agreed line says that a grid takes less time.
-  void exchangeThroughGrid(const at::Tensor& sent, at::Tensor& received) const;
 
  private:
   [[nodiscard]] int count() const { return static_cast<int>(ranks_.size()); }

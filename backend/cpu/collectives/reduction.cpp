@@ -278,18 +278,6 @@ at::Tensor prepare(const at::Tensor& input, const ReduceOp& op) {
                                          : at::mul(input, factor->double_factor);
 }
 
-void reduceCopies(const at::Tensor& copies, int64_t count, const ReduceOp& op, const at::Tensor& output) {
-  const int64_t numel = output.numel();
-  TORCH_INTERNAL_ASSERT(copies.numel() == count * numel && copies.scalar_type() == output.scalar_type(),
-                        "reduction of ", count, " copies: got ", copies.numel(), " elements for an output of ", numel);
-  const auto* const bytes = static_cast<const uint8_t*>(copies.const_data_ptr());
-  Parts parts;
-  for (int64_t copy = 0; copy < count; ++copy) {
-    parts.push_back(bytes + copy * numel * static_cast<int64_t>(copies.element_size()));
-  }
-  reduceParts(parts, op, count, output);
-}
-
 TwoSteps inTwoSteps(const ReduceOp& op, at::ScalarType dtype) {
   if (op != ReduceOp::AVG) return {op, op};
   if (dtype == at::kHalf || dtype == at::kBFloat16) return {ReduceOp::AVG, ReduceOp::SUM};

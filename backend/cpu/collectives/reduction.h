@@ -17,14 +17,10 @@ void checkSupported(const ArgumentChecks& checks, const c10d::ReduceOp& op, at::
 // What a rank contributes: `input` itself, or for PREMUL_SUM a scaled copy.
 at::Tensor prepare(const at::Tensor& input, const c10d::ReduceOp& op);
 
-// `copies` holds `count` contributions of output.numel() elements each, in rank order; `output` becomes their
-// reduction. Dense CPU tensors. Contributions are combined in rank order; half and bfloat16 are accumulated in float
-// and rounded once. AVG of integers truncates towards zero. SUM and MAX of bools are "or", PRODUCT and MIN are "and". A
-// NaN wins in MIN and MAX. `output` may be one of the copies.
-void reduceCopies(const at::Tensor& copies, int64_t count, const c10d::ReduceOp& op, const at::Tensor& output);
-
-// The same for contributions that lie apart: `parts[i]` is where the i-th begins. AVG divides by `contributors`: a part
-// may be the sum of several.
+// `output`, a dense CPU tensor, becomes the reduction of contributions of as many elements: `parts[i]` is where the
+// i-th begins, and may be `output` itself. They are combined in rank order; half and bfloat16 are accumulated in float
+// and rounded once. AVG divides by `contributors`, as a part may be the sum of several, and truncates integers towards
+// zero. SUM and MAX of bools are "or", PRODUCT and MIN are "and". A NaN wins in MIN and MAX.
 void reduceParts(const std::vector<const void*>& parts, const c10d::ReduceOp& op, int64_t contributors,
                  const at::Tensor& output);
 
