@@ -2,11 +2,8 @@
 #include "backend/cpu/collectives/cpu_communicator.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
-
-#include "backend/cpu/collectives/reduction.h"
-#include "backend/operation/tensor_bytes.h"
-#include "backend/os/scratch_memory.h"
 
 namespace bagua {
 
@@ -37,146 +34,36 @@ PartOwners::LineTo CpuCommunicator::lines() {
   return [this](int peer) { return connections_.wire().lineTo(peer); };
 }
 
-// --- Steps inside a host ---------------------------------------------------------------------------------------------
-
-namespace {
-
-// In a flat tensor, one after another.
-std::vector<SharedMemoryExchange::Span> spansOf(const Communicator::Splits& parts) {
-  std::vector<SharedMemoryExchange::Span> spans;
-  int64_t begin = 0;
-  for (const int64_t part : parts) {
-    spans.push_back({begin, part});
-    begin += part;
-  }
-  return spans;
+void CpuCommunicator::gatherAmongAll(at::Tensor& bytes) {
+  std::vector<int> ranks(size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto& agreed = lines_[ranks];
+  among(std::move(ranks)).gather(bytes, agreed);
 }
 
-}  // namespace
-
-void CpuCommunicator::reduceParts(at::Tensor& flat, const at::Tensor& prepared, const Splits& parts, const ReduceOp& op,
-                                  int64_t contributors) {
-  const auto spans = spansOf(parts);
-  const Span& span = spans[sharedMemory()->rank()];
-  at::Tensor own = flat.narrow(0, span.begin, span.length);
-  countShown((flat.numel() - span.length) * itemSize(flat));
-  sharedMemory()->reduceSpans(own, prepared, spans, op, contributors, deadline());
+CpuCommunicator::PartsOfMembers CpuCommunicator::partsOfMembers() const {
+  const int ownHost = connections_.ownHost();
+  PartsOfMembers parts;
+  for (const int member : connections_.members()) {
+    auto& own = parts.emplace_back(1, member);
+    for (int peer = 0; peer < size(); ++peer) {
+      if (hosts().hostOf(peer) != ownHost && connections_.partnerOn(ownHost, peer) == member) own.push_back(peer);
+    }
+  }
+  return parts;
 }
 
-void CpuCommunicator::gatherParts(at::Tensor& flat, const Splits& parts) {
-  countShown(parts[sharedMemory()->rank()] * itemSize(flat) * (sharedMemory()->size() - 1));
-  sharedMemory()->gather(flat, spansOf(parts), deadline());
-}
-
-c10d::ReduceOp CpuCommunicator::reduceToOwnLanes(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes,
-                                                 const ReduceOp& op) {
-  if (lanes.count() == 1) {
-    if (!prepared.is_same(flat)) flat.copy_(prepared);
-    return op;
+std::vector<std::vector<CpuCommunicator::Span>> CpuCommunicator::spansInTurns(const PartsOfMembers& partsOfMembers,
+                                                                              int64_t length) {
+  size_t most = 0;
+  for (const auto& parts : partsOfMembers) most = std::max(most, parts.size());
+  std::vector<std::vector<Span>> turns(most);
+  for (size_t turn = 0; turn < most; ++turn) {
+    for (const auto& parts : partsOfMembers) {
+      turns[turn].push_back(turn < parts.size() ? Span{parts[turn] * length, length} : Span{});
+    }
   }
-  const auto steps = reduction::inTwoSteps(op, flat.scalar_type());
-  if (sharedMemory()) {
-    reduceParts(flat, prepared, lanes.partsInHost(), steps.first, size());
-  } else if (steps.first == ReduceOp::AVG || !prepared.is_same(flat)) {
-    reduction::reduceParts({prepared.const_data_ptr()}, steps.first, size(), flat);
-  }
-  return steps.second;
-}
-
-void CpuCommunicator::reduceScatterInHost(at::Tensor& flat, const Splits& parts, int64_t divisor) {
-  if (flat.numel() == 0) return;
-  connect();
-  if (!shareMemoryInHosts()) return Communicator::reduceScatterInHost(flat, parts, divisor);
-  if (sharedMemory()) {
-    reduceParts(flat, flat, parts, divisor == 1 ? ReduceOp::SUM : ReduceOp::AVG, divisor);
-  } else {
-    divide(flat, divisor);
-  }
-}
-
-void CpuCommunicator::allGatherInHost(at::Tensor& flat, const Splits& parts) {
-  if (flat.numel() == 0) return;
-  connect();
-  if (!shareMemoryInHosts()) return Communicator::allGatherInHost(flat, parts);
-  if (sharedMemory()) gatherParts(flat, parts);
-}
-
-// --- Collectives on a tensor as a whole: those on the parts of ranks are in cpu_communicator_parts.cpp --------------
-
-void CpuCommunicator::broadcast(at::Tensor& tensor, int root) {
-  if (size() == 1 || tensor.numel() == 0) return;
-  connect();
-  at::Tensor bytes = bytesOf(tensor);
-  const int rootHost = hosts().hostOf(root);
-  std::vector<int> leaders;
-  for (int host = 0; host < hosts().hostCount(); ++host) {
-    leaders.push_back(host == rootHost ? root : hosts().ranksOf(host).front());
-  }
-  const int leader = leaders[connections_.ownHost()];
-  if (!connections_.isOneHost() && rank() == leader) {
-    const auto& agreed = lines_[leaders];
-    among(std::move(leaders)).broadcastFrom(rootHost, bytes, agreed);
-  }
-  if (!sharedMemory()) return;
-  if (rank() == leader) countShown(bytes.numel() * (sharedMemory()->size() - 1));
-  sharedMemory()->broadcast(bytes, hosts().localRank(leader), deadline());
-}
-
-void CpuCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
-  if (tensor.numel() == 0) return;
-  connect();
-  at::Tensor flat = flatOf(tensor);
-  const at::Tensor prepared = reduction::prepare(flat, op);
-  if (connections_.isOneHost() && sharedMemory()) {
-    countShown(2 * static_cast<int64_t>(flat.nbytes()) * (size() - 1) / size());
-    return sharedMemory()->allReduce(flat, prepared, op, deadline());
-  }
-  const HostLanes lanes(hosts(), rank(), flat.numel());
-  const ReduceOp betweenHosts = reduceToOwnLanes(flat, prepared, lanes, op);
-  for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
-    at::Tensor own = flat.narrow(0, lanes.begin(lane), lanes.length(lane));
-    auto owners = lanes.owners(lane);
-    auto& agreed = lines_[owners];
-    among(std::move(owners)).allReduce(own, betweenHosts, agreed, lines());
-  }
-  if (sharedMemory()) gatherParts(flat, lanes.partsInHost());
-}
-
-void CpuCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) {
-  if (tensor.numel() == 0) return;
-  connect();
-  at::Tensor flat = flatOf(tensor);
-  const at::Tensor prepared = reduction::prepare(flat, op);
-  if (connections_.isOneHost() && sharedMemory()) {
-    if (rank() != root) countShown(static_cast<int64_t>(flat.nbytes()));
-    return sharedMemory()->reduce(flat, prepared, hosts().localRank(root), op, deadline());
-  }
-  const HostLanes lanes(hosts(), rank(), flat.numel());
-  // Only the root's own tensor may change.
-  at::Tensor result = rank() == root ? flat : scratchLike(flat);
-  const ReduceOp betweenHosts = reduceToOwnLanes(result, prepared, lanes, op);
-  const int host = hosts().hostOf(root);
-  for (int lane = lanes.firstLane(rank()); lane < lanes.endLane(rank()); ++lane) {
-    at::Tensor own = result.narrow(0, lanes.begin(lane), lanes.length(lane));
-    auto owners = lanes.owners(lane);
-    const auto& agreed = lines_[owners];
-    among(std::move(owners)).reduceTo(host, own, betweenHosts, agreed);
-  }
-  if (connections_.ownHost() == host && sharedMemory()) gatherParts(result, lanes.partsInHost());
-}
-
-void CpuCommunicator::barrier() {
-  if (size() == 1) return;
-  connect();
-  if (sharedMemory()) sharedMemory()->barrier(deadline());
-  if (connections_.isOneHost()) return;
-  if (rank() == connections_.members().front()) {
-    std::vector<int> leaders;
-    for (int host = 0; host < hosts().hostCount(); ++host) leaders.push_back(hosts().ranksOf(host).front());
-    auto& agreed = lines_[leaders];
-    among(std::move(leaders)).meet(agreed, lines(), deadline());
-  }
-  if (sharedMemory()) sharedMemory()->barrier(deadline());
+  return turns;
 }
 
 }  // namespace bagua

@@ -13,9 +13,10 @@
 namespace bagua {
 
 // CPU tensors. Ranks of one host exchange them through shared memory, found at the first call, hosts over a wire that
-// only moves bytes (see CpuConnections). With both, each byte crosses the network once per host: the ranks of a host
-// first reduce among themselves, every one a lane (see HostLanes), exchange their lanes with the other hosts (see
-// PartOwners), and share the result.
+// only moves bytes (see CpuConnections). Each collective has a source of its own, with its steps in a host and between
+// hosts; in_host.cpp has the steps in a host that several share. With both, each byte crosses the network once per
+// host: the ranks of a host first reduce among themselves, every one a lane (see HostLanes), exchange their lanes with
+// the other hosts (see PartOwners), and share the result.
 //
 // Reductions are done here, in rank order inside a host, then in the order of hosts, half by half where they are many
 // (reduction::reduceHosts), with 16-bit floats accumulated in 32 bits. The result is the same bits on every rank and
@@ -61,9 +62,8 @@ class CpuCommunicator final : public Communicator {
   // One per host, in their order.
   [[nodiscard]] PartOwners among(std::vector<int> owners);
 
-  // All ranks; each is alone on its host.
-  [[nodiscard]] PartOwners everybody();
-  [[nodiscard]] const AgreedLine& agreedLineOfAll();
+  // As PartOwners::gather() of all ranks, each of which is alone on its host.
+  void gatherAmongAll(at::Tensor& bytes);
 
   // The lanes of this rank, in `flat`, become what its host has of them. Returns how the hosts are to go on.
   ReduceOp reduceToOwnLanes(at::Tensor& flat, const at::Tensor& prepared, const HostLanes& lanes, const ReduceOp& op);
@@ -78,6 +78,8 @@ class CpuCommunicator final : public Communicator {
   // The parts of an allgather or reduce-scatter that each member deals with between hosts, its own first.
   using PartsOfMembers = std::vector<std::vector<int>>;
   [[nodiscard]] PartsOfMembers partsOfMembers() const;
+  // For every n, where the n-th part of each member lies; empty for a member that has fewer.
+  static std::vector<std::vector<Span>> spansInTurns(const PartsOfMembers& partsOfMembers, int64_t length);
   // What this host has of each of them that is this rank's.
   std::vector<at::Tensor> reducePartsInHost(const at::Tensor& prepared, int64_t length, const PartsOfMembers& parts,
                                             const ReduceOp& op);

@@ -13,10 +13,13 @@
 
 namespace bagua {
 
-class Scratch;
+class EqualParts;
+class LineProposals;
+class RefilledMemory;
 
 // The ranks that deal with the same part of a tensor, one on each host, and the steps that they take over the network.
-// Inside a host nothing happens here. Every one of them makes the same calls with the same sizes. Tensors are flat.
+// Inside a host nothing happens here. What a collective does is in that collective's source. Every one of them makes
+// the same calls with the same sizes. Tensors are flat.
 class PartOwners {
  public:
   using ReduceOp = c10d::ReduceOp;
@@ -51,7 +54,7 @@ class PartOwners {
   // What comes from some of the others, and the step of a pipeline that reduces it with `flat`.
   struct Reduction {
     // By source; null for what this owner has, and where there is none.
-    std::vector<std::shared_ptr<Scratch>> scratch;
+    std::vector<std::shared_ptr<RefilledMemory>> scratch;
     Pipeline::Step step;
   };
   using Reduce = void (*)(const std::vector<const void*>& parts, const ReduceOp& op, int64_t contributors,
@@ -62,11 +65,10 @@ class PartOwners {
   // Of what all others send, in the order of hosts.
   [[nodiscard]] Reduction reductionOfAll(const at::Tensor& flat, const ReduceOp& op, int64_t incoming) const;
 
-  class Proposals;
-  void allReduceInOrder(at::Tensor& flat, const ReduceOp& op, Proposals& proposals) const;
-  void allReduceInRounds(at::Tensor& flat, const ReduceOp& op, int rounds, Proposals& proposals) const;
-  void allReduceInParts(at::Tensor& flat, const ReduceOp& op, Proposals& proposals) const;
-  void allReducePartsInRounds(at::Tensor& flat, const ReduceOp& op, int rounds, Proposals& proposals) const;
+  void allReduceInOrder(at::Tensor& flat, const ReduceOp& op, LineProposals& proposals) const;
+  void allReduceInRounds(at::Tensor& flat, const ReduceOp& op, int rounds, LineProposals& proposals) const;
+  void allReduceInParts(at::Tensor& flat, const ReduceOp& op, LineProposals& proposals) const;
+  void allReducePartsInRounds(at::Tensor& flat, const ReduceOp& op, int rounds, LineProposals& proposals) const;
   // Where two owners do the work of one: the second hands what it has to the first, and has the result of it.
   struct Pair {
     int place;
@@ -77,14 +79,14 @@ class PartOwners {
   [[nodiscard]] Pair ownPair() const;
   // The innermost round first; empty for the second of a pair.
   [[nodiscard]] std::vector<Halves::Peers> peersOfPairs(int rounds) const;
-  class Parts;
   // In one of the rounds, this owner's part becomes what its peers have of it.
-  void reducePart(const Parts& parts, const ReduceOp& op, const Halves::Peers& peers, Proposals& proposals) const;
+  void reducePart(const EqualParts& parts, const ReduceOp& op, const Halves::Peers& peers,
+                  LineProposals& proposals) const;
   // In one of the rounds, `flat` becomes what its parts have of it.
-  void takeRound(at::Tensor& flat, const ReduceOp& op, const Halves::Peers& peers, Proposals& proposals) const;
+  void takeRound(at::Tensor& flat, const ReduceOp& op, const Halves::Peers& peers, LineProposals& proposals) const;
   // Has the owners agree on their lines in the same messages, where that is due.
   void reduceAndAgree(const AgreedLine::Way& way, AgreedLine& agreed, const LineTo& lineTo,
-                      const std::function<void(Proposals&)>& reduce) const;
+                      const std::function<void(LineProposals&)>& reduce) const;
   // The innermost first.
   [[nodiscard]] std::vector<Halves::Peers> peersOfRounds(int rounds) const;
   // Of all with whom this owner speaks.

@@ -16,11 +16,15 @@
 
 #include "backend/cpu/collectives/halves.h"
 #include "backend/operation/reduction_names.h"
+#include "backend/operation/tensor_bytes.h"
+#include "backend/os/scratch_memory.h"
 
 namespace bagua::reduction {
 namespace {
 
 using c10d::ReduceOp;
+
+bool isNarrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
 // Elements combined at a time: the accumulator stays in the first-level cache.
 constexpr int64_t kBlock = 1024;
@@ -278,9 +282,17 @@ at::Tensor prepare(const at::Tensor& input, const ReduceOp& op) {
                                          : at::mul(input, factor->double_factor);
 }
 
+at::Tensor widened(const at::Tensor& flat) {
+  return isNarrow(flat.scalar_type()) ? scratchCopy(flat, at::kFloat) : flat;
+}
+
+int64_t wideItemSize(const at::Tensor& flat) {
+  return isNarrow(flat.scalar_type()) ? int64_t{sizeof(float)} : itemSize(flat);
+}
+
 TwoSteps inTwoSteps(const ReduceOp& op, at::ScalarType dtype) {
   if (op != ReduceOp::AVG) return {op, op};
-  if (dtype == at::kHalf || dtype == at::kBFloat16) return {ReduceOp::AVG, ReduceOp::SUM};
+  if (isNarrow(dtype)) return {ReduceOp::AVG, ReduceOp::SUM};
   return {ReduceOp::SUM, ReduceOp::AVG};
 }
 

@@ -40,6 +40,10 @@ Elements elementsOf(const at::Tensor& tensor);
 void reduceParts(const std::vector<const void*>& parts, const c10d::ReduceOp& op, int64_t contributors,
                  const Elements& output);
 
+// 16-bit floats as those in which they are accumulated; everything else as it is. And the size of such an element.
+at::Tensor widened(const at::Tensor& flat);
+int64_t wideItemSize(const at::Tensor& flat);
+
 // Up to so many contributions of hosts are combined one after the other; more of them half by half (see Halves), so
 // that hosts may reduce them in rounds, with the same result.
 inline constexpr int kMostInOrder = 8;
