@@ -4,6 +4,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <algorithm>
+#include <future>
 #include <limits>
 #include <optional>
 #include <string>
@@ -188,13 +189,21 @@ Executors executorsOverBackend(const c10::intrusive_ptr<c10d::Backend>& backend,
   return {made};
 }
 
-// A hook keeps them, also where the script has destroyed all groups.
-void shutDownExecutorsOverBackends() {
+// With the groups all executors over backends: a hook keeps them, also where the script has destroyed all groups. At
+// the same time, as each may take its while to give up what nobody answers.
+void shutDownTogether(const std::vector<c10::intrusive_ptr<ProcessGroupBagua>>& groups) {
   // A copy: another thread may make some meanwhile.
   const auto left = executorsOverBackends();
-  for (const auto& known : left) {
-    if (const auto executors = known.lock()) withoutGil([&] { executors->shutdown(); });
-  }
+  withoutGil([&] {
+    std::vector<std::future<void>> ends;
+    for (const auto& group : groups) ends.push_back(std::async(std::launch::async, [&group] { group->shutdown(); }));
+    for (const auto& known : left) {
+      if (auto executors = known.lock()) {
+        ends.push_back(std::async(std::launch::async, [kept = std::move(executors)] { kept->shutdown(); }));
+      }
+    }
+    for (auto& end : ends) end.get();
+  });
 }
 
 // The same executors, with which a Python object ends: their group, where it was made for them alone.
@@ -317,7 +326,7 @@ void bindHook(py::module& module) {
   module.def("executors_of_group", &executorsOfGroup, py::arg("group"));
   module.def("executors_over_backend", &executorsOverBackend, py::arg("backend"), py::arg("group_name"),
              py::arg("records"), py::arg("timeout"), py::arg("global_ranks"));
-  module.def("shut_down_executors_over_backends", &shutDownExecutorsOverBackends);
+  module.def("shut_down_together", &shutDownTogether, py::arg("groups"));
   module.def("with_owned", &withOwned, py::arg("executors"), py::arg("owned"));
   const auto noGil = py::call_guard<py::gil_scoped_release>();
   HookClass hook(module, "Hook");

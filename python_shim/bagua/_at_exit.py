@@ -107,10 +107,11 @@ def _end_algorithm(hook: _C.Hook, moment: str) -> None:
 
 
 def _shut_down_groups() -> None:
-    """Shut down the groups that are left, and what runs hooks over groups of other backends.
+    """Shut down the groups that are left, and what runs hooks over groups of other backends, all at the same time.
 
     A communication thread that drops a tensor while the interpreter goes away would end the process by a signal.
     """
+    groups = set()
     for group in {*distributed_c10d._world.pg_map, *_unlisted}:
         for device in group._device_types:
             try:
@@ -119,5 +120,5 @@ def _shut_down_groups() -> None:
                 continue
             backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             if isinstance(backend, _C.ProcessGroupBagua):
-                backend.shutdown()
-    _C.shut_down_executors_over_backends()
+                groups.add(backend)
+    _C.shut_down_together(list(groups))
