@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 
 #include <functional>
 #include <memory>
@@ -31,22 +30,6 @@ class Executor {
   // `results` is the value of the Work's future and result(). `operation.sequence` is filled in here.
   virtual c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results,
                                                 Program program) = 0;
-
-  // Messages between two ranks: not part of the order of programs. peer == kAnySource receives from whoever sends.
-  static constexpr int kAnySource = -1;
-  virtual c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) = 0;
-  virtual c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) = 0;
-
-  // See cpu/monitored_barrier.h. CPU only.
-  virtual void monitoredBarrier(std::chrono::milliseconds /*timeout*/, bool /*waitAllRanks*/) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua: monitored_barrier is for CPU tensors");
-  }
-
-  // What is submitted between the two calls is one unit, completed by the Work that endGroup returns. A group that was
-  // started and never ended is dropped by the next start: torch's coalescing manager leaves one when an operation in it
-  // throws.
-  virtual void startGroup() = 0;
-  virtual c10::intrusive_ptr<c10d::Work> endGroup() = 0;
 
   // Fails everything that has not completed, with `reason`. Later calls fail at once.
   virtual void abort(const std::string& reason) = 0;

@@ -8,15 +8,15 @@
 #include "backend/cpu/messenger.h"
 #include "backend/cpu/monitored_barrier.h"
 #include "backend/cpu/program_queue.h"
-#include "backend/executor.h"
 #include "backend/health/group_health.h"
+#include "backend/message_executor.h"
 
 namespace bagua {
 
 // Programs on CPU tensors: a ProgramQueue with a thread per channel, started with the channel's first program. A caller
 // who waits for its operation anyway runs it itself where nothing else runs. Messages between two ranks go beside the
 // queue.
-class CpuExecutor final : public Executor {
+class CpuExecutor final : public MessageExecutor {
  public:
   using Communicators = ProgramQueue::Communicators;
 

@@ -46,9 +46,9 @@ void endWithGroup(const std::shared_ptr<Executor>& executor, OperationLog& log) 
   });
 }
 
-std::shared_ptr<Executor> makeCpuExecutor(const GroupIdentity& group, const GroupMembers& members,
-                                          const std::shared_ptr<const HostTopology>& topology, GroupHealth& health,
-                                          bool isSerial) {
+std::shared_ptr<MessageExecutor> makeCpuExecutor(const GroupIdentity& group, const GroupMembers& members,
+                                                 const std::shared_ptr<const HostTopology>& topology,
+                                                 GroupHealth& health, bool isSerial) {
   const auto transport = members.ownTransport ? members.ownTransport : net::processTransport();
   const auto joined =
       transport->join(members.id, group.rank, addressesOf(members), topology->ranksOf(topology->hostOf(group.rank)));

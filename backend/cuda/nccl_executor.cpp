@@ -198,10 +198,11 @@ c10::intrusive_ptr<c10d::Work> NcclExecutor::endGroup() {
   }
 }
 
-std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Store>& store,
-                                           at::Device device, const std::shared_ptr<const HostTopology>& topology,
-                                           std::chrono::milliseconds timeout, bool highPriorityStream,
-                                           std::shared_ptr<OperationLog> health) {
+std::shared_ptr<MessageExecutor> makeNcclExecutor(const GroupIdentity& group,
+                                                  const c10::intrusive_ptr<c10d::Store>& store, at::Device device,
+                                                  const std::shared_ptr<const HostTopology>& topology,
+                                                  std::chrono::milliseconds timeout, bool highPriorityStream,
+                                                  std::shared_ptr<OperationLog> health) {
   // A group has an executor for each device that a rank uses. Every rank makes them in the same order.
   const int64_t ordinal = store->add(c10::str("nccl/executors/", group.rank), 1);
   NcclExecutor::Options options{.api = NcclApi::library(),

@@ -9,12 +9,13 @@
 
 #include "backend/cuda/nccl_communicator.h"
 #include "backend/cuda/stream_executor.h"
+#include "backend/message_executor.h"
 
 namespace bagua {
 
 // Programs over NCCL communicators of our own. Each pair of ranks that exchanges messages outside a group gets a
 // communicator and a stream for that, so that pairs wait neither for each other nor for programs.
-class NcclExecutor final : public StreamExecutor {
+class NcclExecutor final : public StreamExecutor, public MessageExecutor {
  public:
   struct Options {
     NcclApi& api;
@@ -68,9 +69,10 @@ class NcclExecutor final : public StreamExecutor {
 };
 
 // Every rank of the group makes its executors in the same order, with the group's store. `device` has an index.
-std::shared_ptr<Executor> makeNcclExecutor(const GroupIdentity& group, const c10::intrusive_ptr<c10d::Store>& store,
-                                           at::Device device, const std::shared_ptr<const HostTopology>& topology,
-                                           std::chrono::milliseconds timeout, bool highPriorityStream,
-                                           std::shared_ptr<OperationLog> health);
+std::shared_ptr<MessageExecutor> makeNcclExecutor(const GroupIdentity& group,
+                                                  const c10::intrusive_ptr<c10d::Store>& store, at::Device device,
+                                                  const std::shared_ptr<const HostTopology>& topology,
+                                                  std::chrono::milliseconds timeout, bool highPriorityStream,
+                                                  std::shared_ptr<OperationLog> health);
 
 }  // namespace bagua

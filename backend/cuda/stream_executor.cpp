@@ -129,24 +129,6 @@ c10::intrusive_ptr<c10d::Work> StreamExecutor::submit(Operation operation, std::
       {.operation = operation, .results = std::move(results), .program = std::move(program), .work = {}, .after = {}});
 }
 
-c10::intrusive_ptr<c10d::Work> StreamExecutor::send(Operation operation, at::Tensor /*tensor*/, int /*tag*/) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, operation.name, ": messages of group '", group_.name,
-                              "' go through its own backend");
-}
-
-c10::intrusive_ptr<c10d::Work> StreamExecutor::receive(Operation operation, at::Tensor /*tensor*/, int /*tag*/) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, operation.name, ": messages of group '", group_.name,
-                              "' go through its own backend");
-}
-
-void StreamExecutor::startGroup() {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "coalescing in group '", group_.name, "' goes through its own backend");
-}
-
-c10::intrusive_ptr<c10d::Work> StreamExecutor::endGroup() {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "coalescing in group '", group_.name, "' goes through its own backend");
-}
-
 void StreamExecutor::abort(const std::string& reason) {
   if (!watchdog_.error()) health_->reportAbort(reason);
   watchdog_.fail(makeBackendError(reason));

@@ -15,7 +15,7 @@ namespace bagua {
 
 // Programs on CUDA tensors: submit() runs a program at once, in the thread that calls it, with the communication stream
 // as the current stream, so that all it does is enqueued there. README.md has the rules of streams and lifetimes.
-class StreamExecutor : public Executor {
+class StreamExecutor : public virtual Executor {
  public:
   using Channels = std::vector<std::shared_ptr<StreamChannel>>;
 
@@ -25,11 +25,6 @@ class StreamExecutor : public Executor {
   ~StreamExecutor() override;
 
   c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
-  // Messages and groups need a transport of our own.
-  c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) override;
-  c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) override;
-  void startGroup() override;
-  c10::intrusive_ptr<c10d::Work> endGroup() override;
   void abort(const std::string& reason) override;
   void shutdown() override;
   [[nodiscard]] std::exception_ptr error() const override;

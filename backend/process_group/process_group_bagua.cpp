@@ -81,7 +81,7 @@ std::chrono::milliseconds ProcessGroupBagua::orDefault(std::chrono::milliseconds
   return timeout.count() < 0 ? options_->timeout : limitedTimeout(timeout);
 }
 
-std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device) {
+std::shared_ptr<MessageExecutor> ProcessGroupBagua::makeExecutor(at::Device device) {
   if (!health_) {
     // Below the group's id, which all its ranks have drawn together: no failure of an earlier group of that name is
     // found.
@@ -103,7 +103,7 @@ std::shared_ptr<Executor> ProcessGroupBagua::makeExecutor(at::Device device) {
 #endif
 }
 
-Executor& ProcessGroupBagua::executorFor(at::Device device) {
+MessageExecutor& ProcessGroupBagua::executorFor(at::Device device) {
   TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(), "bagua on rank ", rank_, ": group '", identity_.name,
                    "' belongs to the process that has forked this one, which is no rank of it");
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -138,7 +138,7 @@ void ProcessGroupBagua::startCoalescing() {
 }
 
 ProcessGroupBagua::WorkPtr ProcessGroupBagua::endCoalescing() {
-  std::shared_ptr<Executor> executor;
+  std::shared_ptr<MessageExecutor> executor;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(coalescing_, "bagua on rank ", rank_, ": end of coalescing without a start");

@@ -6,8 +6,8 @@
 #include <mutex>
 #include <optional>
 
-#include "backend/executor.h"
 #include "backend/health/group_health.h"
+#include "backend/message_executor.h"
 #include "backend/os/process_mark.h"
 #include "backend/process_group/argument_checks.h"
 #include "backend/rendezvous/rank_record.h"
@@ -100,7 +100,7 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   void abort() override;
   void shutdown() override;
 
-  Executor& executorFor(at::Device device) override;
+  MessageExecutor& executorFor(at::Device device) override;
   [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return options_->timeout; }
   [[nodiscard]] const HostTopology& topology() const override { return *topology_; }
@@ -124,10 +124,11 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
                       const c10d::ReduceOp& reduceOp, int64_t peer = -1, std::vector<at::Tensor> inputs = {}) const;
   [[nodiscard]] std::chrono::milliseconds orDefault(std::chrono::milliseconds timeout) const;
   [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity_}; }
-  using Executors = std::map<at::Device, std::shared_ptr<Executor>, bool (*)(const at::Device&, const at::Device&)>;
+  using Executors =
+      std::map<at::Device, std::shared_ptr<MessageExecutor>, bool (*)(const at::Device&, const at::Device&)>;
   // A copy: they are called without the mutex.
   Executors executors() const;
-  std::shared_ptr<Executor> makeExecutor(at::Device device);
+  std::shared_ptr<MessageExecutor> makeExecutor(at::Device device);
   void close(const std::string& reason);
   void stopHealth();
   c10::intrusive_ptr<Options> optionsOf(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;

@@ -32,7 +32,8 @@ WorkPtr ProcessGroupBagua::recvAnysource(std::vector<at::Tensor>& tensors, int t
   const at::Tensor tensor = checks(kName).single(tensors);
   checks(kName).rowMajor(tensor, "tensor");
   return executorFor(tensor.device())
-      .receive(operation(OpType::RECVANYSOURCE, kName, tensor, options_->timeout, Executor::kAnySource), tensor, tag);
+      .receive(operation(OpType::RECVANYSOURCE, kName, tensor, options_->timeout, MessageExecutor::kAnySource), tensor,
+               tag);
 }
 
 }  // namespace bagua

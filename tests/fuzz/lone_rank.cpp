@@ -79,12 +79,4 @@ c10::intrusive_ptr<c10d::Work> LoneRank::submit(Operation operation, std::vector
   return work;
 }
 
-c10::intrusive_ptr<c10d::Work> LoneRank::send(Operation operation, at::Tensor tensor, int /*tag*/) {
-  return submit(operation, {std::move(tensor)}, [](Communicator&) {});
-}
-
-c10::intrusive_ptr<c10d::Work> LoneRank::receive(Operation operation, at::Tensor tensor, int /*tag*/) {
-  return submit(operation, {std::move(tensor)}, [](Communicator&) {});
-}
-
 }  // namespace bagua::fuzz

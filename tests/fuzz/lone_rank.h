@@ -21,10 +21,6 @@ class LoneRank final : public Executor, public ExecutorProvider {
   [[nodiscard]] Communicator& communicator() { return *communicator_; }
 
   c10::intrusive_ptr<c10d::Work> submit(Operation operation, std::vector<at::Tensor> results, Program program) override;
-  c10::intrusive_ptr<c10d::Work> send(Operation operation, at::Tensor tensor, int tag) override;
-  c10::intrusive_ptr<c10d::Work> receive(Operation operation, at::Tensor tensor, int tag) override;
-  void startGroup() override {}
-  c10::intrusive_ptr<c10d::Work> endGroup() override { return {}; }
   void abort(const std::string& /*reason*/) override {}
   void shutdown() override {}
   [[nodiscard]] std::exception_ptr error() const override { return nullptr; }

@@ -34,14 +34,6 @@ class ImmediateGroup final : public Executor, public ExecutorProvider {
     static_cast<void>(work->complete());
     return work;
   }
-  c10::intrusive_ptr<c10d::Work> send(Operation /*operation*/, at::Tensor /*tensor*/, int /*tag*/) override {
-    return {};
-  }
-  c10::intrusive_ptr<c10d::Work> receive(Operation /*operation*/, at::Tensor /*tensor*/, int /*tag*/) override {
-    return {};
-  }
-  void startGroup() override {}
-  c10::intrusive_ptr<c10d::Work> endGroup() override { return {}; }
   void abort(const std::string& /*reason*/) override {}
   void shutdown() override {}
   [[nodiscard]] std::exception_ptr error() const override { return nullptr; }
