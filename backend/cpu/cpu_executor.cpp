@@ -25,7 +25,7 @@ CpuExecutor::CpuExecutor(const GroupIdentity& group, Communicators channels, std
                          std::shared_ptr<OperationLog> health)
     : group_(group),
       messenger_(std::move(messenger)),
-      monitoredBarrier_(messenger_ ? &messenger_->transport() : nullptr, group.rank, group.size),
+      monitoredBarrier_(messenger_ ? &messenger_->messages() : nullptr, group.rank, group.size),
       threads_(channels.size()) {
   if (!health) health = GroupHealth(group, nullptr).addLog("cpu");
   queue_ = std::make_shared<ProgramQueue>(group, std::move(channels), std::move(health));

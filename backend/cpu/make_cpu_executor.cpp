@@ -9,7 +9,7 @@
 
 #include "backend/cpu/collectives/cpu_communicator.h"
 #include "backend/cpu/cpu_executor.h"
-#include "backend/cpu/socket_messages.h"
+#include "backend/cpu/messages.h"
 #include "backend/cpu/socket_wire.h"
 #include "backend/net/process_transport.h"
 
@@ -65,7 +65,7 @@ std::shared_ptr<MessageExecutor> makeCpuExecutor(const GroupIdentity& group, con
   for (int channel = 0; channel < count; ++channel) {
     channels.push_back(std::make_unique<CpuCommunicator>(std::make_unique<SocketWire>(joined), topology));
   }
-  auto messenger = std::make_unique<Messenger>(group, std::make_unique<SocketMessages>(joined), log);
+  auto messenger = std::make_unique<Messenger>(group, std::make_unique<Messages>(joined), log);
   auto executor = std::make_shared<CpuExecutor>(group, std::move(channels), std::move(messenger), log);
   endWithGroup(executor, *log);
   return executor;

@@ -93,14 +93,13 @@ class MessageWork final : public c10d::Work {
 
 }  // namespace
 
-Messenger::Messenger(GroupIdentity group, std::unique_ptr<MessageTransport> transport,
-                     std::shared_ptr<OperationLog> health)
-    : group_(std::move(group)), transport_(std::move(transport)), health_(std::move(health)) {}
+Messenger::Messenger(GroupIdentity group, std::unique_ptr<Messages> messages, std::shared_ptr<OperationLog> health)
+    : group_(std::move(group)), messages_(std::move(messages)), health_(std::move(health)) {}
 
 c10::intrusive_ptr<c10d::Work> Messenger::send(const Operation& operation, at::Tensor tensor, int tag) {
   checkTag(operation, tag);
   try {
-    auto transfer = transport_->send(bytesOf(tensor), operation.peer, tag);
+    auto transfer = messages_->send(bytesOf(tensor), operation.peer, tag);
     return track(operation, std::move(transfer), std::move(tensor));
   } catch (...) {
     std::rethrow_exception(explain(std::current_exception(), operation));
@@ -110,7 +109,7 @@ c10::intrusive_ptr<c10d::Work> Messenger::send(const Operation& operation, at::T
 c10::intrusive_ptr<c10d::Work> Messenger::receive(const Operation& operation, at::Tensor tensor, int tag) {
   checkTag(operation, tag);
   try {
-    auto transfer = transport_->receive(bytesOf(tensor), operation.peer, tag);
+    auto transfer = messages_->receive(bytesOf(tensor), operation.peer, tag);
     return track(operation, std::move(transfer), std::move(tensor));
   } catch (...) {
     std::rethrow_exception(explain(std::current_exception(), operation));

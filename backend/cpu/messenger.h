@@ -7,7 +7,7 @@
 #include <mutex>
 #include <vector>
 
-#include "backend/cpu/message_transport.h"
+#include "backend/cpu/messages.h"
 #include "backend/health/group_health.h"
 #include "backend/operation/operation.h"
 #include "backend/torch_compat.h"
@@ -21,13 +21,13 @@ class Messenger {
   // Users' tags lie below.
   static constexpr int kTags = 1 << 30;
 
-  Messenger(GroupIdentity group, std::unique_ptr<MessageTransport> transport, std::shared_ptr<OperationLog> health);
+  Messenger(GroupIdentity group, std::unique_ptr<Messages> messages, std::shared_ptr<OperationLog> health);
 
   c10::intrusive_ptr<c10d::Work> send(const Operation& operation, at::Tensor tensor, int tag);
   // operation.peer < 0: from any rank.
   c10::intrusive_ptr<c10d::Work> receive(const Operation& operation, at::Tensor tensor, int tag);
-  // The transport itself, for messages that are no operations.
-  [[nodiscard]] MessageTransport& transport() { return *transport_; }
+  // For messages that are no operations.
+  [[nodiscard]] Messages& messages() { return *messages_; }
   // Releases whoever waits for a message, now or later.
   void abort();
 
@@ -39,7 +39,7 @@ class Messenger {
   [[nodiscard]] std::exception_ptr explain(const std::exception_ptr& error, const Operation& operation) const;
 
   const GroupIdentity group_;
-  const std::unique_ptr<MessageTransport> transport_;
+  const std::unique_ptr<Messages> messages_;
   const std::shared_ptr<OperationLog> health_;
   std::mutex mutex_;
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> transfers_;

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-#include "backend/cpu/message_transport.h"
+#include "backend/cpu/messages.h"
 
 namespace bagua {
 
@@ -20,7 +20,7 @@ namespace bagua {
 // one that comes late.
 class MonitoredBarrier {
  public:
-  MonitoredBarrier(MessageTransport* messages, int rank, int size) : messages_(messages), rank_(rank), size_(size) {}
+  MonitoredBarrier(Messages* messages, int rank, int size) : messages_(messages), rank_(rank), size_(size) {}
 
   // After `programs` programs of the group.
   void pass(uint64_t programs, std::chrono::milliseconds timeout, bool waitAllRanks);
@@ -37,7 +37,7 @@ class MonitoredBarrier {
   void tellGivenUp(uint64_t number, const std::vector<int>& missing);
 
   // Null: the group has no messages.
-  MessageTransport* const messages_;
+  Messages* const messages_;
   const int rank_;
   const int size_;
   std::mutex mutex_;

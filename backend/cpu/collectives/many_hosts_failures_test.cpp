@@ -13,7 +13,7 @@
 #include "backend/cpu/collectives/cpu_communicator.h"
 #include "backend/cpu/cpu_executor.h"
 #include "backend/cpu/make_cpu_executor.h"
-#include "backend/cpu/socket_messages.h"
+#include "backend/cpu/messages.h"
 #include "backend/cpu/socket_wire.h"
 
 namespace bagua {
@@ -80,7 +80,7 @@ class Rank {
     channels.push_back(
         std::make_unique<CpuCommunicator>(std::make_unique<SocketWire>(group),
                                           std::make_shared<const HostTopology>(HostTopology::oneRankPerHost(kRanks))));
-    auto messenger = std::make_unique<Messenger>(identity_, std::make_unique<SocketMessages>(group), log);
+    auto messenger = std::make_unique<Messenger>(identity_, std::make_unique<Messages>(group), log);
     executor_ = std::make_shared<CpuExecutor>(identity_, std::move(channels), std::move(messenger), log);
     endWithGroup(executor_, *log);
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "backend/cpu/socket_messages.h"
+#include "backend/cpu/messages.h"
 
 #include <c10/util/Exception.h>
 
@@ -28,7 +28,7 @@ uint64_t streamOf(int tag) { return kMessages | static_cast<uint32_t>(tag); }
 
 }  // namespace
 
-class SocketMessages::Message : public c10d::Work {
+class Messages::Message : public c10d::Work {
  public:
   Message(std::shared_ptr<State> state, at::Tensor bytes)
       : Work(-1, c10d::OpType::UNKNOWN), state_(std::move(state)), bytes_(std::move(bytes)) {}
@@ -71,11 +71,11 @@ class SocketMessages::Message : public c10d::Work {
   std::atomic<bool> isAborted_ = false;
 };
 
-class SocketMessages::Sent final : public Message {
+class Messages::Sent final : public Message {
  public:
   Sent(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, int tag) : Message(std::move(state), bytes) {
     const std::lock_guard<std::mutex> lock(state_->mutex);
-    const uint32_t index = state_->sent[{peer, tag}]++;
+    const uint32_t index = state_->sent[peer].add(tag);
     send(peer, streamOf(tag), index);
   }
   Sent(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, uint64_t stream)
@@ -100,7 +100,7 @@ class SocketMessages::Sent final : public Message {
   std::unique_ptr<net::Group::Sending> sending_;
 };
 
-class SocketMessages::Received final : public Message {
+class Messages::Received final : public Message {
  public:
   Received(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, int tag)
       : Message(std::move(state), bytes), tag_(tag) {
@@ -131,7 +131,7 @@ class SocketMessages::Received final : public Message {
  private:
   // Under the state's mutex.
   void expectFrom(int peer) {
-    const uint32_t index = state_->received[{peer, tag_}]++;
+    const uint32_t index = state_->received[peer].add(tag_);
     expect(peer, streamOf(tag_), index);
   }
 
@@ -150,7 +150,7 @@ class SocketMessages::Received final : public Message {
     bool isAnybodyLeft = false;
     for (int peer = 0; peer < group().size(); ++peer) {
       if (peer == group().rank()) continue;
-      keys.push_back({streamOf(tag_), static_cast<uint32_t>(peer), state_->received[{peer, tag_}]});
+      keys.push_back({streamOf(tag_), static_cast<uint32_t>(peer), state_->received[peer].of(tag_)});
       const std::string error = group().errorOf(peer);
       if (error.empty()) isAnybodyLeft = true;
       if (lost.empty()) lost = error;
@@ -170,15 +170,15 @@ class SocketMessages::Received final : public Message {
   int peer_ = -1;
 };
 
-c10::intrusive_ptr<c10d::Work> SocketMessages::send(const at::Tensor& bytes, int peer, int tag) {
+c10::intrusive_ptr<c10d::Work> Messages::send(const at::Tensor& bytes, int peer, int tag) {
   return letGo(c10::make_intrusive<Sent>(state_, bytes, peer, tag));
 }
 
-c10::intrusive_ptr<c10d::Work> SocketMessages::sendNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
+c10::intrusive_ptr<c10d::Work> Messages::sendNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
   return letGo(c10::make_intrusive<Sent>(state_, bytes, peer, kMessages | kNumbered | number));
 }
 
-c10::intrusive_ptr<c10d::Work> SocketMessages::letGo(c10::intrusive_ptr<Message> message) {
+c10::intrusive_ptr<c10d::Work> Messages::letGo(c10::intrusive_ptr<Message> message) {
   // Dropped after the lock: a tensor that Python knows may go with them.
   std::vector<c10::intrusive_ptr<c10d::Work>> gone;
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -199,11 +199,11 @@ c10::intrusive_ptr<c10d::Work> SocketMessages::letGo(c10::intrusive_ptr<Message>
   return message;
 }
 
-c10::intrusive_ptr<c10d::Work> SocketMessages::receive(const at::Tensor& bytes, int peer, int tag) {
+c10::intrusive_ptr<c10d::Work> Messages::receive(const at::Tensor& bytes, int peer, int tag) {
   return c10::make_intrusive<Received>(state_, bytes, peer, tag);
 }
 
-c10::intrusive_ptr<c10d::Work> SocketMessages::receiveNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
+c10::intrusive_ptr<c10d::Work> Messages::receiveNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
   return c10::make_intrusive<Received>(state_, bytes, peer, kMessages | kNumbered | number);
 }
 
