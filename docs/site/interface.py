@@ -8,7 +8,6 @@ import pkgutil
 from types import ModuleType
 
 import bagua
-from bagua._native import _C
 
 _OPERATORS = """# torch.ops.bagua
 
@@ -37,7 +36,7 @@ _FIRST = ["register_comm_hook", "Handle", "Stats", "comm_hook"]
 
 def options_table(algorithm: str) -> str:
     """Return the section about the options of an algorithm."""
-    info = _C.algorithm_info(algorithm)
+    info = bagua.describe(algorithm)
     lines = ["## Options", "", "| name | default | meaning |", "|---|---|---|"]
     lines += [f"| `{o['name']}` | `{o['default']!r}` | {o['summary']} |" for o in info["options"]]
     return "\n".join(lines)

@@ -9,9 +9,9 @@ communication hooks, chosen by name::
 
 from bagua import _native, compressed
 from bagua._native import Options
-from bagua.codecs import available_codecs
+from bagua._registry import available_algorithms, available_codecs, describe
 from bagua.handle import Handle
-from bagua.hooks import available_algorithms, comm_hook, register_comm_hook
+from bagua.hooks import comm_hook, register_comm_hook
 from bagua.optimizers import QAdamOptimizer
 from bagua.stats import Stats
 
@@ -26,5 +26,6 @@ __all__ = [
     "available_codecs",
     "comm_hook",
     "compressed",
+    "describe",
     "register_comm_hook",
 ]

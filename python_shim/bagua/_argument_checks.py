@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from bagua._attachment import class_of_optimizer
 from bagua._native import _C
+from bagua._registry import AlgorithmInfo, available_algorithms, describe
 
 _MOST_CHARACTERS = 80
 _MOST_STEPS = (1 << 63) - 1
@@ -29,7 +30,7 @@ def check_algorithm(algorithm: Any, advice: str = "") -> None:
     """Refuse what is no name; `advice` says what else may be wrong."""
     if not isinstance(algorithm, str):
         raise TypeError(
-            f"algorithm must be a name, one of {', '.join(_C.algorithm_names())}, got {shown(algorithm)}{advice}"
+            f"algorithm must be a name, one of {', '.join(available_algorithms())}, got {shown(algorithm)}{advice}"
         )
 
 
@@ -41,14 +42,14 @@ def by_name(call: str, algorithm: str, given: Any) -> str:
         algorithm: the algorithm.
         given: what was given in a wrong place.
     """
-    info = _C.algorithm_info(algorithm)
+    info = describe(algorithm)
     options = _options_meant(info, given) or {option["name"]: option["default"] for option in info["options"][:1]}
     values = "".join(f", {name}={value!r}" for name, value in options.items())
     optimizer = ", optimizer=optimizer" if info["optimizer"] and call.startswith("register_comm_hook") else ""
     return f"Options are given by name: write {call}{algorithm!r}{optimizer}{values})"
 
 
-def _options_meant(info: dict[str, Any], given: Any) -> dict[str, Any]:
+def _options_meant(info: AlgorithmInfo, given: Any) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return {str(name): value for name, value in given.items()}
     if not isinstance(given, (bool, int, float, str)):
@@ -73,7 +74,7 @@ def check_optimizer_type(algorithm: str, optimizer: Any) -> None:
     """Refuse what is no optimizer, such as options that were not given by name, or an optimizer's name."""
     if optimizer is None or isinstance(optimizer, Optimizer):
         return
-    info = _C.algorithm_info(algorithm)
+    info = describe(algorithm)
     expected = f"optimizer must be a {class_of_optimizer(info['optimizer'])}, got {shown(optimizer)}"
     if info["optimizer"] and not _options_meant(info, optimizer):
         raise TypeError(f"{expected}: pass the optimizer itself: optimizer=optimizer")

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from bagua._belongings import Belongings
 from bagua._eager import eager
 from bagua._native import _C
+from bagua._registry import describe
 from bagua.optimizers import QAdamOptimizer
 
 PICKLE_ADVICE = (
@@ -97,11 +98,9 @@ def class_of_optimizer(expected: str) -> str:
     return "bagua.QAdamOptimizer" if expected == "QAdamOptimizer" else "torch.optim.Optimizer"
 
 
-def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str, expected: str) -> None:
-    """Refuse an optimizer that is missing, of another class than `expected`, or not that of the model.
-
-    Where `expected` is empty, the algorithm needs none.
-    """
+def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str) -> None:
+    """Refuse an optimizer that is missing, of another class than the algorithm needs, or not that of the model."""
+    expected = describe(algorithm)["optimizer"]
     if optimizer is None:
         if expected:
             raise ValueError(f"algorithm {algorithm!r} acts on what the optimizer does: pass it as optimizer=")
@@ -126,7 +125,7 @@ def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str
         )
 
 
-def check_model(ddp: DistributedDataParallel, algorithm: str, info: dict[str, Any], *, is_hierarchical: bool) -> None:
+def check_model(ddp: DistributedDataParallel, algorithm: str, *, is_hierarchical: bool) -> None:
     """Refuse a model whose weights cannot be exchanged, or one that communicates where the algorithm must not."""
     parameters = trainable_parameters(ddp)
     if any(p.is_complex() for p in parameters):
@@ -134,23 +133,24 @@ def check_model(ddp: DistributedDataParallel, algorithm: str, info: dict[str, An
     devices = {p.device for p in parameters}
     if len(devices) > 1:
         raise ValueError(f"algorithm {algorithm!r} takes a model on one device, got {sorted(map(str, devices))}")
+    info = describe(algorithm)
     if not info["runs_in_background"]:
         return
-    reason = _why_nobody_waits(algorithm, info)
+    reason = _why_nobody_waits(algorithm)
     if (info["steps_may_differ"] or is_hierarchical) and ddp.find_unused_parameters and not ddp.static_graph:
         raise ValueError(f"{reason}, but find_unused_parameters=True communicates in every step: switch it off")
-    check_layers(ddp, algorithm, info)
+    check_layers(ddp, algorithm)
 
 
-def check_layers(model: nn.Module, algorithm: str, info: dict[str, Any]) -> None:
+def check_layers(model: nn.Module, algorithm: str) -> None:
     """Refuse layers that wait for the other ranks, with an algorithm that runs in the background."""
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        reason = _why_nobody_waits(algorithm, info)
+        reason = _why_nobody_waits(algorithm)
         raise ValueError(f"{reason}, but SyncBatchNorm communicates in every forward: use BatchNorm")
 
 
-def _why_nobody_waits(algorithm: str, info: dict[str, Any]) -> str:
-    if info["steps_may_differ"]:
+def _why_nobody_waits(algorithm: str) -> str:
+    if describe(algorithm)["steps_may_differ"]:
         return f"ranks may take different numbers of steps with algorithm {algorithm!r}"
     return f"ranks do not wait for each other in a step with algorithm {algorithm!r}"
 
@@ -158,14 +158,7 @@ def _why_nobody_waits(algorithm: str, info: dict[str, Any]) -> str:
 class Attachment:
     """The hooks on one model and its optimizer, for as long as the algorithm is at work."""
 
-    def __init__(
-        self,
-        hook: _C.Hook,
-        executors: Any,
-        ddp: DistributedDataParallel,
-        optimizer: Optimizer,
-        info: dict[str, Any],
-    ) -> None:
+    def __init__(self, hook: _C.Hook, executors: Any, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
         self._hook = hook
         self._executors = executors
         # Not the model itself, which holds us.
@@ -175,7 +168,8 @@ class Attachment:
         self._momentum_optimizer = optimizer if isinstance(optimizer, QAdamOptimizer) else None
         self._is_first_forward = True
         self._broadcasts_buffers = ddp.broadcast_buffers
-        self._runs_in_background = bool(info["runs_in_background"])
+        info = describe(hook.name)
+        self._runs_in_background = info["runs_in_background"]
         # Whether backwards without a bucket of DDP's are noticed, and steps that the optimizer did not take.
         self._counts_steps = self._runs_in_background and not info["steps_may_differ"]
         # Whether DDP takes the last synchronised forward for one under no_sync(), so that it copies no gradients; and

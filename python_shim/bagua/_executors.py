@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from bagua import _at_exit
+from bagua._arithmetic import arithmetic_of
 from bagua._fresh_store import fresh_part, new_name
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
+from bagua._registry import describe
 
 
 def _unwrapped(backend: Any) -> Any:
@@ -134,3 +136,24 @@ def host_executors_for(group: dist.ProcessGroup, device: torch.device, members: 
     """Return executors of a group of `members` of `group`, those of one host. Every one of them has to call."""
     timeout = _timeout_of(_unwrapped(group._get_backend(device)))
     return _executors_over_private(group, device, timeout, members)
+
+
+def start(
+    hook: _C.Hook, group: dist.ProcessGroup, device: torch.device, main: Any, parameters: str, optimizer: str
+) -> None:
+    """Have the ranks agree on what they have given a hook, and make the groups that it needs besides. Collective.
+
+    Args:
+        hook: told all that this rank knows of its model.
+        group: the ranks.
+        device: of the parameters.
+        main: what `executors_for` has returned for these.
+        parameters: a text on the parameters, the same on all ranks.
+        optimizer: one on the optimizer.
+    """
+    hook.agree(main, parameters, optimizer, str(device), arithmetic_of(device))
+    if describe(hook.name)["runs_in_background"]:
+        hook.use_background(background_executors_for(group, device))
+        _at_exit.end_with(group, hook)
+    if hook.host_ranks:
+        hook.use_host(host_executors_for(group, device, hook.host_ranks))

@@ -14,6 +14,7 @@ import torch
 from bagua._argument_checks import check_checkpoint
 from bagua._attachment import PICKLE_ADVICE, Attachment
 from bagua._native import _C
+from bagua._registry import describe
 from bagua.stats import Stats, as_text, means_per_step
 
 OptionValue = bool | int | float | str | None
@@ -244,7 +245,7 @@ class Handle:
         traceback: TracebackType | None,
     ) -> None:
         """End background communication, as `abort`. After an exception no rank waits for another: nothing is done."""
-        if error is None and not self._is_removed and _C.algorithm_info(self.algorithm)["runs_in_background"]:
+        if error is None and not self._is_removed and describe(self.algorithm)["runs_in_background"]:
             self.abort()
 
     def _check_at_work(self) -> None:

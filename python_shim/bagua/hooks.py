@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bagua._argument_checks import check_algorithm, check_group_type, check_optimizer_type
-from bagua._arithmetic import arithmetic_of
-from bagua._at_exit import end_with
 from bagua._attachment import (
     PICKLE_ADVICE,
     Attachment,
@@ -30,9 +28,10 @@ from bagua._attachment import (
     unwrapped,
 )
 from bagua._buckets import BucketSplitter
-from bagua._executors import background_executors_for, executors_for, host_executors_for
+from bagua._executors import executors_for, start
 from bagua._layers import layers_of
 from bagua._native import _C
+from bagua._registry import describe
 from bagua.handle import Handle, OptionArgument, OptionValue
 from bagua.stats import Stats
 
@@ -40,11 +39,6 @@ from bagua.stats import Stats
 _OTHER_NAMES = ("optimizer", "process_group")
 _REGISTER = "register_comm_hook(model, "
 _MODEL_FIRST = "; the model comes first: write register_comm_hook(model, 'bytegrad')"
-
-
-def available_algorithms() -> list[str]:
-    """Return the names that `register_comm_hook` and `comm_hook` know."""
-    return list(_C.algorithm_names())
 
 
 def _ddp_in(model: Any) -> DistributedDataParallel:
@@ -125,10 +119,9 @@ def _make_hook(
             "requires_grad=True on those to be trained, before the model is wrapped in DistributedDataParallel"
         )
     _C.check_names(algorithm, complete, [name for name, _ in ddp.module.named_parameters()])
-    info = _C.algorithm_info(algorithm)
-    check_optimizer(ddp, optimizer, algorithm, info["optimizer"])
-    if info["optimizer"]:
-        check_model(ddp, algorithm, info, is_hierarchical=bool(complete.get("hierarchical")))
+    check_optimizer(ddp, optimizer, algorithm)
+    if describe(algorithm)["optimizer"]:
+        check_model(ddp, algorithm, is_hierarchical=bool(complete.get("hierarchical")))
     hook = _C.Hook(algorithm, complete, executors, parameters, ddp.static_graph)
     hook.use_parameters(names_and_roles(ddp.module, parameters))
     hook.use_model(layers_of(trainable_names(ddp)), synchronised_buffers(ddp))
@@ -190,20 +183,14 @@ def register_comm_hook(
         _refuse(main, device)
         raise
     text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
-    hook.agree(main, text, facts_of(optimizer), str(device), arithmetic_of(device))
-    info = _C.algorithm_info(algorithm)
-    if info["runs_in_background"]:
-        hook.use_background(background_executors_for(group, device))
-        end_with(group, hook)
-    if hook.host_ranks:
-        hook.use_host(host_executors_for(group, device, hook.host_ranks))
+    start(hook, group, device, main, text, facts_of(optimizer))
     _C.register_hook(ddp.reducer, hook)
     if hook.wants_small_buckets:
         BucketSplitter(ddp, parameters)
     attachment = None
-    if info["optimizer"]:
+    if describe(algorithm)["optimizer"]:
         assert optimizer is not None
-        attachment = Attachment(hook, main, ddp, optimizer, info)
+        attachment = Attachment(hook, main, ddp, optimizer)
     else:
         ddp.register_forward_pre_hook(refuse_uneven_division)
     handle = Handle(hook, attachment)
@@ -279,7 +266,7 @@ def comm_hook(
         ValueError, TypeError: as `register_comm_hook`.
     """
     check_algorithm(algorithm, ". comm_hook takes no model: its result goes to ddp.register_comm_hook(*result)")
-    needs_optimizer = bool(_C.algorithm_info(algorithm)["optimizer"])
+    needs_optimizer = bool(describe(algorithm)["optimizer"])
     if "optimizer" in options or isinstance(process_group, Optimizer):
         if needs_optimizer:
             raise _needs_optimizer(algorithm)

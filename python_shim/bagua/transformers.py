@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from bagua._argument_checks import check_algorithm, shown
 from bagua._native import _C
+from bagua._registry import describe
 from bagua.handle import Handle, OptionArgument
 from bagua.hooks import register_comm_hook
 from bagua.stats import Stats, means_per_step
@@ -79,7 +80,7 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
         assert trainer is not None
         if self._handle is not None:
             self._handle.remove()
-        optimizer = kwargs["optimizer"] if _C.algorithm_info(self._algorithm)["optimizer"] else None
+        optimizer = kwargs["optimizer"] if describe(self._algorithm)["optimizer"] else None
         wrapped: Any = trainer.model_wrapped
         self._handle = register_comm_hook(wrapped, self._algorithm, optimizer, None, **self._options)
         self._last = None
@@ -123,7 +124,7 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
 
     def _end_rounds(self) -> None:
         assert self._handle is not None
-        if _C.algorithm_info(self._algorithm)["runs_in_background"]:
+        if describe(self._algorithm)["runs_in_background"]:
             self._handle.abort()
         else:
             self._handle.synchronize()

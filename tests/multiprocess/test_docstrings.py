@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import RankPool
 
-MODULES = ["_checks", "algorithms.base", "bucket", "data_parallel.functional", "distributed", "utils"]
+MODULES = ["_checks", "algorithms.base", "bucket", "distributed"]
 
 
 def _run(name: str) -> None:

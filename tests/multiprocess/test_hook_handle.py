@@ -12,7 +12,6 @@ import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
-from bagua._native import _C
 from hooked_models import Leaves, emulated_hosts, loss_of, perceptron, random_gradient
 from ranks import RankPool
 from torch import Tensor
@@ -36,7 +35,7 @@ class Trained(NamedTuple):
 def _hooked(algorithm: str, group: dist.ProcessGroup | None = None) -> Trained:
     ddp = DDP(perceptron(), process_group=group, bucket_cap_mb=0.0001)  # several buckets
     optimizer: torch.optim.Optimizer
-    if _C.algorithm_info(algorithm)["optimizer"] == "QAdamOptimizer":
+    if bagua.describe(algorithm)["optimizer"] == "QAdamOptimizer":
         optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
     else:
         # It has momenta, which differ where weights do, and counts steps on the CPU.
@@ -45,11 +44,11 @@ def _hooked(algorithm: str, group: dist.ProcessGroup | None = None) -> Trained:
 
 
 def _is_exact(algorithm: str) -> bool:
-    return bool(_C.algorithm_info(algorithm)["is_exact"])
+    return bool(bagua.describe(algorithm)["is_exact"])
 
 
 def _runs_in_background(algorithm: str) -> bool:
-    return bool(_C.algorithm_info(algorithm)["runs_in_background"])
+    return bool(bagua.describe(algorithm)["runs_in_background"])
 
 
 def _everywhere(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:

@@ -12,7 +12,6 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua._native import _C
 from hooked_models import emulated_hosts, gradients_of, loss_of, perceptron, same
 from ranks import RankPool, run_ranks
 from torch import nn
@@ -22,7 +21,7 @@ of_every_algorithm = pytest.mark.parametrize("algorithm", bagua.available_algori
 
 
 def _optimizer(algorithm: str, model: nn.Module) -> torch.optim.Optimizer:
-    if _C.algorithm_info(algorithm)["optimizer"] == "QAdamOptimizer":
+    if bagua.describe(algorithm)["optimizer"] == "QAdamOptimizer":
         return bagua.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=1)
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -38,10 +37,10 @@ class _LooksLikeAnOptimizer:
 
 def _options_as_optimizer(algorithm: str) -> None:
     ddp = DDP(perceptron())
-    needed = ", optimizer=optimizer" if _C.algorithm_info(algorithm)["optimizer"] else ""
+    needed = ", optimizer=optimizer" if bagua.describe(algorithm)["optimizer"] else ""
     with pytest.raises(TypeError, match=rf"'{algorithm}'{needed}, hierarchical=False, average=True\)"):
         bagua.register_comm_hook(ddp, algorithm, {"hierarchical": False, "average": True})  # type: ignore[arg-type]
-    has_bool = any(isinstance(option["default"], bool) for option in _C.algorithm_info(algorithm)["options"])
+    has_bool = any(isinstance(option["default"], bool) for option in bagua.describe(algorithm)["options"])
     if has_bool:
         with pytest.raises(
             TypeError, match=rf"got bool False\. .* by name: write .*'{algorithm}'{needed}, \w+=False\)"
@@ -313,7 +312,7 @@ def _lines_and_stages(algorithm: str, hosts: str, options: dict[str, Any]) -> tu
                 optimizer.step()
         handle.synchronize()
         stages = set(handle.stats()["seconds"])
-        if _C.algorithm_info(algorithm)["runs_in_background"]:
+        if bagua.describe(algorithm)["runs_in_background"]:
             handle.abort()
     logged = [[line for line in text.getvalue().splitlines() if "compress" in line] for text in (registering, training)]
     return logged[0], logged[1], stages
@@ -324,7 +323,7 @@ _CODED = {"codec": "minmax_uint8", "exact": (), "start_step": 0, "rank": 1, "min
 
 
 def _options(algorithm: str, hierarchical: bool) -> dict[str, Any]:
-    known = {option["name"] for option in _C.algorithm_info(algorithm)["options"]}
+    known = {option["name"] for option in bagua.describe(algorithm)["options"]}
     return {name: value for name, value in {**_CODED, "hierarchical": hierarchical}.items() if name in known}
 
 

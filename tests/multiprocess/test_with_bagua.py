@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""module.with_bagua() and data_parallel.DistributedDataParallel beside bagua's hooks on stock DDP."""
+"""module.with_bagua() beside bagua's hooks on stock DDP."""
 
 import copy
 from typing import Any
@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm
-from bagua.torch_api.data_parallel import DistributedDataParallel
 from hooked_models import loss_of, perceptron
-from ranks import RankPool
+from ranks import RankPool, run_ranks
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as StockDDP
+from torch.nn.parallel import DistributedDataParallel
 
 # Enough for every weight to have seen a gradient: a variance of zero is divided by for ever.
 WARMUP = 7
@@ -59,7 +58,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 10) 
 
 def _through_both_doors(name: str, options: dict[str, Any]) -> None:
     _start()
-    hooked = StockDDP(perceptron())
+    hooked = DistributedDataParallel(perceptron())
     optimizer = _optimizer_for(name, hooked)
     handle = bagua.register_comm_hook(hooked, name, optimizer=optimizer, **options)
     # One bucket, last parameter first: codecs depend on it, and DDP has orders of its own.
@@ -73,14 +72,6 @@ def _through_both_doors(name: str, options: dict[str, Any]) -> None:
         for one, other in zip(_train(model, optimizer), reference, strict=True):
             # The same buckets, hence the same bits.
             assert torch.equal(one, other)
-    model = perceptron()
-    optimizer = _optimizer_for(name, model)
-    ddp = DistributedDataParallel(
-        model, optimizers=[optimizer], algorithm=_algorithm(name, optimizer, options), broadcast_buffers=False, dim=0
-    )
-    assert ddp.module is model
-    for one, other in zip(_train(ddp, optimizer), reference, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=lambda value: str(value))
@@ -88,6 +79,17 @@ def test_both_doors_lead_to_the_same_algorithm(
     rank_pools: dict[int, RankPool], name: str, options: dict[str, Any]
 ) -> None:
     rank_pools[2].run(_through_both_doors, name, options)
+
+
+HIERARCHICAL_ROUNDS: list[tuple[str, dict[str, Any]]] = [
+    ("local_sgd", {"sync_every": 3, "hierarchical": True}),
+    ("diloco", {"sync_every": 4, "hierarchical": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), HIERARCHICAL_ROUNDS, ids=lambda value: str(value))
+def test_both_doors_average_gradients_inside_hosts(name: str, options: dict[str, Any]) -> None:
+    run_ranks(4, _through_both_doors, name, options, env={"BAGUA_HOST_ID": ["a", "a", "b", "b"]})
 
 
 def _check_same_everywhere(model: nn.Module) -> None:
@@ -292,7 +294,7 @@ def _mistakes() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="LBFGS"):
         model.with_bagua([torch.optim.LBFGS(model.parameters())], Algorithm.init("bytegrad"))  # type: ignore[operator]
-    with pytest.raises(KeyError, match=r"'nonsense' not found.*bytegrad"):
+    with pytest.raises(ValueError, match=r"'nonsense'.*bytegrad"):
         Algorithm.init("nonsense")
     with pytest.raises(TypeError):
         Algorithm.init("bytegrad", averge=True)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What with_bagua() and data_parallel.DistributedDataParallel do when they wrap: state, groups, mistakes, once more."""
+"""What with_bagua() does when it wraps: state, groups, mistakes, once more."""
 
 import copy
 import gc
-import inspect
 import io
 import weakref
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
-from bagua.torch_api.data_parallel import DistributedDataParallel
 from hooked_models import loss_of, perceptron
 from ranks import RankPool
 from torch import Tensor, nn
@@ -60,23 +58,22 @@ def _assert_same_everywhere(tensor: Tensor) -> None:
     assert all(torch.equal(everywhere[0], other) for other in everywhere)
 
 
-def _through_several_doors() -> None:
+def _named_and_wrapped_again() -> None:
     _start()
     model = perceptron()
     optimizer = _sgd(model)
     model.bagua_module_name = "mine"  # type: ignore[assignment]
-    ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=_allreduce())
-    assert model.bagua_module_name == "mine"
-    _train(ddp, optimizer, range(1))
-    _train(DistributedDataParallel(model, optimizers=[optimizer], algorithm=_allreduce()), optimizer, range(1, 2))
-    model.with_bagua([optimizer], _allreduce())  # type: ignore[operator]
-    _train(model, optimizer, range(2, 3))
-    _train(DistributedDataParallel(model), optimizer, range(3, 4))
-    _assert_trained_on_the_mean(model, 4)
+    for step in range(3):
+        model.with_bagua([optimizer], _allreduce())  # type: ignore[operator]
+        assert model.bagua_module_name == "mine"
+        _train(model, optimizer, range(step, step + 1))
+    _assert_trained_on_the_mean(model)
 
 
-def test_the_last_door_is_the_one_that_counts(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_through_several_doors)
+def test_a_module_keeps_its_name_and_is_averaged_once_however_often_it_is_wrapped(
+    rank_pools: dict[int, RankPool],
+) -> None:
+    rank_pools[2].run(_named_and_wrapped_again)
 
 
 class FailingImpl(AlgorithmImpl):
@@ -169,9 +166,6 @@ def _all_state() -> None:
         assert gradient is not None
         assert gradient.is_contiguous(memory_format=torch.channels_last)
         _assert_same_everywhere(gradient)
-    for init_sync in (True, False):
-        ddp = DistributedDataParallel(Mixed(), init_sync=init_sync)
-        assert float(ddp.module.norm.running_mean[0]) == (0 if init_sync else dist.get_rank())  # type: ignore[index, union-attr]
 
 
 def test_frozen_parameters_buffers_and_memory_formats(rank_pools: dict[int, RankPool]) -> None:
@@ -195,75 +189,16 @@ def _groups() -> None:
     _start()
     everyone = list(range(dist.get_world_size()))
     for group in (dist.new_group(everyone), bagua.torch_api.new_group(everyone)):
-        for wrap in (
-            lambda m, o, g: m.with_bagua([o], _allreduce(), process_group=g),
-            lambda m, o, g: DistributedDataParallel(m, process_group=g),
-        ):
-            model = perceptron()
-            optimizer = _sgd(model)
-            _train(wrap(model, optimizer, group), optimizer)
-            _assert_trained_on_the_mean(model)
+        model = perceptron()
+        optimizer = _sgd(model)
+        _train(model.with_bagua([optimizer], _allreduce(), process_group=group), optimizer)  # type: ignore[operator]
+        _assert_trained_on_the_mean(model)
     with pytest.raises(TypeError, match="got 'world'"):
         perceptron().with_bagua([], _allreduce(), process_group="world")  # type: ignore[operator]
 
 
 def test_groups_of_torch_and_of_bagua_are_taken(rank_pools: dict[int, RankPool]) -> None:
     rank_pools[2].run(_groups)
-
-
-# Arguments of torch's class of any supported version, with values that a script may give.
-TORCH_ARGUMENTS: dict[str, list[Any]] = {
-    "device_ids": [None, []],
-    "output_device": [None],
-    "dim": [0, 1],
-    "broadcast_buffers": [None, True, False],
-    "init_sync": [True, False],
-    "process_group": [None],
-    "bucket_cap_mb": [None, 0.0001, 25],
-    "find_unused_parameters": [True, False],
-    "check_reduction": [True, False],
-    "gradient_as_bucket_view": [True, False],
-    "static_graph": [True, False],
-    "delay_all_reduce_named_params": [None],
-    "param_to_hook_all_reduce": [None],
-    "mixed_precision": [None],
-    "device_mesh": [None],
-    "skip_all_reduce_unused_params": [True, False],
-    "bucket_cap_mb_list": [None, [1, 2]],
-    "batched_grad_copy": [True, False],
-    "forward_sync_buffers": [None, True, False],
-    "lazy_bucket_allocation": [True, False],
-}
-
-
-def _arguments() -> None:
-    _start()
-    known = set(inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters) - {"self", "module"}
-    assert known <= set(TORCH_ARGUMENTS), "torch's class has a new argument: what does it mean here?"
-    for name in sorted(known):
-        for value in TORCH_ARGUMENTS[name]:
-            model = perceptron()
-            optimizer = _sgd(model)
-            given: dict[str, Any] = {name: value}
-            ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=_allreduce(), **given)
-            _train(ddp, optimizer)
-            _assert_trained_on_the_mean(model)
-            assert ddp.bagua_algorithm.hook.stats()["rounds"] == 3  # type: ignore[attr-defined]
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))  # type: ignore[attr-defined]
-    model = perceptron()
-    optimizer = _sgd(model)
-    _train(DistributedDataParallel(model, device_mesh=mesh), optimizer)
-    _assert_trained_on_the_mean(model)
-    with pytest.raises(ValueError, match="device_mesh is to have one dimension"):
-        DistributedDataParallel(model, device_mesh=mesh, process_group=dist.group.WORLD)
-    with pytest.raises(TypeError, match="'find_unsed_parameters'"):
-        DistributedDataParallel(model, find_unsed_parameters=True)
-    with pytest.raises(NotImplementedError, match=r"torch\.autocast"):
-        DistributedDataParallel(model, mixed_precision=torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16))
-
-
-def test_every_argument_of_torch_s_class_leaves_the_algorithm_at_work(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_arguments)
 
 
 def _lifetime() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import bagua
 import pytest
 import torch
-from bagua._native import _C
 from torch import nn
 
 
@@ -137,7 +136,7 @@ def test_every_float_is_finite(value: float) -> None:
     model: Any = nn.Linear(2, 2)
     found = 0
     for algorithm in bagua.available_algorithms():
-        for option in _C.algorithm_info(algorithm)["options"]:
+        for option in bagua.describe(algorithm)["options"]:
             if isinstance(option["default"], float):
                 found += 1
                 with pytest.raises(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bagua._native import _C
+from bagua._registry import describe
 from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts
 from bagua.bench.measure import Measurement, Result, environment
 from bagua.bench.options import Settings, is_under_a_launcher
@@ -150,5 +151,5 @@ def _measure(settings: Settings) -> int:
 def _flat(settings: Settings) -> dict[str, bool]:
     """On a single host hierarchical algorithms would compress nothing."""
     names = set(settings.tests) & set(_C.algorithm_names())
-    known = {option["name"] for name in names for option in _C.algorithm_info(name)["options"]}
+    known = {option["name"] for name in names for option in describe(name)["options"]}
     return {"hierarchical": False} if "hierarchical" in known else {}

@@ -18,6 +18,7 @@ import torch
 import bagua
 from bagua import _build_info
 from bagua._native import _C
+from bagua._registry import describe
 from bagua.bench.collectives import COLLECTIVES
 from bagua.bench.emulated_hosts import Network, rate_of, share_of, time_of
 
@@ -257,7 +258,7 @@ def _tests(parser: argparse.ArgumentParser, names: Sequence[str]) -> tuple[str, 
 
 def options_of(algorithm: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options among `given` that an algorithm knows."""
-    known = {option["name"] for option in _C.algorithm_info(algorithm)["options"]}
+    known = {option["name"] for option in describe(algorithm)["options"]}
     return {name: value for name, value in given.items() if name in known}
 
 

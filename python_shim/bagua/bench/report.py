@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua._native import _C
+from bagua._registry import describe
 from bagua.bench.measure import Result
 
 # Medians that are closer than this are not told apart.
@@ -82,7 +83,7 @@ def _fastest(results: list[Result]) -> str:
     algorithms = set(_C.algorithm_names())
     steps: dict[tuple[int, str], list[Result]] = {}
     for result in results:
-        if result.test in algorithms and not _C.algorithm_info(result.test)["runs_in_background"]:
+        if result.test in algorithms and not describe(result.test)["runs_in_background"]:
             steps.setdefault((result.size, result.dtype), []).append(result)
     winners: dict[str, list[str]] = {}
     dtypes = {dtype for _, dtype in steps}

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import bagua
-from bagua._native import _C
+from bagua._registry import describe
 from bagua.bench.collectives import Place
 
 # The warm-up of "qadam"; what is timed comes after.
@@ -137,7 +137,7 @@ class TrainingStep:
         """Ranks come closer to each other, around the mean that they began with unless an outer optimizer moves it."""
         self.step()
         assert self.handle is not None
-        if _C.algorithm_info(self.handle.algorithm)["runs_in_background"]:
+        if describe(self.handle.algorithm)["runs_in_background"]:
             self.handle.abort()
         begin, end = self._start.double(), self._weight.detach().double()
         means = torch.stack([begin, end])
@@ -165,4 +165,4 @@ def algorithm(name: str, options: dict[str, Any]) -> Callable[[Place], TrainingS
     def register(ddp: DistributedDataParallel, optimizer: Optimizer) -> Any:
         return bagua.register_comm_hook(ddp, name, optimizer, **options)
 
-    return lambda place: TrainingStep(place, register, _C.algorithm_info(name)["optimizer"])
+    return lambda place: TrainingStep(place, register, describe(name)["optimizer"])

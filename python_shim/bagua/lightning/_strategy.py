@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from bagua._argument_checks import by_name, check_algorithm, shown
 from bagua._native import _C
+from bagua._registry import available_algorithms, describe
 from bagua.handle import Handle
-from bagua.hooks import available_algorithms, register_comm_hook
+from bagua.hooks import register_comm_hook
 from bagua.lightning._checkpoint import add_states_of_all_ranks, of_this_rank, to_cpu, why_not_exact
 from bagua.lightning._packages import OfTheUsersPackage
 from bagua.optimizers import QAdamOptimizer
@@ -161,7 +162,7 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
 
     def _optimizer(self) -> Optimizer | None:
         """Return the optimizer that the algorithm needs, if it does."""
-        expected = _C.algorithm_info(self._algorithm)["optimizer"]
+        expected = describe(self._algorithm)["optimizer"]
         if not expected:
             return None
         if expected == "QAdamOptimizer":
@@ -176,10 +177,10 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
         return self.optimizers[0]
 
     def _runs_in_background(self) -> bool:
-        return bool(_C.algorithm_info(self._algorithm)["runs_in_background"])
+        return describe(self._algorithm)["runs_in_background"]
 
     def _pauses_for_validation(self) -> bool:
-        return bool(_C.algorithm_info(self._algorithm)["steps_may_differ"])
+        return describe(self._algorithm)["steps_may_differ"]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As DDPStrategy."""
@@ -227,7 +228,7 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As DDPStrategy, with the states of all ranks. Collective, as `Trainer.save_checkpoint` is."""
-        weights_differ = _C.algorithm_info(self._algorithm)["optimizer"] == "Optimizer"
+        weights_differ = describe(self._algorithm)["optimizer"] == "Optimizer"
         if "optimizer_states" in checkpoint and (self._saves_every_rank or not weights_differ):
             state = self._last_state if self._handle is None else self._handle.state_dict()
             if state is not None:

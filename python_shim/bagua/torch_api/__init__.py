@@ -6,7 +6,7 @@ Importing it adds `with_bagua` to torch.nn.Module; `import bagua` alone changes 
 
 # `_patches` is what changes torch's classes.
 from bagua.torch_api import _patches as _patches
-from bagua.torch_api import algorithms, checkpoint, communication, contrib, data_parallel, env
+from bagua.torch_api import algorithms, communication, contrib, env
 from bagua.torch_api.communication import (
     ReduceOp,
     RepeatedInitializationError,
@@ -63,10 +63,8 @@ __all__ = [
     "broadcast",
     "broadcast_coalesced",
     "broadcast_object",
-    "checkpoint",
     "communication",
     "contrib",
-    "data_parallel",
     "env",
     "from_torch_group",
     "gather",

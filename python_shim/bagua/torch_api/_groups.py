@@ -283,6 +283,13 @@ def from_torch_group(
     return made
 
 
+def bagua_group(group: dist.ProcessGroup | BaguaProcessGroup | None) -> BaguaProcessGroup:
+    """Return the bagua group that is meant: the one given, the one over a group of torch, the default one for None."""
+    if group is None:
+        return _get_default_group()
+    return group if isinstance(group, BaguaProcessGroup) else from_torch_group(group)
+
+
 def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMember:
     """Return a communicator of the group called `group_name`; the same object at every call.
 

@@ -12,17 +12,17 @@ from torch.optim import Optimizer
 
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
+from bagua.torch_api.engine import Engine
 
 if TYPE_CHECKING:
     from bagua.torch_api.communication import BaguaProcessGroup
 
 
-def _engine_of(module: Any) -> BaguaDistributedDataParallel:
+def _engine_of(module: Any) -> Engine:
     engine = vars(module).get("bagua_ddp")
     if engine is None:
         raise AttributeError(f"{type(module).__name__} has not been wrapped by with_bagua()")
-    return cast("BaguaDistributedDataParallel", engine)
+    return cast("Engine", engine)
 
 
 class BaguaModule:
@@ -52,7 +52,7 @@ class BaguaModule:
 
         Raises:
             RuntimeError: `init_process_group` has not been called.
-            TypeError, ValueError: see `BaguaDistributedDataParallel`.
+            TypeError, ValueError: see `Engine`.
 
         >>> from bagua.torch_api.algorithms import bytegrad
         >>> model = nn.Linear(4, 2)
@@ -63,9 +63,7 @@ class BaguaModule:
         >>> optimizer.step()
         """
         module = cast("nn.Module", self)
-        engine = BaguaDistributedDataParallel(
-            module, optimizers, algorithm, process_group, gradient_as_bucket_view=do_flatten
-        )
+        engine = Engine(module, optimizers, algorithm, process_group, do_flatten)
         # In the instance, not the class: trainers look for a method of this name to tell what a model can do, and
         # torch.compile reads all attributes of classes.
         module.no_sync = engine.no_sync  # type: ignore[assignment]

@@ -3,7 +3,6 @@
 
 from bagua.torch_api.algorithms import (
     async_model_average,
-    builtin,
     bytegrad,
     decentralized,
     gradient_allreduce,
@@ -12,14 +11,12 @@ from bagua.torch_api.algorithms import (
     quantized_allreduce,
     rounds,
 )
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
-    "GlobalAlgorithmRegistry",
     "async_model_average",
-    "builtin",
     "bytegrad",
     "decentralized",
     "gradient_allreduce",

@@ -1,27 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in algorithms as `AlgorithmImpl`s: the same C++ objects that work as hooks of DistributedDataParallel."""
+"""The built-in algorithms as `Algorithm`s: the same C++ objects that work as hooks of DistributedDataParallel.
+
+Names, defaults and docstrings of the classes come from the C++ registry, so that they cannot lag behind it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bagua._arithmetic import arithmetic_of
-from bagua._at_exit import end_with
-from bagua._attachment import facts_of, names_and_roles, say_if_nothing_is_coded
-from bagua._executors import background_executors_for, executors_for
+from bagua._attachment import check_layers, names_and_roles, say_if_nothing_is_coded
+from bagua._executors import executors_for, start
+from bagua._layers import layers_of
 from bagua._native import _C
+from bagua._registry import OptionInfo, describe
 from bagua.handle import OptionArgument
-from bagua.optimizers import QAdamOptimizer
 from bagua.torch_api._checks import some
-from bagua.torch_api.algorithms.base import AlgorithmImpl
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import as_bagua
+
+
+def _options_of(algorithm: str, positional: tuple[str, ...]) -> dict[str, OptionInfo]:
+    """Return an algorithm's options, those first that the original's documents give by position, in their order."""
+    options = {option["name"]: option for option in describe(algorithm)["options"]}
+    return {name: options[name] for name in (*positional, *options)}
 
 
 class _BucketReduction:
@@ -37,22 +46,23 @@ class _BucketReduction:
 
 
 class NativeAlgorithmImpl(AlgorithmImpl):
-    """One of the built-in algorithms at work on a model.
+    """One of the built-in algorithms at work on a model. Each of them is a class derived from this one.
 
     Args:
         process_group: the ranks to work with.
-        name: one of `bagua.available_algorithms()`.
-        options: its options.
+        args, options: its options.
     """
 
-    # Buckets hold weights, which the algorithm exchanges by itself, and gradients stay local.
-    takes_weights = False
+    # What describe() calls it, and the options that may be given by position.
+    algorithm: ClassVar[str]
+    positional: ClassVar[tuple[str, ...]] = ()
+    # Whether the algorithm exchanges weights by itself: buckets then hold weights, and gradients stay local.
+    _exchanges_weights: ClassVar[bool] = False
 
-    def __init__(self, process_group: BaguaProcessGroup, name: str, **options: OptionArgument) -> None:
+    def __init__(self, process_group: BaguaProcessGroup, *args: OptionArgument, **options: OptionArgument) -> None:
         super().__init__(process_group)
-        self._name = name
-        self._options = _C.check_options(name, options)
-        self._runs_in_background = bool(_C.algorithm_info(name)["runs_in_background"])
+        given = signature_of(type(self)).bind(*args, **options).arguments
+        self._options = _C.check_options(self.algorithm, given)
         self._hook: _C.Hook | None = None
         self._position_of: dict[Tensor, int] = {}
         self._buckets: list[BaguaBucket] = []
@@ -62,21 +72,21 @@ class NativeAlgorithmImpl(AlgorithmImpl):
     def hook(self) -> _C.Hook:
         """The algorithm's C++ side; there once a model is wrapped."""
         if self._hook is None:
-            raise RuntimeError(f"algorithm {self._name!r} works on no model yet: call with_bagua()")
+            raise RuntimeError(f"algorithm {self.algorithm!r} works on no model yet: call with_bagua()")
         return self._hook
 
     @property
-    def runs_in_background(self) -> bool:
-        """Whether ranks may take different numbers of steps."""
-        return self._runs_in_background
+    def takes_weights(self) -> bool:
+        """Whether buckets hold weights. A `hierarchical` round averages gradients inside the host all the same."""
+        return self._exchanges_weights and not self.hook.reduces_gradients
 
     def init_tensors(self, bagua_module: Any) -> list[Tensor]:
-        """See `AlgorithmImpl`. Weights for algorithms that act on them, else gradients. Collective."""
+        """See `AlgorithmImpl`. Weights for algorithms that exchange them, else gradients. Collective."""
         named = bagua_module.bagua_build_params()
         parameters = [parameter for _, parameter in named]
         self._position_of = {parameter: i for i, parameter in enumerate(parameters)}
         self._check_optimizers(bagua_module)
-        self._attach(bagua_module, parameters)
+        self._attach(bagua_module, named)
         self._buckets = []
         if not self.takes_weights:
             return super().init_tensors(bagua_module)
@@ -86,36 +96,33 @@ class NativeAlgorithmImpl(AlgorithmImpl):
 
     def _check_optimizers(self, bagua_module: Any) -> None:
         """Refuse to act on weights whose optimizer nobody has named: its steps would go unseen."""
-        if not _C.algorithm_info(self._name)["optimizer"]:
+        if not describe(self.algorithm)["optimizer"]:
             return
         optimizers = bagua_module.bagua_optimizers
         held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         missing = [name for name, parameter in bagua_module.bagua_build_params() if parameter not in held]
         if missing:
             raise ValueError(
-                f"algorithm {self._name!r} acts on what the optimizers do, but {len(missing)} of the trainable "
+                f"algorithm {self.algorithm!r} acts on what the optimizers do, but {len(missing)} of the trainable "
                 f"parameters ({some(missing)}) are in none of those given: pass all optimizers that train the model"
             )
 
-    def _attach(self, bagua_module: Any, parameters: list[Tensor]) -> None:
-        _C.check_names(self._name, self._options, [name for name, _ in bagua_module.named_parameters()])
+    def _attach(self, bagua_module: Any, named: list[tuple[str, nn.Parameter]]) -> None:
+        _C.check_names(self.algorithm, self._options, [name for name, _ in bagua_module.named_parameters()])
+        if describe(self.algorithm)["runs_in_background"]:
+            check_layers(bagua_module, self.algorithm)
+        parameters: list[Tensor] = [parameter for _, parameter in named]
         group, device = self.process_group.torch_group, parameters[0].device
-        executors = executors_for(group, device)
-        hook = _C.Hook(self._name, self._options, executors, parameters)
+        main = executors_for(group, device)
+        hook = _C.Hook(self.algorithm, self._options, main, parameters)
         hook.use_parameters(names_and_roles(bagua_module, parameters))
-        self._use_model(hook, bagua_module, parameters)
+        hook.use_model(layers_of([name for name, _ in named]), list(bagua_module.buffers()))
         # Strides too: elements travel as they lie in memory.
         text = "; ".join(f"{p.dtype}{list(p.shape)}{list(p.stride())}" for p in parameters)
-        hook.agree(executors, text, self._facts(), str(device), arithmetic_of(device))
-        if self._runs_in_background:
-            hook.use_background(background_executors_for(group, device))
-            end_with(group, hook)
+        start(hook, group, device, main, text, self._facts())
         if self._hook is None:
             say_if_nothing_is_coded(hook, group)
         self._hook = hook
-
-    def _use_model(self, hook: _C.Hook, bagua_module: Any, parameters: list[Tensor]) -> None:
-        """Tell the hook of the model what its algorithm needs to know."""
 
     def _facts(self) -> str:
         """What has to be the same on all ranks besides the options."""
@@ -137,18 +144,13 @@ class NativeAlgorithmImpl(AlgorithmImpl):
     def reduce_sparse_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """See `AlgorithmImpl`. In full precision, whatever the algorithm."""
         if gradient.is_sparse:
-            self._finish(self.hook.reduce_bucket(gradient, [], False, False))
+            _finish(self.hook.reduce_bucket(gradient, [], False, False))
             return
         # The embedding's weight is also that of a layer.
         flat = gradient.reshape(-1).clone()
         entry = (self._position_of[parameter], flat.view(gradient.shape))
-        self._finish(self.hook.reduce_bucket(flat, [entry], False, False))
+        _finish(self.hook.reduce_bucket(flat, [entry], False, False))
         gradient.copy_(flat.view(gradient.shape))
-
-    @staticmethod
-    def _finish(work: dist.Work | None) -> None:
-        if work is not None:
-            work.wait()
 
     def init_forward_pre_hook(self, bagua_module: Any) -> Callable[[Any], None]:
         """See `AlgorithmImpl`."""
@@ -170,11 +172,7 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         """See `AlgorithmImpl`. Nothing where gradients stay local."""
         if not self.takes_weights:
             return super().init_backward_hook(bagua_module)
-
-        def hook(parameter_name: str, parameter: Tensor) -> None:
-            pass
-
-        return hook
+        return lambda parameter_name, parameter: None
 
     def init_post_backward_hook(self, bagua_module: Any) -> Callable[[], None]:
         """See `AlgorithmImpl`."""
@@ -196,6 +194,11 @@ class NativeAlgorithmImpl(AlgorithmImpl):
                 self.hook.after_step()
 
         return hook
+
+
+def _finish(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -226,25 +229,43 @@ class BackgroundAlgorithmImpl(NativeAlgorithmImpl):
         self.hook.resume()
 
 
-class MomentumAlgorithmImpl(NativeAlgorithmImpl):
-    """An algorithm that takes the momenta of a `QAdamOptimizer`."""
+class NativeAlgorithm(Algorithm):
+    """The recipe of a built-in algorithm. A class derived from it names its `NativeAlgorithmImpl`, and nothing else."""
 
-    def __init__(
-        self, process_group: BaguaProcessGroup, name: str, optimizer: QAdamOptimizer, **options: OptionArgument
-    ) -> None:
-        super().__init__(process_group, name, **options)
-        self._optimizer = optimizer
+    implementation: ClassVar[type[NativeAlgorithmImpl]]
 
-    def _check_optimizers(self, bagua_module: Any) -> None:
-        super()._check_optimizers(bagua_module)
-        if not any(optimizer is self._optimizer for optimizer in bagua_module.bagua_optimizers):
-            raise ValueError(
-                f"algorithm {self._name!r} was made for a QAdamOptimizer that is none of the module's optimizers: pass "
-                "the same one to both"
+    def __init_subclass__(cls) -> None:
+        """Give the class the options and the docstring that the registry knows."""
+        info = describe(cls.implementation.algorithm)
+        options = _options_of(info["name"], cls.implementation.positional).values()
+        lines = [f"    {option['name']}: {option['summary']} Default: {option['default']!r}." for option in options]
+        cls.__doc__ = "\n".join([info["summary"], "", "Args:", *lines])
+        if "__init__" not in vars(cls):
+            cls.__signature__ = signature_of(cls.implementation)  # type: ignore[attr-defined]
+        cls.by_name[info["name"]] = cls
+
+    def __init__(self, *args: OptionArgument, **options: OptionArgument) -> None:
+        bound = signature_of(self.implementation).bind(*args, **options)
+        bound.apply_defaults()
+        vars(self).update(bound.arguments)
+
+    def reify(self, process_group: BaguaProcessGroup) -> NativeAlgorithmImpl:
+        """See `Algorithm`."""
+        return self.implementation(process_group, **vars(self))
+
+
+def signature_of(implementation: type[NativeAlgorithmImpl]) -> Signature:
+    """Return the options of an algorithm as a call takes them; those of no document are given by name."""
+    options = _options_of(implementation.algorithm, implementation.positional).values()
+    return Signature(
+        [
+            Parameter(
+                option["name"],
+                Parameter.POSITIONAL_OR_KEYWORD
+                if option["name"] in implementation.positional
+                else Parameter.KEYWORD_ONLY,
+                default=option["default"],
             )
-
-    def _facts(self) -> str:
-        return f"{facts_of(self._optimizer)} that has taken {self._optimizer.steps_done} steps"
-
-    def _momenta(self, *, is_synchronised: bool) -> list[tuple[Tensor, float]]:
-        return self._optimizer.momenta(list(self._position_of), is_synchronised=is_synchronised)
+            for option in options
+        ]
+    )

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bagua._registry import describe
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import as_bagua, backend_of
-
-_Value = TypeVar("_Value")
 
 
 def _gradient_of(parameter: Tensor) -> Tensor | None:
@@ -35,18 +34,21 @@ class Algorithm:
         """
         raise NotImplementedError(f"{type(self).__qualname__} has to implement reify()")
 
+    # The built-in ones, under the names that `register_comm_hook` knows.
+    by_name: ClassVar[dict[str, type[Algorithm]]] = {}
+
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:
-        """Create a registered algorithm by its name.
+        """Create a built-in algorithm by its name, with its options.
 
         Raises:
-            KeyError: no such name; the message lists those there are.
+            ValueError: no such name; the message lists those there are.
+            TypeError: an option that it does not have.
 
         >>> Algorithm.init("bytegrad", hierarchical=False).hierarchical
         False
         """
-        made: Algorithm = GlobalAlgorithmRegistry.get(name)(**kwargs)
-        return made
+        return cls.by_name[describe(name)["name"]](**kwargs)
 
 
 class AlgorithmImpl:
@@ -142,40 +144,3 @@ class AlgorithmImpl:
         group = self.process_group.torch_group
         dist.all_reduce(gradient, group=group)
         gradient.div_(dist.get_world_size(group))
-
-
-class _AlgorithmRegistry(dict[str, Any], Generic[_Value]):
-    """Algorithms by name."""
-
-    def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
-        """Add an algorithm.
-
-        Raises:
-            TypeError: the name is no text.
-            ValueError: the name is taken.
-        """
-        if not isinstance(name, str):
-            raise TypeError(f"`name` must be a str, found {name!r}")
-        if name in self:
-            raise ValueError(f"'{name}' is already present in the registry")
-        self[name] = {"algorithm": algorithm, "description": description or ""}
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return what was registered under a name.
-
-        Raises:
-            KeyError: nothing was.
-        """
-        if name in self:
-            return self[name]["algorithm"]
-        raise KeyError(f"'{name}' not found in registry. Available names: {', '.join(self.available_algorithms())}")
-
-    def available_algorithms(self) -> Sequence[str]:
-        """Return all names."""
-        return list(self.keys())
-
-    def __str__(self) -> str:
-        return f"Registered Algorithms: {', '.join(self.keys())}"
-
-
-GlobalAlgorithmRegistry: _AlgorithmRegistry[Any] = _AlgorithmRegistry()

@@ -1,40 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam whose momentum travels with 8 bits."""
+"""Adam whose momentum travels with 8 bits. The optimizer is the first argument, and also given to `with_bagua`."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
+from bagua._attachment import facts_of
+from bagua.handle import OptionArgument
 from bagua.optimizers import QAdamOptimizer
-from bagua.torch_api.algorithms._native import MomentumAlgorithmImpl
-from bagua.torch_api.algorithms.base import Algorithm
+from bagua.torch_api.algorithms._native import NativeAlgorithm, NativeAlgorithmImpl
 from bagua.torch_api.communication import BaguaProcessGroup
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
 
-class QAdamAlgorithmImpl(MomentumAlgorithmImpl):
-    """The algorithm at work on a model; see `QAdamAlgorithm`."""
+class QAdamAlgorithmImpl(NativeAlgorithmImpl):
+    algorithm = "qadam"
+    positional = ("hierarchical",)
 
     def __init__(
-        self, process_group: BaguaProcessGroup, q_adam_optimizer: QAdamOptimizer, hierarchical: bool = True
+        self,
+        process_group: BaguaProcessGroup,
+        q_adam_optimizer: QAdamOptimizer,
+        *args: OptionArgument,
+        **options: OptionArgument,
     ) -> None:
-        super().__init__(process_group, "qadam", q_adam_optimizer, hierarchical=hierarchical)
+        super().__init__(process_group, *args, **options)
+        self._optimizer = q_adam_optimizer
+
+    def _check_optimizers(self, bagua_module: Any) -> None:
+        super()._check_optimizers(bagua_module)
+        if not any(optimizer is self._optimizer for optimizer in bagua_module.bagua_optimizers):
+            raise ValueError(
+                f"algorithm {self.algorithm!r} was made for a QAdamOptimizer that is none of the module's optimizers: "
+                "pass the same one to both"
+            )
+
+    def _facts(self) -> str:
+        return f"{facts_of(self._optimizer)} that has taken {self._optimizer.steps_done} steps"
+
+    def _momenta(self, *, is_synchronised: bool) -> list[tuple[Tensor, float]]:
+        return self._optimizer.momenta(list(self._position_of), is_synchronised=is_synchronised)
 
 
-class QAdamAlgorithm(Algorithm):
-    """Gradients in full precision while the optimizer warms up, then momenta with 8 bits.
+class QAdamAlgorithm(NativeAlgorithm):
+    implementation = QAdamAlgorithmImpl
 
-    Args:
-        q_adam_optimizer: the optimizer that was also given to `with_bagua`.
-        hierarchical: after warm-up: full precision inside a host, 8 bits between hosts; False: 8 bits between all
-            ranks.
-    """
-
-    def __init__(self, q_adam_optimizer: QAdamOptimizer, hierarchical: bool = True) -> None:
+    def __init__(self, q_adam_optimizer: QAdamOptimizer, *args: OptionArgument, **options: OptionArgument) -> None:
         if not isinstance(q_adam_optimizer, QAdamOptimizer):
-            raise TypeError(f"QAdamAlgorithm takes a QAdamOptimizer, got {type(q_adam_optimizer).__qualname__}")
-        self.optimizer = q_adam_optimizer
-        self.hierarchical = hierarchical
-
-    def reify(self, process_group: BaguaProcessGroup) -> QAdamAlgorithmImpl:
-        """See `Algorithm`."""
-        return QAdamAlgorithmImpl(process_group, self.optimizer, self.hierarchical)
+            raise TypeError(f"QAdamAlgorithm: the first argument must be a QAdamOptimizer, got {q_adam_optimizer!r}")
+        super().__init__(*args, **options)
+        self.q_adam_optimizer = q_adam_optimizer

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that train on their own and exchange their weights every so many steps: local_sgd and diloco."""
+"""Ranks that train on their own and exchange their weights every so many steps: local_sgd and diloco.
+
+`model.bagua_algorithm.synchronize(model)`, on all ranks, ends the current round with the same weights everywhere.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from bagua._attachment import check_layers
 from bagua._eager import disabled
-from bagua._layers import layers_of
-from bagua._native import _C
-from bagua.handle import OptionArgument
-from bagua.torch_api.algorithms._native import BackgroundAlgorithmImpl
-from bagua.torch_api.algorithms.base import Algorithm
-from bagua.torch_api.communication import BaguaProcessGroup
+from bagua.torch_api.algorithms._native import BackgroundAlgorithmImpl, NativeAlgorithm
 
 
-class RoundsAlgorithmImpl(BackgroundAlgorithmImpl):
-    """local_sgd or diloco at work on a model; see `LocalSGDAlgorithm` and `DiLoCoAlgorithm`."""
+class _RoundsAlgorithmImpl(BackgroundAlgorithmImpl):
+    """An algorithm that works in rounds, which skipped steps belong to."""
 
-    takes_weights = True
-
-    def __init__(self, process_group: BaguaProcessGroup, name: str, **options: OptionArgument) -> None:
-        super().__init__(process_group, name, **options)
-        self._watch: RemovableHandle | None = None
-
-    def _use_model(self, hook: _C.Hook, bagua_module: Any, parameters: list[Tensor]) -> None:
-        check_layers(bagua_module, self._name, _C.algorithm_info(self._name))
-        names = [name for name, _ in bagua_module.bagua_build_params()]
-        hook.use_model(layers_of(names), list(bagua_module.buffers()))
+    _exchanges_weights = True
+    _watch: RemovableHandle | None = None
 
     def init_backward_hook(self, bagua_module: nn.Module) -> Callable[[str, Tensor], None]:
         """See `AlgorithmImpl`. Before the first gradient of a backward comes, those of a skipped step are gone."""
@@ -59,74 +48,17 @@ class RoundsAlgorithmImpl(BackgroundAlgorithmImpl):
         self.hook.synchronize()
 
 
-class LocalSGDAlgorithm(Algorithm):
-    """Ranks train on their own; every `sync_every` steps all take the mean of their weights.
-
-    Call `model.bagua_algorithm.synchronize(model)` on all ranks after training.
-
-    Args:
-        sync_every: steps of the optimizer between two averages.
-        average_buffers: whether floating-point buffers are averaged with the weights.
-    """
-
-    def __init__(self, sync_every: int = 8, average_buffers: bool = False) -> None:
-        self.sync_every = sync_every
-        self.average_buffers = average_buffers
-
-    def reify(self, process_group: BaguaProcessGroup) -> RoundsAlgorithmImpl:
-        """See `Algorithm`."""
-        return RoundsAlgorithmImpl(
-            process_group, "local_sgd", sync_every=self.sync_every, average_buffers=self.average_buffers
-        )
+class LocalSGDAlgorithmImpl(_RoundsAlgorithmImpl):
+    algorithm = "local_sgd"
 
 
-class DiLoCoAlgorithm(Algorithm):
-    """Ranks train on their own; an outer optimizer takes what their weights have moved in a round for a gradient.
+class LocalSGDAlgorithm(NativeAlgorithm):
+    implementation = LocalSGDAlgorithmImpl
 
-    Call `model.bagua_algorithm.synchronize(model)` on all ranks after training.
 
-    Args:
-        sync_every: steps of the inner optimizer between two synchronisations of a fragment.
-        outer_lr: learning rate of the outer optimizer, SGD.
-        outer_momentum: its momentum; 0: none.
-        nesterov: whether its momentum is Nesterov's.
-        fragments: the model is cut into so many, synchronised one after another; `sync_every` is a multiple.
-        fragment_pattern: "consecutive" or "strided" layers make a fragment.
-        delay: steps between the beginning of a fragment's exchange and its use.
-        mixing: what a rank keeps of its own weights when a fragment is synchronised, 0 to 1.
-        codec: one of `bagua.available_codecs()` for the differences; None: in full precision.
-        error_feedback: what a codec leaves of a difference is added to the next.
-        average_buffers: whether floating-point buffers are averaged with the last fragment of a round.
-    """
+class DiLoCoAlgorithmImpl(_RoundsAlgorithmImpl):
+    algorithm = "diloco"
 
-    def __init__(
-        self,
-        sync_every: int = 100,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        nesterov: bool = True,
-        fragments: int = 1,
-        fragment_pattern: str = "consecutive",
-        delay: int = 0,
-        mixing: float = 0.0,
-        codec: str | None = None,
-        error_feedback: bool = True,
-        average_buffers: bool = False,
-    ) -> None:
-        self.options: dict[str, OptionArgument] = {
-            "sync_every": sync_every,
-            "outer_lr": outer_lr,
-            "outer_momentum": outer_momentum,
-            "nesterov": nesterov,
-            "fragments": fragments,
-            "fragment_pattern": fragment_pattern,
-            "delay": delay,
-            "mixing": mixing,
-            "codec": codec,
-            "error_feedback": error_feedback,
-            "average_buffers": average_buffers,
-        }
 
-    def reify(self, process_group: BaguaProcessGroup) -> RoundsAlgorithmImpl:
-        """See `Algorithm`."""
-        return RoundsAlgorithmImpl(process_group, "diloco", **self.options)
+class DiLoCoAlgorithm(NativeAlgorithm):
+    implementation = DiLoCoAlgorithmImpl

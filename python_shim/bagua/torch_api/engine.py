@@ -20,10 +20,10 @@ from bagua._eager import disabled, eager
 from bagua._executors import background_executors_for, executors_for
 from bagua.torch_api._backends import register_backend
 from bagua.torch_api._checks import some
+from bagua.torch_api._groups import bagua_group
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup, _get_default_group
-from bagua.torch_api.data_parallel.functional import to_bagua_process_group
+from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.env import get_default_bucket_size
 from bagua.torch_api.scheduler import Scheduler
 from bagua.torch_api.state_broadcast import broadcast_optimizer_state, broadcast_tensors
@@ -41,7 +41,7 @@ _ATTRIBUTES = (
 )
 
 
-class BaguaDistributedDataParallel:
+class Engine:
     """An algorithm at work on a module, until `close()`. Collective to make: all ranks, same module, same algorithm.
 
     Args:
@@ -50,12 +50,7 @@ class BaguaDistributedDataParallel:
         optimizers: all optimizers of these parameters.
         algorithm: what to do.
         process_group: the ranks to work with, a group of Bagua's or of torch's; by default all.
-        bagua_module_name: identifies the module; by default class name and a number.
-        gradient_as_bucket_view: whether buckets are flattened.
-        find_unused_parameters: accepted for compatibility: a parameter that a backward does not come to counts with a
-            gradient of zeros.
-        bucket_bytes: when a suggested bucket is full; by default BAGUA_DEFAULT_BUCKET_SIZE.
-        broadcasts_state: whether parameters and optimizer state become those of rank 0 at once.
+        do_flatten: whether buckets are flattened.
 
     A module that an algorithm works on already is taken over: the former one is closed. Where the new one cannot be
     started, none works on the module any more.
@@ -72,11 +67,7 @@ class BaguaDistributedDataParallel:
         optimizers: Sequence[Optimizer],
         algorithm: Algorithm,
         process_group: BaguaProcessGroup | dist.ProcessGroup | None = None,
-        bagua_module_name: str | None = None,
-        gradient_as_bucket_view: bool = True,
-        find_unused_parameters: bool = False,
-        bucket_bytes: int | None = None,
-        broadcasts_state: bool = True,
+        do_flatten: bool = True,
     ) -> None:
         _check_arguments(optimizers, algorithm)
         self._parameters = _trainable(module)
@@ -84,16 +75,15 @@ class BaguaDistributedDataParallel:
         self.sparse_parameters = _sparse(module) & {parameter for _, parameter in self._parameters}
         self._removable: list[RemovableHandle] = []
         self._module = weakref.ref(module)
-        self.bagua_module_name = bagua_module_name or cast("str", module.bagua_module_name)
+        self.bagua_module_name = cast("str", module.bagua_module_name)
         self.bagua_optimizers = list(optimizers)
-        self.process_group = _get_default_group() if process_group is None else to_bagua_process_group(process_group)
+        self.process_group = bagua_group(process_group)
         close_engine_of(module)
         self.bagua_algorithm: AlgorithmImpl = algorithm.reify(self.process_group)
         self.bagua_buckets: list[BaguaBucket] = []
         self.bagua_train_step_counter = 0
         self.require_backward_grad_sync = True
-        self._do_flatten = gradient_as_bucket_view
-        self._bucket_bytes = bucket_bytes or get_default_bucket_size()
+        self._do_flatten = do_flatten
         self._bagua_backend = Scheduler(self._make_executors)
         register_backend(self.bagua_module_name, self._bagua_backend)
         # Parameters that the backward pass at work has come to.
@@ -102,8 +92,7 @@ class BaguaDistributedDataParallel:
         # Whether the last backward has come to its end.
         self._is_complete = True
         try:
-            if broadcasts_state:
-                self._broadcast_state()
+            self._broadcast_state()
             self._init_algorithm(module)
             self._install_hooks(module)
         except BaseException:
@@ -185,9 +174,10 @@ class BaguaDistributedDataParallel:
         """Put tensors of one dtype and device together until a bucket is full."""
         open_parts: dict[Any, list[Tensor]] = {}
         parts: list[list[Tensor]] = []
+        bucket_bytes = get_default_bucket_size()
         for tensor in tensors:
             part = open_parts.get((tensor.dtype, tensor.device))
-            if part is None or sum(t.nbytes for t in part) >= self._bucket_bytes:
+            if part is None or sum(t.nbytes for t in part) >= bucket_bytes:
                 part = open_parts[tensor.dtype, tensor.device] = []
                 parts.append(part)
             part.append(tensor)
@@ -297,7 +287,7 @@ class BaguaDistributedDataParallel:
 
 def close_engine_of(module: nn.Module) -> None:
     """Let no algorithm work on the module any more."""
-    engine: BaguaDistributedDataParallel | None = vars(module).get("bagua_ddp")
+    engine: Engine | None = vars(module).get("bagua_ddp")
     if engine is None:
         return
     for name in _ATTRIBUTES:
@@ -317,7 +307,7 @@ def _tensors_in(output: Any) -> Iterator[Tensor]:
         yield from _tensors_in([getattr(output, field.name, None) for field in dataclasses.fields(output)])
 
 
-def _gradient_hook(engine: weakref.ref[BaguaDistributedDataParallel], name: str) -> Callable[[Tensor], None]:
+def _gradient_hook(engine: weakref.ref[Engine], name: str) -> Callable[[Tensor], None]:
     # The parameter keeps its hook in C++, where the garbage collector does not see the way back from the engine to it.
     def hook(parameter: Tensor) -> None:
         at_work = engine()
