@@ -3,8 +3,7 @@
 
 python benchmarks/fuse_optimizer.py [--device cpu|cuda] [--threads N] [--seconds S] [--models many-small 60M] [--json F]
 
-What is timed is the step alone, with gradients that are there. "new gradients" are other tensors in each step, as after
-zero_grad(set_to_none=True), torch's default; "kept" ones are the same, as after zero_grad(set_to_none=False).
+What is timed is the step alone, with gradients that are there.
 """
 
 from __future__ import annotations
@@ -41,15 +40,13 @@ class Variant(NamedTuple):
     name: str
     options: dict[str, Any]
     fuses: bool = False
-    keeps_gradients: bool = False
 
 
 VARIANTS = (
     Variant("step", {}),
     Variant("step, foreach=True", {"foreach": True}),
     Variant("step, fused=True", {"fused": True}),
-    Variant("fuse_step, new gradients", {}, fuses=True),
-    Variant("fuse_step, kept gradients", {}, fuses=True, keeps_gradients=True),
+    Variant("fuse_step", {}, fuses=True),
 )
 
 
@@ -62,7 +59,6 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes]
         self._gradients = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-        self._keeps_gradients = variant.keeps_gradients
         optimizer = make(self.parameters, **variant.options)
         self._step = fuse_optimizer(optimizer).fuse_step if variant.fuses else optimizer.step
         self._device = device
@@ -70,8 +66,7 @@ class Bench:
     def step(self) -> float:
         """Take a step and return its seconds."""
         for p, gradient in zip(self.parameters, self._gradients, strict=True):
-            if p.grad is None or not self._keeps_gradients:
-                p.grad = gradient.clone()
+            p.grad = gradient.clone()
         self._wait()
         start = time.perf_counter()
         self._step()

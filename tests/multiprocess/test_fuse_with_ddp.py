@@ -21,18 +21,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 STEPS = 20
 WARMUP = 5
 MODES: dict[str, dict[str, Any]] = {
-    "one_bucket": {},
     "small_buckets": SMALL_BUCKETS,
     "gradient_as_bucket_view": {**SMALL_BUCKETS, "gradient_as_bucket_view": True},
-    "static_graph_as_view": {**SMALL_BUCKETS, "static_graph": True, "gradient_as_bucket_view": True},
-    "find_unused_parameters": {**SMALL_BUCKETS, "find_unused_parameters": True},
 }
 # Algorithm, options. Rounds of "async" depend on time, so that only its warm-up can be compared.
 ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
     ("gradient_allreduce", {}),
-    ("bytegrad", {"hierarchical": False}),
     ("decentralized", {"hierarchical": False}),
-    ("decentralized", {"hierarchical": False, "peer_selection_mode": "shift_one", "communication_interval": 2}),
     ("low_precision_decentralized", {"hierarchical": False}),
     ("qadam", {"hierarchical": False}),
     ("async", {"warmup_steps": 2 * STEPS}),
@@ -73,8 +68,6 @@ def _is_same_training(run: Callable[[Fuse], tuple[nn.Module, Any]], set_to_none:
     results = _train(model, optimizer, set_to_none)
     for result, other in zip(results, expected, strict=True):
         assert _same(result, other)
-    # In 4 of 20 steps the plain step was taken.
-    assert optimizer._bagua_fused_count == 2 * (STEPS - 4)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -98,17 +91,19 @@ def _in_ddp(mode: str, fuse_first: bool, set_to_none: bool) -> None:
 @in_both_modes
 @pytest.mark.parametrize("fuse_first", [True, False], ids=["fused-before-ddp", "fused-after-ddp"])
 @pytest.mark.parametrize("mode", MODES)
-def test_fused_steps_in_ddp_are_plain_steps(peers: RankPool, mode: str, fuse_first: bool, set_to_none: bool) -> None:
-    peers.run(_in_ddp, mode, fuse_first, set_to_none)
+def test_fused_steps_in_ddp_are_plain_steps(
+    rank_pools: dict[int, RankPool], mode: str, fuse_first: bool, set_to_none: bool
+) -> None:
+    rank_pools[2].run(_in_ddp, mode, fuse_first, set_to_none)
 
 
-def _with_hook(name: str, options: dict[str, Any], mode: str, fuse_first: bool, set_to_none: bool) -> None:
+def _with_hook(name: str, options: dict[str, Any], fuse_first: bool, set_to_none: bool) -> None:
     handles = []
 
     def run(fuse: Fuse) -> tuple[nn.Module, Any]:
         for handle in handles:
             handle.remove()
-        ddp = DDP(perceptron(), **MODES[mode])
+        ddp = DDP(perceptron(), **SMALL_BUCKETS)
         optimizer = _optimizer_for(ddp, name)
         if fuse_first:
             optimizer = fuse(optimizer)
@@ -123,12 +118,11 @@ def _with_hook(name: str, options: dict[str, Any], mode: str, fuse_first: bool, 
 
 @in_both_modes
 @pytest.mark.parametrize("fuse_first", [True, False], ids=["fused-before-hook", "fused-after-hook"])
-@pytest.mark.parametrize("mode", ["small_buckets", "gradient_as_bucket_view"])
 @pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=[name for name, _ in ALGORITHMS])
 def test_hooks_and_fused_steps_work_together(
-    rank_pools: dict[int, RankPool], name: str, options: dict[str, Any], mode: str, fuse_first: bool, set_to_none: bool
+    rank_pools: dict[int, RankPool], name: str, options: dict[str, Any], fuse_first: bool, set_to_none: bool
 ) -> None:
-    rank_pools[2].run(_with_hook, name, options, mode, fuse_first, set_to_none)
+    rank_pools[2].run(_with_hook, name, options, fuse_first, set_to_none)
 
 
 def _with_bagua(do_flatten: bool, fuse_first: bool, set_to_none: bool) -> None:

@@ -6,60 +6,124 @@ The names and their meaning are those of the original's document "bagua.torch_ap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn import Parameter
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from bagua._eager import disabled
-from bagua.optimizers import QAdamOptimizer
-from bagua.torch_api.contrib.fuse._chunk import Run
-from bagua.torch_api.contrib.fuse._elementwise import check_optimizer
-from bagua.torch_api.contrib.fuse._fusion import Fusion
-from bagua.torch_api.contrib.fuse._layout import calculate_mutual_groups
+from bagua.torch_api.contrib.fuse._run import Run, contiguous_runs, flatten, is_dense, state_key
 
-__all__ = ["calculate_mutual_groups", "fuse_optimizer", "fuse_step", "is_fused_optimizer"]
+__all__ = ["fuse_optimizer", "fuse_step", "is_fused_optimizer"]
+
+_logger = logging.getLogger("bagua")
+# A step is a row of passes over a run. On the CPU each should find in the cache what the one before has written.
+_CPU_BYTES = 4 << 20
+# Classes whose step treats each element of a parameter by itself. A class derived from them may do anything.
+_ELEMENTWISE = {Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD}
+
+
+class _Fusion:
+    """What a fused optimizer has besides."""
+
+    def __init__(self, optimizer: Optimizer, *, is_elementwise: bool) -> None:
+        self.is_elementwise = is_elementwise
+        self.step = disabled(Optimizer.profile_hook_step(_step))
+        # Parameters that were flattened, in the order of memory.
+        self.flattened: list[list[Parameter]] = []
+        self._fingerprint: list[int] = []
+        self._runs: list[list[Run]] = []
+
+    def flatten(self, optimizer: Optimizer) -> None:
+        """Move the parameters of each group, dtype and device together, but for those whose memory others share."""
+        users: defaultdict[int, int] = defaultdict(int)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                users[p.untyped_storage().data_ptr()] += 1
+        for group in optimizer.param_groups:
+            alike: defaultdict[Any, list[Parameter]] = defaultdict(list)
+            for p in group["params"]:
+                if is_dense(p) and users[p.untyped_storage().data_ptr()] == 1:
+                    alike[p.dtype, p.device].append(p)
+            for parameters in alike.values():
+                if len(parameters) > 1:
+                    flatten(parameters)
+                    self.flattened.append(parameters)
+
+    def _check(self) -> None:
+        """Log a warning, once, where flattened parameters have left their memory."""
+        moved = [p for part in self.flattened if [*contiguous_runs(part)] != [part] for p in part]
+        if moved:
+            _logger.warning(
+                "fuse_step: %d parameters no longer lie in the memory they were flattened in, as after "
+                "`parameter.data = ...`: those that do not follow each other are stepped one by one",
+                len(moved),
+            )
+            self.flattened = []
+
+    def runs(self, optimizer: Any) -> list[list[Run]]:
+        """Return, for each group, what is stepped as one; the same as before where nothing has changed."""
+        if not self.is_elementwise:
+            return [[] for _ in optimizer.param_groups]
+        fingerprint = [
+            number
+            for group in optimizer.param_groups
+            for p in group["params"]
+            for number in (id(p), p.data_ptr() if p.grad is not None else 0)
+        ]
+        if fingerprint != self._fingerprint or not all(
+            run.is_intact(optimizer.state) for runs in self._runs for run in runs
+        ):
+            self._check()
+            self._runs = [self._find(group, optimizer.state) for group in optimizer.param_groups]
+            self._fingerprint = fingerprint
+        return self._runs
+
+    def _find(self, group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> list[Run]:
+        if group.get("differentiable"):
+            return []
+        alike: defaultdict[Any, list[Parameter]] = defaultdict(list)
+        for p in group["params"]:
+            # A gradient of another kind, such as a sparse one, is for the optimizer's own step.
+            if p.grad is not None and p.grad.layout == torch.strided and p.grad.dtype == p.dtype:
+                alike[state_key(p, states)].append(p)
+        alike.pop(None, None)
+        return [
+            Run(part, states)
+            for parameters in alike.values()
+            for part in contiguous_runs(parameters, _CPU_BYTES if parameters[0].device.type == "cpu" else math.inf)
+        ]
 
 
 def fuse_optimizer(optimizer: Any, do_flatten: bool = True, check_flatten: bool = True) -> Any:
     """Let an optimizer update many parameters as one: a handful of operations per step instead of a set for each.
 
-    `optimizer.fuse_step()` then gives, to the bit, what `optimizer.step()` would have given; the two can be mixed, and
-    `state_dict()`, `load_state_dict()`, learning rate schedulers and step hooks work as before. For a GradScaler or a
-    trainer, which call `step` themselves, write `optimizer.step = optimizer.fuse_step`.
-
-    Not fused, but stepped one by one, are: parameters that are alone in their group with their dtype and device, 0-dim,
-    complex or not dense, that share memory with another tensor, whose gradient is missing or sparse, or that have
-    taken another number of steps than their neighbours; groups with `differentiable=True`; on the CPU also parameters
-    of more than 256 KiB, whose arithmetic outweighs the calls, groups with `fused=True`, and in general parameters of
-    16 bits, for there torch's kernels round the last elements of a tensor otherwise than the rest.
-    `optimizer._bagua_fused_count` counts, over all fused steps, the groups in which something was fused.
-
-    With `zero_grad(set_to_none=True)`, torch's default, gradients are copied in each step, into a buffer as large as
-    they are; with `zero_grad(set_to_none=False)` they live there.
+    `optimizer.fuse_step()` then does, in float32 and float64 to the bit, what `optimizer.step()` would have done. The
+    two can be mixed, and `state_dict()`, `load_state_dict()`, learning rate schedulers and step hooks work as before.
+    For a GradScaler or a trainer, which call `step` themselves, write `optimizer.step = optimizer.fuse_step`.
 
     Args:
-        optimizer: one that treats each element of a parameter by itself, with a state of numbers and of tensors of the
-            shape of the parameter. Known are torch's (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta,
-            RMSprop, Rprop, ASGD) and `bagua.QAdamOptimizer`. Any other class, derived from these or not, is tried: a
-            copy takes some steps on three small parameters, by themselves and as one, and has to give the same bits.
-            A class whose `bagua_elementwise` is True or False is believed, and not tried.
+        optimizer: any. Fused are SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop and ASGD of
+            torch, and classes with the attribute `bagua_elementwise = True`, which says that they update each element
+            of a parameter by itself. For others, such as LAMB, which looks at norms of a parameter, `fuse_step` is
+            `step`, and a warning says so (logger "bagua").
         do_flatten: move the parameters of a group to one piece of memory, which resets their data pointers; they keep
             their identity, values and strides. Without it, only what lies side by side anyway is fused.
-        check_flatten: log a warning when weights, gradients or state have left that memory (logger "bagua", once per
-            cause and step). They are put back where possible, with or without the warning. Only with `do_flatten`.
+        check_flatten: log a warning where parameters have left that memory. Only with `do_flatten`.
 
     Returns:
         The same optimizer, with the method `fuse_step`.
 
     Raises:
         RuntimeError: it has been fused before.
-        TypeError: not an optimizer, or one whose updates would differ for fused parameters: LBFGS, SparseAdam,
-            Adafactor and Muon of torch; LAMB, LARS, Shampoo, SOAP and 8-bit optimizers elsewhere; whatever fails the
-            trial.
+        TypeError: it is no optimizer.
 
     Example::
 
@@ -70,34 +134,35 @@ def fuse_optimizer(optimizer: Any, do_flatten: bool = True, check_flatten: bool 
         >>> optimizer = fuse_optimizer(optimizer, do_flatten=True)
         >>> model(torch.ones(1, 3)).sum().backward()
         >>> optimizer.fuse_step()
-        >>> optimizer._bagua_fused_count
-        1
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"fuse_optimizer: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     if is_fused_optimizer(optimizer):
         raise RuntimeError("trying to fuse an optimizer twice!")
-    check_optimizer(optimizer)
-    fusion = Fusion(do_flatten=do_flatten, check_flatten=do_flatten and check_flatten)
-    with torch.no_grad():
-        fusion.gather(optimizer)
-    fusion.report()
-    optimizer._bagua_check_flatten = do_flatten and check_flatten
-    optimizer._bagua_fused_count = 0
-    optimizer._bagua_fused_optimizer = fusion
-    # As torch's own, it calls pre- and post-hooks around the step: those of the optimizer and those of all optimizers.
-    optimizer._bagua_step_with_hooks = disabled(Optimizer.profile_hook_step(_step))
+    kind = type(optimizer)
+    is_elementwise = bool(getattr(kind, "bagua_elementwise", kind in _ELEMENTWISE))
+    if not is_elementwise:
+        _logger.warning(
+            "fuse_optimizer does not know whether %s updates each element of a parameter by itself, so its fuse_step() "
+            "is step(). If it does, set the class attribute `bagua_elementwise = True`",
+            kind.__qualname__,
+        )
+    fusion = _Fusion(optimizer, is_elementwise=is_elementwise)
+    if do_flatten and is_elementwise:
+        fusion.flatten(optimizer)
+    if not check_flatten:
+        fusion.flattened = []
+    optimizer._bagua_fusion = fusion  # type: ignore[attr-defined]
     # On the class, as in the original: a bound method in the optimizer itself would be a circle of references, which
     # keeps the memory of the model until Python looks for such circles.
-    if not hasattr(optimizer, "fuse_step"):
-        type(optimizer).fuse_step = fuse_step  # type: ignore[attr-defined]
-    optimizer.register_load_state_dict_post_hook(_expect_new_state)
+    kind.fuse_step = fuse_step  # type: ignore[attr-defined]
     return optimizer
 
 
 def fuse_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Take one step, with as many parameters as possible treated as one.
+    """Take one step, with parameters that follow each other in memory treated as one.
 
-    Where nothing can be fused this is `step()`. Step hooks run as in `step()`. Parameters keep their storage, but for
-    those that have joined the optimizer, or have been moved by others, since the step before.
+    Where there are none this is `step()`. The storage of parameters stays as it is, and step hooks run as in `step()`.
 
     Args:
         optimizer: a fused optimizer.
@@ -107,7 +172,7 @@ def fuse_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         What the closure returned; without one, what `step()` returns.
 
     Raises:
-        RuntimeError: the optimizer is not fused, or keeps a state that cannot be divided among parameters.
+        RuntimeError: the optimizer is not fused.
 
     Example::
 
@@ -125,8 +190,7 @@ def fuse_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         raise RuntimeError("fuse_step needs an optimizer that went through fuse_optimizer()")
     # What a learning rate scheduler has step() note.
     optimizer._opt_called = True
-    step = optimizer._bagua_step_with_hooks
-    return step(optimizer) if closure is None else step(optimizer, closure)
+    return optimizer._bagua_fusion.step(optimizer, *(() if closure is None else (closure,)))
 
 
 def is_fused_optimizer(optimizer: Any) -> bool:
@@ -139,70 +203,45 @@ def is_fused_optimizer(optimizer: Any) -> bool:
         >>> is_fused_optimizer(optimizer), is_fused_optimizer(fuse_optimizer(optimizer))
         (False, True)
     """
-    return hasattr(optimizer, "_bagua_fused_optimizer")
+    return hasattr(optimizer, "_bagua_fusion")
 
 
 # Schedulers wrap `optimizer.step` to learn of steps. In its place this needs no wrapper, and no warning either.
 fuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def _expect_new_state(optimizer: Optimizer) -> None:
-    optimizer._bagua_fused_optimizer.state_was_loaded = True  # type: ignore[attr-defined]
-
-
 def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Take the step between the pre- and post-hooks, as torch's own are called."""
+    fusion: _Fusion = optimizer._bagua_fusion
+    step = type(optimizer).step
+    # Without the hooks, which run around the fused step.
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    if not fusion.is_elementwise:
+        return step(optimizer, *(() if closure is None else (closure,)))
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    fusion: Fusion = optimizer._bagua_fused_optimizer
     with torch.no_grad():
         runs = fusion.runs(optimizer)
-    with _in_place_of_parameters(optimizer, runs):
-        result = _plain_step(optimizer)
-    fusion.after_step()
-    optimizer._bagua_fused_count += sum(bool(group_runs) for group_runs in runs)
+        with _in_place_of_parameters(optimizer, runs):
+            result = step(optimizer)
     return result if closure is None else loss
 
 
-def _plain_step(optimizer: Optimizer) -> Any:
-    """Call the step of the optimizer's class, without the hooks, which run around the fused step."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return step(optimizer)
-
-
 @contextmanager
-def _in_place_of_parameters(optimizer: Any, runs: Sequence[Sequence[Run]]) -> Iterator[None]:
-    """Show the optimizer the runs instead of the parameters in them."""
-    all_runs = [run for group_runs in runs for run in group_runs]
-    groups = [(group, group["params"], rs) for group, rs in zip(optimizer.param_groups, runs, strict=True) if rs]
-    # States come into being at most where a run has none yet.
-    known = set(optimizer.state) if any(run.flat not in optimizer.state for run in all_runs) else None
-    handed_out: dict[Tensor, Tensor] = optimizer._handed_out if isinstance(optimizer, QAdamOptimizer) else {}
-    handed_out |= {run.flat: run.flat for run in all_runs if run.parameters[0] in handed_out}
-    for group, parameters, group_runs in groups:
-        fused = {id(p) for run in group_runs for p in run.parameters}
-        group["params"] = [run.flat for run in group_runs] + [p for p in parameters if id(p) not in fused]
+def _in_place_of_parameters(optimizer: Any, runs: list[list[Run]]) -> Iterator[None]:
+    """Show the optimizer each run as one parameter."""
+    shown = [group["params"] for group in optimizer.param_groups]
     try:
+        for group, group_runs in zip(optimizer.param_groups, runs, strict=True):
+            fused = {id(p) for run in group_runs for p in run.parameters}
+            group["params"] = [run.flat for run in group_runs] + [p for p in group["params"] if id(p) not in fused]
+            for run in group_runs:
+                run.before_step(optimizer.state)
         yield
     finally:
-        for run in all_runs:
-            handed_out.pop(run.flat, None)
-        for group, parameters, _ in groups:
+        for group, parameters, group_runs in zip(optimizer.param_groups, shown, runs, strict=True):
             group["params"] = parameters
-        states = [optimizer.state.pop(run.flat, None) for run in all_runs]
-        with torch.no_grad():
-            for run, state in zip(all_runs, states, strict=True):
-                run.detach(optimizer.state, state)
-        if known is not None:
-            _sort_new(optimizer, known)
-
-
-def _sort_new(optimizer: Optimizer, known: set[Any]) -> None:
-    """Put states that are new in the order in which step() would have made them."""
-    # A parameter may be given twice.
-    for p in dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]):
-        if p in optimizer.state and p not in known:
-            optimizer.state[p] = optimizer.state.pop(p)
+            for run in group_runs:
+                run.after_step(optimizer.state)
