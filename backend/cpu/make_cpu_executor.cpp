@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/config.h"
 #include "backend/cpu/collectives/cpu_communicator.h"
 #include "backend/cpu/cpu_executor.h"
 #include "backend/cpu/messages.h"
@@ -50,8 +51,10 @@ std::shared_ptr<MessageExecutor> makeCpuExecutor(const GroupIdentity& group, con
                                                  const std::shared_ptr<const HostTopology>& topology,
                                                  GroupHealth& health, bool isSerial) {
   const auto transport = members.ownTransport ? members.ownTransport : net::processTransport();
-  const auto joined =
-      transport->join(members.id, group.rank, addressesOf(members), topology->ranksOf(topology->hostOf(group.rank)));
+  // With whom messages go through memory.
+  const auto neighbours =
+      config::usesSharedMemory() ? topology->ranksOf(topology->hostOf(group.rank)) : std::vector<int>();
+  const auto joined = transport->join(members.id, group.rank, addressesOf(members), neighbours);
   const auto log = health.addLog("cpu");
   // Memory that the ranks of one host share tells them of a death by itself.
   if (topology->hostCount() > 1) {

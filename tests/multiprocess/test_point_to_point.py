@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between two ranks."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -249,3 +250,21 @@ def _collectives_beside_messages_ahead() -> None:
 @pytest.mark.cpu_only("NCCL sends that face each other have to be a batch")
 def test_collectives_pass_messages_that_wait_for_their_receives(peers: RankPool) -> None:
     peers.run(_collectives_beside_messages_ahead)
+
+
+def _segments_after_large_messages() -> int:
+    """How much memory this process shares with others after a message each way that is long enough for it."""
+    message, received = torch.ones(1 << 18), torch.empty(1 << 18)
+    for _ in range(2):
+        works: list[Any] = [dist.isend(message, 1 - dist.get_rank()), dist.irecv(received, 1 - dist.get_rank())]
+        for work in works:
+            work.wait()
+        assert torch.equal(received, message)
+        dist.barrier()
+    return len(set(re.findall(r"/dev/shm/bagua-\S+", Path("/proc/self/maps").read_text())))
+
+
+@pytest.mark.cpu_only("NCCL has memory of its own")
+def test_messages_of_one_host_take_the_network_where_shared_memory_is_off() -> None:
+    assert min(run_ranks(2, _segments_after_large_messages)) > 0
+    assert run_ranks(2, _segments_after_large_messages, env={"BAGUA_SHARED_MEMORY": "0"}) == [0, 0]
