@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
 
 #include "backend/config.h"
@@ -138,13 +139,13 @@ FlightRecorder& FlightRecorder::instance() {
 }
 
 uint64_t FlightRecorder::addGroup(Group group) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   groups_.emplace(nextGroup_, KnownGroup{.group = std::move(group)});
   return nextGroup_++;
 }
 
 void FlightRecorder::endGroup(uint64_t id) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   const auto known = groups_.find(id);
   known->second.hasEnded = true;
   dropIfUnused(known);
@@ -165,7 +166,7 @@ uint64_t FlightRecorder::begin(uint64_t group, const Operation& operation, const
   static const thread_local auto kThread = static_cast<uint64_t>(::gettid());
   if (capacity_ == 0) return 0;
   const int64_t created = now();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   auto& known = groups_.at(group);
   if (isMessage(operation.type)) ++known.messages;
   ++known.entries;
@@ -189,7 +190,7 @@ uint64_t FlightRecorder::begin(uint64_t group, const Operation& operation, const
 void FlightRecorder::end(uint64_t id, bool isSuccess) {
   if (capacity_ == 0) return;
   const int64_t completed = now();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   Entry& entry = entries_[id % capacity_];
   // Overwritten by a later one, as may be.
   if (entry.id != id) return;
@@ -202,7 +203,7 @@ std::string FlightRecorder::dump() const {
   Dict status = newDict();
   List entries = newList();
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     for (const auto& [id, known] : groups_) {
       Dict config = newDict();
       config.insert("name", known.group.name);

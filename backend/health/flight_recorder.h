@@ -3,11 +3,11 @@
 
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "backend/operation/program_fingerprint.h"
+#include "backend/os/fork_held_mutex.h"
 
 namespace bagua {
 
@@ -67,7 +67,7 @@ class FlightRecorder {
   void dropIfUnused(std::map<uint64_t, KnownGroup>::iterator known);
 
   const size_t capacity_;
-  mutable std::mutex mutex_;
+  mutable ForkHeldMutex mutex_;
   std::map<uint64_t, KnownGroup> groups_;
   uint64_t nextGroup_ = 0;
   // A ring: entry i is at i % capacity_.

@@ -3,11 +3,14 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "backend/os/fork_held_mutex.h"
+#include "backend/os/process_mark.h"
 #include "backend/security/sealed_store.h"
 
 namespace bagua {
@@ -34,15 +37,32 @@ std::string nameOf(c10d::Store& root) {
   return std::to_string(reinterpret_cast<uintptr_t>(&root));
 }
 
+struct Pulses {
+  ForkHeldMutex mutex;
+  std::optional<ProcessMark> mark{std::in_place};
+  std::map<std::string, std::weak_ptr<StorePulse>> byStore;
+
+  static Pulses& ofProcess() {
+    // Never destroyed: a thread that is stuck in a store may outlive everything else.
+    static auto* const pulses = new Pulses;
+    return *pulses;
+  }
+};
+// Made when the library is loaded: a fork while another thread makes them would leave them unmade in the child.
+[[maybe_unused]] const Pulses& pulsesMadeEarly = Pulses::ofProcess();
+
 }  // namespace
 
 std::shared_ptr<StorePulse> StorePulse::of(c10d::Store& store) {
-  // Never destroyed: a thread that is stuck in a store may outlive everything else.
-  static auto* const mutex = new std::mutex;                                         // NOLINT
-  static auto* const pulses = new std::map<std::string, std::weak_ptr<StorePulse>>;  // NOLINT
-  const std::lock_guard<std::mutex> lock(*mutex);
-  std::erase_if(*pulses, [](const auto& entry) { return entry.second.expired(); });
-  auto& known = (*pulses)[nameOf(rootOf(store))];
+  auto& pulses = Pulses::ofProcess();
+  const std::lock_guard lock(pulses.mutex);
+  // The parent's may be in a call, which no thread of this process ends.
+  if (pulses.mark->isFromParent()) {
+    neverDestroy(std::exchange(pulses.byStore, {}));
+    pulses.mark.emplace();
+  }
+  std::erase_if(pulses.byStore, [](const auto& entry) { return entry.second.expired(); });
+  auto& known = pulses.byStore[nameOf(rootOf(store))];
   auto pulse = known.lock();
   if (!pulse) {
     pulse = std::make_shared<StorePulse>();

@@ -5,12 +5,12 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
-#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 #include <utility>
 
 #include "kernels/device_ways.h"
@@ -61,14 +61,7 @@ ScratchMemory::ScratchMemory() = default;
 ScratchMemory::~ScratchMemory() = default;
 
 ScratchMemory& ScratchMemory::ofProcess() {
-  static ScratchMemory* const memory = [] {
-    auto* const made = new ScratchMemory;
-    // The mutex is held during a fork, so that the child finds it and the list in order.
-    const int error = ::pthread_atfork([] { ofProcess().mutex_.lock(); }, [] { ofProcess().mutex_.unlock(); },
-                                       [] { ofProcess().mutex_.unlock(); });
-    TORCH_CHECK(error == 0, "bagua: cannot ask to be told of forks, error ", error);
-    return made;
-  }();
+  static auto* const memory = new ScratchMemory;
   return *memory;
 }
 

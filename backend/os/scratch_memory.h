@@ -5,8 +5,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
+
+#include "backend/os/fork_held_mutex.h"
 
 namespace bagua {
 
@@ -41,7 +42,7 @@ class ScratchMemory {
   std::unique_ptr<Block> takeIdle(int64_t bytes);
   void giveBack(std::unique_ptr<Block> block) noexcept;
 
-  std::mutex mutex_;
+  ForkHeldMutex mutex_;
   // The one that was returned last is at the end. Has room for all blocks, so that returning one allocates nothing.
   std::vector<std::unique_ptr<Block>> idle_;
   size_t blocks_ = 0;

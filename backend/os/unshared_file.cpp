@@ -9,6 +9,8 @@
 #include <mutex>
 #include <vector>
 
+#include "backend/os/fork_held_mutex.h"
+
 namespace bagua {
 namespace {
 
@@ -25,7 +27,7 @@ class Registry {
   }
 
   size_t add(int file) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     const auto slot = std::find(files_.begin(), files_.end(), kFree);
     if (slot == files_.end()) return files_.push_back(file), files_.size() - 1;
     *slot = file;
@@ -33,21 +35,19 @@ class Registry {
   }
 
   int get(size_t slot) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     return files_[slot];
   }
 
   void remove(size_t slot) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     if (files_[slot] >= 0) ::close(files_[slot]);
     files_[slot] = kFree;
   }
 
  private:
   Registry() {
-    // The mutex is held during a fork, so that the child finds it and the list in order.
-    const int error = ::pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
-                                       [] { instance().closeAfterFork(); });
+    const int error = ::pthread_atfork(nullptr, nullptr, [] { instance().closeAfterFork(); });
     TORCH_CHECK(error == 0, "bagua: cannot ask to be told of forks, error ", error);
   }
 
@@ -57,10 +57,9 @@ class Registry {
       ::close(file);
       file = kClosed;
     }
-    mutex_.unlock();
   }
 
-  std::mutex mutex_;
+  ForkHeldMutex mutex_;
   std::vector<int> files_;
 };
 
