@@ -21,13 +21,6 @@ void checkSameSize(int sender, int64_t sent, int receiver, int64_t expected, int
 
 at::Tensor Wire::nothing() { return at::empty({0}, at::kByte); }
 
-at::Tensor Wire::pieceOf(const at::Tensor& bytes, int64_t total, int64_t begin, int64_t end) {
-  const int64_t first = std::min(begin, total);
-  const int64_t length = std::min(end, total) - first;
-  if (length == 0) return bytes.narrow(0, 0, 0);
-  return bytes.narrow(0, first % bytes.numel(), length);
-}
-
 std::vector<at::Tensor> Wire::tellEach(const std::vector<int>& peers, const at::Tensor& said, Deadline deadline) {
   Exchanges exchanges;
   for (const int peer : peers) exchanges.push_back({peer, said, at::empty_like(said)});

@@ -37,9 +37,6 @@ class Wire {
   using Exchanges = std::vector<Exchange>;
   // What goes through the steps of a pipeline together, of every exchange.
   static constexpr int64_t kPieceBytes = int64_t{256} << 10;
-  // Bytes [begin, end) of a message of `total` bytes, of which a piece is no longer than kPieceBytes: `bytes` holds it,
-  // or is filled with it again and again. Empty past the end.
-  static at::Tensor pieceOf(const at::Tensor& bytes, int64_t total, int64_t begin, int64_t end);
   // What an Exchange sends, or receives, that only does the other.
   static at::Tensor nothing();
 

@@ -68,6 +68,15 @@ class Mailboxes {
 // Pieces of an odd size, so that tests see several and the last one short.
 constexpr int64_t kPieceBytes = 24'000;
 
+// Bytes [begin, end) of a message of `total` bytes, of which a piece is no longer than kPieceBytes: `bytes` holds it, or
+// is filled with it again and again. Empty past the end.
+at::Tensor pieceOf(const at::Tensor& bytes, int64_t total, int64_t begin, int64_t end) {
+  const int64_t first = std::min(begin, total);
+  const int64_t length = std::min(end, total) - first;
+  if (length == 0) return bytes.narrow(0, 0, 0);
+  return bytes.narrow(0, first % bytes.numel(), length);
+}
+
 class ThreadWire final : public Wire {
  public:
   using Lines = std::function<Line(int rank, int peer)>;
