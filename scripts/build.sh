@@ -23,7 +23,8 @@ readonly DEFINES=(
   BAGUA_CUDA="$CUDA" BAGUA_CUDA_TOOLKIT="$CUDA_TOOLKIT" BAGUA_CUDA_ARCHS="$CUDA_ARCHS"
   BAGUA_CUDA_WHEELS_DIR="${BIN%/bin}/cuda-toolkit"
 )
-readonly WANTED="$PWD ${DEFINES[*]}"
+# The installed link lists the Python modules, so that one that has moved is not found until it is made anew.
+readonly WANTED="$PWD ${DEFINES[*]} $(find python_shim -name '*.py' | sort | cksum)"
 
 # The metadata of the package, its entry points and the link to its Python sources. Finds the C++ parts built already.
 install_editable() {

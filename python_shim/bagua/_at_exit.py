@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from bagua._native import _C
+from bagua._torch_private import backend_of, device_types, listed_groups
 
 _logger = logging.getLogger("bagua")
 # A rank that ends this much later than the others finds them gone. More would keep a job alive of which one rank has
@@ -112,13 +113,12 @@ def _shut_down_groups() -> None:
     A communication thread that drops a tensor while the interpreter goes away would end the process by a signal.
     """
     groups = set()
-    for group in {*distributed_c10d._world.pg_map, *_unlisted}:
-        for device in group._device_types:
+    for group in {*listed_groups(), *_unlisted}:
+        for device in device_types(group):
             try:
-                backend = group._get_backend(device)
+                backend = backend_of(group, device)
             except RuntimeError:  # a group whose making has failed has none
                 continue
-            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             if isinstance(backend, _C.ProcessGroupBagua):
                 groups.add(backend)
     _C.shut_down_together(list(groups))

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
-from torch.utils._pytree import tree_leaves
 
 from bagua._belongings import Belongings
 from bagua._eager import eager
 from bagua._native import _C
 from bagua._registry import describe
+from bagua._torch_private import divides_by_ranks_at_work, has_step_hooks, is_joining, tree_leaves
 from bagua.optimizers import QAdamOptimizer
 
 PICKLE_ADVICE = (
@@ -66,7 +66,7 @@ def refuse_uneven_division(ddp: nn.Module, args: Any) -> None:
     """Refuse, as a forward pre-hook, what a hook that divides by the number of all ranks cannot do."""
     # torch divides by the ranks still at work only where no hook is registered.
     assert isinstance(ddp, DistributedDataParallel)
-    if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+    if is_joining(ddp) and divides_by_ranks_at_work(ddp):
         raise RuntimeError(
             "join(divide_by_initial_world_size=False) is not supported with a bagua communication hook, which divides "
             "by the number of all ranks: use the default"
@@ -88,7 +88,7 @@ def facts_of(optimizer: Optimizer | None) -> str:
 
 def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer inside a trainer's wrapper, such as accelerate's, whose hooks torch would never call."""
-    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+    while not has_step_hooks(optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
@@ -199,7 +199,7 @@ class Attachment:
     @eager
     def _before_forward(self, ddp: nn.Module, args: Any) -> None:
         assert isinstance(ddp, DistributedDataParallel)
-        if ddp._join_config.enable:
+        if is_joining(ddp):
             raise RuntimeError(
                 f"join() does not work with algorithm {self._hook.name!r}: ranks that have run out of data would spoil "
                 "its state. Give all ranks the same number of steps"

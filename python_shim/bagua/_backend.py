@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import distributed_c10d
-
 from bagua import _at_exit
 from bagua._fresh_store import fresh_part
 from bagua._native import _C
+from bagua._torch_private import set_timeout, uncount_group
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import _DistributedBackendOptions
+    from bagua._torch_private import BackendOptions
 
 
 @contextlib.contextmanager
@@ -27,8 +26,7 @@ def _uncounted_if_it_fails(name: str) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if name == str(distributed_c10d._world.group_count - 1):
-            distributed_c10d._world.group_count -= 1
+        uncount_group(name)
         raise
 
 
@@ -43,7 +41,7 @@ def _limited(timeout: timedelta, rank: int, size: int) -> timedelta:
     return min(timeout, _C.LONGEST_TIMEOUT)
 
 
-def create_backend(dist_backend_opts: _DistributedBackendOptions, pg_options: Any) -> Any:
+def create_backend(dist_backend_opts: BackendOptions, pg_options: Any) -> Any:
     """Create the ProcessGroupBagua that torch asks for.
 
     Args:
@@ -69,6 +67,7 @@ def create_backend(dist_backend_opts: _DistributedBackendOptions, pg_options: An
     _at_exit.install()
     rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
     with _uncounted_if_it_fails(dist_backend_opts.group_id):
-        options._timeout = _limited(dist_backend_opts.timeout, rank, size)
-        store = fresh_part(dist_backend_opts.store, rank, size, options._timeout)
+        timeout = _limited(dist_backend_opts.timeout, rank, size)
+        set_timeout(options, timeout)
+        store = fresh_part(dist_backend_opts.store, rank, size, timeout)
         return _C.ProcessGroupBagua(store, rank, size, options)

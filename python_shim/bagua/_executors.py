@@ -21,17 +21,7 @@ from bagua._fresh_store import fresh_part, new_name
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua._registry import describe
-
-
-def _unwrapped(backend: Any) -> Any:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a checking wrapper around every backend."""
-    return getattr(backend, "wrapped_pg", backend)
-
-
-def _timeout_of(backend: Any) -> timedelta:
-    # Not every backend shows its options to Python.
-    options = getattr(backend, "options", None)
-    return options._timeout if options is not None else dist.default_pg_timeout
+from bagua._torch_private import backend_of, timeout_of
 
 
 def _private_group(
@@ -71,7 +61,7 @@ def _records_of(group: dist.ProcessGroup, timeout: timedelta) -> list[str]:
 def _executors_over(
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta, *, is_serial: bool = False
 ) -> Any:
-    backend = _unwrapped(group._get_backend(device))
+    backend = backend_of(group, device)
     if isinstance(backend, _C.ProcessGroupBagua):
         # Read at the first program.
         if is_serial:
@@ -103,8 +93,8 @@ def _executors_over_private(
 
 def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the C++ executors on which a hook for tensors on `device` runs its programs. Collective."""
-    backend = _unwrapped(group._get_backend(device))
-    timeout = _timeout_of(backend)
+    backend = backend_of(group, device)
+    timeout = timeout_of(backend)
     if device.type == "cpu" and not isinstance(backend, _C.ProcessGroupBagua):
         return _executors_over_private(group, device, timeout)
     return _executors_over(group, device, timeout)
@@ -128,13 +118,13 @@ def background_executors_for(group: dist.ProcessGroup, device: torch.device, *, 
     With `is_serial` they never run beside each other, on one thread: several would take turns, each of which keeps the
     memory of the longest program.
     """
-    timeout = _timeout_of(_unwrapped(group._get_backend(device)))
+    timeout = timeout_of(backend_of(group, device))
     return _executors_over_private(group, device, timeout, is_serial=is_serial)
 
 
 def host_executors_for(group: dist.ProcessGroup, device: torch.device, members: Sequence[int]) -> Any:
     """Return executors of a group of `members` of `group`, those of one host. Every one of them has to call."""
-    timeout = _timeout_of(_unwrapped(group._get_backend(device)))
+    timeout = timeout_of(backend_of(group, device))
     return _executors_over_private(group, device, timeout, members)
 
 

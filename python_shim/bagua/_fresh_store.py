@@ -138,7 +138,7 @@ class _Meeting:
             self._met_stranger = now
             _logger.warning(
                 "bagua: rank %d of %d still waits: %s (fingerprints, not the secrets themselves). On the ranks of one "
-                "job BAGUA_JOB_SECRET, or what is in the file of BAGUA_JOB_SECRET_FILE, is to be the same. Two jobs on "
+                "job BAGUA_JOB_SECRET, or what is in the file of BAGUA_JOB_SECRET_FILE, must be the same. Two jobs on "
                 "one store need not care: their other ranks have %d s to come",
                 self._rank,
                 self._size,
@@ -175,7 +175,7 @@ class _Meeting:
     def _refusal(self, why: str) -> Exception:
         return ValueError(
             f"bagua: rank {self._rank} of {self._size} could not make the process group: {why} (fingerprints, not the "
-            "secrets themselves). BAGUA_JOB_SECRET, or what is in the file of BAGUA_JOB_SECRET_FILE, is to be the same "
+            "secrets themselves). BAGUA_JOB_SECRET, or what is in the file of BAGUA_JOB_SECRET_FILE, must be the same "
             "on all ranks"
         )
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from bagua._torch_private import default_group, listed_groups, new_listed_group
 
 
 def new_named_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -26,21 +27,8 @@ def new_named_group(name: str, ranks: Sequence[int], backend: str, timeout: time
         backend: as for `torch.distributed.new_group`.
         timeout: of the group's operations and of its making.
     """
-    world = distributed_c10d._get_default_group()
-    _, store = distributed_c10d._world.pg_map[world]
-    with _unbound(world):
-        group, _ = distributed_c10d._new_process_group_helper(
-            len(ranks),
-            list(ranks).index(dist.get_rank()),
-            list(ranks),
-            backend,
-            store,
-            name,  # type: ignore[arg-type]
-            timeout=timeout,
-        )
-    assert isinstance(group, dist.ProcessGroup)  # this rank is one of `ranks`
-    distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    return group
+    with _unbound(default_group()):
+        return new_listed_group(ranks, backend, name, timeout)
 
 
 def destroy_with(owner: object, group: dist.ProcessGroup) -> None:
@@ -53,7 +41,7 @@ def destroy_with(owner: object, group: dist.ProcessGroup) -> None:
 
 def _destroy(known: weakref.ref[dist.ProcessGroup]) -> None:
     group = known()
-    if group is not None and group in distributed_c10d._world.pg_map:
+    if group is not None and group in listed_groups():
         dist.destroy_process_group(group)
 
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from bagua._executors import shared_executors_for
 from bagua._native import _C
+from bagua._torch_private import default_group, is_outside
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -61,13 +61,12 @@ def _run(
 
     Where this rank is not in the group, there is a warning like torch's instead.
     """
-    if distributed_c10d._rank_not_in_group(group):
-        distributed_c10d._warn_not_in_group(f"bagua.compressed.{name}")
+    if is_outside(group, f"bagua.compressed.{name}"):
         return None
     average = _averages(op, name)
     _check_tensors(name, tensors)
     device = next(iter(tensors.values())).device
-    work = start(shared_executors_for(group or distributed_c10d._get_default_group(), device), average)
+    work = start(shared_executors_for(group or default_group(), device), average)
     if async_op:
         return work
     work.wait()

@@ -52,6 +52,11 @@ class Handle:
         """All of the algorithm's options, with the defaults filled in."""
         return self._hook.options
 
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether error feedback is at work, which `follow` has to tell of changes of a loss scale."""
+        return self._hook.keeps_residuals
+
     def stats(self) -> Stats:
         """Return what this rank has done so far; see `Stats` for keys and units."""
         return cast("Stats", self._hook.stats())

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -32,6 +31,7 @@ from bagua._executors import executors_for, start
 from bagua._layers import layers_of
 from bagua._native import _C
 from bagua._registry import describe
+from bagua._torch_private import comm_hooks, has_python_reducer, listed_groups, name_comm_hook
 from bagua.handle import Handle, OptionArgument, OptionValue
 from bagua.stats import Stats
 
@@ -81,7 +81,7 @@ def _refuse_without_ddp(model: Any, process_group: Any) -> None:
     group: dist.ProcessGroup | None = None
     if isinstance(process_group, dist.ProcessGroup):
         group = process_group
-    elif process_group is None and len(distributed_c10d._world.pg_map) == 1:
+    elif process_group is None and len(listed_groups()) == 1:
         group = dist.group.WORLD
     if parameters and group is not None:
         with contextlib.suppress(Exception):
@@ -89,12 +89,12 @@ def _refuse_without_ddp(model: Any, process_group: Any) -> None:
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
-    if getattr(ddp, "_use_python_reducer", False):
+    if has_python_reducer(ddp):
         raise RuntimeError(
             "torch.compile's python_reducer skips C++ communication hooks without a word: set "
             "torch._dynamo.config.optimize_ddp to 'ddp_optimizer' (or True) before wrapping the model"
         )
-    if ddp._comm_hooks:
+    if comm_hooks(ddp):
         raise RuntimeError("this model already has a communication hook; DistributedDataParallel takes one")
 
 
@@ -195,9 +195,8 @@ def register_comm_hook(
         ddp.register_forward_pre_hook(refuse_uneven_division)
     handle = Handle(hook, attachment)
     # What torch's own method does besides: for its logs, and so that a copy of the model is noticed.
-    ddp._comm_hooks.append((_run_hook, handle))
-    if ddp.logger is not None:
-        ddp.logger._set_comm_hook_name(f"bagua_{algorithm}")
+    comm_hooks(ddp).append((_run_hook, handle))
+    name_comm_hook(ddp, f"bagua_{algorithm}")
     say_if_nothing_is_coded(hook, group)
     return handle
 

@@ -15,11 +15,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _DistributedBackendOptions
 from torchft.process_group import ProcessGroupWrapper  # type: ignore[import-untyped,import-not-found]
 
 from bagua._at_exit import shut_down_with_process
 from bagua._backend import create_backend
+from bagua._torch_private import BackendOptions, backend_of, group_over, set_timeout
 
 __all__ = ["ProcessGroupBagua"]
 
@@ -35,7 +35,7 @@ class ProcessGroupBagua(ProcessGroupWrapper):  # type: ignore[misc]
         super().__init__(timeout)
 
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
-        options = _DistributedBackendOptions()
+        options = BackendOptions()
         options.store, options.timeout = store, self._timeout
         options.group_rank, options.group_size = rank, world_size
         # torchft 0.2 numbers its groups, later versions name them.
@@ -43,10 +43,8 @@ class ProcessGroupBagua(ProcessGroupWrapper):  # type: ignore[misc]
         options.group_id = f"torchft_{number}"  # type: ignore[assignment]
         options.global_ranks_in_group = self._global_ranks or list(range(world_size))
         backend = create_backend(options, None)
-        group = dist.ProcessGroup(store, rank, world_size)
-        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-            group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        group = group_over(backend, store, rank, world_size, devices)
         shut_down_with_process(group)
         return group
 
@@ -58,4 +56,4 @@ class ProcessGroupBagua(ProcessGroupWrapper):  # type: ignore[misc]
         """Set the timeout of this group, from its next operation on, and of those that are made later."""
         super().set_timeout(timeout)
         if self._pg is not None:
-            self._pg._get_backend(torch.device("cpu")).options._timeout = timeout
+            set_timeout(backend_of(self._pg, torch.device("cpu")).options, timeout)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Construction, the registry, what is refused, and the strategy's own collectives."""
 
+import importlib
 import inspect
 import pickle
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import bagua
@@ -13,7 +12,8 @@ import lightning_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.lightning import BaguaStatsCallback, BaguaStrategy, _packages
+from bagua._lightning import check_version
+from bagua.lightning import BaguaStatsCallback, BaguaStrategy
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -139,8 +139,8 @@ REDUCTIONS: list[tuple[Any, float]] = [
     *[(op, 4.5) for op in (None, "mean", "avg", ReduceOp.AVG)],
     *[(op, 9) for op in ("sum", ReduceOp.SUM)],
     (ReduceOp.PRODUCT, 18),
-    (ReduceOp.MIN, 3),
-    (ReduceOp.MAX, 6),
+    *[(op, 3) for op in ("min", ReduceOp.MIN)],
+    *[(op, 6) for op in ("max", ReduceOp.MAX)],
 ]
 BITWISE = [(ReduceOp.BAND, 2), (ReduceOp.BOR, 7), (ReduceOp.BXOR, 5)]
 
@@ -155,7 +155,7 @@ def test_reduce_of_integers(pair: RankPool, op: Any, expected: int) -> None:
     pair.run(_reduces, op, [3, 6], expected, torch.int64)
 
 
-@pytest.mark.parametrize("op", ["min", "max", "SUM", "product", "nope", 0, [], ReduceOp.PREMUL_SUM], ids=str)
+@pytest.mark.parametrize("op", ["SUM", "product", "nope", 0, [], ReduceOp.PREMUL_SUM], ids=str)
 def test_reduce_refuses_other_operations(op: Any) -> None:
     with pytest.raises(ValueError, match=r"Unrecognized `reduce_op` for `BaguaStrategy`: "):
         BaguaStrategy().reduce(torch.ones(1), reduce_op=op)
@@ -244,25 +244,16 @@ def test_callback_says_what_it_needs(pair: RankPool, tmp_path: Path) -> None:
     pair.run(_callback_needs, str(tmp_path))
 
 
-def test_one_sentence_where_lightning_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_packages, "PACKAGES", {"no_such_lightning": ""})
-    with pytest.raises(ImportError, match=r"^bagua.lightning needs Lightning, which is not installed: type 'pip "):
-        _packages.load()
-    old = ModuleType("no_such_lightning")
-    old.__version__ = "1.9.5"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "no_such_lightning", old)
-    with pytest.raises(ImportError, match=r"2.0 or later, but no_such_lightning is of version 1.9.5"):
-        _packages.load()
+def test_a_lightning_of_another_interface_is_refused() -> None:
+    check_version("lightning", "2.0.0")
+    with pytest.raises(ImportError, match=r"^bagua\.lightning needs lightning 2\.0 or later, got version 1\.9\.5$"):
+        check_version("lightning", "1.9.5")
 
 
-def test_the_other_package_is_served_when_it_is_imported_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "imported_later.py").write_text("WORD = 'executed'\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    seen: list[str] = []
-    follower = _packages._Follower("imported_later", lambda: seen.append(sys.modules["imported_later"].WORD))
-    sys.meta_path.insert(0, follower)
-    import imported_later  # type: ignore[import-not-found]
-
-    assert imported_later.WORD == "executed"
-    assert seen == ["executed"]
-    assert follower not in sys.meta_path
+def test_either_package_has_a_strategy_of_its_own_classes() -> None:
+    other = importlib.import_module("bagua.pytorch_lightning")
+    strategies = importlib.import_module("pytorch_lightning.strategies")
+    assert issubclass(other.BaguaStrategy, strategies.DDPStrategy)
+    assert not issubclass(other.BaguaStrategy, DDPStrategy)
+    assert strategies.StrategyRegistry["bagua_bytegrad"]["strategy"] is other.BaguaStrategy
+    assert StrategyRegistry["bagua_bytegrad"]["strategy"] is BaguaStrategy

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's script that is started by torchrun; prints what each rank came to.
 
-Written for `pytorch_lightning`, with the imports in the order of a sorting tool: bagua.lightning comes before the
-package that it is to work with.
+Written for `pytorch_lightning`.
 """
 
 import json
 import sys
 from typing import Any
 
-from bagua.lightning import BaguaStatsCallback, BaguaStrategy
-
-import pytorch_lightning as pl  # isort: skip
-import torch  # isort: skip
-from torch.utils.data import DataLoader, TensorDataset  # isort: skip
+import pytorch_lightning as pl
+import torch
+from bagua.pytorch_lightning import BaguaStatsCallback, BaguaStrategy
+from torch.utils.data import DataLoader, TensorDataset
 
 
 class Module(pl.LightningModule):

@@ -117,7 +117,7 @@ def test_allreduce_in_place_and_out_of_place_with_either_enum(ranks: RankPool, o
 def _allreduce_forms() -> None:
     rank, size = _started()
     total = float(sum(range(size)))
-    comm = communication._get_default_group().get_global_communicator()
+    comm = communication.from_torch_group(None).get_global_communicator()
     calls: list[Any] = [
         lambda t: api.allreduce(t),
         lambda t: api.allreduce(tensor=t),

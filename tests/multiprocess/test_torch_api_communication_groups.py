@@ -15,7 +15,7 @@ import bagua.torch_api as api
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api import communication, env
+from bagua.torch_api import _groups, communication, env
 from bagua.torch_api.communication import BaguaProcessGroup, CommMember, Communicator
 from bagua.torch_api.exceptions import RepeatedInitializationError
 from holdings import wait_for
@@ -36,7 +36,7 @@ def _sum_over(comm: Any, value: float) -> float:
 
 def _destroy(group: BaguaProcessGroup) -> None:
     """Leave the ranks, which other tests use too, as they were."""
-    if communication._rank_not_in_group(group):
+    if dist.get_rank() not in group.ranks:
         return
     made = {group.torch_group}
     made |= {comm.torch_group for comm in group._communicators.values() if isinstance(comm, Communicator)}
@@ -62,7 +62,7 @@ def _initialise_by_hand(folder: str) -> None:
     with pytest.raises(RuntimeError, match=r"call bagua\.torch_api\.init_process_group"):
         api.allreduce(torch.ones(1))
     with pytest.raises(RuntimeError, match="not initialised"):
-        communication._get_default_group()
+        _groups.default_group()
     store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=rf"rank {size}, world_size {size} and local_world_size 1"):
         api.init_process_group(store, size, size, 1)
@@ -130,7 +130,7 @@ def _initialise_twice() -> None:
     with pytest.raises(RepeatedInitializationError, match="initialize the default process group twice!"):
         api.init_process_group()
     assert issubclass(RepeatedInitializationError, RuntimeError)
-    group = communication._get_default_group()
+    group = _groups.default_group()
     assert group.torch_group is dist.group.WORLD
     assert group.ranks == [0, 1]
     assert (group.stream is None) is not torch.cuda.is_available()
@@ -148,14 +148,11 @@ def _subgroups() -> None:
     group = communication.new_group(members)
     assert group.ranks == sorted(members)
     comm = group.get_global_communicator()
-    assert communication._rank_not_in_group(group) is (rank not in members)
-    assert communication._rank_not_in_comm(comm) is (rank not in members)
     tensor = torch.tensor([float(rank)])
     if rank in members:
         assert isinstance(comm, Communicator)
         assert (comm.rank(), comm.nranks()) == (sorted(members).index(rank), 2)
         assert dist.get_process_group_ranks(group.torch_group) == sorted(members)
-        assert communication._pg_group_ranks[group] == {0: 0, size - 1: 1}
         assert communication.from_torch_group(group.torch_group) is group
     else:
         assert comm is CommMember.NON_COMM_MEMBER
@@ -217,7 +214,7 @@ def _wrong_groups() -> None:
             communication.new_group(ranks)
     with pytest.raises(TypeError, match="got 'world'"):
         communication.from_torch_group("world")  # type: ignore[arg-type]
-    name = communication._get_default_group().group_name
+    name = _groups.default_group().group_name
     with pytest.raises(ValueError, match="global, inter, intra, got 'leader'"):
         communication.get_communicator(name, "leader")
     with pytest.raises(ValueError, match="no group is called 'nobody'"):
@@ -225,7 +222,7 @@ def _wrong_groups() -> None:
     with pytest.raises(ValueError, match="no model is called 'resnet'"):
         api.get_backend("resnet")
     with pytest.raises(TypeError, match="communicator of a BaguaProcessGroup, got"):
-        api.allreduce(torch.ones(1), comm=communication._get_default_group())  # type: ignore[call-overload]
+        api.allreduce(torch.ones(1), comm=_groups.default_group())  # type: ignore[call-overload]
     assert _sum_over(None, 1.0) == size
 
 
@@ -248,7 +245,6 @@ def _groups_of_torch() -> None:
     assert comm.torch_group is group
     assert over.group_name == group.group_name
     assert communication.from_torch_group(group) is over
-    assert communication._torch_to_bagua_pg_map[group] is over
     assert communication.get_communicator(over.group_name, "global") is comm
     assert _sum_over(comm, float(rank)) == sum({0, size - 1})
     # The cache does not keep a group alive that torch has let go of.
@@ -260,32 +256,12 @@ def _groups_of_torch() -> None:
         _ = comm.torch_group
     del over
     gc.collect()
-    assert name not in communication._pg_map
+    with pytest.raises(ValueError, match=f"no group is called '{name}'"):
+        communication.get_communicator(name, "global")
 
 
 def test_group_over_a_group_of_torch(peers: RankPool) -> None:
     peers.run(_groups_of_torch)
-
-
-def _patched_group() -> None:
-    _started()
-    group: Any = dist.new_group(list(range(dist.get_world_size())))
-    assert not hasattr(group, "bagua_pg")
-    assert group.bagua_patch() is group
-    assert group.bagua_pg is communication.from_torch_group(group)
-    assert _sum_over(group.bagua_get_global_communicator(), 1.0) == dist.get_world_size()
-    assert group.bagua_get_intra_node_communicator().nranks() == dist.get_world_size()
-    inter = group.bagua_get_inter_node_communicator()
-    assert (inter is CommMember.NON_COMM_MEMBER) == (dist.get_rank() > 0)
-    known = len(communication._torch_to_bagua_pg_map)
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    assert len(communication._torch_to_bagua_pg_map) == known - 1
-
-
-def test_groups_of_torch_have_the_methods_of_the_original(peers: RankPool) -> None:
-    peers.run(_patched_group)
 
 
 def _communicators_of_hosts(hosts: str, asks_inter_first: bool) -> None:

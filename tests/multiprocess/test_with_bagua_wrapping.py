@@ -92,7 +92,7 @@ def _failure() -> None:
     optimizer = _sgd(model)
     model.with_bagua([optimizer], _allreduce())  # type: ignore[operator]
     for wrong, problem in (("bytegrad", "'bytegrad'"), (type(_allreduce()), "class"), (None, "None")):
-        with pytest.raises(TypeError, match=f"algorithm is to be an instance.*{problem}"):
+        with pytest.raises(TypeError, match=f"algorithm must be an instance.*{problem}"):
             model.with_bagua([optimizer], wrong)  # type: ignore[operator]
     with pytest.raises(TypeError, match=r"write \[optimizer\]"):
         model.with_bagua(optimizer, _allreduce())  # type: ignore[operator]

@@ -75,7 +75,7 @@ def test_reduce_op_is_translated_by_name_not_by_number() -> None:
         assert reduce_op.to_torch(int(one), "test") == getattr(dist.ReduceOp, one.name)
     assert reduce_op.to_torch(dist.ReduceOp.AVG, "test") == dist.ReduceOp.AVG
     for wrong in (4, -1, True, 1.0, None, "SUM"):
-        with pytest.raises(ValueError, match=r"^test: op is to be a bagua\.torch_api\.ReduceOp"):
+        with pytest.raises(ValueError, match=r"^test: op must be a bagua\.torch_api\.ReduceOp"):
             reduce_op.to_torch(wrong, "test")
 
 

@@ -7,13 +7,14 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
+from bagua._torch_private import backend_of, device_types, timeout_of
 from bagua.torch_api._communicators import Comm, CommMember, Communicator, StreamSlot, alive
 from bagua.torch_api.exceptions import RepeatedInitializationError
 
@@ -109,10 +110,8 @@ class BaguaProcessGroup:
 
 
 # The groups live as long as torch's.
-_torch_to_bagua_pg_map: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = weakref.WeakKeyDictionary()
-_pg_map: weakref.WeakValueDictionary[str, BaguaProcessGroup] = weakref.WeakValueDictionary()
-# Global rank -> rank in the group.
-_pg_group_ranks: weakref.WeakKeyDictionary[BaguaProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
+_groups_over: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = weakref.WeakKeyDictionary()
+_groups_by_name: weakref.WeakValueDictionary[str, BaguaProcessGroup] = weakref.WeakValueDictionary()
 _default_torch_group: weakref.ref[dist.ProcessGroup] | None = None
 
 
@@ -122,18 +121,12 @@ def _hosts_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    for device in group._device_types:
-        # Not every backend shows its options to Python.
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            timeout: timedelta = options._timeout
-            return timeout
-    return dist.default_pg_timeout
+    backends = [backend_of(group, device) for device in device_types(group)]
+    return next((timeout_of(backend) for backend in backends if hasattr(backend, "options")), dist.default_pg_timeout)
 
 
 def _register(group: BaguaProcessGroup) -> BaguaProcessGroup:
-    _pg_map[group.group_name] = group
-    _pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(group.ranks)}
+    _groups_by_name[group.group_name] = group
     return group
 
 
@@ -202,7 +195,7 @@ def is_initialized() -> bool:
     return dist.is_initialized() and _default_torch_group is not None and _default_torch_group() is dist.group.WORLD
 
 
-def _get_default_group() -> BaguaProcessGroup:
+def default_group() -> BaguaProcessGroup:
     """Return the default group; RuntimeError before `init_process_group`."""
     group = dist.group.WORLD if is_initialized() else None
     if group is None:
@@ -227,11 +220,11 @@ def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | No
         ValueError: no rank, a rank named twice, or one that is no rank of the default group.
         RuntimeError: before `init_process_group`.
     """
-    default = _get_default_group()
+    default = default_group()
     ranks = default.ranks if ranks is None else sorted(ranks)
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(default.ranks):
         raise ValueError(
-            f"new_group on rank {dist.get_rank()}: ranks are to be one or more of 0 to {len(default.ranks) - 1}, each "
+            f"new_group on rank {dist.get_rank()}: ranks must be one or more of 0 to {len(default.ranks) - 1}, each "
             f"once, got {list(ranks)}"
         )
     made: Any = dist.new_group(ranks=list(ranks), timeout=_timeout_of(default.torch_group))
@@ -242,7 +235,7 @@ def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | No
 
 def _slot(stream: torch.cuda.Stream | None) -> StreamSlot:
     if stream is None and is_initialized():
-        return _get_default_group()._stream
+        return default_group()._stream
     return StreamSlot(stream)
 
 
@@ -271,22 +264,22 @@ def from_torch_group(
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return _group_of_others([], _slot(stream))
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"from_torch_group: group is to be a torch.distributed.ProcessGroup, got {group!r}")
-    known = _torch_to_bagua_pg_map.get(group)
+        raise TypeError(f"from_torch_group: group must be a torch.distributed.ProcessGroup, got {group!r}")
+    known = _groups_over.get(group)
     if known is not None:
         return known
     # The default group itself may be on its way to being bagua's.
     slot = StreamSlot(stream) if group is dist.group.WORLD else _slot(stream)
     ranks = dist.get_process_group_ranks(group)
     made = _register(BaguaProcessGroup(group, ranks, slot, group.group_name))
-    _torch_to_bagua_pg_map[group] = made
+    _groups_over[group] = made
     return made
 
 
 def bagua_group(group: dist.ProcessGroup | BaguaProcessGroup | None) -> BaguaProcessGroup:
     """Return the bagua group that is meant: the one given, the one over a group of torch, the default one for None."""
     if group is None:
-        return _get_default_group()
+        return default_group()
     return group if isinstance(group, BaguaProcessGroup) else from_torch_group(group)
 
 
@@ -301,64 +294,19 @@ def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMemb
         ValueError: another `comm_name`, or no group of that name.
     """
     if comm_name not in _KINDS:
-        raise ValueError(f"get_communicator: comm_name is to be one of {', '.join(_KINDS)}, got {comm_name!r}")
-    group = _pg_map.get(group_name)
+        raise ValueError(f"get_communicator: comm_name must be one of {', '.join(_KINDS)}, got {comm_name!r}")
+    group = _groups_by_name.get(group_name)
     if group is None:
-        raise ValueError(f"get_communicator: no group is called {group_name!r}, there are {sorted(_pg_map)}")
+        raise ValueError(f"get_communicator: no group is called {group_name!r}, there are {sorted(_groups_by_name)}")
     return group._communicator(comm_name)
-
-
-class _ProcessGroupPatch:
-    """The methods that `import bagua.torch_api` adds to `torch.distributed.ProcessGroup`."""
-
-    def bagua_patch(self, stream: torch.cuda.Stream | None = None) -> dist.ProcessGroup:
-        """Make the Bagua group over this one, as `from_torch_group`; returns this group itself."""
-        group = cast("dist.ProcessGroup", self)
-        from_torch_group(group, stream)
-        return group
-
-    @property
-    def bagua_pg(self) -> BaguaProcessGroup:
-        """The Bagua group over this one. AttributeError before `bagua_patch` or `from_torch_group`."""
-        made = _torch_to_bagua_pg_map.get(cast("dist.ProcessGroup", self))
-        if made is None:
-            raise AttributeError("no Bagua group was made over this torch process group: call bagua_patch() first")
-        return made
-
-    def bagua_get_global_communicator(self) -> Communicator | CommMember:
-        """See `BaguaProcessGroup`."""
-        return self.bagua_pg.get_global_communicator()
-
-    def bagua_get_inter_node_communicator(self) -> Communicator | CommMember:
-        """See `BaguaProcessGroup`."""
-        return self.bagua_pg.get_inter_node_communicator()
-
-    def bagua_get_intra_node_communicator(self) -> Communicator | CommMember:
-        """See `BaguaProcessGroup`."""
-        return self.bagua_pg.get_intra_node_communicator()
-
-
-def install() -> None:
-    """Add the methods of the original to torch.distributed.ProcessGroup."""
-    for name, member in vars(_ProcessGroupPatch).items():
-        if not name.startswith("__"):
-            setattr(dist.ProcessGroup, name, member)
-
-
-def _rank_not_in_group(group: BaguaProcessGroup | None) -> bool:
-    return group is not None and dist.get_rank() not in _pg_group_ranks[group]
-
-
-def _rank_not_in_comm(comm: Comm = None) -> bool:
-    return comm is CommMember.NON_COMM_MEMBER
 
 
 def resolve(comm: Comm, operation: str) -> Communicator | None:
     """Return the communicator that is meant, None for that of others; RuntimeError before `init_process_group`."""
     if comm is None or comm is CommMember.WORLD:
-        comm = _get_default_group().get_global_communicator()
+        comm = default_group().get_global_communicator()
     if comm is CommMember.NON_COMM_MEMBER:
         return None
     if not isinstance(comm, Communicator):
-        raise TypeError(f"{operation}: comm is to be a communicator of a BaguaProcessGroup, got {comm!r}")
+        raise TypeError(f"{operation}: comm must be a communicator of a BaguaProcessGroup, got {comm!r}")
     return comm

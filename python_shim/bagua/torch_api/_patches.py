@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing this module gives torch's classes the methods of the original: Module, Tensor and ProcessGroup."""
+"""Importing this module gives torch's classes the methods of the original: Module and Tensor."""
 
-from bagua.torch_api import _groups, distributed, tensor
+from bagua.torch_api import distributed, tensor
 
 distributed.install()
 tensor.install()
-_groups.install()

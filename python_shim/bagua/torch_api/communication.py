@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups and collectives of the original's module `bagua.torch_api.communication`, over torch.distributed.
 
-All operations block: when they return, the result is there, for the host too. Ranks are ranks inside the communicator.
-With `CommMember.NON_COMM_MEMBER` as communicator they do nothing. Errors are raised before anything is communicated
-where an argument is wrong, and name operation, rank, what was expected and what came.
+All operations block: when they return, the result is there, for the host too. `comm` is a communicator, by default that
+of all ranks of the default group, and roots and peers are ranks inside it. With `CommMember.NON_COMM_MEMBER` an
+operation does nothing. Every rank of the communicator calls, with the same shapes and dtypes.
+
+A wrong argument is a ValueError, or a TypeError where it is of a wrong type, before anything is communicated. It names
+operation, rank, what was expected and what came. A call before `init_process_group` is a RuntimeError, and so is an
+`op` that the dtype or the backend does not have.
 
 Definition: `bagua.torch_api.communication` of Bagua 0.6, whose `allreduce` and `reduce` work in place, with the
 additions of Bagua 0.7 to 0.9.
@@ -25,12 +29,6 @@ from bagua.torch_api._exchanges import (
 )
 from bagua.torch_api._groups import (
     BaguaProcessGroup,
-    _get_default_group,
-    _pg_group_ranks,
-    _pg_map,
-    _rank_not_in_comm,
-    _rank_not_in_group,
-    _torch_to_bagua_pg_map,
     from_torch_group,
     get_communicator,
     init_process_group,
@@ -56,12 +54,6 @@ __all__ = [
     "Communicator",
     "ReduceOp",
     "RepeatedInitializationError",
-    "_get_default_group",
-    "_pg_group_ranks",
-    "_pg_map",
-    "_rank_not_in_comm",
-    "_rank_not_in_group",
-    "_torch_to_bagua_pg_map",
     "allgather",
     "allgather_inplace",
     "allreduce",

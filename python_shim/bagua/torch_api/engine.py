@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from bagua._attachment import PICKLE_ADVICE
 from bagua._eager import disabled, eager
 from bagua._executors import background_executors_for, executors_for
+from bagua._torch_private import at_end_of_backward, is_in_backward
 from bagua.torch_api._backends import register_backend
 from bagua.torch_api._checks import some
 from bagua.torch_api._groups import bagua_group
@@ -166,7 +167,7 @@ class Engine:
         if missing:
             raise ValueError(
                 f"tensors_to_buckets() of {type(self.bagua_algorithm).__qualname__} left out {len(missing)} of the "
-                f"tensors that init_tensors() returned ({some(missing)}): what is not to be communicated is to be left "
+                f"tensors that init_tensors() returned ({some(missing)}): what must not be communicated must be left "
                 "out by init_tensors() already"
             )
 
@@ -194,7 +195,7 @@ class Engine:
 
     @eager
     def _before_forward(self, module: nn.Module, input: Any) -> None:
-        if self._is_in_backward and torch._C._current_graph_task_id() != -1:
+        if self._is_in_backward and is_in_backward():
             return  # The backward at work computes the module anew: it is checkpointed as a whole.
         if not self._is_complete:
             self._is_in_backward, self._is_complete = False, True
@@ -226,7 +227,7 @@ class Engine:
             return
         self._is_in_backward, self._is_complete = True, False
         self._visited.clear()
-        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        at_end_of_backward(self._after_backward)
 
     def come_to(self, name: str, parameter: Tensor) -> None:
         """Take note that a gradient is complete."""
@@ -319,13 +320,13 @@ def _gradient_hook(engine: weakref.ref[Engine], name: str) -> Callable[[Tensor],
 
 def _check_arguments(optimizers: Any, algorithm: Any) -> None:
     if isinstance(optimizers, Optimizer):
-        raise TypeError(f"optimizers is to be a list of them, got a {type(optimizers).__qualname__}: write [optimizer]")
+        raise TypeError(f"optimizers must be a list of them, got a {type(optimizers).__qualname__}: write [optimizer]")
     kinds = [type(one).__qualname__ for one in optimizers if not isinstance(one, Optimizer)]
     if kinds:
-        raise TypeError(f"optimizers is to be a list of torch.optim.Optimizer, got one of {', '.join(kinds)}")
+        raise TypeError(f"optimizers must be a list of torch.optim.Optimizer, got one of {', '.join(kinds)}")
     if not isinstance(algorithm, Algorithm):
         raise TypeError(
-            "algorithm is to be an instance of a class derived from bagua.torch_api.algorithms.Algorithm, such as "
+            "algorithm must be an instance of a class derived from bagua.torch_api.algorithms.Algorithm, such as "
             f"Algorithm.init('bytegrad'), got {algorithm!r}"
         )
 

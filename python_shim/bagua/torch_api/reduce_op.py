@@ -39,9 +39,9 @@ def to_torch(op: Any, where: str) -> Any:
     if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         return op
     # A bool is an int, and True would be PRODUCT: `allreduce(tensor, True)` meant "average" in version 0.5.
-    if isinstance(op, int) and not isinstance(op, bool) and op in ReduceOp._value2member_map_:
+    if isinstance(op, int) and not isinstance(op, bool) and op in list(ReduceOp):
         return getattr(dist.ReduceOp, ReduceOp(op).name)
     names = ", ".join(f"{one.name} ({one.value})" for one in ReduceOp)
     raise ValueError(
-        f"{where}: op is to be a bagua.torch_api.ReduceOp ({names}) or a torch.distributed.ReduceOp, got {op!r}"
+        f"{where}: op must be a bagua.torch_api.ReduceOp ({names}) or a torch.distributed.ReduceOp, got {op!r}"
     )

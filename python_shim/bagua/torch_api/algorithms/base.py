@@ -139,7 +139,7 @@ class AlgorithmImpl:
 
         Args:
             parameter: the embedding's weight.
-            gradient: its sparse gradient, which is to be overwritten.
+            gradient: its sparse gradient, which the method overwrites.
         """
         group = self.process_group.torch_group
         dist.all_reduce(gradient, group=group)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from bagua._torch_private import foreach_copy_, version_of
+
 State = dict[str, Any]
 States = dict[Tensor, State]
 
@@ -116,7 +118,7 @@ class Run:
                 if name not in self._parts
                 for member in members
             )
-            and all(vector._version == version for vector, version in self._vectors.values())
+            and all(version_of(vector) == version for vector, version in self._vectors.values())
         )
 
     def _adopt(self, states: States) -> None:
@@ -142,7 +144,7 @@ class Run:
             return
         vector = whole.detach().repeat(len(self.parameters))
         self._parts[name] = list(vector.unbind())
-        self._vectors[name] = (vector, vector._version)
+        self._vectors[name] = (vector, version_of(vector))
 
     def _hand_out(self, states: States) -> None:
         for index, p in enumerate(self.parameters):
@@ -156,7 +158,7 @@ class Run:
         if self._gradient is None:
             self._gradient = torch.empty_like(self.flat)
             self._gradient_views = _views(self._gradient, self.parameters)
-        torch._foreach_copy_(self._gradient_views, gradients)
+        foreach_copy_(self._gradient_views, gradients)
         self.flat.grad = self._gradient
         if self._state:
             states[self.flat] = self._state
@@ -178,6 +180,6 @@ class Run:
         else:
             for name, (vector, _) in self._vectors.items():
                 vector.copy_(self._state[name])
-                self._vectors[name] = (vector, vector._version)
+                self._vectors[name] = (vector, version_of(vector))
         if not has_same_tensors or any(former[name] != self._state[name] for name in state.keys() - self._parts):
             self._hand_out(states)

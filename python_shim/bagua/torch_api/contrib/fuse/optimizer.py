@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from bagua._eager import disabled
+from bagua._torch_private import leave_unwrapped, note_step
 from bagua.torch_api.contrib.fuse._run import Run, contiguous_runs, flatten, is_dense, state_key
 
 __all__ = ["fuse_optimizer", "fuse_step", "is_fused_optimizer"]
@@ -189,7 +190,7 @@ def fuse_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     if not is_fused_optimizer(optimizer):
         raise RuntimeError("fuse_step needs an optimizer that went through fuse_optimizer()")
     # What a learning rate scheduler has step() note.
-    optimizer._opt_called = True
+    note_step(optimizer)
     return optimizer._bagua_fusion.step(optimizer, *(() if closure is None else (closure,)))
 
 
@@ -207,7 +208,7 @@ def is_fused_optimizer(optimizer: Any) -> bool:
 
 
 # Schedulers wrap `optimizer.step` to learn of steps. In its place this needs no wrapper, and no warning either.
-fuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+leave_unwrapped(fuse_step)
 
 
 def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:

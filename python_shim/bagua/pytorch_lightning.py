@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of bagua.lightning for `pytorch_lightning`."""
+"""`bagua.lightning` for the package `pytorch_lightning`, 2.0 or later."""
 
+import pytorch_lightning
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from bagua.lightning._stats import StatsParts
-from bagua.lightning._strategy import StrategyParts
+from bagua._lightning import check_version
+from bagua._lightning.stats import StatsParts
+from bagua._lightning.strategy import StrategyParts
+
+check_version("pytorch_lightning", pytorch_lightning.__version__)
+
+__all__ = ["BaguaStatsCallback", "BaguaStrategy"]
 
 
 # mypy takes the parts for classes of the other package.

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from bagua._torch_private import tree_map_only
 from bagua.handle import Handle
 
 _KEY = "bagua"

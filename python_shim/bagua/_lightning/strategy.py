@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bagua._argument_checks import by_name, check_algorithm, shown
+from bagua._lightning.checkpoint import add_states_of_all_ranks, of_this_rank, to_cpu, why_not_exact
 from bagua._native import _C
 from bagua._registry import available_algorithms, describe
 from bagua.handle import Handle
 from bagua.hooks import register_comm_hook
-from bagua.lightning._checkpoint import add_states_of_all_ranks, of_this_rank, to_cpu, why_not_exact
-from bagua.lightning._packages import OfTheUsersPackage
 from bagua.optimizers import QAdamOptimizer
 
 if TYPE_CHECKING:
@@ -29,17 +27,14 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-_MEANS = (None, "mean", "avg")
-_REDUCE_OPS = (
-    ReduceOp.AVG,
-    ReduceOp.SUM,
-    ReduceOp.PRODUCT,
-    ReduceOp.MIN,
-    ReduceOp.MAX,
-    ReduceOp.BAND,
-    ReduceOp.BOR,
-    ReduceOp.BXOR,
-)
+_OPS_BY_WORD = {
+    None: ReduceOp.AVG,
+    "mean": ReduceOp.AVG,
+    "avg": ReduceOp.AVG,
+    "sum": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+}
 _CALL = "BaguaStrategy("
 # Backends that know ReduceOp.AVG.
 _AVERAGING_BACKENDS = ("bagua", "nccl")
@@ -48,7 +43,7 @@ _NOT_FOR_DDP = {"self", "module", "device_ids", "output_device", "dim"}
 _HOOKS_OF_TORCH = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}
 
 
-class StrategyParts(_Base, metaclass=OfTheUsersPackage):
+class StrategyParts(_Base):
     """Lightning's DDPStrategy with one of our algorithms as its communication hook, on CPU and on CUDA devices.
 
     In the registry as "bagua" and "bagua_<algorithm>", with the default options.
@@ -153,7 +148,7 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
             assert isinstance(self.model, DistributedDataParallel)
             self._handle = register_comm_hook(self.model, self._algorithm, self._optimizer(), **self._options)
             scaler = getattr(self.precision_plugin, "scaler", None)
-            if scaler is not None and self._handle._hook.keeps_residuals:
+            if scaler is not None and self._handle.keeps_residuals:
                 self._handle.follow(scaler)
 
     def _register_ddp_hooks(self) -> None:
@@ -266,8 +261,8 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
         Args:
             tensor: what to reduce; anything else than a tensor is returned as it is.
             group: a torch process group; None for all processes. A process that is not in it gets the tensor as it is.
-            reduce_op: None, "mean" or "avg" (mean; of integers, rounded towards zero), "sum", or a
-                `torch.distributed.ReduceOp`.
+            reduce_op: None, "mean" or "avg" (mean; of integers, rounded towards zero), "sum", "min", "max",
+                or a `torch.distributed.ReduceOp`.
 
         Returns:
             The tensor.
@@ -277,9 +272,7 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        # self.log(..., reduce_fx="max", sync_dist=True) comes with a name that the documented interface does not take.
-        is_from_log = sys._getframe(1).f_globals.get("__name__", "").endswith(".logger_connector.result")
-        op = _reduce_op(reduce_op, with_limits=is_from_log)
+        op = _reduce_op(reduce_op)
         if not dist.is_initialized() or dist.get_rank(group) < 0:
             return tensor
         if op != ReduceOp.AVG or dist.get_backend(group) in _AVERAGING_BACKENDS:
@@ -303,13 +296,9 @@ class StrategyParts(_Base, metaclass=OfTheUsersPackage):
             )
 
 
-def _reduce_op(reduce_op: Any, *, with_limits: bool) -> Any:
-    if reduce_op in _MEANS:
-        return ReduceOp.AVG
-    if reduce_op == "sum":
-        return ReduceOp.SUM
-    if with_limits and reduce_op in ("min", "max"):
-        return ReduceOp.MIN if reduce_op == "min" else ReduceOp.MAX
-    if isinstance(reduce_op, (ReduceOp, ReduceOp.RedOpType)) and reduce_op in _REDUCE_OPS:
+def _reduce_op(reduce_op: Any) -> Any:
+    if isinstance(reduce_op, (ReduceOp, ReduceOp.RedOpType)) and reduce_op != ReduceOp.PREMUL_SUM:
         return reduce_op
+    if reduce_op is None or (isinstance(reduce_op, str) and reduce_op in _OPS_BY_WORD):
+        return _OPS_BY_WORD[reduce_op]
     raise ValueError(f"Unrecognized `reduce_op` for `BaguaStrategy`: {reduce_op}")

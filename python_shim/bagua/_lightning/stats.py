@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from bagua.lightning._packages import OfTheUsersPackage
 from bagua.stats import Stats, means_per_step
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ else:
     _Base = object
 
 
-class StatsParts(_Base, metaclass=OfTheUsersPackage):
+class StatsParts(_Base):
     """Logs, of rank 0, what the algorithm of a BaguaStrategy sends, what it saves and where its time goes.
 
     To every logger of the Trainer, each time that it logs (`log_every_n_steps`) and at the end of training:

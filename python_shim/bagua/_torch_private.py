@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The private names of torch that this package uses, each once, so that a new version of torch is a look at this file.
+
+A test sees to it that no other module of the package touches one. `torch_compat.h` is the same for C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _DistributedBackendOptions
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["BackendOptions", "tree_leaves", "tree_map_only"]
+
+# What torch hands to the creator of a backend, which has no public type.
+BackendOptions = _DistributedBackendOptions
+
+# --- Many tensors at once, of which torch's public optimizers are made: there is no public form -----------------------
+
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_addcdiv_ = torch._foreach_addcdiv_
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_sqrt = torch._foreach_sqrt
+
+# --- Process groups ---------------------------------------------------------------------------------------------------
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the default group, or raise torch's own error; `dist.group.WORLD` is None before there is one."""
+    return distributed_c10d._get_default_group()
+
+
+def listed_groups() -> list[dist.ProcessGroup]:
+    """Return all groups that `destroy_process_group()` would destroy, which torch lists nowhere else."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def new_listed_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Make and list a group under a name of our own: `new_group` counts groups, on every rank alike."""
+    _, store = distributed_c10d._world.pg_map[default_group()]
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        backend,
+        store,
+        name,  # type: ignore[arg-type]
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)  # this rank is one of `ranks`
+    distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+def uncount_group(name: str) -> None:
+    """Take a group that could not be made out of torch's count, by which it names the next one."""
+    if name == str(distributed_c10d._world.group_count - 1):
+        distributed_c10d._world.group_count -= 1
+
+
+def is_outside(group: dist.ProcessGroup | None, operation: str) -> bool:
+    """Return whether this rank is not in the group; with the warning of torch's own collectives."""
+    if not distributed_c10d._rank_not_in_group(group):
+        return False
+    distributed_c10d._warn_not_in_group(operation)
+    return True
+
+
+def device_types(group: dist.ProcessGroup) -> list[torch.device]:
+    """Return the devices whose tensors a group takes: `get_backend_config` knows no groups that are not listed."""
+    return list(group._device_types)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return what communicates a group's tensors on a device, without TORCH_DISTRIBUTED_DEBUG=DETAIL's wrapper."""
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def timeout_of(backend: Any) -> timedelta:
+    """Return the timeout of a backend's operations; torch's default where it does not show its options to Python."""
+    options = getattr(backend, "options", None)
+    return options._timeout if options is not None else dist.default_pg_timeout
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Set the timeout in the options of a backend, for which there is no public name."""
+    options._timeout = timeout
+
+
+def group_over(backend: Any, store: dist.Store, rank: int, size: int, devices: Sequence[str]) -> dist.ProcessGroup:
+    """Return a group that torch does not list, over a backend that is there already."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    for device in devices:
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    return group
+
+
+# --- DistributedDataParallel: what its own register_comm_hook() and forward() do --------------------------------------
+
+
+def has_python_reducer(ddp: DistributedDataParallel) -> bool:
+    """Return whether torch.compile's python_reducer is at work, which calls no C++ hook."""
+    return bool(getattr(ddp, "_use_python_reducer", False))
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[Any]:
+    """Return the list of a model's communication hooks, in which torch's own method notes them."""
+    hooks: list[Any] = ddp._comm_hooks
+    return hooks
+
+
+def name_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
+    """Tell DDP's logs of a hook, as torch's own method does."""
+    if ddp.logger is not None:
+        ddp.logger._set_comm_hook_name(name)
+
+
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Return whether the model is inside `join()`."""
+    return bool(ddp._join_config.enable)
+
+
+def divides_by_ranks_at_work(ddp: DistributedDataParallel) -> bool:
+    """Return whether `join()` was told to divide by the ranks still at work, which torch does without a hook only."""
+    return not ddp._divide_by_initial_world_size
+
+
+def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
+    """Have DDP rebuild its buckets, which it does in its next forward otherwise; returns whether it did."""
+    if not ddp.reducer._rebuild_buckets():
+        return False
+    ddp._has_rebuilt_buckets = True
+    return True
+
+
+# --- Optimizers and schedulers ----------------------------------------------------------------------------------------
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Return whether torch would call the hooks of this object, which a trainer's wrapper only looks like."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Note a step as the wrapper does that a scheduler puts around `step`; else it warns of a missing one."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def leave_unwrapped(step: Any) -> None:
+    """Keep schedulers from wrapping a function that stands in the place of an optimizer's `step`."""
+    step._wrapped_by_lr_sched = True
+
+
+# --- Autograd ---------------------------------------------------------------------------------------------------------
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread is inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward at work, for which torch's public hooks have no moment."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor, or what shares its memory, was changed in place."""
+    return tensor._version
