@@ -15,6 +15,7 @@
 #include "algorithms/hook/comm_hook.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/bucket_operations.h"
+#include "algorithms/shared/compressed/coding.h"
 #include "algorithms/shared/compressed/operations.h"
 #include "backend/process_group/backend_executors.h"
 #include "backend/process_group/process_group_bagua.h"
@@ -436,6 +437,7 @@ void bindAlgorithms(py::module& module) {
   module.def("algorithm_names", &AlgorithmRegistry::names);
   module.def("algorithm_info", &infoDict, py::arg("name"));
   module.def("codec_names", &CodecRegistry::names);
+  module.attr("DEFAULT_CODEC") = compressed::kDefaultCodec;
   module.def(
       "check_options",
       [](const std::string& name, const py::dict& options, const std::vector<std::string>& others) {

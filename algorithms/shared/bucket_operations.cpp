@@ -9,6 +9,11 @@
 namespace bagua::bucket_operations {
 namespace {
 
+// Scripts of the original ask for its packets by their name, "MinMaxUInt8", so the default codec is not theirs.
+constexpr const char* kOriginalCodec = "minmax_uint8";
+
+compressed::Coding originalCoding() { return {.codec = CodecRegistry::find(kOriginalCodec).codec}; }
+
 // One after another: a user may start several on one bucket and wait for the last.
 c10::intrusive_ptr<c10d::Work> submit(ExecutorProvider& executors, const char* name, const at::Tensor& flat,
                                       Program program) {
@@ -27,7 +32,7 @@ c10::intrusive_ptr<c10d::Work> reduce(ExecutorProvider& executors, const at::Ten
   return submit(executors, "bagua:reduce_bucket", flat,
                 [flat = flat, isCompressed, options](Communicator& communicator) mutable {
                   StageSeconds seconds;
-                  if (isCompressed) return compressed::reduceToMean(flat, options, {}, seconds, communicator);
+                  if (isCompressed) return compressed::reduceToMean(flat, options, originalCoding(), seconds, communicator);
                   communicator.allReduce(flat, options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
                 });
 }
@@ -55,7 +60,7 @@ c10::intrusive_ptr<c10d::Work> exchangeInRing(ExecutorProvider& executors, const
                   const HostTopology topology =
                       hierarchical ? communicator.topology() : HostTopology::oneRankPerHost(communicator.size());
                   if (topology.hostCount() == 1) return communicator.allReduce(flat, c10d::ReduceOp::AVG);
-                  const RingExchange ring(topology, communicator.rank(), flat.numel());
+                  const RingExchange ring(topology, communicator.rank(), flat.numel(), originalCoding());
                   RingReplicas own = ring.ownPartOf(replicas, communicator.rank());
                   StageSeconds seconds;
                   ring.step(flat, own, seconds, communicator);

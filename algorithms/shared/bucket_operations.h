@@ -15,7 +15,7 @@
 // are collective and asynchronous; tensors are changed in place.
 namespace bagua::bucket_operations {
 
-// Mean or sum over the ranks; `isCompressed`: with 8-bit messages (then `options.hierarchical` counts).
+// Mean or sum over the ranks; `isCompressed`: with the packets of the original (then `options.hierarchical` counts).
 c10::intrusive_ptr<c10d::Work> reduce(ExecutorProvider& executors, const at::Tensor& flat, bool isCompressed,
                                       const compressed::MeanOptions& options);
 
@@ -23,7 +23,7 @@ c10::intrusive_ptr<c10d::Work> reduce(ExecutorProvider& executors, const at::Ten
 c10::intrusive_ptr<c10d::Work> averagePeers(ExecutorProvider& executors, const at::Tensor& flat, int64_t exchange,
                                             bool hierarchical, const std::string& mode);
 
-// See RingExchange::step. The replicas are of the size of `flat`; a rank uses the part that it owns. On a single host
+// See RingExchange::step; differences travel in the packets of the original. The replicas are of the size of `flat`; a rank uses the part that it owns. On a single host
 // with `hierarchical` the weights are averaged in full precision.
 c10::intrusive_ptr<c10d::Work> exchangeInRing(ExecutorProvider& executors, const at::Tensor& flat,
                                               const RingReplicas& replicas, bool hierarchical);

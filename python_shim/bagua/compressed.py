@@ -2,7 +2,7 @@
 """Collectives whose messages are coded into fewer bytes, beside those of torch.distributed::
 
     bagua.compressed.all_reduce(tensor)                          # the mean over the ranks, 8 bits per element
-    work = bagua.compressed.all_gather(output, input, codec="minmax_uint8", async_op=True)
+    work = bagua.compressed.all_gather(output, input, codec="4bit", async_op=True)
 
 Every rank of the group calls, with the same operation, codec, dtype and size; otherwise the ranks get an error that
 names both calls. All ranks take part in rank order, wherever they run: each codes what it sends, to ranks of its own
@@ -76,7 +76,7 @@ def _run(
 def all_reduce(
     tensor: Tensor,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
-    codec: str = "minmax_uint8",
+    codec: str = _C.DEFAULT_CODEC,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
@@ -117,7 +117,7 @@ def reduce_scatter(
     output: Tensor,
     input: Tensor,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
-    codec: str = "minmax_uint8",
+    codec: str = _C.DEFAULT_CODEC,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
@@ -154,7 +154,7 @@ def reduce_scatter(
 def all_gather(
     output: Tensor,
     input: Tensor,
-    codec: str = "minmax_uint8",
+    codec: str = _C.DEFAULT_CODEC,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:

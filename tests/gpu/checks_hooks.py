@@ -247,7 +247,7 @@ HIERARCHICAL = {
     "local_sgd": Case("local_sgd", {"sync_every": 2, **ON_HOSTS}, 1e-5, "rounds", CLOSE),
     "diloco": Case("diloco", {"sync_every": 2, **ON_HOSTS}, 1e-5, "rounds", CLOSE),
 }
-ON_STOCK = ("gradient_allreduce", "bytegrad.minmax_uint8", "quantized.4bit", "decentralized", "local_sgd")
+ON_STOCK = ("gradient_allreduce", "bytegrad.int8", "quantized.4bit", "decentralized", "local_sgd")
 
 
 # Three summands have another order on CUDA, and thirds round.

@@ -17,10 +17,10 @@ SECONDS = 20.0  # for a test that takes one: a rank that waits for another which
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient_allreduce": {"hierarchical": False, "average": True},
-    "bytegrad": {"hierarchical": True, "average": True, "codec": "minmax_uint8"},
+    "bytegrad": {"hierarchical": True, "average": True, "codec": "int8"},
     "decentralized": {"hierarchical": True, "peer_selection_mode": "all", "communication_interval": 1},
-    "low_precision_decentralized": {"hierarchical": True, "communication_interval": 1, "codec": "minmax_uint8"},
-    "qadam": {"hierarchical": True, "codec": "minmax_uint8", "error_feedback": False},
+    "low_precision_decentralized": {"hierarchical": True, "communication_interval": 1, "codec": "int8"},
+    "qadam": {"hierarchical": True, "codec": "int8", "error_feedback": False},
     "async": {"peer_selection_mode": "all", "sync_interval_ms": 500, "warmup_steps": 0},
     "quantized_allreduce": {
         "codec": "4bit",

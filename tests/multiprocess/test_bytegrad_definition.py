@@ -19,7 +19,19 @@ LENGTHS = [1, 2, 3, 5, 7, 12, 97, 1003, 20_011]
 
 
 def coded(chunk: Tensor) -> Tensor:
-    """What one chunk is after compression and decompression."""
+    """What one chunk is after coding and decoding with the default codec, int8."""
+    values = torch.nn.functional.pad(chunk.float(), (0, -chunk.numel() % 128)).view(-1, 128)
+    largest = values.abs().amax(1, keepdim=True)
+    # Tensors of one size are divided; a number would be made a reciprocal on a GPU. Floats that are not negative lie in
+    # the order of their bits, so this is the next bfloat16 that is not below.
+    bits = (largest / torch.full_like(largest, 127.0)).view(torch.int32) + 0xFFFF
+    scale = (bits - bits % 0x10000).view(torch.float32)
+    decoded = (values * (1 / scale)).round() * scale  # half to even
+    return torch.where(largest < 2.0**-80, 0.0, decoded).view(-1)[: chunk.numel()].to(chunk.dtype)
+
+
+def coded_by_the_original(chunk: Tensor) -> Tensor:
+    """The same with the original's codec, minmax_uint8."""
     values = chunk.float()
     low, high = values.min(), values.max()
     if low == high:
@@ -32,33 +44,36 @@ def coded(chunk: Tensor) -> Tensor:
     return ((codes.float() + lower) / scale).to(chunk.dtype)
 
 
-def defined_result(gradients: list[Tensor], average: bool = True) -> Tensor:
+def defined_result(gradients: list[Tensor], average: bool = True, codec: str = "int8") -> Tensor:
     """What bytegrad makes of one bucket, given every rank's (two to four ranks)."""
+    # The original adds up even and odd ranks apart.
+    code, lanes_of_sum = {"int8": (coded, 1), "minmax_uint8": (coded_by_the_original, 2)}[codec]
     chunk_length = -(-gradients[0].numel() // len(gradients))
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     reduced = []
     for copies in zip(*(gradient.split(chunk_length) for gradient in gradients), strict=True):
-        lanes = [torch.zeros(copies[0].numel()), torch.zeros(copies[0].numel())]
+        lanes = [torch.zeros(copies[0].numel(), dtype=dtype) for _ in range(lanes_of_sum)]
         for rank, copy in enumerate(copies):
-            lanes[rank % 2] += coded(copy)
-        total = lanes[0] + lanes[1]
-        reduced.append(coded((total / len(gradients) if average else total).to(copies[0].dtype)))
+            lanes[rank % lanes_of_sum] += code(copy)
+        total = torch.stack(lanes).sum(0)
+        reduced.append(code((total / len(gradients) if average else total).to(copies[0].dtype)))
     return torch.cat(reduced)
 
 
 def error_bound(contributions: list[Tensor], eps: float) -> float:
     """How far from the exact sum of what the hosts contribute the result may be.
 
-    A code is off by half a step, range / 510 (and 1e-7, which is added to the range), for each contribution and once
-    more for their sum, whose range the first errors may have widened on both sides. Each of the few operations with
-    floating-point numbers (two codings, up to four additions, a division, a conversion) rounds a number that is no
-    larger than the magnitudes added up, plus those errors.
+    A code is off by half a step, 1/254 of the largest magnitude (and the rounding of a scale, up to 1/128 of it), for
+    each contribution and once more for their sum, which the first errors may have made larger. Each of the few
+    operations with floating-point numbers (two codings, up to four additions, a division, a conversion) rounds a number
+    that is no larger than the magnitudes added up, plus those errors.
     """
-    half_step = 1 / 510
-    first = sum((float(c.max() - c.min()) + 1e-7) * half_step for c in contributions)
+    half_step = (1 + 1 / 128) / 254
+    first = sum(float(c.abs().max()) * half_step for c in contributions)
     exact = torch.stack([c.double() for c in contributions]).sum(0)
-    second = (float(exact.max() - exact.min()) + 2 * first + 1e-7) * half_step
+    second = (float(exact.abs().max()) + first) * half_step
     magnitude = sum(float(c.abs().max()) for c in contributions) + first + second
-    return first + second + 8 * eps * magnitude
+    return first + second + 8 * max(eps, torch.finfo(torch.float32).eps) * magnitude  # codes are made in float32
 
 
 def _reduced_gradients(
@@ -99,17 +114,21 @@ def given_gradients(pool: RankPool, length: int, step: int, dtype: torch.dtype =
 
 def test_the_oracle_itself_reproduces_published_values() -> None:
     # From the description of the original's codec.
-    decoded = coded(torch.tensor([-1, -0.5, 0, 0.25, 1]))
+    decoded = coded_by_the_original(torch.tensor([-1, -0.5, 0, 0.25, 1]))
     expected = torch.tensor([-0.996078432, -0.501960814, 0, 0.250980407, 1.00392163])
     torch.testing.assert_close(decoded, expected, rtol=0, atol=0)
-    assert coded(torch.zeros(5)).tolist() == [0.0] * 5
+    assert coded_by_the_original(torch.zeros(5)).tolist() == [0.0] * 5
+    # From that of int8: multiples of a scale with eight bits of mantissa, which is 1 / 127 rounded up, 0x82 / 2^14.
+    assert coded(torch.tensor([1.0, 0.0, -0.3])).tolist() == [126 * 0x82 / 2**14, 0.0, -38 * 0x82 / 2**14]
 
 
+@pytest.mark.parametrize("codec", ["int8", "minmax_uint8"])
 @pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
-def test_equals_the_definition(peers: RankPool, average: bool) -> None:
+def test_equals_the_definition(peers: RankPool, average: bool, codec: str) -> None:
+    options = {} if codec == "int8" else {"codec": codec}
     for length in LENGTHS:
-        for step, result in enumerate(reduced_gradients(peers, length, hierarchical=False, average=average)):
-            expected = defined_result(given_gradients(peers, length, step), average)
+        for step, result in enumerate(reduced_gradients(peers, length, hierarchical=False, average=average, **options)):
+            expected = defined_result(given_gradients(peers, length, step), average, codec)
             assert torch.equal(result, expected), f"{length=} {step=}"
 
 
@@ -159,7 +178,7 @@ def _reduce(gradient: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1e-3, 3e4, 1e-30, 1000.0005])
 def test_a_constant_gradient_stays_what_it_is(peers: RankPool, value: float) -> None:
-    for result, _ in peers.run(_reduce, torch.full((101,), value), {"hierarchical": False}):
+    for result, _ in peers.run(_reduce, torch.full((101,), value), {"hierarchical": False, "codec": "minmax_uint8"}):
         # n equal numbers added and divided by n: exact or an ulp or two off. Coded by 255 / 1e-7 where not exactly.
         torch.testing.assert_close(result, torch.full((101,), value), rtol=1e-6, atol=0)
 
@@ -167,7 +186,7 @@ def test_a_constant_gradient_stays_what_it_is(peers: RankPool, value: float) -> 
 def test_a_narrow_range_far_from_zero_never_wraps(peers: RankPool) -> None:
     # The original decodes the largest element to the smallest here.
     gradient = torch.tensor([1000.0, 1000.001, 1000.002] * 20)
-    for result, _ in peers.run(_reduce, gradient, {"hierarchical": False}):
+    for result, _ in peers.run(_reduce, gradient, {"hierarchical": False, "codec": "minmax_uint8"}):
         # An ulp of 1000 is 6e-5: two codings and up to four additions and a division round to it.
         torch.testing.assert_close(result, gradient, rtol=0, atol=8 * 6.2e-5)
 
@@ -251,7 +270,7 @@ def test_between_hosts_the_messages_are_compressed(rank_pools: dict[int, RankPoo
     for result in rank_pools[4].run(_stats_on_hosts, "AABB", length):
         assert "compress" in result["seconds"]
         # Inside the host, half of the gradient to the peer and half of the result back: 2 x 4 x length / 2 bytes.
-        # Between the hosts, a lane (half) in two chunks of a byte each, one of them there and one back.
+        # Between the hosts, a lane (half) in two chunks of a byte for each element, one of them there and one back.
         assert result["wire_bytes"] == pytest.approx(4 * length + length / 2, rel=0.01)
 
 
@@ -266,8 +285,10 @@ def _stats_on_hosts(hosts: str, length: int) -> dict[str, Any]:
 @pytest.mark.parametrize("length", [1003, 20_011])
 def test_a_quarter_of_the_bytes_goes_over_the_wire(peers: RankPool, length: int) -> None:
     size = peers.world_size
-    # A byte per element and chunk to every other rank and back; a message adds a header and padding of at most 32 each.
-    least, messages = 2 * (size - 1) * length / size, 2 * (size - 1)
+    # A byte per element of a chunk and a scale for every 128 of them, to every other rank and back; a message adds 64
+    # bytes at most.
+    messages = 2 * (size - 1)
+    least = messages * -(-length // size // 128) * 130
     for _, stats in peers.run(_reduce, torch.linspace(-1, 1, length), {"hierarchical": False}):
         assert stats["logical_bytes"] == 4 * length
         assert least <= stats["wire_bytes"] <= least + messages * 64

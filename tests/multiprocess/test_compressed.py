@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bagua.compressed: values against what the codec makes of chunks on one rank; arguments, groups and mismatches."""
+"""bagua.compressed: values against the definition of the default codec; arguments, groups and mismatches."""
 
 import warnings
 from collections.abc import Callable
@@ -12,14 +12,13 @@ import torch.distributed as dist
 from bagua import _C, compressed
 from devices import here, randn
 from ranks import RankPool, run_ranks
+from test_bytegrad_definition import coded, defined_result
 from torch import Tensor
 
 pytestmark = pytest.mark.any_device
 
-OPS = torch.ops.bagua
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-OTHER_CODEC = [{"codec": codec} for codec in _C.codec_names()[1:2]]
 # Fewer elements than ranks, multiples of nothing, several pieces on the way.
 LENGTHS = [1, 2, 97, 20_011, 1_200_011]
 
@@ -33,39 +32,19 @@ def _all_given(length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [_given(rank, length, dtype) for rank in range(dist.get_world_size())]
 
 
-def _coded(chunk: Tensor) -> Tensor:
-    decoded = torch.empty_like(chunk)
-    OPS.minmax_uint8_decompress(OPS.minmax_uint8_compress(chunk, 1), decoded, 1)
-    return decoded
-
-
-def _result_of_chunk(chunks: list[Tensor], divisor: int) -> Tensor:
-    """The mean or sum that an owner makes of its chunk, as all ranks decode it."""
-    received = torch.cat([OPS.minmax_uint8_compress(chunk, 1) for chunk in chunks])
-    packed = OPS.minmax_uint8_reduce_and_compress(received, len(chunks), chunks[0].numel(), chunks[0].dtype, divisor)
-    decoded = torch.empty_like(chunks[0])
-    OPS.minmax_uint8_decompress(packed, decoded, 1)
-    return decoded
-
-
-def _all_reduced(given: list[Tensor], divisor: int) -> Tensor:
-    length = -(-given[0].numel() // len(given))
-    return torch.cat([_result_of_chunk(list(c), divisor) for c in zip(*(g.split(length) for g in given), strict=True)])
-
-
 def _check_values(group: dist.ProcessGroup | None = None) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for dtype in DTYPES:
         for length in LENGTHS if dtype == torch.float32 else LENGTHS[1:3]:
             given = _all_given(length, dtype)
-            for op, divisor in ((AVG, size), (SUM, 1)):
+            for op in (AVG, SUM):
                 tensor = given[rank].clone()
                 assert compressed.all_reduce(tensor, op=op, group=group) is None
-                assert torch.equal(tensor, _all_reduced(given, divisor)), f"{dtype} {length} {op}"
+                assert torch.equal(tensor, defined_result(given, op == AVG)), f"{dtype} {length} {op}"
 
             output = torch.empty(size * length, dtype=dtype)
             assert compressed.all_gather(output, given[rank], group=group) is None
-            assert torch.equal(output, torch.cat([_coded(each) for each in given])), f"{dtype} {length}"
+            assert torch.equal(output, torch.cat([coded(each) for each in given])), f"{dtype} {length}"
 
             # The result of a reduction is not coded: gathered exactly and coded then, it is that of all_reduce.
             inputs = _all_given(size * length, dtype)
@@ -73,7 +52,7 @@ def _check_values(group: dist.ProcessGroup | None = None) -> None:
             assert compressed.reduce_scatter(part, inputs[rank], group=group) is None
             parts = [torch.empty_like(part) for _ in range(size)]
             dist.all_gather(parts, part)
-            assert torch.equal(torch.cat([_coded(each) for each in parts]), _all_reduced(inputs, size)), f"{length}"
+            assert torch.equal(torch.cat([coded(each) for each in parts]), defined_result(inputs)), f"{length}"
 
 
 def _check_every_codec() -> None:
@@ -110,11 +89,11 @@ def _check_shapes_and_order() -> None:
         given = [_given(each, length).view(shape) for each in range(size)]
         tensor = given[rank].clone().requires_grad_()
         compressed.all_reduce(tensor)
-        expected = _all_reduced([each.view(-1) for each in given], size) if length else given[rank].view(-1)
+        expected = defined_result([each.view(-1) for each in given]) if length else given[rank].view(-1)
         assert torch.equal(tensor.detach().view(-1), expected)
     output = torch.empty(2 * size, 4)
     compressed.all_gather(output, _given(rank, 8).view(2, 4))
-    assert torch.equal(output.view(-1), torch.cat([_coded(each) for each in _all_given(8)]))
+    assert torch.equal(output.view(-1), torch.cat([coded(each) for each in _all_given(8)]))
     # In one order with the group's other operations, none of which is waited for before the last.
     tensor = torch.full((1000,), float(rank))
     dist.all_reduce(tensor, async_op=True)
@@ -206,7 +185,7 @@ def test_a_stock_gloo_group() -> None:
 
 
 def _mismatched(odd: dict[str, Any]) -> str:
-    call: dict[str, Any] = {"codec": "minmax_uint8", "op": AVG, "length": 64}
+    call: dict[str, Any] = {"codec": "int8", "op": AVG, "length": 64}
     if dist.get_rank() == 1:
         call.update(odd)
     length = call.pop("length")
@@ -214,7 +193,7 @@ def _mismatched(odd: dict[str, Any]) -> str:
 
 
 @pytest.mark.cpu_only("NCCL compares nothing")
-@pytest.mark.parametrize("odd", [{"op": SUM}, {"length": 65}, *OTHER_CODEC], ids=lambda odd: next(iter(odd)))
+@pytest.mark.parametrize("odd", [{"op": SUM}, {"length": 65}, {"codec": "4bit"}], ids=lambda odd: next(iter(odd)))
 def test_ranks_that_do_not_call_the_same_are_told(odd: dict[str, Any]) -> None:
     for message in run_ranks(2, _mismatched, odd):
         assert "bagua:compressed_all_reduce" in message

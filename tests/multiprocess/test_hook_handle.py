@@ -276,7 +276,7 @@ def _figures(algorithm: str, options: dict[str, Any], length: int, steps: int) -
     for step in range(steps):
         ddp([random_gradient(length, dist.get_rank(), step)]).backward()
     assert handle.algorithm == algorithm
-    codec = {"codec": "minmax_uint8"} if algorithm == "bytegrad" else {}
+    codec = {"codec": "int8"} if algorithm == "bytegrad" else {}
     assert handle.options == {"hierarchical": algorithm == "bytegrad", "average": True, **codec, **options}
     assert algorithm in repr(handle)
     return before, handle.stats()
@@ -287,7 +287,7 @@ def test_figures_count_steps_and_bytes(peers: RankPool) -> None:
     full = 2 * (size - 1) / size * 4 * length * steps  # what an allreduce of float32 takes
     for algorithm, options, expected in [
         ("gradient_allreduce", {}, full),
-        ("bytegrad", {"hierarchical": False}, full / 4),
+        ("bytegrad", {"hierarchical": False}, full / 4 * 130 / 128),  # with a scale for every 128
         ("bytegrad", {"hierarchical": True}, full),  # one host
     ]:
         for before, after in peers.run(_figures, algorithm, options, length, steps):
@@ -466,7 +466,7 @@ def _printed() -> str:
 def test_a_handle_prints_its_figures(rank_pools: dict[int, RankPool]) -> None:
     text = rank_pools[2].run(_printed, timeout=SECONDS)[0]
     bytes_of_gradients = 3 * 4 * sum(p.numel() for p in perceptron().parameters())
-    assert "bytegrad(average=True, codec='minmax_uint8', hierarchical=False)" in text
+    assert "bytegrad(average=True, codec='int8', hierarchical=False)" in text
     assert "3 steps, " in text
     assert f"{bytes_of_gradients:,} bytes to communicate" in text
     assert "(26%): " in text

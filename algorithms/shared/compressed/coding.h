@@ -9,8 +9,8 @@
 
 namespace bagua::compressed {
 
-// Where a user names none.
-inline constexpr const char* kDefaultCodec = "minmax_uint8";
+// Users get it where they name none. It is the one place that says so.
+inline constexpr const char* kDefaultCodec = "int8";
 
 // How chunks are coded on the two ways of an exchange. Random numbers depend on a key and on the position of a chunk's
 // first element in the flat tensor, never on the number of ranks.

@@ -38,7 +38,7 @@ class RingExchange {
   [[nodiscard]] RingReplicas start(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const;
 
   // With x the weights in `flat` after a local step (the mean over the host):
-  //   d = x + left / 3 + right / 3 - 5 / 3 self, coded with 8 bits as one chunk, goes to both neighbours;
+  //   d = x + left / 3 + right / 3 - 5 / 3 self, coded as one chunk, goes to both neighbours;
   //   self += d, left += d of the left one, right += d of the right one; x = self.
   void step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& seconds, Communicator& communicator) const;
 

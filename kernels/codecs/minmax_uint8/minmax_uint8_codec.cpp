@@ -163,7 +163,7 @@ std::vector<std::shared_ptr<const Codec>> variants() {
 BAGUA_REGISTER_CODEC({
     .name = "minmax_uint8",
     .summary = "one byte per element, on a grid from the chunk's minimum to its maximum",
-    .position = 10,
+    .position = 60,
     .codec = std::make_shared<bagua::minmax_uint8::MinMaxUInt8Codec>(bagua::minmax_uint8::cpu::bestLoops()),
     .variants = bagua::minmax_uint8::variants(),
 })
