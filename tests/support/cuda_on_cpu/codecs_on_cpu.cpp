@@ -14,14 +14,14 @@
 
 // libbagua may have classes of the same names, with nvcc's kernels.
 #pragma GCC visibility push(hidden)
-#include "kernels/codecs/blocks/blocks_cuda_codec.h"
+#include "kernels/codecs/block_scaled/block_scaled_cuda_codec.h"
 #include "kernels/codecs/minmax_uint8/minmax_uint8_cuda_codec.h"
 #pragma GCC visibility pop
 
 namespace cuda_on_cpu {
 namespace {
 
-using bagua::blocks::cuda::kernelsOf;
+using bagua::block_scaled::cuda::kernelsOf;
 
 constexpr bagua::CudaDevice kHost = {
     .launchOn = [](const at::Tensor& /*tensor*/) -> bagua::CudaLaunch {
@@ -29,11 +29,11 @@ constexpr bagua::CudaDevice kHost = {
     },
     .check = [](cudaError_t error) { TORCH_CHECK(error == cudaSuccess, "a launch failed with error ", error); }};
 
-const std::map<std::string, const bagua::blocks::cuda::FormatKernels& (*)()> kBlockCodecs = {
-    {"int8", kernelsOf<bagua::blocks::EightBits>},
-    {"4bit", kernelsOf<bagua::blocks::FourBits>},
-    {"2bit", kernelsOf<bagua::blocks::TwoBits>},
-    {"1bit", kernelsOf<bagua::blocks::OneBit>},
+const std::map<std::string, const bagua::block_scaled::cuda::FormatKernels& (*)()> kBlockCodecs = {
+    {"int8", kernelsOf<bagua::block_scaled::EightBits>},
+    {"4bit", kernelsOf<bagua::block_scaled::FourBits>},
+    {"2bit", kernelsOf<bagua::block_scaled::TwoBits>},
+    {"1bit", kernelsOf<bagua::block_scaled::OneBit>},
 };
 
 std::shared_ptr<const bagua::Codec> make(const std::string& name) {
@@ -41,7 +41,7 @@ std::shared_ptr<const bagua::Codec> make(const std::string& name) {
   if (name == "minmax_uint8") return std::make_shared<bagua::minmax_uint8::cuda::CudaCodec>(layout, kHost);
   const auto kernels = kBlockCodecs.find(name);
   TORCH_CHECK(kernels != kBlockCodecs.end(), "what codec ", name, " is on CUDA has to be named here");
-  return std::make_shared<bagua::blocks::cuda::CudaCodec>(layout, kernels->second(), kHost);
+  return std::make_shared<bagua::block_scaled::cuda::CudaCodec>(layout, kernels->second(), kHost);
 }
 
 }  // namespace

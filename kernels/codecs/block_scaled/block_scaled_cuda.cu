@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/codecs/blocks/blocks_cuda.h"
+#include "kernels/codecs/block_scaled/block_scaled_cuda.h"
 #include "kernels/integers.h"
 #include "kernels/launch.cuh"
 
 // A warp takes a group: its thread t holds elements t, t + 32, t + 64 and t + 96, so that a warp reads neighbours at
-// once. Sums and rotations meet in the order of blocks_vectors.h, which gives the same bits.
-namespace bagua::blocks::cuda {
+// once. Sums and rotations meet in the order of block_scaled_vectors.h, which gives the same bits.
+namespace bagua::block_scaled::cuda {
 namespace {
 
 constexpr int kThreads = 256;
@@ -349,4 +349,4 @@ template const FormatKernels& kernelsOf<FourBits>();
 template const FormatKernels& kernelsOf<TwoBits>();
 template const FormatKernels& kernelsOf<OneBit>();
 
-}  // namespace bagua::blocks::cuda
+}  // namespace bagua::block_scaled::cuda

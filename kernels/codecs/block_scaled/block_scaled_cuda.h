@@ -5,16 +5,16 @@
 
 #include <cstdint>
 
-#include "kernels/codecs/blocks/blocks_formats.h"
-#include "kernels/codecs/blocks/blocks_source.h"
-#include "kernels/codecs/blocks/per_element.h"
+#include "kernels/codecs/block_scaled/block_scaled_formats.h"
+#include "kernels/codecs/block_scaled/block_scaled_source.h"
+#include "kernels/codecs/block_scaled/per_element.h"
 #include "kernels/cuda_device.h"
 #include "kernels/packed_rows.h"
 
 // The block codecs on device memory, each function in one launch for any number of rows. The launchers enqueue and
 // return cudaGetLastError(); they neither allocate nor synchronise, so they may be captured in a graph. Any alignment
 // works.
-namespace bagua::blocks::cuda {
+namespace bagua::block_scaled::cuda {
 
 template <class Element>
 struct ElementKernels {
@@ -36,4 +36,4 @@ using FormatKernels = PerElement<ElementKernels>;
 template <class Format>
 const FormatKernels& kernelsOf();
 
-}  // namespace bagua::blocks::cuda
+}  // namespace bagua::block_scaled::cuda

@@ -5,11 +5,11 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "kernels/codec.h"
-#include "kernels/codecs/blocks/blocks_cuda.h"
-#include "kernels/codecs/blocks/blocks_source_of.h"
+#include "kernels/codecs/block_scaled/block_scaled_cuda.h"
+#include "kernels/codecs/block_scaled/block_scaled_source_of.h"
 #include "kernels/tensor_elements.h"
 
-namespace bagua::blocks::cuda {
+namespace bagua::block_scaled::cuda {
 
 // A block codec on the tensors of a CUDA device. A call is one launch, however many rows there are.
 class CudaCodec final : public Codec {
@@ -81,4 +81,4 @@ class CudaCodec final : public Codec {
   const CudaDevice& device_;
 };
 
-}  // namespace bagua::blocks::cuda
+}  // namespace bagua::block_scaled::cuda

@@ -4,10 +4,10 @@
 #include <ATen/core/Tensor.h>
 
 #include "kernels/codec.h"
-#include "kernels/codecs/blocks/blocks_source.h"
+#include "kernels/codecs/block_scaled/block_scaled_source.h"
 #include "kernels/tensor_elements.h"
 
-namespace bagua::blocks {
+namespace bagua::block_scaled {
 
 template <class Element>
 Source<Element> sourceOf(const at::Tensor& values, const Encoding& encoding) {
@@ -22,4 +22,4 @@ Source<Element> sourceOf(const at::Tensor& values, const Encoding& encoding) {
   return source;
 }
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

@@ -7,7 +7,7 @@
 
 // What the block codecs draw at random: functions of a key, a group and an element, of nothing else. The same numbers
 // come out on every device, for any cut of the work.
-namespace bagua::blocks {
+namespace bagua::block_scaled {
 
 // Of a group of 128 elements.
 struct Draw {
@@ -39,4 +39,4 @@ BAGUA_HOST_DEVICE UInt bitsOfElement(const Draw& draw, UInt element) {
   return x ^ (x >> 16U);
 }
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

@@ -5,10 +5,10 @@
 #include <limits>
 #include <type_traits>
 
-#include "kernels/codecs/blocks/blocks_formats.h"
+#include "kernels/codecs/block_scaled/block_scaled_formats.h"
 
 // What is coded, and the steps between an element's type and the float32 of the formats, for CPU and device.
-namespace bagua::blocks {
+namespace bagua::block_scaled {
 
 // A chunk's values with what is to become of them. Both residuals are null without error feedback; they may be one.
 template <class Element>
@@ -58,4 +58,4 @@ BAGUA_HOST_DEVICE float restOf(T h, T decoded) {
   return static_cast<float>(bounded < -kMax ? -kMax : bounded);
 }
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

@@ -6,10 +6,10 @@
 #endif
 #include <immintrin.h>
 
-#include "kernels/codecs/blocks/blocks_halves.h"
-#include "kernels/codecs/blocks/blocks_loops.h"
+#include "kernels/codecs/block_scaled/block_scaled_halves.h"
+#include "kernels/codecs/block_scaled/block_scaled_loops.h"
 
-namespace bagua::blocks {
+namespace bagua::block_scaled {
 namespace {
 
 struct Avx512 : HalvesOfF16C<Avx512> {
@@ -33,4 +33,4 @@ const Loops& avx512Loops() {
   return kLoops;
 }
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

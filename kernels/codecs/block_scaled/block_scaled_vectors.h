@@ -5,16 +5,16 @@
 #include <cstring>
 #include <utility>
 
-#include "kernels/codecs/blocks/blocks_formats.h"
+#include "kernels/codecs/block_scaled/block_scaled_formats.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-// A group of numbers in the registers of a CPU: the Machine of blocks_formats.h. With a width of one it is plain C++;
-// with 8 or 16 it uses the compiler's vectors. Only for the sources of one instruction set each: `Isa` is a type of the
-// source's own, so that the linker does not take the code of one for all.
-namespace bagua::blocks {
+// A group of numbers in the registers of a CPU: the Machine of block_scaled_formats.h. With a width of one it is plain
+// C++; with 8 or 16 it uses the compiler's vectors. Only for the sources of one instruction set each: `Isa` is a type
+// of the source's own, so that the linker does not take the code of one for all.
+namespace bagua::block_scaled {
 
 template <int kWidth>
 struct Vectors {
@@ -246,4 +246,4 @@ struct VectorMachine {
   }
 };
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

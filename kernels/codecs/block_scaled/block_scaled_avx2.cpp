@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <immintrin.h>
 
-#include "kernels/codecs/blocks/blocks_halves.h"
-#include "kernels/codecs/blocks/blocks_loops.h"
+#include "kernels/codecs/block_scaled/block_scaled_halves.h"
+#include "kernels/codecs/block_scaled/block_scaled_loops.h"
 
-namespace bagua::blocks {
+namespace bagua::block_scaled {
 namespace {
 
 struct Avx2 : HalvesOfF16C<Avx2> {
@@ -33,4 +33,4 @@ const Loops& avx2Loops() {
   return kLoops;
 }
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/codecs/blocks/blocks_loops.h"
+#include "kernels/codecs/block_scaled/block_scaled_loops.h"
 
-namespace bagua::blocks {
+namespace bagua::block_scaled {
 namespace {
 
 struct Scalar {
@@ -22,4 +22,4 @@ const Loops& scalarLoops() {
   return kLoops;
 }
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

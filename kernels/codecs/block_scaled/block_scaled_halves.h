@@ -9,7 +9,7 @@
 #include "kernels/elements.h"
 
 // Half floats with F16C, eight at a time. The instructions keep a NaN's bits; ours have none but the quiet bit.
-namespace bagua::blocks {
+namespace bagua::block_scaled {
 
 template <class Isa>
 struct HalvesOfF16C {
@@ -46,4 +46,4 @@ struct HalvesOfF16C {
   }
 };
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

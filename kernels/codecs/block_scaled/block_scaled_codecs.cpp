@@ -9,18 +9,19 @@
 #include <vector>
 
 #include "kernels/codec.h"
-#include "kernels/codecs/blocks/blocks_loops.h"
-#include "kernels/codecs/blocks/blocks_source_of.h"
+#include "kernels/codecs/block_scaled/block_scaled_loops.h"
+#include "kernels/codecs/block_scaled/block_scaled_source_of.h"
 #include "kernels/integers.h"
 #include "kernels/processor.h"
 #include "kernels/share_out.h"
 #include "kernels/tensor_elements.h"
 #if BAGUA_WITH_CUDA
-#include "kernels/codecs/blocks/blocks_cuda_codec.h"
+#include "kernels/codecs/block_scaled/block_scaled_cuda_codec.h"
 #endif
 
-// The block codecs as Codec, and their registration: int8, 4bit, 2bit and 1bit. The formats are in blocks_formats.h.
-namespace bagua::blocks {
+// The block codecs as Codec, and their registration: int8, 4bit, 2bit and 1bit. The formats are in
+// block_scaled_formats.h.
+namespace bagua::block_scaled {
 namespace {
 
 // Groups that a thread takes at a time: enough to outweigh waking it.
@@ -238,4 +239,4 @@ const Format kFormats[] = {
 }();
 
 }  // namespace
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

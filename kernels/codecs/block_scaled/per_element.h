@@ -5,7 +5,7 @@
 
 #include "kernels/elements.h"
 
-namespace bagua::blocks {
+namespace bagua::block_scaled {
 
 // One `Of` for each type of element that block codecs take.
 template <template <class Element> class Of>
@@ -29,4 +29,4 @@ struct PerElement {
   }
 };
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

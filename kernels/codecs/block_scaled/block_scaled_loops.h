@@ -5,13 +5,13 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kernels/codecs/blocks/blocks_source.h"
-#include "kernels/codecs/blocks/blocks_vectors.h"
-#include "kernels/codecs/blocks/per_element.h"
+#include "kernels/codecs/block_scaled/block_scaled_source.h"
+#include "kernels/codecs/block_scaled/block_scaled_vectors.h"
+#include "kernels/codecs/block_scaled/per_element.h"
 
 // The block codecs on CPU memory: loops over groups, compiled once for each instruction set by the sources beside
 // this file. No pointer needs an alignment beyond its element's.
-namespace bagua::blocks {
+namespace bagua::block_scaled {
 
 // Of elements [begin, end) of a chunk; begin is a multiple of a group. `bytes` are those of its first group.
 template <class Element>
@@ -219,4 +219,4 @@ constexpr Loops loopsOf() {
           formatLoops<Isa, OneBit>()};
 }
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled

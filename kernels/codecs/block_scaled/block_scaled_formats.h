@@ -3,18 +3,18 @@
 
 #include <cstdint>
 
-#include "kernels/codecs/blocks/blocks_random.h"
+#include "kernels/codecs/block_scaled/block_scaled_random.h"
 #include "kernels/elements.h"
 
 // The formats of the block codecs, each written once for all processors. A format codes a group of 128 float32 numbers
 // by itself: a scale, and 1, 2, 4 or 8 bits for each number. kernels/README.md describes the bytes. Zeros decode to
 // positive ones, which is what the additions of 0 are for.
 //
-// `Machine` is what a group is held in: registers of a CPU (blocks_vectors.h), or a number of a warp's threads
-// (blocks_cuda.cu). A thread of it holds kParts values of type Floats or Ints, each of kWidth elements of the group;
-// with operators of both, and with the operations across elements that a format needs. All arithmetic is float32,
-// rounded after every operation, so the bytes are the same everywhere.
-namespace bagua::blocks {
+// `Machine` is what a group is held in: registers of a CPU (block_scaled_vectors.h), or a number of a warp's threads
+// (block_scaled_cuda.cu). A thread of it holds kParts values of type Floats or Ints, each of kWidth elements of the
+// group; with operators of both, and with the operations across elements that a format needs. All arithmetic is
+// float32, rounded after every operation, so the bytes are the same everywhere.
+namespace bagua::block_scaled {
 
 #if defined(__CUDACC__)
 #define BAGUA_GROUP __device__ __forceinline__
@@ -438,4 +438,4 @@ BAGUA_GROUP Coded<Machine> readGroup(const uint8_t* bytes) {
   return coded;
 }
 
-}  // namespace bagua::blocks
+}  // namespace bagua::block_scaled
