@@ -5,9 +5,7 @@ import itertools
 import os
 import re
 import signal
-import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from slowness import slowness
 from trouble import (
+    DEATH_SECONDS,
     OPERATIONS,
     SLACK_SECONDS,
     TRANSPORTS,
@@ -26,11 +24,11 @@ from trouble import (
     announce_trouble,
     assert_names,
     calls,
+    cause_of,
     die,
     expect_error,
     fail_without_the_victim,
     kill_the_victim,
-    same_cause,
     selection,
     store,
     time_of_trouble,
@@ -39,122 +37,6 @@ from trouble import (
 
 SIZE = 3
 TIMEOUT = 3.0
-# A death has to be noticed within this time.
-DEATH_SECONDS = 2.0
-
-
-def _assert_same_cause(outcomes: Sequence[Outcome | None]) -> str:
-    messages = [outcome.message for outcome in outcomes if outcome is not None]
-    return same_cause(messages)
-
-
-def _die_in(operation: str) -> tuple[Outcome, float] | None:
-    warm_up()
-    if dist.get_rank() == VICTIM:
-        announce_trouble()
-        die()
-    outcome = expect_error(calls()[operation])
-    return outcome, time_of_trouble()
-
-
-@pytest.mark.parametrize(
-    ("operation", "transport"),
-    selection(
-        # Another rank may still send to whoever receives from any: see the timeouts below.
-        itertools.product(sorted(OPERATIONS.keys() - {"recv from any"}), TRANSPORTS),
-        [
-            ("all_reduce", "in-host"),
-            ("barrier", "in-host"),
-            ("all_to_all", "between-hosts"),
-            ("send", "in-host"),
-        ],
-    ),
-)
-def test_a_death_is_noticed_within_two_seconds_by_all(operation: str, transport: str) -> None:
-    results = run_ranks(SIZE, _die_in, operation, env=TRANSPORTS[transport], group_timeout=60.0, dying={VICTIM})
-    survivors = [result for result in results if result is not None]
-    assert len(survivors) == SIZE - 1
-    for outcome, died in survivors:
-        assert outcome.when - died < DEATH_SECONDS + SLACK_SECONDS
-        assert_names(operation, outcome.message)
-        assert f"rank {VICTIM}" in outcome.message
-    _assert_same_cause([outcome for outcome, _ in survivors])
-
-
-def _notice_a_death() -> float | None:
-    """Seconds of a machine that does nothing else."""
-    found = _die_in("all_reduce")
-    assert found is not None
-    outcome, died = found
-    return (outcome.when - died) / slowness()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_death_is_noticed_within_two_seconds_without_allowance(transport: str) -> None:
-    """But for how slow the machine is at that moment, and of several deaths it is the one noticed first that counts."""
-    seconds: list[float] = []
-    while len(seconds) < 5 and not (seconds and min(seconds) < DEATH_SECONDS):
-        results = run_ranks(SIZE, _notice_a_death, env=TRANSPORTS[transport], group_timeout=60.0, dying={VICTIM})
-        seconds.append(max(found for found in results if found is not None))
-    assert min(seconds) < DEATH_SECONDS, seconds
-
-
-SLOW, DEAD = 0, 3
-# Who shares a host: a death shows in shared memory, in a connection, or to one rank in this and to another in that.
-PLACES = {"one host": "aaaa", "four hosts": "abcd", "two hosts": "aabb"}
-
-
-def _die_beside_a_slow_rank() -> tuple[Outcome, float] | None:
-    """The error, and how long after the death it came: seconds of a machine that does nothing else."""
-    warm_up()
-    if dist.get_rank() == SLOW:
-        store().wait(["survivors are done"], timedelta(seconds=40))
-        return None
-    if dist.get_rank() == DEAD:
-        # In the operation, of which all others have what they need from this rank.
-        threading.Timer(0.5, lambda: (announce_trouble(), die())).start()
-    outcome = expect_error(calls()["all_reduce"])
-    seconds = (outcome.when - time_of_trouble()) / slowness()
-    if store().add("done", 1) == 2:
-        store().set("survivors are done", "yes")
-    return outcome, seconds
-
-
-@pytest.mark.parametrize("places", PLACES)
-def test_a_death_is_noticed_though_all_wait_for_a_rank_that_is_slow(places: str) -> None:
-    seconds: list[float] = []
-    # A busy machine delays one or the other.
-    while len(seconds) < 3 and not (seconds and min(seconds) < DEATH_SECONDS):
-        hosts = {"BAGUA_HOST_ID": list(PLACES[places])}
-        results = run_ranks(4, _die_beside_a_slow_rank, env=hosts, group_timeout=30.0, dying={DEAD})
-        survivors = [result for result in results if result is not None]
-        assert len(survivors) == 2
-        assert f"rank {DEAD} " in _assert_same_cause([outcome for outcome, _ in survivors]).partition("failed: ")[2]
-        seconds.append(max(found for _, found in survivors))
-    assert min(seconds) < DEATH_SECONDS, seconds
-
-
-def _receive_from_any_beside_a_death() -> tuple[Outcome, float] | None:
-    warm_up()
-    if dist.get_rank() == VICTIM:
-        die()
-    begun = time.monotonic()
-    return expect_error(calls()["recv from any"]), begun
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_receive_from_any_rank_ends_at_its_timeout_and_names_the_dead(transport: str) -> None:
-    results = run_ranks(
-        SIZE, _receive_from_any_beside_a_death, env=TRANSPORTS[transport], group_timeout=TIMEOUT, dying={VICTIM}
-    )
-    survivors = [result for result in results if result is not None]
-    assert len(survivors) == SIZE - 1
-    # Whoever comes late shares the end of the first.
-    begun = min(begun for _, begun in survivors)
-    for outcome, _ in survivors:
-        assert TIMEOUT - 0.5 < outcome.when - begun < TIMEOUT + SLACK_SECONDS
-        assert_names("recv from any", outcome.message)
-        assert f"rank {VICTIM}" in outcome.message
 
 
 def _stop_in(operation: str) -> Outcome | None:
@@ -180,7 +62,7 @@ def _stop_in(operation: str) -> Outcome | None:
 )
 def test_a_stopped_rank_is_named_at_the_timeout(operation: str, transport: str) -> None:
     outcomes = run_ranks(SIZE, _stop_in, operation, env=TRANSPORTS[transport], group_timeout=TIMEOUT, dying={VICTIM})
-    cause = _assert_same_cause(outcomes)
+    cause = cause_of(outcomes)
     assert f"timed out after {TIMEOUT * 1000:.0f} ms" in cause
     assert f"rank {VICTIM} (does not answer" in cause
 
@@ -203,7 +85,7 @@ def _hang_before(operation: str) -> Outcome | None:
 )
 def test_a_rank_that_does_not_come_is_named_with_what_it_did_last(operation: str, transport: str) -> None:
     outcomes = run_ranks(SIZE, _hang_before, operation, env=TRANSPORTS[transport], group_timeout=TIMEOUT)
-    cause = _assert_same_cause(outcomes)
+    cause = cause_of(outcomes)
     assert_names(operation, cause)
     assert "Timed out" in cause
     # The second of the two operations of the warm-up.
@@ -224,7 +106,7 @@ def test_operations_queued_behind_the_failed_one_name_the_cause_too(transport: s
     results = run_ranks(SIZE, _leave_work_behind, env=TRANSPORTS[transport], group_timeout=60.0, dying={VICTIM})
     outcomes = [outcome for result in results if result is not None for outcome in result]
     assert len(outcomes) == 4 * (SIZE - 1)
-    _assert_same_cause(outcomes)
+    cause_of(outcomes)
     for number in range(4):
         assert f"bagua:all_reduce #{2 + number} (Float[4], sum)" in outcomes[number].message
 
@@ -243,7 +125,7 @@ def _abort_on_one_rank() -> Outcome | None:
 def test_an_abort_on_one_rank_reaches_the_others(transport: str) -> None:
     outcomes = run_ranks(SIZE, _abort_on_one_rank, env=TRANSPORTS[transport], group_timeout=60.0)
     assert outcomes[VICTIM] is None
-    assert "the group was aborted" in _assert_same_cause(outcomes)
+    assert "the group was aborted" in cause_of(outcomes)
 
 
 def _raise_in_backward(is_destroyed: bool) -> tuple[Outcome, float] | None:
@@ -304,7 +186,7 @@ def test_an_exception_in_the_backward_of_one_rank_ends_the_others(transport: str
     results = run_ranks(SIZE, _raise_in_backward, is_destroyed, env=TRANSPORTS[transport], group_timeout=timeout)
     assert results[VICTIM] is None
     survivors = results[:VICTIM]
-    cause = _assert_same_cause([outcome for outcome, _ in survivors])
+    cause = cause_of([outcome for outcome, _ in survivors])
     for outcome, raised in survivors:
         # Its connections end, or it does not come.
         assert outcome.when - raised < (DEATH_SECONDS if is_destroyed else timeout) + SLACK_SECONDS
@@ -442,7 +324,7 @@ def _train_on_gloo(sent: signal.Signals) -> Outcome | None:
 def test_a_hook_on_a_stock_gloo_group_names_the_rank_in_trouble(sent: signal.Signals) -> None:
     timeout = 60.0 if sent == signal.SIGKILL else TIMEOUT
     outcomes = run_ranks(SIZE, _train_on_gloo, sent, backend="gloo", group_timeout=timeout, dying={VICTIM})
-    cause = _assert_same_cause(outcomes)
+    cause = cause_of(outcomes)
     configuration = "bytegrad(average=True, codec='int8', hierarchical=False)"
     bucket = f"reduce_bucket #NUMBER (Float[4160], {configuration}, gradients 1-0)"
     assert re.sub(r"reduce_bucket #\d+", "reduce_bucket #NUMBER", cause).startswith(f"bagua:{bucket}")

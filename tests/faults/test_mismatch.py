@@ -2,12 +2,9 @@
 """Ranks that make different calls: an error on every rank that names both calls, and nothing is executed."""
 
 import itertools
-import os
 import re
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import bagua
@@ -21,11 +18,10 @@ from trouble import (
     SLACK_SECONDS,
     TRANSPORTS,
     Outcome,
-    announce_trouble,
     expect_error,
     same_cause,
     selection,
-    time_of_trouble,
+    until_told,
     warm_up,
 )
 
@@ -209,21 +205,11 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
 }
 
 
-def _until_told(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A rank that exchanges something only with ranks that agree with it is told at the next call."""
-
-    def calls() -> None:
-        call()
-        dist.all_reduce(torch.ones(2))
-
-    return calls
-
-
 def _differ(case: str) -> tuple[Outcome, bool]:
     warm_up()
     odd, usual, _, _ = MISMATCHES[case]
     begun = time.monotonic()
-    outcome = expect_error(_until_told(odd if dist.get_rank() == ODD_ONE else usual))
+    outcome = expect_error(until_told(odd if dist.get_rank() == ODD_ONE else usual))
     assert outcome.when - begun < SLACK_SECONDS
     # The ranks are out of step: later calls are refused and say why.
     later = expect_error(lambda: dist.all_reduce(torch.ones(2)))
@@ -265,7 +251,7 @@ def test_ranks_that_differ_are_all_told_both_calls(case: str, transport: str) ->
 def _nothing_against_something() -> Outcome:
     warm_up()
     begun = time.monotonic()
-    outcome = expect_error(_until_told(_sum(torch.ones(0 if dist.get_rank() == ODD_ONE else 4))))
+    outcome = expect_error(until_told(_sum(torch.ones(0 if dist.get_rank() == ODD_ONE else 4))))
     assert outcome.when - begun < SLACK_SECONDS
     return outcome
 
@@ -340,7 +326,7 @@ WRONG_PARTS = {
 
 def _exchange_wrong_parts(name: str) -> Outcome:
     warm_up()
-    return expect_error(_until_told(WRONG_PARTS[name]))
+    return expect_error(until_told(WRONG_PARTS[name]))
 
 
 @pytest.mark.parametrize(
@@ -360,64 +346,6 @@ def test_parts_that_do_not_fit_are_refused_by_all_ranks(name: str, transport: st
     cause = same_cause([outcome.message for outcome in outcomes])
     assert f"rank {ODD_ONE} sends 5 elements to rank {SIZE - 1}, which expects 2" in cause
     assert f"bagua:{name} #2" in cause
-
-
-def _message_of_another_size(length: int) -> Outcome:
-    warm_up()
-    # One of the right size arrives.
-    if dist.get_rank() == 0:
-        dist.send(torch.ones(4), 1)
-        # A small message has gone before anybody looks at it.
-        return expect_error(_until_told(lambda: dist.send(torch.ones(length), 1)))
-    received = torch.zeros(4)
-    dist.recv(received, 0)
-    assert received.tolist() == [1.0] * 4
-    return expect_error(lambda: dist.recv(received, 0))
-
-
-@pytest.mark.parametrize("length", [3, 100_000])
-def test_a_message_of_another_size_than_expected_is_an_error_of_both_ends(length: int) -> None:
-    outcomes = run_ranks(2, _message_of_another_size, length, group_timeout=3.0)
-    cause = same_cause([outcome.message for outcome in outcomes])
-    assert "bagua:recv" in cause
-    assert "(Float[4], peer rank 0)" in cause
-    assert f"rank 0 sends a message of {4 * length} bytes with tag 0, where this rank has a place for 16" in cause
-
-
-def _message_against_collective() -> Outcome:
-    warm_up()
-    call = (lambda: dist.recv(torch.zeros(4), 0)) if dist.get_rank() == ODD_ONE else _sum(torch.ones(4))
-    return expect_error(call)
-
-
-@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["between-hosts"]))
-def test_a_message_against_a_collective_ends_at_the_timeout_which_names_both(transport: str) -> None:
-    outcomes = run_ranks(SIZE, _message_against_collective, env=TRANSPORTS[transport], group_timeout=3.0)
-    cause = same_cause([outcome.message for outcome in outcomes])
-    assert "timed out after 3000 ms" in cause
-    assert "bagua:all_reduce #2 (Float[4], sum)" in cause
-    assert "bagua:recv #0 (Float[4], peer rank 0)" in cause
-
-
-def _messages_with_tags() -> list[float]:
-    # With and without room for the size in the tag.
-    tags = [0, 7, 65_535, 65_536, 2**30 - 1]
-    values = [torch.full((number + 1,), float(tag)) for number, tag in enumerate(tags)]
-    received = [torch.zeros(number + 1) for number in range(len(tags))]
-    if dist.get_rank() == 0:
-        works = [dist.isend(value, 1, tag=tag) for value, tag in zip(values, tags, strict=True)]
-    else:
-        works = [dist.irecv(place, 0, tag=tag) for place, tag in reversed(list(zip(received, tags, strict=True)))]
-    for work in works:
-        assert work is not None
-        work.wait()
-    with pytest.raises(ValueError, match="a tag must be from 0 to"):
-        dist.isend(torch.ones(1), 1 - dist.get_rank(), tag=2**30)
-    return [place[-1].item() for place in received]
-
-
-def test_messages_are_told_apart_by_their_tags() -> None:
-    assert run_ranks(2, _messages_with_tags)[1] == [0.0, 7.0, 65_535.0, 65_536.0, float(torch.tensor(2.0**30 - 1))]
 
 
 def _nothing_is_executed() -> list[float]:
@@ -450,154 +378,3 @@ def _sizes_that_may_differ() -> bool:
 @pytest.mark.parametrize("transport", LAYOUTS)
 def test_operations_that_take_uneven_sizes_still_do(transport: str) -> None:
     assert all(run_ranks(SIZE, _sizes_that_may_differ, env=LAYOUTS[transport]))
-
-
-def _with_detail() -> None:
-    """Make the default group anew: torch reads its variable only once, and these processes have torch loaded."""
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    folder = Path(os.environ["FAULTS_FOLDER"])
-    dist.destroy_process_group()
-    fresh = dist.FileStore(str(folder / "detail"), size)  # type: ignore[attr-defined]
-    dist.init_process_group("bagua", store=fresh, rank=rank, world_size=size, timeout=timedelta(seconds=30))
-    assert type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__ == "_ProcessGroupWrapper"
-
-
-def _train_with_detail() -> list[float]:
-    _with_detail()
-    torch.manual_seed(0)
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 3))
-    import bagua
-
-    bagua.register_comm_hook(ddp, "bytegrad")
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        ddp(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
-    dist.barrier()
-    received = torch.zeros(2)
-    if dist.get_rank() == 0:
-        dist.send(torch.ones(2), 1)
-    else:
-        dist.recv(received, 0)
-        assert received.tolist() == [1.0, 1.0]
-    weights: list[float] = next(iter(ddp.parameters())).flatten().tolist()
-    return weights
-
-
-def test_the_checking_wrapper_of_torch_works_with_bagua(tmp_path: Path) -> None:
-    results = run_ranks(2, _train_with_detail, env={"FAULTS_FOLDER": str(tmp_path)})
-    assert results[0] == results[1]
-
-
-def _detail_finds_a_mismatch() -> str:
-    _with_detail()
-    with pytest.raises(RuntimeError) as caught:
-        dist.all_reduce(torch.ones(4 + dist.get_rank()))
-    return str(caught.value)
-
-
-def test_the_checking_wrapper_of_torch_finds_mismatches_first(tmp_path: Path) -> None:
-    messages = run_ranks(2, _detail_finds_a_mismatch, env={"FAULTS_FOLDER": str(tmp_path)})
-    for message in messages:
-        assert "mismatch" in message
-        assert "do not make the same call" not in message
-
-
-def _other_models() -> str:
-    import bagua
-
-    width = 3 if dist.get_rank() == ODD_ONE else 4
-    model = torch.nn.Linear(8, width)
-    # DDP compares the shapes of its ranks itself, so that it is told that they are known to agree.
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
-    ddp.module = model
-    with pytest.raises(ValueError, match="other parameters") as caught:
-        bagua.register_comm_hook(ddp, "bytegrad")
-    return str(caught.value)
-
-
-def test_a_hook_on_models_of_other_shapes_is_refused_on_all_ranks() -> None:
-    for message in run_ranks(SIZE, _other_models):
-        assert f"rank {ODD_ONE}" in message
-
-
-def _register_on_one_rank() -> Outcome:
-    ddp = DDP(torch.nn.Linear(4, 1))
-    loss = ddp(torch.ones(2, 4)).sum()
-    # DDP's forward is over on all ranks.
-    dist.barrier()
-    return expect_error((lambda: bagua.register_comm_hook(ddp, "bytegrad")) if _is_odd() else loss.backward)
-
-
-def _is_odd() -> bool:
-    return dist.get_rank() == ODD_ONE
-
-
-@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["in-host"]))
-def test_a_hook_that_only_one_rank_registers_is_an_error_on_all(transport: str) -> None:
-    outcomes = run_ranks(SIZE, _register_on_one_rank, env=TRANSPORTS[transport])
-    cause = same_cause([outcome.message for outcome in outcomes])
-    assert "do not make the same call" in cause
-    assert "bagua:check_agreement" in cause
-    assert "bagua:all_reduce" in cause
-
-
-# What the odd rank hands to DDP, and how errors name it. The two-argument form meets the other ranks at the first
-# bucket only.
-LAZY_HOOKS: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "options": ("bytegrad", {"average": False}, 4, "bytegrad(average=False"),
-    "algorithms": ("gradient_allreduce", {}, 4, "gradient_allreduce("),
-    "models": ("bytegrad", {}, 5, "Float[5]"),
-}
-
-
-def _differ_lazily(case: str) -> Outcome:
-    alone = [dist.new_group([rank]) for rank in range(SIZE)][dist.get_rank()]
-    name, options, length, _ = LAZY_HOOKS[case] if _is_odd() else ("bytegrad", {}, 4, "")
-    # DDP itself compares the shapes of the ranks of its group.
-    ddp = DDP(torch.nn.Linear(length, 1, bias=False), process_group=alone)
-    ddp.register_comm_hook(*bagua.comm_hook(name, process_group=dist.group.WORLD, **options))
-    outcome = expect_error(ddp(torch.ones(2, length)).sum().backward)
-    # Torch tells how far a callback in Python had come, too.
-    return outcome._replace(message=outcome.message.partition("\n\nAt:\n")[0])
-
-
-@pytest.mark.parametrize(
-    ("case", "transport"),
-    selection(itertools.product(LAZY_HOOKS, LAYOUTS), [("options", "between-hosts"), ("models", "in-host")]),
-)
-def test_hooks_of_the_two_argument_form_that_differ_are_told_at_the_first_bucket(case: str, transport: str) -> None:
-    outcomes = run_ranks(SIZE, _differ_lazily, case, env=LAYOUTS[transport])
-    cause = same_cause([outcome.message for outcome in outcomes])
-    assert "do not make the same call" in cause
-    assert cause.count("bagua:reduce_bucket") >= 2
-    assert LAZY_HOOKS[case][3] in cause
-
-
-def _load_another_algorithm() -> tuple[Outcome, float]:
-    ddp = DDP(torch.nn.Linear(4, 1))
-    handle = bagua.register_comm_hook(ddp, "bytegrad")
-    state = handle.state_dict()
-    dist.barrier()
-    if _is_odd():
-        with pytest.raises(ValueError, match=r"'gradient_allreduce', this hook has 'bytegrad'"):
-            handle.load_state_dict({**state, "algorithm": "gradient_allreduce"})
-        # As a script that the exception ends.
-        announce_trouble()
-        os._exit(1)
-    handle.load_state_dict(state)
-    outcome = expect_error(ddp(torch.ones(2, 4)).sum().backward)
-    return outcome, time_of_trouble()
-
-
-@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["in-host"]))
-def test_a_rank_with_the_checkpoint_of_another_algorithm_says_so_and_the_others_end_with_it(transport: str) -> None:
-    results = run_ranks(SIZE, _load_another_algorithm, env=TRANSPORTS[transport], dying={ODD_ONE})
-    survivors = [result for result in results if result is not None]
-    assert len(survivors) == SIZE - 1
-    same_cause([outcome.message for outcome, _ in survivors])
-    for outcome, left in survivors:
-        assert outcome.when - left < SLACK_SECONDS
-        assert f"rank {ODD_ONE}" in outcome.message

@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 # Scheduling of busy processes on two cores, beside the time that is promised.
 SLACK_SECONDS = 8.0
+# A death has to be noticed within this time.
+DEATH_SECONDS = 2.0
 # How ranks exchange CPU tensors: through memory that they share, or each on a host of its own.
 TRANSPORTS: dict[str, Mapping[str, str | Sequence[str]]] = {
     "in-host": {},
@@ -212,6 +214,21 @@ def fail_without_the_victim(call: Callable[[], Any]) -> Outcome | None:
 def assert_names(operation: str, message: str) -> None:
     """Assert that the error is one of this operation."""
     assert re.match(OPERATIONS[operation], message), message
+
+
+def cause_of(outcomes: Sequence[Outcome | None]) -> str:
+    """The cause that all who raised name; one that died has no outcome."""
+    return same_cause([outcome.message for outcome in outcomes if outcome is not None])
+
+
+def until_told(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A rank that exchanges something only with ranks that agree with it is told at the next call."""
+
+    def calls() -> None:
+        call()
+        dist.all_reduce(torch.ones(2))
+
+    return calls
 
 
 def same_cause(messages: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from check import Differences, assert_same_on_all_ranks, check, told_by_all
 from devices import DEVICE, here, settle
 from reference import FLOATS, MEANINGFUL, reduced, values
-from soak_calls import Side, start
+from soak_calls import start
+from soak_parts import Side
 from soak_plan import MOVES, POOL_LENGTH, REDUCTIONS, Call
 
 # Those of NCCL.

@@ -11,7 +11,8 @@ from unittest import mock
 import torch.distributed as dist
 from holdings import wait_for
 from ranks import run_ranks
-from soak_calls import Side, Started, start
+from soak_calls import start
+from soak_parts import Side, Started
 from soak_plan import Call, calls, members_of_groups
 from threads import bagua_threads
 

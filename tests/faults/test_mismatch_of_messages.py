@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between two ranks that do not fit together: an error of both ends."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from trouble import (
+    TRANSPORTS,
+    Outcome,
+    expect_error,
+    same_cause,
+    selection,
+    until_told,
+    warm_up,
+)
+
+SIZE = 3
+ODD_ONE = 1
+
+
+def _message_of_another_size(length: int) -> Outcome:
+    warm_up()
+    # One of the right size arrives.
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(4), 1)
+        # A small message has gone before anybody looks at it.
+        return expect_error(until_told(lambda: dist.send(torch.ones(length), 1)))
+    received = torch.zeros(4)
+    dist.recv(received, 0)
+    assert received.tolist() == [1.0] * 4
+    return expect_error(lambda: dist.recv(received, 0))
+
+
+@pytest.mark.parametrize("length", [3, 100_000])
+def test_a_message_of_another_size_than_expected_is_an_error_of_both_ends(length: int) -> None:
+    outcomes = run_ranks(2, _message_of_another_size, length, group_timeout=3.0)
+    cause = same_cause([outcome.message for outcome in outcomes])
+    assert "bagua:recv" in cause
+    assert "(Float[4], peer rank 0)" in cause
+    assert f"rank 0 sends a message of {4 * length} bytes with tag 0, where this rank has a place for 16" in cause
+
+
+def _message_against_collective() -> Outcome:
+    warm_up()
+    if dist.get_rank() == ODD_ONE:
+        return expect_error(lambda: dist.recv(torch.zeros(4), 0))
+    return expect_error(lambda: dist.all_reduce(torch.ones(4)))
+
+
+@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["between-hosts"]))
+def test_a_message_against_a_collective_ends_at_the_timeout_which_names_both(transport: str) -> None:
+    outcomes = run_ranks(SIZE, _message_against_collective, env=TRANSPORTS[transport], group_timeout=3.0)
+    cause = same_cause([outcome.message for outcome in outcomes])
+    assert "timed out after 3000 ms" in cause
+    assert "bagua:all_reduce #2 (Float[4], sum)" in cause
+    assert "bagua:recv #0 (Float[4], peer rank 0)" in cause
+
+
+def _messages_with_tags() -> list[float]:
+    # With and without room for the size in the tag.
+    tags = [0, 7, 65_535, 65_536, 2**30 - 1]
+    values = [torch.full((number + 1,), float(tag)) for number, tag in enumerate(tags)]
+    received = [torch.zeros(number + 1) for number in range(len(tags))]
+    if dist.get_rank() == 0:
+        works = [dist.isend(value, 1, tag=tag) for value, tag in zip(values, tags, strict=True)]
+    else:
+        works = [dist.irecv(place, 0, tag=tag) for place, tag in reversed(list(zip(received, tags, strict=True)))]
+    for work in works:
+        assert work is not None
+        work.wait()
+    with pytest.raises(ValueError, match="a tag must be from 0 to"):
+        dist.isend(torch.ones(1), 1 - dist.get_rank(), tag=2**30)
+    return [place[-1].item() for place in received]
+
+
+def test_messages_are_told_apart_by_their_tags() -> None:
+    assert run_ranks(2, _messages_with_tags)[1] == [0.0, 7.0, 65_535.0, 65_536.0, float(torch.tensor(2.0**30 - 1))]
