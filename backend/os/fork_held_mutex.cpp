@@ -12,12 +12,12 @@ namespace bagua {
 namespace {
 
 // All of this process.
-class Registry {
+class AllMutexes {
  public:
-  static Registry& instance() {
+  static AllMutexes& instance() {
     // Never destroyed: the process may fork at its very end.
-    static auto* const registry = new Registry();
-    return *registry;
+    static auto* const mutexes = new AllMutexes();
+    return *mutexes;
   }
 
   void add(ForkHeldMutex* mutex) {
@@ -31,7 +31,7 @@ class Registry {
   }
 
  private:
-  Registry() {
+  AllMutexes() {
     const int error =
         ::pthread_atfork([] { instance().lockAll(); }, [] { instance().unlockAll(); }, [] { instance().unlockAll(); });
     TORCH_CHECK(error == 0, "bagua: cannot ask to be told of forks, error ", error);
@@ -60,8 +60,8 @@ class Registry {
 
 }  // namespace
 
-ForkHeldMutex::ForkHeldMutex() { Registry::instance().add(this); }
+ForkHeldMutex::ForkHeldMutex() { AllMutexes::instance().add(this); }
 
-ForkHeldMutex::~ForkHeldMutex() { Registry::instance().remove(this); }
+ForkHeldMutex::~ForkHeldMutex() { AllMutexes::instance().remove(this); }
 
 }  // namespace bagua
