@@ -37,14 +37,15 @@ class AllMutexes {
     TORCH_CHECK(error == 0, "bagua: cannot ask to be told of forks, error ", error);
   }
 
-  // All at once, or none while one is taken: their owners may take them in any order.
+  // All at once, or none while one is taken: their owners may take them in any order, and make others meanwhile.
   void lockAll() {
-    mutex_.lock();
     const auto isTaken = [](ForkHeldMutex* mutex) { return !mutex->try_lock(); };
     while (true) {
+      mutex_.lock();
       const auto taken = std::find_if(mutexes_.begin(), mutexes_.end(), isTaken);
       if (taken == mutexes_.end()) return;
       std::for_each(mutexes_.begin(), taken, [](ForkHeldMutex* mutex) { mutex->unlock(); });
+      mutex_.unlock();
       std::this_thread::yield();
     }
   }
