@@ -2,7 +2,6 @@
 """Custom algorithms that go astray are told, and the operation for averages in the background."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import bagua.torch_api
@@ -187,90 +186,3 @@ def _operations_over_gloo() -> None:
 
 def test_operations_on_a_group_of_another_backend_make_no_group_per_step() -> None:
     run_ranks(2, _operations_over_gloo, backend="gloo")
-
-
-class BackgroundImpl(AlgorithmImpl):
-    """Weights of all layers in one bucket, averaged whenever the test asks for it."""
-
-    def init_tensors(self, bagua_module: Any) -> list[Tensor]:
-        name = bagua_module.bagua_module_name
-        return [p.ensure_bagua_tensor(n, name) for n, p in bagua_module.bagua_build_params()]
-
-    def tensors_to_buckets(self, tensors: list[list[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        return [BaguaBucket(_all(tensors), "weights", do_flatten)]
-
-    def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
-        self.operation = bucket.clear_ops().append_asynchronous_model_average_op(peer_selection_mode="all")
-
-    def init_backward_hook(self, bagua_module: nn.Module) -> Callable[[str, Tensor], None]:
-        return lambda name, parameter: None
-
-
-def _round(model: Any) -> None:
-    for tensor in model.bagua_buckets[0].tensors:
-        tensor.bagua_mark_communication_ready_without_synchronization()
-    model._bagua_backend.wait_pending_comm_ops()
-
-
-def _gathered(weights: Tensor) -> Tensor:
-    everywhere = torch.empty(dist.get_world_size(), weights.numel())
-    dist.all_gather_into_tensor(everywhere, weights)
-    return everywhere
-
-
-def _background() -> None:
-    _start()
-    model, rank = perceptron(), dist.get_rank()
-    _wrap(BackgroundImpl, model)
-    operation = model.bagua_algorithm.operation  # type: ignore[union-attr]
-    weights: Tensor = model.bagua_buckets[0].backend_tensor  # type: ignore[index, union-attr]
-    weights.add_(rank)
-    mean = _gathered(weights).mean(0)
-    _round(model)
-    # weights + (mean - weights) in float32.
-    torch.testing.assert_close(weights, mean, rtol=1e-6, atol=1e-6)
-
-    # What is learnt while a round is under way stays: (mean - copy) sums up to zero over the ranks.
-    before = _gathered(weights).sum(0)
-    operation.lock_weight()
-    with ThreadPoolExecutor(1) as beside:
-        round_beside = beside.submit(_round, model)
-        held = weights.clone()
-        dist.barrier()
-        assert torch.equal(weights, held), "a round changes nothing while the weights are held"
-        weights.add_(10.0 + rank)
-        operation.unlock_weight()
-        round_beside.result()
-    learnt = sum(10 + peer for peer in range(dist.get_world_size()))
-    torch.testing.assert_close(_gathered(weights).sum(0), before + learnt, rtol=1e-5, atol=1e-5)
-
-    # Ranks that want to end at different times end together.
-    rounds = 0
-    while operation.get_status():
-        if rounds == 2 * (rank + 1):
-            operation.abort()
-        _round(model)
-        rounds += 1
-    assert torch.equal(_gathered(torch.tensor([float(rounds)])), torch.full((dist.get_world_size(), 1), float(rounds)))
-    weights.add_(rank)
-    operation.reset()
-    mean = _gathered(weights).mean(0)
-    _round(model)
-    torch.testing.assert_close(weights, mean, rtol=1e-6, atol=1e-6)
-
-
-def test_weights_are_drawn_together_in_the_background(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_background)
-
-
-def _background_mistakes() -> None:
-    _start()
-    with pytest.raises(ValueError, match=r"'weights' is not flattened.*do_flatten=True"):
-        _wrap(BackgroundImpl, perceptron(), do_flatten=False)
-    bucket = BaguaBucket([torch.ones(2)], "one", flatten=True)
-    with pytest.raises(ValueError, match="'all', got 'ring'"):
-        bucket.append_asynchronous_model_average_op("ring")
-
-
-def test_background_averages_need_flattened_weights(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[1].run(_background_mistakes)

@@ -18,8 +18,6 @@ from bagua._torch_private import backend_of, device_types, timeout_of
 from bagua.torch_api._communicators import Comm, CommMember, Communicator, StreamSlot, alive
 from bagua.torch_api.exceptions import RepeatedInitializationError
 
-_KINDS = ("global", "inter", "intra")
-
 
 class BaguaProcessGroup:
     """A torch process group with communicators for all its ranks, for those of a host and for one of each host.
@@ -111,7 +109,6 @@ class BaguaProcessGroup:
 
 # The groups live as long as torch's.
 _groups_over: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = weakref.WeakKeyDictionary()
-_groups_by_name: weakref.WeakValueDictionary[str, BaguaProcessGroup] = weakref.WeakValueDictionary()
 _default_torch_group: weakref.ref[dist.ProcessGroup] | None = None
 
 
@@ -123,11 +120,6 @@ def _hosts_of(group: dist.ProcessGroup) -> dist.Store:
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     backends = [backend_of(group, device) for device in device_types(group)]
     return next((timeout_of(backend) for backend in backends if hasattr(backend, "options")), dist.default_pg_timeout)
-
-
-def _register(group: BaguaProcessGroup) -> BaguaProcessGroup:
-    _groups_by_name[group.group_name] = group
-    return group
 
 
 def init_process_group(
@@ -240,10 +232,7 @@ def _slot(stream: torch.cuda.Stream | None) -> StreamSlot:
 
 
 def _group_of_others(ranks: Sequence[int], stream: StreamSlot) -> BaguaProcessGroup:
-    group = BaguaProcessGroup(None, ranks, stream, "")
-    # Unique among the groups alive, and no name that torch gives.
-    group.group_name = f"bagua_not_a_member_{id(group)}"
-    return _register(group)
+    return BaguaProcessGroup(None, ranks, stream, "")
 
 
 def from_torch_group(
@@ -271,7 +260,7 @@ def from_torch_group(
     # The default group itself may be on its way to being bagua's.
     slot = StreamSlot(stream) if group is dist.group.WORLD else _slot(stream)
     ranks = dist.get_process_group_ranks(group)
-    made = _register(BaguaProcessGroup(group, ranks, slot, group.group_name))
+    made = BaguaProcessGroup(group, ranks, slot, group.group_name)
     _groups_over[group] = made
     return made
 
@@ -281,24 +270,6 @@ def bagua_group(group: dist.ProcessGroup | BaguaProcessGroup | None) -> BaguaPro
     if group is None:
         return default_group()
     return group if isinstance(group, BaguaProcessGroup) else from_torch_group(group)
-
-
-def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMember:
-    """Return a communicator of the group called `group_name`; the same object at every call.
-
-    Args:
-        group_name: `BaguaProcessGroup.group_name`.
-        comm_name: "global", "inter" or "intra", as the methods of `BaguaProcessGroup`, which say who has to call.
-
-    Raises:
-        ValueError: another `comm_name`, or no group of that name.
-    """
-    if comm_name not in _KINDS:
-        raise ValueError(f"get_communicator: comm_name must be one of {', '.join(_KINDS)}, got {comm_name!r}")
-    group = _groups_by_name.get(group_name)
-    if group is None:
-        raise ValueError(f"get_communicator: no group is called {group_name!r}, there are {sorted(_groups_by_name)}")
-    return group._communicator(comm_name)
 
 
 def resolve(comm: Comm, operation: str) -> Communicator | None:

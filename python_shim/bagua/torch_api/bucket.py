@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bagua.torch_api._bucket_operations import (
-    AsynchronousAverageOperation,
-    CentralizedOperation,
-    DecentralizedOperation,
-    Operation,
-    PythonOperation,
-    RingOperation,
-)
+from bagua.torch_api._bucket_operations import CentralizedOperation, Operation, PythonOperation
 from bagua.torch_api.tensor import as_bagua
 
 if TYPE_CHECKING:
@@ -172,76 +165,12 @@ class BaguaBucket:
             group: the ranks that take part; by default the model's.
         """
         if compression not in (None, "MinMaxUInt8"):
-            raise ValueError(f"compression is None or 'MinMaxUInt8', got {compression!r}")
+            raise ValueError(f"compression must be None or 'MinMaxUInt8', got {compression!r}")
         return self.append_operation(
             CentralizedOperation(
                 group, hierarchical=hierarchical, average=average, is_compressed=compression is not None
             )
         )
-
-    def append_decentralized_synchronous_op(
-        self,
-        peer_weight: Tensor,
-        hierarchical: bool = True,
-        peer_selection_mode: str = "all",
-        group: BaguaProcessGroup | None = None,
-    ) -> DecentralizedOperation:
-        """Append an exchange of weights, whose result goes to `peer_weight` (see algorithm "decentralized").
-
-        Returns:
-            the operation; `operation.copy_back_peer_weight(bucket)` then makes the result the bucket's weights.
-        """
-        operation = DecentralizedOperation(group, peer_weight, hierarchical, peer_selection_mode)
-        self.append_operation(operation)
-        return operation
-
-    def append_low_precision_decentralized_synchronous_op(
-        self,
-        weight: Tensor,
-        left_peer_weight: Tensor,
-        right_peer_weight: Tensor,
-        hierarchical: bool = True,
-        compression: str = "MinMaxUInt8",
-        group: BaguaProcessGroup | None = None,
-    ) -> BaguaBucket:
-        """Append an exchange of 8-bit differences in a ring (see algorithm "low_precision_decentralized").
-
-        Args:
-            weight: the rank's own weights as of the last exchange, of the size of the bucket.
-            left_peer_weight, right_peer_weight: those of its neighbours, to the bit.
-            hierarchical: hosts form the ring.
-            compression: "MinMaxUInt8".
-            group: the ranks that take part; by default the model's.
-        """
-        if compression != "MinMaxUInt8":
-            raise ValueError(f"compression is 'MinMaxUInt8', got {compression!r}")
-        return self.append_operation(RingOperation(group, (weight, left_peer_weight, right_peer_weight), hierarchical))
-
-    def append_asynchronous_model_average_op(
-        self, peer_selection_mode: str, group: BaguaProcessGroup | None = None
-    ) -> AsynchronousAverageOperation:
-        """Append an average of weights that goes on while the model trains (see algorithm "async").
-
-        Args:
-            peer_selection_mode: "all": the average over all ranks of the group.
-            group: the ranks that take part; by default the model's.
-
-        Returns:
-            the operation, with `lock_weight()`, `unlock_weight()`, `abort()`, `reset()` and `get_status()`.
-
-        Raises:
-            ValueError: another mode, or a bucket that is not flattened: a copy of the weights could not be changed in
-                the place of the weights.
-        """
-        if peer_selection_mode != "all":
-            raise ValueError(f"peer_selection_mode is 'all', got {peer_selection_mode!r}")
-        if not self.flatten:
-            raise ValueError(
-                f"bucket {self.name!r} is not flattened, which an asynchronous average needs: use do_flatten=True"
-            )
-        operation = AsynchronousAverageOperation(group, self.backend_tensor.device)
-        self.append_operation(operation)
-        return operation
 
     @property
     def has_python_ops(self) -> bool:

@@ -13,7 +13,6 @@ Definition: `bagua.torch_api.communication` of Bagua 0.6, whose `allreduce` and 
 additions of Bagua 0.7 to 0.9.
 """
 
-from bagua.torch_api._backends import get_backend
 from bagua.torch_api._communicators import CommMember, Communicator
 from bagua.torch_api._exchanges import (
     allgather,
@@ -30,7 +29,6 @@ from bagua.torch_api._exchanges import (
 from bagua.torch_api._groups import (
     BaguaProcessGroup,
     from_torch_group,
-    get_communicator,
     init_process_group,
     is_initialized,
     new_group,
@@ -70,8 +68,6 @@ __all__ = [
     "from_torch_group",
     "gather",
     "gather_inplace",
-    "get_backend",
-    "get_communicator",
     "init_process_group",
     "is_initialized",
     "new_group",

@@ -19,7 +19,6 @@ from bagua._attachment import PICKLE_ADVICE
 from bagua._eager import disabled, eager
 from bagua._executors import background_executors_for, executors_for
 from bagua._torch_private import at_end_of_backward, is_in_backward
-from bagua.torch_api._backends import register_backend
 from bagua.torch_api._checks import some
 from bagua.torch_api._groups import bagua_group
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
@@ -86,7 +85,6 @@ class Engine:
         self.require_backward_grad_sync = True
         self._do_flatten = do_flatten
         self._bagua_backend = Scheduler(self._make_executors)
-        register_backend(self.bagua_module_name, self._bagua_backend)
         # Parameters that the backward pass at work has come to.
         self._visited: set[Tensor] = set()
         self._is_in_backward = False
