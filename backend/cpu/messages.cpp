@@ -19,7 +19,7 @@ constexpr uint64_t kMessages = uint64_t{1} << 63U;
 constexpr uint64_t kNumbered = uint64_t{1} << 62U;
 
 // Of what the group may send unasked: what is sent long before anybody receives it does not slow the programs down.
-constexpr uint64_t kMostUnasked = net::kUnaskedBytes / 2;
+constexpr uint64_t kMaxUnsolicited = net::kUnsolicitedBytes / 2;
 
 // Works that are looked through for those that are over.
 constexpr size_t kLeastWorksToSearch = 16;
@@ -92,9 +92,9 @@ class Messages::Sent final : public Message {
  private:
   void send(int peer, uint64_t stream, uint32_t index) {
     const auto size = static_cast<uint64_t>(bytes_.numel());
-    sending_ =
-        group().send(peer, stream, index,
-                     {.data = data(), .size = size, .ready = size, .signal = signal_, .mostUnasked = kMostUnasked});
+    sending_ = group().send(
+        peer, stream, index,
+        {.data = data(), .size = size, .ready = size, .signal = signal_, .maxUnsolicited = kMaxUnsolicited});
   }
 
   std::unique_ptr<net::Group::Sending> sending_;

@@ -15,7 +15,7 @@
 namespace bagua {
 namespace {
 
-// With the first message from one rank to another in a program.
+// With the first message from one rank to another in a program. A change raises kWireFormat (rendezvous/wire_format.h).
 struct Preamble {
   ProgramFingerprint program;
   int64_t sent = 0;
@@ -136,7 +136,8 @@ class SocketWire::Call {
       net::Place place{.data = static_cast<uint8_t*>(exchange.received.data_ptr()),
                        .size = static_cast<uint64_t>(exchange.incomingBytes()),
                        .room = static_cast<uint64_t>(exchange.received.numel()),
-                       .signal = wire_.signal_};
+                       .signal = wire_.signal_,
+                       .tellsProgress = pipeline_.afterReceiving || hasForwarded_};
       if (isHeard) {
         comparison->isHeard = true;
         transfer.uncompared = comparison->own;

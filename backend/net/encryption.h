@@ -11,8 +11,8 @@
 
 namespace bagua::net {
 
-// What lies between a connected socket and its bytes: proves to each side that the other belongs to the job, encrypts
-// and authenticates. It does not own the socket. One thread reads while another writes; handshake() is over before.
+// This layer between a connected socket and its bytes proves to each side that the other belongs to the job, encrypts
+// and authenticates. It does not own the socket. One thread may read while another writes; handshake() is over before.
 class EncryptedStream {
  public:
   EncryptedStream() = default;
@@ -28,23 +28,21 @@ class EncryptedStream {
     // One side does not accept the other: see error().
     kFailed
   };
-  // Goes on as far as it gets without waiting.
+  // Goes on as far as it gets without waiting for the peer.
   virtual Handshake handshake() = 0;
   [[nodiscard]] virtual const std::string& error() const = 0;
-  // The other side has shown that it knows the secret, though the handshake may not be over.
-  [[nodiscard]] virtual bool isProven() const = 0;
 
-  // As recv() with MSG_DONTWAIT. `mayAskSocket` false: only of what has been read from the socket already.
+  // Works as recv() with MSG_DONTWAIT. Without `mayAskSocket` it gives only what has been read from the socket already.
   virtual ssize_t receive(void* data, size_t size, bool mayAskSocket) = 0;
-  // Whether receive() may have something though the socket has nothing.
+  // Returns whether receive() may have something though the socket has nothing.
   [[nodiscard]] virtual bool hasBuffered() const = 0;
-  // As sendmsg() with MSG_DONTWAIT: how many bytes need not be kept any longer. Some of them may still be here,
-  // encrypted: hasUnsent(). Another call brings them on their way, also one without bytes.
+  // Works as sendmsg() with MSG_DONTWAIT. The caller may overwrite the bytes that it returns the number of; some of
+  // them may still be here, encrypted: hasUnsent(). Another call brings them on their way, also one without bytes.
   virtual ssize_t send(std::span<const iovec> parts) = 0;
   [[nodiscard]] virtual bool hasUnsent() const = 0;
 };
 
-// How a process protects its connections.
+// A process protects its connections by this.
 class Encryption {
  public:
   Encryption() = default;
@@ -52,7 +50,7 @@ class Encryption {
   Encryption(const Encryption&) = delete;
   Encryption& operator=(const Encryption&) = delete;
 
-  // Of a connection that another process, or this one, has opened.
+  // Makes the layer of a connection that another process, or this one, has opened.
   [[nodiscard]] virtual std::unique_ptr<EncryptedStream> accept(int socket) const = 0;
   [[nodiscard]] virtual std::unique_ptr<EncryptedStream> connect(int socket) const = 0;
 };

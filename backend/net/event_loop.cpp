@@ -12,6 +12,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace bagua::net {
 namespace {
@@ -34,21 +35,37 @@ EventLoop::EventLoop() : state_(std::make_shared<State>()) {
   epoll_ctl(state_->epoll.number(), EPOLL_CTL_ADD, state_->wakeUp.number(), &event);
 }
 
+void EventLoop::wake() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(state_->wakeUp.number(), &one, sizeof(one));
+}
+
 void EventLoop::stop() {
+  // Destroyed without the mutex.
   std::map<int, std::shared_ptr<Handler>> dropped;
+  std::multimap<Clock::time_point, std::function<void()>> calls;
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     state_->isStopping = true;
     dropped.swap(state_->handlers);
+    calls.swap(state_->later);
   }
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(state_->wakeUp.number(), &one, sizeof(one));
+  wake();
   if (!thread_.joinable()) return;
   if (thread_.get_id() == std::this_thread::get_id()) {
     thread_.detach();
   } else {
     thread_.join();
   }
+}
+
+void EventLoop::callLater(std::chrono::milliseconds delay, std::function<void()> call) {
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    if (state_->isStopping) return;
+    state_->later.emplace(Clock::now() + delay, std::move(call));
+  }
+  wake();
 }
 
 void EventLoop::add(int socket, const std::shared_ptr<Handler>& handler, bool wantsWritable) {
@@ -80,30 +97,61 @@ void EventLoop::askForWritable(int socket, bool wants) {
   epoll_ctl(state_->epoll.number(), EPOLL_CTL_MOD, socket, &event);
 }
 
+int EventLoop::callDue(State& state) {
+  while (true) {
+    std::function<void()> call;
+    {
+      const std::lock_guard<std::mutex> lock(state.mutex);
+      if (state.later.empty()) return -1;
+      const auto next = state.later.begin();
+      const auto wait = next->first - Clock::now();
+      if (wait.count() > 0) return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(wait).count());
+      call = std::move(next->second);
+      state.later.erase(next);
+    }
+    try {
+      call();
+    } catch (const std::exception& error) {
+      LOG(ERROR) << "bagua: a call of the event loop has failed: " << error.what();
+    }
+  }
+}
+
+void EventLoop::handle(State& state, const epoll_event& event) {
+  std::shared_ptr<Handler> handler;
+  {
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    // The handler may have been removed, or the descriptor reused: a spurious call finds nothing to do (EAGAIN).
+    const auto entry = state.handlers.find(event.data.fd);
+    if (entry != state.handlers.end()) handler = entry->second;
+  }
+  if (!handler) return;
+  try {
+    // What is wrong with a socket comes out when it is read from.
+    if ((event.events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) handler->onReadable();
+    if ((event.events & EPOLLOUT) != 0) handler->onWritable();
+  } catch (const std::exception& error) {
+    // Nobody else would catch it, and the process would end. The handler reads next that the connection has.
+    LOG(ERROR) << "bagua: a connection is given up: " << error.what();
+    shutdown(event.data.fd, SHUT_RDWR);
+  }
+}
+
 void EventLoop::run(const std::shared_ptr<State>& state) {
   c10::setThreadName("bagua_wire");
   std::array<epoll_event, 64> events{};
   while (true) {
-    const int count = epoll_wait(state->epoll.number(), events.data(), static_cast<int>(events.size()), -1);
+    const int count =
+        epoll_wait(state->epoll.number(), events.data(), static_cast<int>(events.size()), callDue(*state));
     for (int i = 0; i < count; ++i) {
-      std::shared_ptr<Handler> handler;
-      {
-        const std::lock_guard<std::mutex> lock(state->mutex);
-        if (state->isStopping) return;
-        // Removed since, or another's that has the number now, whose calls then find nothing to do.
-        const auto entry = state->handlers.find(events[i].data.fd);
-        if (entry != state->handlers.end()) handler = entry->second;
+      if (events[i].data.fd != state->wakeUp.number()) {
+        handle(*state, events[i]);
+        continue;
       }
-      if (!handler) continue;
-      try {
-        // What is wrong with a socket comes out when it is read from.
-        if ((events[i].events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) handler->onReadable();
-        if ((events[i].events & EPOLLOUT) != 0) handler->onWritable();
-      } catch (const std::exception& error) {
-        // Nobody else would catch it, and the process would end. The handler reads next that the connection has.
-        LOG(ERROR) << "bagua: a connection is given up: " << error.what();
-        shutdown(events[i].data.fd, SHUT_RDWR);
-      }
+      uint64_t calls = 0;
+      [[maybe_unused]] const ssize_t size = read(state->wakeUp.number(), &calls, sizeof(calls));
+      const std::lock_guard<std::mutex> lock(state->mutex);
+      if (state->isStopping) return;
     }
   }
 }

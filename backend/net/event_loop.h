@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <sys/epoll.h>
+
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -13,10 +16,10 @@
 
 namespace bagua::net {
 
-// One thread ("bagua_wire", started with the first socket) that waits for all sockets of a process.
+// One thread ("bagua_wire", started with the first socket) waits for all sockets of a process.
 class EventLoop {
  public:
-  // Called on the loop's thread.
+  // The loop calls these on its thread.
   class Handler {
    public:
     Handler() = default;
@@ -32,24 +35,32 @@ class EventLoop {
   EventLoop(const EventLoop&) = delete;
   EventLoop& operator=(const EventLoop&) = delete;
 
-  // From any thread. The handler lives until remove().
+  // Any thread may call these. The handler lives until remove().
   void add(int socket, const std::shared_ptr<Handler>& handler, bool wantsWritable);
   void remove(int socket);
-  // Readable is always asked for.
+  // Asks to be told when the socket can be written to; that it can be read from is always told.
   void askForWritable(int socket, bool wants);
-  // Ends the thread and drops the handlers. From the thread itself it only asks for the end.
+  // Calls once on the loop's thread, not before `delay` has passed. Never called if the loop is stopped before.
+  void callLater(std::chrono::milliseconds delay, std::function<void()> call);
+  // Ends the thread and drops handlers and calls. From the thread itself it only asks for the end.
   void stop();
 
  private:
+  using Clock = std::chrono::steady_clock;
   // Shared with the thread, which may be the last to hold what owns the loop.
   struct State {
     FileDescriptor epoll;
     FileDescriptor wakeUp;
     std::mutex mutex;
     std::map<int, std::shared_ptr<Handler>> handlers;
+    std::multimap<Clock::time_point, std::function<void()>> later;
     bool isStopping = false;
   };
   static void run(const std::shared_ptr<State>& state);
+  static void handle(State& state, const epoll_event& event);
+  // Makes the calls that are due. Returns for how many milliseconds epoll_wait() may wait for others; -1: for ever.
+  static int callDue(State& state);
+  void wake();
 
   const std::shared_ptr<State> state_;
   std::thread thread_;

@@ -5,35 +5,31 @@
 #include <cstdint>
 #include <type_traits>
 
-// What travels on a connection between two processes: one Hello from whoever has opened it, then frames. Integers are
-// little-endian. Whatever comes is checked before it is believed: see checkFrame().
+// These are the bytes of a connection between two processes: whoever opens it sends one Hello, then both send frames.
+// Integers are little-endian. A receiver believes nothing before isValid() has checked it. A change of a byte, or of
+// its meaning, raises kWireFormat (backend/rendezvous/wire_format.h).
 namespace bagua::net {
 
-// Bumped whenever a byte of these structures changes its meaning.
-inline constexpr uint16_t kVersion = 3;
-
-// A process, drawn at random when it starts to communicate.
+// The name of a process, which it draws at random when it starts to communicate.
 using ProcessId = std::array<uint64_t, 2>;
 
 struct Hello {
-  static constexpr uint32_t kMagic = 0x4857'4742;  // "BGWH"
-  uint32_t magic = kMagic;
-  uint16_t version = kVersion;
-  uint16_t unused = 0;
+  static constexpr uint64_t kMagic = 0x4F4C'4C45'4857'4742;  // "BGWHELLO"
+  uint64_t magic = kMagic;
   ProcessId from = {};
   ProcessId to = {};
-  // Of the link that the connection belongs to. A process that has lost a link makes another one.
+  // The link that the connection belongs to. A process that has lost a link makes another one.
   uint64_t link = 0;
 };
 static_assert(sizeof(Hello) == 48 && std::is_trivially_copyable_v<Hello>);
 
-// Which message of a group a frame belongs to.
+// A message of a group is identified by this key.
 struct MessageKey {
-  // The operation's sequence number, or what a message between two ranks is called by.
+  // The operation's sequence number, or the number of a channel of messages between two ranks.
   uint64_t stream = 0;
-  // The sender, in the group.
+  // The sender's rank in the group.
   uint32_t source = 0;
-  // Messages of a stream from one rank to another are counted.
+  // The position among the messages of the stream from this sender to this receiver.
   uint32_t index = 0;
 
   friend auto operator<=>(const MessageKey&, const MessageKey&) = default;
@@ -42,83 +38,85 @@ struct MessageKey {
 struct Frame {
   static constexpr uint32_t kMagic = 0x4657'4742;  // "BGWF"
   enum class Kind : uint16_t {
-    // A part of a message, for which the receiver has told a place; or an empty message.
+    // A part of a message for which the receiver has announced a place; or an empty message.
     kData = 1,
     // The receiver has a place for the first `total` bytes of the message.
     kPlace = 2,
     // The sender, key.source, has left the group, to which it has sent `total` data frames on this link.
     kLeave = 3,
-    // The name of the sender's PayloadMemory, as context.
+    // The context is the name of the sender's PayloadMemory.
     kMemory = 4,
     // Cells of the receiver's PayloadMemory are free again.
     kCells = 5,
-    // A part of a message for which the sender knows of no place: see kUnaskedBytes.
-    kUnasked = 6,
+    // A part of a message for which the sender knows of no place: see kUnsolicitedBytes.
+    kUnsolicited = 6,
     // A part without payload: the sender waits for a place, or for credit, before it sends more of the message.
     kWaiting = 7,
-    // The receiver has taken `total` of the bytes that have come unasked for the group.
+    // The receiver has released `total` of the bytes that have come unsolicited for the group.
     kCredit = 8,
   };
   uint32_t magic = kMagic;
   Kind kind = Kind::kData;
-  // Bytes of context between this header and the payload. Of a message, only the frame with offset 0 has some.
+  // The bytes of context between this header and the payload. Only frames with offset 0 of a message have some.
   uint16_t contextBytes = 0;
   uint64_t group = 0;
   MessageKey key = {};
-  // Bytes of the message, and where the payload of this frame lies in it.
+  // The bytes of the whole message, and where the payload of this frame lies in it.
   uint64_t total = 0;
   uint64_t offset = 0;
   uint32_t payloadBytes = 0;
-  // Not 0: the payload is not on the connection, but in cell - 1 of the sender's PayloadMemory.
+  // Where this is not 0, the payload is not on the connection, but in cell - 1 of the sender's PayloadMemory.
   uint32_t cell = 0;
 };
 static_assert(sizeof(Frame) == 56 && std::is_trivially_copyable_v<Frame>);
 
-// Of one frame: small enough that several connections share a message evenly, and that what is urgent waits for little.
+// The payload of one frame is so small that several connections share a message evenly, and that urgent frames wait for
+// little.
 inline constexpr uint32_t kMostPayload = 256U << 10U;
 inline constexpr uint16_t kMostContext = 512;
-// Of a PayloadMemory, each with room for kMostPayload.
+// A PayloadMemory has so many cells, each with room for kMostPayload.
 inline constexpr uint32_t kPayloadCells = 8;
-// What is sent of a message before its receiver has said that it has a place for it.
+// A sender sends so much of a message before its receiver has announced a place for it.
 inline constexpr uint64_t kEagerBytes = 4U << 20U;
-// What is sent so of all messages of a group to one peer, until the receiver gives credit:
+// A sender sends so much of all messages of a group to one peer, until the receiver gives credit:
 //
-// 1. The sender charges every unasked frame to the group's account. Nothing else happens as long as the account has
+// 1. The sender charges every unsolicited frame to the group's account. Nothing else happens as long as the account has
 //    room, so that a message costs one delay.
-// 2. The receiver takes a frame when its message has a place: at once where a receive was posted before, else when one
-//    is posted. What nobody wants is taken at once. It gives credit for what it has taken, kCreditBytes at a time.
+// 2. The receiver releases a frame when its message has a place: at once where a receive was posted before, else when
+//    one is posted. What nobody wants is released at once. It gives credit for what it has released, kCreditBytes at a
+//    time.
 // 3. Where the account has no room, the sender sends a frame that waits, once per message, with the context and
-//    without payload. So a receiver that takes from anybody, or compares programs, hears of the message all the same.
-// 4. To a message that waits the receiver tells a place as soon as it has one. What has a place leaves uncharged:
-//    messages arrive in whichever order their receives are posted, whatever lies untaken before them.
+//    without payload. So a receiver that takes from any rank, or compares programs, hears of the message all the same.
+// 4. The receiver announces a place to a message that waits as soon as it has one. What has a place leaves uncharged:
+//    messages arrive in whichever order their receives are posted, whatever lies unreleased before them.
 // 5. Credit lets the messages that wait go on in the order in which they were sent, with a place or without.
 //
 // So nobody waits for anything but the receive of that very message, and a receive waits for nothing.
-inline constexpr uint64_t kUnaskedBytes = 32U << 20U;
-inline constexpr uint64_t kCreditBytes = kUnaskedBytes / 8;
-// What a receiver needs to remember a message, about.
+inline constexpr uint64_t kUnsolicitedBytes = 32U << 20U;
+inline constexpr uint64_t kCreditBytes = kUnsolicitedBytes / 8;
+// A frame is charged this much beyond its payload: about what a receiver needs to remember a message.
 inline constexpr uint64_t kFrameCharge = 512;
 inline constexpr uint64_t kLargestMessage = uint64_t{1} << 46U;
 
 inline uint64_t chargeOf(uint32_t payloadBytes) { return payloadBytes + kFrameCharge; }
 
-// Whether a frame is about messages and carries none.
+// Returns whether a frame is about messages and carries none.
 inline bool isControl(const Frame& frame) {
   return frame.kind == Frame::Kind::kPlace || frame.kind == Frame::Kind::kLeave || frame.kind == Frame::Kind::kMemory ||
          frame.kind == Frame::Kind::kCells || frame.kind == Frame::Kind::kCredit;
 }
 
-// Whether a header can be what it says it is. Nothing of it is used before.
+// Returns whether a header contradicts neither itself nor the limits above. Nothing of it is used before.
 inline bool isValid(const Frame& frame) {
   if (frame.magic != Frame::kMagic || frame.payloadBytes > kMostPayload || frame.contextBytes > kMostContext)
     return false;
   const bool isNamed = frame.kind == Frame::Kind::kMemory;
   if (isControl(frame)) return frame.payloadBytes == 0 && frame.cell == 0 && (frame.contextBytes > 0) == isNamed;
   if (frame.cell > kPayloadCells || (frame.cell > 0 && frame.payloadBytes == 0)) return false;
-  if (frame.kind != Frame::Kind::kData && (frame.payloadBytes > 0) != (frame.kind == Frame::Kind::kUnasked))
+  if (frame.kind != Frame::Kind::kData && (frame.payloadBytes > 0) != (frame.kind == Frame::Kind::kUnsolicited))
     return false;
-  const bool isPart =
-      frame.kind == Frame::Kind::kData || frame.kind == Frame::Kind::kUnasked || frame.kind == Frame::Kind::kWaiting;
+  const bool isPart = frame.kind == Frame::Kind::kData || frame.kind == Frame::Kind::kUnsolicited ||
+                      frame.kind == Frame::Kind::kWaiting;
   return isPart && frame.total <= kLargestMessage && frame.offset <= frame.total &&
          frame.payloadBytes <= frame.total - frame.offset && (frame.offset == 0 || frame.contextBytes == 0);
 }

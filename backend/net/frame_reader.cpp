@@ -10,10 +10,10 @@
 namespace bagua::net {
 namespace {
 
-// Payload that nobody wants any more, of a call that was given up, is read into here.
+// Payload of a message that was given up is read into here.
 thread_local std::array<uint8_t, 64U << 10U> discarded;
 
-// So that one connection does not keep the loop from the others.
+// One connection does not keep the loop from the others for longer.
 constexpr int kReadsAtATime = 8;
 // Payload that is at least this long is read straight to its place.
 constexpr uint64_t kDirect = 16U << 10U;
@@ -25,14 +25,14 @@ FrameReader::Result FrameReader::failWith(std::string text) {
   return Result::kError;
 }
 
-FrameReader::Result FrameReader::read(Stream& stream) {
-  // Of what the stream holds itself nobody would tell again.
+FrameReader::Result FrameReader::read(Stream& stream, FrameSink& sink) {
+  // The loop does not tell again of what the stream itself holds.
   for (int i = 0; i < kReadsAtATime || stream.hasBuffered(); ++i) {
     const bool mayAsk = i < kReadsAtATime;
     const bool isDirect = isInPayload_ && used_ == filled_ && frame_.payloadBytes - payloadRead_ >= kDirect;
     const Result result = isDirect ? readPayload(stream, mayAsk) : fill(stream, mayAsk);
     if (result != Result::kMore) return result;
-    if (!parse()) return Result::kError;
+    if (!parse(sink)) return Result::kError;
   }
   return Result::kMore;
 }
@@ -56,7 +56,7 @@ FrameReader::Result FrameReader::readPayload(Stream& stream, bool mayAskSocket) 
   const uint64_t left = frame_.payloadBytes - payloadRead_;
   ssize_t size = 0;
   int error = 0;
-  message_->readInto(frame_.offset + payloadRead_, left, [&](uint8_t* place, uint64_t most) {
+  delivery_.message->readInto(frame_.offset + payloadRead_, left, [&](uint8_t* place, uint64_t most) {
     size = place != nullptr
                ? stream.receive(place, most, mayAskSocket)
                : stream.receive(discarded.data(), std::min<uint64_t>(most, discarded.size()), mayAskSocket);
@@ -71,8 +71,8 @@ FrameReader::Result FrameReader::readPayload(Stream& stream, bool mayAskSocket) 
   return Result::kMore;
 }
 
-// All that is complete in the buffer.
-bool FrameReader::parse() {
+// Takes all that is complete in the buffer.
+bool FrameReader::parse(FrameSink& sink) {
   while (true) {
     if (!isInPayload_) {
       if (filled_ - used_ < sizeof(Frame)) return true;
@@ -82,36 +82,35 @@ bool FrameReader::parse() {
         return false;
       }
       if (filled_ - used_ < sizeof(Frame) + frame_.contextBytes) return true;
-      if (!beginFrame()) return false;
+      if (!beginFrame(sink)) return false;
       continue;
     }
     if (!takeBuffered()) return true;
   }
 }
 
-bool FrameReader::beginFrame() {
+bool FrameReader::beginFrame(FrameSink& sink) {
   const auto* const context = buffer_.data() + used_ + sizeof(Frame);
   used_ += sizeof(Frame) + frame_.contextBytes;
   if (isControl(frame_)) {
-    control_(frame_, {context, context + frame_.contextBytes});
+    sink.control(frame_, {context, context + frame_.contextBytes});
     return true;
   }
-  message_ = begin_(frame_, {context, context + frame_.contextBytes});
-  if (!message_) {
+  delivery_ = sink.begin(frame_, {context, context + frame_.contextBytes});
+  if (!delivery_.message) {
     error_ = "a message contradicts what came before it";
     return false;
   }
-  if (frame_.cell > 0) return takeCell();
+  if (frame_.cell > 0) return takeCell(sink);
   isInPayload_ = true;
   payloadRead_ = 0;
   return true;
 }
 
-// Whether the payload is complete.
 bool FrameReader::takeBuffered() {
   uint64_t size = std::min<uint64_t>(filled_ - used_, frame_.payloadBytes - payloadRead_);
   while (size > 0) {
-    message_->readInto(frame_.offset + payloadRead_, size, [&](uint8_t* place, uint64_t most) {
+    delivery_.message->readInto(frame_.offset + payloadRead_, size, [&](uint8_t* place, uint64_t most) {
       if (place != nullptr) std::memcpy(place, buffer_.data() + used_, most);
       used_ += most;
       payloadRead_ += most;
@@ -124,14 +123,15 @@ bool FrameReader::takeBuffered() {
   return true;
 }
 
-bool FrameReader::takeCell() {
-  const bool isThere = readCell_(frame_.cell - 1, [&](const uint8_t* payload) {
+bool FrameReader::takeCell(FrameSink& sink) {
+  const bool isThere = sink.readCell(frame_.cell - 1, [&](const uint8_t* payload) {
     uint64_t taken = 0;
     while (taken < frame_.payloadBytes) {
-      message_->readInto(frame_.offset + taken, frame_.payloadBytes - taken, [&](uint8_t* place, uint64_t most) {
-        if (place != nullptr) std::memcpy(place, payload + taken, most);
-        taken += most;
-      });
+      delivery_.message->readInto(frame_.offset + taken, frame_.payloadBytes - taken,
+                                  [&](uint8_t* place, uint64_t most) {
+                                    if (place != nullptr) std::memcpy(place, payload + taken, most);
+                                    taken += most;
+                                  });
     }
   });
   if (!isThere) {
@@ -143,9 +143,9 @@ bool FrameReader::takeCell() {
 }
 
 void FrameReader::endFrame() {
-  message_->end(frame_);
-  message_.reset();
-  end_(frame_);
+  const Delivery delivery = std::exchange(delivery_, {});
+  delivery.message->end(frame_);
+  if (delivery.inbox) delivery.inbox->noteFrame(frame_.key.source);
 }
 
 }  // namespace bagua::net

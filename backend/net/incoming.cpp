@@ -14,40 +14,8 @@ constexpr uint32_t kShortFrame = 16U << 10U;
 
 }  // namespace
 
-// --- What comes unasked ----------------------------------------------------------------------------------------------
-
-bool Unasked::come(uint64_t bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  charged_ += bytes;
-  return charged_ <= kUnaskedBytes;
-}
-
-void Unasked::take(uint64_t bytes) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    taken_ += bytes;
-  }
-  tellCredit(kCreditBytes);
-}
-
-void Unasked::tellCredit(uint64_t least) {
-  uint64_t taken = 0;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (taken_ < least) return;
-    taken = std::exchange(taken_, 0);
-    charged_ -= taken;
-  }
-  if (const auto sender = sender_.lock()) sender->tellCredit(group_, taken);
-}
-
-void Unasked::tellPlace(const MessageKey& key) {
-  if (const auto sender = sender_.lock()) sender->tellPlace(group_, key, kEagerBytes);
-}
-
-// --- Incoming --------------------------------------------------------------------------------------------------------
-
-// One that nobody has asked for: what still comes of it finds nobody, and is thrown away.
+// Frames that still come of this message will find no entry in the inbox, and are thrown away: so the sender gets
+// credit for what nobody has asked for.
 Incoming::~Incoming() {
   isCancelled_ = true;
   give(answer());
@@ -67,26 +35,26 @@ void Incoming::expectAt(Place place) {
 }
 
 Incoming::Answer Incoming::answer() {
-  if (!unasked_ || (!place_ && !isCancelled_)) return {};
-  return {.unasked = unasked_,
+  if (!budget_ || (!place_ && !isCancelled_)) return {};
+  return {.budget = budget_,
           .key = key_,
-          .taken = std::exchange(charged_, 0),
-          .tellsPlace = std::exchange(isAwaited_, false) && !isComplete()};
+          .released = std::exchange(charged_, 0),
+          .grantsPlace = std::exchange(isAwaited_, false) && !isComplete()};
 }
 
 void Incoming::give(const Answer& answer) {
-  if (answer.taken > 0) answer.unasked->take(answer.taken);
-  if (answer.tellsPlace) answer.unasked->tellPlace(answer.key);
+  if (answer.released > 0) answer.budget->release(answer.released);
+  if (answer.grantsPlace) answer.budget->grantPlace(answer.key);
 }
 
-bool Incoming::noteUnasked(const Frame& frame, const std::shared_ptr<Unasked>& unasked) {
-  if (!unasked) return true;
-  unasked_ = unasked;
+bool Incoming::chargeFor(const Frame& frame, const std::shared_ptr<UnsolicitedBudget>& budget) {
+  if (!budget) return true;
+  budget_ = budget;
   key_ = frame.key;
   if (frame.kind == Frame::Kind::kWaiting) isAwaited_ = true;
-  if (frame.kind != Frame::Kind::kUnasked) return true;
+  if (frame.kind != Frame::Kind::kUnsolicited) return true;
   const uint64_t charge = chargeOf(frame.payloadBytes);
-  if (!unasked->come(charge)) return false;
+  if (!budget->charge(charge)) return false;
   charged_ += charge;
   return true;
 }
@@ -94,7 +62,7 @@ bool Incoming::noteUnasked(const Frame& frame, const std::shared_ptr<Unasked>& u
 void Incoming::accept() {
   isAccepted_ = !place_->accepts || place_->accepts(context_);
   const bool isWanted = isAccepted_ && !isCancelled_ && *total_ == place_->size;
-  // Also of a frame that is half there: what has not come is overwritten when it does.
+  // A frame that is half there is copied too: the bytes that have not come are overwritten when they do.
   if (isWanted && !kept_.empty()) std::memcpy(place_->data, kept_.data(), kept_.size());
   kept_ = {};
 }
@@ -142,18 +110,19 @@ uint64_t Incoming::allowed() const {
   return std::max(room, kEagerBytes);
 }
 
-bool Incoming::begin(const Frame& frame, const std::vector<uint8_t>& context, const std::shared_ptr<Unasked>& unasked) {
+bool Incoming::begin(const Frame& frame, const std::vector<uint8_t>& context,
+                     const std::shared_ptr<UnsolicitedBudget>& budget) {
   Answer toSender;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (total_ && *total_ != frame.total) return false;
     total_ = frame.total;
     const bool isOtherSize = place_ && place_->size != frame.total;
-    // A sender stops there until it is told of a place.
+    // A sender stops there until it hears of a place.
     const uint64_t end = frame.offset + frame.payloadBytes;
     if (end > allowed() && !isOtherSize && !isCancelled_) return false;
-    if (!noteUnasked(frame, unasked)) return false;
-    // One that waits brings it ahead of the frame that has the first bytes.
+    if (!chargeFor(frame, budget)) return false;
+    // A frame that waits brings the context ahead of the frame that has the first bytes.
     if (frame.offset == 0 && !hasContext_) {
       context_ = context;
       hasContext_ = true;
@@ -164,8 +133,7 @@ bool Incoming::begin(const Frame& frame, const std::vector<uint8_t>& context, co
     toSender = answer();
   }
   give(toSender);
-  // Who is told of a beginning may look at what is known of it already. Of a short frame its end tells, which follows
-  // at once: waking a thread costs more than all else that is done with one.
+  // A waiter may look at the context already. The end of a short frame follows at once, and notifies of it.
   if (frame.offset == 0 && frame.payloadBytes > kShortFrame) notify();
   return true;
 }
@@ -174,11 +142,11 @@ std::pair<uint8_t*, uint64_t> Incoming::placeOf(uint64_t offset) {
   const uint64_t all = *total_ - offset;
   if (isCancelled_) return {nullptr, all};
   if (!place_ || !hasContext_) {
-    // A frame that began when another place was known for it.
+    // The frame began when another place was known for it.
     if (offset >= kept_.size()) return {nullptr, all};
     return {kept_.data() + offset, kept_.size() - offset};
   }
-  // A message that is not what the receiver takes it for is a mistake that it finds; none of it is written there.
+  // The receiver reports a message that is not what it expects; none of it is written there.
   if (!isAccepted_ || place_->size != *total_) return {nullptr, all};
   const uint64_t begin = place_->room >= *total_ ? offset : offset % place_->room;
   return {place_->data + begin, std::min(all, place_->room - begin)};
@@ -192,23 +160,27 @@ void Incoming::readInto(uint64_t offset, uint64_t size,
 }
 
 void Incoming::end(const Frame& frame) {
+  bool isNews = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    uint64_t begin = frame.offset;
-    uint64_t end = frame.offset + frame.payloadBytes;
-    auto next = arrived_.lower_bound(begin);
-    if (next != arrived_.begin() && std::prev(next)->second >= begin) {
-      --next;
-      begin = next->first;
-      end = std::max(end, next->second);
-    }
-    while (next != arrived_.end() && next->first <= end) {
-      end = std::max(end, next->second);
-      next = arrived_.erase(next);
-    }
-    arrived_[begin] = end;
+    merge(frame.offset, frame.offset + frame.payloadBytes);
+    isNews = isComplete() || frame.offset == 0 || (place_ && place_->tellsProgress);
   }
-  notify();
+  if (isNews) notify();
+}
+
+void Incoming::merge(uint64_t begin, uint64_t end) {
+  auto next = arrived_.lower_bound(begin);
+  if (next != arrived_.begin() && std::prev(next)->second >= begin) {
+    --next;
+    begin = next->first;
+    end = std::max(end, next->second);
+  }
+  while (next != arrived_.end() && next->first <= end) {
+    end = std::max(end, next->second);
+    next = arrived_.erase(next);
+  }
+  arrived_[begin] = end;
 }
 
 void Incoming::fail(const std::string& error) {
@@ -227,147 +199,6 @@ void Incoming::notify() {
     if (place_) signal = place_->signal;
   }
   if (signal) signal->notify();
-}
-
-// --- Inbox -----------------------------------------------------------------------------------------------------------
-
-std::shared_ptr<Incoming> Inbox::find(const MessageKey& key) {
-  std::shared_ptr<Incoming> message;
-  std::string error;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    auto& entry = messages_[key];
-    if (!entry) entry = std::make_shared<Incoming>();
-    message = entry;
-    const auto source = sources_.find(key.source);
-    if (source != sources_.end()) error = source->second.error;
-  }
-  if (!error.empty()) message->fail(error);
-  return message;
-}
-
-std::shared_ptr<Incoming> Inbox::begin(const Frame& frame, const std::vector<uint8_t>& context,
-                                       const std::shared_ptr<Answers>& sender) {
-  auto message = arriving(frame.key);
-  if (!message) message = Incoming::unwanted();
-  return message->begin(frame, context, unaskedOf(frame, sender)) ? message : nullptr;
-}
-
-std::shared_ptr<Unasked> Inbox::unaskedOf(const Frame& frame, const std::shared_ptr<Answers>& sender) {
-  if (frame.kind == Frame::Kind::kData) return nullptr;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  auto& unasked = sources_[frame.key.source].unasked;
-  if (!unasked) unasked = std::make_shared<Unasked>(sender, frame.group);
-  return unasked;
-}
-
-// Null where the receiver has retired the stream.
-std::shared_ptr<Incoming> Inbox::arriving(const MessageKey& key) {
-  std::shared_ptr<Incoming> message;
-  std::vector<std::shared_ptr<Signal>> watching;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (isRetired(key.stream)) return nullptr;
-    auto& entry = messages_[key];
-    if (entry) return entry;
-    entry = std::make_shared<Incoming>();
-    message = entry;
-    for (const auto& watcher : watchers_) {
-      if (auto signal = watcher.lock()) watching.push_back(std::move(signal));
-    }
-  }
-  for (const auto& signal : watching) signal->notify();
-  return message;
-}
-
-void Inbox::forget(const MessageKey& key) {
-  std::shared_ptr<Incoming> forgotten;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = messages_.find(key);
-  if (found == messages_.end()) return;
-  forgotten = std::move(found->second);
-  messages_.erase(found);
-}
-
-void Inbox::retire(uint64_t stream) {
-  // Dropped without the mutex: those for which nobody had a place give credit.
-  std::vector<std::shared_ptr<Incoming>> retired;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto begin = messages_.lower_bound({.stream = stream, .source = 0, .index = 0});
-  auto end = begin;
-  for (; end != messages_.end() && end->first.stream == stream; ++end) retired.push_back(std::move(end->second));
-  messages_.erase(begin, end);
-  retired_.insert(stream);
-  while (!retired_.empty() && *retired_.begin() == retiredBelow_) {
-    retired_.erase(retired_.begin());
-    ++retiredBelow_;
-  }
-}
-
-std::optional<MessageKey> Inbox::firstBegun(const std::vector<MessageKey>& keys,
-                                            const std::shared_ptr<Signal>& signal) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& key : keys) {
-    if (messages_.contains(key)) return key;
-  }
-  std::erase_if(watchers_, [](const auto& watcher) { return watcher.expired(); });
-  const auto isIt = [&](const auto& watcher) { return watcher.lock() == signal; };
-  if (std::none_of(watchers_.begin(), watchers_.end(), isIt)) watchers_.push_back(signal);
-  return std::nullopt;
-}
-
-void Inbox::failAllOf(uint32_t source, const std::string& error) {
-  std::vector<std::shared_ptr<Incoming>> failed;
-  std::vector<std::shared_ptr<Signal>> watching;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    auto& known = sources_[source].error;
-    if (!known.empty()) return;
-    known = error;
-    for (const auto& [key, message] : messages_) {
-      if (key.source == source) failed.push_back(message);
-    }
-    for (const auto& watcher : watchers_) {
-      if (auto signal = watcher.lock()) watching.push_back(std::move(signal));
-    }
-  }
-  for (const auto& message : failed) message->fail(error);
-  for (const auto& signal : watching) signal->notify();
-}
-
-std::string Inbox::errorOf(uint32_t source) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto known = sources_.find(source);
-  return known == sources_.end() ? "" : known->second.error;
-}
-
-void Inbox::noteLeave(uint32_t source, uint64_t frames, const std::string& error) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    sources_[source].lastFrame = frames;
-    sources_[source].leaveError = error;
-  }
-  failIfLeft(source);
-}
-
-void Inbox::noteFrame(uint32_t source) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    ++sources_[source].frames;
-  }
-  failIfLeft(source);
-}
-
-// Frames overtake each other: the last has come when as many have.
-void Inbox::failIfLeft(uint32_t source) {
-  std::string error;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto& state = sources_[source];
-    if (!state.lastFrame || state.frames < *state.lastFrame) return;
-    error = state.leaveError;
-  }
-  failAllOf(source, error);
 }
 
 }  // namespace bagua::net

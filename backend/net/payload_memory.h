@@ -15,14 +15,15 @@ namespace bagua::net {
 
 // Memory through which one process hands payload to another on the same host. Their connections then carry headers
 // alone: a payload is copied twice, instead of going through TCP as well. It is cut into cells, each with room for the
-// payload of a frame: so few that they stay in the caches.
+// payload of a frame: so few that they stay in the caches. A change of its layout raises kWireFormat
+// (backend/rendezvous/wire_format.h).
 class PayloadMemory {
  public:
-  // The sender's. Null where there is no shared memory to spare, or this process has made enough of it: 2 MiB each,
-  // which data loaders want too.
+  // Makes the sender's end. Null where there is no shared memory to spare, or this process has made enough of it: 2 MiB
+  // each, which data loaders want too.
   static std::shared_ptr<PayloadMemory> make();
-  // The receiver's, by the sender's word; the memory has no name from then on. Null where it is none of ours, or cannot
-  // be seen from here.
+  // Opens the receiver's end, by the sender's word; the memory has no name from then on. Null where it is none of ours,
+  // or cannot be seen from here.
   static std::shared_ptr<PayloadMemory> open(const std::string& name);
 
   PayloadMemory(SharedSegment segment, bool isOwn) : segment_(std::move(segment)), isOwn_(isOwn) {}
@@ -33,18 +34,18 @@ class PayloadMemory {
   [[nodiscard]] const std::string& name() const { return segment_.name(); }
   [[nodiscard]] uint8_t* cell(uint32_t index) const;
 
-  // For the sender, one thread at a time. Whether the receiver has opened it.
+  // --- The sender calls these, one thread at a time. The receiver has opened it.
   [[nodiscard]] bool isOpened() const;
-  // A cell that is free, which it is no longer. Without one, the receiver's release() will say that somebody waits.
+  // Takes a free cell. Without one, the receiver's release() will say that somebody waits.
   std::optional<uint32_t> take();
   // Writes into a cell that was taken. The thread that takes it next comes after this one.
   void fill(uint32_t index, const uint8_t* payload, size_t bytes);
 
-  // For the receiver, once it has read the cell. True: the sender waits to be told, and enough cells are free.
+  // --- The receiver has read a cell. Returns true if the sender waits to be told, and enough cells are free.
   bool release(uint32_t index);
 
  private:
-  // Of the two processes: what is in it is the other's word.
+  // Both processes write to it: what one reads is the other's word.
   struct Header {
     std::atomic<uint32_t> isOpened;
     std::atomic<uint32_t> isAwaited;

@@ -7,10 +7,10 @@
 
 namespace bagua::net {
 
-// The transport of this process, which all of its groups share; made at the first call, at localAddress(). Throws
-// DistNetworkError or ValueError. A forked child gets one of its own.
+// Returns the transport of this process, which all of its groups share. The first call makes it, at localAddress().
+// Throws DistNetworkError or ValueError. A forked child gets one of its own.
 std::shared_ptr<Transport> processTransport();
-// Another one at the same address, for a rank that is not alone in its process.
+// Makes another one at the same address, for a rank that is not alone in its process.
 std::shared_ptr<Transport> newTransport();
 
 }  // namespace bagua::net

@@ -18,12 +18,17 @@ namespace {
 
 std::string textOf(int error) { return std::generic_category().message(error); }
 
-// What the kernel keeps of a connection that it has not sent yet. Little, so that what is urgent overtakes, and so that
-// connections share a message by how fast they are. With 128 KiB the thread that refills is woken twice as often.
+// The kernel keeps so much of a connection that it has not sent yet. This is little, so that urgent frames overtake,
+// and connections share a message by how fast they are. With 128 KiB the thread that refills is woken twice as often.
 constexpr int kMostUnsent = 256 << 10;
 
+constexpr int kSecondsBeforeProbe = 30;
+constexpr int kSecondsBetweenProbes = 10;
+constexpr int kProbes = 9;
+static_assert(std::chrono::seconds(kSecondsBeforeProbe + kProbes * kSecondsBetweenProbes) == kPatienceWithSilence);
+
 void set(const FileDescriptor& socket, int level, int option, int value) {
-  // A wish: without it the connection works too.
+  // The connection works without it too.
   setsockopt(socket.number(), level, option, &value, sizeof(value));
 }
 
@@ -105,6 +110,9 @@ void configure(const FileDescriptor& socket) {
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
   set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kMostUnsent);
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(socket, IPPROTO_TCP, TCP_KEEPIDLE, kSecondsBeforeProbe);
+  set(socket, IPPROTO_TCP, TCP_KEEPINTVL, kSecondsBetweenProbes);
+  set(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
 }
 
 std::string errorOf(const FileDescriptor& socket) {
@@ -112,6 +120,13 @@ std::string errorOf(const FileDescriptor& socket) {
   socklen_t size = sizeof(error);
   if (getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
   return error == 0 ? "" : textOf(error);
+}
+
+std::chrono::milliseconds unansweredFor(const FileDescriptor& socket) {
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (getsockopt(socket.number(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_unacked == 0) return {};
+  return std::chrono::milliseconds(info.tcpi_last_ack_recv);
 }
 
 Line lineOf(const FileDescriptor& socket) {

@@ -51,15 +51,22 @@ FileDescriptor listenAt(const SocketAddress& address);
 SocketAddress addressOf(const FileDescriptor& socket);
 // Starts to connect, without waiting. Throws DistNetworkError where that fails at once.
 FileDescriptor startConnecting(const SocketAddress& to);
-// As we want connections: no waiting for more to send, what is unsent stays here, closed in child processes.
+// A connection ends when the other host's kernel has acknowledged nothing for this long. Between sites, lines come back
+// after a minute or two; without a limit a host that has lost its power is noticed after two hours, or never.
+inline constexpr std::chrono::milliseconds kPatienceWithSilence{120'000};
+// Prepares a connection: it does not wait for more to send, what is unsent stays in this process, and an idle one is
+// probed. Probes keep the connection known to address translators and firewalls on the way, which forget it after
+// minutes, and end it after kPatienceWithSilence without an answer.
 void configure(const FileDescriptor& socket);
-// The pending error of a socket, as a text; empty: none.
+// Returns the pending error of a socket, as a text; empty: none.
 std::string errorOf(const FileDescriptor& socket);
+// Returns for how long the other host's kernel has sent nothing, though it has something to acknowledge; 0: it has not.
+std::chrono::milliseconds unansweredFor(const FileDescriptor& socket);
 // What the kernel has seen of the line that a connection goes over; zeros where it does not tell.
 struct Line {
-  // The shortest of the last minutes.
+  // The shortest round trip of the last minutes.
   std::chrono::microseconds roundTrip{0};
-  // What arrived at the other end: of late, or at best while there was little to send.
+  // The rate at which bytes arrived at the other end: of late, or the best one while there was little to send.
   int64_t bytesPerSecond = 0;
 };
 Line lineOf(const FileDescriptor& socket);

@@ -22,7 +22,7 @@ inline void noteRead([[maybe_unused]] std::span<const iovec> parts) {
 #endif
 }
 
-// A socket and what protects it, if anything does: without, every call is the system's. See EncryptedStream.
+// A socket and what protects it. Where nothing does, every call is the system's. See EncryptedStream.
 class Stream {
  public:
   Stream() = default;
@@ -38,7 +38,6 @@ class Stream {
     return encrypted_ ? encrypted_->handshake() : EncryptedStream::Handshake::kDone;
   }
   [[nodiscard]] std::string error() const { return encrypted_ ? encrypted_->error() : ""; }
-  [[nodiscard]] bool isProven() const { return encrypted_ && encrypted_->isProven(); }
 
   ssize_t receive(void* data, size_t size, bool mayAskSocket = true) {
     if (encrypted_) return encrypted_->receive(data, size, mayAskSocket);

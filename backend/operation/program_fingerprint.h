@@ -9,7 +9,7 @@
 namespace bagua {
 
 // What has to be the same on all ranks when they run a program together, small enough to travel with it. The bytes that
-// arrive from a peer are compared and printed, and trusted for nothing else.
+// arrive from a peer are compared and printed, and trusted for nothing else. A change raises kWireFormat.
 struct ProgramFingerprint {
   uint64_t sequence = 0;
   // The rank's own, for messages; `commonNumel` is what the ranks compare, negative where they do not.

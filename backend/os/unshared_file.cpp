@@ -6,8 +6,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <deque>
 #include <mutex>
-#include <vector>
 
 #include "backend/os/fork_held_mutex.h"
 
@@ -17,7 +17,8 @@ namespace {
 constexpr int kClosed = -1;
 constexpr int kFree = -2;
 
-// All unshared files of this process.
+// The unshared files of this process. A file is looked up with every send and receive of every thread, so that this
+// takes no lock: slots never move.
 class Registry {
  public:
   static Registry& instance() {
@@ -26,23 +27,18 @@ class Registry {
     return *registry;
   }
 
-  size_t add(int file) {
+  std::atomic<int>& add(int file) {
     const std::lock_guard lock(mutex_);
     const auto slot = std::find(files_.begin(), files_.end(), kFree);
-    if (slot == files_.end()) return files_.push_back(file), files_.size() - 1;
+    if (slot == files_.end()) return files_.emplace_back(file);
     *slot = file;
-    return slot - files_.begin();
+    return *slot;
   }
 
-  int get(size_t slot) {
+  void remove(std::atomic<int>& slot) {
     const std::lock_guard lock(mutex_);
-    return files_[slot];
-  }
-
-  void remove(size_t slot) {
-    const std::lock_guard lock(mutex_);
-    if (files_[slot] >= 0) ::close(files_[slot]);
-    files_[slot] = kFree;
+    if (slot >= 0) ::close(slot);
+    slot = kFree;
   }
 
  private:
@@ -52,7 +48,7 @@ class Registry {
   }
 
   void closeAfterFork() {
-    for (int& file : files_) {
+    for (auto& file : files_) {
       if (file < 0) continue;
       ::close(file);
       file = kClosed;
@@ -60,17 +56,15 @@ class Registry {
   }
 
   ForkHeldMutex mutex_;
-  std::vector<int> files_;
+  std::deque<std::atomic<int>> files_;
 };
 
 }  // namespace
 
-UnsharedFile::UnsharedFile(int file) : slot_(file < 0 ? kNone : Registry::instance().add(file)) {}
+UnsharedFile::UnsharedFile(int file) : slot_(file < 0 ? nullptr : &Registry::instance().add(file)) {}
 
 UnsharedFile::~UnsharedFile() {
-  if (slot_ != kNone) Registry::instance().remove(slot_);
+  if (slot_ != nullptr) Registry::instance().remove(*slot_);
 }
-
-int UnsharedFile::descriptor() const { return slot_ == kNone ? kClosed : Registry::instance().get(slot_); }
 
 }  // namespace bagua

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cstddef>
+#include <atomic>
 #include <utility>
 
 namespace bagua {
@@ -12,20 +12,18 @@ class UnsharedFile {
  public:
   // Takes over a descriptor; negative: none, as what failed to open.
   explicit UnsharedFile(int file);
-  UnsharedFile(UnsharedFile&& other) noexcept : slot_(std::exchange(other.slot_, kNone)) {}
+  UnsharedFile(UnsharedFile&& other) noexcept : slot_(std::exchange(other.slot_, nullptr)) {}
   UnsharedFile& operator=(UnsharedFile&&) = delete;
   ~UnsharedFile();
 
   // False in a forked child, and of one that was moved from.
   [[nodiscard]] bool isOpen() const { return descriptor() >= 0; }
   // Negative if not open.
-  [[nodiscard]] int descriptor() const;
+  [[nodiscard]] int descriptor() const { return slot_ == nullptr ? -1 : slot_->load(std::memory_order_relaxed); }
 
  private:
-  static constexpr size_t kNone = static_cast<size_t>(-1);
-
-  // In the list of all unshared files.
-  size_t slot_;
+  // In the list of all unshared files, which has this for as long as the file is open. Null: none.
+  std::atomic<int>* slot_;
 };
 
 }  // namespace bagua

@@ -17,15 +17,13 @@
 #include "backend/net/process_transport.h"
 #include "backend/operation/hash.h"
 #include "backend/operation/operation.h"
+#include "backend/rendezvous/wire_format.h"
 #include "backend/security/job_security.h"
 
 namespace bagua {
 namespace {
 
 using std::chrono::milliseconds;
-
-// To be raised with every change of what ranks send each other, or share in memory.
-constexpr int kWireFormat = 8;
 
 constexpr const char* kSameVersion = "install the same version of bagua on all hosts";
 constexpr const char* kSameTorch = "install the same torch, and the bagua built for it, on all hosts";
@@ -233,6 +231,10 @@ GroupMembers exchangeRecords(c10d::Store& store, int rank, int size, millisecond
     }
   }();
   separateThreads(store, static_cast<size_t>(rank), members);
+  if (!members.addresses[rank].starts_with("none: ")) {
+    const auto transport = members.ownTransport ? members.ownTransport : net::processTransport();
+    members.membership = std::make_shared<const net::Membership>(transport, members.id);
+  }
   return members;
 }
 

@@ -29,6 +29,8 @@ struct GroupMembers {
   // Of a rank that shares its process with a lower one of the group: a process has one end of each connection, so that
   // this rank needs a transport for itself. Null: the process's own will do.
   std::shared_ptr<net::Transport> ownTransport = nullptr;
+  // Lets go of what peers have sent for a group that this rank has never used. Null: not known to the transport.
+  std::shared_ptr<const net::Membership> membership = nullptr;
 };
 
 // Throws ValueError unless the records, one per rank, agree; it names the ranks, both values and what to do, and is the

@@ -31,19 +31,19 @@ struct Receiver {
 };
 
 // What the peer hears back.
-class Heard final : public Answers {
+class Heard final : public FlowControl {
  public:
-  void tellPlace(uint64_t /*group*/, const MessageKey& /*key*/, uint64_t bytes) override {
+  void grantPlace(uint64_t /*group*/, const MessageKey& /*key*/, uint64_t bytes) override {
     TORCH_INTERNAL_ASSERT(bytes == kEagerBytes);
   }
-  void tellCredit(uint64_t /*group*/, uint64_t bytes) override { credit_ += bytes; }
+  void grantCredit(uint64_t /*group*/, uint64_t bytes) override { credit_ += bytes; }
   void checkCharged(uint64_t charged) const { TORCH_INTERNAL_ASSERT(credit_ <= charged, "credit for what never came"); }
 
  private:
   uint64_t credit_ = 0;
 };
 
-class Connection {
+class Connection final : public FrameSink {
  public:
   Connection() {
     std::array<int, 2> ends{};
@@ -66,42 +66,41 @@ class Connection {
 
   void read() {
     while (isAlive_) {
-      const auto result = reader_.read(own_);
+      const auto result = reader_.read(own_, *this);
       if (result == FrameReader::Result::kDry) return;
       isAlive_ = result == FrameReader::Result::kMore;
       TORCH_INTERNAL_ASSERT((result == FrameReader::Result::kError) == !reader_.error().empty());
     }
   }
 
-  Inbox& inbox() { return inbox_; }
+  Inbox& inbox() { return *inbox_; }
   void checkCredit() const { heard_->checkCharged(charged_); }
   // In memory of exactly that size, as the peer sees it. Until then it has told of none.
   void fillCell(uint32_t index, std::vector<uint8_t> payload) { cells_[index] = std::move(payload); }
 
  private:
-  std::shared_ptr<Incoming> begin(const Frame& frame, const std::vector<uint8_t>& context) {
-    if (frame.kind == Frame::Kind::kUnasked) charged_ += chargeOf(frame.payloadBytes);
-    return inbox_.begin(frame, context, heard_);
+  Delivery begin(const Frame& frame, const std::vector<uint8_t>& context) override {
+    if (frame.kind == Frame::Kind::kUnsolicited) charged_ += chargeOf(frame.payloadBytes);
+    return {inbox_->begin(frame, context, heard_), inbox_};
+  }
+  void control(const Frame& frame, const std::vector<uint8_t>& /*context*/) override {
+    if (frame.kind == Frame::Kind::kLeave) inbox_->noteLeave(frame.key.source, frame.total, "left");
+  }
+  bool readCell(uint32_t index, const std::function<void(const uint8_t* payload)>& read) override {
+    const auto cell = cells_.find(index);
+    if (cell == cells_.end()) return false;
+    read(cell->second.data());
+    return true;
   }
 
   const std::shared_ptr<Heard> heard_ = std::make_shared<Heard>();
   uint64_t charged_ = 0;
-  Inbox inbox_;
+  const std::shared_ptr<Inbox> inbox_ = std::make_shared<Inbox>();
   FileDescriptor peer_;
   Stream own_;
   bool isAlive_ = true;
   std::map<uint32_t, std::vector<uint8_t>> cells_;
-  FrameReader reader_{[this](const Frame& frame, const std::vector<uint8_t>& context) { return begin(frame, context); },
-                      [this](const Frame& frame) { inbox_.noteFrame(frame.key.source); },
-                      [this](const Frame& frame, const std::vector<uint8_t>& /*context*/) {
-                        if (frame.kind == Frame::Kind::kLeave) inbox_.noteLeave(frame.key.source, frame.total, "left");
-                      },
-                      [this](uint32_t index, const std::function<void(const uint8_t* payload)>& read) {
-                        const auto cell = cells_.find(index);
-                        if (cell == cells_.end()) return false;
-                        read(cell->second.data());
-                        return true;
-                      }};
+  FrameReader reader_;
 };
 
 MessageKey madeUpKey(FuzzedBytes& input) {
@@ -116,7 +115,7 @@ Frame madeUpFrame(FuzzedBytes& input) {
   if (kind == 1) frame.kind = Frame::Kind::kLeave;
   if (kind == 2) frame.kind = Frame::Kind::kMemory;
   if (kind == 3) frame.kind = Frame::Kind::kWaiting;
-  if (kind == 4 || kind == 5) frame.kind = Frame::Kind::kUnasked;
+  if (kind == 4 || kind == 5) frame.kind = Frame::Kind::kUnsolicited;
   frame.total = input.coin() ? 600 : static_cast<uint64_t>(input.claim());
   if (input.take<uint8_t>() % 16 == 0) frame.total = kEagerBytes + 600;
   if (frame.kind == Frame::Kind::kMemory) frame.contextBytes = input.take<uint8_t>();

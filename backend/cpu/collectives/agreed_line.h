@@ -31,7 +31,7 @@ class AgreedLine {
   [[nodiscard]] bool isDue() const { return calls_ % kCallsBetween == 1; }
   void afterCall() { ++calls_; }
   // What an owner proposes, by those of its lines that are connected. Of all proposals the largest of each number
-  // counts, and nothing changes where no owner knows a line.
+  // counts, and nothing changes where no owner knows a line. A change raises kWireFormat (rendezvous/wire_format.h).
   using Proposal = std::array<int64_t, 2>;
   static Proposal proposalOf(const std::vector<Wire::Line>& lines);
   void agree(const Proposal& largest);

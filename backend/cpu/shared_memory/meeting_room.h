@@ -70,7 +70,7 @@ class MeetingRoom {
     std::atomic<uint64_t> version_;
     std::array<std::atomic<uint64_t>, kWords> words_;
   };
-  // One per rank, in a cache line of its own.
+  // One per rank, in a cache line of its own. A change raises kWireFormat (rendezvous/wire_format.h).
   struct alignas(128) Seat {
     // How many meetings the rank has come to; also what others sleep on.
     std::atomic<uint32_t> arrived;

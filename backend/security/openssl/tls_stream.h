@@ -24,7 +24,6 @@ class TlsStream final : public net::EncryptedStream {
 
   Handshake handshake() override;
   [[nodiscard]] const std::string& error() const override { return error_; }
-  [[nodiscard]] bool isProven() const override { return isProven_; }
   ssize_t receive(void* data, size_t size, bool mayAskSocket) override;
   [[nodiscard]] bool hasBuffered() const override { return hasBuffered_; }
   ssize_t send(std::span<const iovec> parts) override;

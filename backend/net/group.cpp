@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/net/group.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "backend/net/transport.h"
+
+namespace bagua::net {
+
+Group::Group(std::shared_ptr<Transport> transport, uint64_t id, int rank, std::vector<ProcessAddress> ranks,
+             std::vector<int> neighbours, std::shared_ptr<Inbox> inbox)
+    : transport_(std::move(transport)),
+      id_(id),
+      rank_(rank),
+      ranks_(std::move(ranks)),
+      neighbours_(std::move(neighbours)),
+      inbox_(std::move(inbox)),
+      links_(ranks_.size()) {}
+
+Group::~Group() { transport_->leave(id_); }
+
+std::shared_ptr<Link> Group::linkTo(int peer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& link = links_[static_cast<size_t>(peer)];
+  if (link) return link;
+  link = transport_->linkTo(ranks_[static_cast<size_t>(peer)]);
+  if (std::find(neighbours_.begin(), neighbours_.end(), peer) != neighbours_.end()) link->shareMemory();
+  return link;
+}
+
+std::unique_ptr<Group::Receiving> Group::receive(int peer, uint64_t stream, uint32_t index, Place place) {
+  const MessageKey key{stream, static_cast<uint32_t>(peer), index};
+  if (place.room == 0) place.room = place.size;
+  auto message = inbox_->find(key);
+  message->expectAt(place);
+  auto link = place.size > kEagerBytes ? linkTo(peer) : nullptr;
+  auto receiving = std::make_unique<Receiving>(inbox_, key, std::move(message), std::move(link), id_, place);
+  receiving->use(0);
+  return receiving;
+}
+
+std::unique_ptr<Group::Sending> Group::send(int peer, uint64_t stream, uint32_t index, Message message) {
+  auto outgoing = std::make_shared<Outgoing>();
+  outgoing->group = id_;
+  outgoing->key = {stream, static_cast<uint32_t>(rank_), index};
+  outgoing->data = message.data;
+  outgoing->total = message.size;
+  outgoing->ready = message.ready;
+  outgoing->context = std::move(message.context);
+  outgoing->tellsProgress = message.tellsProgress;
+  outgoing->maxUnsolicited = message.maxUnsolicited;
+  outgoing->signal = std::move(message.signal);
+  auto link = linkTo(peer);
+  link->send(outgoing);
+  return std::make_unique<Sending>(std::move(link), std::move(outgoing));
+}
+
+Group::Receiving::Receiving(std::shared_ptr<Inbox> inbox, const MessageKey& key, std::shared_ptr<Incoming> message,
+                            std::shared_ptr<Link> link, uint64_t group, const Place& place)
+    : inbox_(std::move(inbox)),
+      key_(key),
+      message_(std::move(message)),
+      link_(std::move(link)),
+      group_(group),
+      size_(place.size),
+      room_(place.room) {}
+
+void Group::Receiving::use(uint64_t bytes) {
+  if (bytes > 0) message_->use(bytes);
+  if (!link_) return;
+  const uint64_t place = std::min(bytes + room_, size_);
+  // A place is worth a message only if it is of some size.
+  const bool isWorthTelling = place == size_ || place - granted_ >= room_ / 8;
+  if (place <= granted_ || !isWorthTelling) return;
+  granted_ = place;
+  link_->grantPlace(group_, key_, place);
+}
+
+void Group::leave() {
+  std::vector<std::shared_ptr<Link>> links;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(hasLeft_, true)) return;
+    links = links_;
+  }
+  for (const auto& link : links) {
+    if (link) link->leave(id_, static_cast<uint32_t>(rank_));
+  }
+}
+
+void Group::onLost(const Link& link, const ProcessId& process, const std::string& error) {
+  for (size_t peer = 0; peer < ranks_.size(); ++peer) {
+    if (ranks_[peer].process != process || static_cast<int>(peer) == rank_) continue;
+    const auto source = static_cast<uint32_t>(peer);
+    std::shared_ptr<Link> used;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      used = links_[peer];
+    }
+    if (used.get() != &link && !inbox_->uses(link, source)) continue;
+    const std::string text = c10::str(error, " (rank ", peer, " at ", ranks_[peer].address.address(), ")");
+    const bool hadLeft = !inbox_->errorOf(source).empty();
+    inbox_->failAllOf(source, text);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!hadLeft && !hasLeft_ && links_[peer] && !lost_) lost_ = text;
+  }
+}
+
+std::optional<std::string> Group::findLost() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return lost_;
+}
+
+}  // namespace bagua::net

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+#include <vector>
+
+#include "backend/net/inbox.h"
+
+namespace bagua::net {
+
+class Group;
+
+// The groups of one process and their inboxes. Peers may send for a group before this process joins it, as it does with
+// the group's first operation, and after it has left. Any thread may call.
+class GroupTable {
+ public:
+  // A process may be about to join so many groups for which something has come. The one that has waited longest is
+  // dropped when there are more.
+  static constexpr size_t kMostUnjoined = 256;
+
+  // Returns where frames for a group go; null: the group was left, and they are thrown away.
+  std::shared_ptr<Inbox> inboxOf(uint64_t group);
+  // Returns the inbox of a group that this process joins. Throws DistNetworkError where it has been dropped.
+  std::shared_ptr<Inbox> join(uint64_t group);
+  void add(uint64_t group, const std::shared_ptr<Group>& joined);
+  void leave(uint64_t group);
+  // This process will not join the group any more, if it has not yet.
+  void abandon(uint64_t group);
+
+  [[nodiscard]] std::vector<std::shared_ptr<Group>> groups();
+  [[nodiscard]] std::vector<std::shared_ptr<Inbox>> inboxes();
+
+ private:
+  // Called under the mutex. The result is to be destroyed without it: messages that nobody has asked for give credit.
+  [[nodiscard]] std::shared_ptr<Inbox> remove(uint64_t group);
+
+  std::mutex mutex_;
+  std::map<uint64_t, std::shared_ptr<Inbox>> inboxes_;
+  std::map<uint64_t, std::weak_ptr<Group>> groups_;
+  // Groups that were not joined, in the order in which something came for them.
+  std::deque<uint64_t> unjoined_;
+  // Groups that were left not long ago, and the order in which they were.
+  std::unordered_set<uint64_t> left_;
+  std::deque<uint64_t> leftInOrder_;
+};
+
+}  // namespace bagua::net

@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <ctime>
+#include <filesystem>
+#include <future>
+#include <thread>
+#include <utility>
+
+#include "backend/net/transport.h"
+#include "tests/support/held_streams.h"
+#include "tests/support/two_transports.h"
+
+namespace bagua::net {
+namespace {
+
+using namespace std::chrono_literals;
+
+TEST_F(TwoTransports, WhoeverLeavesIsWaitedForNoLongerAndItsLastMessagesArrive) {
+  const Bytes sent = pattern(3U << 20U, 1);
+  Bytes received(sent.size());
+  const auto sending = groups_[0]->send(1, 1, 0, all(sent));
+  ASSERT_TRUE(comes(*signal_, [&] { return sending->state().isComplete; }));
+  groups_[0]->leave();
+  const auto first = groups_[1]->receive(0, 1, 0, at(received));
+  const auto second = groups_[1]->receive(0, 2, 0, at(received));
+  ASSERT_TRUE(comes(*signal_, [&] { return first->state().isComplete() && !second->state().error.empty(); }));
+  EXPECT_EQ(received, sent);
+  EXPECT_NE(second->state().error.find("rank 0 has left the group"), std::string::npos) << second->state().error;
+  // Nothing was lost.
+  first_->loseLinksForTest();
+  std::this_thread::sleep_for(50ms);
+  EXPECT_FALSE(groups_[1]->findLost());
+}
+
+TEST_F(TwoTransports, ALossIsFoundThoughNobodyWaits) {
+  const Bytes sent = pattern(10, 1);
+  for (const int from : {0, 1}) {
+    const auto sending = groups_[from]->send(1 - from, 1, 0, all(sent));
+    ASSERT_TRUE(comes(*signal_, [&] { return sending->state().isComplete; }));
+  }
+  std::this_thread::sleep_for(50ms);
+  EXPECT_FALSE(groups_[1]->findLost());
+  first_->loseLinksForTest();
+  const auto end = std::chrono::steady_clock::now() + 10s;
+  while (!groups_[1]->findLost() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(1ms);
+  ASSERT_TRUE(groups_[1]->findLost());
+  EXPECT_NE(groups_[1]->findLost()->find("(rank 0 at 127.0.0.1)"), std::string::npos) << *groups_[1]->findLost();
+}
+
+TEST_F(TwoTransports, APeerThatGoesIsNoticedByWhoWaitsForIt) {
+  const Bytes sent = pattern(10, 1);
+  Bytes received(10);
+  const auto first = groups_[1]->receive(0, 1, 0, at(received));
+  const auto sending = groups_[0]->send(1, 1, 0, all(sent));
+  ASSERT_TRUE(comes(*signal_, [&] { return first->state().isComplete(); }));
+  const auto second = groups_[1]->receive(0, 2, 0, at(received));
+  groups_[0].reset();
+  first_.reset();
+  ASSERT_TRUE(comes(*signal_, [&] { return !second->state().error.empty(); }));
+  EXPECT_NE(second->state().error.find("Connection closed by peer"), std::string::npos) << second->state().error;
+  // What had arrived stays.
+  EXPECT_TRUE(first->state().isComplete());
+  const auto late = groups_[1]->receive(0, 3, 0, at(received));
+  EXPECT_FALSE(late->state().error.empty());
+}
+
+TEST_F(TwoTransports, AnotherGroupWorksAfterALoss) {
+  const Bytes sent = pattern(10, 1);
+  Bytes received(10);
+  const auto lost = groups_[1]->receive(0, 1, 0, at(received));
+  groups_[0]->send(1, 9, 0, all(sent));
+  std::this_thread::sleep_for(50ms);
+  first_->loseLinksForTest();
+  ASSERT_TRUE(comes(*signal_, [&] { return !lost->state().error.empty(); }));
+  joinAs(8);
+  const auto receiving = groups_[1]->receive(0, 1, 0, at(received));
+  const auto sending = groups_[0]->send(1, 1, 0, all(sent));
+  ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); }));
+  EXPECT_EQ(received, sent);
+}
+
+TEST_F(TwoTransports, AGroupThatHasNotUsedALinkOutlivesIt) {
+  const Bytes sent = pattern(1000, 1);
+  ASSERT_TRUE(arrives(1, sent));
+  const auto used = groups_;
+  joinAs(8);
+  first_->loseLinksForTest();
+  const auto isLost = [&] { return !used[1]->errorOf(0).empty(); };
+  for (const auto end = std::chrono::steady_clock::now() + 10s; !isLost() && std::chrono::steady_clock::now() < end;) {
+    std::this_thread::sleep_for(1ms);
+  }
+  ASSERT_TRUE(isLost());
+  EXPECT_EQ(groups_[0]->errorOf(1), "");
+  EXPECT_EQ(groups_[1]->errorOf(0), "");
+  EXPECT_TRUE(arrives(1, sent));
+}
+
+TEST_F(TwoTransports, WhatCameForAGroupThatIsNeverJoinedIsThrownAway) {
+  const std::vector<ProcessAddress> addresses{first_->address(), second_->address()};
+  const auto group = first_->join(8, 0, addresses);
+  const Bytes sent = pattern(kEagerBytes, 5);
+  std::vector<std::unique_ptr<Group::Sending>> sending;
+  const auto allLeave = [&] {
+    return std::all_of(sending.begin(), sending.end(), [](const auto& one) { return one->state().isComplete; });
+  };
+  {
+    const Membership membership(second_, 8);
+    for (uint32_t i = 0; i < 12; ++i) sending.push_back(group->send(1, 1, i, all(sent)));
+    std::this_thread::sleep_for(300ms);
+    EXPECT_FALSE(allLeave());
+  }
+  EXPECT_TRUE(comes(*signal_, allLeave));
+  // What comes later is, too.
+  for (uint32_t i = 12; i < 24; ++i) sending.push_back(group->send(1, 1, i, all(sent)));
+  EXPECT_TRUE(comes(*signal_, allLeave));
+}
+
+// Both processes open connections whose other ends this test can stop.
+class HeldTransports : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const std::vector<ProcessAddress> addresses{first_->address(), second_->address()};
+    groups_ = {first_->join(7, 0, addresses), second_->join(7, 1, addresses)};
+    const Bytes sent = pattern(10, 1);
+    const auto connecting = send(0, sent);
+    ASSERT_TRUE(comes(*signal_, [&] { return connecting->state().isComplete; }));
+  }
+  void TearDown() override { gate_->open(); }
+  std::unique_ptr<Group::Sending> send(uint32_t index, const Bytes& sent) {
+    return groups_[0]->send(1, 1, index,
+                            {.data = sent.data(), .size = sent.size(), .ready = sent.size(), .signal = signal_});
+  }
+
+  std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
+  std::shared_ptr<Transport> first_ = Transport::listenAt("127.0.0.1", 1, std::make_shared<HeldStreams>(gate_));
+  std::shared_ptr<Transport> second_ =
+      Transport::listenAt("127.0.0.1", 1, std::make_shared<HeldStreams>(std::make_shared<Gate>()));
+  std::vector<std::shared_ptr<Group>> groups_;
+  std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
+};
+
+TEST_F(HeldTransports, AMessageThatIsGivenUpHalfwayEndsWithWhatWasInIt) {
+  const Bytes sent = pattern(200'000, 3);
+  Bytes memory = sent;
+  Bytes received(sent.size());
+  const auto receiving = groups_[1]->receive(
+      0, 1, 1, {.data = received.data(), .size = received.size(), .signal = signal_, .tellsProgress = true});
+  gate_->limit(50'000);
+  auto sending = send(1, memory);
+  std::this_thread::sleep_for(50ms);
+  ASSERT_FALSE(sending->state().isComplete);
+  sending.reset();
+  memory.assign(memory.size(), 0xFF);
+  gate_->open();
+  ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); }));
+  EXPECT_EQ(received, sent);
+}
+
+TEST_F(HeldTransports, GivingUpAMessageWaitsForNoOther) {
+  const Bytes sent = pattern(1000, 3);
+  gate_->limit(500);
+  auto givenUp = send(1, sent);
+  // The loop's thread is kept in the middle of the frame.
+  gate_->hold(0);
+  gate_->waitForKept(1);
+  gate_->limit(sent.size() * 4);
+  const auto other = send(2, sent);
+  auto hasGivenUp = std::async(std::launch::async, [&] { givenUp.reset(); });
+  EXPECT_EQ(hasGivenUp.wait_for(100ms), std::future_status::timeout) << "its frame is still being written";
+  // The thread ends the frame, and goes on with the next message.
+  gate_->hold(1);
+  gate_->waitForKept(2);
+  EXPECT_EQ(hasGivenUp.wait_for(5s), std::future_status::ready);
+  gate_->open();
+}
+
+TEST_F(TwoTransports, OutOfFilesAConnectionWaitsAndTheLoopSleeps) {
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit few = before;
+  few.rlim_cur = 256;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  std::vector<FileDescriptor> files;
+  const auto another = [] { return open("/dev/null", O_RDONLY | O_CLOEXEC); };
+  for (int file = another(); file >= 0; file = another()) files.emplace_back(file);
+  // One is left for whoever connects, none for whoever accepts.
+  files.pop_back();
+  const Bytes sent = pattern(100, 1);
+  Bytes received(sent.size());
+  const auto receiving = groups_[1]->receive(0, 1, 0, at(received));
+  const auto sending = groups_[0]->send(1, 1, 0, all(sent));
+  const auto processorTime = [] {
+    timespec time{};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+    return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+  };
+  std::this_thread::sleep_for(100ms);
+  const auto timeBefore = processorTime();
+  std::this_thread::sleep_for(1s);
+  EXPECT_LT(processorTime() - timeBefore, 100ms);
+  EXPECT_FALSE(receiving->state().isComplete());
+  files.clear();
+  EXPECT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); }));
+  EXPECT_EQ(received, sent);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+}
+
+// The sockets of this process that have come in at `port`.
+std::vector<int> socketsAt(uint16_t port) {
+  std::vector<int> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int number = std::stoi(entry.path().filename());
+    sockaddr_in own{};
+    sockaddr_in peer{};
+    socklen_t size = sizeof(own);
+    if (getsockname(number, reinterpret_cast<sockaddr*>(&own), &size) != 0 || own.sin_family != AF_INET) continue;
+    size = sizeof(peer);
+    if (getpeername(number, reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;
+    if (ntohs(own.sin_port) == port) found.push_back(number);
+  }
+  return found;
+}
+
+TEST_F(TwoTransports, AnIdleConnectionIsProbed) {
+  ASSERT_TRUE(arrives(1, pattern(10, 1)));
+  const auto sockets = socketsAt(second_->address().address.port());
+  ASSERT_FALSE(sockets.empty());
+  for (const int socket : sockets) {
+    const auto valueOf = [&](int level, int option) {
+      int value = 0;
+      socklen_t size = sizeof(value);
+      EXPECT_EQ(getsockopt(socket, level, option, &value, &size), 0);
+      return value;
+    };
+    EXPECT_EQ(valueOf(SOL_SOCKET, SO_KEEPALIVE), 1);
+    const int idle = valueOf(IPPROTO_TCP, TCP_KEEPIDLE);
+    EXPECT_LE(idle, 60) << "address translators forget a connection after a minute or more";
+    const int probing = valueOf(IPPROTO_TCP, TCP_KEEPINTVL) * valueOf(IPPROTO_TCP, TCP_KEEPCNT);
+    EXPECT_EQ(std::chrono::seconds(idle + probing), kPatienceWithSilence);
+    // It would end the connection to a process that is stopped.
+    EXPECT_EQ(valueOf(IPPROTO_TCP, TCP_USER_TIMEOUT), 0);
+  }
+}
+
+// A peer whose kernel drops all that arrives is like a host that has lost its power.
+class SilentPeer : public TwoTransports {
+ protected:
+  static constexpr std::chrono::milliseconds kPatience{1600};
+  void SetUp() override {
+    first_ = Transport::listenAt("127.0.0.1", 1, nullptr, kPatience);
+    joinAs(7);
+    ASSERT_TRUE(arrives(1, pattern(10, 1)));
+  }
+  // Returns whether the link is lost within a time that is long beside its patience.
+  [[nodiscard]] bool isLostSoon() {
+    const auto end = std::chrono::steady_clock::now() + 3 * kPatience;
+    while (std::chrono::steady_clock::now() < end) {
+      if (groups_[0]->findLost()) return true;
+      std::this_thread::sleep_for(10ms);
+    }
+    return false;
+  }
+};
+
+TEST_F(SilentPeer, IsLostOnceItHasAcknowledgedNothingForLong) {
+  sock_filter drop{BPF_RET | BPF_K, 0, 0, 0};
+  const sock_fprog all{1, &drop};
+  for (const int socket : socketsAt(second_->address().address.port())) {
+    ASSERT_EQ(setsockopt(socket, SOL_SOCKET, SO_ATTACH_FILTER, &all, sizeof(all)), 0);
+  }
+  std::this_thread::sleep_for(2 * kPatience);
+  EXPECT_FALSE(groups_[0]->findLost()) << "there was nothing to acknowledge";
+  const Bytes sent = pattern(10, 1);
+  const auto sending = groups_[0]->send(1, 2, 0, this->all(sent));
+  ASSERT_TRUE(isLostSoon());
+  EXPECT_NE(groups_[0]->findLost()->find("has acknowledged nothing"), std::string::npos) << *groups_[0]->findLost();
+}
+
+// A stopped process reads nothing, and its kernel says so.
+TEST_F(SilentPeer, IsNotLostWhereItsKernelStillAnswers) {
+  FileDescriptor listening = listenAt(SocketAddress("127.0.0.1", 0));
+  const ProcessAddress stopped{{1, 2}, addressOf(listening)};
+  groups_[0] = first_->join(8, 0, {first_->address(), stopped});
+  const Bytes sent = pattern(kEagerBytes, 3);
+  std::vector<std::unique_ptr<Group::Sending>> sending;
+  for (uint32_t i = 0; i < 4; ++i) sending.push_back(groups_[0]->send(1, 1, i, all(sent)));
+  EXPECT_FALSE(isLostSoon()) << *groups_[0]->findLost();
+  EXPECT_FALSE(sending.back()->state().isComplete);
+}
+
+}  // namespace
+}  // namespace bagua::net

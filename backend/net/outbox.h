@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "backend/net/frame.h"
+#include "backend/net/signal.h"
+
+namespace bagua::net {
+
+// A message on its way out. An Outbox writes the second half of it; other threads read that through Link::stateOf().
+struct Outgoing {
+  uint64_t group = 0;
+  MessageKey key;
+  const uint8_t* data = nullptr;
+  uint64_t total = 0;
+  std::vector<uint8_t> context;
+  // Notified of the last frame that has gone; with `tellsProgress`, of every one.
+  std::shared_ptr<Signal> signal;
+  bool tellsProgress = false;
+  // How full the group's account may be for this message.
+  uint64_t maxUnsolicited = kUnsolicitedBytes;
+
+  // The bytes from the beginning that the sender has made ready; that the receiver lets come; of these, for how many it
+  // has announced a place. The others need room in the group's account.
+  uint64_t ready = 0;
+  uint64_t allowed = kEagerBytes;
+  uint64_t placed = 0;
+  // The bytes from the beginning that have been cut into frames, and where those of them begin that are being written,
+  // in ascending order.
+  uint64_t cut = 0;
+  std::vector<uint64_t> writing = {};
+  // How many bytes the kernel has: frames overtake each other.
+  uint64_t sent = 0;
+  bool hasBegun = false;
+  // Whether the receiver has heard that the message waits.
+  bool hasToldOfWaiting = false;
+  // The position among the messages of the link.
+  uint64_t number = 0;
+
+  [[nodiscard]] uint64_t sendable() const { return std::min(ready, allowed); }
+  // An empty message is a frame too.
+  [[nodiscard]] bool hasFrame() const { return cut < sendable() || (!hasBegun && total == 0); }
+  [[nodiscard]] bool isUnsolicited() const { return total > 0 && cut >= placed; }
+  // The payload of the next frame.
+  [[nodiscard]] uint32_t payloadBytes() const {
+    const uint64_t end = isUnsolicited() ? sendable() : std::min(sendable(), placed);
+    return static_cast<uint32_t>(std::min<uint64_t>(end - cut, kMostPayload));
+  }
+  [[nodiscard]] bool isComplete() const { return hasBegun && sent == total; }
+  // The bytes from the beginning that are no longer read.
+  [[nodiscard]] uint64_t gone() const { return writing.empty() ? cut : writing.front(); }
+  // Whether the frame with the context has gone.
+  [[nodiscard]] bool hasContextGone() const { return hasBegun && (writing.empty() || writing.front() > 0); }
+};
+
+// A frame on its way out. The payload stays in the message, which is null where the frame carries none.
+struct OutgoingFrame {
+  Frame header;
+  std::vector<uint8_t> context;
+  std::shared_ptr<Outgoing> message = nullptr;
+
+  [[nodiscard]] const uint8_t* payload() const { return message ? message->data + header.offset : nullptr; }
+};
+
+// What one process has to send to another one, cut into frames: the oldest message first, as far as the receiver has
+// places and the groups' accounts have room. It knows no connection, and outlives those that take its frames. Its owner
+// guards it by a mutex.
+class Outbox {
+ public:
+  // Chooses where the payload of a frame goes: 0 is the connection, n is cell n - 1 of shared memory. Without a value,
+  // the frame waits until a cell is free.
+  using ChooseCell = std::function<std::optional<uint32_t>(uint32_t payloadBytes)>;
+
+  void add(const std::shared_ptr<Outgoing>& message);
+  // Frames without a message leave before all others. `chooseCell` may call this.
+  void addControl(const Frame& header, std::vector<uint8_t> context = {});
+  // Cuts off the next frame that may leave.
+  std::optional<OutgoingFrame> next(const ChooseCell& chooseCell);
+  // The kernel has all of a frame. Returns the signal to notify, if any.
+  static std::shared_ptr<Signal> finish(const OutgoingFrame& frame);
+  // No more frames are cut off the message. Those that are being written remain.
+  void cancel(const std::shared_ptr<Outgoing>& message);
+
+  // The receiver has a place for the first `bytes` of a message, which may not have been added yet.
+  void grantPlace(uint64_t group, const MessageKey& key, uint64_t bytes);
+  void grantCredit(uint64_t group, uint64_t bytes);
+
+  // Gives up what is still to be sent for a group. Returns how many data frames have been cut off for it.
+  uint64_t leave(uint64_t group);
+  // Gives up everything. Returns the signals of all messages that have not been cut off completely.
+  std::vector<std::shared_ptr<Signal>> clear();
+
+  [[nodiscard]] bool isEmpty() const { return queue_.empty() && controls_.empty(); }
+  // The bytes that may leave and have not been cut off yet.
+  [[nodiscard]] uint64_t backlog() const;
+
+ private:
+  // What has begun to leave of a group's messages.
+  struct Account {
+    // The data frames so far.
+    uint64_t frames = 0;
+    // Charged, and not credited yet.
+    uint64_t unsolicited = 0;
+    // The messages that found no room, by number.
+    std::map<uint64_t, std::shared_ptr<Outgoing>> waiting = {};
+  };
+  using Queue = std::deque<std::shared_ptr<Outgoing>>;
+
+  // Whether the next frame of the message has a place, or room in the account.
+  bool mayLeave(const Outgoing& message);
+  void letWait(Queue::iterator message);
+  OutgoingFrame cutOff(const std::shared_ptr<Outgoing>& message, Frame::Kind kind, uint32_t cell);
+
+  // In the order in which they were added, but those that have waited go first.
+  Queue queue_;
+  std::deque<OutgoingFrame> controls_;
+  // Places that the receiver has announced for messages that have not been added yet.
+  std::map<std::pair<uint64_t, MessageKey>, uint64_t> placesAhead_;
+  std::map<uint64_t, Account> accounts_;
+  // The messages so far.
+  uint64_t added_ = 0;
+};
+
+}  // namespace bagua::net
