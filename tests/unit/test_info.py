@@ -3,7 +3,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,35 +29,48 @@ def test_facts_name_versions_devices_transports_and_algorithms() -> None:
     assert found["bagua"] == bagua.__version__
     assert found["torch"] == torch.__version__
     assert "lo 127.0.0.1" in found["interfaces"]
-    assert found["CPU tensors, between hosts"].startswith("sockets at ")
+    assert found["CPU tensors, between hosts"].startswith("bagua's own transport, at ")
+    assert not any("Gloo" in value for value in found.values())
     assert found["algorithms"].split(", ") == bagua.available_algorithms()
     lines = table(found).splitlines()
     assert len(lines) == len(found)
     assert len({line.index(value) for line, value in zip(lines, found.values(), strict=True)}) == 1
 
 
-def test_gloo_listens_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert network.gloo_address() == ("127.0.0.1", "GLOO_SOCKET_IFNAME=lo")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    assert "GLOO_SOCKET_IFNAME=nosuch0 names an interface without an address" in _advice()
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BAGUA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
 
 
-def test_a_host_name_that_leads_nowhere_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    address, reason = network.gloo_address()
-    assert address == "127.0.0.1"
-    assert reason == "the host name 'no-such-host.invalid' does not resolve to an address of this machine"
+@pytest.mark.parametrize("name", ["BAGUA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
+def test_bagua_listens_where_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "lo")
+    assert network.listening_address() == ("127.0.0.1", f"{name}=lo")
+    assert "others cannot reach 127.0.0.1, where bagua listens" in _advice()
+    monkeypatch.setenv(name, "nosuch0")
+    assert facts()["CPU tensors, between hosts"].startswith("nothing: bagua: no network interface 'nosuch0' is up")
+    assert "type 'export BAGUA_SOCKET_IFNAME=" in _advice()
+
+
+def test_a_job_on_one_machine_listens_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert network.listening_address() == ("127.0.0.1", "from which MASTER_ADDR=127.0.0.1 is reached")
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": "10.1.2.3"})
-    assert "type 'export GLOO_SOCKET_IFNAME=eth7' on each" in _advice()
+    assert "type 'export BAGUA_SOCKET_IFNAME=eth7' on each" in _advice()
 
 
 def test_several_ways_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(network, "gloo_address", lambda: ("10.0.0.1", "what the host name 'a' resolves to"))
+    monkeypatch.setattr(network, "listening_address", lambda: ("10.0.0.1", "MASTER_ADDR is not set"))
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.9.0.1"})
     assert "one of eth0, ib0" in _advice()
+
+
+def test_bagua_alone_names_its_commands() -> None:
+    done = subprocess.run([sys.executable, "-m", "bagua"], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0
+    assert "python -m bagua.info" in done.stdout
+    assert "python -m bagua.bench" in done.stdout
 
 
 def test_shared_memory_that_is_small_missing_or_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -67,7 +79,7 @@ def test_shared_memory_that_is_small_missing_or_off(monkeypatch: pytest.MonkeyPa
     assert "(3 of 64 MiB of /dev/shm are free)" in facts()["CPU tensors, in a host"]
     assert "--shm-size=1g" in _advice()
     monkeypatch.setattr(facts_module, "_SHARED_MEMORY", tmp_path / "none")
-    assert facts()["CPU tensors, in a host"].startswith("the network, because")
+    assert facts()["CPU tensors, in a host"].startswith("sockets, because")
     monkeypatch.setenv("BAGUA_SHARED_MEMORY", "0")
     assert "type 'unset BAGUA_SHARED_MEMORY'" in _advice()
     assert "BAGUA_SHARED_MEMORY=0" in facts()["settings"]
@@ -106,12 +118,7 @@ def test_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _rank(host: str, notes: list[str], **changes: str) -> dict[str, Any]:
-    found = {
-        "host id": host,
-        "torch": "2.15.0",
-        "interfaces": host,
-        "CPU tensors, between hosts": "sockets at 10.0.0.1",
-    }
+    found = {"host id": host, "torch": "2.15.0", "interfaces": host, "CPU tensors, between hosts": "at 10.0.0.1"}
     return {"host": f"name-{host}", "facts": {**found, **changes}, "notes": notes}
 
 
@@ -119,7 +126,7 @@ def test_summary_names_hosts_differences_and_whose_notes_they_are() -> None:
     assert hosts_of(["b", "a", "b", "c"]) == [[0, 2], [1], [3]]
     lines = list(summary([_rank("a", ["both"]), _rank("b", ["both", "one"], torch="2.14.0"), _rank("a", ["both"])]))
     assert lines[0] == "\n3 ranks on 2 hosts"
-    assert lines[1] == "host 0  name-a, ranks 0, 2; sockets at 10.0.0.1"
+    assert lines[1] == "host 0  name-a, ranks 0, 2; at 10.0.0.1"
     assert lines[2].startswith("host 1  name-b, ranks 1;")
     assert lines[3:] == [
         "note: torch is not the same everywhere: rank 0 has 2.15.0; rank 1 has 2.14.0",
@@ -145,10 +152,10 @@ def test_ranks_of_torchrun_try_whether_they_reach_each_other() -> None:
 
 
 def test_ranks_that_do_not_reach_each_other_say_so_and_fail() -> None:
-    done = _torchrun(GLOO_SOCKET_IFNAME="nosuch0", BAGUA_SHARED_MEMORY="0")
+    done = _torchrun(BAGUA_SOCKET_IFNAME="nosuch0", BAGUA_SHARED_MEMORY="0")
     assert done.returncode != 0
     assert "the ranks cannot communicate" in done.stdout
-    assert "GLOO_SOCKET_IFNAME=nosuch0 names an interface without an address" in done.stdout
+    assert "no network interface 'nosuch0' is up" in done.stdout
 
 
 def test_help_says_what_it_does() -> None:

@@ -76,10 +76,10 @@ def _nccl() -> str:
 def _shared_memory() -> tuple[str, str]:
     """Return what carries CPU tensors inside a host, and what to do where it could be faster."""
     if os.environ.get("BAGUA_SHARED_MEMORY") == "0":
-        return "the network, because BAGUA_SHARED_MEMORY=0", "type 'unset BAGUA_SHARED_MEMORY' to use shared memory"
+        return "sockets, because BAGUA_SHARED_MEMORY=0", "type 'unset BAGUA_SHARED_MEMORY' to use shared memory"
     mount = "run the container with '--ipc=host' or '--shm-size=1g'"
     if not _SHARED_MEMORY.is_dir() or not os.access(_SHARED_MEMORY, os.W_OK):
-        return f"the network, because {_SHARED_MEMORY} cannot be written to", mount
+        return f"sockets, because {_SHARED_MEMORY} cannot be written to", mount
     usage = shutil.disk_usage(_SHARED_MEMORY)
     free = usage.free >> 20
     text = f"shared memory ({free:,} of {usage.total >> 20:,} MiB of {_SHARED_MEMORY} are free)"
@@ -89,11 +89,11 @@ def _shared_memory() -> tuple[str, str]:
 
 
 def _between_hosts() -> str:
-    own = dict(line.partition("=")[::2] for line in _C.own_record().splitlines())
-    address = own.get("address", "none: it does not tell")
-    if address.startswith("none: "):
-        return f"nothing: {address.removeprefix('none: ')}"
-    return f"sockets at {address.partition('@')[2].rpartition(':')[0]}"
+    try:
+        address, reason = network.listening_address()
+    except ValueError as error:
+        return f"nothing: {error}"
+    return f"bagua's own transport, at {address} ({reason})"
 
 
 def _settings() -> str:
@@ -148,20 +148,22 @@ def _architectures() -> Iterator[str]:
 
 
 def _interfaces() -> Iterator[str]:
-    address, reason = network.gloo_address()
     outward = network.outward()
     name = outward[0] if outward else "NAME"
-    if "none" in address.split(", "):
-        yield f"{reason} names an interface without an address: type 'export GLOO_SOCKET_IFNAME={name}'"
-    elif network.is_loopback(address):
+    try:
+        address, reason = network.listening_address()
+    except ValueError as error:
+        yield f"{error}: type 'export BAGUA_SOCKET_IFNAME={name}'"
+        return
+    if network.is_loopback(address):
         yield (
-            f"several machines: others cannot reach {address}, where Gloo listens ({reason}): type "
-            f"'export GLOO_SOCKET_IFNAME={name}' on each (and NCCL_SOCKET_IFNAME for CUDA tensors)"
+            f"several machines: others cannot reach {address}, where bagua listens ({reason}): type "
+            f"'export BAGUA_SOCKET_IFNAME={name}' on each (and NCCL_SOCKET_IFNAME for CUDA tensors)"
         )
-    elif len(outward) > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+    elif len(outward) > 1 and "SOCKET_IFNAME" not in reason:
         yield (
-            f"several machines: if they are not connected through {address}, type 'export GLOO_SOCKET_IFNAME=...' with "
-            f"one of {', '.join(outward)}, and NCCL_SOCKET_IFNAME likewise"
+            f"several machines: if they are not connected through {address}, type 'export BAGUA_SOCKET_IFNAME=...' "
+            f"with one of {', '.join(outward)}, and NCCL_SOCKET_IFNAME likewise"
         )
 
 

@@ -9,6 +9,8 @@ import os
 import socket
 import struct
 
+from bagua._native import _C
+
 _SIOCGIFADDR = 0x8915
 _IFREQ = 40
 _LOOPBACK = "127."
@@ -28,26 +30,17 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def gloo_address() -> tuple[str, str]:
-    """Return the address that Gloo listens on, and why: what torch's createDefaultDevice does."""
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if chosen:
-        known = interfaces()
-        addresses = [known.get(name, "none") for name in chosen.split(",")]
-        return ", ".join(addresses), f"GLOO_SOCKET_IFNAME={chosen}"
-    name = socket.gethostname()
-    try:
-        candidates = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except socket.gaierror:
-        candidates = []
-    for family, kind, protocol, _, address in candidates:
-        with socket.socket(family, kind, protocol) as listener:
-            try:
-                listener.bind((address[0], 0))
-            except OSError:  # an address of another machine
-                continue
-            return str(address[0]), f"what the host name '{name}' resolves to"
-    return "127.0.0.1", f"the host name '{name}' does not resolve to an address of this machine"
+def listening_address() -> tuple[str, str]:
+    """Return the address where bagua listens to other hosts, and why.
+
+    Raises:
+        ValueError: a setting names an interface that has none.
+    """
+    for name in ("BAGUA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if os.environ.get(name):
+            return _C.local_address(), f"{name}={os.environ[name]}"
+    master = os.environ.get("MASTER_ADDR")
+    return _C.local_address(), f"from which MASTER_ADDR={master} is reached" if master else "MASTER_ADDR is not set"
 
 
 def is_loopback(address: str) -> bool:
