@@ -430,6 +430,10 @@ void bindDeviceWays(py::module& module) {
 
 void bindAlgorithms(py::module& module) {
   bindHook(module);
+  py::class_<HookPlace, std::shared_ptr<HookPlace>>(module, "HookPlace")
+      .def(
+          "take_over", [](HookPlace& self, const std::shared_ptr<HookRunner>& hook) { self.runner = hook; },
+          py::arg("hook"), "Between two steps: from the next bucket on this hook runs.");
   bindAdam(module);
   bindDeviceWays(module);
   bindBucketOperations(module);
@@ -472,9 +476,11 @@ void bindAlgorithms(py::module& module) {
   module.def(
       "register_hook",
       [](c10d::Reducer& reducer, const std::shared_ptr<HookRunner>& hook) {
-        reducer.register_comm_hook(std::make_unique<CommHook>(hook));
+        auto place = std::make_shared<HookPlace>(hook);
+        reducer.register_comm_hook(std::make_unique<CommHook>(place));
+        return place;
       },
-      py::arg("reducer"), py::arg("hook"));
+      py::arg("reducer"), py::arg("hook"), "Returns the place where another hook can take over later.");
   module.def("split_buckets", &splitBuckets, py::arg("reducer"), py::arg("logger"), py::arg("parameters"),
              py::arg("most_bytes"), "Cuts DDP's buckets into smaller ones, between two steps.");
 }

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bagua._eager import eager
 from bagua._native import _C
-from bagua._torch_private import is_joining, rebuild_buckets
+from bagua._torch_private import has_rebuilt_buckets, is_joining, rebuild_buckets
 
 # Of 42 MB of gradients between two hosts at 1 Gbit/s; see docs/performance.md for what other sizes give.
 MOST_BYTES = 4 << 20
@@ -41,6 +41,6 @@ class BucketSplitter:
     def _after_rebuild(self, ddp: nn.Module, args: Any) -> None:
         assert isinstance(ddp, DistributedDataParallel)
         # What DDP itself does next in its forward; under join() something else has to come before it.
-        if torch.is_grad_enabled() and not is_joining(ddp) and rebuild_buckets(ddp):
+        if torch.is_grad_enabled() and not is_joining(ddp) and (has_rebuilt_buckets(ddp) or rebuild_buckets(ddp)):
             self._split(ddp)
             self._removable.remove()

@@ -141,6 +141,11 @@ def divides_by_ranks_at_work(ddp: DistributedDataParallel) -> bool:
     return not ddp._divide_by_initial_world_size
 
 
+def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
+    """Return whether DDP has its final buckets."""
+    return bool(ddp._has_rebuilt_buckets)
+
+
 def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     """Have DDP rebuild its buckets, which it does in its next forward otherwise; returns whether it did."""
     if not ddp.reducer._rebuild_buckets():

@@ -34,8 +34,10 @@ class Handle:
     the process, if the ranks get there within ten seconds of each other.
     """
 
-    def __init__(self, hook: _C.Hook, attachment: Attachment | None) -> None:
+    def __init__(self, hook: _C.Hook, attachment: Attachment | None, place: _C.HookPlace) -> None:
         self._hook = hook
+        # Where the hook is registered, for the algorithm that comes after `remove`.
+        self.place = place
         self._attachment = attachment
         self._is_removed = False
         self._followed: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
@@ -51,6 +53,11 @@ class Handle:
     def options(self) -> dict[str, OptionValue]:
         """All of the algorithm's options, with the defaults filled in."""
         return self._hook.options
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether `remove` has been called."""
+        return self._is_removed
 
     @property
     def keeps_residuals(self) -> bool:
@@ -184,6 +191,8 @@ class Handle:
 
     def remove(self) -> None:
         """Take the algorithm off the model: from the next backward on gradients are averaged in full precision.
+
+        `register_comm_hook` then takes the model again, for another algorithm.
 
         Collective: call it on every rank at the same place of the training loop. Algorithms whose ranks differ (see
         `docs/algorithms.md`) make them equal first: weights, and gradients that the optimizer has not taken yet, are

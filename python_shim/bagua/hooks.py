@@ -31,7 +31,7 @@ from bagua._executors import executors_for, start
 from bagua._layers import layers_of
 from bagua._native import _C
 from bagua._registry import describe
-from bagua._torch_private import comm_hooks, has_python_reducer, listed_groups, name_comm_hook
+from bagua._torch_private import comm_hooks, has_python_reducer, has_rebuilt_buckets, listed_groups, name_comm_hook
 from bagua.handle import Handle, OptionArgument, OptionValue
 from bagua.stats import Stats
 
@@ -94,8 +94,17 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
             "torch.compile's python_reducer skips C++ communication hooks without a word: set "
             "torch._dynamo.config.optimize_ddp to 'ddp_optimizer' (or True) before wrapping the model"
         )
-    if comm_hooks(ddp):
-        raise RuntimeError("this model already has a communication hook; DistributedDataParallel takes one")
+    if comm_hooks(ddp) and removed_handle(ddp) is None:
+        raise RuntimeError(
+            "this model already has a communication hook; DistributedDataParallel takes one. Where it is one of "
+            "bagua's, call handle.remove() first"
+        )
+
+
+def removed_handle(ddp: DistributedDataParallel) -> Handle | None:
+    """Return the handle of an algorithm that was taken off, in whose place another one may come."""
+    states = [state for _, state in comm_hooks(ddp)]
+    return states[0] if len(states) == 1 and isinstance(states[0], Handle) and states[0].is_removed else None
 
 
 def _make_hook(
@@ -122,7 +131,9 @@ def _make_hook(
     check_optimizer(ddp, optimizer, algorithm)
     if describe(algorithm)["optimizer"]:
         check_model(ddp, algorithm, is_hierarchical=bool(complete.get("hierarchical")))
-    hook = _C.Hook(algorithm, complete, executors, parameters, ddp.static_graph)
+    # The first step of a static graph is unlike the others; it is over where buckets have been rebuilt.
+    is_first_static = ddp.static_graph and not has_rebuilt_buckets(ddp)
+    hook = _C.Hook(algorithm, complete, executors, parameters, is_first_static)
     hook.use_parameters(names_and_roles(ddp.module, parameters))
     hook.use_model(layers_of(trainable_names(ddp)), synchronised_buffers(ddp))
     if ddp.find_unused_parameters or ddp.static_graph:
@@ -158,7 +169,7 @@ def register_comm_hook(
             fits no parameter's name, an optimizer that is missing or not the model's, a model whose parameters are all
             frozen, or ranks that disagree. What one rank refuses ends the call on all ranks.
         TypeError: an option, optimizer or group of a wrong type, or a model that is not wrapped.
-        RuntimeError: the model has a hook already, or would skip it.
+        RuntimeError: the model has a hook already, that is at work, or would skip it.
     """
     optimizer = unwrapped(optimizer)
     try:
@@ -184,7 +195,12 @@ def register_comm_hook(
         raise
     text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
     start(hook, group, device, main, text, facts_of(optimizer))
-    _C.register_hook(ddp.reducer, hook)
+    former = removed_handle(ddp)
+    if former is None:
+        place = _C.register_hook(ddp.reducer, hook)
+    else:
+        place = former.place
+        place.take_over(hook)
     if hook.wants_small_buckets:
         BucketSplitter(ddp, parameters)
     attachment = None
@@ -193,9 +209,9 @@ def register_comm_hook(
         attachment = Attachment(hook, main, ddp, optimizer)
     else:
         ddp.register_forward_pre_hook(refuse_uneven_division)
-    handle = Handle(hook, attachment)
+    handle = Handle(hook, attachment, place)
     # What torch's own method does besides: for its logs, and so that a copy of the model is noticed.
-    comm_hooks(ddp).append((_run_hook, handle))
+    comm_hooks(ddp)[:] = [(_run_hook, handle)]
     name_comm_hook(ddp, f"bagua_{algorithm}")
     say_if_nothing_is_coded(hook, group)
     return handle
