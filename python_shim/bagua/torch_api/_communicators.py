@@ -20,22 +20,6 @@ class CommMember(Enum):
     NON_COMM_MEMBER = "this process is not in the communicator: every operation returns at once and does nothing"
 
 
-class StreamSlot:
-    """The CUDA stream of one or more groups: the one given, or one of high priority, made when it is first needed.
-
-    A process that communicates CPU tensors only thus never wakes its GPU.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        self._stream = stream
-
-    def get(self) -> torch.cuda.Stream | None:
-        """Return the stream; None where there is no CUDA device."""
-        if self._stream is None and torch.cuda.is_available():
-            self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        return self._stream
-
-
 class Communicator:
     """Some ranks that communicate with each other. Ranks, roots and peers are positions INSIDE the communicator.
 
@@ -43,12 +27,11 @@ class Communicator:
     `BaguaSingleCommunicatorPy`.
     """
 
-    def __init__(self, torch_group: dist.ProcessGroup, stream: StreamSlot) -> None:
+    def __init__(self, torch_group: dist.ProcessGroup) -> None:
         # torch keeps a group alive until it is destroyed; then we have to let it go, too.
         self._torch_group = weakref.ref(torch_group)
         self._rank = dist.get_rank(torch_group)
         self._nranks = dist.get_world_size(torch_group)
-        self._stream = stream
         self._is_aborted = False
 
     @property
@@ -83,23 +66,14 @@ class Communicator:
 
     @contextmanager
     def blocking(self, tensor: Tensor) -> Iterator[None]:
-        """Run the communication of `tensor` inside: after what made it, and over, for the host too, at the end.
+        """Run the communication of `tensor` inside; at the end it is over for the host too, as in the original.
 
-        CUDA: on this communicator's stream, which waits for the current one; then the host waits for it, as in the
-        original. CPU: torch's operations block by themselves.
+        On the CPU torch's operations block by themselves; on CUDA the host waits for the current stream.
         """
         with torch.no_grad():
-            if not tensor.is_cuda:
-                yield
-                return
-            current = torch.cuda.current_stream(tensor.device)
-            stream = self._stream.get()
-            if stream is None or stream.device != tensor.device:
-                stream = current
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                yield
-            stream.synchronize()
+            yield
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self._rank}, nranks={self._nranks})"

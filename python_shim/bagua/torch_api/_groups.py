@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua._torch_private import backend_of, device_types, timeout_of
-from bagua.torch_api._communicators import Comm, CommMember, Communicator, StreamSlot, alive
+from bagua.torch_api._communicators import Comm, CommMember, Communicator, alive
 from bagua.torch_api.exceptions import RepeatedInitializationError
 
 
@@ -30,17 +28,10 @@ class BaguaProcessGroup:
     raised after the group's timeout.
     """
 
-    def __init__(
-        self,
-        torch_group: dist.ProcessGroup | None,
-        ranks: Sequence[int],
-        stream: StreamSlot,
-        group_name: str,
-    ) -> None:
+    def __init__(self, torch_group: dist.ProcessGroup | None, ranks: Sequence[int], group_name: str = "") -> None:
         self.ranks = list(ranks)
         self.group_name = group_name
         self._torch_group = None if torch_group is None else weakref.ref(torch_group)
-        self._stream = stream
         self._communicators: dict[str, Communicator | CommMember] = {}
         if torch_group is not None:
             store = _hosts_of(torch_group)
@@ -52,11 +43,6 @@ class BaguaProcessGroup:
         if self._torch_group is None:
             raise RuntimeError(f"rank {dist.get_rank()} is not in this group, which has the ranks {self.ranks}")
         return alive(self._torch_group)
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """The CUDA stream on which CUDA tensors are communicated; None where there is no CUDA device."""
-        return self._stream.get()
 
     def get_global_communicator(self) -> Communicator | CommMember:
         """Return the communicator of all ranks of the group."""
@@ -80,7 +66,7 @@ class BaguaProcessGroup:
     def _make_communicator(self, kind: str) -> Communicator | CommMember:
         group = self.torch_group
         if kind == "global":
-            return Communicator(group, self._stream)
+            return Communicator(group)
         ranks = self._intra_ranks() if kind == "intra" else self._inter_ranks()
         if dist.get_rank(group) not in ranks:
             return CommMember.NON_COMM_MEMBER
@@ -91,7 +77,7 @@ class BaguaProcessGroup:
             _timeout_of(group),
         )
         destroy_with(group, made)
-        return Communicator(made, self._stream)
+        return Communicator(made)
 
     def _intra_ranks(self) -> list[int]:
         hosts = self._host_ids()
@@ -122,64 +108,29 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return next((timeout_of(backend) for backend in backends if hasattr(backend, "options")), dist.default_pg_timeout)
 
 
-def init_process_group(
-    store: dist.Store | None = None, rank: int = -1, world_size: int = -1, local_world_size: int = -1
-) -> None:
+def init_process_group() -> None:
     """Initialise torch's default process group with backend "bagua" and make it bagua's: once, and first of all.
 
-    Where the default group of torch is initialised already, by whatever backend, that one is taken. It ends with
+    Ranks meet as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, which torchrun sets. Where the default group of
+    torch is initialised already, by whatever backend, that one is taken. It ends with
     `torch.distributed.destroy_process_group()`.
-
-    Args:
-        store: where the ranks meet. By default they meet as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, which
-            torchrun sets. With a store the next three arguments are needed, and RANK, WORLD_SIZE, LOCAL_RANK and
-            LOCAL_WORLD_SIZE are set from them.
-        rank: this process, from 0 to `world_size - 1`.
-        world_size: number of processes.
-        local_world_size: number of processes on a host.
 
     Raises:
         RepeatedInitializationError: called a second time.
-        ValueError: a store without valid `rank`, `world_size` and `local_world_size`; or torch's default group has
-            another rank or size.
 
-    Definition: `bagua.torch_api.communication` of Bagua 0.6; the arguments of Bagua 0.9.
+    Definition: `bagua.torch_api.communication` of Bagua 0.6.
     """
     if is_initialized():
         raise RepeatedInitializationError(
             "init_process_group: trying to initialize the default process group twice! Once per process is enough"
         )
-    if store is not None:
-        _check_ranks(rank, world_size, local_world_size)
     if not dist.is_initialized():
-        dist.init_process_group("bagua", store=store, rank=rank, world_size=world_size)
-    _check_default("rank", rank, dist.get_rank())
-    _check_default("world_size", world_size, dist.get_world_size())
-    if store is not None:
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_RANK=str(rank % local_world_size),
-            LOCAL_WORLD_SIZE=str(local_world_size),
-        )
+        dist.init_process_group("bagua")
     group = dist.group.WORLD
     assert group is not None
     global _default_torch_group
     _default_torch_group = weakref.ref(group)
     from_torch_group(group)
-
-
-def _check_ranks(rank: int, world_size: int, local_world_size: int) -> None:
-    if not (0 <= rank < world_size and 0 < local_world_size <= world_size):
-        raise ValueError(
-            "init_process_group: with a store, 0 <= rank < world_size and 0 < local_world_size <= world_size are "
-            f"expected, got rank {rank}, world_size {world_size} and local_world_size {local_world_size}"
-        )
-
-
-def _check_default(name: str, given: int, actual: int) -> None:
-    if given not in (-1, actual):
-        raise ValueError(f"init_process_group: torch's default process group has {name} {actual}, got {name}={given}")
 
 
 def is_initialized() -> bool:
@@ -198,12 +149,11 @@ def default_group() -> BaguaProcessGroup:
     return from_torch_group(group)
 
 
-def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
+def new_group(ranks: Sequence[int] | None = None) -> BaguaProcessGroup:
     """Make a group of some ranks. All ranks of the default group have to call, in the same order.
 
     Args:
         ranks: global ranks, in any order; all by default.
-        stream: for CUDA tensors; that of the default group by default.
 
     Returns:
         The group; on ranks outside it one whose communicators are `CommMember.NON_COMM_MEMBER`.
@@ -220,30 +170,15 @@ def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | No
             f"once, got {list(ranks)}"
         )
     made: Any = dist.new_group(ranks=list(ranks), timeout=_timeout_of(default.torch_group))
-    if dist.get_rank() in ranks:
-        return from_torch_group(made, stream)
-    return _group_of_others(ranks, _slot(stream))
+    return from_torch_group(made) if dist.get_rank() in ranks else BaguaProcessGroup(None, ranks)
 
 
-def _slot(stream: torch.cuda.Stream | None) -> StreamSlot:
-    if stream is None and is_initialized():
-        return default_group()._stream
-    return StreamSlot(stream)
-
-
-def _group_of_others(ranks: Sequence[int], stream: StreamSlot) -> BaguaProcessGroup:
-    return BaguaProcessGroup(None, ranks, stream, "")
-
-
-def from_torch_group(
-    group: dist.ProcessGroup | int | None, stream: torch.cuda.Stream | None = None
-) -> BaguaProcessGroup:
+def from_torch_group(group: dist.ProcessGroup | int | None) -> BaguaProcessGroup:
     """Return the bagua group over a torch group; the same one at every call. Waits for no other rank.
 
     Args:
         group: a torch group with ranks of the default group; None for torch's default group. What `dist.new_group`
             returns on ranks outside its group gives a group whose communicators are `CommMember.NON_COMM_MEMBER`.
-        stream: for CUDA tensors, at the first call for this group; by default that of the default group.
 
     Raises:
         TypeError: `group` is no torch process group.
@@ -251,18 +186,12 @@ def from_torch_group(
     if group is None:
         group = dist.group.WORLD
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return _group_of_others([], _slot(stream))
+        return BaguaProcessGroup(None, [])
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"from_torch_group: group must be a torch.distributed.ProcessGroup, got {group!r}")
-    known = _groups_over.get(group)
-    if known is not None:
-        return known
-    # The default group itself may be on its way to being bagua's.
-    slot = StreamSlot(stream) if group is dist.group.WORLD else _slot(stream)
-    ranks = dist.get_process_group_ranks(group)
-    made = BaguaProcessGroup(group, ranks, slot, group.group_name)
-    _groups_over[group] = made
-    return made
+    if group not in _groups_over:
+        _groups_over[group] = BaguaProcessGroup(group, dist.get_process_group_ranks(group), group.group_name)
+    return _groups_over[group]
 
 
 def bagua_group(group: dist.ProcessGroup | BaguaProcessGroup | None) -> BaguaProcessGroup:

@@ -67,11 +67,6 @@ class BaguaBucket:
         if flatten and padding:
             self.padding_tensor = self.backend_tensor.narrow(0, self._offsets[-1], padding)
 
-    @property
-    def backend_bucket(self) -> BaguaBucket:
-        """What the backend knows of this bucket: the bucket itself."""
-        return self
-
     def slot(self, tensor: Tensor) -> Tensor:
         """Return the place of one of the tensors in `backend_tensor`, with its shape."""
         return self.slot_at(self._index_of[tensor])

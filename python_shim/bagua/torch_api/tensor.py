@@ -81,17 +81,6 @@ class BaguaTensor:
         self._bagua_setter = setter_closure
         return self
 
-    def to_bagua_tensor(
-        self,
-        name: str | None = None,
-        module_name: str | None = None,
-        getter_closure: Getter | None = None,
-        setter_closure: Setter | None = None,
-    ) -> BaguaTensor:
-        """As `ensure_bagua_tensor`, for a new tensor that shares this one's memory."""
-        view = cast("BaguaTensor", cast("Tensor", self).detach().view(cast("Tensor", self).shape))
-        return view.ensure_bagua_tensor(name, module_name, getter_closure, setter_closure)
-
     def bagua_getter_closure(self) -> Tensor:
         """Return the effective tensor. None where there is none yet, such as a gradient before the first backward."""
         tensor = cast("Tensor", self)
@@ -108,10 +97,6 @@ class BaguaTensor:
                 cast("Tensor", self).data = tensor
         else:
             raise RuntimeError(f"tensor {self.bagua_tensor_name!r} has a getter_closure but no setter_closure")
-
-    def bagua_backend_tensor(self) -> Tensor:
-        """Return what the backend communicates: the effective tensor."""
-        return self.bagua_getter_closure()
 
     def bagua_ensure_grad(self) -> BaguaTensor:
         """Give a parameter without gradient one of zeros."""
@@ -132,20 +117,6 @@ class BaguaTensor:
             name = getattr(self, "bagua_tensor_name", "")
             raise RuntimeError(f"tensor {name!r} is in no bucket: tensors_to_buckets() has to put it in one")
         backend.mark_communication_ready(cast("Tensor", self))
-
-    def bagua_mark_communication_ready_without_synchronization(self) -> None:
-        """As `bagua_mark_communication_ready`: nothing is synchronised there either."""
-        self.bagua_mark_communication_ready()
-
-    def bagua_set_storage(self, storage: torch.UntypedStorage, storage_offset: int = 0) -> None:
-        """Move the effective tensor to `storage`, contiguous from element `storage_offset` on, with its values."""
-        effective = self.bagua_getter_closure()
-        with torch.no_grad():
-            moved = torch.empty(0, dtype=effective.dtype, device=effective.device)
-            strides = torch.empty(effective.shape, device="meta").stride()
-            moved.set_(storage, storage_offset, effective.shape, strides)
-            moved.copy_(effective)
-            self.bagua_setter_closure(moved)
 
 
 def install() -> None:
