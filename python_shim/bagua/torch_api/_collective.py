@@ -24,7 +24,8 @@ def collective(
     """
 
     def decorate(function: Callable[Concatenate[Checks, _Arguments], _Result]) -> Callable[_Arguments, _Result]:
-        parameters = list(inspect.signature(function, eval_str=False).parameters.values())[1:]
+        signature = inspect.signature(function)
+        parameters = list(signature.parameters.values())[1:]
         position = [parameter.name for parameter in parameters].index("comm")
 
         @functools.wraps(function)
@@ -33,7 +34,7 @@ def collective(
             comm = resolve(given, name)
             return None if comm is None else function(Checks(name, comm), *args, **kwargs)
 
-        call.__signature__ = inspect.Signature(parameters, return_annotation="None")  # type: ignore[attr-defined]
+        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return call
 
     return decorate
