@@ -5,6 +5,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 
@@ -92,8 +93,13 @@ void Codec::decodeMean(const at::Tensor& copies, const Piece& piece, double divi
       reduceBlock(piece.begin + i * block, std::min(piece.begin + (i + 1) * block, piece.end));
     }
   });
-  const bool isEmpty = piece.begin == piece.end && mean.numel() > 0;
-  if (piece.end == mean.numel() && !isEmpty) start(mean, encoding, packed);
+  startIfComplete(mean, piece, encoding, packed);
+}
+
+void Codec::startIfComplete(const at::Tensor& mean, const Piece& piece, const Encoding& encoding,
+                            at::Tensor& packed) const {
+  const bool changesNothing = piece.begin == piece.end && mean.numel() > 0;
+  if (piece.end == mean.numel() && !changesNothing) start(mean, encoding, packed);
 }
 
 void Codec::decodeMeanAndEncode(const at::Tensor& copies, double divisor, const Encoding& encoding, at::Tensor& mean,
@@ -124,6 +130,13 @@ void Codec::decodeChunks(const at::Tensor& packed, int64_t chunkLength, at::Tens
 double CodecInfo::bitsPerElement() const {
   const PackedLayout layout = codec->layout();
   return 8.0 * static_cast<double>(layout.groupBytes) / static_cast<double>(layout.groupElements);
+}
+
+bool CodecInfo::takes(at::DeviceType device) const { return std::ranges::find(devices, device) != devices.end(); }
+
+void CodecInfo::checkDevice(at::Device device, const std::string& where) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(takes(device.type()), where, ": codec '", name, "' works on tensors of ",
+                              c10::Join(", ", devices), ", got ", device);
 }
 
 template <>

@@ -130,6 +130,10 @@ class Codec {
   virtual void encodeChunks(const at::Tensor& values, int64_t chunkLength, const Encoding& encoding,
                             at::Tensor& packed) const;
   virtual void decodeChunks(const at::Tensor& packed, int64_t chunkLength, at::Tensor& values) const;
+
+ protected:
+  // A decodeMean() ends with it: start(), once the piece that ends the chunk is there.
+  void startIfComplete(const at::Tensor& mean, const Piece& piece, const Encoding& encoding, at::Tensor& packed) const;
 };
 
 struct CodecInfo {
@@ -137,12 +141,17 @@ struct CodecInfo {
 
   std::string name;
   std::string summary;
-  // Where the name stands in listings.
-  int position = 0;
+  // Where the name stands in listings. No two have the same; those without one follow, in the order of their names.
+  int position = kNoPosition;
   std::shared_ptr<const Codec> codec;
   // The same codec as it is on each instruction set that this machine can run, for tests. May be empty.
   std::vector<std::shared_ptr<const Codec>> variants = {};
+  // Where its tensors may be.
+  std::vector<at::DeviceType> devices = {at::kCPU, at::kCUDA};
 
+  [[nodiscard]] bool takes(at::DeviceType device) const;
+  // Throws NotImplementedError for tensors of another device. `where` names the call, in the error.
+  void checkDevice(at::Device device, const std::string& where) const;
   // Without the header.
   [[nodiscard]] double bitsPerElement() const;
 };

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <string>
 #include <utility>
@@ -18,6 +19,9 @@
 
 namespace bagua {
 
+// Of an Info whose place in listings nobody cares about.
+inline constexpr int kNoPosition = std::numeric_limits<int>::max();
+
 // Name -> Info: codecs, algorithms. Filled while the library is loaded, by a macro in the folder of each; read-only
 // afterwards. An Info has a name, its position in listings, and kKind, what it is, as a word that takes an s in the
 // plural.
@@ -26,9 +30,13 @@ class Registry {
  public:
   // Returns true, so that it can initialise a static.
   static bool add(Info info) {
+    for (const auto& [name, other] : entries()) {
+      TORCH_INTERNAL_ASSERT(name != info.name, "two ", Info::kKind, "s are registered as '", name, "'");
+      TORCH_INTERNAL_ASSERT(info.position == kNoPosition || info.position != other.position, Info::kKind, "s '", name,
+                            "' and '", info.name, "' are both registered at position ", info.position);
+    }
     const std::string name = info.name;
-    const bool isNew = entries().emplace(name, std::move(info)).second;
-    TORCH_INTERNAL_ASSERT(isNew, "two ", Info::kKind, "s are registered as '", name, "'");
+    entries().emplace(name, std::move(info));
     return true;
   }
 
@@ -42,14 +50,12 @@ class Registry {
                       "; available: ", valid);
   }
 
-  // In the order of their positions.
+  // In the order of their positions, those without one in the order of their names.
   static std::vector<std::string> names() {
     std::vector<std::string> all;
     all.reserve(entries().size());
     for (const auto& [name, info] : entries()) all.push_back(name);
-    std::sort(all.begin(), all.end(), [](const std::string& one, const std::string& other) {
-      return entries().at(one).position < entries().at(other).position;
-    });
+    std::ranges::stable_sort(all, {}, [](const std::string& name) { return entries().at(name).position; });
     return all;
   }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <sstream>
 #include <utility>
 
 #include "algorithms/capture.h"
@@ -15,6 +16,7 @@
 #include "algorithms/registry.h"
 #include "algorithms/shared/weights.h"
 #include "backend/operation/sparse_reduction.h"
+#include "kernels/codec.h"
 
 namespace bagua {
 namespace {
@@ -49,6 +51,19 @@ std::shared_ptr<const std::string> configurationOf(const std::string& name, cons
 }
 
 // What DDP waits for where nothing travels.
+// Throws where the option "codec", one codec or "pattern=codec, ...", names one that takes no tensors of that device.
+void checkCodecs(const std::string& algorithm, const Options& options, at::Device device) {
+  const auto option = options.values().find("codec");
+  if (option == options.values().end() || !std::holds_alternative<std::string>(option->second)) return;
+  std::istringstream entries(std::get<std::string>(option->second));
+  for (std::string entry; std::getline(entries, entry, ',');) {
+    const auto begin = entry.find_first_not_of(' ', entry.find('=') + 1);
+    if (begin == std::string::npos) continue;
+    const std::string name = entry.substr(begin, entry.find_last_not_of(' ') - begin + 1);
+    CodecRegistry::find(name).checkDevice(device, c10::str("bagua: algorithm '", algorithm, "'"));
+  }
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> completedFuture(const at::Tensor& value) {
   std::vector<c10::Device> devices;
   if (!value.is_cpu()) devices.push_back(value.device());
@@ -89,7 +104,9 @@ HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string,
       isFirstStatic_(isStaticGraph),
       layouts_(parameters_, isStaticGraph ? 2 : 1),
       algorithm_(create(algorithm, options)),
-      configuration_(configurationOf(name_, options_)) {}
+      configuration_(configurationOf(name_, options_)) {
+  if (!parameters_.empty()) checkCodecs(name_, options_, parameters_.front().device());
+}
 
 void HookRunner::useModel(std::vector<int64_t> layers, std::vector<at::Tensor> buffers) {
   layers_ = std::move(layers);
@@ -118,6 +135,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradie
               ": call the DistributedDataParallel model itself, not its forward(), and in "
               "training mode (to freeze parts of it, put those in evaluation mode)");
   const at::Tensor& buffer = gradients.getBuffer();
+  if (parameters_.empty()) checkCodecs(name_, options_, buffer.device());
   const bool isLast = gradients.isLast() || isFirstStatic_;
   isFirstStatic_ = false;
   if (isLast && actsOnWeights_) queueAfterBackward();

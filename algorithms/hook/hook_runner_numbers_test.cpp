@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The step and the key that a HookRunner gives every bucket.
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -64,6 +65,21 @@ TEST(HookRunner, EveryBucketHasTheNumberOfItsStepAndAKeyOfItsOwn) {
     EXPECT_EQ(buckets[i].key, expected[i].key);
   }
   EXPECT_THROW(continued.load({}, {}, -1), c10::ValueError);
+}
+
+TEST(HookRunner, RefusesACodecThatTakesNoTensorsOfTheModelsDevice) {
+  const std::vector<at::Tensor> parameters = {at::empty({2}, at::kMeta)};
+  HookRunner("gradient_allreduce", {}, nullptr, parameters, false);
+  for (const std::string codec : {"int8", "2bit", "fc*=4bit, *=int8"}) {
+    const std::string algorithm = codec == "int8" ? "bytegrad" : "quantized_allreduce";
+    try {
+      HookRunner(algorithm, {{"codec", codec}}, nullptr, parameters, false);
+      FAIL() << algorithm << " with " << codec << " takes a model that no codec takes";
+    } catch (const c10::NotImplementedError& error) {
+      EXPECT_NE(std::string(error.what()).find("works on tensors of cpu, cuda, got meta"), std::string::npos)
+          << error.what();
+    }
+  }
 }
 
 }  // namespace

@@ -247,7 +247,7 @@ class QuantizedAllReduce final : public Algorithm {
 BAGUA_REGISTER_ALGORITHM({
     .name = "quantized_allreduce",
     .summary = "Mean of the gradients with 4 bits or fewer, and error feedback.",
-    .position = 7,
+    .position = 8,
     .agreement = Agreement::kIdentical,
     .relativeError = 0.15,
     .options =

@@ -20,6 +20,13 @@ constexpr at::ScalarType kTypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBF
 // In which sums are made and residuals are added.
 inline at::ScalarType computeType(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
+// Those that take tensors there, for tests of each.
+inline std::vector<std::string> codecsOn(at::DeviceType device) {
+  std::vector<std::string> names = CodecRegistry::names();
+  std::erase_if(names, [&](const std::string& name) { return !CodecRegistry::find(name).takes(device); });
+  return names;
+}
+
 inline bool sameBits(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type() || a.numel() != b.numel()) return false;
   // Nothing has no address.

@@ -264,6 +264,45 @@ TEST(CodecRegistry, RefusesAnUnknownNameWithTheKnownOnes) {
   }
 }
 
+TEST(CodecRegistry, RefusesTheNameOrThePositionOfAnother) {
+  const auto all = CodecRegistry::names();
+  const CodecInfo& known = CodecRegistry::find("int8");
+  const auto refusalOf = [](const CodecInfo& info) -> std::string {
+    try {
+      CodecRegistry::add(info);
+    } catch (const c10::Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_NE(
+      refusalOf({.name = "int8", .summary = "", .codec = known.codec}).find("two codecs are registered as 'int8'"),
+      std::string::npos);
+  EXPECT_NE(refusalOf({.name = "int9", .summary = "", .position = known.position, .codec = known.codec})
+                .find("codecs 'int8' and 'int9' are both registered at position"),
+            std::string::npos);
+  EXPECT_EQ(CodecRegistry::names(), all);
+}
+
+TEST(CodecRegistry, ListsTheCodecWithoutAPositionLast) {
+  EXPECT_EQ(CodecRegistry::find("shortest_for_tests").position, kNoPosition);
+  EXPECT_EQ(CodecRegistry::names().back(), "shortest_for_tests");
+}
+
+TEST(CodecInfo, RefusesTensorsOfOtherDevices) {
+  const CodecInfo& info = CodecRegistry::find("shortest_for_tests");
+  info.checkDevice(at::kCPU, "a test");
+  CodecRegistry::find("int8").checkDevice(at::kCUDA, "a test");
+  try {
+    info.checkDevice(at::Device(at::kCUDA, 1), "a test");
+    FAIL() << "a codec for the CPU alone takes tensors of CUDA";
+  } catch (const c10::NotImplementedError& error) {
+    EXPECT_NE(std::string(error.what()).find("a test: codec 'shortest_for_tests' works on tensors of cpu, got cuda:1"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
 TEST(PackedLayout, TellsWhichElementsBytesHold) {
   const PackedLayout layout{.headerBytes = 4, .groupElements = 8, .groupBytes = 12, .alignment = 16};
   EXPECT_EQ(layout.packedBytes(0), 16);

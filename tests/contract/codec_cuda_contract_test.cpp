@@ -20,7 +20,7 @@ class CodecCudaContract : public CodecDeviceContract {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(EveryCodec, CodecCudaContract, ::testing::ValuesIn(CodecRegistry::names()),
+INSTANTIATE_TEST_SUITE_P(EveryCodec, CodecCudaContract, ::testing::ValuesIn(codecsOn(at::kCUDA)),
                          [](const auto& it) { return it.param; });
 
 TEST_P(CodecCudaContract, CodesAndDecodesLikeTheCpu) { codesAndDecodesLikeTheCpu(cuda()); }

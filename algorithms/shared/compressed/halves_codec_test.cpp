@@ -60,6 +60,5 @@ class HalvesCodec final : public Codec {
 BAGUA_REGISTER_CODEC({
     .name = "halves",
     .summary = "float16, for tests",
-    .position = 1000,
     .codec = std::make_shared<bagua::HalvesCodec>(),
 })

@@ -14,12 +14,12 @@ namespace {
 class Call {
  public:
   Call(ExecutorProvider& group, c10d::OpType type, const char* name, const CallOptions& options)
-      : group_(group), checks_(name, group.identity()), options_(options) {
+      : group_(group), checks_(name, group.identity()), options_(options), info_(CodecRegistry::find(options.codec)) {
     operation_.type = type;
     operation_.name = name;
     operation_.timeout = group.timeout();
     operation_.isAwaited = options.isAwaited;
-    coding_.codec = CodecRegistry::find(options.codec).codec;
+    coding_.codec = info_.codec;
     operation_.configuration = std::make_shared<const std::string>(options.codec);
   }
 
@@ -31,6 +31,7 @@ class Call {
     TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
                      checks_.where(), ": ", role, " must be float32, float64, float16 or bfloat16 to be coded, got ",
                      dtype);
+    info_.checkDevice(tensor.device(), checks_.where());
   }
 
   // And one that holds a part of the size of `part` for every rank.
@@ -63,6 +64,7 @@ class Call {
   ExecutorProvider& group_;
   const ArgumentChecks checks_;
   const CallOptions options_;
+  const CodecInfo& info_;
   Coding coding_;
   Operation operation_;
 };

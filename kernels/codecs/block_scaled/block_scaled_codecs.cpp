@@ -33,28 +33,17 @@ constexpr int64_t kGroupsOfMean = 16;
 // In errors.
 constexpr const char* kWhat = "a block codec";
 
-struct InstructionSet {
-  const char* name;
-  const Loops& loops;
-};
-
 // Those that this machine can run, the fastest last.
-const std::vector<InstructionSet>& availableSets() {
-  static const std::vector<InstructionSet> kAvailable = [] {
-    std::vector<InstructionSet> available = {{"scalar", scalarLoops()}};
+std::vector<const Loops*> availableLoops() {
+  std::vector<const Loops*> available = {&scalarLoops()};
 #if defined(__x86_64__)
-    if (hasAvx2()) available.push_back({"avx2", avx2Loops()});
-    if (hasAvx512()) available.push_back({"avx512", avx512Loops()});
+  if (hasAvx2()) available.push_back(&avx2Loops());
+  if (hasAvx512()) available.push_back(&avx512Loops());
 #endif
-    return available;
-  }();
-  return kAvailable;
+  return available;
 }
 
 struct Format {
-  const char* name;
-  const char* summary;
-  int position;
   FormatLoops Loops::*loops;
   int64_t groupBytes;
   // Whether the decoder has to know the key, which then is the header.
@@ -149,8 +138,7 @@ class BlockCodec final : public Codec {
         meanOfPart<Element>(copies, divisor, begin, end, mutableDataOf<Element>(mean));
       });
     });
-    const bool isEmpty = piece.begin == piece.end && mean.numel() > 0;
-    if (piece.end == mean.numel() && !isEmpty) start(mean, encoding, packed);
+    startIfComplete(mean, piece, encoding, packed);
   }
 
   void encodeChunks(const at::Tensor& values, int64_t chunkLength, const Encoding& encoding,
@@ -206,37 +194,62 @@ class BlockCodec final : public Codec {
   const std::shared_ptr<const Codec> onCuda_;
 };
 
+template <class Layout, FormatLoops Loops::*kLoops>
+const Format& formatOf() {
+  static constexpr Format kFormat = {
+    kLoops,
+    kBytesOfGroup<Layout>,
+    Layout::kIsRotated,
 #if BAGUA_WITH_CUDA
-#define BAGUA_KERNELS(Format) , cuda::kernelsOf<Format>
-#else
-#define BAGUA_KERNELS(Format)
+    cuda::kernelsOf<Layout>
 #endif
+  };
+  return kFormat;
+}
 
-const Format kFormats[] = {
-    {"int8", "one byte per element, a scale for every 128", 20, &Loops::eightBits, kBytesOfGroup<EightBits>,
-     EightBits::kIsRotated BAGUA_KERNELS(EightBits)},
-    {"4bit", "sixteen levels, a scale for every 16 elements", 30, &Loops::fourBits, kBytesOfGroup<FourBits>,
-     FourBits::kIsRotated BAGUA_KERNELS(FourBits)},
-    {"2bit", "four levels after a random rotation of 128 elements", 40, &Loops::twoBits, kBytesOfGroup<TwoBits>,
-     TwoBits::kIsRotated BAGUA_KERNELS(TwoBits)},
-    {"1bit", "the sign after a random rotation of 128 elements", 50, &Loops::oneBit, kBytesOfGroup<OneBit>,
-     OneBit::kIsRotated BAGUA_KERNELS(OneBit)},
-};
-
-#undef BAGUA_KERNELS
-
-[[maybe_unused]] const bool kAreRegistered = [] {
-  for (const Format& format : kFormats) {
-    CodecInfo info{.name = format.name, .summary = format.summary, .position = format.position, .codec = nullptr};
-    const auto onItsDevice = onCuda(format);
-    for (const InstructionSet& set : availableSets()) {
-      info.variants.push_back(std::make_shared<BlockCodec>(format, set.loops, onItsDevice));
-    }
-    info.codec = info.variants.back();
-    CodecRegistry::add(std::move(info));
+// On each instruction set, the one in use last.
+std::vector<std::shared_ptr<const Codec>> codecsOf(const Format& format) {
+  std::vector<std::shared_ptr<const Codec>> codecs;
+  const auto onItsDevice = onCuda(format);
+  for (const Loops* loops : availableLoops()) {
+    codecs.push_back(std::make_shared<BlockCodec>(format, *loops, onItsDevice));
   }
-  return true;
-}();
+  return codecs;
+}
+
+const auto kInt8 = codecsOf(formatOf<EightBits, &Loops::eightBits>());
+const auto k4bit = codecsOf(formatOf<FourBits, &Loops::fourBits>());
+const auto k2bit = codecsOf(formatOf<TwoBits, &Loops::twoBits>());
+const auto k1bit = codecsOf(formatOf<OneBit, &Loops::oneBit>());
 
 }  // namespace
 }  // namespace bagua::block_scaled
+
+BAGUA_REGISTER_CODEC({
+    .name = "int8",
+    .summary = "one byte per element, a scale for every 128",
+    .position = 20,
+    .codec = bagua::block_scaled::kInt8.back(),
+    .variants = bagua::block_scaled::kInt8,
+})
+BAGUA_REGISTER_CODEC({
+    .name = "4bit",
+    .summary = "sixteen levels, a scale for every 16 elements",
+    .position = 30,
+    .codec = bagua::block_scaled::k4bit.back(),
+    .variants = bagua::block_scaled::k4bit,
+})
+BAGUA_REGISTER_CODEC({
+    .name = "2bit",
+    .summary = "four levels after a random rotation of 128 elements",
+    .position = 40,
+    .codec = bagua::block_scaled::k2bit.back(),
+    .variants = bagua::block_scaled::k2bit,
+})
+BAGUA_REGISTER_CODEC({
+    .name = "1bit",
+    .summary = "the sign after a random rotation of 128 elements",
+    .position = 50,
+    .codec = bagua::block_scaled::k1bit.back(),
+    .variants = bagua::block_scaled::k1bit,
+})
