@@ -9,27 +9,6 @@ from types import ModuleType
 
 import bagua
 
-_OPERATORS = """# torch.ops.bagua
-
-```{eval-rst}
-.. py:function:: torch.ops.bagua.minmax_uint8_compress(x: Tensor, n_chunks: int) -> Tensor
-
-   Code a tensor in `n_chunks` equal chunks with 8 bits, each by its own minimum and maximum, and return the packed
-   bytes (uint8). See :doc:`/developers/kernels` for the layout.
-
-.. py:function:: torch.ops.bagua.minmax_uint8_decompress(packed: Tensor, out: Tensor, n_chunks: int) -> None
-
-   Decode packed bytes into `out`.
-
-.. py:function:: torch.ops.bagua.minmax_uint8_reduce_and_compress(received: Tensor, n_copies: int, length: int, \
-                 dtype: torch.dtype, divisor: float) -> Tensor
-
-   Decode `n_copies` packed chunks of `length` elements each, which lie one after another in `received`, add them,
-   divide by `divisor` and return the packed result, in one pass over what was received.
-```
-"""
-
-
 # What a reader looks for first; the other exported names follow as the module lists them.
 _FIRST = ["register_comm_hook", "Handle", "Stats", "comm_hook"]
 
@@ -91,7 +70,6 @@ def interface_pages() -> dict[str, str]:
     # What the package re-exports is described where it is defined.
     originals = [module for module in _public_modules("bagua.torch_api") if module != "bagua.torch_api"]
     pages["bagua.torch_api"] = _page("bagua.torch_api", originals, described)
-    pages["operators"] = _OPERATORS
     listed = "\n".join(pages)
     said = f"Of version {bagua.__version__}, from its docstrings. Modules with a leading underscore may change."
     pages["index"] = f"# Python interface\n\n{said}\n\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"

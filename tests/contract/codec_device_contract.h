@@ -59,18 +59,10 @@ class CodecDeviceContract : public CodecContract {
     }
   }
 
-  // The longest ones are more than the blocks of a small device take at a time: parts of minmax_uint8, groups of
-  // others. The parts end one element before the loop over four loads of a thread would take the rest, of 4 or of 2
-  // bytes.
+  // The longest one is more than the blocks of a small device take at a time.
   [[nodiscard]] static std::vector<int64_t> lengths() {
     const int64_t group = codec().layout().groupElements;
-    std::vector<int64_t> lengths = {0, 1, group - 1, group, group + 1, 3 * group + 1};
-    if (group == 128) {
-      lengths.push_back(9'003);
-    } else {
-      lengths.insert(lengths.end(), {2 * 8192 + 3 * 1024 + 3, 2 * 8192 + 3 * 2048 + 7});
-    }
-    return lengths;
+    return {0, 1, group - 1, group, group + 1, 3 * group + 1, 9'003};
   }
 
   // f(values, memory, number of the call) for values of every type and length, with one that is not finite in some.
@@ -137,7 +129,7 @@ class CodecDeviceContract : public CodecContract {
     });
   }
 
-  // About the numbers of partial sums, and several times the copies whose grids a kernel keeps.
+  // About the numbers of partial sums.
   static void makesTheMeansOfAnyNumberOfCopies(const Side& device) {
     constexpr int64_t kLength = 600;
     for (const auto dtype : kTypes) {
@@ -145,7 +137,7 @@ class CodecDeviceContract : public CodecContract {
         SCOPED_TRACE(std::string(c10::toString(dtype)) + ", copies " + std::to_string(count));
         Tensors copies;
         for (int64_t copy = 0; copy < count; ++copy) {
-          // Some are decoded by divisions.
+          // Sums round otherwise in another order.
           const double scale = copy % 8 == 7 ? 1e-30 : 1.0;
           copies.push_back(encoded(((at::randn({kLength}, at::kDouble) + copy % 5) * scale).to(dtype)));
         }

@@ -76,7 +76,7 @@ def test_kernels_of_communication_overlap_with_what_backward_computes_on_another
         *_launched("gemm", 110.0, 130.0, 7, by_host_at=105.0),
         *_launched("gemm", 125.0, 160.0, 7, by_host_at=106.0),
         *_launched("ncclDevKernel_AllReduce", 120.0, 150.0, 20, by_host_at=107.0),
-        *_launched("void bagua::minmax_uint8::cuda::rangeKernel", 155.0, 180.0, 20, by_host_at=108.0),
+        *_launched("void bagua::minmax_uint8::cuda::encodeKernel", 155.0, 180.0, 20, by_host_at=108.0),
     ]
     found = overlap(events, [BACKWARD])
     assert found.microseconds == pytest.approx(30.0 + 5.0)

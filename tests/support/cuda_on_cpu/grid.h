@@ -14,8 +14,6 @@ namespace cuda_on_cpu {
 // Of the device, for a test to set and to read.
 struct Device {
   int multiprocessors = 1;
-  // What launchers of loops over items take for the most blocks of a grid.
-  int64_t mostBlocks = int64_t{1} << 20;
   // Of the order of blocks and threads in the next grid. The grid after it has another one.
   uint64_t seed = 1;
   int64_t launches = 0;

@@ -20,9 +20,6 @@
 // shared_memory.ld collects the static variables of CUDA sources.
 #define __shared__ static
 
-// For launchers that share items out over a bounded number of blocks.
-#define BAGUA_MOST_GRID_BLOCKS (cuda_on_cpu::device().mostBlocks)
-
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
 using cudaStream_t = struct CUstream_st*;
 
