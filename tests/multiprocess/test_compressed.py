@@ -97,7 +97,7 @@ def _check_shapes_and_order() -> None:
     # In one order with the group's other operations, none of which is waited for before the last.
     tensor = torch.full((1000,), float(rank))
     dist.all_reduce(tensor, async_op=True)
-    compressed.all_reduce(tensor, op=SUM, async_op=True)
+    compressed.all_reduce(tensor, op=SUM, codec="minmax_uint8", async_op=True)  # which keeps a constant what it is
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     work.wait()
@@ -126,7 +126,7 @@ def _check_refusals() -> None:
     assert "dtype" in _message(lambda: compressed.all_gather(torch.ones(4 * size).double(), ones), TypeError)
     assert "tensor" in _message(lambda: compressed.all_reduce([ones]), TypeError)  # type: ignore[arg-type]
     # The group is as usable as before.
-    compressed.all_reduce(ones)
+    compressed.all_reduce(ones, codec="minmax_uint8")
     assert torch.equal(ones, torch.ones(4))
 
 
