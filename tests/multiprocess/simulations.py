@@ -285,8 +285,14 @@ class ReferenceQAdam(torch.optim.Optimizer):
 class QAdam(Nothing):
     """Means of gradients until the warm-up is over, then means of first moments through 8-bit messages."""
 
-    def __init__(self, optimizers: Sequence[ReferenceQAdam], places: Sequence[Sequence[int]], layout: Layout) -> None:
-        self.optimizers, self.places, self.layout = optimizers, places, layout
+    def __init__(
+        self,
+        optimizers: Sequence[ReferenceQAdam],
+        places: Sequence[Sequence[int]],
+        layout: Layout,
+        codec: str = "int8",
+    ) -> None:
+        self.optimizers, self.places, self.layout, self.codec = optimizers, places, layout, codec
         self.returned: dict[Tensor, Tensor] = {}  # in this step
 
     def after_backward(self, models: Sequence[nn.Module]) -> None:
@@ -319,16 +325,15 @@ class QAdam(Nothing):
     def _reduce(self, moments: Sequence[Tensor]) -> Tensor:
         size, count = len(moments), len(self.places)
         if count == size:
-            return defined_result(list(moments)) if size > 1 else moments[0]
+            return defined_result(list(moments), codec=self.codec) if size > 1 else moments[0]
         if count == 1:
             return mean(moments)
         # The mean is over ranks: a host counts by how many it has.
         shares = [mean([moments[rank] for rank in ranks]) * (count * len(ranks) / size) for ranks in self.places]
         lanes = max(len(ranks) for ranks in self.places)
         length = -(-shares[0].numel() // lanes)
-        return torch.cat(
-            [defined_result(list(lane)) for lane in zip(*(share.split(length) for share in shares), strict=True)]
-        )
+        lanes_of_shares = zip(*(share.split(length) for share in shares), strict=True)
+        return torch.cat([defined_result(list(lane), codec=self.codec) for lane in lanes_of_shares])
 
 
 # --- async ---
