@@ -4,13 +4,13 @@
 
 #include "backend/health/flight_recorder.h"
 #include "backend/operation/timeouts.h"
+#include "backend/os/local_address.h"
 #include "backend/process_group/backend_executors.h"
 #include "backend/process_group/process_group_bagua.h"
 #include "backend/rendezvous/rank_record.h"
 #include "backend/security/job_security.h"
 #include "backend/security/sealed_store.h"
 #include "backend/topology/topology.h"
-#include "backend/wire/local_address.h"
 #include "python_shim/bindings.h"
 
 namespace bagua {
@@ -74,7 +74,7 @@ void bindBackend(py::module& module) {
       "The last operations of this process, pickled as torch's flight recorder does.");
   module.attr("LONGEST_TIMEOUT") = py::cast(kLongestTimeout);
   module.def("local_host_id", &localHostId, "What identifies this process's host to its peers.");
-  module.def("local_address", &wire::localAddress, "Where processes of other hosts can reach this one.");
+  module.def("local_address", &net::localAddress, "Where processes of other hosts can reach this one.");
   module.def("sealed_store", &sealedStore, py::arg("store"),
              "The store as the ranks of this job are to use it: sealed where the job has a secret, else as it is.");
   module.def(
