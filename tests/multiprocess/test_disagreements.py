@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks whose settings or checkpoints differ: an error on all of them, before anything is averaged wrongly."""
 
+import copy
 import re
 import time
 from collections.abc import Callable
@@ -154,3 +155,29 @@ def test_a_step_that_one_rank_alone_has_loaded(
     for message in rank_pools[2].run(_load_on_one_rank, "AB", algorithm, options):
         assert re.search(r"at step \d and step \d", message), message
         assert "bucket layouts" not in message
+
+
+def _load_other_steps_on_one_rank() -> str:
+    ddp = DDP(perceptron(), **SMALL_BUCKETS)
+    optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=0.01, warmup_steps=3)
+    handle = bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer)
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(ddp, step).backward()
+            optimizer.step()
+
+    train(1)
+    early = copy.deepcopy((handle.state_dict(), optimizer.state_dict()))
+    train(4)
+    if torch.distributed.get_rank() == 0:
+        handle.load_state_dict(early[0])
+        optimizer.load_state_dict(early[1])
+    return _message(RuntimeError, lambda: train(1))
+
+
+def test_an_optimizer_of_other_steps_that_one_rank_alone_has_loaded(rank_pools: dict[int, RankPool]) -> None:
+    # Else rank 0 would send gradients, which the other takes for momenta.
+    for message in rank_pools[2].run(_load_other_steps_on_one_rank):
+        assert "bagua:check_agreement" in message, message

@@ -164,8 +164,8 @@ def test_so_it_is_where_a_step_has_several_backwards(
     rank_pools[2].run(_accumulated, options, is_stale)
 
 
-def _never_used(options: dict[str, Any]) -> None:
-    ddp, handle = _hooked(options, static_graph=True)
+def _never_used(options: dict[str, Any], ddp_options: dict[str, Any]) -> None:
+    ddp, handle = _hooked(options, static_graph=True, **ddp_options)
     seen, true = _zeros(), _zeros()
     for step in range(12):
         given = [gradients_of(step, rank) for rank in range(dist.get_world_size())]
@@ -184,11 +184,13 @@ def _never_used(options: dict[str, Any]) -> None:
     _check(options, state, seen, true)
 
 
+# In one bucket with others, a parameter that is taken for a used one gets a share of their errors.
+@pytest.mark.parametrize("ddp_options", [{}, {"bucket_cap_mb": 25}], ids=["several_buckets", "one_bucket"])
 @pytest.mark.parametrize("options", [ALGORITHMS[1], ALGORITHMS[3]], ids=str)
 def test_nothing_is_owed_to_a_parameter_that_a_static_graph_never_uses(
-    rank_pools: dict[int, RankPool], options: dict[str, Any]
+    rank_pools: dict[int, RankPool], options: dict[str, Any], ddp_options: dict[str, Any]
 ) -> None:
-    rank_pools[2].run(_never_used, options)
+    rank_pools[2].run(_never_used, options, ddp_options)
 
 
 def _in_two_arguments(options: dict[str, Any], has_model: bool) -> list[Tensor]:

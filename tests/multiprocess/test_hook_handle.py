@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hooked_models import Leaves, emulated_hosts, loss_of, perceptron, random_gradient
 from ranks import RankPool
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.any_device
@@ -225,6 +225,27 @@ def test_a_rank_that_cannot_remove_the_algorithm_yet_keeps_it_on_all(
     assert "on rank 1 comes between a forward and its backward" in messages[1]
     for rank in (0, 2):
         assert "ValueError: bagua: rank 1 could not remove its algorithm" in messages[rank]
+
+
+def _remove_with_statistics() -> list[Tensor]:
+    ddp = DDP(nn.Sequential(nn.Linear(23, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    handle = bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer)
+    for number in range(3):
+        if number == 1:
+            handle.remove()
+        optimizer.zero_grad()
+        sim.batch_loss(ddp, number, dist.get_rank()).backward()
+        optimizer.step()
+    # DDP gives all ranks those of rank 0 at the start of a forward.
+    with torch.no_grad():
+        ddp(torch.zeros(2, 23))
+    return [buffer.clone() for buffer in ddp.buffers()]
+
+
+def test_ranks_have_common_statistics_again_after_a_removal(rank_pools: dict[int, RankPool]) -> None:
+    one, other = rank_pools[2].run(_remove_with_statistics)
+    assert all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
 
 
 def _remove_at_other_moments() -> str:
