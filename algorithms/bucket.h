@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <initializer_list>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "algorithms/stage.h"
@@ -23,8 +26,40 @@ struct BucketEntry {
   bool isUsed = true;
 };
 
-// The parameters of the entries.
-inline std::vector<int64_t> positionsOf(const std::vector<BucketEntry>& entries) {
+// The gradients of a bucket, in the order of its flat tensor, which they cover. The views are made when somebody asks:
+// each takes some microseconds, and many algorithms never look at one. One thread at a time may ask.
+class BucketEntries {
+ public:
+  using Make = std::function<std::vector<BucketEntry>()>;
+
+  BucketEntries() = default;
+  // NOLINTNEXTLINE(google-explicit-constructor): what it is
+  BucketEntries(std::vector<BucketEntry> entries) : entries_(std::move(entries)) {}
+  BucketEntries(std::initializer_list<BucketEntry> entries) : entries_(entries) {}
+  explicit BucketEntries(Make make) : make_(std::move(make)) {}
+
+  [[nodiscard]] const std::vector<BucketEntry>& all() const {
+    if (make_) entries_ = std::exchange(make_, nullptr)();
+    return entries_;
+  }
+  [[nodiscard]] auto begin() const { return all().begin(); }
+  [[nodiscard]] auto end() const { return all().end(); }
+  [[nodiscard]] size_t size() const { return all().size(); }
+  [[nodiscard]] const BucketEntry& front() const { return all().front(); }
+  const BucketEntry& operator[](size_t place) const { return all()[place]; }
+  void push_back(BucketEntry entry) {
+    static_cast<void>(all());
+    entries_.push_back(std::move(entry));
+  }
+
+ private:
+  mutable Make make_;
+  mutable std::vector<BucketEntry> entries_;
+};
+
+// The parameters of entries, or of whatever has one each.
+template <class Entries>
+std::vector<int64_t> positionsOf(const Entries& entries) {
   std::vector<int64_t> positions;
   positions.reserve(entries.size());
   for (const auto& entry : entries) positions.push_back(entry.parameter);
@@ -41,7 +76,8 @@ inline bool shareOne(const std::vector<int64_t>& positions, const std::vector<in
 // The gradients that travel together: a flat tensor, reduced in place.
 struct Bucket {
   at::Tensor flat;
-  std::vector<BucketEntry> entries = {};
+  // At least one.
+  BucketEntries entries = {};
   // Whether there may be parameters that no rank has used: DDP keeps what comes of their gradients from the optimizer.
   bool tellsUse = false;
   // Synchronised backwards before this one, in earlier runs too where this one continues a checkpoint.
@@ -56,7 +92,7 @@ struct Bucket {
   std::shared_ptr<Retained> retained = std::make_shared<Retained>();
 };
 
-// Bucket::key.
-uint64_t bucketKey(uint64_t seed, int64_t step, const std::vector<BucketEntry>& entries);
+// Bucket::key. `parameter` is that of the first entry.
+uint64_t bucketKey(uint64_t seed, int64_t step, int64_t parameter);
 
 }  // namespace bagua

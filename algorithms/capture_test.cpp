@@ -88,7 +88,7 @@ TEST(Capture, EveryRegisteredAlgorithmSaysWhetherItsStepsMayBeReplayed) {
     left.erase(name);
     const auto& info = AlgorithmRegistry::find(name);
     const Options all(name, info.options, options);
-    EXPECT_EQ(info.create(all)->isReplayable(), isReplayable) << name << "(" << all.toString() << ")";
+    EXPECT_EQ(info.create(all)->traits().isReplayable, isReplayable) << name << "(" << all.toString() << ")";
   }
   EXPECT_THAT(left, ::testing::IsEmpty());
 }

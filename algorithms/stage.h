@@ -49,7 +49,43 @@ class StageSeconds {
   Totals totals_;
 };
 
-// Times one stage of a program for as long as it lives and shows it to the profiler. `name` is a literal.
+// What stages are called in handle.stats() and in traces. Algorithms take their names from here, so that the figures of
+// two line up; who needs another adds it.
+namespace stages {
+
+// The network, and waiting for the slowest rank.
+inline constexpr const char* kAllReduce = "allreduce";
+inline constexpr const char* kSparseAllReduce = "sparse_allreduce";
+inline constexpr const char* kReduceInHost = "reduce_in_host";
+inline constexpr const char* kExchange = "exchange";
+inline constexpr const char* kGather = "gather";
+inline constexpr const char* kGatherInHost = "gather_in_host";
+// Coding: values to messages, the copies of a chunk to its mean, messages to values, and what coding leaves behind.
+inline constexpr const char* kCompress = "compress";
+inline constexpr const char* kReduce = "reduce";
+inline constexpr const char* kDecompress = "decompress";
+inline constexpr const char* kKeepResiduals = "keep_residuals";
+inline constexpr const char* kCheck = "check";
+inline constexpr const char* kUpdateMomentum = "update_momentum";
+// Factors.
+inline constexpr const char* kMultiply = "multiply";
+inline constexpr const char* kAllReduceP = "allreduce_p";
+inline constexpr const char* kAllReduceExact = "allreduce_exact";
+inline constexpr const char* kMultiplyTransposed = "multiply_transposed";
+inline constexpr const char* kAllReduceQ = "allreduce_q";
+inline constexpr const char* kReplace = "replace";
+// Weights.
+inline constexpr const char* kAverageWeights = "average_weights";
+inline constexpr const char* kBroadcastWeights = "broadcast_weights";
+inline constexpr const char* kCompareWeights = "compare_weights";
+inline constexpr const char* kStartRounds = "start_rounds";
+inline constexpr const char* kAverageFragment = "average_fragment";
+inline constexpr const char* kOuterStep = "outer_step";
+inline constexpr const char* kAverageBuffers = "average_buffers";
+
+}  // namespace stages
+
+// Times one stage of a program for as long as it lives and shows it to the profiler. `name` is one of `stages`.
 class Stage {
  public:
   Stage(StageSeconds& seconds, const char* name);

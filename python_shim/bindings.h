@@ -10,6 +10,8 @@ namespace bagua {
 
 void bindBackend(pybind11::module& module);
 void bindAlgorithms(pybind11::module& module);
+void bindAlgorithmOptions(pybind11::module& module);
+void bindOperations(pybind11::module& module);
 
 // For the end of whatever owns a transport: it joins threads, and a thread that drops the last reference to a tensor
 // that Python knows needs the GIL for it.

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/weight_exchanges/average_round.h"
 #include "algorithms/shared/weights.h"
@@ -25,7 +26,7 @@ using std::chrono::milliseconds;
 // unfinished step or a checkpoint never see half a change. Ranks may take different numbers of steps.
 //
 // All ranks take part in every round. It carries whether a rank is in abort(); the round in which all are is the last.
-class AsyncModelAverage final : public Algorithm {
+class AsyncModelAverage final : public Algorithm, public ActsOnWeights, public RunsInBackground, public KeepsState {
  public:
   AsyncModelAverage(const std::string& mode, milliseconds interval, int64_t warmupSteps)
       : interval_(interval), warmupSteps_(warmupSteps) {
@@ -34,9 +35,11 @@ class AsyncModelAverage final : public Algorithm {
     TORCH_CHECK_VALUE(warmupSteps >= 0, "bagua: warmup_steps must not be negative, got ", warmupSteps);
   }
 
-  [[nodiscard]] bool reducesGradients() const override { return isWarmingUp(); }
+  [[nodiscard]] GradientScope gradientScope() const override {
+    return isWarmingUp() ? GradientScope::kAllRanks : GradientScope::kNone;
+  }
   void reduce(Bucket& bucket, Communicator& communicator) override {
-    const Stage stage(bucket.seconds, "allreduce");
+    const Stage stage(bucket.seconds, stages::kAllReduce);
     communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
   }
 
@@ -74,16 +77,13 @@ class AsyncModelAverage final : public Algorithm {
 
   void synchronize(StepContext& context) override {
     const bool wasPaused = isPaused_;
-    leave(context);
-    if (!wasPaused) resume(context);
-  }
-
-  void leave(StepContext& context) override {
     abort(context);
     // Those who trained on after an earlier abort() are apart.
     averageWeights(context);
+    if (!wasPaused) resume(context);
   }
 
+  [[nodiscard]] int64_t stateBytes() const override { return 0; }
   [[nodiscard]] AlgorithmState state() const override {
     const auto left = std::chrono::duration_cast<milliseconds>(nextRound_ - Clock::now());
     return {{"step", counterTensor(step_)},

@@ -21,10 +21,12 @@ class ByteGrad final : public Algorithm {
                              communicator);
   }
 
-  [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
-  [[nodiscard]] bool keepsNothing() const override { return true; }
-  [[nodiscard]] bool isReplayable() const override { return !codec_->usesKey(Rounding::kNearest); }
-  [[nodiscard]] bool averages() const override { return options_.average; }
+  [[nodiscard]] ReduceTraits traits() const override {
+    return {.bucketsMayOverlap = true,
+            .isStateless = true,
+            .isReplayable = !codec_->usesKey(Rounding::kNearest),
+            .averagesSparse = options_.average};
+  }
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
     return compressed::whyUncoded(options_, topology);
   }

@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/weight_exchanges/peer_average.h"
 #include "algorithms/shared/weights.h"
@@ -14,20 +15,19 @@ namespace {
 
 // Averages weights, not gradients. The exchange starts before forward and has until the end of backward; then the
 // average replaces the weights, and the optimizer applies the rank's own gradient, taken at the old weights, to it.
-class Decentralized final : public Algorithm {
+class Decentralized final : public Algorithm, public ActsOnWeights, public KeepsState {
  public:
   Decentralized(PeerAverage average, int64_t interval) : average_(average), interval_(interval) {
     TORCH_CHECK_VALUE(interval >= 1, "bagua: communication_interval must be at least 1, got ", interval);
   }
 
-  void useTopology(const HostTopology& topology) override { average_.check(topology); }
+  void useModel(const StepContext& context) override { average_.check(context.topology()); }
 
-  [[nodiscard]] bool reducesGradients() const override { return false; }
   void reduce(Bucket& /*bucket*/, Communicator& /*communicator*/) override {
     TORCH_INTERNAL_ASSERT(false, "decentralized leaves gradients alone");
   }
 
-  [[nodiscard]] bool isReplayable() const override { return interval_ == 1 && !average_.pairs(); }
+  [[nodiscard]] ReduceTraits traits() const override { return {.isReplayable = interval_ == 1 && !average_.pairs()}; }
   [[nodiscard]] int64_t commonStep() const override { return step_; }
 
   void beforeForward(StepContext& context) override {
@@ -62,8 +62,8 @@ class Decentralized final : public Algorithm {
   }
 
   void synchronize(StepContext& context) override { averageWeights(context); }
-  void leave(StepContext& context) override { synchronize(context); }
 
+  [[nodiscard]] int64_t stateBytes() const override { return 0; }
   [[nodiscard]] AlgorithmState state() const override {
     return {{"step", counterTensor(step_)}, {"exchanges", counterTensor(exchanges_)}};
   }

@@ -10,14 +10,13 @@ class GradientAllReduce final : public Algorithm {
   explicit GradientAllReduce(bool average) : average_(average) {}
 
   void reduce(Bucket& bucket, Communicator& communicator) override {
-    const Stage stage(bucket.seconds, "allreduce");
+    const Stage stage(bucket.seconds, stages::kAllReduce);
     communicator.allReduce(bucket.flat, average_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
   }
 
-  [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
-  [[nodiscard]] bool keepsNothing() const override { return true; }
-  [[nodiscard]] bool isReplayable() const override { return true; }
-  [[nodiscard]] bool averages() const override { return average_; }
+  [[nodiscard]] ReduceTraits traits() const override {
+    return {.bucketsMayOverlap = true, .isStateless = true, .isReplayable = true, .averagesSparse = average_};
+  }
 
  private:
   const bool average_;

@@ -3,33 +3,34 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <set>
 #include <string>
+#include <utility>
 
 #include "backend/operation/hash.h"
 
 namespace bagua {
 namespace {
 
-// `slice` is the gradient's place in the bucket, one-dimensional; DDP fills it in the memory order of the parameter
-// wherever that leaves no gaps.
-at::Tensor likeParameter(const at::Tensor& slice, const at::Tensor& parameter) {
-  if (!parameter.is_non_overlapping_and_dense()) return slice.view(parameter.sizes());
-  return slice.as_strided(parameter.sizes(), parameter.strides(), slice.storage_offset());
+at::Tensor gradientIn(const at::Tensor& flat, const GradientSlot& slot) {
+  if (slot.gradient.defined()) return slot.gradient;
+  if (!slot.strides.empty()) return flat.as_strided(slot.sizes, slot.strides, flat.storage_offset() + slot.begin);
+  return flat.narrow(0, slot.begin, c10::multiply_integers(slot.sizes)).view(slot.sizes);
 }
 
-uint64_t hashOf(const std::vector<std::vector<BucketEntry>>& parts) {
+uint64_t hashOf(const std::vector<Slots>& parts) {
   uint64_t hash = kHashSeed;
   for (const auto& part : parts) {
     hash = mix(hash, part.size());
-    for (const auto& entry : part) hash = mix(hash, static_cast<uint64_t>(entry.parameter)) ^ (hash >> 29U);
+    for (const auto& slot : part) hash = mix(hash, static_cast<uint64_t>(slot.parameter)) ^ (hash >> 29U);
   }
   return hash;
 }
 
 // "5-3, 8": neighbouring positions in one, upwards or downwards.
-std::string textOf(const std::vector<BucketEntry>& part) {
+std::string textOf(const Slots& part) {
   std::string text;
   for (size_t begin = 0, end = 0; begin < part.size(); begin = end) {
     const int64_t first = part[begin].parameter;
@@ -47,9 +48,15 @@ std::string textOf(const std::vector<BucketEntry>& part) {
 
 }  // namespace
 
-uint64_t bucketKey(uint64_t seed, int64_t step, const std::vector<BucketEntry>& entries) {
-  const int64_t first = entries.empty() ? -1 : entries.front().parameter;
-  return mix(mix(mix(kHashSeed, seed), static_cast<uint64_t>(step)), static_cast<uint64_t>(first));
+uint64_t bucketKey(uint64_t seed, int64_t step, int64_t parameter) {
+  return mix(mix(mix(kHashSeed, seed), static_cast<uint64_t>(step)), static_cast<uint64_t>(parameter));
+}
+
+std::vector<BucketEntry> entriesOf(const at::Tensor& flat, const Slots& slots) {
+  std::vector<BucketEntry> entries;
+  entries.reserve(slots.size());
+  for (const auto& slot : slots) entries.push_back({slot.parameter, gradientIn(flat, slot), slot.isUsed});
+  return entries;
 }
 
 BucketLayouts::BucketLayouts(const std::vector<at::Tensor>& parameters, int64_t unusualSteps)
@@ -70,30 +77,36 @@ int64_t BucketLayouts::positionOf(const at::Tensor& parameter) {
   return position;
 }
 
-std::vector<BucketEntry> BucketLayouts::entriesOf(const c10d::GradBucket& gradients) {
-  std::vector<BucketEntry> entries;
-  if (gradients.getBuffer().is_sparse()) return entries;
+Slots BucketLayouts::slotsOf(const c10d::GradBucket& gradients) {
+  Slots slots;
+  if (gradients.getBuffer().is_sparse()) return slots;
   const auto parameters = gradients.getParameters();
+  slots.reserve(parameters.size());
   int64_t begin = 0;
   for (const auto& parameter : parameters) {
-    const at::Tensor slice = gradients.getBuffer().narrow(0, begin, parameter.numel());
-    entries.push_back({positionOf(parameter), likeParameter(slice, parameter)});
+    // DDP fills the place in the memory order of the parameter wherever that leaves no gaps.
+    GradientSlot slot{.parameter = positionOf(parameter), .begin = begin};
+    slot.sizes.assign(parameter.sizes().begin(), parameter.sizes().end());
+    if (parameter.is_non_overlapping_and_dense()) {
+      slot.strides.assign(parameter.strides().begin(), parameter.strides().end());
+    }
+    slots.push_back(std::move(slot));
     begin += parameter.numel();
   }
-  return entries;
+  return slots;
 }
 
-std::vector<std::vector<BucketEntry>> BucketLayouts::partsOf(const std::vector<BucketEntry>& bucket) const {
+std::vector<Slots> BucketLayouts::partsOf(const Slots& bucket) const {
   if (wanted_.empty() || bucket.empty()) return {bucket};
-  std::unordered_map<int64_t, const BucketEntry*> entries;
-  for (const auto& entry : bucket) entries.emplace(entry.parameter, &entry);
-  std::vector<std::vector<BucketEntry>> parts;
+  std::unordered_map<int64_t, const GradientSlot*> slots;
+  for (const auto& slot : bucket) slots.emplace(slot.parameter, &slot);
+  std::vector<Slots> parts;
   size_t covered = 0;
   for (const auto& group : wanted_) {
-    std::vector<BucketEntry> part;
+    Slots part;
     for (const int64_t position : group) {
-      const auto entry = entries.find(position);
-      if (entry != entries.end()) part.push_back(*entry->second);
+      const auto slot = slots.find(position);
+      if (slot != slots.end()) part.push_back(*slot->second);
     }
     if (part.size() != group.size()) continue;
     covered += part.size();
@@ -103,7 +116,7 @@ std::vector<std::vector<BucketEntry>> BucketLayouts::partsOf(const std::vector<B
   return parts;
 }
 
-std::shared_ptr<const GradientList> BucketLayouts::gradientsOf(const std::vector<std::vector<BucketEntry>>& parts) {
+std::shared_ptr<const GradientList> BucketLayouts::gradientsOf(const std::vector<Slots>& parts) {
   if (parts.front().empty()) return nullptr;
   const uint64_t hash = hashOf(parts);
   auto& known = gradientLists_[hash];
@@ -116,14 +129,19 @@ std::shared_ptr<const GradientList> BucketLayouts::gradientsOf(const std::vector
   return known;
 }
 
-void BucketLayouts::note(const std::vector<std::vector<BucketEntry>>& parts, bool isFirst, bool isLast) {
-  if (isFirst) current_.clear();
+void BucketLayouts::note(const Slots& bucket, const std::vector<Slots>& parts, bool isFirst, bool isLast) {
+  if (isFirst) {
+    current_.clear();
+    isWhole_ = true;
+  }
   for (const auto& part : parts) {
     if (!part.empty()) current_.push_back(positionsOf(part));
   }
+  isWhole_ = isWhole_ && parts.size() == 1 && isSameOrder(parts.front(), bucket);
   if (!isLast) return;
   last_ = current_;
   ++steps_;
+  if (isWhole_ && steps_ > unusualSteps_ && last_ == wanted_) wanted_.clear();
 }
 
 void BucketLayouts::check(const BucketLayout& layout) const {
@@ -138,9 +156,7 @@ void BucketLayouts::check(const BucketLayout& layout) const {
   }
 }
 
-bool isSameOrder(const std::vector<BucketEntry>& one, const std::vector<BucketEntry>& other) {
-  return positionsOf(one) == positionsOf(other);
-}
+bool isSameOrder(const Slots& one, const Slots& other) { return positionsOf(one) == positionsOf(other); }
 
 Bucket gatherPart(const std::vector<BucketEntry>& part) {
   int64_t numel = 0;
@@ -148,10 +164,13 @@ Bucket gatherPart(const std::vector<BucketEntry>& part) {
   Bucket bucket{.flat = at::empty({numel}, part.front().gradient.options().memory_format(std::nullopt))};
   int64_t begin = 0;
   for (const auto& entry : part) {
-    const at::Tensor place = likeParameter(bucket.flat.narrow(0, begin, entry.gradient.numel()), entry.gradient);
-    place.copy_(entry.gradient);
+    const at::Tensor& gradient = entry.gradient;
+    const bool isDense = gradient.is_non_overlapping_and_dense();
+    const at::Tensor place = isDense ? bucket.flat.as_strided(gradient.sizes(), gradient.strides(), begin)
+                                     : bucket.flat.narrow(0, begin, gradient.numel()).view(gradient.sizes());
+    place.copy_(gradient);
     bucket.entries.push_back({entry.parameter, place, entry.isUsed});
-    begin += entry.gradient.numel();
+    begin += gradient.numel();
   }
   return bucket;
 }

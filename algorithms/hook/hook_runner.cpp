@@ -2,27 +2,22 @@
 #include "algorithms/hook/hook_runner.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/isfinite.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
-#include <algorithm>
 #include <cmath>
 #include <sstream>
 #include <utility>
 
 #include "algorithms/capture.h"
+#include "algorithms/hook/bucket_program.h"
 #include "algorithms/hook/profiler_handover.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/weights.h"
-#include "backend/operation/sparse_reduction.h"
 #include "kernels/codec.h"
 
 namespace bagua {
 namespace {
-
-// Of all that algorithms draw at random.
-constexpr uint64_t kSeed = 0;
 
 std::unique_ptr<Algorithm> create(const std::string& name, const std::map<std::string, OptionValue>& options) {
   const auto& info = AlgorithmRegistry::find(name);
@@ -50,7 +45,6 @@ std::shared_ptr<const std::string> configurationOf(const std::string& name, cons
   return std::make_shared<const std::string>(name + "(" + options.toString() + ")");
 }
 
-// What DDP waits for where nothing travels.
 // Throws where the option "codec", one codec or "pattern=codec, ...", names one that takes no tensors of that device.
 void checkCodecs(const std::string& algorithm, const Options& options, at::Device device) {
   const auto option = options.values().find("codec");
@@ -64,30 +58,13 @@ void checkCodecs(const std::string& algorithm, const Options& options, at::Devic
   }
 }
 
+// What DDP waits for where nothing travels.
 c10::intrusive_ptr<c10::ivalue::Future> completedFuture(const at::Tensor& value) {
   std::vector<c10::Device> devices;
   if (!value.is_cpu()) devices.push_back(value.device());
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   future->markCompleted(c10::IValue(std::vector<at::Tensor>{value}));
   return future;
-}
-
-// Others after any change of a gradient.
-std::vector<std::pair<const void*, uint32_t>> marksOfGradients(const std::vector<at::Tensor>& parameters) {
-  std::vector<std::pair<const void*, uint32_t>> marks;
-  marks.reserve(parameters.size());
-  for (const auto& parameter : parameters) {
-    const at::Tensor& gradient = parameter.grad();
-    const bool isCounted = gradient.defined() && !gradient.is_inference();
-    marks.emplace_back(gradient.unsafeGetTensorImpl(), isCounted ? static_cast<uint32_t>(gradient._version()) : 0);
-  }
-  return marks;
-}
-
-int64_t bytesOfAll(const std::vector<at::Tensor>& tensors) {
-  int64_t bytes = 0;
-  for (const auto& tensor : tensors) bytes += tensor.is_sparse() ? 0 : static_cast<int64_t>(tensor.nbytes());
-  return bytes;
 }
 
 }  // namespace
@@ -99,19 +76,33 @@ HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string,
       group_(std::move(group)),
       parameters_(std::move(parameters)),
       actsOnWeights_(!AlgorithmRegistry::find(algorithm).optimizer.empty()),
-      countsSteps_(AlgorithmRegistry::find(algorithm).runsInBackground &&
-                   !AlgorithmRegistry::find(algorithm).stepsMayDiffer),
       isFirstStatic_(isStaticGraph),
-      layouts_(parameters_, isStaticGraph ? 2 : 1),
-      algorithm_(create(algorithm, options)),
-      configuration_(configurationOf(name_, options_)) {
+      gradients_(parameters_),
+      layouts_(parameters_, isStaticGraph ? 2 : 1) {
   if (!parameters_.empty()) checkCodecs(name_, options_, parameters_.front().device());
+  take(create(algorithm, options), configurationOf(name_, options_));
+}
+
+void HookRunner::take(std::shared_ptr<Algorithm> algorithm, std::shared_ptr<const std::string> configuration) {
+  traits_ = algorithm->traits();
+  configuration_ = std::move(configuration);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // What is replaced ends when nobody looks at it any more.
+  algorithm_.swap(algorithm);
+}
+
+GradientScope HookRunner::scope() const {
+  const auto* const onWeights = algorithm_->as<ActsOnWeights>();
+  return onWeights != nullptr ? onWeights->gradientScope() : GradientScope::kAllRanks;
 }
 
 void HookRunner::useModel(std::vector<int64_t> layers, std::vector<at::Tensor> buffers) {
   layers_ = std::move(layers);
   buffers_ = std::move(buffers);
-  algorithm_->useModel(*this);
+}
+
+void HookRunner::useParameters(const std::vector<ParameterFacts>& facts) {
+  if (auto* const reads = algorithm_->as<ReadsNames>()) reads->useParameters(facts);
 }
 
 // The first program connects the ranks, for which they wait for each other: here and not in a training step.
@@ -122,16 +113,19 @@ void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
   })->wait(kNoTimeout);
 }
 
-void HookRunner::useTopology() {
-  const HostTopology& topology = group_->topology();
-  spansHosts_ = topology.hostCount() > 1;
-  hostRanks_ = topology.ranksOf(topology.hostOf(rank()));
-  algorithm_->useTopology(topology);
+void HookRunner::begin() {
+  if (std::exchange(hasBegun_, true)) return;
+  if (auto* const onWeights = algorithm_->as<ActsOnWeights>()) onWeights->useModel(*this);
+}
+
+std::vector<int> HookRunner::hostRanks() const {
+  if (scope() != GradientScope::kHost) return {};
+  return topology().ranksOf(topology().hostOf(rank()));
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradients) {
-  TORCH_CHECK(isAnnounced_ || !actsOnWeights_, "bagua: algorithm '", name_, "' has not seen the forward of this ",
-              "backward on rank ", rank(),
+  TORCH_CHECK(tracker_.isAnnounced() || !actsOnWeights_, "bagua: algorithm '", name_,
+              "' has not seen the forward of this ", "backward on rank ", rank(),
               ": call the DistributedDataParallel model itself, not its forward(), and in "
               "training mode (to freeze parts of it, put those in evaluation mode)");
   const at::Tensor& buffer = gradients.getBuffer();
@@ -139,74 +133,55 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradie
   const bool isLast = gradients.isLast() || isFirstStatic_;
   isFirstStatic_ = false;
   if (isLast && actsOnWeights_) queueAfterBackward();
-  auto entries = layouts_.entriesOf(gradients);
-  const bool tellsUse = findUse(gradients, entries);
-  const auto work = reduceBucket(buffer, entries, gradients.getIndex() == 0, isLast, tellsUse);
+  Slots slots = layouts_.slotsOf(gradients);
+  const bool tellsUse = findUse(gradients, slots);
+  const auto work = reduceSlots(buffer, std::move(slots), gradients.getIndex() == 0, isLast, tellsUse);
   return work ? work->getFuture() : completedFuture(buffer);
 }
 
 // Where the model is not known, nor what it told DDP, an unused parameter is one without .grad.
-bool HookRunner::findUse(const c10d::GradBucket& gradients, std::vector<BucketEntry>& entries) {
+bool HookRunner::findUse(const c10d::GradBucket& gradients, Slots& slots) {
   if (use_) {
-    for (auto& entry : entries) entry.isUsed = use_->take(entry.parameter);
+    for (auto& slot : slots) slot.isUsed = use_->take(slot.parameter);
     return true;
   }
-  if (!parameters_.empty() || entries.empty()) return false;
+  if (!parameters_.empty() || slots.empty()) return false;
   const auto parameters = gradients.getParameters();
-  for (size_t i = 0; i < entries.size(); ++i) entries[i].isUsed = parameters[i].grad().defined();
+  for (size_t i = 0; i < slots.size(); ++i) slots[i].isUsed = parameters[i].grad().defined();
   return true;
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
-                                                        bool isFirst, bool isLast, bool tellsUse) {
-  checkCapture({flat});
-  const auto parts = layouts_.partsOf(entries);
-  layouts_.note(parts, isFirst, isLast);
-  if (isFirst) ++step_;
-  const bool travels = algorithm_->reducesGradients();
-  {
-    const std::lock_guard<std::mutex> lock(ledger_->mutex);
-    ++ledger_->stats.buckets;
-    if (isLast) ledger_->countStep();
-    if (isLast && travels) ++ledger_->stats.rounds;
-  }
-  if (!travels) return {};
-  // The end of backward waits for it.
-  const auto wait = algorithm_->bucketsMayOverlap() ? Wait::kNowInAnyOrder : Wait::kNow;
-  return submitTo(
-      host_ ? *host_ : *group_, "bagua:reduce_bucket", {flat}, wait,
-      [algorithm = algorithm_, handover = Handover{flat, entries, parts, step_ - 1, tellsUse}](
-          Communicator& communicator, StageSeconds& seconds) mutable {
-        reduce(*algorithm, handover, communicator, seconds);
-      },
-      layouts_.gradientsOf(parts));
+                                                        bool isFirst, bool isLast) {
+  TORCH_CHECK_VALUE(flat.is_sparse() || !entries.empty(), "bagua: a bucket of dense gradients must have entries, got ",
+                    "none for ", flat.numel(), " elements on rank ", rank());
+  Slots slots;
+  slots.reserve(entries.size());
+  for (const auto& entry : entries) slots.push_back({.parameter = entry.parameter, .gradient = entry.gradient});
+  return reduceSlots(flat, std::move(slots), isFirst, isLast, /*tellsUse=*/false);
 }
 
-void HookRunner::reduce(Algorithm& algorithm, Handover& handover, Communicator& communicator, StageSeconds& seconds) {
-  auto& [gradients, whole, parts, step, tellsUse, retained] = handover;
-  const auto reduceBucket = [&algorithm, &communicator, &seconds, &kept = retained, knowsUse = tellsUse](
-                                Bucket& bucket, int64_t number) {
-    bucket.step = number;
-    bucket.tellsUse = knowsUse;
-    bucket.retained = kept;
-    bucket.key = bucketKey(kSeed, number, bucket.entries);
-    algorithm.reduce(bucket, communicator);
-    seconds.take(bucket.seconds);
-  };
-  if (gradients.is_sparse()) {
-    const Stage stage(seconds, "sparse_allreduce");
-    allReduceSparse(communicator, gradients, algorithm.averages());
-    return algorithm.endSparse(gradients._values(), step);
-  }
-  if (parts.size() == 1 && isSameOrder(parts[0], whole)) {
-    Bucket bucket{.flat = gradients, .entries = whole};
-    return reduceBucket(bucket, step);
-  }
-  for (const auto& part : parts) {
-    Bucket bucket = gatherPart(part);
-    reduceBucket(bucket, step);
-    scatterPart(bucket, part);
-  }
+c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, Slots slots, bool isFirst, bool isLast,
+                                                       bool tellsUse) {
+  checkCapture({flat});
+  auto parts = layouts_.partsOf(slots);
+  layouts_.note(slots, parts, isFirst, isLast);
+  if (isFirst) ++step_;
+  const bool travels = reducesGradients();
+  ledger_->countBucket();
+  if (isLast) ledger_->countStep();
+  if (isLast && travels) ledger_->countRound();
+  if (!travels) return {};
+  // The end of backward waits for it.
+  const auto wait = traits_.bucketsMayOverlap ? Wait::kNowInAnyOrder : Wait::kNow;
+  auto gradients = layouts_.gradientsOf(parts);
+  return submitTo(
+      host_ ? *host_ : *group_, "bagua:reduce_bucket", {flat}, wait,
+      [algorithm = algorithm_, program = BucketProgram{flat, std::move(slots), std::move(parts), step_ - 1, tellsUse}](
+          Communicator& communicator, StageSeconds& seconds) mutable {
+        program.run(*algorithm, communicator, seconds);
+      },
+      std::move(gradients));
 }
 
 // Before DDP's own end of backward, which is queued after the last bucket; after it in the first step of a static
@@ -216,73 +191,53 @@ void HookRunner::queueAfterBackward() {
 }
 
 void HookRunner::atBackward(bool isBypassed) {
-  isStepCounted_ = false;
   // Also of a backward under no_sync(), after which the gradients are no longer gone.
-  if (isBeforeStep_ && haveGradientsGone()) wasStepSkipped_ = true;
+  lookForSkippedStep();
+  happen(StepEvent::kBackwardBegins);
   // That of a forward under no_sync() is else none of ours.
-  if (!isAnnounced_ || !isBypassed) return;
+  if (!tracker_.isAnnounced() || !isBypassed) return;
   ++step_;
-  {
-    const std::lock_guard<std::mutex> lock(ledger_->mutex);
-    ledger_->countStep();
-  }
+  ledger_->countStep();
   queueAfterBackward();
 }
 
-bool HookRunner::haveGradientsGone() const {
-  const at::NoGradGuard noGrad;
-  // As the backward has left them, though they may be zero.
-  if (marksOfGradients(parameters_) == marks_) return false;
-  return std::none_of(parameters_.begin(), parameters_.end(), [](const at::Tensor& parameter) {
-    const at::Tensor& gradient = parameter.grad();
-    if (!gradient.defined()) return false;
-    return gradient.is_sparse() ? gradient._nnz() > 0 : gradient.any().item<bool>();
-  });
+void HookRunner::lookForSkippedStep() {
+  if (countsSteps() && tracker_.isPending() && gradients_.haveGone()) happen(StepEvent::kFoundSkipped);
 }
 
-bool HookRunner::isStepSkipped() const {
-  if (!countsSteps_) return false;
-  if (wasStepSkipped_) return true;
-  if (!isBeforeStep_ || forwards_.any()) return false;
+void HookRunner::lookForSkippedStepAtEnd() {
+  if (!countsSteps() || !tracker_.isPending() || forwards_.any()) return;
+  if (!gradients_.areFinite() || gradients_.haveGone()) happen(StepEvent::kFoundSkipped);
+}
+
+void HookRunner::happen(StepEvent event) {
   const at::NoGradGuard noGrad;
-  const bool areFinite = std::all_of(parameters_.begin(), parameters_.end(), [](const at::Tensor& parameter) {
-    const at::Tensor& gradient = parameter.grad();
-    if (!gradient.defined()) return true;
-    return at::isfinite(gradient.is_sparse() ? gradient._values() : gradient).all().item<bool>();
-  });
-  return !areFinite || haveGradientsGone();
+  const StepDuties duties = tracker_.on(event);
+  auto* const counts = algorithm_->as<CountsSkippedSteps>();
+  if (duties.beginSkipped && counts != nullptr) counts->beginSkippedStep(*this);
+  if (duties.skipped && counts != nullptr) counts->afterSkippedStep(*this);
+  auto* const onWeights = algorithm_->as<ActsOnWeights>();
+  if (duties.step && onWeights != nullptr) onWeights->afterStep(*this);
 }
 
 void HookRunner::countSkippedStep() {
-  if (!isStepSkipped()) return;
-  wasStepSkipped_ = true;
-  tellOfSkippedStep();
-  isStepCounted_ = true;
-}
-
-void HookRunner::tellOfSkippedStep() {
-  if (!std::exchange(wasStepSkipped_, false)) return;
-  isBeforeStep_ = false;
-  const at::NoGradGuard noGrad;
-  algorithm_->afterSkippedStep(*this);
+  lookForSkippedStepAtEnd();
+  happen(StepEvent::kEnd);
 }
 
 // Also where nothing travels: a graph that was captured in such a step would leave out what others send.
 void HookRunner::checkCapture(const std::vector<at::Tensor>& tensors) const {
-  if (tensors.empty() || !group_->isCapturing(tensors.front().device()) || algorithm_->isReplayable()) return;
+  if (tensors.empty() || !group_->isCapturing(tensors.front().device()) || traits_.isReplayable) return;
   refuseCapture(*group_, tensors.front().device(), "algorithm ", *configuration_);
 }
 
 void HookRunner::afterBackward() {
   checkCapture(parameters_);
   const at::NoGradGuard noGrad;
-  isAnnounced_ = false;
-  tellOfSkippedStep();
-  isBeforeStep_ = true;
-  isStepCounted_ = false;
-  if (countsSteps_) marks_ = marksOfGradients(parameters_);
+  happen(StepEvent::kBackwardEnds);
+  if (countsSteps()) gradients_.note();
   forwards_.clear();
-  algorithm_->afterBackward(*this);
+  if (auto* const onWeights = algorithm_->as<ActsOnWeights>()) onWeights->afterBackward(*this);
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
@@ -302,53 +257,37 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
   const at::Tensor& first = tensors.front();
   int64_t numel = 0;
   for (const auto& tensor : tensors) numel += tensor.numel();
-  {
-    const std::lock_guard<std::mutex> lock(ledger_->mutex);
-    ledger_->stats.logicalBytes += bytesOfAll(tensors);
-  }
-  const int64_t step = algorithm_->sendsByStep() ? step_ : algorithm_->commonStep();
-  const Operation operation{
-      .type = c10d::OpType::ALLREDUCE,
-      .name = name,
-      .dtype = first.scalar_type(),
-      .numel = numel,
-      .timeout = group.timeout(),
-      .mayOverlap = wait == Wait::kNowInAnyOrder && (first.is_cpu() || algorithm_->keepsNothing()),
-      .isProfiled = wait != Wait::kLater,
-      .configuration = configuration_,
-      .gradients = std::move(gradients),
-      .step = static_cast<uint32_t>(step)};
+  ledger_->countLogicalBytes(tensors);
+  const auto* const onWeights = algorithm_->as<ActsOnWeights>();
+  const int64_t commonStep = onWeights != nullptr ? onWeights->commonStep() : 0;
+  const Operation operation{.type = c10d::OpType::ALLREDUCE,
+                            .name = name,
+                            .dtype = first.scalar_type(),
+                            .numel = numel,
+                            .timeout = group.timeout(),
+                            .mayOverlap = wait == Wait::kNowInAnyOrder && (first.is_cpu() || traits_.isStateless),
+                            .isProfiled = wait != Wait::kLater,
+                            .configuration = configuration_,
+                            .gradients = std::move(gradients),
+                            .step = static_cast<uint32_t>(traits_.sendsByStep ? step_ : commonStep)};
   const auto handover = wait != Wait::kLater ? ProfilerHandover::ofThisThread() : ProfilerHandover();
   auto program = [ledger = ledger_, handover, task = std::move(task)](Communicator& communicator) {
     const ProfilerHandover::Scope profiled(handover);
     const Traffic before = communicator.traffic();
     StageSeconds seconds;
     task(communicator, seconds);
-    const std::lock_guard<std::mutex> lock(ledger->mutex);
-    ledger->stats.traffic += communicator.traffic().since(before);
-    ledger->seconds.take(seconds);
+    ledger->add(communicator.traffic().since(before), seconds);
   };
   return group.executorFor(first.device()).submit(operation, tensors, std::move(program));
-}
-
-void HookRunner::countRound() {
-  const std::lock_guard<std::mutex> lock(ledger_->mutex);
-  ++ledger_->stats.rounds;
-}
-
-void HookRunner::noteMemory(std::map<std::string, int64_t> bytes) {
-  const std::lock_guard<std::mutex> lock(ledger_->mutex);
-  ledger_->stats.memory = std::move(bytes);
 }
 
 void HookRunner::beforeForward(std::vector<Momentum> momenta) {
   checkCapture(parameters_);
   const at::NoGradGuard noGrad;
-  if (countsSteps_ && isBeforeStep_ && haveGradientsGone()) wasStepSkipped_ = true;
-  tellOfSkippedStep();
-  algorithm_->useMomenta(std::move(momenta));
-  algorithm_->beforeForward(*this);
-  isAnnounced_ = true;
+  lookForSkippedStep();
+  happen(StepEvent::kForward);
+  if (auto* const uses = algorithm_->as<UsesMomenta>()) uses->useMomenta(std::move(momenta));
+  if (auto* const onWeights = algorithm_->as<ActsOnWeights>()) onWeights->beforeForward(*this);
 }
 
 void HookRunner::checkWeightsAreFree(const char* call) const {
@@ -359,41 +298,44 @@ void HookRunner::checkWeightsAreFree(const char* call) const {
 
 void HookRunner::afterStep() {
   checkCapture(parameters_);
-  const at::NoGradGuard noGrad;
-  tellOfSkippedStep();
-  isBeforeStep_ = false;
-  if (std::exchange(isStepCounted_, false)) return;
-  algorithm_->afterStep(*this);
+  happen(StepEvent::kOptimizerStep);
 }
 
 void HookRunner::synchronize() {
   const at::NoGradGuard noGrad;
-  if (AlgorithmRegistry::find(name_).agreement != Agreement::kEventual) return;
+  auto* const onWeights = algorithm_->as<ActsOnWeights>();
+  if (onWeights == nullptr) return;
   countSkippedStep();
   checkThatAllCan("synchronize()", kOfSynchronizing, {.text = "synchronize()", .detail = ""});
-  algorithm_->synchronize(*this);
+  onWeights->synchronize(*this);
+}
+
+RunsInBackground& HookRunner::inBackground(const char* call) const {
+  auto* const background = algorithm_->as<RunsInBackground>();
+  TORCH_CHECK(background != nullptr, call, " is for algorithms that communicate in the background; '", name_,
+              "' does not");
+  return *background;
 }
 
 bool HookRunner::abort() {
   const at::NoGradGuard noGrad;
   countSkippedStep();
-  return algorithm_->abort(*this);
+  return inBackground("abort()").abort(*this);
 }
 
 void HookRunner::endWithin(std::chrono::milliseconds limit) {
   const at::NoGradGuard noGrad;
-  algorithm_->endWithin(*this, limit);
+  if (auto* const background = algorithm_->as<RunsInBackground>()) background->endWithin(*this, limit);
 }
 
-bool HookRunner::resume() { return algorithm_->resume(*this); }
+bool HookRunner::resume() { return inBackground("resume()").resume(*this); }
 
 void HookRunner::leave(const Belongings& belongings) {
   const at::NoGradGuard noGrad;
-  if (AlgorithmRegistry::find(name_).agreement == Agreement::kEventual) makeEqual(belongings);
-  algorithm_ = create(kSuccessor, {});
-  configuration_ = configurationOf(kSuccessor, Options(kSuccessor, AlgorithmRegistry::find(kSuccessor).options, {}));
+  if (auto* const onWeights = algorithm_->as<ActsOnWeights>()) makeEqual(*onWeights, belongings);
+  const Options options(kSuccessor, AlgorithmRegistry::find(kSuccessor).options, {});
+  take(create(kSuccessor, {}), configurationOf(kSuccessor, options));
   actsOnWeights_ = false;
-  countsSteps_ = false;
   host_.reset();
   noteMemory({});
   forwards_.clear();
@@ -403,7 +345,7 @@ void HookRunner::checkThatAllCan(const char* call) { checkThatAllCan(call, kOfAb
 
 void HookRunner::checkThatAllCan(const char* call, const AgreementWords& words, Registration own) {
   const at::Device device = parameters_.front().device();
-  if (countsSteps_) own.text += c10::str(" after step ", algorithm_->commonStep());
+  if (countsSteps()) own.text += c10::str(" after step ", algorithm_->as<ActsOnWeights>()->commonStep());
   try {
     checkWeightsAreFree(call);
   } catch (...) {
@@ -414,9 +356,9 @@ void HookRunner::checkThatAllCan(const char* call, const AgreementWords& words, 
   agreeOn(own, words, meetingGroup(), device);
 }
 
-void HookRunner::makeEqual(const Belongings& belongings) {
+void HookRunner::makeEqual(ActsOnWeights& onWeights, const Belongings& belongings) {
   checkThatAllCan("remove()", kOfLeaving, {belongings.moment, belongings.shapes});
-  algorithm_->leave(*this);
+  onWeights.synchronize(*this);
   averageTensors(*this, belongings.gradients);
   broadcastTensors(*this, belongings.state);
 }
@@ -425,50 +367,46 @@ void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t 
   TORCH_CHECK_VALUE(step >= 0, "bagua: the checkpoint was written after ", step, " steps");
   layouts_.check(layout);
   AlgorithmState own = state;
-  const bool wasStepSkipped = countsSteps_ && own.erase(kStepSkipped) > 0;
-  algorithm_->load(own, *this);
-  if (countsSteps_) {
-    isBeforeStep_ = isStepCounted_ = false;
-    wasStepSkipped_ = wasStepSkipped;
-  }
+  const bool wasStepSkipped = countsSteps() && own.erase(kStepSkipped) > 0;
+  auto* const keeps = algorithm_->as<KeepsState>();
+  TORCH_CHECK_VALUE(keeps != nullptr || own.empty(), "bagua: algorithm '", name_,
+                    "' has no state, the checkpoint holds '", own.begin()->first, "'");
+  if (keeps != nullptr) keeps->load(own, *this);
+  if (countsSteps()) tracker_.load(wasStepSkipped);
   layouts_.want(std::move(layout));
   step_ = step;
 }
 
 void HookRunner::rescale(double factor) {
   const at::NoGradGuard noGrad;
-  TORCH_CHECK(algorithm_->keepsResiduals(), "rescale() is for algorithms with error feedback of gradients; '", name_,
+  auto* const residuals = algorithm_->as<KeepsResiduals>();
+  TORCH_CHECK(residuals != nullptr, "rescale() is for algorithms with error feedback of gradients; '", name_,
               "' remembers no gradients, and needs no rescale() or follow()");
   TORCH_CHECK_VALUE(std::isfinite(factor) && factor > 0, "bagua: rescale() takes a factor above 0, got ", factor);
-  if (factor != 1) algorithm_->rescale(factor);
+  if (factor != 1) residuals->rescale(factor);
 }
 
 // The script has saved the weights, or is about to: a skipped step changes them at the next forward. What other ranks
 // wait for begins now.
 AlgorithmState HookRunner::state() {
-  if (!isStepSkipped()) return algorithm_->state();
-  const at::NoGradGuard noGrad;
-  wasStepSkipped_ = isStepCounted_ = true;
-  algorithm_->beginSkippedStep(*this);
-  AlgorithmState state = algorithm_->state();
-  state.emplace(kStepSkipped, counterTensor(1));
+  const auto* const keeps = algorithm_->as<KeepsState>();
+  if (keeps == nullptr) return {};
+  lookForSkippedStepAtEnd();
+  happen(StepEvent::kCheckpoint);
+  AlgorithmState state = keeps->state();
+  if (tracker_.owesSkippedStep()) state.emplace(kStepSkipped, counterTensor(1));
   return state;
 }
 
 HookStats HookRunner::stats() const {
-  const std::lock_guard<std::mutex> lock(ledger_->mutex);
-  HookStats stats = ledger_->stats;
-  stats.seconds = ledger_->seconds.totals();
-  stats.stateBytes = algorithm_->stateBytes();
+  std::shared_ptr<const Algorithm> algorithm;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    algorithm = algorithm_;
+  }
+  HookStats stats = ledger_->stats();
+  if (const auto* const keeps = algorithm->as<KeepsState>()) stats.stateBytes = keeps->stateBytes();
   return stats;
-}
-
-void HookRunner::resetStats() {
-  const std::lock_guard<std::mutex> lock(ledger_->mutex);
-  auto memory = std::move(ledger_->stats.memory);
-  ledger_->stats = {};
-  ledger_->seconds.reset();
-  ledger_->stats.memory = std::move(memory);
 }
 
 }  // namespace bagua

@@ -10,34 +10,25 @@
 #include <vector>
 
 #include "algorithms/algorithm.h"
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/hook/agreement.h"
 #include "algorithms/hook/bucket_layout.h"
+#include "algorithms/hook/gradients_left.h"
+#include "algorithms/hook/hook_ledger.h"
 #include "algorithms/hook/outstanding_forwards.h"
 #include "algorithms/hook/parameter_use.h"
+#include "algorithms/hook/step_tracker.h"
 #include "backend/executor.h"
 
 namespace bagua {
 
-struct HookStats {
-  // Synchronised backwards, and buckets in them.
-  int64_t steps = 0;
-  int64_t buckets = 0;
-  // Times that the ranks communicated for the sake of a step.
-  int64_t rounds = 0;
-  // Bytes of gradients or weights that this rank had to communicate.
-  int64_t logicalBytes = 0;
-  // What this rank sent to other ranks for them.
-  Traffic traffic;
-  StageSeconds::Totals seconds;
-  // Memory that the algorithm keeps between steps.
-  int64_t stateBytes = 0;
-  // What the algorithm holds beside the model, in bytes.
-  std::map<std::string, int64_t> memory;
-};
-
-// An algorithm at work on one model: turns each bucket that DDP hands over into a program, tells the algorithm how far
-// a step has come, and counts what it costs. Shared by the Reducer's hook and the handle that the user holds. run() and
-// stats() may be called from any thread, the others from the one that trains.
+// An algorithm at work on one model: turns each bucket that DDP hands over into a program, and tells the algorithm how
+// far a step has come (StepTracker says how far that is). Shared by the Reducer's hook and the handle that the user
+// holds. run() is called on a thread of the backward; stats(), resetStats() and what is const of the registration may
+// be called from any thread at any time; the others from the one that trains.
+//
+// Its life: made, told of the model, agreed upon by the ranks, begun; steps; left. After leave() it averages gradients
+// in full precision.
 class HookRunner final : public std::enable_shared_from_this<HookRunner>, private StepContext {
  public:
   // Without `parameters` it serves algorithms that only know gradients. `isStaticGraph`: of the DDP model.
@@ -58,26 +49,24 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // The same for gradients of another source than DDP: `isFirst` and `isLast` of a step. No work where the gradients
   // stay as they are. The end of backward has then to be told through afterBackward().
   c10::intrusive_ptr<c10d::Work> reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
-                                              bool isFirst, bool isLast, bool tellsUse = false);
+                                              bool isFirst, bool isLast);
   void afterBackward();
 
-  // Once the ranks have agreed.
-  void useTopology();
+  // Once the ranks have agreed; when they do so again, nothing is left to do.
+  void begin();
   // Before the first step, where they are known.
-  void useParameters(const std::vector<ParameterFacts>& facts) { algorithm_->useParameters(facts); }
+  void useParameters(const std::vector<ParameterFacts>& facts);
   // Whether gradients travel between hosts, where they had better leave early and in small buckets. Not on a GPU: its
   // buckets travel one after another, each with a delay of its own, and many small ones would add up more of those.
   [[nodiscard]] bool wantsSmallBuckets() const {
-    return spansHosts_ && areOnCpu() && algorithm_->reducesGradients() && !algorithm_->staysInHost();
+    return group_->topology().hostCount() > 1 && areOnCpu() && scope() == GradientScope::kAllRanks;
   }
-  // The ranks of this host, where gradients stay inside it, else none. After useTopology().
-  [[nodiscard]] std::vector<int> hostRanks() const {
-    return algorithm_->staysInHost() ? hostRanks_ : std::vector<int>();
-  }
+  // The ranks of this host, where gradients stay inside it, else none. After begin().
+  [[nodiscard]] std::vector<int> hostRanks() const;
   // A group of these; before the first step.
   void useHost(std::shared_ptr<ExecutorProvider> group) { host_ = std::move(group); }
   // Whether DDP has to gather the gradients of the step at hand.
-  [[nodiscard]] bool reducesGradients() const { return algorithm_->reducesGradients(); }
+  [[nodiscard]] bool reducesGradients() const { return scope() != GradientScope::kNone; }
   void beforeForward(std::vector<Momentum> momenta);
   // The end of such a forward: what it returned.
   void afterForward(const std::vector<at::Tensor>& outputs) { forwards_.add(outputs); }
@@ -89,7 +78,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // are gone, or not finite, as GradScaler leaves them.
   void countSkippedStep();
   // Whether a synchronised backward has come since the optimizer's last step.
-  [[nodiscard]] bool isBeforeStep() const { return isBeforeStep_; }
+  [[nodiscard]] bool isBeforeStep() const { return tracker_.isPending(); }
   // Throws on all ranks, and changes nothing, unless all of them can. Collective.
   void synchronize();
   bool abort();
@@ -114,74 +103,63 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Synchronised backwards so far, in this run and in those that it continues.
   [[nodiscard]] int64_t step() const { return step_; }
   void load(const AlgorithmState& state, BucketLayout layout, int64_t step);
-  [[nodiscard]] bool keepsResiduals() const { return algorithm_->keepsResiduals(); }
+  [[nodiscard]] bool keepsResiduals() const { return algorithm_->as<KeepsResiduals>() != nullptr; }
   // Multiplies the gradients that the algorithm remembers. Throws where it remembers none.
   void rescale(double factor);
 
   [[nodiscard]] HookStats stats() const;
   // Counts from zero again. What is under way counts when it is over.
-  void resetStats();
+  void resetStats() { ledger_->reset(); }
   // As Algorithm::whyUncoded(), of the ranks of this model.
   [[nodiscard]] std::string whyUncoded() const { return algorithm_->whyUncoded(group_->topology()); }
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] const Options& options() const { return options_; }
 
  private:
-  // Programs in flight hold this, and not the runner: it owns the executor that they run on.
-  struct Ledger {
-    std::mutex mutex;
-    HookStats stats;
-    StageSeconds seconds;
-
-    // Under the mutex. Lets go of what programs of earlier steps have used to time themselves.
-    void countStep() {
-      ++stats.steps;
-      static_cast<void>(seconds.totals());
-    }
-  };
-
   [[nodiscard]] const std::string& algorithm() const override { return name_; }
   [[nodiscard]] const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   [[nodiscard]] const std::vector<int64_t>& layers() const override { return layers_; }
   [[nodiscard]] const std::vector<at::Tensor>& buffers() const override { return buffers_; }
   [[nodiscard]] int rank() const override { return group_->identity().rank; }
   [[nodiscard]] int size() const override { return group_->identity().size; }
+  [[nodiscard]] const HostTopology& topology() const override { return group_->topology(); }
   void checkWeightsAreFree(const char* call) const override;
   c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                         Task task) override;
   c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
                                                     Task task) override;
-  void countRound() override;
-  void noteMemory(std::map<std::string, int64_t> bytes) override;
+  void countRound() override { ledger_->countRound(); }
+  void noteMemory(std::map<std::string, int64_t> bytes) override { ledger_->noteMemory(std::move(bytes)); }
 
+  // Puts the algorithm to work that `algorithm` is.
+  void take(std::shared_ptr<Algorithm> algorithm, std::shared_ptr<const std::string> configuration);
+  [[nodiscard]] GradientScope scope() const;
+  // Whether the algorithm is told of skipped steps, too.
+  [[nodiscard]] bool countsSteps() const { return algorithm_->as<CountsSkippedSteps>() != nullptr; }
   // Where all ranks are at the same step when they make themselves equal: a rank that is at another one, and waits in a
   // round, finds out at once.
-  [[nodiscard]] ExecutorProvider& meetingGroup() const { return countsSteps_ ? *background_ : *group_; }
+  [[nodiscard]] ExecutorProvider& meetingGroup() const { return countsSteps() ? *background_ : *group_; }
   void checkThatAllCan(const char* call) override;
   void checkThatAllCan(const char* call, const AgreementWords& words, Registration own);
   // Throws where a CUDA graph is captured on the device of `tensors`, unless it may repeat a step of the algorithm.
   void checkCapture(const std::vector<at::Tensor>& tensors) const;
   [[nodiscard]] bool areOnCpu() const { return parameters_.empty() || parameters_.front().device().is_cpu(); }
-  [[nodiscard]] bool haveGradientsGone() const;
-  [[nodiscard]] bool isStepSkipped() const;
-  void tellOfSkippedStep();
+  // The step at hand was skipped, if its gradients have gone.
+  void lookForSkippedStep();
+  // The same where no forward or backward follows that would show it: also if they are not finite.
+  void lookForSkippedStepAtEnd();
+  // Tells the algorithm what follows of an event.
+  void happen(StepEvent event);
   c10::intrusive_ptr<c10d::Work> submitTo(ExecutorProvider& group, const char* name,
                                           const std::vector<at::Tensor>& tensors, Wait wait, Task task,
                                           std::shared_ptr<const GradientList> gradients = nullptr);
-  void makeEqual(const Belongings& belongings);
-  // What DDP handed over in a step; `parts` as BucketLayouts::partsOf makes them.
-  struct Handover {
-    at::Tensor gradients;
-    std::vector<BucketEntry> whole;
-    std::vector<std::vector<BucketEntry>> parts;
-    int64_t step = 0;
-    bool tellsUse = false;
-    // Bucket::retained of all buckets: the handover lives as long as the program.
-    std::shared_ptr<Bucket::Retained> retained = std::make_shared<Bucket::Retained>();
-  };
-  // Writes into the entries whether this rank has used them; whether that is known.
-  bool findUse(const c10d::GradBucket& gradients, std::vector<BucketEntry>& entries);
-  static void reduce(Algorithm& algorithm, Handover& handover, Communicator& communicator, StageSeconds& seconds);
+  void makeEqual(ActsOnWeights& onWeights, const Belongings& belongings);
+  // Throws where the algorithm does not run in the background. `call` is what the user called.
+  [[nodiscard]] RunsInBackground& inBackground(const char* call) const;
+  // Writes into the slots whether this rank has used them; whether that is known.
+  bool findUse(const c10d::GradBucket& gradients, Slots& slots);
+  c10::intrusive_ptr<c10d::Work> reduceSlots(const at::Tensor& flat, Slots slots, bool isFirst, bool isLast,
+                                             bool tellsUse);
   void queueAfterBackward();
 
   const std::string name_;
@@ -189,32 +167,26 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   const std::shared_ptr<ExecutorProvider> group_;
   std::shared_ptr<ExecutorProvider> background_;
   std::shared_ptr<ExecutorProvider> host_;
-  std::vector<int> hostRanks_;
   const std::vector<at::Tensor> parameters_;
   std::vector<int64_t> layers_;
   std::vector<at::Tensor> buffers_;
+  // Whether it goes by forwards and by what the optimizer does.
   bool actsOnWeights_;
-  // Whether the algorithm is told of skipped steps, too.
-  bool countsSteps_;
+  bool hasBegun_ = false;
   // In the first step of a static graph DDP hands over all buckets, none of them as the last, at the end of backward.
   bool isFirstStatic_;
-  // Whether the coming backward is one of a forward that the algorithm has seen.
-  bool isAnnounced_ = false;
   // Since the last synchronised backward.
   OutstandingForwards forwards_;
-  bool isBeforeStep_ = false;
-  // Whether a step was skipped that the algorithm has not been told of: seen in a backward, or before a checkpoint.
-  bool wasStepSkipped_ = false;
-  // Whether an end has counted the step of the last backward.
-  bool isStepCounted_ = false;
-  // Of the gradients as the last backward has left them.
-  std::vector<std::pair<const void*, uint32_t>> marks_;
-  bool spansHosts_ = false;
-  const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
+  StepTracker tracker_;
+  GradientsLeft gradients_;
+  const std::shared_ptr<HookLedger> ledger_ = std::make_shared<HookLedger>();
   BucketLayouts layouts_;
   std::optional<ParameterUse> use_;
   int64_t step_ = 0;
+  // Guards the pointer, which leave() replaces, for those who call from another thread than the one that trains.
+  mutable std::mutex mutex_;
   std::shared_ptr<Algorithm> algorithm_;
+  ReduceTraits traits_;
   // As the ranks compare it in every program.
   std::shared_ptr<const std::string> configuration_;
 };

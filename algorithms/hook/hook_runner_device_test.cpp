@@ -23,7 +23,7 @@ bool wantsSmallBuckets(const std::string& algorithm, const at::Tensor& parameter
                        const std::vector<std::string>& hosts) {
   const auto group = std::make_shared<ImmediateGroup>(hosts);
   HookRunner runner(algorithm, {}, group, {parameter});
-  runner.useTopology();
+  runner.begin();
   return runner.wantsSmallBuckets();
 }
 
@@ -68,8 +68,6 @@ TEST(HookRunner, WhatABucketRetainsLivesAsLongAsTheProgram) {
 BAGUA_REGISTER_ALGORITHM({
     .name = "retaining",
     .summary = "For this test.",
-    .position = 1001,
-    .options = {},
     .create = [](const Options& /*options*/) { return std::make_unique<Retaining>(); },
 })
 

@@ -87,8 +87,6 @@ TEST(HookRunner, RefusesACodecThatTakesNoTensorsOfTheModelsDevice) {
 BAGUA_REGISTER_ALGORITHM({
     .name = "watching",
     .summary = "For this test.",
-    .position = 1000,
-    .options = {},
     .create = [](const Options& /*options*/) { return std::make_unique<Watching>(); },
 })
 

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
 #include <utility>
 
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/compressed/mean.h"
 #include "algorithms/shared/weight_exchanges/ring_exchange.h"
@@ -18,18 +20,17 @@ namespace {
 
 // Draws the weights of neighbours in a ring together after every step, by differences of 8 bits against replicas that
 // both ends hold.
-class LowPrecisionDecentralized final : public Algorithm {
+class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, public KeepsState {
  public:
   LowPrecisionDecentralized(bool hierarchical, int64_t interval, const std::string& codec)
       : hierarchical_(hierarchical), interval_(interval), codec_(CodecRegistry::find(codec).codec) {
     TORCH_CHECK_VALUE(interval >= 1, "bagua: communication_interval must be at least 1, got ", interval);
   }
 
-  void useTopology(const HostTopology& topology) override {
-    topology_ = hierarchical_ ? topology : HostTopology::oneRankPerHost(topology.size());
+  void useModel(const StepContext& context) override {
+    topology_ = hierarchical_ ? context.topology() : HostTopology::oneRankPerHost(context.size());
   }
 
-  [[nodiscard]] bool reducesGradients() const override { return false; }
   void reduce(Bucket& /*bucket*/, Communicator& /*communicator*/) override {
     TORCH_INTERNAL_ASSERT(false, "low_precision_decentralized leaves gradients alone");
   }
@@ -62,20 +63,10 @@ class LowPrecisionDecentralized final : public Algorithm {
   void synchronize(StepContext& context) override {
     averageWeights(context);
     // They start again from these weights.
-    replicas_.clear();
+    keep({});
   }
-  void leave(StepContext& context) override { synchronize(context); }
 
-  [[nodiscard]] int64_t stateBytes() const override {
-    int64_t bytes = 0;
-    for (const auto& replica : replicas_) {
-      for (const auto& [name, member] : kReplicas) {
-        const bool isShared = member == &RingReplicas::right && replica.right.is_same(replica.left);
-        if (!isShared) bytes += static_cast<int64_t>((replica.*member).nbytes());
-      }
-    }
-    return bytes;
-  }
+  [[nodiscard]] int64_t stateBytes() const override { return stateBytes_; }
 
   [[nodiscard]] AlgorithmState state() const override {
     AlgorithmState state{{"step", counterTensor(step_)}};
@@ -103,7 +94,7 @@ class LowPrecisionDecentralized final : public Algorithm {
       if (ring.hasOneNeighbour()) replica.right = replica.left;
     }
     // None in a checkpoint from before the first step: they start then.
-    replicas_ = std::move(replicas);
+    keep(std::move(replicas));
     step_ = step;
   }
 
@@ -113,6 +104,18 @@ class LowPrecisionDecentralized final : public Algorithm {
       {"replica.self.", &RingReplicas::self},
       {"replica.left.", &RingReplicas::left},
       {"replica.right.", &RingReplicas::right}};
+
+  void keep(std::vector<RingReplicas> replicas) {
+    replicas_ = std::move(replicas);
+    int64_t bytes = 0;
+    for (const auto& replica : replicas_) {
+      for (const auto& [name, member] : kReplicas) {
+        const bool isShared = member == &RingReplicas::right && replica.right.is_same(replica.left);
+        if (!isShared) bytes += static_cast<int64_t>((replica.*member).nbytes());
+      }
+    }
+    stateBytes_ = bytes;
+  }
 
   // Between several hosts, or ranks: on a single host there is nothing to compress.
   [[nodiscard]] bool isRing() const { return topology_->hostCount() > 1; }
@@ -138,14 +141,14 @@ class LowPrecisionDecentralized final : public Algorithm {
                   }
                 })
         ->wait(kNoTimeout);
-    replicas_ = *replicas;
+    keep(std::move(*replicas));
   }
 
   c10::intrusive_ptr<c10d::Work> submitStep(const at::Tensor& weights, size_t bucket, StepContext& context) {
     if (!isRing()) {
       return context.submit("bagua:average_weights", {weights}, StepContext::Wait::kNowInAnyOrder,
                             [flat = weights](Communicator& communicator, StageSeconds& seconds) mutable {
-                              const Stage stage(seconds, "allreduce");
+                              const Stage stage(seconds, stages::kAllReduce);
                               communicator.allReduce(flat, c10d::ReduceOp::AVG);
                             });
     }
@@ -170,6 +173,8 @@ class LowPrecisionDecentralized final : public Algorithm {
   std::optional<HostTopology> topology_;
   std::vector<WeightBucket> buckets_;
   std::vector<RingReplicas> replicas_;
+  // Of these, for any thread that asks.
+  std::atomic<int64_t> stateBytes_ = 0;
   // Steps of the optimizer so far.
   int64_t step_ = 0;
 };

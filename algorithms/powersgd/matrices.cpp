@@ -53,8 +53,6 @@ Division divide(const Bucket& bucket, const Worth& worth) {
     append(shape ? division.matrices : division.exact, piece);
     if (shape) byShape[*shape].push_back({parameter, piece});
   }
-  // Of a flat tensor without entries nothing is known.
-  append(division.exact, {begin, bucket.flat.numel()});
   for (auto& [shape, matrices] : byShape) division.groups.push_back({shape, std::move(matrices)});
   return division;
 }

@@ -12,14 +12,15 @@
 #include <utility>
 #include <vector>
 
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/powersgd/matrices.h"
 #include "algorithms/powersgd/starting_factors.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/compressed/mean.h"
-#include "algorithms/shared/compressed/raw_codec.h"
 #include "algorithms/shared/compressed/step_sets.h"
 #include "algorithms/shared/compressed/unused.h"
 #include "algorithms/shared/parameter_state.h"
+#include "kernels/codecs/raw/raw_codec.h"
 #include "kernels/loops/low_rank/matrix_batch.h"
 #include "kernels/loops/low_rank/orthogonalize.h"
 
@@ -41,7 +42,7 @@ struct PowerSgdOptions {
 
 // Mean of the gradients, of which each matrix travels as two thin factors; what they leave out is added to the next
 // step's gradient.
-class PowerSgd final : public Algorithm {
+class PowerSgd final : public Algorithm, public KeepsState, public KeepsResiduals {
  public:
   explicit PowerSgd(PowerSgdOptions options)
       : options_(std::move(options)),
@@ -62,7 +63,7 @@ class PowerSgd final : public Algorithm {
     const Division division = isExact ? Division{} : powersgd::divide(bucket, options_.worth);
     if (!division.groups.empty()) return reduceByFactors(bucket, division, communicator);
     {
-      const Stage stage(bucket.seconds, "allreduce");
+      const Stage stage(bucket.seconds, stages::kAllReduce);
       communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
     }
     if (!isExact) steps_.noteResult(bucket.flat);
@@ -73,13 +74,11 @@ class PowerSgd final : public Algorithm {
     steps_.noteResult(values);
   }
 
-  [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
-  [[nodiscard]] bool sendsByStep() const override { return true; }
+  [[nodiscard]] ReduceTraits traits() const override { return {.bucketsMayOverlap = true, .sendsByStep = true}; }
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
     return compressed::whyUncoded({.hierarchical = options_.isHierarchical}, topology);
   }
 
-  [[nodiscard]] bool keepsResiduals() const override { return true; }
   // Factors are made orthonormal, so that theirs does not matter.
   void rescale(double factor) override {
     for (auto& residuals : residuals_) residuals.rescale(factor);
@@ -136,7 +135,7 @@ class PowerSgd final : public Algorithm {
     at::Tensor second = at::empty({qElements}, options);
     std::vector<Work> works = begin(bucket, division, first, second);
     {
-      const Stage stage(bucket.seconds, "multiply");
+      const Stage stage(bucket.seconds, stages::kMultiply);
       for (auto& work : works) {
         low_rank::orthogonalize(work.q);
         work.batch.multiply(work.q, work.p);
@@ -147,15 +146,15 @@ class PowerSgd final : public Algorithm {
     reduceFirst(first, pElements, bucket, communicator);
     at::Tensor areUsable = at::isfinite(first).all();
     {
-      const Stage stage(bucket.seconds, "multiply_transposed");
+      const Stage stage(bucket.seconds, stages::kMultiplyTransposed);
       for (auto& work : works) {
         low_rank::orthogonalize(work.p);
         work.batch.multiplyTransposed(work.p, work.q);
       }
     }
-    reduceFactors(second, "allreduce_q", bucket.seconds, communicator);
+    reduceFactors(second, stages::kAllReduceQ, bucket.seconds, communicator);
     areUsable.logical_and_(at::isfinite(second).all());
-    const Stage stage(bucket.seconds, "replace");
+    const Stage stage(bucket.seconds, stages::kReplace);
     copyExact(bucket, division, exact, false);
     for (auto& work : works) {
       work.batch.replace(work.p, work.q, areUsable);
@@ -289,13 +288,13 @@ class PowerSgd final : public Algorithm {
     at::Tensor factors = message.narrow(0, 0, coding_ ? pElements : message.numel());
     at::Tensor rest = message.narrow(0, factors.numel(), message.numel() - factors.numel());
     if (coding_ && bucket.tellsUse) {
-      std::vector<compressed::Sum> sums = {{factors, *coding_},
-                                           {rest, {.codec = compressed::rawCodec(rest.scalar_type())}}};
-      return compressed::reduceToMeans(sums, meanOptions(communicator), bucket.seconds, communicator);
+      std::vector<compressed::Sum> sums = {{factors, *coding_}, {rest, {.codec = rawCodec(rest.scalar_type())}}};
+      static_cast<void>(compressed::reduceToMeans(sums, meanOptions(communicator), bucket.seconds, communicator));
+      return;
     }
-    reduceFactors(factors, "allreduce_p", bucket.seconds, communicator);
+    reduceFactors(factors, stages::kAllReduceP, bucket.seconds, communicator);
     if (rest.numel() == 0) return;
-    const Stage stage(bucket.seconds, "allreduce_exact");
+    const Stage stage(bucket.seconds, stages::kAllReduceExact);
     communicator.allReduce(rest, c10d::ReduceOp::AVG);
   }
 

@@ -12,10 +12,8 @@
 
 #include <limits>
 
-#include "algorithms/powersgd/matrices.h"
-#include "algorithms/powersgd/starting_factors.h"
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
-#include "kernels/device_ways.h"
 #include "tests/support/immediate_steps.h"
 #include "tests/support/thread_ranks.h"
 
@@ -134,36 +132,6 @@ double relativeDistance(const at::Tensor& got, const at::Tensor& expected) {
   return ((got.to(at::kDouble) - expected).norm() / expected.norm()).item<double>();
 }
 
-TEST(PowerSgdMatrices, AGradientIsTheMatrixOfItsFirstDimensionAgainstTheOthers) {
-  const powersgd::Worth worth{.rank = 4, .minCompression = 2};
-  const auto of = [&](const at::Tensor& gradient) { return *powersgd::matrixOf(gradient, worth); };
-  EXPECT_EQ(of(at::zeros({64, 32})), (powersgd::Shape{64, 32, 4}));
-  EXPECT_EQ(of(at::zeros({64, 3, 5, 5})), (powersgd::Shape{64, 75, 4}));
-  EXPECT_EQ(of(at::zeros({64, 8, 5, 5}).contiguous(at::MemoryFormat::ChannelsLast)), (powersgd::Shape{64, 200, 4}));
-  EXPECT_EQ(of(at::zeros({64, 32}).t()), (powersgd::Shape{64, 32, 4})) << "as it lies in memory";
-  for (const Sizes& sizes : std::vector<Sizes>{{}, {1000}, {0, 64}, {64, 0}, {1, 1000}, {1000, 1}, {8, 16}}) {
-    EXPECT_FALSE(powersgd::matrixOf(at::zeros(sizes), worth)) << c10::str(at::IntArrayRef(sizes));
-  }
-  // 2 * (rows + columns) * rank against rows * columns.
-  EXPECT_FALSE(powersgd::matrixOf(at::zeros({16, 16}), {.rank = 4, .minCompression = 2}));
-  EXPECT_TRUE(powersgd::matrixOf(at::zeros({16, 16}), {.rank = 4, .minCompression = 1.99}));
-  // Of no more columns than the matrix has.
-  EXPECT_EQ(powersgd::matrixOf(at::zeros({100, 3}), {.rank = 8, .minCompression = 0.5}), (powersgd::Shape{100, 3, 3}));
-}
-
-// The device may read them later, and they are memory of another stream.
-TEST(PowerSgd, FactorsOfACheckpointAreRetainedForTheDeviceWhenOthersTakeTheirPlace) {
-  const AsOnDevice onDevice;
-  const powersgd::MatrixGroup group{{.rows = 20, .columns = 10, .rank = 2}, {{0, {0, 200}}}};
-  powersgd::StartingFactors starts(true, 0);
-  starts.load({{"q.0", at::ones({2, 10})}}, {}, {.rank = 2});
-  const at::Tensor start = starts.startOf(group, 0, at::kFloat);
-  Bucket::Retained retained;
-  starts.keep(group, at::zeros({1, 2, 10}), retained);
-  ASSERT_EQ(retained.size(), 1);
-  EXPECT_TRUE(at::equal(retained.front(), start[0]));
-}
-
 TEST(PowerSgd, EachStepIsThatOfTheDefinition) {
   constexpr int kRanks = 3;
   constexpr int kSteps = 6;
@@ -234,7 +202,7 @@ TEST(PowerSgd, WhatTheOptimizerSawDiffersFromTheMeansByTheResidualsHeld) {
                       [&](Communicator& communicator) {
                         const auto algorithm = create({{"rank", int64_t{1}}, {"codec", codec}});
                         auto own = stepsOfRank(communicator, *algorithm, kSteps);
-                        states[communicator.rank()] = algorithm->state();
+                        states[communicator.rank()] = algorithm->as<KeepsState>()->state();
                         if (communicator.rank() == 0) history = std::move(own);
                       },
                       {"a", "a", "b", "c"});
@@ -296,12 +264,12 @@ TEST(PowerSgd, AStepWithNanOrInfinityLeavesNoTrace) {
       testing::runRanks(3, [&](Communicator& communicator) {
         const auto algorithm = create({});
         stepsOfRank(communicator, *algorithm, 2);
-        const AlgorithmState before = algorithm->state();
+        const AlgorithmState before = algorithm->as<KeepsState>()->state();
         Gradients gradients = gradientsOf(communicator.rank(), 2);
         if (communicator.rank() == 1) gradients[parameter].view(-1)[5] = value;
         const auto reduced = step(*algorithm, gradients, kOneBucket, 2, communicator);
         EXPECT_FALSE(reduced[parameter].isfinite().all().item<bool>());
-        EXPECT_TRUE(areSame(algorithm->state(), before));
+        EXPECT_TRUE(areSame(algorithm->as<KeepsState>()->state(), before));
         for (const auto& gradient :
              step(*algorithm, gradientsOf(communicator.rank(), 3), kOneBucket, 3, communicator)) {
           EXPECT_TRUE(gradient.isfinite().all().item<bool>());
@@ -325,7 +293,7 @@ TEST(PowerSgd, OtherBucketsChangeNoBit) {
                               step(*rebuilt, gradients, number < 2 ? kOneBucket : others, number, communicator);
                           EXPECT_TRUE(areSame(one, other)) << dtype << " " << number;
                         }
-                        EXPECT_TRUE(areSame(algorithm->state(), rebuilt->state()));
+                        EXPECT_TRUE(areSame(algorithm->as<KeepsState>()->state(), rebuilt->as<KeepsState>()->state()));
                       },
                       {"a", "b", "b"});
   }
@@ -338,13 +306,13 @@ TEST(PowerSgd, ACheckpointContinuesBitForBit) {
     const auto algorithm = create({});
     stepsOfRank(communicator, *algorithm, 3);
     const auto continued = create({});
-    continued->load(algorithm->state(), context);
+    continued->as<KeepsState>()->load(algorithm->as<KeepsState>()->state(), context);
     for (int number = 3; number < 5; ++number) {
       const Gradients gradients = gradientsOf(communicator.rank(), number);
       EXPECT_TRUE(areSame(step(*algorithm, gradients, kOneBucket, number, communicator),
                           step(*continued, gradients, kOneBucket, number, communicator)));
     }
-    EXPECT_TRUE(areSame(algorithm->state(), continued->state()));
+    EXPECT_TRUE(areSame(algorithm->as<KeepsState>()->state(), continued->as<KeepsState>()->state()));
   });
 }
 
@@ -353,7 +321,7 @@ TEST(PowerSgd, AStateThatDoesNotFitIsRefused) {
     const std::vector<at::Tensor> parameters = {at::zeros({40, 30}), at::zeros({17})};
     testing::ImmediateSteps context(communicator, parameters);
     const auto algorithm = create({});
-    algorithm->load({{"q.0", at::zeros({4, 30})}, {"residual.0", at::zeros({1200})}}, context);
+    algorithm->as<KeepsState>()->load({{"q.0", at::zeros({4, 30})}, {"residual.0", at::zeros({1200})}}, context);
     for (const auto& [name, value] :
          std::vector<std::pair<std::string, at::Tensor>>{{"q.0", at::zeros({3, 30})},
                                                          {"q.0", at::zeros({4, 30}, at::kLong)},
@@ -362,7 +330,7 @@ TEST(PowerSgd, AStateThatDoesNotFitIsRefused) {
                                                          {"q.", at::zeros({4, 30})},
                                                          {"residual.0", at::zeros({1201})},
                                                          {"replica.0", at::zeros({3})}}) {
-      EXPECT_THROW(algorithm->load({{name, value}}, context), c10::ValueError) << name;
+      EXPECT_THROW(algorithm->as<KeepsState>()->load({{name, value}}, context), c10::ValueError) << name;
     }
   });
 }
@@ -374,7 +342,7 @@ TEST(PowerSgd, BeforeTheStartStepGradientsAreTheMeanAndNothingIsKept) {
     for (const int64_t parameter : {0, 3}) {
       EXPECT_LT(relativeDistance(history[1][parameter], meanOf(3, 1, parameter)), 1e-6);
     }
-    EXPECT_TRUE(algorithm->state().empty());
+    EXPECT_TRUE(algorithm->as<KeepsState>()->state().empty());
     const auto reduced = step(*algorithm, gradientsOf(communicator.rank(), 2), kOneBucket, 2, communicator);
     EXPECT_GT(relativeDistance(reduced[0], meanOf(3, 2, 0)), 0.1);
   });
@@ -400,7 +368,7 @@ TEST(PowerSgd, WithoutWarmStartEachStepDrawsAnew) {
     const auto second = step(*algorithm, gradients, kOneBucket, 1, communicator);
     EXPECT_FALSE(at::equal(first[0], second[0]));
     EXPECT_TRUE(areSame(first, step(*algorithm, gradients, kOneBucket, 0, communicator)));
-    EXPECT_TRUE(algorithm->state().empty());
+    EXPECT_TRUE(algorithm->as<KeepsState>()->state().empty());
   });
 }
 

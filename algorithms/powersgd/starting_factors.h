@@ -9,8 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "algorithms/algorithm.h"
+#include "algorithms/bucket.h"
 #include "algorithms/powersgd/matrices.h"
+#include "algorithms/state.h"
 
 namespace bagua::powersgd {
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/cache_blocks.h"
 #include "algorithms/shared/compressed/feedback.h"
@@ -24,7 +25,7 @@ namespace {
 // Adam with 8-bit messages. While the optimizer warms up the gradients are averaged in full precision; after that each
 // rank updates the momentum by its own gradient, the momenta are averaged with 8-bit messages, and the optimizer, whose
 // variance is frozen, finds them in place of the gradients.
-class QAdam final : public Algorithm {
+class QAdam final : public Algorithm, public UsesMomenta, public KeepsState {
  public:
   QAdam(bool hierarchical, const std::string& codec, bool hasFeedback)
       : options_{.hierarchical = hierarchical}, codec_(codec), hasFeedback_(hasFeedback) {
@@ -40,30 +41,28 @@ class QAdam final : public Algorithm {
   void reduce(Bucket& bucket, Communicator& communicator) override {
     const auto momenta = currentMomenta();
     if (momenta->empty()) {
-      const Stage stage(bucket.seconds, "allreduce");
+      const Stage stage(bucket.seconds, stages::kAllReduce);
       communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
       return;
     }
     {
-      const Stage stage(bucket.seconds, "update_momentum");
+      const Stage stage(bucket.seconds, stages::kUpdateMomentum);
       updateMomenta(bucket.entries, *momenta);
     }
     auto coding = compressed::codingOf(CodecRegistry::find(codec_).codec, bucket.key);
-    const bool remembers =
-        hasFeedback_ && !bucket.entries.empty() && compressed::isCoded(options_, communicator.topology());
-    if (remembers) {
-      feedback_.beginBucket(bucket.step);
-      feedback_.useFor(bucket, codec_, options_, communicator, coding);
+    if (!hasFeedback_ || !compressed::isCoded(options_, communicator.topology())) {
+      return compressed::reduceToMean(bucket.flat, options_, coding, bucket.seconds, communicator);
     }
-    if (!remembers) return compressed::reduceToMean(bucket.flat, options_, coding, bucket.seconds, communicator);
+    feedback_.beginBucket(bucket.step);
+    feedback_.useFor(bucket, codec_, options_, communicator, coding);
     std::vector<compressed::Sum> sums = {{bucket.flat, coding}};
     if (bucket.tellsUse) sums.push_back(compressed::sumOfUses(bucket));
-    compressed::reduceToMeans(sums, options_, bucket.seconds, communicator);
+    const auto isFinite = compressed::reduceToMeans(sums, options_, bucket.seconds, communicator);
     if (bucket.tellsUse) {
       feedback_.keepUnused(bucket, sums.back().flat, options_, communicator, coding);
       compressed::clearUnused(bucket, sums.back().flat);
     }
-    feedback_.endBucket(bucket.flat);
+    feedback_.endBucket(bucket.flat, isFinite);
   }
 
   void endSparse(const at::Tensor& values, int64_t step) override {
@@ -76,7 +75,7 @@ class QAdam final : public Algorithm {
   [[nodiscard]] AlgorithmState state() const override { return feedback_.state(); }
   void load(const AlgorithmState& state, StepContext& context) override { feedback_.load(state, context.parameters()); }
 
-  [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
+  [[nodiscard]] ReduceTraits traits() const override { return {.bucketsMayOverlap = true}; }
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
     return compressed::whyUncoded(options_, topology);
   }
@@ -88,7 +87,7 @@ class QAdam final : public Algorithm {
 
   // The gradient's place takes the momentum that it leads to. The optimizer's own copy stays until its step: a step
   // that is skipped leaves no trace.
-  static void updateMomenta(const std::vector<BucketEntry>& entries, const std::vector<Momentum>& momenta) {
+  static void updateMomenta(const BucketEntries& entries, const std::vector<Momentum>& momenta) {
     std::map<double, Tensors> byDecay;
     for (const auto& [parameter, gradient, isUsed] : entries) {
       TORCH_INTERNAL_ASSERT(parameter >= 0 && parameter < static_cast<int64_t>(momenta.size()));

@@ -10,13 +10,14 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/quantized_allreduce/selection.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/compressed/collectives.h"
 #include "algorithms/shared/compressed/feedback.h"
 #include "algorithms/shared/compressed/mean.h"
-#include "algorithms/shared/compressed/raw_codec.h"
 #include "algorithms/shared/compressed/unused.h"
+#include "kernels/codecs/raw/raw_codec.h"
 
 namespace bagua {
 namespace {
@@ -41,7 +42,7 @@ bool areSmall(const std::string& residuals) {
 
 // Mean of the gradients with few bits for most of them, and error feedback. The gradients of a bucket that are to stay
 // exact, or that another codec takes, travel in the same messages.
-class QuantizedAllReduce final : public Algorithm {
+class QuantizedAllReduce final : public Algorithm, public KeepsState, public KeepsResiduals, public ReadsNames {
  public:
   QuantizedAllReduce(Selection selection, const compressed::MeanOptions& options, bool hasFeedback,
                      bool hasSmallResiduals, Rounding rounding)
@@ -58,27 +59,25 @@ class QuantizedAllReduce final : public Algorithm {
   void reduce(Bucket& bucket, Communicator& communicator) override {
     if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
     if (!compressed::isCoded(options_, communicator.topology())) {
-      const Stage stage(bucket.seconds, "allreduce");
+      const Stage stage(bucket.seconds, stages::kAllReduce);
       communicator.allReduce(bucket.flat, options_.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
       return;
     }
-    // Gradients without parameters (of nobody's model) leave nothing to be remembered by.
-    const bool remembers = hasFeedback_ && !bucket.entries.empty();
-    if (remembers) feedback_.beginBucket(bucket.step);
+    if (hasFeedback_) feedback_.beginBucket(bucket.step);
     auto sections = sectionsOf(bucket);
     std::vector<compressed::Sum> sums;
-    for (auto& section : sections) sums.push_back({section.flat, codingOf(bucket, section, remembers, communicator)});
-    const bool tellsUse = remembers && bucket.tellsUse && isAnyCoded(sections);
+    for (auto& section : sections) sums.push_back({section.flat, codingOf(bucket, section, communicator)});
+    const bool tellsUse = hasFeedback_ && bucket.tellsUse && isAnyCoded(sections);
     if (tellsUse) sums.push_back(compressed::sumOfUses(bucket));
-    compressed::reduceToMeans(sums, options_, bucket.seconds, communicator);
+    const auto isFinite = compressed::reduceToMeans(sums, options_, bucket.seconds, communicator);
     for (const auto& section : sections) section.scatterTo(bucket.flat);
-    if (remembers) {
+    if (hasFeedback_) {
       const bool keepsPlace = sections.front().pieces.empty() && !sections.front().codec.empty();
       if (keepsPlace) forgetOthers(sections, sums.front(), communicator);
       if (tellsUse) keepUnused(bucket, sections, sums, communicator);
       keepResiduals(bucket, sections, sums, communicator);
-      const Stage stage(bucket.seconds, "check");
-      feedback_.endBucket(bucket.flat);
+      const Stage stage(bucket.seconds, stages::kCheck);
+      feedback_.endBucket(bucket.flat, isFinite);
     }
   }
 
@@ -88,18 +87,18 @@ class QuantizedAllReduce final : public Algorithm {
     feedback_.endBucket(values);
   }
 
-  [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
-  [[nodiscard]] bool keepsNothing() const override { return !hasFeedback_; }
-  [[nodiscard]] bool isReplayable() const override {
+  [[nodiscard]] ReduceTraits traits() const override {
     const auto codecs = selection_.codecs();
-    return !hasFeedback_ && std::none_of(codecs.begin(), codecs.end(),
-                                         [this](const auto& codec) { return codec->usesKey(roundingWith(*codec)); });
+    const bool draws = std::any_of(codecs.begin(), codecs.end(),
+                                   [this](const auto& codec) { return codec->usesKey(roundingWith(*codec)); });
+    return {.bucketsMayOverlap = true,
+            .isStateless = !hasFeedback_,
+            .isReplayable = !hasFeedback_ && !draws,
+            .averagesSparse = options_.average};
   }
-  [[nodiscard]] bool averages() const override { return options_.average; }
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
     return compressed::whyUncoded(options_, topology);
   }
-  [[nodiscard]] bool keepsResiduals() const override { return true; }
   void rescale(double factor) override { feedback_.rescale(factor); }
   [[nodiscard]] int64_t stateBytes() const override { return feedback_.bytes(); }
   [[nodiscard]] AlgorithmState state() const override { return feedback_.state(); }
@@ -127,7 +126,6 @@ class QuantizedAllReduce final : public Algorithm {
   // The largest first. It is the bucket's own tensor, with zeros in the places of the others, unless these are many: a
   // copy of all would cost more than a few zeros on the line.
   [[nodiscard]] std::vector<Section> sectionsOf(const Bucket& bucket) const {
-    if (bucket.entries.empty()) return {{selection_.codecOf(-1, bucket.flat.view({-1, 1})), bucket.flat, {}, {}}};
     std::map<std::string, Section> byCodec;
     int64_t begin = 0;
     for (const auto& entry : bucket.entries) {
@@ -154,7 +152,7 @@ class QuantizedAllReduce final : public Algorithm {
     if (!keepsPlace) return sections;
     Section& first = sections.front();
     first.flat = bucket.flat;
-    first.entries = bucket.entries;
+    first.entries = bucket.entries.all();
     first.pieces.clear();
     return sections;
   }
@@ -210,21 +208,18 @@ class QuantizedAllReduce final : public Algorithm {
     return length;
   }
 
-  compressed::Coding codingOf(const Bucket& bucket, const Section& section, bool remembers,
-                              const Communicator& communicator) {
-    if (section.codec.empty()) return {.codec = compressed::rawCodec(bucket.flat.scalar_type())};
+  compressed::Coding codingOf(const Bucket& bucket, const Section& section, const Communicator& communicator) {
+    if (section.codec.empty()) return {.codec = rawCodec(bucket.flat.scalar_type())};
     const auto& codec = CodecRegistry::find(section.codec).codec;
     compressed::Coding coding = compressed::codingOf(codec, bucket.key);
     coding.sender.rounding = coding.owner.rounding = roundingWith(*codec);
-    if (remembers) {
-      feedback_.useFor(bucketOf(bucket, section), section.codec, options_, communicator, coding);
-    }
+    if (hasFeedback_) feedback_.useFor(bucketOf(bucket, section), section.codec, options_, communicator, coding);
     return coding;
   }
 
   void keepResiduals(Bucket& bucket, const std::vector<Section>& sections, const std::vector<compressed::Sum>& sums,
                      const Communicator& communicator) {
-    const Stage stage(bucket.seconds, "keep_residuals");
+    const Stage stage(bucket.seconds, stages::kKeepResiduals);
     for (size_t i = 0; i < sections.size(); ++i) {
       if (sections[i].codec.empty()) continue;
       feedback_.keep(bucketOf(bucket, sections[i]), sections[i].codec, options_, communicator, sums[i].coding);

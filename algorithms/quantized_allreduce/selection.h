@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "algorithms/algorithm.h"
+#include "algorithms/algorithm_interfaces.h"
 #include "kernels/codec.h"
 
 namespace bagua::quantized {
@@ -23,7 +23,7 @@ class Selection {
   // all.
   Selection(const std::string& codec, const std::string& exact);
 
-  // As Algorithm::checkNames(): throws for a pattern that fits none of them, which may be a misspelt word. Without
+  // As ReadsNames::checkNames(): throws for a pattern that fits none of them, which may be a misspelt word. Without
   // names it throws for whatever needs a model, unless `exact` is the default.
   void checkNames(const std::optional<std::vector<std::string>>& names) const;
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "algorithms/algorithm.h"
 #include "algorithms/bucket.h"
+#include "algorithms/state.h"
 #include "kernels/codec.h"
 
 namespace bagua {

@@ -172,13 +172,11 @@ TEST(ParameterState, BucketsMayBeAtWorkAtOnce) {
 }
 
 TEST(BucketKey, DiffersBetweenStepsAndBucketsAndSeeds) {
-  const auto one = bucketOf({3, 1}).entries;
-  const auto other = bucketOf({2, 1}).entries;
-  const uint64_t key = bucketKey(0, 7, one);
-  EXPECT_EQ(key, bucketKey(0, 7, bucketOf({3, 2}).entries));
-  EXPECT_NE(key, bucketKey(0, 8, one));
-  EXPECT_NE(key, bucketKey(0, 7, other));
-  EXPECT_NE(key, bucketKey(1, 7, one));
+  const uint64_t key = bucketKey(0, 7, 3);
+  EXPECT_EQ(key, bucketKey(0, 7, 3));
+  EXPECT_NE(key, bucketKey(0, 8, 3));
+  EXPECT_NE(key, bucketKey(0, 7, 2));
+  EXPECT_NE(key, bucketKey(1, 7, 3));
 }
 
 }  // namespace

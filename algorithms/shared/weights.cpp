@@ -105,14 +105,15 @@ void unpackAll(const std::vector<WeightBucket>& buckets, const std::vector<at::T
 namespace {
 
 template <typename Call>
-void replace(StepContext& context, const std::vector<at::Tensor>& tensors, const char* name, Call call) {
+void replace(StepContext& context, const std::vector<at::Tensor>& tensors, const char* name, const char* stageName,
+             Call call) {
   if (tensors.empty()) return;
   const auto buckets = weightBuckets(tensors);
   std::vector<at::Tensor> flats = packAll(buckets);
   context
       .submit(name, flats, StepContext::Wait::kNow,
-              [flats, name, call](Communicator& communicator, StageSeconds& seconds) mutable {
-                const Stage stage(seconds, name);
+              [flats, stageName, call](Communicator& communicator, StageSeconds& seconds) mutable {
+                const Stage stage(seconds, stageName);
                 for (auto& flat : flats) call(flat, communicator);
               })
       ->wait(kNoTimeout);
@@ -135,17 +136,17 @@ void averageTensors(StepContext& context, const std::vector<at::Tensor>& tensors
     context
         .submit("bagua:average_weights", {tensor}, StepContext::Wait::kNow,
                 [sparse = tensor](Communicator& communicator, StageSeconds& seconds) mutable {
-                  const Stage stage(seconds, "bagua:average_weights");
+                  const Stage stage(seconds, stages::kAverageWeights);
                   allReduceSparse(communicator, sparse, /*average=*/true);
                 })
         ->wait(kNoTimeout);
   }
-  replace(context, dense, "bagua:average_weights",
+  replace(context, dense, "bagua:average_weights", stages::kAverageWeights,
           [](at::Tensor& flat, Communicator& communicator) { communicator.allReduce(flat, c10d::ReduceOp::AVG); });
 }
 
 void broadcastTensors(StepContext& context, const std::vector<at::Tensor>& tensors) {
-  replace(context, tensors, "bagua:broadcast_weights",
+  replace(context, tensors, "bagua:broadcast_weights", stages::kBroadcastWeights,
           [](at::Tensor& flat, Communicator& communicator) { communicator.broadcast(flat, 0); });
 }
 

@@ -10,6 +10,7 @@
 
 #include <optional>
 
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
 #include "kernels/codec.h"
 #include "kernels/device_ways.h"
@@ -50,6 +51,15 @@ std::string nameOf(const Case& it) {
   return name + (it.isAsOnDevice ? "_as_on_a_device" : "");
 }
 
+// Two gradients, one of them a matrix whose columns lie one after another, as DDP hands over that of a transposed
+// weight.
+Bucket bucketOf(const at::Tensor& flat, int64_t step = 0) {
+  const int64_t rows = flat.numel() / 4;
+  const at::Tensor vector = flat.narrow(0, 0, flat.numel() - 2 * rows);
+  const at::Tensor matrix = flat.narrow(0, vector.numel(), 2 * rows).view({2, rows}).t();
+  return {.flat = flat, .entries = {{1, vector}, {0, matrix}}, .step = step, .key = bucketKey(0, step, 1)};
+}
+
 // GoogleTest looks for this name.
 // NOLINTNEXTLINE(readability-identifier-naming)
 void PrintTo(const Case& it, std::ostream* stream) { *stream << nameOf(it); }
@@ -78,7 +88,7 @@ class AlgorithmContract : public ::testing::TestWithParam<Case> {
         size(),
         [&](Communicator& communicator) {
           const auto algorithm = create();
-          Bucket bucket{gradients[communicator.rank()].clone()};
+          Bucket bucket = bucketOf(gradients[communicator.rank()].clone());
           testing::runProgram(bucket.flat.device(), communicator,
                               [&](Communicator& ofProgram) { algorithm->reduce(bucket, ofProgram); });
           results[communicator.rank()] = bucket.flat;
@@ -123,7 +133,7 @@ TEST_P(AlgorithmContract, GradientsAreCloseToTheirMean) {
     at::Tensor mean = gradients[0].clone();
     for (int rank = 1; rank < size(); ++rank) mean += gradients[rank];
     mean /= size();
-    // Two quantisations, each off by at most half of relativeError; normal values span less than 10 here.
+    // Two codings, each off by at most half of relativeError; normal values span less than 10 here.
     const double bound = 2 * 0.5 * 10.0 * info().relativeError;
     for (const auto& result : reduce(gradients)) EXPECT_LE((result - mean).abs().max().item<double>(), bound);
   }
@@ -168,7 +178,7 @@ double distance(const std::vector<at::Tensor>& one, const std::vector<at::Tensor
   return largest;
 }
 
-void takeSteps(Algorithm& algorithm, StepContext& context, int steps) {
+void takeSteps(ActsOnWeights& algorithm, StepContext& context, int steps) {
   const at::NoGradGuard noGrad;
   for (int step = 0; step < steps; ++step) {
     algorithm.beforeForward(context);
@@ -188,10 +198,11 @@ TEST_P(AlgorithmContract, WeightsAreDrawnTogetherAndEqualAtTheEnd) {
         weights[rank] = weightsOf(rank);
         testing::ImmediateSteps context(communicator, weights[rank]);
         const auto algorithm = create();
-        algorithm->useTopology(communicator.topology());
-        takeSteps(*algorithm, context, 12);
+        auto& onWeights = dynamic_cast<ActsOnWeights&>(*algorithm);
+        onWeights.useModel(context);
+        takeSteps(onWeights, context, 12);
         for (const auto& weight : weights[rank]) left[rank].push_back(weight.clone());
-        algorithm->leave(context);
+        onWeights.synchronize(context);
       },
       GetParam().hosts);
   for (int rank = 1; rank < size(); ++rank) {
@@ -210,18 +221,20 @@ TEST_P(AlgorithmContract, StateContinuesWhereItWasTaken) {
         std::vector<at::Tensor> weights = weightsOf(communicator.rank());
         testing::ImmediateSteps context(communicator, weights);
         const auto algorithm = create();
-        algorithm->useTopology(communicator.topology());
-        takeSteps(*algorithm, context, 3);
+        auto& onWeights = dynamic_cast<ActsOnWeights&>(*algorithm);
+        onWeights.useModel(context);
+        takeSteps(onWeights, context, 3);
 
         std::vector<at::Tensor> copies;
         for (const auto& weight : weights) copies.push_back(weight.clone());
         testing::ImmediateSteps copiedContext(communicator, copies);
         const auto continued = create();
-        continued->useTopology(communicator.topology());
-        continued->load(algorithm->state(), copiedContext);
+        auto& continuedOnWeights = dynamic_cast<ActsOnWeights&>(*continued);
+        continuedOnWeights.useModel(copiedContext);
+        dynamic_cast<KeepsState&>(*continued).load(dynamic_cast<KeepsState&>(*algorithm).state(), copiedContext);
 
-        takeSteps(*algorithm, context, 2);
-        takeSteps(*continued, copiedContext, 2);
+        takeSteps(onWeights, context, 2);
+        takeSteps(continuedOnWeights, copiedContext, 2);
         EXPECT_EQ(distance(weights, copies), 0);
       },
       GetParam().hosts);
@@ -242,8 +255,7 @@ std::pair<at::Tensor, at::Tensor> meansOfTwoSteps(Algorithm& algorithm, Communic
   for (int64_t step = 0; step < 3; ++step) {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(11 + communicator.rank() + 100 * (step % 2));
     const at::Tensor flat = at::randn({4000}, generator);
-    const std::vector<BucketEntry> entries = {{0, flat.view({40, 100})}};
-    Bucket bucket{.flat = flat, .entries = entries, .step = step, .key = bucketKey(0, step, entries)};
+    Bucket bucket = bucketOf(flat, step);
     algorithm.reduce(bucket, communicator);
     means.push_back(bucket.flat);
   }
@@ -267,10 +279,27 @@ TEST(ReplayableAlgorithms, GiveTheSameGradientsTheSameMeanInEveryStep) {
                       [&](Communicator& communicator) {
                         const auto algorithm = info.create(options);
                         const auto [first, last] = meansOfTwoSteps(*algorithm, communicator);
-                        EXPECT_EQ(at::equal(first, last), algorithm->isReplayable())
+                        EXPECT_EQ(at::equal(first, last), algorithm->traits().isReplayable)
                             << name << "(" << options.toString() << ")";
                       },
                       {"a", "b"});
+  }
+}
+
+// What is known by the name alone has to be true of what is created.
+TEST(RegisteredAlgorithms, HaveTheInterfacesThatTheirInfoNames) {
+  for (const auto& name : AlgorithmRegistry::names()) {
+    SCOPED_TRACE(name);
+    const auto& info = AlgorithmRegistry::find(name);
+    const auto algorithm = info.create(Options(name, info.options, {}));
+    const bool actsOnWeights = algorithm->as<ActsOnWeights>() != nullptr;
+    const bool usesMomenta = algorithm->as<UsesMomenta>() != nullptr;
+    EXPECT_EQ(actsOnWeights, info.agreement == Agreement::kEventual);
+    EXPECT_EQ(info.optimizer, usesMomenta ? "QAdamOptimizer" : actsOnWeights ? "Optimizer" : "");
+    EXPECT_EQ(algorithm->as<RunsInBackground>() != nullptr, info.runsInBackground);
+    EXPECT_EQ(algorithm->as<CountsSkippedSteps>() != nullptr, info.runsInBackground && !info.stepsMayDiffer);
+    EXPECT_TRUE(actsOnWeights || !info.runsInBackground) << "it would not hear of a step";
+    EXPECT_TRUE(algorithm->as<KeepsState>() != nullptr || !actsOnWeights) << "its steps would be lost in a checkpoint";
   }
 }
 

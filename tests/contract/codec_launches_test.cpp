@@ -2,6 +2,7 @@
 // How many kernels a codec launches on CUDA. kernels/README.md has these numbers.
 #include <cstdint>
 
+#include "kernels/codecs/raw/raw_codec.h"
 #include "kernels/integers.h"
 #include "tests/contract/codec_contract.h"
 #include "tests/support/cuda_on_cpu/codecs_on_cpu.h"
@@ -46,6 +47,50 @@ TEST_P(CodecLaunches, AreAsManyForAnyNumberOfHosts) {
   for (const int64_t hosts : {2, 7, 40}) {
     expectFewFor(hosts, {});
     expectFewFor(hosts, afterALostStep);
+  }
+}
+
+// Exact values travel in the messages of others: one launch for each way, and the bytes and means of the CPU.
+TEST(RawCodecLaunches, AreAsManyForAnyNumberOfHosts) {
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+    const auto raw = rawCodec(dtype);
+    const auto launched = cuda_on_cpu::rawCodec(dtype);
+    const int64_t bytes = raw->layout().groupBytes;
+    for (const int64_t hosts : {2, 7, 40}) {
+      SCOPED_TRACE(c10::str(hosts, " hosts of ", dtype));
+      constexpr int64_t kLength = 103;
+      const int64_t chunkLength = ceilDivide(kLength, hosts);
+      const at::Tensor values = at::randn({kLength}).to(dtype);
+      // Rows of an odd number of bytes, so that most are not aligned to the type.
+      const int64_t rowBytes = chunkLength * bytes + 5;
+      at::Tensor rows = at::full({hosts, rowBytes}, 7, at::kByte);
+      at::Tensor expectedRows = rows.clone();
+      const auto before = cuda_on_cpu::device().launches;
+      launched->encodeChunks(values, chunkLength, {}, rows);
+      raw->encodeChunks(values, chunkLength, {}, expectedRows);
+      EXPECT_TRUE(at::equal(rows, expectedRows));
+
+      at::Tensor decoded = at::zeros_like(values);
+      launched->decodeChunks(rows, chunkLength, decoded);
+      EXPECT_TRUE(at::equal(decoded, values));
+
+      at::Tensor copies = at::empty({hosts, rowBytes}, at::kByte);
+      for (int64_t copy = 0; copy < hosts; ++copy) {
+        at::Tensor row = copies[copy];
+        raw->start(at::empty({chunkLength}, dtype), {}, row);
+        const at::Tensor own = at::randn({chunkLength}).to(dtype);
+        raw->encode(own, {0, chunkLength}, {}, row);
+      }
+      at::Tensor mean = at::empty({chunkLength}, dtype);
+      at::Tensor expectedMean = mean.clone();
+      at::Tensor packed = at::empty({rowBytes}, at::kByte);
+      at::Tensor expectedPacked = packed.clone();
+      launched->decodeMeanAndEncode(copies, 3, {}, mean, packed);
+      raw->decodeMeanAndEncode(copies, 3, {}, expectedMean, expectedPacked);
+      EXPECT_TRUE(at::equal(mean, expectedMean));
+      EXPECT_TRUE(at::equal(packed, expectedPacked));
+      EXPECT_EQ(cuda_on_cpu::device().launches - before, 4);
+    }
   }
 }
 

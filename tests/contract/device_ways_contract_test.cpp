@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
 #include "kernels/codec.h"
 #include "kernels/device_ways.h"
@@ -83,14 +84,15 @@ Bucket bucketOf(const std::vector<size_t>& parameters, int rank, int step) {
     bucket.entries.push_back({static_cast<int64_t>(parameters[i]), gradient, isUsed(parameters[i], rank, step)});
     begin += parts[i].numel();
   }
-  bucket.key = bucketKey(0, step, bucket.entries);
+  bucket.key = bucketKey(0, step, bucket.entries.front().parameter);
   return bucket;
 }
 
 // Steps of a training, of which one is lost; residuals are rescaled before the last.
 void reduceGradients(Algorithm& algorithm, Communicator& communicator, Tensors& steps) {
   for (int step = 0; step < kSteps; ++step) {
-    if (step + 1 == kSteps && algorithm.keepsResiduals()) algorithm.rescale(0.5);
+    if (auto* residuals = algorithm.as<KeepsResiduals>(); residuals != nullptr && step + 1 == kSteps)
+      residuals->rescale(0.5);
     for (const auto& parameters : kBuckets) {
       Bucket bucket = bucketOf(parameters, communicator.rank(), step);
       testing::runProgram(bucket.flat.device(), communicator,
@@ -100,7 +102,7 @@ void reduceGradients(Algorithm& algorithm, Communicator& communicator, Tensors& 
   }
 }
 
-void changeWeights(Algorithm& algorithm, StepContext& context, const Tensors& weights, Tensors& steps) {
+void changeWeights(ActsOnWeights& algorithm, StepContext& context, const Tensors& weights, Tensors& steps) {
   for (int step = 0; step < 2 * kSteps; ++step) {
     algorithm.beforeForward(context);
     algorithm.afterBackward(context);
@@ -124,16 +126,16 @@ Way run(const Setting& it, const std::vector<std::string>& hosts) {
         Tensors weights;
         for (size_t i = 0; i < kShapes.size(); ++i) weights.push_back(random(kShapes[i], 100 * rank + i));
         testing::ImmediateSteps context(communicator, weights);
-        algorithm->useTopology(communicator.topology());
         std::vector<Momentum> momenta;
         for (size_t i = 0; i < kShapes.size(); ++i) momenta.push_back({random(kShapes[i], 7 + i), 0.9});
-        if (it.algorithm == "qadam") algorithm->useMomenta(momenta);
-        if (AlgorithmRegistry::find(it.algorithm).agreement == Agreement::kIdentical) {
-          reduceGradients(*algorithm, communicator, way.steps[rank]);
+        if (auto* uses = algorithm->as<UsesMomenta>()) uses->useMomenta(momenta);
+        if (auto* onWeights = algorithm->as<ActsOnWeights>()) {
+          onWeights->useModel(context);
+          changeWeights(*onWeights, context, weights, way.steps[rank]);
         } else {
-          changeWeights(*algorithm, context, weights, way.steps[rank]);
+          reduceGradients(*algorithm, communicator, way.steps[rank]);
         }
-        way.states[rank] = algorithm->state();
+        if (const auto* keeps = algorithm->as<KeepsState>()) way.states[rank] = keeps->state();
       },
       hosts);
   return way;

@@ -8,6 +8,7 @@
 #include <array>
 #include <set>
 
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/hook/bucket_layout.h"
 #include "algorithms/registry.h"
 #include "tests/fuzz/fuzzed_bytes.h"
@@ -66,7 +67,7 @@ void checkTopology(const HostTopology& topology, size_t ranks) {
 
 void checkLayouts(FuzzedBytes& input) {
   std::vector<at::Tensor> parameters;
-  std::vector<BucketEntry> bucket;
+  Slots bucket;
   for (int64_t position = input.from(1, 6) - 1; position >= 0; --position) {
     parameters.push_back(at::ones({position + 1}));
     bucket.push_back({static_cast<int64_t>(bucket.size()), parameters.back()});
@@ -95,17 +96,22 @@ void loadAndStep(FuzzedBytes& input) {
   checkTopology(rank.communicator().topology(), hosts.size());
   testing::ImmediateSteps steps(rank.communicator(), parameters);
   const auto algorithm = info.create(Options(info.name, info.options, {}));
-  algorithm->useTopology(rank.communicator().topology());
-  algorithm->load(madeUpState(input, 12), steps);
+  auto* const onWeights = algorithm->as<ActsOnWeights>();
+  auto* const keeps = algorithm->as<KeepsState>();
+  if (onWeights != nullptr) onWeights->useModel(steps);
+  if (keeps != nullptr) keeps->load(madeUpState(input, 12), steps);
   for (int step = 0; step < 2; ++step) {
-    algorithm->beforeForward(steps);
-    Bucket bucket{.flat = at::ones({12})};
-    if (algorithm->reducesGradients()) algorithm->reduce(bucket, rank.communicator());
-    algorithm->afterBackward(steps);
-    algorithm->afterStep(steps);
+    if (onWeights != nullptr) onWeights->beforeForward(steps);
+    const at::Tensor flat = at::ones({12});
+    Bucket bucket{.flat = flat, .entries = {{0, flat.narrow(0, 0, 7)}, {1, flat.narrow(0, 7, 5)}}};
+    const bool travels = onWeights == nullptr || onWeights->gradientScope() != GradientScope::kNone;
+    if (travels) algorithm->reduce(bucket, rank.communicator());
+    if (onWeights == nullptr) continue;
+    onWeights->afterBackward(steps);
+    onWeights->afterStep(steps);
   }
   // What it would save it can load.
-  algorithm->load(algorithm->state(), steps);
+  if (keeps != nullptr) keeps->load(keeps->state(), steps);
 }
 
 }  // namespace

@@ -7,7 +7,6 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua._native import _C
 from hooked_models import Leaves, emulated_hosts, loss_of, perceptron
 from ranks import RankPool
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -20,6 +20,7 @@ class ImmediateSteps final : public StepContext {
   [[nodiscard]] const std::vector<at::Tensor>& buffers() const override { return buffers_; }
   [[nodiscard]] int rank() const override { return communicator_.rank(); }
   [[nodiscard]] int size() const override { return communicator_.size(); }
+  [[nodiscard]] const HostTopology& topology() const override { return communicator_.topology(); }
   void checkWeightsAreFree(const char* /*call*/) const override {}
   void checkThatAllCan(const char* /*call*/) override {}
   c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,

@@ -68,8 +68,8 @@ void allReduce(at::Tensor& flat, const HostLanes& lanes, double divisor, const C
   allReduceTogether({{flat, lanes, coding}}, divisor, seconds, communicator);
 }
 
-void allReduceTogether(const std::vector<FlatInLanes>& flats, double divisor, StageSeconds& seconds,
-                       Communicator& communicator) {
+std::optional<bool> allReduceTogether(const std::vector<FlatInLanes>& flats, double divisor, StageSeconds& seconds,
+                                      Communicator& communicator) {
   std::vector<Section> sections;
   for (const auto& [flat, lanes, coding] : flats) {
     const at::Tensor own = scratchTensor({ownLength(lanes, communicator.rank())}, flat.options());
@@ -78,7 +78,7 @@ void allReduceTogether(const std::vector<FlatInLanes>& flats, double divisor, St
   }
   Exchange exchange(sections, true, seconds, communicator);
   exchange.reduce(divisor);
-  exchange.gather();
+  return exchange.gather();
 }
 
 }  // namespace bagua::compressed

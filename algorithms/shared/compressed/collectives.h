@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "algorithms/shared/compressed/coding.h"
@@ -48,8 +49,9 @@ struct FlatInLanes {
 };
 
 // As allReduce() of each, in the same messages: it takes as many one-way delays as one of them. Lanes are of the same
-// topology, which has more than one host; tensors are on one device, and not all of them are empty.
-void allReduceTogether(const std::vector<FlatInLanes>& flats, double divisor, StageSeconds& seconds,
-                       Communicator& communicator);
+// topology, which has more than one host; tensors are on one device, and not all of them are empty. Whether all values
+// of this rank's lanes are finite then; nothing on CUDA, where only the device knows.
+std::optional<bool> allReduceTogether(const std::vector<FlatInLanes>& flats, double divisor, StageSeconds& seconds,
+                                      Communicator& communicator);
 
 }  // namespace bagua::compressed

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "algorithms/shared/compressed/finite_groups.h"
 #include "backend/os/scratch_memory.h"
 #include "kernels/device_ways.h"
 
@@ -99,9 +100,12 @@ void SectionCoder::encode(const at::Tensor& values, const Encoding& encoding, at
   if (lengthOf(piece) > 0) codec_.encode(values, piece, encoding, packed);
 }
 
-void SectionCoder::decode(const at::Tensor& packed, const Range& range, at::Tensor values) const {
+void SectionCoder::decode(const at::Tensor& packed, const Range& range, at::Tensor values) {
   const Piece piece = layout_.endedIn(range.begin, range.end, values.numel());
-  if (lengthOf(piece) > 0) codec_.decode(packed, piece, values);
+  if (lengthOf(piece) == 0) return;
+  codec_.decode(packed, piece, values);
+  // Now, while a cache has them: whoever needs to know would else read all of them again.
+  if (!isWhole_) isFinite_ = areGroupsFinite(values, piece, layout_.groupElements) && isFinite_;
 }
 
 // --- To the owners of chunks -----------------------------------------------------------------------------------------
@@ -250,31 +254,41 @@ void Exchange::exchangeMessages(const Pipeline& pipeline) {
 
 void Exchange::reduce(double divisor) {
   const auto encodeAll = [&](int64_t begin, int64_t end) {
-    const Stage stage(seconds_, "compress");
+    const Stage stage(seconds_, stages::kCompress);
     for (auto& coder : coders_) coder.encodeLanes(begin, end);
   };
   const auto reduceAll = [&](int64_t /*begin*/, int64_t end) {
-    const Stage stage(seconds_, "reduce");
+    const Stage stage(seconds_, stages::kReduce);
     for (auto& coder : coders_) coder.reduceLanes(divisor, end);
   };
-  const Elapsed exchange(seconds_, "exchange", {"compress", "reduce"});
+  const Elapsed exchange(seconds_, stages::kExchange, {stages::kCompress, stages::kReduce});
   exchangeMessages({.beforeSending = encodeAll, .afterReceiving = reduceAll});
   isReduced_ = true;
 }
 
-void Exchange::gather() {
+std::optional<bool> Exchange::isFinite() const {
+  std::optional<bool> areAll = true;
+  for (const auto& coder : coders_) {
+    const auto isFinite = coder.isFinite();
+    if (!isFinite) return std::nullopt;
+    areAll = *areAll && *isFinite;
+  }
+  return areAll;
+}
+
+std::optional<bool> Exchange::gather() {
   const auto encodeAll = [&](int64_t /*begin*/, int64_t end) {
-    const Stage stage(seconds_, "reduce");
+    const Stage stage(seconds_, stages::kReduce);
     for (auto& coder : coders_) coder.encodeOwn(isReduced_, end);
   };
   const auto decodeAll = [&](int64_t begin, int64_t end) {
-    const Stage stage(seconds_, "decompress");
+    const Stage stage(seconds_, stages::kDecompress);
     for (auto& coder : coders_) coder.decodeLanes(begin, end);
   };
-  const Elapsed gather(seconds_, "gather", {"reduce", "decompress"});
+  const Elapsed gather(seconds_, stages::kGather, {stages::kReduce, stages::kDecompress});
   const Pipeline pipeline{.beforeSending = encodeAll, .afterReceiving = decodeAll};
-  if (isToAll_) return allGatherResults(pipeline);
-  exchangeMessages(pipeline);
+  isToAll_ ? allGatherResults(pipeline) : exchangeMessages(pipeline);
+  return isFinite();
 }
 
 // Every rank has one lane and one unit: what it sends is that of its own chunks.

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "algorithms/shared/compressed/coding.h"
@@ -42,6 +43,8 @@ class SectionCoder {
   // On the way from them; `isReduced`: whether `own` was made by reduceLanes().
   void encodeOwn(bool isReduced, int64_t end);
   void decodeLanes(int64_t begin, int64_t end);
+  // Of all that decodeLanes() has decoded; on CUDA it is not known.
+  [[nodiscard]] std::optional<bool> isFinite() const { return isWhole_ ? std::nullopt : std::optional(isFinite_); }
 
  private:
   // The chunk of a lane that this rank owns. The counts are of bytes of its slot.
@@ -78,7 +81,7 @@ class SectionCoder {
   void encodeLane(int lane, int64_t begin, int64_t end);
   // What bytes `range` of a slot hold, of a chunk whose values and packed bytes these are.
   void encode(const at::Tensor& values, const Encoding& encoding, at::Tensor& packed, const Range& range) const;
-  void decode(const at::Tensor& packed, const Range& range, at::Tensor values) const;
+  void decode(const at::Tensor& packed, const Range& range, at::Tensor values);
   [[nodiscard]] Encoding senderEncoding(int lane, int host) const;
   void reduceLane(double divisor, OwnChunk& own, int64_t end);
   // A row for each host; of the bytes of a slot only `range` counts.
@@ -98,6 +101,7 @@ class SectionCoder {
   // Of lanes whose slots do not lie in order, by lane.
   std::vector<at::Tensor> arranged_;
   std::vector<OwnChunk> own_;
+  bool isFinite_ = true;
 };
 
 // One exchange between the owners of lanes, of one section or several: they travel in the same messages. reduce(),
@@ -109,13 +113,15 @@ class Exchange {
 
   // Fills `own` of the sections.
   void reduce(double divisor);
-  // Tells the other hosts what is in `own`; fills `flat`.
-  void gather();
+  // Tells the other hosts what is in `own`; fills `flat`. Whether all that it has written there is finite; nothing on
+  // CUDA, where only the device knows.
+  std::optional<bool> gather();
 
  private:
   // Slots for slots: each message to its rank.
   void exchangeMessages(const Pipeline& pipeline);
   void allGatherResults(const Pipeline& pipeline);
+  [[nodiscard]] std::optional<bool> isFinite() const;
 
   StageSeconds& seconds_;
   Communicator& communicator_;

@@ -80,7 +80,10 @@ void Feedback::useSmall(Sets<SmallResiduals>& sets, const Bucket& bucket, const 
     residuals.arrange(bucket, elements, orphans);
     if (wasLost.defined()) {
       state[1 - current].arrange(bucket, elements, orphansBefore);
-      residuals.replaceIf(wasLost, bucket, elements, state[1 - current]);
+      const SmallNumbers numbers = residuals.numbersOf(bucket, elements);
+      const SmallNumbers before = state[1 - current].numbersOf(bucket, elements);
+      steps_.restoreIfLost(numbers.codes, before.codes);
+      steps_.restoreIfLost(numbers.exponents, before.exponents);
     }
     return residuals.read(bucket, elements);
   };

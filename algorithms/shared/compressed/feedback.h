@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,8 +47,10 @@ class Feedback {
   void keepUnused(const Bucket& bucket, const at::Tensor& areUsed, const MeanOptions& options,
                   const Communicator& communicator, const Coding& coding) const;
 
-  // `result`: all that a bucket's parameters get.
-  void endBucket(const at::Tensor& result) { steps_.noteResult(result); }
+  // `result`: all that a bucket's parameters get. `isFinite`: whether it is, if somebody has seen.
+  void endBucket(const at::Tensor& result, std::optional<bool> isFinite = {}) {
+    isFinite ? steps_.noteWhetherFinite(*isFinite) : steps_.noteResult(result);
+  }
 
   // Multiplies all residuals. Between two steps.
   void rescale(double factor);

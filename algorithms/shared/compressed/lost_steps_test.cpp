@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
 #include "kernels/device_ways.h"
 #include "tests/support/thread_ranks.h"
@@ -84,7 +85,7 @@ at::Tensor reduced(Algorithm& algorithm, const std::vector<int64_t>& positions, 
     bucket.entries.push_back({positions[i], gradient, isUsed});
     begin += length;
   }
-  bucket.key = bucketKey(7, number, bucket.entries);
+  bucket.key = bucketKey(7, number, bucket.entries.front().parameter);
   algorithm.reduce(bucket, communicator);
   return bucket.flat;
 }
@@ -104,7 +105,7 @@ std::vector<Outcome> outcomesOf(const LossyCase& it) {
                 reduced(*algorithm, positions, number, it, communicator, kSteps[number].isFinite));
           }
         }
-        outcome.state = algorithm->state();
+        outcome.state = algorithm->as<KeepsState>()->state();
       },
       hosts);
   return outcomes;

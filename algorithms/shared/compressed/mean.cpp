@@ -41,14 +41,15 @@ void reduceToMean(at::Tensor& flat, const MeanOptions& options, const Coding& co
   if (flat.numel() == 0 || communicator.size() == 1) return;
   if (isCoded(options, communicator.topology())) {
     std::vector<Sum> sums = {{flat, coding}};
-    return reduceToMeans(sums, options, seconds, communicator);
+    static_cast<void>(reduceToMeans(sums, options, seconds, communicator));
+    return;
   }
-  const Stage stage(seconds, "allreduce");
+  const Stage stage(seconds, stages::kAllReduce);
   communicator.allReduce(flat, options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
 }
 
-void reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeconds& seconds,
-                   Communicator& communicator) {
+std::optional<bool> reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeconds& seconds,
+                                  Communicator& communicator) {
   std::vector<std::unique_ptr<CodedLanes>> lanes;
   std::vector<FlatInLanes> flats;
   for (const auto& sum : sums) {
@@ -58,13 +59,14 @@ void reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeco
   const int divisor = options.average ? communicator.size() : 1;
   if (flats.front().lanes.count() == 1) return allReduceTogether(flats, divisor, seconds, communicator);
   {
-    const Stage stage(seconds, "reduce_in_host");
+    const Stage stage(seconds, stages::kReduceInHost);
     for (auto& one : flats) communicator.reduceScatterInHost(one.flat, one.lanes.partsInHost(), divisor);
   }
   // Already divided above, where a sum of 16-bit floats could overflow.
-  allReduceTogether(flats, 1, seconds, communicator);
-  const Stage stage(seconds, "gather_in_host");
+  static_cast<void>(allReduceTogether(flats, 1, seconds, communicator));
+  const Stage stage(seconds, stages::kGatherInHost);
   for (auto& one : flats) communicator.allGatherInHost(one.flat, one.lanes.partsInHost());
+  return std::nullopt;
 }
 
 }  // namespace bagua::compressed

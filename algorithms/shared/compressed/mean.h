@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,9 +37,11 @@ struct Sum {
   Coding coding;
 };
 
-// As reduceToMean() of each in the same messages, where they are coded. Not all of them are empty.
-void reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeconds& seconds,
-                   Communicator& communicator);
+// As reduceToMean() of each in the same messages, where they are coded. Not all of them are empty. Whether all values
+// are finite then, if the decoder has seen that: not where other ranks of the host have decoded some of them, nor on
+// CUDA.
+std::optional<bool> reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeconds& seconds,
+                                  Communicator& communicator);
 
 // The lanes in which messages are coded. The topology has to outlive them.
 struct CodedLanes {

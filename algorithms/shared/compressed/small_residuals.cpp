@@ -2,7 +2,6 @@
 #include "algorithms/shared/compressed/small_residuals.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -52,16 +51,6 @@ void SmallResiduals::arrange(const Bucket& bucket, const std::vector<Piece>& pie
 
 at::Tensor SmallResiduals::read(const Bucket& bucket, const std::vector<Piece>& pieces) const {
   return numbersOf(bucket, pieces).decoded();
-}
-
-void SmallResiduals::replaceIf(const at::Tensor& isReplaced, const Bucket& bucket, const std::vector<Piece>& pieces,
-                               const SmallResiduals& other) {
-  const SmallNumbers mine = numbersOf(bucket, pieces);
-  const SmallNumbers its = other.numbersOf(bucket, pieces);
-  SmallNumbers numbers{at::where(isReplaced, its.codes, mine.codes),
-                       at::where(isReplaced, its.exponents, mine.exponents)};
-  const std::lock_guard<std::mutex> lock(mutex_);
-  replace(bucket, pieces, std::move(numbers));
 }
 
 void SmallResiduals::write(const Bucket& bucket, const std::vector<Piece>& pieces, const at::Tensor& values) {

@@ -24,10 +24,8 @@ class SmallResiduals {
   void arrange(const Bucket& bucket, const std::vector<Piece>& pieces, std::vector<ParameterState::Orphan>& orphans);
   // A copy of the state of elements that have been arranged.
   [[nodiscard]] at::Tensor read(const Bucket& bucket, const std::vector<Piece>& pieces) const;
-  // Replaces it by that of `other`, where the same has been arranged, if `isReplaced`, one bool. Nothing waits for a
-  // CUDA device.
-  void replaceIf(const at::Tensor& isReplaced, const Bucket& bucket, const std::vector<Piece>& pieces,
-                 const SmallResiduals& other);
+  // What holds it: writing there changes the state.
+  [[nodiscard]] SmallNumbers numbersOf(const Bucket& bucket, const std::vector<Piece>& pieces) const;
   // Replaces all that the bucket's parameters held.
   void write(const Bucket& bucket, const std::vector<Piece>& pieces, const at::Tensor& values);
   // The same by keep * (what `other` holds of these pieces, which have been arranged) + gain * left.
@@ -53,7 +51,6 @@ class SmallResiduals {
     void copyTo(ParameterState& state) const;
   };
 
-  [[nodiscard]] SmallNumbers numbersOf(const Bucket& bucket, const std::vector<Piece>& pieces) const;
   void replace(const Bucket& bucket, const std::vector<Piece>& pieces, SmallNumbers numbers);
 
   mutable std::mutex mutex_;

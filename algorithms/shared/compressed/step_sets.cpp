@@ -36,15 +36,16 @@ void StepSets::noteResult(const at::Tensor& result) {
 }
 
 void StepSets::noteWhetherFinite(const at::Tensor& isFinite) {
-  if (worksOnCpu(isFinite)) {
-    if (isFinite.item<bool>()) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    isLost_ = true;
-    return;
-  }
+  if (worksOnCpu(isFinite)) return noteWhetherFinite(isFinite.item<bool>());
   const at::Tensor isLost = isFinite.logical_not();
   const std::lock_guard<std::mutex> lock(mutex_);
   lostOnDevice_ = lostOnDevice_.defined() ? lostOnDevice_.logical_or(isLost) : isLost;
+}
+
+void StepSets::noteWhetherFinite(bool isFinite) {
+  if (isFinite) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  isLost_ = true;
 }
 
 void StepSets::restoreIfLost(const at::Tensor& current, const at::Tensor& before) const {

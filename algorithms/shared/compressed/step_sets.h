@@ -20,15 +20,20 @@ class StepSets {
   [[nodiscard]] int next() const { return 1 - current(); }
   // The step at hand has written its set.
   void noteWritten();
-  // What of the step reaches the optimizer, or whether it is finite, one bool.
+  // What of the step reaches the optimizer, which is read once more, or whether it is finite: one bool, where that is
+  // known.
   void noteResult(const at::Tensor& result);
   void noteWhetherFinite(const at::Tensor& isFinite);
+  void noteWhetherFinite(bool isFinite);
 
-  // On CUDA the host does not wait for results, and takes every step for one that counts. There the device tells
+  // On CUDA the CPU does not wait for results, and takes every step for one that counts. There the device tells
   // whether the step before was lost, one bool, which is undefined on the CPU and where there was none: what a step
-  // reads has to be replaced first by what the other set holds. Codecs do so while they code, see Encoding::wasLost.
+  // reads has to be replaced first by what the other set holds. There are two ways. Codecs do so while they code, see
+  // Encoding::wasLost, because a pass of its own would read and write both sets in every step, some 20 bytes for each
+  // parameter, for the sake of one step in thousands.
   [[nodiscard]] at::Tensor wasLost() const;
-  // Does so in a pass of its own.
+  // And this is that pass, for what no codec is about to read: it is small (numbers of 8 bits, factors), or rare
+  // (buckets were rebuilt), or multiplied next (powersgd's residuals).
   void restoreIfLost(const at::Tensor& current, const at::Tensor& before) const;
 
   // The set to go on from, between two steps.

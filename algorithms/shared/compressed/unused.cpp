@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "algorithms/shared/compressed/raw_codec.h"
+#include "kernels/codecs/raw/raw_codec.h"
 #include "kernels/device_ways.h"
 
 namespace bagua::compressed {

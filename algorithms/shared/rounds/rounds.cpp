@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
 #include <utility>
 
 #include "algorithms/shared/cache_blocks.h"
@@ -49,7 +48,7 @@ bool areSameOnAllRanks(const std::vector<at::Tensor>& flats, StepContext& contex
   context
       .submitInBackground("bagua:compare_weights", {least, most},
                           [least, most](Communicator& communicator, StageSeconds& seconds) mutable {
-                            const Stage stage(seconds, "compare_weights");
+                            const Stage stage(seconds, stages::kCompareWeights);
                             communicator.allReduce(least, c10d::ReduceOp::MIN);
                             communicator.allReduce(most, c10d::ReduceOp::MAX);
                           })
@@ -57,26 +56,10 @@ bool areSameOnAllRanks(const std::vector<at::Tensor>& flats, StepContext& contex
   return least.equal(most);
 }
 
-std::string numbered(const char* name, size_t number) { return std::string(name) + "." + std::to_string(number); }
-
 // The bytes of `numel` elements, in whole units.
 int64_t bytesOf(int64_t numel, at::ScalarType dtype, int64_t unit) {
   const int64_t bytes = numel * static_cast<int64_t>(elementSize(dtype));
   return (bytes + unit - 1) / unit * unit;
-}
-
-// All that a state can hold.
-std::set<std::string> namesOf(size_t fragments, size_t buckets, size_t buffers) {
-  std::set<std::string> names = {"step", "has_started", "is_paused", "is_in_step"};
-  const auto add = [&](std::initializer_list<const char*> kinds, size_t count) {
-    for (const char* const kind : kinds) {
-      for (size_t number = 0; number < count; ++number) names.insert(numbered(kind, number));
-    }
-  };
-  add({"synchronised_after", "on_its_way"}, fragments);
-  add({"means", "outer_weights", "outer_momentum", "residual", "owner_residual"}, buckets);
-  add({"buffers"}, buffers);
-  return names;
 }
 
 int64_t bytesOf(const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; }
@@ -97,11 +80,10 @@ std::vector<std::vector<int64_t>> Rounds::cut(const StepContext& context) const 
   return cutIntoFragments(lengths, context.layers(), settings_.schedule.fragments(), settings_.pattern);
 }
 
-void Rounds::useModel(const StepContext& context) { static_cast<void>(cut(context)); }
-
-void Rounds::useTopology(const HostTopology& topology) {
-  topology_ = settings_.hierarchical ? topology : HostTopology::oneRankPerHost(topology.size());
-  staysInHost_ = topology_->maxRanksPerHost() > 1;
+void Rounds::useModel(const StepContext& context) {
+  static_cast<void>(cut(context));
+  topology_ = settings_.hierarchical ? context.topology() : HostTopology::oneRankPerHost(context.size());
+  scope_ = topology_->maxRanksPerHost() > 1 ? GradientScope::kHost : GradientScope::kNone;
 }
 
 std::string Rounds::whyUncoded(const HostTopology& topology) const {
@@ -162,7 +144,7 @@ void Rounds::allocate(FragmentBucket& bucket, int rank) const {
 // --- Rounds ----------------------------------------------------------------------------------------------------------
 
 void Rounds::reduce(Bucket& bucket, Communicator& communicator) {
-  const Stage stage(bucket.seconds, "allreduce");
+  const Stage stage(bucket.seconds, stages::kAllReduce);
   communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
 }
 
@@ -186,7 +168,7 @@ void Rounds::startOuterWeights(StepContext& context) {
     context
         .submitInBackground("bagua:start_rounds", flats,
                             [flats](Communicator& communicator, StageSeconds& seconds) mutable {
-                              const Stage stage(seconds, "start_rounds");
+                              const Stage stage(seconds, stages::kStartRounds);
                               for (auto& flat : flats) communicator.broadcast(flat, 0);
                             })
         ->wait(kNoTimeout);
@@ -196,7 +178,7 @@ void Rounds::startOuterWeights(StepContext& context) {
   noteMemory(context);
 }
 
-void Rounds::noteMemory(StepContext& context) const {
+void Rounds::noteMemory(StepContext& context) {
   std::map<std::string, int64_t> bytes;
   for (const auto& bucket : allBuckets()) {
     bytes["outer_weights"] += bytesOf(bucket->outer.weights);
@@ -206,6 +188,16 @@ void Rounds::noteMemory(StepContext& context) const {
   // Of the fragment on its way: its differences, or its weights where there is no outer optimizer.
   bytes["largest_fragment"] = longestFragment(1);
   context.noteMemory(std::move(bytes));
+  countState();
+}
+
+void Rounds::countState() {
+  int64_t bytes = bytesOf(room_);
+  for (const auto& bucket : allBuckets()) {
+    bytes += bytesOf(bucket->outer.weights) + bytesOf(bucket->outer.momentum);
+    bytes += bytesOf(bucket->residual) + bytesOf(bucket->ownerResidual);
+  }
+  stateBytes_ = bytes;
 }
 
 int64_t Rounds::longestFragment(int64_t unit) const {
@@ -222,6 +214,7 @@ std::vector<at::Tensor> Rounds::roomFor(const Fragment& fragment) {
   if (!room_.defined()) {
     const auto options = fragment.buckets.front()->outer.weights.options().dtype(at::kByte);
     room_ = at::empty({longestFragment(kAlignment)}, options);
+    countState();
   }
   std::vector<at::Tensor> rooms;
   int64_t begin = 0;
@@ -283,7 +276,7 @@ void Rounds::take(int64_t number, StepContext& context) {
     for (size_t i = 0; i < buckets.size(); ++i) {
       FragmentBucket& bucket = *buckets[i];
       if (codec) {
-        const uint64_t key = bucketKey(kSeed, step, {BucketEntry{.parameter = bucket.firstParameter, .gradient = {}}});
+        const uint64_t key = bucketKey(kSeed, step, bucket.firstParameter);
         const auto rounding =
             !errorFeedback && codec->canRoundStochastically() ? Rounding::kStochastic : Rounding::kNearest;
         const compressed::Coding coding{.codec = codec,
@@ -291,14 +284,14 @@ void Rounds::take(int64_t number, StepContext& context) {
                                         .owner = {rounding, ~key, bucket.ownerResidual, bucket.ownerResidual}};
         compressed::reduceToMean(flats[i], {.hierarchical = hierarchical}, coding, seconds, communicator);
       } else {
-        const Stage stage(seconds, "average_fragment");
+        const Stage stage(seconds, stages::kAverageFragment);
         communicator.allReduce(flats[i], c10d::ReduceOp::AVG);
       }
       if (!outer) continue;
-      const Stage stage(seconds, "outer_step");
+      const Stage stage(seconds, stages::kOuterStep);
       rounds::step(bucket.outer, flats[i], *outer);
     }
-    const Stage stage(seconds, "average_buffers");
+    const Stage stage(seconds, stages::kAverageBuffers);
     for (auto& buffer : buffers) communicator.allReduce(buffer, c10d::ReduceOp::AVG);
   };
   exchange.work = context.submitInBackground("bagua:average_fragment", tensors, std::move(program));
@@ -346,123 +339,5 @@ bool Rounds::abort(StepContext& context) {
 }
 
 bool Rounds::resume(StepContext& /*context*/) { return std::exchange(isPaused_, false); }
-
-// --- Checkpoints -----------------------------------------------------------------------------------------------------
-
-int64_t Rounds::stateBytes() const {
-  int64_t bytes = bytesOf(room_);
-  for (const auto& bucket : allBuckets()) {
-    for (const auto* kept :
-         {&bucket->outer.weights, &bucket->outer.momentum, &bucket->residual, &bucket->ownerResidual}) {
-      if (kept->defined()) bytes += static_cast<int64_t>(kept->nbytes());
-    }
-  }
-  return bytes;
-}
-
-AlgorithmState Rounds::state() const {
-  AlgorithmState state{{"step", counterTensor(step_)},
-                       {"has_started", counterTensor(hasStarted_ ? 1 : 0)},
-                       {"is_paused", counterTensor(isPaused_ ? 1 : 0)},
-                       {"is_in_step", counterTensor(isInStep_ ? 1 : 0)}};
-  for (size_t number = 0; number < fragments_.size(); ++number) {
-    const Fragment& fragment = fragments_[number];
-    if (fragment.synchronisedAfter >= 0) {
-      state.emplace(numbered("synchronised_after", number), counterTensor(fragment.synchronisedAfter));
-    }
-    if (!fragment.exchange) continue;
-    if (fragment.exchange->work) fragment.exchange->work->wait(kNoTimeout);
-    state.emplace(numbered("on_its_way", number), counterTensor(1));
-    for (size_t i = 0; i < fragment.exchange->buffers.size(); ++i) {
-      state.emplace(numbered("buffers", i), fragment.exchange->buffers[i].clone());
-    }
-    for (size_t i = 0; i < fragment.exchange->means.size(); ++i) {
-      state.emplace(numbered("means", i), fragment.exchange->means[i].clone());
-    }
-  }
-  const FragmentBuckets buckets = allBuckets();
-  for (size_t number = 0; number < buckets.size() && hasStarted_; ++number) {
-    const FragmentBucket& bucket = *buckets[number];
-    state.emplace(numbered("outer_weights", number), bucket.outer.weights.clone());
-    if (bucket.outer.hasMomentum) state.emplace(numbered("outer_momentum", number), bucket.outer.momentum.clone());
-    if (bucket.residual.defined()) {
-      state.emplace(numbered("residual", number), bucket.residual.clone());
-      state.emplace(numbered("owner_residual", number), bucket.ownerResidual.clone());
-    }
-  }
-  return state;
-}
-
-void Rounds::load(const AlgorithmState& state, StepContext& context) {
-  // A state that is refused changes nothing.
-  const int64_t step = counterOf(state, "step");
-  const bool hasStarted = settings_.outer && counterOf(state, "has_started") != 0;
-  const bool isPaused = counterOf(state, "is_paused") != 0;
-  // Older checkpoints are of whole steps.
-  const bool isInStep = state.contains("is_in_step") && counterOf(state, "is_in_step") != 0;
-  if (fragments_.empty()) makeFragments(context);
-  std::vector<Loaded> loaded;
-  const FragmentBuckets buckets = allBuckets();
-  const std::set<std::string> names = namesOf(fragments_.size(), buckets.size(), buffers_.size());
-  checkThatAllAreTaken(state, [&](const std::string& name) { return names.contains(name); });
-  for (size_t number = 0; number < buckets.size() && hasStarted; ++number) {
-    loaded.push_back(loadedBucket(state, number, *buckets[number], context));
-  }
-  std::vector<Fragment> fragments;
-  for (size_t number = 0; number < fragments_.size(); ++number) {
-    Fragment& fragment = fragments.emplace_back(Fragment{.buckets = fragments_[number].buckets});
-    const std::string synchronised = numbered("synchronised_after", number);
-    if (state.contains(synchronised)) fragment.synchronisedAfter = counterOf(state, synchronised);
-    if ((settings_.outer && !hasStarted) || !state.contains(numbered("on_its_way", number))) continue;
-    Exchange& exchange = fragment.exchange.emplace();
-    for (size_t i = 0; !settings_.outer && i < fragment.buckets.size(); ++i) {
-      exchange.means.push_back(tensorOf(state, numbered("means", i), fragment.buckets[i]->weights.pack()));
-    }
-    if (number + 1 < fragments_.size()) continue;
-    for (size_t i = 0; i < buffers_.size(); ++i) {
-      exchange.buffers.push_back(tensorOf(state, numbered("buffers", i), buffers_[i].pack()));
-    }
-  }
-
-  // What is on its way writes to the buckets.
-  for (const auto& fragment : fragments_) {
-    if (fragment.exchange && fragment.exchange->work) fragment.exchange->work->wait(kNoTimeout);
-  }
-  step_ = step;
-  isPaused_ = isPaused;
-  isInStep_ = isInStep;
-  hasStarted_ = hasStarted;
-  fragments_ = std::move(fragments);
-  for (size_t number = 0; number < loaded.size(); ++number) {
-    FragmentBucket& bucket = *buckets[number];
-    bucket.outer = std::move(loaded[number].outer);
-    bucket.residual = std::move(loaded[number].residual);
-    bucket.ownerResidual = std::move(loaded[number].ownerResidual);
-    allocate(bucket, context.rank());
-  }
-  if (hasStarted || !settings_.outer) noteMemory(context);
-}
-
-Rounds::Loaded Rounds::loadedBucket(const AlgorithmState& state, size_t number, const FragmentBucket& bucket,
-                                    const StepContext& context) const {
-  const auto options = at::TensorOptions(context.parameters().front().device());
-  const at::Tensor like = at::empty({bucket.weights.numel()}, options.dtype(bucket.dtype));
-  Loaded loaded{.outer = {.weights = tensorOf(state, numbered("outer_weights", number), like)}};
-  const std::string momentum = numbered("outer_momentum", number);
-  if (state.contains(momentum)) {
-    loaded.outer.momentum = tensorOf(state, momentum, like);
-    loaded.outer.hasMomentum = true;
-  }
-  const std::string residual = numbered("residual", number);
-  if (!isCoded() || !settings_.errorFeedback || !state.contains(residual)) return loaded;
-  loaded.residual = tensorOf(state, residual, at::empty({bucket.weights.numel()}, options.dtype(at::kFloat)));
-  // Of another number of ranks it is of other elements: what it held back is lost.
-  const std::string owner = numbered("owner_residual", number);
-  const at::Tensor likeOwned = at::zeros({ownedOf(bucket, context.rank())}, options.dtype(at::kFloat));
-  const auto entry = state.find(owner);
-  const bool isSame = entry != state.end() && entry->second.sizes() == likeOwned.sizes();
-  loaded.ownerResidual = isSame ? tensorOf(state, owner, likeOwned) : likeOwned;
-  return loaded;
-}
 
 }  // namespace bagua::rounds

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "algorithms/algorithm.h"
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/shared/rounds/fragments.h"
 #include "algorithms/shared/rounds/outer_step.h"
 #include "algorithms/shared/rounds/schedule.h"
@@ -38,20 +40,22 @@ struct Settings {
 // optimizer's step, all in the background. After the step at which it is synchronised, which waits for the program,
 // the weights become mixing * weights + (1 - mixing) * outer weights. The outer weights and what the outer optimizer
 // holds are the same bits on all ranks.
-class Rounds final : public Algorithm {
+class Rounds final : public Algorithm,
+                     public ActsOnWeights,
+                     public RunsInBackground,
+                     public CountsSkippedSteps,
+                     public KeepsState {
  public:
   // Throws ValueError.
   explicit Rounds(Settings settings);
 
   void useModel(const StepContext& context) override;
-  void useTopology(const HostTopology& topology) override;
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override;
 
-  // With `hierarchical`, where a host has several ranks.
-  [[nodiscard]] bool reducesGradients() const override { return staysInHost_; }
-  [[nodiscard]] bool staysInHost() const override { return staysInHost_; }
+  // Gradients travel with `hierarchical`, where a host has several ranks.
+  [[nodiscard]] GradientScope gradientScope() const override { return scope_; }
   void reduce(Bucket& bucket, Communicator& communicator) override;
-  [[nodiscard]] bool bucketsMayOverlap() const override { return true; }
+  [[nodiscard]] ReduceTraits traits() const override { return {.bucketsMayOverlap = true}; }
 
   [[nodiscard]] int64_t commonStep() const override { return step_; }
 
@@ -65,9 +69,8 @@ class Rounds final : public Algorithm {
   void synchronize(StepContext& context) override;
   bool abort(StepContext& context) override;
   bool resume(StepContext& context) override;
-  void leave(StepContext& context) override { synchronize(context); }
 
-  [[nodiscard]] int64_t stateBytes() const override;
+  [[nodiscard]] int64_t stateBytes() const override { return stateBytes_; }
   // Waits for what is on its way.
   [[nodiscard]] AlgorithmState state() const override;
   void load(const AlgorithmState& state, StepContext& context) override;
@@ -112,7 +115,8 @@ class Rounds final : public Algorithm {
   void makeFragments(const StepContext& context);
   void prepare(StepContext& context);
   void startOuterWeights(StepContext& context);
-  void noteMemory(StepContext& context) const;
+  void noteMemory(StepContext& context);
+  void countState();
   // Where the differences of a fragment are, in the memory that all fragments share.
   std::vector<at::Tensor> roomFor(const Fragment& fragment);
   // In bytes, the parts of each dtype in whole units of so many.
@@ -132,12 +136,14 @@ class Rounds final : public Algorithm {
   const Settings settings_;
   // The participants as hosts.
   std::optional<HostTopology> topology_;
-  bool staysInHost_ = false;
+  GradientScope scope_ = GradientScope::kNone;
   std::vector<Fragment> fragments_;
   std::vector<WeightBucket> buffers_;
   // As many bytes as the longest fragment has, for the differences of the one that is on its way. Undefined before the
   // first, and without an outer optimizer.
   at::Tensor room_;
+  // What is kept between steps, for any thread that asks.
+  std::atomic<int64_t> stateBytes_ = 0;
   // Whether the outer weights are there.
   bool hasStarted_ = false;
   bool isPaused_ = false;

@@ -39,7 +39,7 @@ TEST(RoundsMemory, OnADeviceTheStartTakesLittleMoreThanWhatIsKept) {
   LoneCommunicator communicator;
   testing::ImmediateSteps context(communicator, weights);
   Rounds rounds({.schedule = Schedule(10, 1, 0), .outer = OuterOptions{.rate = 0.7, .momentum = 0.9}});
-  rounds.useTopology(communicator.topology());
+  rounds.useModel(context);
   const auto allocations = std::make_shared<Allocations>();
   {
     const c10::DebugInfoGuard watched(c10::DebugInfoKind::PROFILER_STATE, allocations);

@@ -23,7 +23,7 @@ AverageRound::AverageRound(std::vector<at::Tensor> snapshots, bool wantsToEnd, c
       wantsToEnd_(wantsToEnd),
       outcome_(begin(snapshots_, wantsToEnd)),
       work_(submit(outcome_->averages, [outcome = outcome_](Communicator& communicator, StageSeconds& seconds) {
-        const Stage stage(seconds, "average_weights");
+        const Stage stage(seconds, stages::kAverageWeights);
         communicator.allReduce(outcome->isLast, c10d::ReduceOp::MIN);
         for (auto& flat : outcome->averages) communicator.allReduce(flat, c10d::ReduceOp::AVG);
         outcome->end = Clock::now().time_since_epoch().count();

@@ -15,11 +15,11 @@ void averagePairs(const HostTopology& topology, at::Tensor& flat, int64_t exchan
   const int rank = communicator.rank();
   const HostLanes lanes(topology, rank, flat.numel());
   if (lanes.count() > 1) {
-    const Stage stage(seconds, "reduce_in_host");
+    const Stage stage(seconds, stages::kReduceInHost);
     communicator.reduceScatterInHost(flat, lanes.partsInHost(), lanes.localSize());
   }
   {
-    const Stage stage(seconds, "exchange");
+    const Stage stage(seconds, stages::kExchange);
     std::vector<at::Tensor> own;
     for (int lane = lanes.firstLane(rank); lane < lanes.endLane(rank); ++lane) {
       own.push_back(flat.narrow(0, lanes.begin(lane), lanes.length(lane)));
@@ -29,7 +29,7 @@ void averagePairs(const HostTopology& topology, at::Tensor& flat, int64_t exchan
     for (size_t lane = 0; lane < own.size(); ++lane) own[lane].add_(received[lane][0]).div_(2);
   }
   if (lanes.count() > 1) {
-    const Stage stage(seconds, "gather_in_host");
+    const Stage stage(seconds, stages::kGatherInHost);
     communicator.allGatherInHost(flat, lanes.partsInHost());
   }
 }
@@ -64,7 +64,7 @@ void PeerAverage::reduce(at::Tensor& flat, int64_t exchange, StageSeconds& secon
   } else if (pairs_ && communicator.topology().hostCount() > 1) {
     averagePairs(communicator.topology(), flat, exchange, seconds, communicator);
   } else {
-    const Stage stage(seconds, "allreduce");
+    const Stage stage(seconds, stages::kAllReduce);
     communicator.allReduce(flat, c10d::ReduceOp::AVG);
   }
 }

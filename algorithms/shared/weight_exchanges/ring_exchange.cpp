@@ -37,13 +37,13 @@ bool areOne(const RingReplicas& replicas) { return replicas.left.const_data_ptr(
 
 void RingExchange::enterHost(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const {
   if (lanes_.count() == 1) return;
-  const Stage stage(seconds, "reduce_in_host");
+  const Stage stage(seconds, stages::kReduceInHost);
   communicator.reduceScatterInHost(flat, lanes_.partsInHost(), lanes_.localSize());
 }
 
 void RingExchange::leaveHost(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const {
   if (lanes_.count() == 1) return;
-  const Stage stage(seconds, "gather_in_host");
+  const Stage stage(seconds, stages::kGatherInHost);
   communicator.allGatherInHost(flat, lanes_.partsInHost());
 }
 
@@ -87,7 +87,7 @@ RingReplicas RingExchange::start(at::Tensor& flat, StageSeconds& seconds, Commun
   enterHost(flat, seconds, communicator);
   const int rank = communicator.rank();
   const at::Tensor own = ownPart(flat, rank).clone();
-  const Stage stage(seconds, "exchange");
+  const Stage stage(seconds, stages::kExchange);
   const auto received = exchangeLanes(lanesOf(own, rank), neighbours(), lanes_, communicator);
   std::vector<at::Tensor> left;
   std::vector<at::Tensor> right;
@@ -118,7 +118,7 @@ void RingExchange::step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& 
   const at::Tensor own = ownPart(flat, communicator.rank());
   at::Tensor difference;
   {
-    const Stage stage(seconds, "compress");
+    const Stage stage(seconds, stages::kCompress);
     difference = differenceOf(own, replicas);
   }
   if (worksOnCpu(flat) && canGoInPieces(communicator.topology())) {
@@ -134,15 +134,15 @@ void RingExchange::exchangeWhole(const at::Tensor& difference, const at::Tensor&
   const int rank = communicator.rank();
   std::vector<at::Tensor> packed;
   {
-    const Stage stage(seconds, "compress");
+    const Stage stage(seconds, stages::kCompress);
     for (const auto& lane : lanesOf(difference, rank)) packed.push_back(compress(*codec_, encoding_, lane));
   }
   std::vector<std::vector<at::Tensor>> received;
   {
-    const Stage stage(seconds, "exchange");
+    const Stage stage(seconds, stages::kExchange);
     received = exchangeLanes(packed, neighbours(), lanes_, communicator);
   }
-  const Stage stage(seconds, "decompress");
+  const Stage stage(seconds, stages::kDecompress);
   const auto self = lanesOf(replicas.self, rank);
   const auto left = lanesOf(replicas.left, rank);
   const auto right = lanesOf(replicas.right, rank);
@@ -176,11 +176,11 @@ void RingExchange::exchangeInPieces(at::Tensor& difference, const at::Tensor& ow
   const at::Tensor right = rowOf(rightPeer);
   at::Tensor packed = sent[0];
   {
-    const Stage stage(seconds, "compress");
+    const Stage stage(seconds, stages::kCompress);
     codec_->start(difference, encoding_, packed);
   }
   const auto make = [&](int64_t begin, int64_t end) {
-    const Stage stage(seconds, "compress");
+    const Stage stage(seconds, stages::kCompress);
     const Piece piece = layout.begunIn(begin, end, difference.numel());
     if (piece.begin < piece.end) codec_->encode(difference, piece, encoding_, packed);
     for (int64_t row = 1; row < rows; ++row) {
@@ -188,7 +188,7 @@ void RingExchange::exchangeInPieces(at::Tensor& difference, const at::Tensor& ow
     }
   };
   const auto use = [&](int64_t beginByte, int64_t endByte) {
-    const Stage stage(seconds, "decompress");
+    const Stage stage(seconds, stages::kDecompress);
     const Piece piece = layout.endedIn(beginByte, endByte, difference.numel());
     const auto useBlock = [&](int64_t begin, int64_t length) {
       const Piece block{piece.begin + begin, piece.begin + begin + length};
@@ -204,7 +204,7 @@ void RingExchange::exchangeInPieces(at::Tensor& difference, const at::Tensor& ow
     };
     inBlocks(piece.end - piece.begin, own.device(), useBlock, layout.groupElements);
   };
-  const Elapsed exchange(seconds, "exchange", {"compress", "decompress"});
+  const Elapsed exchange(seconds, stages::kExchange, {stages::kCompress, stages::kDecompress});
   at::Tensor receivedBytes = received.view({-1});
   communicator.allToAllInPieces(receivedBytes, sent.view({-1}), splits, splits,
                                 {.beforeSending = make, .afterReceiving = use});

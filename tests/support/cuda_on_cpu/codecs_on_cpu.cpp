@@ -16,6 +16,7 @@
 #pragma GCC visibility push(hidden)
 #include "kernels/codecs/block_scaled/block_scaled_cuda_codec.h"
 #include "kernels/codecs/minmax_uint8/minmax_uint8_cuda_codec.h"
+#include "kernels/codecs/raw/raw_cuda_codec.h"
 #pragma GCC visibility pop
 
 namespace cuda_on_cpu {
@@ -51,6 +52,10 @@ const bagua::Codec& codec(const std::string& name) {
   auto& known = all[name];
   if (known == nullptr) known = make(name);
   return *known;
+}
+
+std::shared_ptr<const bagua::Codec> rawCodec(at::ScalarType dtype) {
+  return std::make_shared<bagua::raw::CudaCodec>(dtype, kHost);
 }
 
 }  // namespace cuda_on_cpu

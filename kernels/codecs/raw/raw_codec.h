@@ -7,10 +7,10 @@
 
 #include "kernels/codec.h"
 
-namespace bagua::compressed {
+namespace bagua {
 
 // Values as they are, for those that have to stay exact and yet travel in the messages of others. Not registered: its
 // layout is that of one type of values, and it knows no feedback, as nothing is left behind.
 std::shared_ptr<const Codec> rawCodec(at::ScalarType dtype);
 
-}  // namespace bagua::compressed
+}  // namespace bagua

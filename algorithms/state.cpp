@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "algorithms/algorithm.h"
+#include "algorithms/state.h"
 
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
@@ -22,10 +22,10 @@ at::Tensor counterTensor(int64_t value) { return at::full({}, value, at::kLong);
 int64_t counterOf(const AlgorithmState& state, const std::string& name) {
   const at::Tensor& entry = entryOf(state, name);
   TORCH_CHECK_VALUE(entry.numel() == 1 && entry.scalar_type() == at::kLong, "bagua: '", name,
-                    "' of the checkpoint is to be a number, got ", entry.scalar_type(), entry.sizes());
+                    "' of the checkpoint must be a number, got ", entry.scalar_type(), entry.sizes());
   const auto value = entry.item<int64_t>();
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 2;
-  TORCH_CHECK_VALUE(0 <= value && value <= kMost, "bagua: '", name, "' of the checkpoint is to be from 0 to ", kMost,
+  TORCH_CHECK_VALUE(0 <= value && value <= kMost, "bagua: '", name, "' of the checkpoint must be from 0 to ", kMost,
                     ", got ", value);
   return value;
 }
@@ -42,21 +42,6 @@ void checkThatAllAreTaken(const AlgorithmState& state, const std::function<bool(
   for (const auto& [name, value] : state) {
     TORCH_CHECK_VALUE(isTaken(name), "bagua: '", name, "' of the checkpoint is no state of this algorithm");
   }
-}
-
-bool Algorithm::abort(StepContext& context) {
-  TORCH_CHECK(false, "abort() is for algorithms that communicate in the background; '", context.algorithm(),
-              "' does not");
-}
-
-bool Algorithm::resume(StepContext& context) {
-  TORCH_CHECK(false, "resume() is for algorithms that communicate in the background; '", context.algorithm(),
-              "' does not");
-}
-
-void Algorithm::load(const AlgorithmState& state, StepContext& context) {
-  TORCH_CHECK_VALUE(state.empty(), "bagua: algorithm '", context.algorithm(), "' has no state, the checkpoint holds '",
-                    state.begin()->first, "'");
 }
 
 }  // namespace bagua

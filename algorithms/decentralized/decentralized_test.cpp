@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include "algorithms/algorithm_interfaces.h"
+#include "algorithms/registry.h"
+#include "tests/support/immediate_steps.h"
+#include "tests/support/thread_ranks.h"
+
+namespace bagua {
+namespace {
+
+// Pairs go by the number of the exchange: with an interval they would else be the same ones in each.
+TEST(Decentralized, PairsChangeFromExchangeToExchangeWhateverTheInterval) {
+  const auto& info = AlgorithmRegistry::find("decentralized");
+  constexpr int kRanks = 4;
+  for (const int64_t interval : {1, 2, 3}) {
+    testing::runRanks(kRanks, [&](Communicator& communicator) {
+      const at::NoGradGuard noGrad;
+      const std::vector<at::Tensor> weights = {at::full({5}, communicator.rank())};
+      testing::ImmediateSteps context(communicator, weights);
+      const auto algorithm = info.create(Options(info.name, info.options,
+                                                 {{"hierarchical", false},
+                                                  {"peer_selection_mode", std::string("shift_one")},
+                                                  {"communication_interval", interval}}));
+      auto& onWeights = *algorithm->as<ActsOnWeights>();
+      onWeights.useModel(context);
+      // Two exchanges with different peers make all ranks equal.
+      for (int64_t step = 0; step <= interval; ++step) {
+        onWeights.beforeForward(context);
+        onWeights.afterBackward(context);
+      }
+      EXPECT_TRUE(at::allclose(weights[0], at::full({5}, 1.5))) << "interval " << interval << ": " << weights[0];
+    });
+  }
+}
+
+}  // namespace
+}  // namespace bagua

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "algorithms/algorithm.h"
+#include "algorithms/hook/bucket_layout.h"
+
+namespace bagua {
+
+// The gradients that DDP handed over together, on their way through an algorithm. Lives as long as the program that
+// reduces them.
+struct BucketProgram {
+  at::Tensor gradients;
+  Slots whole;
+  // What travels apart, as BucketLayouts::partsOf makes them.
+  std::vector<Slots> parts;
+  int64_t step = 0;
+  bool tellsUse = false;
+  // Bucket::retained of all parts.
+  std::shared_ptr<Bucket::Retained> retained = std::make_shared<Bucket::Retained>();
+
+  // Replaces the gradients by what `algorithm` makes of them.
+  void run(Algorithm& algorithm, Communicator& communicator, StageSeconds& seconds);
+
+ private:
+  void reduce(Bucket& bucket, int64_t firstParameter, Algorithm& algorithm, Communicator& communicator,
+              StageSeconds& seconds) const;
+};
+
+}  // namespace bagua

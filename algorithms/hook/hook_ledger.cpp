@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/hook/hook_ledger.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <utility>
+
+namespace bagua {
+
+void HookLedger::countBucket() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++stats_.buckets;
+}
+
+void HookLedger::countStep() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++stats_.steps;
+  static_cast<void>(seconds_.totals());
+}
+
+void HookLedger::countRound() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++stats_.rounds;
+}
+
+void HookLedger::countLogicalBytes(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes += tensor.is_sparse() ? 0 : static_cast<int64_t>(tensor.nbytes());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stats_.logicalBytes += bytes;
+}
+
+void HookLedger::add(const Traffic& traffic, StageSeconds& seconds) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stats_.traffic += traffic;
+  seconds_.take(seconds);
+}
+
+void HookLedger::noteMemory(std::map<std::string, int64_t> bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stats_.memory = std::move(bytes);
+}
+
+HookStats HookLedger::stats() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  HookStats stats = stats_;
+  stats.seconds = seconds_.totals();
+  return stats;
+}
+
+void HookLedger::reset() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto memory = std::move(stats_.memory);
+  stats_ = {};
+  seconds_.reset();
+  stats_.memory = std::move(memory);
+}
+
+}  // namespace bagua

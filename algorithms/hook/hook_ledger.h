@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "algorithms/stage.h"
+#include "backend/communicator.h"
+
+namespace bagua {
+
+struct HookStats {
+  // Synchronised backwards, and buckets in them.
+  int64_t steps = 0;
+  int64_t buckets = 0;
+  // Times that the ranks communicated for the sake of a step.
+  int64_t rounds = 0;
+  // Bytes of gradients or weights that this rank had to communicate.
+  int64_t logicalBytes = 0;
+  // What this rank sent to other ranks for them.
+  Traffic traffic;
+  StageSeconds::Totals seconds;
+  // Memory that the algorithm keeps between steps.
+  int64_t stateBytes = 0;
+  // What the algorithm holds beside the model, in bytes.
+  std::map<std::string, int64_t> memory;
+};
+
+// Counts what a hook's steps and programs cost. Programs in flight hold it, and not the runner: that owns the executor
+// that they run on. Any thread may call.
+class HookLedger {
+ public:
+  void countBucket();
+  // The end of a synchronised backward. Lets go of what programs of earlier steps have used to time themselves.
+  void countStep();
+  void countRound();
+  // What is about to travel.
+  void countLogicalBytes(const std::vector<at::Tensor>& tensors);
+  // What a program has sent and how long its stages took, which `seconds` no longer holds then.
+  void add(const Traffic& traffic, StageSeconds& seconds);
+  // Replaces what was noted before.
+  void noteMemory(std::map<std::string, int64_t> bytes);
+
+  // Without stateBytes, which the algorithm knows.
+  [[nodiscard]] HookStats stats();
+  // Counts from zero again; memory stays what it is.
+  void reset();
+
+ private:
+  std::mutex mutex_;
+  HookStats stats_;
+  StageSeconds seconds_;
+};
+
+}  // namespace bagua
