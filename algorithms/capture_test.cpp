@@ -11,7 +11,7 @@
 
 #include "algorithms/hook/hook_runner.h"
 #include "algorithms/registry.h"
-#include "algorithms/shared/bucket_operations.h"
+#include "algorithms/shared/flat_reduction.h"
 #include "tests/support/immediate_group.h"
 
 namespace bagua {
@@ -130,17 +130,11 @@ TEST(Capture, AStepThatIsLikeTheNextIsRecorded) {
   }
 }
 
-TEST(Capture, ExchangesByTheirNumberAndRoundsAreRefused) {
+TEST(Capture, AReductionOfOneTensorIsRecorded) {
   ImmediateGroup group({"a", "b"});
   group.capturing = true;
-  const at::Tensor flat = at::ones({3});
-  EXPECT_THAT(textOf([&] { bucket_operations::averagePeers(group, flat, 0, false, "shift_one"); }),
-              HasSubstr("cannot be captured"));
-  EXPECT_THAT(textOf([&] { bucket_operations::startAverageRound(group, flat, false); }),
-              HasSubstr("cannot be captured"));
-  bucket_operations::averagePeers(group, flat, 0, false, "all");
-  bucket_operations::reduce(group, flat, true, {});
-  EXPECT_EQ(group.programs.size(), 2);
+  reduceFlat(group, at::ones({3}), true, {});
+  EXPECT_EQ(group.programs.size(), 1);
 }
 
 }  // namespace

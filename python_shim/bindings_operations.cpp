@@ -4,8 +4,8 @@
 
 #include <optional>
 
-#include "algorithms/shared/bucket_operations.h"
 #include "algorithms/shared/compressed/operations.h"
+#include "algorithms/shared/flat_reduction.h"
 #include "kernels/device_ways.h"
 #include "kernels/loops/adam/adam.h"
 #include "python_shim/bindings.h"
@@ -21,8 +21,7 @@ void bindBucketOperations(py::module& module) {
   module.def(
       "reduce_flat",
       [](const Executors& executors, const at::Tensor& flat, bool hierarchical, bool average, bool isCompressed) {
-        return bucket_operations::reduce(*executors.provider, flat, isCompressed,
-                                         {.hierarchical = hierarchical, .average = average});
+        return reduceFlat(*executors.provider, flat, isCompressed, {.hierarchical = hierarchical, .average = average});
       },
       py::arg("executors"), py::arg("flat"), py::arg("hierarchical"), py::arg("average"), py::arg("is_compressed"),
       noGil);
