@@ -42,7 +42,7 @@ class Connection final : public EventLoop::Handler, public std::enable_shared_fr
   [[nodiscard]] Stream& stream() { return stream_; }
   [[nodiscard]] const FrameReader& reader() const { return reader_; }
 
-  // Whether a thread may write now.
+  // A thread may write now.
   [[nodiscard]] bool isFree() const { return !isBlocked && !isBusy && !isClosed; }
   [[nodiscard]] bool hasToWrite() const {
     return headWritten_ < head_.size() || payloadLeft_ > 0 || stream_.hasUnsent();
@@ -53,7 +53,7 @@ class Connection final : public EventLoop::Handler, public std::enable_shared_fr
   int write();
   // Returns the frame that has been written completely, once.
   std::optional<OutgoingFrame> takeWritten();
-  // Whether the frame under way is one of this message.
+  // Returns whether the frame under way is one of this message.
   [[nodiscard]] bool carries(const Outgoing& message) const { return frame_ && frame_->message.get() == &message; }
   [[nodiscard]] std::shared_ptr<Signal> signal() const {
     return frame_ && frame_->message ? frame_->message->signal : nullptr;
@@ -79,12 +79,12 @@ class Connection final : public EventLoop::Handler, public std::enable_shared_fr
   Stream stream_;
   FrameReader reader_;
   std::optional<OutgoingFrame> frame_;
-  // What is being written: the header with its context, and the payload.
+  // The bytes that are being written: the header with its context, and the payload.
   std::vector<uint8_t> head_;
   size_t headWritten_ = 0;
   const uint8_t* payload_ = nullptr;
   uint64_t payloadLeft_ = 0;
-  // Not 0: the payload goes into this cell of `memory_`, counted from 1, and not on the socket.
+  // If it is not 0, the payload goes into this cell of `memory_`, counted from 1, and not on the socket.
   uint32_t cell_ = 0;
   std::shared_ptr<PayloadMemory> memory_;
   // Payload of a message that was cancelled.

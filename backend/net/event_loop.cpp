@@ -127,7 +127,7 @@ void EventLoop::handle(State& state, const epoll_event& event) {
   }
   if (!handler) return;
   try {
-    // What is wrong with a socket comes out when it is read from.
+    // An error of a socket comes out when it is read from.
     if ((event.events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) handler->onReadable();
     if ((event.events & EPOLLOUT) != 0) handler->onWritable();
   } catch (const std::exception& error) {

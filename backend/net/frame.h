@@ -65,7 +65,7 @@ struct Frame {
   uint64_t total = 0;
   uint64_t offset = 0;
   uint32_t payloadBytes = 0;
-  // Where this is not 0, the payload is not on the connection, but in cell - 1 of the sender's PayloadMemory.
+  // If it is not 0, the payload is not on the connection, but in cell - 1 of the sender's PayloadMemory.
   uint32_t cell = 0;
 };
 static_assert(sizeof(Frame) == 56 && std::is_trivially_copyable_v<Frame>);

@@ -87,7 +87,7 @@ class Group::Receiving {
             std::shared_ptr<Link> link, uint64_t group, const Place& place);
   ~Receiving() {
     message_->cancel();
-    // What still comes of a message that was given up has to find it, to be thrown away.
+    // Frames that still come of a message that was given up have to find it, to be thrown away.
     if (message_->state().isComplete()) inbox_->forget(key_);
   }
   Receiving(const Receiving&) = delete;

@@ -71,8 +71,8 @@ class Inbox {
   std::vector<std::weak_ptr<Signal>> watchers_;
 };
 
-// Where a frame goes: its message, which is null where the frame is refused, and the inbox that counts it; that is null
-// where the group was left.
+// A frame goes to these: its message, which is null where the frame is refused, and the inbox that counts it; that is
+// null where the group was left.
 struct Delivery {
   std::shared_ptr<Incoming> message;
   std::shared_ptr<Inbox> inbox;

@@ -17,7 +17,7 @@
 
 namespace bagua::net {
 
-// Where a receiver wants a message.
+// A receiver wants a message here.
 struct Place {
   uint8_t* data = nullptr;
   // The bytes of the message.
@@ -38,13 +38,13 @@ struct Place {
 // kUnsolicitedBytes bounds what is kept of all messages without a place. Any thread may call.
 class Incoming {
  public:
-  // How far a message has come.
+  // A message has come this far.
   struct State {
     // Unknown before the first frame.
     std::optional<uint64_t> total;
     // The bytes from its beginning that have all arrived.
     uint64_t arrived = 0;
-    // Whether the frame with the context has come, and what the receiver said to it.
+    // The frame with the context has come, and the receiver has accepted it.
     bool hasContext = false;
     bool isAccepted = false;
     // Not empty: nothing more will come.
@@ -82,7 +82,7 @@ class Incoming {
 
  private:
   void notify();
-  // What the sender is to hear, once the mutex is free.
+  // The sender is to hear this, once the mutex is free.
   struct Answer {
     std::shared_ptr<UnsolicitedBudget> budget;
     MessageKey key;
@@ -118,7 +118,7 @@ class Incoming {
   // Null before the first unsolicited frame; of it, what this message has not released yet.
   std::shared_ptr<UnsolicitedBudget> budget_;
   uint64_t charged_ = 0;
-  // Whether the sender waits for a place.
+  // The sender waits for a place.
   bool isAwaited_ = false;
 };
 

@@ -159,7 +159,7 @@ std::optional<uint32_t> Link::chooseCell(uint32_t payloadBytes) {
   if (!sharesMemory_ || payloadBytes < kLeastInMemory) return 0;
   if (ownMemory_) {
     if (!ownMemory_->isOpened()) return 0;
-    // Without a free one, the peer says when there is one.
+    // If none is free, the peer says when one is.
     const auto taken = ownMemory_->take();
     return taken ? std::optional(*taken + 1) : std::nullopt;
   }

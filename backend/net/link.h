@@ -33,7 +33,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
     ProcessId process{};
     SocketAddress address;
   };
-  // What a link belongs to. It is called on the loop's thread; onLost() on any.
+  // A link belongs to this. It is called on the loop's thread; onLost() on any.
   class Owner {
    public:
     Owner() = default;
@@ -59,7 +59,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
     std::string error;
   };
 
-  // How this process opens connections, and when it gives one up.
+  // This process opens connections so, and gives one up when its patience is over.
   struct Opening {
     int mostConnections = 1;
     // Null: connections are not encrypted.
@@ -108,7 +108,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void onWritable(Connection& connection) override;
   void onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result) override;
 
-  // Under the mutex.
+  // These are called under the mutex.
   void openWhereNeeded();
   [[nodiscard]] int neededConnections() const;
   [[nodiscard]] Line lineOfAll() const;
@@ -140,13 +140,13 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   Outbox outbox_;
   // The peer's number of this link, once a connection of the peer has told it.
   std::optional<uint64_t> peerLink_;
-  // Towards a peer on this host: whether there is to be memory for payloads; that of this process, and the peer's.
+  // A peer on this host is sent payloads through memory: that of this process; the other is the peer's.
   bool sharesMemory_ = false;
   std::shared_ptr<PayloadMemory> ownMemory_;
   std::shared_ptr<PayloadMemory> peersMemory_;
   bool isWatched_ = false;
   std::string error_;
-  // Whether error_ is set, for those who do not hold the mutex.
+  // error_ is set; this is for those who do not hold the mutex.
   std::atomic<bool> isLost_ = false;
 };
 

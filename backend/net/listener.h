@@ -29,7 +29,7 @@ class Listener final : public EventLoop::Handler, public std::enable_shared_from
   void letIn(Transport& transport, FileDescriptor accepted);
   // Guests that say nothing take up the files of others: the oldest has had the best chance.
   void sendOldestAway();
-  // Without a file for it, a connection waits in the kernel, and the socket would be readable for ever.
+  // A connection that there is no file for waits in the kernel; without a pause the socket would be readable for ever.
   void pause(int error);
   void noteRefusal(const Stream& stream);
   // Logs it, but not more often than once a minute: a stranger could fill a disk.

@@ -26,7 +26,7 @@ struct Outgoing {
   // Notified of the last frame that has gone; with `tellsProgress`, of every one.
   std::shared_ptr<Signal> signal;
   bool tellsProgress = false;
-  // How full the group's account may be for this message.
+  // The group's account may be so full for this message.
   uint64_t maxUnsolicited = kUnsolicitedBytes;
 
   // The bytes from the beginning that the sender has made ready; that the receiver lets come; of these, for how many it
@@ -38,10 +38,10 @@ struct Outgoing {
   // in ascending order.
   uint64_t cut = 0;
   std::vector<uint64_t> writing = {};
-  // How many bytes the kernel has: frames overtake each other.
+  // The kernel has so many bytes: a count, as frames overtake each other.
   uint64_t sent = 0;
   bool hasBegun = false;
-  // Whether the receiver has heard that the message waits.
+  // The receiver has heard that the message waits.
   bool hasToldOfWaiting = false;
   // The position among the messages of the link.
   uint64_t number = 0;
@@ -58,7 +58,7 @@ struct Outgoing {
   [[nodiscard]] bool isComplete() const { return hasBegun && sent == total; }
   // The bytes from the beginning that are no longer read.
   [[nodiscard]] uint64_t gone() const { return writing.empty() ? cut : writing.front(); }
-  // Whether the frame with the context has gone.
+  // The frame with the context has gone.
   [[nodiscard]] bool hasContextGone() const { return hasBegun && (writing.empty() || writing.front() > 0); }
 };
 
@@ -71,7 +71,7 @@ struct OutgoingFrame {
   [[nodiscard]] const uint8_t* payload() const { return message ? message->data + header.offset : nullptr; }
 };
 
-// What one process has to send to another one, cut into frames: the oldest message first, as far as the receiver has
+// The messages of one process to another one, cut into frames: the oldest message first, as far as the receiver has
 // places and the groups' accounts have room. It knows no connection, and outlives those that take its frames. Its owner
 // guards it by a mutex.
 class Outbox {
@@ -104,7 +104,7 @@ class Outbox {
   [[nodiscard]] uint64_t backlog() const;
 
  private:
-  // What has begun to leave of a group's messages.
+  // The messages of a group that have begun to leave.
   struct Account {
     // The data frames so far.
     uint64_t frames = 0;
@@ -115,12 +115,12 @@ class Outbox {
   };
   using Queue = std::deque<std::shared_ptr<Outgoing>>;
 
-  // Whether the next frame of the message has a place, or room in the account.
+  // Returns whether the next frame of the message has a place, or room in the account.
   bool mayLeave(const Outgoing& message);
   void letWait(Queue::iterator message);
   OutgoingFrame cutOff(const std::shared_ptr<Outgoing>& message, Frame::Kind kind, uint32_t cell);
 
-  // In the order in which they were added, but those that have waited go first.
+  // The messages in the order in which they were added, but those that have waited go first.
   Queue queue_;
   std::deque<OutgoingFrame> controls_;
   // Places that the receiver has announced for messages that have not been added yet.

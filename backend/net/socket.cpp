@@ -73,7 +73,7 @@ std::string SocketAddress::address() const {
 }
 
 uint16_t SocketAddress::port() const {
-  // At the same place in both.
+  // The port is at the same place in both.
   static_assert(offsetof(sockaddr_in, sin_port) == offsetof(sockaddr_in6, sin6_port));
   in_port_t port = 0;
   std::memcpy(&port, reinterpret_cast<const char*>(&storage_) + offsetof(sockaddr_in, sin_port), sizeof(port));

@@ -62,7 +62,7 @@ void configure(const FileDescriptor& socket);
 std::string errorOf(const FileDescriptor& socket);
 // Returns for how long the other host's kernel has sent nothing, though it has something to acknowledge; 0: it has not.
 std::chrono::milliseconds unansweredFor(const FileDescriptor& socket);
-// What the kernel has seen of the line that a connection goes over; zeros where it does not tell.
+// The kernel has seen this of the line that a connection goes over; zeros where it does not tell.
 struct Line {
   // The shortest round trip of the last minutes.
   std::chrono::microseconds roundTrip{0};

@@ -19,7 +19,7 @@
 
 namespace bagua::net {
 
-// What a process has of the network between hosts: a port where it listens, a link to every process that it has spoken
+// A process has this of the network between hosts: a port where it listens, a link to every process that it has spoken
 // to, and the groups whose messages these carry. Any thread may call.
 class Transport final : public Link::Owner, public std::enable_shared_from_this<Transport> {
  public:
