@@ -27,6 +27,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "backend/cpu/shared_memory/meeting_room.h"
 #include "backend/cpu/shared_memory/streaming_copy.h"
@@ -274,6 +275,33 @@ TEST(MeetingRoom, RanksOnOneCoreMakeRoomForEachOther) {
   for (auto& thread : threads) thread.join();
   // Spinning, one of them takes 100 us at each meeting.
   EXPECT_LT((taken[0] + taken[1]) / kRounds, std::chrono::microseconds(50));
+}
+
+// A sleeper that is not woken looks again after 50 ms.
+TEST(MeetingRoom, ALateRankWakesWhoSleeps) {
+  constexpr int kRounds = 31;
+  if (std::thread::hardware_concurrency() < 2) GTEST_SKIP() << "the late rank needs a core of its own";
+  auto creator = newSegment(2);
+  std::array<Clock::time_point, kRounds> came;
+  std::array<Clock::time_point, kRounds> woke;
+  std::thread sleeper([&] {
+    MeetingRoom room(openAgain(creator, 2), 0, names(2));
+    for (auto& time : woke) {
+      room.meet(Clock::now() + std::chrono::seconds(20));
+      time = Clock::now();
+    }
+  });
+  MeetingRoom room(openAgain(creator, 2), 1, names(2));
+  for (auto& time : came) {
+    std::this_thread::sleep_for(milliseconds(5));
+    time = Clock::now();
+    room.meet(Clock::now() + std::chrono::seconds(20));
+  }
+  sleeper.join();
+  std::vector<Clock::duration> delays;
+  for (int round = 0; round < kRounds; ++round) delays.push_back(woke[round] - came[round]);
+  std::nth_element(delays.begin(), delays.begin() + kRounds / 2, delays.end());
+  EXPECT_LT(delays[kRounds / 2], milliseconds(10));
 }
 
 TEST(MeetingRoom, NamesTheRankThatDoesNotCome) {
