@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "backend/communicator.h"
 #include "backend/cuda/nccl_handle.h"
-#include "backend/cuda/owned_transport.h"
 
 namespace bagua {
 
 // CUDA tensors over NCCL. Every call enqueues on the current stream and returns; a call that only moves data moves
 // bytes, of any dtype. The communicator is made by the first call, on every rank.
-class NcclCommunicator final : public Communicator, public OwnedTransport {
+class NcclCommunicator final : public Communicator {
  public:
   struct Environment {
     NcclApi& api;
@@ -52,11 +54,15 @@ class NcclCommunicator final : public Communicator, public OwnedTransport {
   void exchange(const std::vector<Message>& messages);
 
   void abort() override;
-  [[nodiscard]] std::string asyncError() override;
-  void close(std::chrono::steady_clock::time_point deadline) override;
-  void enterGraph() override;
-  // A connection that failed has reached the transport too; it leaves the handle aborted.
-  [[nodiscard]] uint64_t calls() const override { return calls_ + (handle_.isAborted() ? 1 : 0); }
+  // Returns what has gone wrong since the last call; empty: nothing. Any thread may call.
+  [[nodiscard]] std::string asyncError();
+  // Collective, after the last program: ends in order, or aborts where the peers do not follow in time.
+  void close(std::chrono::steady_clock::time_point deadline);
+  // The calls of the next program are recorded into a CUDA graph.
+  void enterGraph();
+  // Returns how many calls have reached NCCL: a program that fails before its first has left no rank out of step. A
+  // connection that failed counts as one; it leaves the handle aborted.
+  [[nodiscard]] uint64_t calls() const { return calls_ + (handle_.isAborted() ? 1 : 0); }
 
  private:
   using Enqueue = std::function<ncclResult_t(ncclComm_t, cudaStream_t)>;

@@ -41,7 +41,7 @@ std::shared_ptr<StreamChannel> makeChannel(const NcclExecutor::Options& options,
           .timeout = options.timeout,
           .prepareThread = [device = options.device] { prepareDeviceThread(device); },
       });
-  OwnedTransport* owned = communicator.get();
+  NcclCommunicator* owned = communicator.get();
   return std::make_shared<StreamChannel>(std::move(communicator), owned, options.device, options.isHighPriority);
 }
 

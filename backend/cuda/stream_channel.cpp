@@ -17,7 +17,7 @@ bool isCapturingOn(at::Device device) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-StreamChannel::StreamChannel(std::unique_ptr<Communicator> communicator, OwnedTransport* owned, at::Device device,
+StreamChannel::StreamChannel(std::unique_ptr<Communicator> communicator, NcclCommunicator* owned, at::Device device,
                              bool isHighPriority)
     : communicator_(std::move(communicator)),
       owned_(owned),

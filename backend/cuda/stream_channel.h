@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "backend/cuda/device_clock.h"
-#include "backend/cuda/owned_transport.h"
+#include "backend/cuda/nccl_communicator.h"
 #include "backend/cuda/watchdog.h"
 #include "backend/cuda/work_cuda.h"
 
@@ -25,14 +25,14 @@ namespace bagua {
 // A channel of programs on CUDA tensors: one communicator with the one stream that its calls are enqueued on.
 class StreamChannel {
  public:
-  // `owned` is `communicator` seen as a transport of ours; null where it belongs to somebody else.
-  StreamChannel(std::unique_ptr<Communicator> communicator, OwnedTransport* owned, at::Device device,
+  // `owned` is `communicator` if that is ours to watch and to end; null where it goes over a backend of somebody else.
+  StreamChannel(std::unique_ptr<Communicator> communicator, NcclCommunicator* owned, at::Device device,
                 bool isHighPriority);
 
   // Hold it while enqueueing: what it orders is the same on every rank.
   [[nodiscard]] std::mutex& order() { return order_; }
   [[nodiscard]] Communicator& communicator() { return *communicator_; }
-  [[nodiscard]] OwnedTransport* owned() { return owned_; }
+  [[nodiscard]] NcclCommunicator* owned() { return owned_; }
 
   // Behind all that has been enqueued here by now; nothing where that is nothing.
   [[nodiscard]] std::optional<at::cuda::CUDAEvent> behindAll() const;
@@ -46,7 +46,7 @@ class StreamChannel {
   void openStream(const c10::cuda::CUDAStream& producer, std::vector<at::cuda::CUDAEvent>& after);
 
   const std::unique_ptr<Communicator> communicator_;
-  OwnedTransport* const owned_;
+  NcclCommunicator* const owned_;
   const at::Device device_;
   const bool isHighPriority_;
   std::mutex order_;
