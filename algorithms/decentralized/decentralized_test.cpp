@@ -19,7 +19,7 @@ TEST(Decentralized, PairsChangeFromExchangeToExchangeWhateverTheInterval) {
   for (const int64_t interval : {1, 2, 3}) {
     testing::runRanks(kRanks, [&](Communicator& communicator) {
       const at::NoGradGuard noGrad;
-      const std::vector<at::Tensor> weights = {at::full({5}, communicator.rank())};
+      const std::vector<at::Tensor> weights = {at::full({5}, static_cast<float>(communicator.rank()))};
       testing::ImmediateSteps context(communicator, weights);
       const auto algorithm = info.create(Options(info.name, info.options,
                                                  {{"hierarchical", false},

@@ -13,6 +13,8 @@
 #include <limits>
 
 #include "algorithms/algorithm_interfaces.h"
+#include "algorithms/powersgd/matrices.h"
+#include "algorithms/powersgd/starting_factors.h"
 #include "algorithms/registry.h"
 #include "tests/support/immediate_steps.h"
 #include "tests/support/thread_ranks.h"
