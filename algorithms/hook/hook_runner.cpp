@@ -6,15 +6,14 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <cmath>
-#include <sstream>
 #include <utility>
 
 #include "algorithms/capture.h"
 #include "algorithms/hook/bucket_program.h"
+#include "algorithms/hook/codec_check.h"
 #include "algorithms/hook/profiler_handover.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/weights.h"
-#include "kernels/codec.h"
 
 namespace bagua {
 namespace {
@@ -43,19 +42,6 @@ constexpr const char* kStepSkipped = "is_step_skipped";
 
 std::shared_ptr<const std::string> configurationOf(const std::string& name, const Options& options) {
   return std::make_shared<const std::string>(name + "(" + options.toString() + ")");
-}
-
-// Throws where the option "codec", one codec or "pattern=codec, ...", names one that takes no tensors of that device.
-void checkCodecs(const std::string& algorithm, const Options& options, at::Device device) {
-  const auto option = options.values().find("codec");
-  if (option == options.values().end() || !std::holds_alternative<std::string>(option->second)) return;
-  std::istringstream entries(std::get<std::string>(option->second));
-  for (std::string entry; std::getline(entries, entry, ',');) {
-    const auto begin = entry.find_first_not_of(' ', entry.find('=') + 1);
-    if (begin == std::string::npos) continue;
-    const std::string name = entry.substr(begin, entry.find_last_not_of(' ') - begin + 1);
-    CodecRegistry::find(name).checkDevice(device, c10::str("bagua: algorithm '", algorithm, "'"));
-  }
 }
 
 // What DDP waits for where nothing travels.
