@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings in rounds that tests follow, and the plain loop beside them."""
+
+import copy
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import bagua
+import simulations as sim
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+# Both sides add the ranks' values in another order, and fuse other operations.
+CLOSE = 2e-6
+
+
+def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class Plan(NamedTuple):
+    """The options of diloco that a plain loop follows."""
+
+    sync_every: int = 6
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+
+    def register(self, ddp: DDP, optimizer: torch.optim.Optimizer, **options: Any) -> bagua.Handle:
+        return bagua.register_comm_hook(ddp, "diloco", optimizer=optimizer, **self._asdict(), **options)
+
+
+class PlainRounds(sim.Nothing):
+    """All ranks in one process: the rule as the issue writes it, with torch's own optimizer as the outer one."""
+
+    def __init__(self, models: Sequence[nn.Module], plan: Plan, cut: Sequence[Sequence[int]]) -> None:
+        self.plan, self.cut, self.steps = plan, cut, 0
+        self.outer = [p.detach().clone().requires_grad_() for p in models[0].parameters()]
+        momentum = {"momentum": plan.outer_momentum, "nesterov": plan.nesterov and plan.outer_momentum > 0}
+        self.optimizers = [
+            torch.optim.SGD([self.outer[index] for index in fragment], lr=plan.outer_lr, **momentum)  # type: ignore[arg-type]
+            for fragment in cut
+        ]
+
+    def after_step(self, models: Sequence[nn.Module]) -> None:
+        self.steps += 1
+        interval, plan = self.plan.sync_every // self.plan.fragments, self.plan
+        for fragment, indices in enumerate(self.cut):
+            for index in indices:
+                if (self.steps + plan.delay) % plan.sync_every == (fragment + 1) * interval % plan.sync_every:
+                    locals_ = [list(model.parameters())[index].detach() for model in models]
+                    if self.steps > 0:
+                        self.outer[index].grad = torch.stack([self.outer[index].detach() - x for x in locals_]).mean(0)
+        for fragment, indices in enumerate(self.cut):
+            if self.steps % plan.sync_every == (fragment + 1) * interval % plan.sync_every:
+                self.optimizers[fragment].step()
+                for index, model in itertools.product(indices, models):
+                    weight = list(model.parameters())[index].detach()
+                    weight.copy_(self.outer[index].detach() * (1 - plan.mixing) + weight * plan.mixing)
+
+
+def train(
+    model: nn.Module,
+    register: Callable[[DDP, torch.optim.Optimizer], bagua.Handle],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    steps: sim.Plan,
+    **ddp_options: Any,
+) -> tuple[list[Tensor], dict[str, Any], list[dict[str, Tensor]]]:
+    ddp = DDP(copy.deepcopy(model), **ddp_options)
+    optimizer = make_optimizer(ddp)
+    handle = register(ddp, optimizer)
+    history, states = [], []
+    for batches in steps:
+        optimizer.zero_grad()
+        for batch in batches:
+            if batch.synchronised:
+                sim.batch_loss(ddp, batch.number, dist.get_rank()).backward()
+            else:
+                with ddp.no_sync():
+                    sim.batch_loss(ddp, batch.number, dist.get_rank()).backward()
+        optimizer.step()
+        history.append(sim.flat(ddp.parameters()))
+        states.append({name: value.clone() for name, value in handle.state_dict()["state"].items()})
+    return history, handle.stats(), states
+
+
+def three_layers() -> nn.Module:
+    with torch.device("cpu"):
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(23, 9), nn.Tanh(), nn.Linear(9, 11), nn.Tanh(), nn.Linear(11, 3))
+    return model.to(torch.get_default_device())
+
+
+CONSECUTIVE = {1: [range(6)], 2: [range(2), range(2, 6)], 3: [range(2), range(2, 4), range(4, 6)]}
+PLANS = [
+    Plan(),
+    Plan(1, outer_lr=1.0, outer_momentum=0.0),
+    Plan(outer_momentum=0.5, nesterov=False),
+    Plan(6, 2),
+    Plan(6, 3, delay=1, mixing=0.25),
+    Plan(8, 2, delay=3, mixing=1.0),
+    Plan(6, 1, delay=5, mixing=0.5, outer_lr=1.0),
+]
+
+
+def assert_close(histories: Sequence[list[Tensor]], expected: Sequence[Sequence[Tensor]]) -> None:
+    for step, weights in enumerate(expected):
+        for rank, history in enumerate(histories):
+            error = (history[step] - weights[rank]).abs().max().item()
+            assert error <= CLOSE, f"rank {rank} is off by {error:.2g} after step {step + 1}"
+    assert (expected[-1][0] - expected[0][0]).abs().max() > 1e3 * CLOSE, "training that hardly moves shows nothing"
+
+
+Register = Callable[[DDP, torch.optim.Optimizer], bagua.Handle]
+
+
+class Training(NamedTuple):
+    ddp: DDP
+    optimizer: torch.optim.Optimizer
+    handle: bagua.Handle
+
+
+def begun_anew(ddp: DDP, optimizer: torch.optim.Optimizer, handle: bagua.Handle, register: Register) -> Training:
+    """A training as a checkpoint of another has it."""
+    file = io.BytesIO()
+    torch.save([ddp.module.state_dict(), optimizer.state_dict(), handle.state_dict()], file)
+    file.seek(0)
+    weights, state, rounds = torch.load(file)
+    ddp = DDP(three_layers())
+    ddp.module.load_state_dict(weights)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    optimizer.load_state_dict(state)
+    handle = register(ddp, optimizer)
+    handle.load_state_dict(rounds)
+    return Training(ddp, optimizer, handle)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""local_sgd and diloco: steps that are not taken, accumulated gradients, schedulers."""
+
+import contextlib
+from collections.abc import Sequence
+
+import bagua
+import pytest
+import simulations as sim
+import torch
+import torch.distributed as dist
+from hooked_models import same
+from ranks import RankPool
+from rounds_training import (
+    CLOSE,
+    CONSECUTIVE,
+    PlainRounds,
+    Plan,
+    Register,
+    begun_anew,
+    momentum_sgd,
+    three_layers,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+pytestmark = pytest.mark.any_device
+
+
+# --- steps that are not taken, schedulers, buffers ---
+
+
+def _scaled(zero_first: bool, overflows: Sequence[tuple[int, int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """A GradScaler of each rank's own; `overflows` are (rank, step)."""
+    ddp, rank = DDP(three_layers()), dist.get_rank()
+    optimizer = momentum_sgd(ddp)
+    handle = Plan(3, outer_lr=0.5).register(ddp, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    history = []
+    for step in range(1, 12):
+        if zero_first:
+            optimizer.zero_grad()
+        loss = sim.batch_loss(ddp, step, rank) * (float("inf") if (rank, step) in overflows else 1.0)
+        if not zero_first:
+            optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        history.append(sim.flat(ddp.parameters()))
+    handle.synchronize()
+    assert handle.stats()["steps"] == 11
+    return history, handle.state_dict()["state"]
+
+
+# One in the middle of a round, one at the step of a synchronisation, two in a row, two ranks at once.
+OVERFLOWS = [(1, 2), (0, 3), (1, 7), (1, 8), (0, 10), (1, 10)]
+
+
+def test_a_step_that_a_rank_skips_counts(rank_pools: dict[int, RankPool]) -> None:
+    results = rank_pools[2].run(_scaled, True, OVERFLOWS)
+    models = sim.copies(three_layers(), 2)
+    rounds = PlainRounds(models, Plan(3, outer_lr=0.5), CONSECUTIVE[1])
+    optimizers = [momentum_sgd(model) for model in models]
+    for step in range(1, 12):
+        for rank, model in enumerate(models):
+            optimizers[rank].zero_grad()
+            sim.batch_loss(model, step, rank).backward()
+            if (rank, step) not in OVERFLOWS:
+                optimizers[rank].step()
+        rounds.after_step(models)
+        for rank, (history, _) in enumerate(results):
+            # A rank that has skipped the step of a synchronisation notices at its next forward.
+            if (rank, step) not in OVERFLOWS:
+                error = (history[step - 1] - sim.flat(models[rank].parameters())).abs().max().item()
+                assert error < CLOSE, f"rank {rank} is off by {error:.2g} after step {step}"
+
+
+def test_a_step_skipped_before_gradients_are_dropped_counts_too(rank_pools: dict[int, RankPool]) -> None:
+    states = [state for _, state in rank_pools[2].run(_scaled, False, OVERFLOWS, timeout=30.0)]
+    assert states[0]["step"] == states[1]["step"] == 11
+    assert same(states[0], states[1])
+
+
+# The rank whose last step is skipped, how many steps there are, and whether gradients are dropped after it. With two
+# fragments in rounds of six, a delay of one: after step 8 a fragment is taken, after step 9 it is synchronised.
+LAST_STEPS = [(1, 8, False), (0, 9, True), (1, 10, True), (0, 10, False)]
+
+
+def _train_scaled(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, skipped: int | None, idle: int | None, drop: bool
+) -> None:
+    """Step `skipped` overflows; step `idle` moves nothing, as a step that is skipped, and is taken."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in steps:
+        if not drop:
+            optimizer.zero_grad()
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = 0.0 if step == idle else rate
+        scaler.scale(
+            sim.batch_loss(model, step, dist.get_rank()) * (float("inf") if step == skipped else 1.0)
+        ).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if drop:
+            optimizer.zero_grad()
+
+
+def _skip_last(end: str, register: Register, skips: bool) -> list[Tensor]:
+    """The weights at the ends of trainings whose last step one rank skips, or takes without moving."""
+    weights = []
+    for skipping, steps, drop in LAST_STEPS:
+        ddp = DDP(three_layers())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+        handle = register(ddp, optimizer)
+        last = steps if dist.get_rank() == skipping else None
+        with handle if end == "with" else contextlib.nullcontext():
+            _train_scaled(ddp, optimizer, range(1, steps + 1), last if skips else None, None if skips else last, drop)
+        if end == "state_dict":
+            ddp, optimizer, handle = begun_anew(ddp, optimizer, handle, register)
+            _train_scaled(ddp, optimizer, range(steps + 1, 20), None, None, drop)
+            handle.synchronize()
+        elif end != "with":
+            getattr(handle, end)()
+        weights.append(sim.flat(ddp.parameters()))
+    return weights
+
+
+def _averaged_every_third_step(ddp: DDP, optimizer: torch.optim.Optimizer) -> bagua.Handle:
+    return bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer, sync_every=3)
+
+
+@pytest.mark.parametrize("end", ["synchronize", "abort", "remove", "with", "state_dict"])
+@pytest.mark.parametrize(
+    "register", [Plan(6, 2, delay=1, mixing=0.25).register, Plan(3).register, _averaged_every_third_step]
+)
+def test_a_last_step_that_a_rank_skips_counts(rank_pools: dict[int, RankPool], end: str, register: Register) -> None:
+    one, other = rank_pools[2].run(_skip_last, end, register, True, timeout=60.0)
+    assert same(one, other)
+    assert same(one, rank_pools[2].run(_skip_last, end, register, False, timeout=60.0)[0])
+
+
+def _synchronize_before_the_step(skips: bool) -> dict[str, Tensor]:
+    ddp = DDP(three_layers())
+    optimizer = momentum_sgd(ddp)
+    handle = Plan(4).register(ddp, optimizer)
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        # One gradient that is not finite: the end takes the step for one that was skipped.
+        (sim.batch_loss(ddp, step, 0) * (float("nan") if skips and step == 3 else 1.0)).backward()
+        handle.synchronize()
+        optimizer.step()
+    state: dict[str, Tensor] = handle.state_dict()["state"]
+    return state
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["finite", "nan"])
+def test_a_step_that_follows_a_synchronisation_counts_once(rank_pools: dict[int, RankPool], skips: bool) -> None:
+    for state in rank_pools[2].run(_synchronize_before_the_step, skips):
+        assert state["step"] == 3
+
+
+def _accumulate(skipped: int, empty: bool, synchronised: bool) -> tuple[int, Tensor]:
+    """Rank 1 skips a step, or its first micro-batch has gradients that are all zero."""
+    ddp, rank = DDP(three_layers()), dist.get_rank()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    handle = Plan(4, 2, delay=1).register(ddp, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(1, 10):
+        optimizer.zero_grad()
+        for number in range(3):
+            is_special = rank == 1 and step == skipped and number == (0 if empty else 2)
+            factor = (0.0 if empty else float("inf")) if is_special else 1.0
+            with contextlib.nullcontext() if synchronised or number == 2 else ddp.no_sync():
+                scaler.scale(sim.batch_loss(ddp, 10 * step + number, rank) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    handle.synchronize()
+    return int(handle.state_dict()["state"]["step"]), sim.flat(ddp.parameters())
+
+
+@pytest.mark.parametrize(("empty", "synchronised"), [(False, False), (False, True), (True, False), (True, True)])
+def test_accumulated_gradients_are_one_step_whatever_they_are(
+    rank_pools: dict[int, RankPool], empty: bool, synchronised: bool
+) -> None:
+    for skipped in (3, 9):
+        (steps, one), (others, other) = rank_pools[2].run(_accumulate, skipped, empty, synchronised, timeout=30.0)
+        assert (steps, others) == (9, 9)
+        assert same(one, other)
+
+
+def _with_scheduler(registered: bool) -> tuple[list[float], Tensor]:
+    ddp = DDP(three_layers())
+    optimizer = momentum_sgd(ddp)
+    if registered:
+        Plan(100).register(ddp, optimizer)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
+    rates = []
+    for step in range(9):
+        optimizer.zero_grad()
+        (sim.batch_loss(ddp, step, 0)).backward()
+        optimizer.step()
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    return rates, sim.flat(ddp.parameters())
+
+
+def test_schedulers_of_the_inner_optimizer_do_not_notice(rank_pools: dict[int, RankPool]) -> None:
+    for (rates, weights), (expected, same_weights) in zip(
+        rank_pools[2].run(_with_scheduler, True), rank_pools[2].run(_with_scheduler, False), strict=True
+    ):
+        assert rates == expected
+        # Both ranks train on the same data.
+        torch.testing.assert_close(weights, same_weights, rtol=0, atol=CLOSE)
