@@ -68,8 +68,8 @@ class Mailboxes {
 // Pieces of an odd size, so that tests see several and the last one short.
 constexpr int64_t kPieceBytes = 24'000;
 
-// Bytes [begin, end) of a message of `total` bytes, of which a piece is no longer than kPieceBytes: `bytes` holds it, or
-// is filled with it again and again. Empty past the end.
+// Bytes [begin, end) of a message of `total` bytes, of which a piece is no longer than kPieceBytes: `bytes` holds it,
+// or is filled with it again and again. Empty past the end.
 at::Tensor pieceOf(const at::Tensor& bytes, int64_t total, int64_t begin, int64_t end) {
   const int64_t first = std::min(begin, total);
   const int64_t length = std::min(end, total) - first;
