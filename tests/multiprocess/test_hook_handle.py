@@ -5,14 +5,15 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import bagua
 import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, loss_of, perceptron, random_gradient
+from hooked_models import Leaves, emulated_hosts, loss_of, perceptron
+from hooked_trainings import HOSTS, MOMENTS, SECONDS, Trained, hooked, train_step
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -20,27 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 pytestmark = pytest.mark.any_device
 
 of_every_algorithm = pytest.mark.parametrize("algorithm", bagua.available_algorithms())
-HOSTS = "ABC"
 # As long as qadam warms up, and one more.
 STEPS_BEFORE = 3
-SECONDS = 60.0  # a rank that waits for another which raised is a failure
-
-
-class Trained(NamedTuple):
-    ddp: DDP
-    optimizer: torch.optim.Optimizer
-    handle: bagua.Handle
-
-
-def _hooked(algorithm: str, group: dist.ProcessGroup | None = None) -> Trained:
-    ddp = DDP(perceptron(), process_group=group, bucket_cap_mb=0.0001)  # several buckets
-    optimizer: torch.optim.Optimizer
-    if bagua.describe(algorithm)["optimizer"] == "QAdamOptimizer":
-        optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
-    else:
-        # It has momenta, which differ where weights do, and counts steps on the CPU.
-        optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-3)
-    return Trained(ddp, optimizer, bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer))
 
 
 def _is_exact(algorithm: str) -> bool:
@@ -99,7 +81,6 @@ CALLS: dict[str, Callable[[Trained], None]] = {
     "abort": lambda trained: trained.handle.abort(),
     "resume": lambda trained: trained.handle.resume(),
 }
-MOMENTS = ["before the first step", "between forward and backward", "between backward and step", "after steps"]
 
 
 def _refusal(call: str, moment: str, algorithm: str) -> str:
@@ -123,16 +104,6 @@ def _call(call: str, moment: str, trained: Trained) -> bool:
     return False
 
 
-def _step(trained: Trained, number: int, at: Callable[[str], None] = lambda moment: None) -> float:
-    trained.optimizer.zero_grad()
-    loss = loss_of(trained.ddp, number)
-    at(MOMENTS[1])
-    loss.backward()
-    at(MOMENTS[2])
-    trained.optimizer.step()
-    return loss.item()
-
-
 def _mean_gradients(group: dist.ProcessGroup, ddp: DDP, number: int) -> list[Tensor]:
     """As plain averaging gives them, of the weights at hand."""
     local = torch.autograd.grad(loss_of(ddp.module, number), list(ddp.module.parameters()))
@@ -140,7 +111,7 @@ def _mean_gradients(group: dist.ProcessGroup, ddp: DDP, number: int) -> list[Ten
 
 
 def _train_around(call: str, moment: str, algorithm: str, group: dist.ProcessGroup) -> None:
-    trained, done = _hooked(algorithm, group), []
+    trained, done = hooked(algorithm, group), []
 
     def at(now: str) -> None:
         if now == moment:
@@ -149,8 +120,8 @@ def _train_around(call: str, moment: str, algorithm: str, group: dist.ProcessGro
     at(MOMENTS[0])
     if moment != MOMENTS[0]:
         for number in range(STEPS_BEFORE - 1):
-            _step(trained, number)
-        _step(trained, STEPS_BEFORE - 1, at)
+            train_step(trained, number)
+        train_step(trained, STEPS_BEFORE - 1, at)
         at(MOMENTS[3])
     assert len(done) == 1
     is_removed = call == "remove" and done[0]
@@ -158,7 +129,7 @@ def _train_around(call: str, moment: str, algorithm: str, group: dist.ProcessGro
         assert _are_equal(group, list(trained.ddp.parameters())), "right after the call"
     for number in (STEPS_BEFORE, STEPS_BEFORE + 1):
         expected = _mean_gradients(group, trained.ddp, number) if is_removed else []
-        loss = _step(trained, number)
+        loss = train_step(trained, number)
         assert torch.tensor(loss).isfinite()
         for gradient, parameter in zip(expected, trained.ddp.parameters(), strict=False):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
@@ -201,8 +172,8 @@ def test_each_call_at_each_moment(rank_pools: dict[int, RankPool], algorithm: st
 
 
 def _remove_too_early_on_one_rank(algorithm: str) -> str:
-    trained = _hooked(algorithm)
-    _step(trained, 0)
+    trained = hooked(algorithm)
+    train_step(trained, 0)
     loss = loss_of(trained.ddp, 1)
     if dist.get_rank() != 1:
         del loss  # no backward is to come
@@ -211,7 +182,7 @@ def _remove_too_early_on_one_rank(algorithm: str) -> str:
     loss = loss_of(trained.ddp, 1)
     del loss
     trained.handle.remove()
-    _step(trained, 2)
+    train_step(trained, 2)
     assert _are_equal(dist.group.WORLD, list(trained.ddp.parameters()))
     return f"{type(refused.value).__name__}: {refused.value}"
 
@@ -249,7 +220,7 @@ def test_ranks_have_common_statistics_again_after_a_removal(rank_pools: dict[int
 
 
 def _remove_at_other_moments() -> str:
-    trained = _hooked("decentralized")
+    trained = hooked("decentralized")
     trained.optimizer.zero_grad()
     loss_of(trained.ddp, 0).backward()
     if dist.get_rank() == 1:
@@ -267,9 +238,9 @@ def test_ranks_that_remove_at_other_moments_are_told_both(rank_pools: dict[int, 
 
 def _remove_in_accumulation(removes: bool) -> Tensor:
     """A step of two synchronised backwards, after the second of which qadam is removed, or not."""
-    trained = _hooked("qadam")
+    trained = hooked("qadam")
     for number in range(STEPS_BEFORE):
-        _step(trained, number)
+        train_step(trained, number)
     trained.optimizer.zero_grad()
     for number in (7, 8):
         loss_of(trained.ddp, number).backward()
@@ -285,40 +256,6 @@ def test_the_step_at_hand_is_the_same_when_qadam_has_been_removed(rank_pools: di
     # The momentum is taken apart and put together again, in float32.
     torch.testing.assert_close(removed[0], kept[0], rtol=1e-5, atol=1e-6)
     assert torch.equal(removed[0], removed[1])
-
-
-# --- figures ---
-
-
-def _figures(algorithm: str, options: dict[str, Any], length: int, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    ddp = DDP(Leaves(length))
-    handle = bagua.register_comm_hook(ddp, algorithm, **options)
-    before = handle.stats()
-    for step in range(steps):
-        ddp([random_gradient(length, dist.get_rank(), step)]).backward()
-    assert handle.algorithm == algorithm
-    codec = {"codec": "int8"} if algorithm == "bytegrad" else {}
-    assert handle.options == {"hierarchical": algorithm == "bytegrad", "average": True, **codec, **options}
-    assert algorithm in repr(handle)
-    return before, handle.stats()
-
-
-def test_figures_count_steps_and_bytes(peers: RankPool) -> None:
-    length, steps, size = 40_000, 3, peers.world_size
-    full = 2 * (size - 1) / size * 4 * length * steps  # what an allreduce of float32 takes
-    for algorithm, options, expected in [
-        ("gradient_allreduce", {}, full),
-        ("bytegrad", {"hierarchical": False}, full / 4 * 130 / 128),  # with a scale for every 128
-        ("bytegrad", {"hierarchical": True}, full),  # one host
-    ]:
-        for before, after in peers.run(_figures, algorithm, options, length, steps):
-            assert (before["steps"], before["buckets"], before["logical_bytes"], before["wire_bytes"]) == (0, 0, 0, 0)
-            assert after["algorithm"] == algorithm
-            assert (after["steps"], after["buckets"]) == (steps, steps)
-            assert after["logical_bytes"] == 4 * length * steps
-            assert after["wire_bytes"] == pytest.approx(expected, rel=0.01)
-            assert all(seconds > 0 for seconds in after["seconds"].values())
-            assert ("compress" in after["seconds"]) == (options.get("hierarchical") is False)
 
 
 # --- checkpoints ---
@@ -347,7 +284,7 @@ def test_a_checkpoint_fits_the_same_algorithm_and_options_only(rank_pools: dict[
 
 
 def _foreign_state(algorithm: str) -> None:
-    trained = _hooked(algorithm)
+    trained = hooked(algorithm)
     saved = trained.handle.state_dict()
     # Some say that it is foreign, and others what they miss.
     for foreign in ("zz", "sender.0", "sender.zz.0", "sender.minmax_uint8.0.pieces"):
@@ -365,7 +302,7 @@ def test_a_state_of_something_else_is_refused(rank_pools: dict[int, RankPool], a
 
 
 def _copy_hooked(algorithm: str) -> None:
-    trained = _hooked(algorithm)
+    trained = hooked(algorithm)
     for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
             duplicate(trained.ddp)
@@ -373,7 +310,7 @@ def _copy_hooked(algorithm: str) -> None:
     pickle.dumps(trained.ddp.module.state_dict())
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(trained.handle)
-    _step(trained, 0)  # still works
+    train_step(trained, 0)  # still works
     trained.handle.remove()
 
 
@@ -393,103 +330,3 @@ def _copy_with_two_arguments() -> None:
 
 def test_nor_can_one_with_the_two_argument_form(rank_pools: dict[int, RankPool]) -> None:
     rank_pools[1].run(_copy_with_two_arguments)
-
-
-# --- figures for people ---
-
-
-class SummaryWriter:
-    """Takes what TensorBoard's does."""
-
-    def __init__(self) -> None:
-        self.points: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
-        assert global_step is not None
-        self.points.append((tag, float(scalar_value), global_step))
-
-
-class Run:
-    """Takes what a run of W&B does."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[dict[str, float], int | None, bool | None]] = []
-
-    def log(self, data: dict[str, float], step: int | None = None, commit: bool | None = None) -> None:
-        self.logged.append((dict(data), step, commit))
-
-
-def _write_figures(algorithm: str) -> None:
-    trained, writer, run = _hooked(algorithm), SummaryWriter(), Run()
-    trained.handle.log_to(writer)
-    assert writer.points == [], "there has been no step"
-    for number in range(4):
-        _step(trained, number)
-    before = trained.handle.stats()
-    trained.handle.log_to(writer)
-    assert {step for _, _, step in writer.points} == {4}
-    figures = {tag: figure for tag, figure, _ in writer.points}
-    assert figures["bagua/bytes_sent_per_step"] == before["wire_bytes"] / 4
-    assert figures["bagua/rounds"] == before["rounds"]
-    assert {f"bagua/seconds_per_step/{stage}" for stage in before["seconds"]} <= figures.keys()
-    trained.handle.log_to(run)
-    assert run.logged == [], "there has been no step since"
-    _step(trained, 4)
-    now = trained.handle.stats()
-    trained.handle.log_to(run)
-    _step(trained, 5)
-    trained.handle.log_to(run, step=17)
-    # One goes with the next point of the user's own, the other where the user says.
-    assert [(step, commit) for _, step, commit in run.logged] == [(None, False), (17, None)]
-    assert run.logged[0][0]["bagua/bytes_sent_per_step"] >= now["wire_bytes"] - before["wire_bytes"]
-    with pytest.raises(TypeError, match=r"add_scalar.*got list"):
-        trained.handle.log_to([])
-    trained.handle.remove()
-
-
-@of_every_algorithm
-def test_figures_are_written_for_the_steps_since_the_last_time(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_write_figures, algorithm, timeout=SECONDS)
-
-
-def _reset(algorithm: str) -> None:
-    trained = _hooked(algorithm)
-    for number in range(3):
-        _step(trained, number)
-    trained.handle.synchronize()  # nothing is under way
-    kept = {key: trained.handle.stats()[key] for key in ("algorithm", "state_bytes", "memory")}  # type: ignore[literal-required]
-    trained.handle.reset()
-    stats: Any = trained.handle.stats()
-    assert {key: stats.pop(key) for key in kept} == kept
-    assert not any(stats.values()), stats
-    writer = SummaryWriter()
-    _step(trained, 3)
-    trained.handle.log_to(writer)
-    assert {step for _, _, step in writer.points} == {4}, "training goes on where it was"
-    assert trained.handle.stats()["steps"] == 1
-    trained.handle.remove()
-
-
-@of_every_algorithm
-def test_figures_begin_again_after_a_reset(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_reset, algorithm, timeout=SECONDS)
-
-
-def _printed() -> str:
-    ddp = DDP(perceptron())
-    handle = bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
-    for number in range(3):
-        loss_of(ddp, number).backward()
-    assert str(handle).startswith(repr(handle))
-    return str(handle)
-
-
-def test_a_handle_prints_its_figures(rank_pools: dict[int, RankPool]) -> None:
-    text = rank_pools[2].run(_printed, timeout=SECONDS)[0]
-    bytes_of_gradients = 3 * 4 * sum(p.numel() for p in perceptron().parameters())
-    assert "bytegrad(average=True, codec='int8', hierarchical=False)" in text
-    assert "3 steps, " in text
-    assert f"{bytes_of_gradients:,} bytes to communicate" in text
-    assert "(26%): " in text
-    assert "between hosts" in text
-    assert "compress 0." in text

@@ -13,28 +13,13 @@ from bagua.torch_api import _reductions, communication
 from bagua.torch_api.communication import CommMember
 from ranks import RankPool
 from reference import DTYPES, MEANINGFUL, assert_reduced, reduce_op, values
-from torch import Tensor
+from torch_api_calls import exactly, from_all, started
 
 for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # torch refuses the product of complex tensors before any backend sees it.
 for_every_reduction = pytest.mark.parametrize(
     ("op", "dtype"), [one for one in MEANINGFUL if not (one[0] == "PRODUCT" and one[1].is_complex)], ids=str
 )
-
-
-def _started() -> tuple[int, int]:
-    """Rank and number of ranks; ranks are shared with other tests, which may have initialised before."""
-    if not api.is_initialized():
-        api.init_process_group()
-    return dist.get_rank(), dist.get_world_size()
-
-
-def _from_all(dtype: torch.dtype, shape: Sequence[int], op: str = "SUM") -> list[Tensor]:
-    return [values(dtype, shape, rank, op) for rank in range(dist.get_world_size())]
-
-
-def _exactly(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0)
 
 
 # The examples of the document, to the letter; what it prints depends on the rank.
@@ -69,7 +54,7 @@ class _WithoutRemark(doctest.OutputChecker):
 
 
 def _documented_examples() -> None:
-    rank, _ = _started()
+    rank, _ = started()
     text = _DOCUMENTED.format(*_BEFORE[rank], rank=rank)
     example = doctest.DocTestParser().get_doctest(text, {"torch": torch, "rank": rank}, "documented", None, None)
     runner = doctest.DocTestRunner(checker=_WithoutRemark())
@@ -83,7 +68,7 @@ def test_examples_of_the_document_print_what_it_says(rank_pools: dict[int, RankP
 
 
 def _docstring_examples() -> None:
-    rank, _ = _started()
+    rank, _ = started()
     results = doctest.testmod(_reductions, extraglobs={"torch": torch, "rank": rank})
     assert results.attempted > 0
     assert results.failed == 0
@@ -94,8 +79,8 @@ def test_examples_in_docstrings_with_two_ranks(rank_pools: dict[int, RankPool]) 
 
 
 def _allreduce(op: str, dtype: torch.dtype) -> None:
-    rank, _ = _started()
-    inputs = _from_all(dtype, (5, 7), op)
+    rank, _ = started()
+    inputs = from_all(dtype, (5, 7), op)
     for given in (api.ReduceOp[op], int(api.ReduceOp[op]), reduce_op(op)):
         tensor = inputs[rank].clone()
         assert api.allreduce(tensor, given) is None  # type: ignore[func-returns-value]
@@ -106,7 +91,7 @@ def _allreduce(op: str, dtype: torch.dtype) -> None:
         send, recv = inputs[rank].clone(), torch.zeros(35, dtype=dtype)
         api.allreduce(send, recv, given)
         assert_reduced(recv.view(5, 7), inputs, op)
-        _exactly(send, inputs[rank])
+        exactly(send, inputs[rank])
 
 
 @for_every_reduction
@@ -115,7 +100,7 @@ def test_allreduce_in_place_and_out_of_place_with_either_enum(ranks: RankPool, o
 
 
 def _allreduce_forms() -> None:
-    rank, size = _started()
+    rank, size = started()
     total = float(sum(range(size)))
     comm = communication.from_torch_group(None).get_global_communicator()
     calls: list[Any] = [
@@ -140,8 +125,8 @@ def test_allreduce_takes_every_documented_form_of_call(ranks: RankPool) -> None:
 
 
 def _reduce(op: str, dtype: torch.dtype) -> None:
-    rank, size = _started()
-    inputs = _from_all(dtype, (37,), op)
+    rank, size = started()
+    inputs = from_all(dtype, (37,), op)
     for root in range(size):
         calls: list[Any] = [
             lambda t, _, root=root: api.reduce(t, root, api.ReduceOp[op]),
@@ -158,7 +143,7 @@ def _reduce(op: str, dtype: torch.dtype) -> None:
             if rank == root:
                 assert_reduced(send if is_in_place else recv, inputs, op)
             if not is_in_place:
-                _exactly(send, inputs[rank])
+                exactly(send, inputs[rank])
                 assert rank == root or not recv.any()
 
 
@@ -170,8 +155,8 @@ def test_reduce_to_every_root_in_both_generations_of_calls(ranks: RankPool, op: 
 
 
 def _broadcast(dtype: torch.dtype) -> None:
-    rank, size = _started()
-    inputs = _from_all(dtype, (5, 7))
+    rank, size = started()
+    inputs = from_all(dtype, (5, 7))
     calls: list[Any] = [
         lambda t, root: api.broadcast(t, root),
         lambda t, root: api.broadcast(t, root=root),
@@ -182,10 +167,10 @@ def _broadcast(dtype: torch.dtype) -> None:
         for call in calls:
             tensor = inputs[rank].clone()
             call(tensor, root)
-            _exactly(tensor, inputs[root])
+            exactly(tensor, inputs[root])
     tensor = inputs[rank].clone()
     api.broadcast(tensor)
-    _exactly(tensor, inputs[0])
+    exactly(tensor, inputs[0])
 
 
 @for_every_dtype
@@ -194,22 +179,22 @@ def test_broadcast_takes_root_and_src(ranks: RankPool, dtype: torch.dtype) -> No
 
 
 def _gathers(dtype: torch.dtype) -> None:
-    rank, size = _started()
-    inputs = _from_all(dtype, (2, 3))
+    rank, size = started()
+    inputs = from_all(dtype, (2, 3))
     joined = torch.stack(inputs)
     zeros = torch.zeros(size, 2, 3, dtype=dtype)
 
     recv = zeros.clone()
     api.allgather(inputs[rank], recv)
-    _exactly(recv, joined)
+    exactly(recv, joined)
     recv = zeros.clone()
     recv[rank] = inputs[rank]
     api.allgather_inplace(recv)
-    _exactly(recv, joined)
+    exactly(recv, joined)
     for root in range(size):
         recv = zeros.clone()
         api.gather(inputs[rank], recv, root)
-        _exactly(recv, joined if rank == root else zeros)
+        exactly(recv, joined if rank == root else zeros)
         api.gather(inputs[rank], recv if rank == root else None, dst=root)
         if rank == root:
             tensor = zeros.clone()
@@ -217,7 +202,7 @@ def _gathers(dtype: torch.dtype) -> None:
         else:
             tensor = inputs[rank].clone()
         api.gather_inplace(tensor, 6, root)
-        _exactly(tensor, joined if rank == root else inputs[rank])
+        exactly(tensor, joined if rank == root else inputs[rank])
 
 
 @for_every_dtype
@@ -226,20 +211,20 @@ def test_allgather_and_gather(ranks: RankPool, dtype: torch.dtype) -> None:
 
 
 def _scatters(dtype: torch.dtype) -> None:
-    rank, size = _started()
+    rank, size = started()
     for root in range(size):
         # What the root sends: row r for rank r.
         whole = values(dtype, (size, 2, 3), root)
         sent = whole.clone() if rank == root else torch.zeros_like(whole)
         recv = torch.zeros(2, 3, dtype=dtype)
         api.scatter(sent, recv, root)
-        _exactly(recv, whole[rank])
+        exactly(recv, whole[rank])
         recv.zero_()
         api.scatter(sent if rank == root else None, recv, src=root)
-        _exactly(recv, whole[rank])
+        exactly(recv, whole[rank])
         tensor = whole.clone() if rank == root else torch.zeros(6, dtype=dtype)
         api.scatter_inplace(tensor, 6, root)
-        _exactly(tensor.view(-1), whole.view(-1) if rank == root else whole[rank].view(-1))
+        exactly(tensor.view(-1), whole.view(-1) if rank == root else whole[rank].view(-1))
 
 
 @for_every_dtype
@@ -248,16 +233,16 @@ def test_scatter(ranks: RankPool, dtype: torch.dtype) -> None:
 
 
 def _reduce_scatters(op: str, dtype: torch.dtype) -> None:
-    rank, size = _started()
-    inputs = _from_all(dtype, (size, 5), op)
+    rank, size = started()
+    inputs = from_all(dtype, (size, 5), op)
     mine = [one[rank] for one in inputs]
     send, recv = inputs[rank].clone(), torch.zeros(5, dtype=dtype)
     api.reduce_scatter(send, recv, api.ReduceOp[op])
     assert_reduced(recv, mine, op)
-    _exactly(send, inputs[rank])
+    exactly(send, inputs[rank])
     api.reduce_scatter_inplace(send, reduce_op(op))
     assert_reduced(send[0], mine, op)
-    _exactly(send[1:], inputs[rank][1:])
+    exactly(send[1:], inputs[rank][1:])
 
 
 @pytest.mark.parametrize(("op", "dtype"), [("SUM", torch.int32), ("AVG", torch.float64), ("MIN", torch.float16)])
@@ -266,15 +251,15 @@ def test_reduce_scatter_leaves_the_result_in_the_first_part(ranks: RankPool, op:
 
 
 def _alltoalls(dtype: torch.dtype) -> None:
-    rank, size = _started()
-    inputs = _from_all(dtype, (size, 3))
+    rank, size = started()
+    inputs = from_all(dtype, (size, 3))
     expected = torch.stack([one[rank] for one in inputs])
     recv = torch.zeros(size, 3, dtype=dtype)
     api.alltoall(inputs[rank], recv)
-    _exactly(recv, expected)
+    exactly(recv, expected)
     tensor = inputs[rank].clone()
     api.alltoall_inplace(tensor)
-    _exactly(tensor, expected)
+    exactly(tensor, expected)
 
 
 @for_every_dtype
@@ -283,7 +268,7 @@ def test_alltoall(ranks: RankPool, dtype: torch.dtype) -> None:
 
 
 def _alltoall_v() -> None:
-    rank, size = _started()
+    rank, size = started()
     # Rank i sends (i + 2 j) % 3 elements of value 10 i + j to rank j; pieces lie in reversed order, one element apart.
     counts = [[(i + 2 * j) % 3 for j in range(size)] for i in range(size)]
     receiving = [counts[i][rank] for i in range(size)]
@@ -299,7 +284,7 @@ def _alltoall_v() -> None:
     expected = torch.full_like(recv, -2.0)
     for peer, (count, place) in enumerate(zip(receiving, places(receiving), strict=True)):
         expected[place : place + count] = 10 * peer + rank
-    _exactly(recv, expected)
+    exactly(recv, expected)
 
 
 def test_alltoall_v_keeps_what_no_piece_covers(ranks: RankPool) -> None:
@@ -307,7 +292,7 @@ def test_alltoall_v_keeps_what_no_piece_covers(ranks: RankPool) -> None:
 
 
 def _alltoall_v_inplace() -> None:
-    rank, size = _started()
+    rank, size = started()
     counts = [1 + (rank + peer) % 2 for peer in range(size)]
     displs = [2 * peer for peer in range(size)]
     tensor = torch.full((2 * size,), -1.0)
@@ -317,121 +302,8 @@ def _alltoall_v_inplace() -> None:
     expected = torch.full_like(tensor, -1.0)
     for peer in range(size):
         expected[displs[peer] : displs[peer] + counts[peer]] = 10 * peer + rank
-    _exactly(tensor, expected)
+    exactly(tensor, expected)
 
 
 def test_alltoall_v_inplace_swaps_pieces(ranks: RankPool) -> None:
     ranks.run(_alltoall_v_inplace)
-
-
-def _coalesced() -> None:
-    rank, size = _started()
-
-    def mine(rank: int) -> list[Tensor]:
-        tensors = [values(dtype, (2, 3), rank) for dtype in (torch.float32, torch.int64, torch.float32)]
-        # Not row-major: its elements have to come back to their places.
-        return [*tensors, values(torch.float32, (4, 3), rank).t(), torch.empty(0, dtype=torch.int64)]
-
-    everyone = [mine(one) for one in range(size)]
-    tensors = mine(rank)
-    api.allreduce_coalesced_inplace(tensors, api.ReduceOp.SUM)
-    for index, tensor in enumerate(tensors):
-        assert_reduced(tensor, [one[index] for one in everyone], "SUM")
-    tensors = mine(rank)
-    api.broadcast_coalesced(tensors, src=size - 1)
-    for tensor, expected in zip(tensors, everyone[-1], strict=True):
-        _exactly(tensor, expected)
-    api.allreduce_coalesced_inplace([])
-
-
-def test_coalesced_collectives_equal_one_call_per_tensor(ranks: RankPool) -> None:
-    ranks.run(_coalesced)
-
-
-def _objects() -> None:
-    rank, size = _started()
-    for root in range(size):
-        given = {"from": rank, "list": [rank] * 3}
-        assert api.broadcast_object(given, root) == {"from": root, "list": [root] * 3}
-    assert api.broadcast_object(f"rank {rank}") == "rank 0"
-    assert api.broadcast_object(None, src=size - 1) is None
-
-
-def test_broadcast_object_returns_the_root_s_object_everywhere(ranks: RankPool) -> None:
-    ranks.run(_objects)
-
-
-def _messages(dtype: torch.dtype) -> None:
-    rank, size = _started()
-    inputs = _from_all(dtype, (2, 3))
-    received = torch.zeros(6, dtype=dtype)
-    # Around the ring; rank 0 sends first, the others once they have received.
-    if rank == 0:
-        api.send(inputs[0], 1)
-    api.recv(received, src=(rank - 1) % size)
-    if rank != 0:
-        api.send(inputs[rank], dst=(rank + 1) % size)
-    _exactly(received.view(2, 3), inputs[(rank - 1) % size])
-
-
-@for_every_dtype
-def test_send_and_recv(peers: RankPool, dtype: torch.dtype) -> None:
-    peers.run(_messages, dtype)
-
-
-def _barrier(folder: str) -> None:
-    from pathlib import Path
-
-    rank, size = _started()
-    for turn in range(3):
-        Path(folder, f"{turn}-{rank}").touch()
-        api.barrier()
-        assert len(list(Path(folder).glob(f"{turn}-*"))) == size
-
-
-def test_nobody_passes_a_barrier_before_all_have_come(ranks: RankPool, tmp_path: object) -> None:
-    ranks.run(_barrier, str(tmp_path))
-
-
-def _parameters() -> None:
-    """In place on a leaf that requires a gradient, which autograd would refuse."""
-    rank, size = _started()
-    parameter = torch.nn.Parameter(torch.full((2, size), float(rank)))
-    api.allreduce(parameter)
-    assert parameter.tolist() == [[float(sum(range(size)))] * size] * 2
-    api.broadcast_coalesced([parameter])
-    api.allgather_inplace(parameter)
-    api.alltoall_inplace(parameter)
-    assert parameter.requires_grad
-    assert parameter.is_leaf
-
-
-def test_parameters_are_changed_in_place(ranks: RankPool) -> None:
-    ranks.run(_parameters)
-
-
-def _empty() -> None:
-    _, size = _started()
-    empty = torch.empty(0)
-    api.allreduce(empty)
-    api.allreduce(empty, empty.clone())
-    api.reduce(empty, 0)
-    api.broadcast(empty, size - 1)
-    api.allgather(empty, empty.clone())
-    api.allgather_inplace(empty)
-    api.gather(empty, empty.clone(), 0)
-    api.gather_inplace(empty, 0, 0)
-    api.scatter(empty, empty.clone(), 0)
-    api.scatter_inplace(empty, 0, 0)
-    api.reduce_scatter(empty, empty.clone())
-    api.reduce_scatter_inplace(empty)
-    api.alltoall(empty, empty.clone())
-    api.alltoall_inplace(empty)
-    api.alltoall_v(empty, [0] * size, [0] * size, empty.clone(), [0] * size, [0] * size)
-    tensor = torch.ones(2)
-    api.allreduce(tensor)
-    assert tensor.tolist() == [size, size]
-
-
-def test_empty_tensors_pass_through_every_collective(ranks: RankPool) -> None:
-    ranks.run(_empty)

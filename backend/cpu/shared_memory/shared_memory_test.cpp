@@ -2,13 +2,9 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <fcntl.h>
-#include <grp.h>
 #include <gtest/gtest.h>
 #include <linux/futex.h>
 #include <sched.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -24,19 +20,20 @@
 #include <memory>
 #include <numeric>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "backend/cpu/shared_memory/meeting_room.h"
-#include "backend/cpu/shared_memory/streaming_copy.h"
 #include "backend/os/shared_segment.h"
+#include "tests/support/child_processes.h"
 #include "tests/support/thread_ranks.h"
 
 namespace bagua {
 namespace {
 
+using testing::inKilledProcess;
+using testing::inOwnPidNamespace;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
@@ -67,153 +64,6 @@ std::string messageOfMeeting(MeetingRoom& room, milliseconds limit) {
     return error.what_without_backtrace();
   }
   return "";
-}
-
-TEST(SharedSegment, LeavesNoNameBehind) {
-  std::string name;
-  {
-    auto segment = newSegment(2);
-    name = segment.name();
-    openAgain(segment, 2).removeName();  // not the creator: no effect
-    segment.removeName();
-    std::string whyNot;
-    EXPECT_FALSE(SharedSegment::open(name, 1, whyNot).has_value());
-    EXPECT_NE(whyNot.find("No such file"), std::string::npos) << whyNot;
-  }
-  EXPECT_LT(::shm_open(name.c_str(), O_RDWR, 0), 0);
-}
-
-// Runs `body` in a process that is then killed, as by a SIGKILL from outside.
-template <typename Body>
-void inKilledProcess(Body&& body) {
-  const pid_t child = ::fork();
-  if (child == 0) {
-    body();
-    ::raise(SIGKILL);
-  }
-  ::waitpid(child, nullptr, 0);
-}
-
-// Passes the name of a segment that a killed process has made.
-std::string nameOfAbandoned(int ranks) {
-  std::array<int, 2> ends{};
-  TORCH_CHECK(::pipe(ends.data()) == 0);
-  inKilledProcess([&] {
-    auto* const segment = new SharedSegment(newSegment(ranks));  // never destroyed
-    const std::string& name = segment->name();
-    TORCH_CHECK(::write(ends[1], name.data(), name.size()) == static_cast<ssize_t>(name.size()));
-  });
-  ::close(ends[1]);
-  std::array<char, 128> name{};
-  const ssize_t length = ::read(ends[0], name.data(), name.size());
-  ::close(ends[0]);
-  return {name.data(), static_cast<size_t>(length)};
-}
-
-bool hasName(const std::string& name) {
-  const int file = ::shm_open(name.c_str(), O_RDWR, 0);
-  if (file >= 0) ::close(file);
-  return file >= 0;
-}
-
-TEST(SharedSegment, LosesItsNameWithThoseWhoHaveItWhenItsCreatorIsKilled) {
-  const std::string name = nameOfAbandoned(2);
-  ASSERT_TRUE(hasName(name));
-  std::string whyNot;
-  SharedSegment::open(name, MeetingRoom::bytesFor(2), whyNot).reset();
-  EXPECT_FALSE(hasName(name));
-}
-
-TEST(SharedSegment, KeepsItsNameWhileItsCreatorLives) {
-  const auto segment = newSegment(2);
-  inKilledProcess([&] {
-    openAgain(segment, 2).removeName();
-    newSegment(2);  // looks for abandoned names
-  });
-  EXPECT_TRUE(hasName(segment.name()));
-}
-
-TEST(SharedSegment, TellsWhyThereIsNone) {
-  std::string whyNot;
-  EXPECT_FALSE(SharedSegment::create(size_t{1} << 50U, whyNot).has_value());
-  EXPECT_NE(whyNot.find("posix_fallocate"), std::string::npos) << whyNot;
-}
-
-mode_t modeOf(const std::string& name) {
-  struct stat status {};
-  TORCH_CHECK(::stat(("/dev/shm" + name).c_str(), &status) == 0, name, " is not in /dev/shm");
-  return status.st_mode & 07777U;
-}
-
-TEST(SharedSegment, IsItsOwnersAloneWhateverTheUmask) {
-  const mode_t before = ::umask(0);
-  const auto segment = newSegment(2);
-  ::umask(before);
-  EXPECT_EQ(modeOf(segment.name()), mode_t{S_IRUSR | S_IWUSR});
-}
-
-TEST(SharedSegment, HasANameThatNobodyCanGuess) {
-  std::set<std::string> names;
-  std::string digits;
-  for (int i = 0; i < 64; ++i) {
-    const std::string name = newSegment(1).name();
-    names.insert(name);
-    digits += name.substr(name.rfind('-') + 1);
-  }
-  EXPECT_EQ(names.size(), 64U);
-  ASSERT_EQ(digits.size(), 64U * 32);
-  // 128 digits of each of 16 kinds are to be expected; the deviation is 11.
-  for (const char digit : std::string("0123456789abcdef")) {
-    EXPECT_NEAR(static_cast<double>(std::count(digits.begin(), digits.end(), digit)), 128, 80) << digit;
-  }
-}
-
-TEST(SharedSegment, OpensNothingButASegmentOfTheSizeThatWasAgreed) {
-  const auto segment = newSegment(2);
-  std::string whyNot;
-  EXPECT_FALSE(SharedSegment::open(segment.name(), MeetingRoom::bytesFor(3), whyNot).has_value());
-  EXPECT_NE(whyNot.find("bytes instead of"), std::string::npos) << whyNot;
-  for (const std::string name : {"", "/", "/bagua-../../etc/passwd", "/sem.something", "bagua-1", "/bagua-1-zz"}) {
-    EXPECT_FALSE(SharedSegment::open(name, 4096, whyNot).has_value()) << name;
-    EXPECT_EQ(whyNot, "the name that was told is none of ours") << name;
-  }
-}
-
-TEST(SharedSegment, RefusesOneThatOtherUsersMayOpen) {
-  const auto segment = newSegment(2);
-  ASSERT_EQ(::chmod(("/dev/shm" + segment.name()).c_str(), S_IRUSR | S_IWUSR | S_IROTH), 0);
-  std::string whyNot;
-  EXPECT_FALSE(SharedSegment::open(segment.name(), MeetingRoom::bytesFor(2), whyNot).has_value());
-  EXPECT_EQ(whyNot, "it is open to other users");
-}
-
-// What a process of user "nobody" is told: 0 for success.
-int errnoOfOpeningAsNobody(const std::string& name) {
-  const pid_t child = ::fork();
-  if (child == 0) {
-    constexpr uid_t kNobody = 65534;
-    if (::setgroups(0, nullptr) != 0 || ::setgid(kNobody) != 0 || ::setuid(kNobody) != 0) ::_exit(255);
-    const int file = ::shm_open(name.c_str(), O_RDONLY, 0);
-    ::_exit(file < 0 ? errno : 0);
-  }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
-TEST(SharedSegment, CannotBeOpenedByAnotherUser) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
-  const auto segment = newSegment(2);
-  EXPECT_EQ(errnoOfOpeningAsNobody(segment.name()), EACCES);
-}
-
-TEST(SharedSegment, RefusesOneThatAnotherUserMade) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can give a file away";
-  const auto segment = newSegment(2);
-  ASSERT_EQ(::chown(("/dev/shm" + segment.name()).c_str(), 65534, 65534), 0);
-  std::string whyNot;
-  EXPECT_FALSE(SharedSegment::open(segment.name(), MeetingRoom::bytesFor(2), whyNot).has_value());
-  EXPECT_EQ(whyNot, "it belongs to user 65534");
 }
 
 TEST(MeetingRoom, ShowsEveryRoundWhatThePeersWrote) {
@@ -461,26 +311,6 @@ TEST(MeetingRoom, NoticesAProcessThatEnded) {
   ::waitpid(child, nullptr, 0);
 }
 
-// Runs `body`, which ends with _exit(), in a process that takes itself for process 1, as in a container of its own.
-// Returns its exit status; nothing where the system does not let us.
-template <typename Body>
-std::optional<int> inOwnPidNamespace(Body&& body) {
-  constexpr int kNotAllowed = 200;
-  const pid_t outer = ::fork();
-  if (outer == 0) {
-    if (::unshare(CLONE_NEWPID) != 0) ::_exit(kNotAllowed);
-    const pid_t inner = ::fork();
-    if (inner == 0) body();
-    int status = 0;
-    ::waitpid(inner, &status, 0);
-    ::_exit(WIFEXITED(status) ? WEXITSTATUS(status) : 1);
-  }
-  int status = 0;
-  ::waitpid(outer, &status, 0);
-  if (!WIFEXITED(status)) return 1;
-  return WEXITSTATUS(status) == kNotAllowed ? std::nullopt : std::optional(WEXITSTATUS(status));
-}
-
 TEST(MeetingRoom, NoticesAProcessThatEndedThoughItHadTheSameProcessId) {
   constexpr int kDone = 7;
   const auto segment = newSegment(2);
@@ -555,21 +385,6 @@ TEST(MeetingRoom, TellsARankThatHasLeftFromAProcessThatEnded) {
   inKilledProcess([&] { const MeetingRoom room(openAgain(segment, 2), 1, names(2)); });
   MeetingRoom room(std::move(segment), 0, names(2));
   EXPECT_NE(messageOfMeeting(room, milliseconds(20'000)).find("rank 1 has left"), std::string::npos);
-}
-
-TEST(StreamingCopy, CopiesEveryByteAtAnyAlignment) {
-  constexpr int64_t kRoom = 512;
-  std::vector<uint8_t> from(kRoom);
-  std::iota(from.begin(), from.end(), uint8_t{1});
-  for (int64_t length = 0; length < 300; ++length) {
-    for (const int64_t offset : {0, 1, 16, 63}) {
-      std::vector<uint8_t> to(kRoom, 0);
-      streamingCopy(to.data() + offset, from.data() + 3, length);
-      std::vector<uint8_t> expected(kRoom, 0);
-      std::copy_n(from.begin() + 3, length, expected.begin() + offset);
-      ASSERT_EQ(to, expected) << length << " bytes at " << offset;
-    }
-  }
 }
 
 }  // namespace

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""handle.stats() and what is written of it."""
+
+from typing import Any
+
+import bagua
+import pytest
+import torch.distributed as dist
+from hooked_models import Leaves, loss_of, perceptron, random_gradient
+from hooked_trainings import SECONDS, hooked, train_step
+from ranks import RankPool
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+pytestmark = pytest.mark.any_device
+
+of_every_algorithm = pytest.mark.parametrize("algorithm", bagua.available_algorithms())
+
+
+def _figures(algorithm: str, options: dict[str, Any], length: int, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    ddp = DDP(Leaves(length))
+    handle = bagua.register_comm_hook(ddp, algorithm, **options)
+    before = handle.stats()
+    for step in range(steps):
+        ddp([random_gradient(length, dist.get_rank(), step)]).backward()
+    assert handle.algorithm == algorithm
+    codec = {"codec": "int8"} if algorithm == "bytegrad" else {}
+    assert handle.options == {"hierarchical": algorithm == "bytegrad", "average": True, **codec, **options}
+    assert algorithm in repr(handle)
+    return before, handle.stats()
+
+
+def test_figures_count_steps_and_bytes(peers: RankPool) -> None:
+    length, steps, size = 40_000, 3, peers.world_size
+    full = 2 * (size - 1) / size * 4 * length * steps  # what an allreduce of float32 takes
+    for algorithm, options, expected in [
+        ("gradient_allreduce", {}, full),
+        ("bytegrad", {"hierarchical": False}, full / 4 * 130 / 128),  # with a scale for every 128
+        ("bytegrad", {"hierarchical": True}, full),  # one host
+    ]:
+        for before, after in peers.run(_figures, algorithm, options, length, steps):
+            assert (before["steps"], before["buckets"], before["logical_bytes"], before["wire_bytes"]) == (0, 0, 0, 0)
+            assert after["algorithm"] == algorithm
+            assert (after["steps"], after["buckets"]) == (steps, steps)
+            assert after["logical_bytes"] == 4 * length * steps
+            assert after["wire_bytes"] == pytest.approx(expected, rel=0.01)
+            assert all(seconds > 0 for seconds in after["seconds"].values())
+            assert ("compress" in after["seconds"]) == (options.get("hierarchical") is False)
+
+
+class SummaryWriter:
+    """Takes what TensorBoard's does."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
+        assert global_step is not None
+        self.points.append((tag, float(scalar_value), global_step))
+
+
+class Run:
+    """Takes what a run of W&B does."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, float], int | None, bool | None]] = []
+
+    def log(self, data: dict[str, float], step: int | None = None, commit: bool | None = None) -> None:
+        self.logged.append((dict(data), step, commit))
+
+
+def _write_figures(algorithm: str) -> None:
+    trained, writer, run = hooked(algorithm), SummaryWriter(), Run()
+    trained.handle.log_to(writer)
+    assert writer.points == [], "there has been no step"
+    for number in range(4):
+        train_step(trained, number)
+    before = trained.handle.stats()
+    trained.handle.log_to(writer)
+    assert {step for _, _, step in writer.points} == {4}
+    figures = {tag: figure for tag, figure, _ in writer.points}
+    assert figures["bagua/bytes_sent_per_step"] == before["wire_bytes"] / 4
+    assert figures["bagua/rounds"] == before["rounds"]
+    assert {f"bagua/seconds_per_step/{stage}" for stage in before["seconds"]} <= figures.keys()
+    trained.handle.log_to(run)
+    assert run.logged == [], "there has been no step since"
+    train_step(trained, 4)
+    now = trained.handle.stats()
+    trained.handle.log_to(run)
+    train_step(trained, 5)
+    trained.handle.log_to(run, step=17)
+    # One goes with the next point of the user's own, the other where the user says.
+    assert [(step, commit) for _, step, commit in run.logged] == [(None, False), (17, None)]
+    assert run.logged[0][0]["bagua/bytes_sent_per_step"] >= now["wire_bytes"] - before["wire_bytes"]
+    with pytest.raises(TypeError, match=r"add_scalar.*got list"):
+        trained.handle.log_to([])
+    trained.handle.remove()
+
+
+@of_every_algorithm
+def test_figures_are_written_for_the_steps_since_the_last_time(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_write_figures, algorithm, timeout=SECONDS)
+
+
+def _reset(algorithm: str) -> None:
+    trained = hooked(algorithm)
+    for number in range(3):
+        train_step(trained, number)
+    trained.handle.synchronize()  # nothing is under way
+    kept = {key: trained.handle.stats()[key] for key in ("algorithm", "state_bytes", "memory")}  # type: ignore[literal-required]
+    trained.handle.reset()
+    stats: Any = trained.handle.stats()
+    assert {key: stats.pop(key) for key in kept} == kept
+    assert not any(stats.values()), stats
+    writer = SummaryWriter()
+    train_step(trained, 3)
+    trained.handle.log_to(writer)
+    assert {step for _, _, step in writer.points} == {4}, "training goes on where it was"
+    assert trained.handle.stats()["steps"] == 1
+    trained.handle.remove()
+
+
+@of_every_algorithm
+def test_figures_begin_again_after_a_reset(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_reset, algorithm, timeout=SECONDS)
+
+
+def _printed() -> str:
+    ddp = DDP(perceptron())
+    handle = bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
+    for number in range(3):
+        loss_of(ddp, number).backward()
+    assert str(handle).startswith(repr(handle))
+    return str(handle)
+
+
+def test_a_handle_prints_its_figures(rank_pools: dict[int, RankPool]) -> None:
+    text = rank_pools[2].run(_printed, timeout=SECONDS)[0]
+    bytes_of_gradients = 3 * 4 * sum(p.numel() for p in perceptron().parameters())
+    assert "bytegrad(average=True, codec='int8', hierarchical=False)" in text
+    assert "3 steps, " in text
+    assert f"{bytes_of_gradients:,} bytes to communicate" in text
+    assert "(26%): " in text
+    assert "between hosts" in text
+    assert "compress 0." in text
