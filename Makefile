@@ -94,7 +94,7 @@ soak: package  ## SOAK_OPERATIONS=200000 random operations on 2 to 8 ranks, each
 test-faults: package  ## kill, stop, hang and raise at random moments for BAGUA_FAULT_MINUTES (60)
 	@OMP_NUM_THREADS=1 BAGUA_FAULT_MINUTES=$${BAGUA_FAULT_MINUTES:-60} $(PY) -m pytest tests/faults -o timeout=0
 
-lint: $(SETUP_STAMP)  ## clang-format, clang-tidy, ruff, mypy
+lint: $(SETUP_STAMP)  ## sizes and licences, clang-format, clang-tidy, ruff, mypy
 	@scripts/lint.sh $(VENV)
 
 format: $(SETUP_STAMP)  ## rewrite the sources as clang-format and ruff want them

@@ -11,17 +11,28 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".sh"}
 LICENSED = SOURCES | {".cmake", ".yml", ".yaml"}
 MOST_LINES_OF_A_FILE = 400
 SPDX = "SPDX-License-Identifier: Apache-2.0"
-# Layer: suffixes, the most lines, and whether its tests count.
-LAYERS: dict[str, tuple[set[str], int, bool]] = {
-    "backend": ({".h", ".cpp"}, 16_000, False),
-    "python_shim": ({".py"}, 8_500, False),
-    "tests": ({".py"}, 22_000, True),
+
+
+class Layer(NamedTuple):
+    """A folder, the suffixes that count, and the most lines: those of today, which only go down, towards the goal."""
+
+    suffixes: set[str]
+    most: int
+    goal: int
+    counts_tests: bool = False
+
+
+LAYERS = {
+    "backend": Layer({".h", ".cpp"}, 19_250, 16_000),
+    "python_shim": Layer({".py"}, 8_950, 8_500),
+    "tests": Layer({".py"}, 25_450, 22_000, counts_tests=True),
 }
 
 
@@ -64,17 +75,17 @@ def too_long(paths: list[Path]) -> list[str]:
 def too_large(paths: list[Path]) -> list[str]:
     """Name the layers of more lines than their limit."""
     found = []
-    for layer, (suffixes, most, counts_tests) in LAYERS.items():
+    for name, layer in LAYERS.items():
         size = sum(
             len(_lines(path))
             for path in paths
-            if path.parts[0] == layer
-            and path.suffix in suffixes
-            and (counts_tests or not path.stem.endswith(("_test", "_mock")))
+            if path.parts[0] == name
+            and path.suffix in layer.suffixes
+            and (layer.counts_tests or not path.stem.endswith(("_test", "_mock")))
         )
-        print(f"{layer}: {size} lines of {most}")
-        if size > most:
-            found.append(f"{layer}: {size} lines in {', '.join(sorted(suffixes))}, at most {most}")
+        print(f"{name}: {size} lines, at most {layer.most}, the goal is {layer.goal}")
+        if size > layer.most:
+            found.append(f"{name}: {size} lines in {', '.join(sorted(layer.suffixes))}, at most {layer.most}")
     return found
 
 

@@ -8,7 +8,7 @@ readonly VENV=${1:?usage: lint.sh VENV [--format]} MODE=${2:-}
 BIN=$(cd "$VENV" && pwd)/bin
 PATH=$BIN:$PATH
 readonly BIN BUILD=build/lint LAYERS=(kernels backend algorithms python_shim tests benchmarks)
-mapfile -t CXX_FILES < <(find "${LAYERS[@]}" -name '*.h' -o -name '*.cpp' -o -name '*.cu' | sort)
+mapfile -t CXX_FILES < <(find "${LAYERS[@]}" -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 
 if [ "$MODE" = --format ]; then
   clang-format -i "${CXX_FILES[@]}"
@@ -33,6 +33,7 @@ clang_tidy() {
     xargs -0 -n 1 -P "${JOBS:-$(scripts/cores.sh)}" clang-tidy --quiet -p $BUILD --extra-arg=-Wno-unknown-warning-option
 }
 
+check "sizes and licences" python scripts/check_sources.py
 check clang-format clang-format --dry-run -Werror "${CXX_FILES[@]}"
 check "ruff check" ruff check --quiet .
 check "ruff format" ruff format --quiet --check .
