@@ -158,23 +158,25 @@ def test_a_step_that_one_rank_alone_has_loaded(
 
 
 def _load_other_steps_on_one_rank() -> str:
-    ddp = DDP(perceptron(), **SMALL_BUCKETS)
-    optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=0.01, warmup_steps=3)
-    handle = bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer)
+    # A group of its own, which ends with the error.
+    with emulated_hosts("AB") as group:
+        ddp = DDP(perceptron(), process_group=group, **SMALL_BUCKETS)
+        optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=0.01, warmup_steps=3)
+        handle = bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer)
 
-    def train(steps: int) -> None:
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(ddp, step).backward()
-            optimizer.step()
+        def train(steps: int) -> None:
+            for step in range(steps):
+                optimizer.zero_grad()
+                loss_of(ddp, step).backward()
+                optimizer.step()
 
-    train(1)
-    early = copy.deepcopy((handle.state_dict(), optimizer.state_dict()))
-    train(4)
-    if torch.distributed.get_rank() == 0:
-        handle.load_state_dict(early[0])
-        optimizer.load_state_dict(early[1])
-    return _message(RuntimeError, lambda: train(1))
+        train(1)
+        early = copy.deepcopy((handle.state_dict(), optimizer.state_dict()))
+        train(4)
+        if torch.distributed.get_rank() == 0:
+            handle.load_state_dict(early[0])
+            optimizer.load_state_dict(early[1])
+        return _message(RuntimeError, lambda: train(1))
 
 
 def test_an_optimizer_of_other_steps_that_one_rank_alone_has_loaded(rank_pools: dict[int, RankPool]) -> None:
