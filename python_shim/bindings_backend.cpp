@@ -17,35 +17,37 @@ namespace bagua {
 namespace {
 
 namespace py = pybind11;
-using Options = ProcessGroupBagua::Options;
+using GroupOptions = ProcessGroupBagua::Options;
 
-std::string optionsText(const Options& options) {
+std::string optionsText(const GroupOptions& options) {
   return c10::str("bagua.Options(timeout=", options.timeout.count(),
                   " ms, is_high_priority_stream=", options.highPriorityStream ? "True" : "False", ")");
 }
 
-c10::intrusive_ptr<Options> copyOf(const Options& options) { return c10::make_intrusive<Options>(options); }
+c10::intrusive_ptr<GroupOptions> copyOf(const GroupOptions& options) {
+  return c10::make_intrusive<GroupOptions>(options);
+}
 
 void bindOptions(py::module& module) {
-  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
+  py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(
       module, "Options", "Options of a process group of backend 'bagua': pass them as pg_options.")
       // No timeout: that of init_process_group and new_group always wins.
       .def(py::init([](bool isHighPriorityStream) {
-             auto options = c10::make_intrusive<Options>();
+             auto options = c10::make_intrusive<GroupOptions>();
              options->highPriorityStream = isHighPriorityStream;
              return options;
            }),
            py::arg("is_high_priority_stream") = false)
-      .def_readwrite("is_high_priority_stream", &Options::highPriorityStream,
+      .def_readwrite("is_high_priority_stream", &GroupOptions::highPriorityStream,
                      "CUDA: run communication on a stream of high priority.")
-      .def_readwrite("_is_serial", &Options::isSerial)
+      .def_readwrite("_is_serial", &GroupOptions::isSerial)
       .def("__copy__", &copyOf)
-      .def("__deepcopy__", [](const Options& options, const py::dict&) { return copyOf(options); })
+      .def("__deepcopy__", [](const GroupOptions& options, const py::dict&) { return copyOf(options); })
       .def("__repr__", &optionsText);
 }
 
 c10::intrusive_ptr<ProcessGroupBagua> createGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                  const c10::intrusive_ptr<Options>& options) {
+                                                  const c10::intrusive_ptr<GroupOptions>& options) {
   // It waits for the other ranks, which may be threads of this process.
   const py::gil_scoped_release noGil;
   return c10::make_intrusive<ProcessGroupBagua>(store, rank, size, options);
@@ -56,9 +58,10 @@ void bindProcessGroup(py::module& module) {
       module, "ProcessGroupBagua", "The c10d backend 'bagua' of one process group.")
       .def(py::init(&createGroup), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
       // The base class has none at run time in every supported torch; split_group and new_group read it.
-      .def_property_readonly(
-          "options",
-          [](ProcessGroupBagua& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
+      .def_property_readonly("options",
+                             [](ProcessGroupBagua& self) {
+                               return c10::static_intrusive_pointer_cast<GroupOptions>(self.getBackendOptions());
+                             })
       // torch calls this on the ranks that are left out of a split. Ours needs nothing of them.
       .def(
           "perform_nocolor_split", [](ProcessGroupBagua&, const at::Device&) {}, py::arg("device"));
