@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from test_bytegrad_definition import coded, defined_result
+from test_bytegrad_definition import CODES, defined_result
 from torch import Tensor, nn
 
 Loss = Callable[[nn.Module, int, int], Tensor]
@@ -189,8 +189,9 @@ def own_layout(parameters: Sequence[Tensor], bucket_bytes: int = 10 * 2**20) -> 
 class Ring:
     """The replicas of one bucket, or of one lane of it, of every participant."""
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
+    def __init__(self, weights: Sequence[Tensor], codec: str = "int8") -> None:
         count = len(weights)
+        self.code = CODES[codec]
         self.own = [weight.clone() for weight in weights]
         self.left = [weights[place - 1].clone() for place in range(count)]
         self.right = [weights[(place + 1) % count].clone() for place in range(count)]
@@ -199,7 +200,7 @@ class Ring:
         count = len(weights)
         third, five_thirds = torch.tensor(1 / 3), torch.tensor(5 / 3)
         messages = [
-            coded(x + third * left + third * right - five_thirds * own)
+            self.code(x + third * left + third * right - five_thirds * own)
             for x, left, right, own in zip(weights, self.left, self.right, self.own, strict=True)
         ]
         for place in range(count):
@@ -213,13 +214,18 @@ class LowPrecisionDecentralized(Nothing):
     """After a step every participant sends to its neighbours how far it is from its replica, in 8 bits."""
 
     def __init__(
-        self, models: Sequence[nn.Module], places: Sequence[Sequence[int]], layout: Layout, interval: int = 1
+        self,
+        models: Sequence[nn.Module],
+        places: Sequence[Sequence[int]],
+        layout: Layout,
+        interval: int = 1,
+        codec: str = "int8",
     ) -> None:
         self.places, self.layout, self.interval = places, layout, interval
         self.steps, self.due = 0, False
         self.lanes = max(len(ranks) for ranks in places)
         # By bucket and lane.
-        self.rings = [[Ring(lane) for lane in self._lanes(models, bucket)] for bucket in layout]
+        self.rings = [[Ring(lane, codec) for lane in self._lanes(models, bucket)] for bucket in layout]
 
     def at_forward(self, models: Sequence[nn.Module]) -> None:
         self.due = self.steps % self.interval == 0

@@ -44,10 +44,13 @@ def coded_by_the_original(chunk: Tensor) -> Tensor:
     return ((codes.float() + lower) / scale).to(chunk.dtype)
 
 
+CODES = {"int8": coded, "minmax_uint8": coded_by_the_original}
+
+
 def defined_result(gradients: list[Tensor], average: bool = True, codec: str = "int8") -> Tensor:
     """What bytegrad makes of one bucket, given every rank's (two to four ranks)."""
     # The original adds up even and odd ranks apart.
-    code, lanes_of_sum = {"int8": (coded, 1), "minmax_uint8": (coded_by_the_original, 2)}[codec]
+    code, lanes_of_sum = CODES[codec], 2 if codec == "minmax_uint8" else 1
     chunk_length = -(-gradients[0].numel() // len(gradients))
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     reduced = []

@@ -13,7 +13,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import hooks
+from bagua import _executors
 from bagua._arithmetic import arithmetic_of
 from hooked_models import SMALL_BUCKETS, emulated_hosts, loss_of, new_group, perceptron
 from ranks import RankPool, run_ranks
@@ -69,7 +69,7 @@ def test_nobody_waits_for_a_rank_whose_settings_are_wrong() -> None:
 def _register_on(gpus: list[str], algorithm: str) -> str:
     """With a made-up GPU for each rank; the message of the error, if there is one."""
     gpu = gpus[dist.get_rank()]
-    with new_group(backend="bagua") as group, mock.patch.object(hooks, "arithmetic_of", return_value=gpu):
+    with new_group(backend="bagua") as group, mock.patch.object(_executors, "arithmetic_of", return_value=gpu):
         ddp = DDP(perceptron(), process_group=group)
         if algorithm == "powersgd" and len(set(gpus)) > 1:
             return _message(ValueError, lambda: bagua.register_comm_hook(ddp, algorithm))

@@ -21,11 +21,11 @@ def check_two_hosts(results: list[dict[str, Any]], ranks_per_host: int) -> None:
     assert all(result["weights"] == results[0]["weights"] for result in results)
     for result in results:
         assert sum(result["losses"][-5:]) < 0.85 * sum(result["losses"][:5])
-    # Two hosts: every parameter leaves each of them twice by half, in one byte; the ranges add a little.
+    # Two hosts: every parameter leaves each of them twice by half, in one byte; 128 of them share a scale of two.
     parameters = results[0]["parameters"]
     for ranks in (results[:ranks_per_host], results[ranks_per_host:]):
         between = sum(result["wire_bytes_between_hosts"] for result in ranks)
-        assert STEPS * parameters <= between < 1.01 * STEPS * parameters
+        assert STEPS * parameters <= between < 1.03 * STEPS * parameters
         # The kernel counts headers, acknowledgements and heartbeats too; full precision would be four times as much.
         seen = max(result["seen_on_the_wire"] for result in ranks)
         assert between <= seen < 1.3 * between
