@@ -141,9 +141,12 @@ TEST_P(AlgorithmContract, GradientsAreCloseToTheirMean) {
 
 TEST_P(AlgorithmContract, EqualGradientsStayWhatTheyAre) {
   BAGUA_NEEDS(kIdentical);
-  for (const auto& result : reduce(std::vector<at::Tensor>(size(), at::full({513}, 0.37F)))) {
-    // A constant chunk decodes to within an ulp or so.
-    EXPECT_LE((result - 0.37F).abs().max().item<double>(), 1e-6);
+  constexpr float kValue = 0.37F;
+  // Two codings: a scale in fewer bits than the value leaves a constant off by a part of a code.
+  const bool isCoded = std::ranges::any_of(info().options, [](const auto& option) { return option.name == "codec"; });
+  const double bound = isCoded ? 2 * 0.5 * kValue * info().relativeError : 1e-6;
+  for (const auto& result : reduce(std::vector<at::Tensor>(size(), at::full({513}, kValue)))) {
+    EXPECT_LE((result - kValue).abs().max().item<double>(), bound);
   }
 }
 
