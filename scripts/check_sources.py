@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 19_250, 16_000),
     "python_shim": Layer({".py"}, 8_950, 8_500),
-    "tests": Layer({".py"}, 25_450, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 25_500, 22_000, counts_tests=True),
 }
 
 
