@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <mutex>
@@ -57,16 +58,16 @@ TEST(ForkHeldMutex, IsFreeInAForkedChild) {
   });
 }
 
+// In the order in which they were made, or in the other one.
 TEST(ForkHeldMutex, TwoMayBeTakenInEitherOrder) {
-  ForkHeldMutex outer;
-  ForkHeldMutex inner;
+  std::array<ForkHeldMutex, 4> mutexes;
   expectChildrenCan([&] {
-    const std::lock_guard first(outer);
-    const std::lock_guard second(inner);
+    const std::lock_guard first(mutexes[0]);
+    const std::lock_guard second(mutexes[1]);
   });
   expectChildrenCan([&] {
-    const std::lock_guard first(inner);
-    const std::lock_guard second(outer);
+    const std::lock_guard first(mutexes[3]);
+    const std::lock_guard second(mutexes[2]);
   });
 }
 
