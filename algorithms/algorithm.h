@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,12 +10,13 @@
 #include "algorithms/bucket.h"
 #include "algorithms/options.h"
 #include "backend/communicator.h"
+#include "kernels/registry.h"
 
-// What an algorithm is: one way to make the ranks of a data-parallel job agree. An instance serves one model.
+// An algorithm is one way to make the ranks of a data-parallel job agree. An instance serves one model.
 //
-// An algorithm is a class derived from Algorithm, whose reduce() is straight-line code over a Communicator, and an
+// It is a class derived from Algorithm, whose reduce() is straight-line code over a Communicator, and an
 // AlgorithmInfo that registers it by name. If that is all, it is done: gradient_allreduce and bytegrad are no more.
-// What few algorithms do are interfaces of their own, in algorithm_interfaces.h, which a class derives from besides:
+// A class that does what few do also derives from interfaces in algorithm_interfaces.h:
 //
 //   KeepsState         remembers something from step to step, which checkpoints hold
 //   KeepsResiduals     remembers gradients in their own scale (error feedback)
@@ -27,8 +27,8 @@
 //   ReadsNames         has options that name the model's parameters
 namespace bagua {
 
-// What callers may rely on of Algorithm::reduce(). Settled when the algorithm is created. Whoever says nothing gets the
-// slow way, which is right for any reduce().
+// Callers may rely on this of Algorithm::reduce(). It is settled when the algorithm is created. An algorithm that says
+// nothing gets the slow way, which is right for any reduce().
 struct ReduceTraits {
   // reduce() may run for two buckets at a time, on threads and communicators of their own, and they may end in any
   // order: it writes to nothing but its bucket and the state of the bucket's own parameters.
@@ -40,7 +40,7 @@ struct ReduceTraits {
   // All steps are the same work on the same memory, so that a CUDA graph that holds one of them may be replayed in
   // place of others: nothing is kept from step to step, drawn at random, or chosen by the number of the step.
   bool isReplayable = false;
-  // What reduce() sends depends on Bucket::step, so that ranks have to compare that.
+  // The messages of reduce() depend on Bucket::step, so that ranks have to compare that.
   bool sendsByStep = false;
   // Sparse gradients, which no codec takes, do not come to reduce(): they are averaged in full precision, or, if this
   // is false, added up. An algorithm whose result is neither a mean nor a sum says here what suits its step size.
@@ -77,20 +77,20 @@ class Algorithm {
   }
 };
 
-// What the ranks hold after a step; decides which contract tests apply.
+// The ranks agree so far after a step, which decides which contract tests apply.
 enum class Agreement {
   kIdentical,  // the same bits on every rank
   kEventual,   // ranks differ and are drawn together
 };
 
-// What is known of an algorithm by its name alone.
+// The registry knows this of an algorithm before one is created.
 struct AlgorithmInfo {
   static constexpr const char* kKind = "algorithm";
 
   std::string name;
   std::string summary;
-  // Where the name stands in listings. No two have the same; those without one follow, in the order of their names.
-  int position = std::numeric_limits<int>::max();
+  // Listings follow this. No two have the same; those without one come last, in the order of their names.
+  int position = kNoPosition;
   Agreement agreement = Agreement::kIdentical;
   // From one value that a gradient can arrive as to the next, as a share of the range (largest minus smallest value) of
   // what is coded together, with the default options: 1/255 with 8 bits. A coding is off by half of that at most, and

@@ -12,8 +12,8 @@
 #include "algorithms/state.h"
 #include "algorithms/step_context.h"
 
-// What an algorithm may be besides an Algorithm. Unless they say otherwise, methods are called on the thread that
-// trains, never two at a time.
+// An algorithm may derive from these besides Algorithm. Unless they say otherwise, methods are called on the thread
+// that trains, never two at a time.
 namespace bagua {
 
 // Remembers something from step to step.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """handle.stats() and what is written of it."""
 
-import re
 from typing import Any
 
 import bagua
@@ -140,6 +139,6 @@ def test_a_handle_prints_its_figures(rank_pools: dict[int, RankPool]) -> None:
     assert "bytegrad(average=True, codec='int8', hierarchical=False)" in text
     assert "3 steps, " in text
     assert f"{bytes_of_gradients:,} bytes to communicate" in text
-    assert re.search(r"\((26|27)%\): ", text), text
+    assert "(27%): " in text, text
     assert "between hosts" in text
     assert "compress 0." in text

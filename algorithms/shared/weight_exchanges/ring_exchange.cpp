@@ -51,10 +51,6 @@ at::Tensor RingExchange::ownPart(const at::Tensor& flat, int rank) const {
   return flat.narrow(0, lanes_.begin(lanes_.firstLane(rank)), lanes_.ownLength(rank));
 }
 
-RingReplicas RingExchange::ownPartOf(const RingReplicas& whole, int rank) const {
-  return {ownPart(whole.self, rank), ownPart(whole.left, rank), ownPart(whole.right, rank)};
-}
-
 std::vector<at::Tensor> RingExchange::lanesOf(const at::Tensor& own, int rank) const {
   std::vector<at::Tensor> parts;
   const int64_t begin = lanes_.begin(lanes_.firstLane(rank));

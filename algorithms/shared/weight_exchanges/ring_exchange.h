@@ -32,8 +32,6 @@ class RingExchange {
   // Elements in the replicas of this rank.
   [[nodiscard]] int64_t ownLength(int rank) const { return lanes_.ownLength(rank); }
   [[nodiscard]] bool hasOneNeighbour() const { return neighbours().size() == 1; }
-  // Views of the lanes that `rank` owns, from replicas of the whole.
-  [[nodiscard]] RingReplicas ownPartOf(const RingReplicas& whole, int rank) const;
   // Sets the replicas from weights in full precision: the mean over the host of `flat`, and what the neighbours have.
   [[nodiscard]] RingReplicas start(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const;
 
