@@ -45,14 +45,17 @@ class Executor {
 class ExecutorProvider {
  public:
   virtual ~ExecutorProvider() = default;
-  virtual Executor& executorFor(at::Device device) = 0;
+  // The executor lives on while it is held, and refuses work once its group has other members or has ended.
+  virtual std::shared_ptr<Executor> executorFor(at::Device device) = 0;
   // Whether what the calling thread submits for `device` now is recorded into a CUDA graph, which may run it any number
   // of times. Also of a group that has ended.
   [[nodiscard]] virtual bool isCapturing(at::Device device) const;
-  [[nodiscard]] virtual const GroupIdentity& identity() const = 0;
+  [[nodiscard]] virtual GroupIdentity identity() const = 0;
   [[nodiscard]] virtual std::chrono::milliseconds timeout() const = 0;
+  // Changes when the group has other members: then what was made for the former ones is of no use. 0: it never does.
+  [[nodiscard]] virtual uint64_t epoch() const { return 0; }
   // Who shares a host.
-  [[nodiscard]] virtual const HostTopology& topology() const = 0;
+  [[nodiscard]] virtual std::shared_ptr<const HostTopology> topology() const = 0;
 };
 
 }  // namespace bagua

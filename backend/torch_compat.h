@@ -22,3 +22,10 @@
 #else
 #define BAGUA_HAS_GATHER_INTO_TENSOR 0
 #endif
+
+// Backend::reconfigure exists from 2.14 on; before, a rank is a constant.
+#if BAGUA_TORCH_AT_LEAST(2, 14)
+#define BAGUA_HAS_RECONFIGURE 1
+#else
+#define BAGUA_HAS_RECONFIGURE 0
+#endif

@@ -188,18 +188,9 @@ void bindHook(py::module& module) {
       .def("after_backward", &HookRunner::afterBackward, noGil)
       .def(
           "agree",
-          [](HookRunner& self, const Executors& executors, const std::string& parameters, const std::string& optimizer,
-             const std::string& device, const std::string& arithmetic) {
-            const std::string use = self.watchesUse() ? " with find_unused_parameters or static_graph" : "";
-            const std::string own = self.name() + "(" + self.options().toString() + ")" + use + optimizer;
-            agreeOn({own, parameters}, kOfRegistration, *executors.provider, at::Device(device));
-            if (AlgorithmRegistry::find(self.name()).needsLikeDevices && !arithmetic.empty()) {
-              agreeOn({arithmetic, ""}, kOfArithmetic, *executors.provider, at::Device(device));
-            }
-            self.begin();
-          },
-          py::arg("executors"), py::arg("parameters"), py::arg("optimizer"), py::arg("device"),
-          py::arg("arithmetic") = "", noGil)
+          [](HookRunner& self, const std::string& parameters, const std::string& optimizer, const std::string& device,
+             const std::string& arithmetic) { self.agree(parameters, optimizer, at::Device(device), arithmetic); },
+          py::arg("parameters"), py::arg("optimizer"), py::arg("device"), py::arg("arithmetic") = "", noGil)
       .def(
           "before_forward",
           [](HookRunner& self, std::vector<std::pair<at::Tensor, double>> given) {

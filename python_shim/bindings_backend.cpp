@@ -41,6 +41,7 @@ void bindOptions(py::module& module) {
       .def_readwrite("is_high_priority_stream", &GroupOptions::highPriorityStream,
                      "CUDA: run communication on a stream of high priority.")
       .def_readwrite("_is_serial", &GroupOptions::isSerial)
+      .def_readwrite("_waits_for_reconfigure", &GroupOptions::waitsForReconfigure)
       .def("__copy__", &copyOf)
       .def("__deepcopy__", [](const GroupOptions& options, const py::dict&) { return copyOf(options); })
       .def("__repr__", &optionsText);
@@ -62,6 +63,8 @@ void bindProcessGroup(py::module& module) {
                              [](ProcessGroupBagua& self) {
                                return c10::static_intrusive_pointer_cast<GroupOptions>(self.getBackendOptions());
                              })
+      .def_property_readonly("reconfigured_store", &ProcessGroupBagua::reconfiguredStore,
+                             "Where the members since the last reconfigure have met; None before the first one.")
       // torch calls this on the ranks that are left out of a split. Ours needs nothing of them.
       .def(
           "perform_nocolor_split", [](ProcessGroupBagua&, const at::Device&) {}, py::arg("device"));

@@ -67,7 +67,7 @@ void check(const Found& found, const Registration& own, const AgreementWords& wo
 }  // namespace
 
 void agreeOn(const Registration& own, const AgreementWords& words, ExecutorProvider& executors, at::Device device) {
-  const auto& group = executors.identity();
+  const GroupIdentity group = executors.identity();
   const at::Tensor mine = messageOf(own).to(device);
   at::Tensor all = at::empty({group.size, kMessageBytes}, mine.options());
   const Operation operation{.type = c10d::OpType::ALLGATHER,
@@ -76,7 +76,7 @@ void agreeOn(const Registration& own, const AgreementWords& words, ExecutorProvi
                             .numel = kMessageBytes,
                             .timeout = executors.timeout()};
   executors.executorFor(device)
-      .submit(operation, {all}, [mine, all](Communicator& communicator) mutable { communicator.allGather(all, mine); })
+      ->submit(operation, {all}, [mine, all](Communicator& communicator) mutable { communicator.allGather(all, mine); })
       ->wait(kNoTimeout);
   // A rank that refuses says itself what is wrong.
   if (!own.text.empty()) check(Found(all), own, words, group);

@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
-#include <cmath>
 #include <utility>
 
 #include "algorithms/capture.h"
@@ -13,36 +12,9 @@
 #include "algorithms/hook/codec_check.h"
 #include "algorithms/hook/profiler_handover.h"
 #include "algorithms/registry.h"
-#include "algorithms/shared/weights.h"
 
 namespace bagua {
 namespace {
-
-std::unique_ptr<Algorithm> create(const std::string& name, const std::map<std::string, OptionValue>& options) {
-  const auto& info = AlgorithmRegistry::find(name);
-  return info.create(Options(name, info.options, options));
-}
-
-constexpr const char* kSuccessor = "gradient_allreduce";
-
-constexpr AgreementWords kOfLeaving{"could not remove its algorithm",
-                                    "removes its algorithm at another moment than rank 0",
-                                    "removes its algorithm with an optimizer of another state than rank 0"};
-
-constexpr AgreementWords kOfSynchronizing{"could not synchronise its weights",
-                                          "synchronises its weights at another moment than rank 0",
-                                          "synchronises its weights at another moment than rank 0"};
-
-constexpr AgreementWords kOfAborting{"could not stop its algorithm",
-                                     "stops its algorithm at another moment than rank 0",
-                                     "stops its algorithm at another moment than rank 0"};
-
-// In a state, beside what is the algorithm's.
-constexpr const char* kStepSkipped = "is_step_skipped";
-
-std::shared_ptr<const std::string> configurationOf(const std::string& name, const Options& options) {
-  return std::make_shared<const std::string>(name + "(" + options.toString() + ")");
-}
 
 // What DDP waits for where nothing travels.
 c10::intrusive_ptr<c10::ivalue::Future> completedFuture(const at::Tensor& value) {
@@ -59,19 +31,22 @@ HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string,
                        std::shared_ptr<ExecutorProvider> group, std::vector<at::Tensor> parameters, bool isStaticGraph)
     : name_(algorithm),
       options_(algorithm, AlgorithmRegistry::find(algorithm).options, options),
-      group_(std::move(group)),
+      members_(std::move(group)),
       parameters_(std::move(parameters)),
       actsOnWeights_(!AlgorithmRegistry::find(algorithm).optimizer.empty()),
       isFirstStatic_(isStaticGraph),
       gradients_(parameters_),
       layouts_(parameters_, isStaticGraph ? 2 : 1) {
   if (!parameters_.empty()) checkCodecs(name_, options_, parameters_.front().device());
-  take(create(algorithm, options), configurationOf(name_, options_));
+  take(algorithm, options);
 }
 
-void HookRunner::take(std::shared_ptr<Algorithm> algorithm, std::shared_ptr<const std::string> configuration) {
+void HookRunner::take(const std::string& name, const std::map<std::string, OptionValue>& values) {
+  const auto& info = AlgorithmRegistry::find(name);
+  const Options options(name, info.options, values);
+  std::shared_ptr<Algorithm> algorithm = info.create(options);
   traits_ = algorithm->traits();
-  configuration_ = std::move(configuration);
+  configuration_ = std::make_shared<const std::string>(name + "(" + options.toString() + ")");
   const std::lock_guard<std::mutex> lock(mutex_);
   // What is replaced ends when nobody looks at it any more.
   algorithm_.swap(algorithm);
@@ -88,6 +63,7 @@ void HookRunner::useModel(std::vector<int64_t> layers, std::vector<at::Tensor> b
 }
 
 void HookRunner::useParameters(const std::vector<ParameterFacts>& facts) {
+  facts_ = facts;
   if (auto* const reads = algorithm_->as<ReadsNames>()) reads->useParameters(facts);
 }
 
@@ -97,6 +73,15 @@ void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
   submitInBackground("bagua:connect", {parameters_.front()}, [](Communicator& communicator, StageSeconds&) {
     communicator.barrier();
   })->wait(kNoTimeout);
+}
+
+void HookRunner::agree(const std::string& parameters, const std::string& optimizer, at::Device device,
+                       const std::string& arithmetic) {
+  const std::string use = watchesUse() ? " with find_unused_parameters or static_graph" : "";
+  const bool needsLikeDevices = AlgorithmRegistry::find(name_).needsLikeDevices;
+  members_.agree({name_ + "(" + options_.toString() + ")" + use + optimizer, parameters},
+                 needsLikeDevices ? arithmetic : "", device);
+  begin();
 }
 
 void HookRunner::begin() {
@@ -110,6 +95,18 @@ std::vector<int> HookRunner::hostRanks() const {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradients) {
+  // After the backward there is more to do than DDP waits for.
+  if (actsOnWeights_) return runBucket(gradients);
+  try {
+    return runBucket(gradients);
+  } catch (const c10::DistError&) {
+    auto failed = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    failed->setError(std::current_exception());
+    return failed;
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> HookRunner::runBucket(c10d::GradBucket& gradients) {
   TORCH_CHECK(tracker_.isAnnounced() || !actsOnWeights_, "bagua: algorithm '", name_,
               "' has not seen the forward of this ", "backward on rank ", rank(),
               ": call the DistributedDataParallel model itself, not its forward(), and in "
@@ -150,6 +147,7 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
 c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, Slots slots, bool isFirst, bool isLast,
                                                        bool tellsUse) {
   checkCapture({flat});
+  if (isFirst) followMembers();
   auto parts = layouts_.partsOf(slots);
   layouts_.note(slots, parts, isFirst, isLast);
   if (isFirst) ++step_;
@@ -162,7 +160,7 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, S
   const auto wait = traits_.bucketsMayOverlap ? Wait::kNowInAnyOrder : Wait::kNow;
   auto gradients = layouts_.gradientsOf(parts);
   return submitTo(
-      host_ ? *host_ : *group_, "bagua:reduce_bucket", {flat}, wait,
+      host_ ? *host_ : members_.group(), "bagua:reduce_bucket", {flat}, wait,
       [algorithm = algorithm_, program = BucketProgram{flat, std::move(slots), std::move(parts), step_ - 1, tellsUse}](
           Communicator& communicator, StageSeconds& seconds) mutable {
         program.run(*algorithm, communicator, seconds);
@@ -213,8 +211,8 @@ void HookRunner::countSkippedStep() {
 
 // Also where nothing travels: a graph that was captured in such a step would leave out what others send.
 void HookRunner::checkCapture(const std::vector<at::Tensor>& tensors) const {
-  if (tensors.empty() || !group_->isCapturing(tensors.front().device()) || traits_.isReplayable) return;
-  refuseCapture(*group_, tensors.front().device(), "algorithm ", *configuration_);
+  if (tensors.empty() || !members_.group().isCapturing(tensors.front().device()) || traits_.isReplayable) return;
+  refuseCapture(members_.group(), tensors.front().device(), "algorithm ", *configuration_);
 }
 
 void HookRunner::afterBackward() {
@@ -228,7 +226,7 @@ void HookRunner::afterBackward() {
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                                   Task task) {
-  return submitTo(*group_, name, tensors, wait, std::move(task));
+  return submitTo(members_.group(), name, tensors, wait, std::move(task));
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
@@ -264,135 +262,22 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
     task(communicator, seconds);
     ledger->add(communicator.traffic().since(before), seconds);
   };
-  return group.executorFor(first.device()).submit(operation, tensors, std::move(program));
+  return group.executorFor(first.device())->submit(operation, tensors, std::move(program));
 }
 
 void HookRunner::beforeForward(std::vector<Momentum> momenta) {
   checkCapture(parameters_);
   const at::NoGradGuard noGrad;
+  followMembers();
   lookForSkippedStep();
   happen(StepEvent::kForward);
   if (auto* const uses = algorithm_->as<UsesMomenta>()) uses->useMomenta(std::move(momenta));
   if (auto* const onWeights = algorithm_->as<ActsOnWeights>()) onWeights->beforeForward(*this);
 }
 
-void HookRunner::checkWeightsAreFree(const char* call) const {
-  TORCH_CHECK(!forwards_.any(), "bagua: ", call, " of algorithm '", name_, "' on rank ", rank(),
-              " comes between a forward and its backward, which needs the weights as they are: call it after the "
-              "backward. If none is to follow, let go of what the forward returned (del loss) before");
-}
-
 void HookRunner::afterStep() {
   checkCapture(parameters_);
   happen(StepEvent::kOptimizerStep);
-}
-
-void HookRunner::synchronize() {
-  const at::NoGradGuard noGrad;
-  auto* const onWeights = algorithm_->as<ActsOnWeights>();
-  if (onWeights == nullptr) return;
-  countSkippedStep();
-  checkThatAllCan("synchronize()", kOfSynchronizing, {.text = "synchronize()", .detail = ""});
-  onWeights->synchronize(*this);
-}
-
-RunsInBackground& HookRunner::inBackground(const char* call) const {
-  auto* const background = algorithm_->as<RunsInBackground>();
-  TORCH_CHECK(background != nullptr, call, " is for algorithms that communicate in the background; '", name_,
-              "' does not");
-  return *background;
-}
-
-bool HookRunner::abort() {
-  const at::NoGradGuard noGrad;
-  countSkippedStep();
-  return inBackground("abort()").abort(*this);
-}
-
-void HookRunner::endWithin(std::chrono::milliseconds limit) {
-  const at::NoGradGuard noGrad;
-  if (auto* const background = algorithm_->as<RunsInBackground>()) background->endWithin(*this, limit);
-}
-
-bool HookRunner::resume() { return inBackground("resume()").resume(*this); }
-
-void HookRunner::leave(const Belongings& belongings) {
-  const at::NoGradGuard noGrad;
-  if (auto* const onWeights = algorithm_->as<ActsOnWeights>()) makeEqual(*onWeights, belongings);
-  const Options options(kSuccessor, AlgorithmRegistry::find(kSuccessor).options, {});
-  take(create(kSuccessor, {}), configurationOf(kSuccessor, options));
-  actsOnWeights_ = false;
-  host_.reset();
-  noteMemory({});
-  forwards_.clear();
-}
-
-void HookRunner::checkThatAllCan(const char* call) { checkThatAllCan(call, kOfAborting, {.text = call, .detail = ""}); }
-
-void HookRunner::checkThatAllCan(const char* call, const AgreementWords& words, Registration own) {
-  const at::Device device = parameters_.front().device();
-  if (countsSteps()) own.text += c10::str(" after step ", algorithm_->as<ActsOnWeights>()->commonStep());
-  try {
-    checkWeightsAreFree(call);
-  } catch (...) {
-    // The other ranks may have found nothing wrong and wait for this one.
-    agreeOn({}, words, meetingGroup(), device);
-    throw;
-  }
-  agreeOn(own, words, meetingGroup(), device);
-}
-
-void HookRunner::makeEqual(ActsOnWeights& onWeights, const Belongings& belongings) {
-  checkThatAllCan("remove()", kOfLeaving, {belongings.moment, belongings.shapes});
-  onWeights.synchronize(*this);
-  averageTensors(*this, belongings.gradients);
-  broadcastTensors(*this, belongings.state);
-}
-
-void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t step) {
-  TORCH_CHECK_VALUE(step >= 0, "bagua: the checkpoint was written after ", step, " steps");
-  layouts_.check(layout);
-  AlgorithmState own = state;
-  const bool wasStepSkipped = countsSteps() && own.erase(kStepSkipped) > 0;
-  auto* const keeps = algorithm_->as<KeepsState>();
-  TORCH_CHECK_VALUE(keeps != nullptr || own.empty(), "bagua: algorithm '", name_,
-                    "' has no state, the checkpoint holds '", own.begin()->first, "'");
-  if (keeps != nullptr) keeps->load(own, *this);
-  if (countsSteps()) tracker_.load(wasStepSkipped);
-  layouts_.want(std::move(layout));
-  step_ = step;
-}
-
-void HookRunner::rescale(double factor) {
-  const at::NoGradGuard noGrad;
-  auto* const residuals = algorithm_->as<KeepsResiduals>();
-  TORCH_CHECK(residuals != nullptr, "rescale() is for algorithms with error feedback of gradients; '", name_,
-              "' remembers no gradients, and needs no rescale() or follow()");
-  TORCH_CHECK_VALUE(std::isfinite(factor) && factor > 0, "bagua: rescale() takes a factor above 0, got ", factor);
-  if (factor != 1) residuals->rescale(factor);
-}
-
-// The script has saved the weights, or is about to: a skipped step changes them at the next forward. What other ranks
-// wait for begins now.
-AlgorithmState HookRunner::state() {
-  const auto* const keeps = algorithm_->as<KeepsState>();
-  if (keeps == nullptr) return {};
-  lookForSkippedStepAtEnd();
-  happen(StepEvent::kCheckpoint);
-  AlgorithmState state = keeps->state();
-  if (tracker_.owesSkippedStep()) state.emplace(kStepSkipped, counterTensor(1));
-  return state;
-}
-
-HookStats HookRunner::stats() const {
-  std::shared_ptr<const Algorithm> algorithm;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    algorithm = algorithm_;
-  }
-  HookStats stats = ledger_->stats();
-  if (const auto* const keeps = algorithm->as<KeepsState>()) stats.stateBytes = keeps->stateBytes();
-  return stats;
 }
 
 }  // namespace bagua

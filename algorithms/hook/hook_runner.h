@@ -15,6 +15,7 @@
 #include "algorithms/hook/bucket_layout.h"
 #include "algorithms/hook/gradients_left.h"
 #include "algorithms/hook/hook_ledger.h"
+#include "algorithms/hook/hook_members.h"
 #include "algorithms/hook/outstanding_forwards.h"
 #include "algorithms/hook/parameter_use.h"
 #include "algorithms/hook/step_tracker.h"
@@ -43,7 +44,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void useBackground(std::shared_ptr<ExecutorProvider> group);
 
   // Called by DDP for every bucket of every step, on an autograd thread. The future holds the tensor that DDP copies
-  // the gradients from: the bucket's own buffer.
+  // the gradients from: the bucket's own buffer. Where the exchange fails at once, so does the future, as DDP can be
+  // used again only after a backward in which every bucket had one.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& gradients);
 
   // The same for gradients of another source than DDP: `isFirst` and `isLast` of a step. No work where the gradients
@@ -52,6 +54,10 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
                                               bool isFirst, bool isLast);
   void afterBackward();
 
+  // Has the ranks agree, and the algorithm begin. Collective. Each throws ValueError unless all have registered the
+  // same, on `parameters` and an `optimizer` of which the same is said.
+  void agree(const std::string& parameters, const std::string& optimizer, at::Device device,
+             const std::string& arithmetic);
   // Once the ranks have agreed; when they do so again, nothing is left to do.
   void begin();
   // Before the first step, where they are known.
@@ -59,7 +65,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Whether gradients travel between hosts, where they had better leave early and in small buckets. Not on a GPU: its
   // buckets travel one after another, each with a delay of its own, and many small ones would add up more of those.
   [[nodiscard]] bool wantsSmallBuckets() const {
-    return group_->topology().hostCount() > 1 && areOnCpu() && scope() == GradientScope::kAllRanks;
+    return members_.topology()->hostCount() > 1 && areOnCpu() && scope() == GradientScope::kAllRanks;
   }
   // The ranks of this host, where gradients stay inside it, else none. After begin().
   [[nodiscard]] std::vector<int> hostRanks() const;
@@ -111,7 +117,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Counts from zero again. What is under way counts when it is over.
   void resetStats() { ledger_->reset(); }
   // As Algorithm::whyUncoded(), of the ranks of this model.
-  [[nodiscard]] std::string whyUncoded() const { return algorithm_->whyUncoded(group_->topology()); }
+  [[nodiscard]] std::string whyUncoded() const { return algorithm_->whyUncoded(*members_.topology()); }
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] const Options& options() const { return options_; }
 
@@ -120,9 +126,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   [[nodiscard]] const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   [[nodiscard]] const std::vector<int64_t>& layers() const override { return layers_; }
   [[nodiscard]] const std::vector<at::Tensor>& buffers() const override { return buffers_; }
-  [[nodiscard]] int rank() const override { return group_->identity().rank; }
-  [[nodiscard]] int size() const override { return group_->identity().size; }
-  [[nodiscard]] const HostTopology& topology() const override { return group_->topology(); }
+  [[nodiscard]] int rank() const override { return members_.group().identity().rank; }
+  [[nodiscard]] int size() const override { return members_.group().identity().size; }
+  [[nodiscard]] const HostTopology& topology() const override { return *members_.topology(); }
   void checkWeightsAreFree(const char* call) const override;
   c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                         Task task) override;
@@ -131,14 +137,18 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void countRound() override { ledger_->countRound(); }
   void noteMemory(std::map<std::string, int64_t> bytes) override { ledger_->noteMemory(std::move(bytes)); }
 
-  // Puts the algorithm to work that `algorithm` is.
-  void take(std::shared_ptr<Algorithm> algorithm, std::shared_ptr<const std::string> configuration);
+  c10::intrusive_ptr<c10::ivalue::Future> runBucket(c10d::GradBucket& gradients);
+  // Where the group has other members than before: they agree, and the algorithm begins anew. Throws where it cannot.
+  // Collective.
+  void followMembers();
+  // Puts an algorithm to work, which begins anew.
+  void take(const std::string& name, const std::map<std::string, OptionValue>& values);
   [[nodiscard]] GradientScope scope() const;
   // Whether the algorithm is told of skipped steps, too.
   [[nodiscard]] bool countsSteps() const { return algorithm_->as<CountsSkippedSteps>() != nullptr; }
   // Where all ranks are at the same step when they make themselves equal: a rank that is at another one, and waits in a
   // round, finds out at once.
-  [[nodiscard]] ExecutorProvider& meetingGroup() const { return countsSteps() ? *background_ : *group_; }
+  [[nodiscard]] ExecutorProvider& meetingGroup() const { return countsSteps() ? *background_ : members_.group(); }
   void checkThatAllCan(const char* call) override;
   void checkThatAllCan(const char* call, const AgreementWords& words, Registration own);
   // Throws where a CUDA graph is captured on the device of `tensors`, unless it may repeat a step of the algorithm.
@@ -164,7 +174,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
 
   const std::string name_;
   const Options options_;
-  const std::shared_ptr<ExecutorProvider> group_;
+  HookMembers members_;
   std::shared_ptr<ExecutorProvider> background_;
   std::shared_ptr<ExecutorProvider> host_;
   const std::vector<at::Tensor> parameters_;
@@ -173,6 +183,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Whether it goes by forwards and by what the optimizer does.
   bool actsOnWeights_;
   bool hasBegun_ = false;
+  bool hasLeft_ = false;
   // In the first step of a static graph DDP hands over all buckets, none of them as the last, at the end of backward.
   bool isFirstStatic_;
   // Since the last synchronised backward.
@@ -182,6 +193,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   const std::shared_ptr<HookLedger> ledger_ = std::make_shared<HookLedger>();
   BucketLayouts layouts_;
   std::optional<ParameterUse> use_;
+  std::vector<ParameterFacts> facts_;
   int64_t step_ = 0;
   // Guards the pointer, which leave() replaces, for those who call from another thread than the one that trains.
   mutable std::mutex mutex_;

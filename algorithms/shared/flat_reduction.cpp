@@ -18,7 +18,7 @@ c10::intrusive_ptr<c10d::Work> reduceFlat(ExecutorProvider& executors, const at:
                             .timeout = executors.timeout()};
   // One after another: a user may start several on one bucket and wait for the last.
   return executors.executorFor(flat.device())
-      .submit(operation, {flat}, [flat = flat, isCompressed, options](Communicator& communicator) mutable {
+      ->submit(operation, {flat}, [flat = flat, isCompressed, options](Communicator& communicator) mutable {
         if (!isCompressed) {
           communicator.allReduce(flat, options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
           return;

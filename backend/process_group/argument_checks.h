@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
 #include <vector>
 
 #include "backend/operation/operation.h"
@@ -13,7 +14,7 @@ namespace bagua {
 // Every message names the operation and the rank, what was expected and what came.
 class ArgumentChecks {
  public:
-  ArgumentChecks(const char* operation, const GroupIdentity& group) : operation_(operation), group_(group) {}
+  ArgumentChecks(const char* operation, GroupIdentity group) : operation_(operation), group_(std::move(group)) {}
 
   // Of a tensor that is only read: defined, on CPU or CUDA, strided in any way. The operation makes a copy where it
   // needs another order.
@@ -42,7 +43,7 @@ class ArgumentChecks {
   void sameKind(const at::Tensor& tensor, const at::Tensor& like, const char* role) const;
 
   const char* operation_;
-  const GroupIdentity& group_;
+  GroupIdentity group_;
 };
 
 }  // namespace bagua

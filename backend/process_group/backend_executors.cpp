@@ -45,21 +45,21 @@ void BackendExecutors::shutdown() {
   if (executor) executor->shutdown();
 }
 
-Executor& BackendExecutors::executorFor(at::Device device) {
+std::shared_ptr<Executor> BackendExecutors::executorFor(at::Device device) {
   TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(), "bagua: group '", identity_.name,
                    "' belongs to the process that has forked this one, which is no rank of it");
   const std::lock_guard<std::mutex> lock(mutex_);
   if (executor_) {
     TORCH_CHECK_VALUE(*device_ == device, "bagua: a hook serves the tensors of one device, got ", *device_, " and ",
                       device);
-    return *executor_;
+    return executor_;
   }
 #if BAGUA_WITH_CUDA
   const auto log = health_.addLog("cuda");
   executor_ = makeStreamExecutor(identity_, std::make_unique<BackendCommunicator>(backend_, topology_), device, log);
   endWithGroup(executor_, *log);
   device_ = device;
-  return *executor_;
+  return executor_;
 #else
   TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate gradients on ", device);
 #endif

@@ -24,10 +24,10 @@ class BackendExecutors final : public ExecutorProvider {
                    std::vector<uint64_t> globalRanks);
   ~BackendExecutors() override;
 
-  Executor& executorFor(at::Device device) override;
-  [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
+  std::shared_ptr<Executor> executorFor(at::Device device) override;
+  [[nodiscard]] GroupIdentity identity() const override { return identity_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
-  [[nodiscard]] const HostTopology& topology() const override { return *topology_; }
+  [[nodiscard]] std::shared_ptr<const HostTopology> topology() const override { return topology_; }
   // As Executor's, for the device that was asked for, if one was. A forked child leaves its parent's alone.
   void shutdown();
 

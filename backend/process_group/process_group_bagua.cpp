@@ -6,48 +6,53 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "backend/cpu/make_cpu_executor.h"
 #include "backend/operation/timeouts.h"
-#include "backend/rendezvous/rank_record.h"
-#include "backend/security/job_security.h"
 #include "backend/security/sealed_store.h"
-#if BAGUA_WITH_CUDA
-#include "backend/cuda/nccl_executor.h"
-#endif
 
 namespace bagua {
-namespace {
-
-using StorePtr = ProcessGroupBagua::StorePtr;
-
-bool deviceOrder(const at::Device& a, const at::Device& b) {
-  return std::pair(a.type(), a.index()) < std::pair(b.type(), b.index());
-}
-
-}  // namespace
-
 ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::intrusive_ptr<Options> options)
-    : Backend(rank, size),
-      store_(std::move(store)),
-      options_(std::move(options)),
-      members_(exchangeRecords(*store_, rank, size, limitedTimeout(options_->timeout))),
-      topology_(std::make_shared<const HostTopology>(members_.topology)),
-      identity_{options_->group_name, rank, size},
-      executors_(deviceOrder) {
+    : Backend(rank, size), options_(std::move(options)) {
   options_->timeout = limitedTimeout(options_->timeout);
+  if (!options_->waitsForReconfigure) {
+    current_ = std::make_shared<GroupEpoch>(std::move(store), GroupIdentity{options_->group_name, rank, size}, options_,
+                                            options_->timeout);
+  }
   init();
 }
 
-ProcessGroupBagua::~ProcessGroupBagua() {
-  if (!mark_.isFromParent()) return;
-  // Threads that do not exist here would be joined, and the parent's peers be told that it leaves.
-  neverDestroy(std::move(executors_));
-  neverDestroy(StorePtr(store_));
+ProcessGroupBagua::~ProcessGroupBagua() = default;
+
+std::shared_ptr<GroupEpoch> ProcessGroupBagua::currentOrNull() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return current_;
+}
+
+std::shared_ptr<GroupEpoch> ProcessGroupBagua::current() const {
+  const auto present = currentOrNull();
+  TORCH_CHECK_WITH(DistBackendError, present, "bagua on rank ", rank_, ": group '", options_->group_name,
+                   "' was made with enable_reconfigure=True and has no members before the first reconfigure()");
+  return present;
+}
+
+uint64_t ProcessGroupBagua::epoch() const {
+  const auto present = currentOrNull();
+  return present ? present->id() : 0;
+}
+
+ProcessGroupBagua::StorePtr ProcessGroupBagua::reconfiguredStore() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return isReconfigured_ ? current_->store() : nullptr;
+}
+
+GroupIdentity ProcessGroupBagua::identity() const {
+  const auto present = currentOrNull();
+  return present ? present->identity() : GroupIdentity{options_->group_name, rank_, size_};
 }
 
 void ProcessGroupBagua::setGroupUid(const std::string& name) {
   Backend::setGroupUid(name);
-  identity_.name = name;
+  options_->group_name = name;
+  if (const auto present = currentOrNull()) present->rename(name);
 }
 
 void ProcessGroupBagua::setTimeout(std::chrono::milliseconds timeout) {
@@ -81,73 +86,23 @@ std::chrono::milliseconds ProcessGroupBagua::orDefault(std::chrono::milliseconds
   return timeout.count() < 0 ? options_->timeout : limitedTimeout(timeout);
 }
 
-std::shared_ptr<MessageExecutor> ProcessGroupBagua::makeExecutor(at::Device device) {
-  if (!health_) {
-    // Below the group's id, which all its ranks have drawn together: no failure of an earlier group of that name is
-    // found.
-    health_ = std::make_unique<GroupHealth>(
-        identity_, c10::make_intrusive<c10d::PrefixStore>(c10::str(members_.id), store_),
-        std::vector<uint64_t>(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end()));
-  }
-  if (device.is_cpu()) return makeCpuExecutor(identity_, members_, topology_, *health_, options_->isSerial);
-  if (topology_->hostCount() > 1) checkKeepsSecret("NCCL", "Train on CPU tensors, or on one host");
-#if BAGUA_WITH_CUDA
-  const auto log = health_->addLog("cuda");
-  auto executor =
-      makeNcclExecutor(identity_, store_, device, topology_, options_->timeout, options_->highPriorityStream, log);
-  endWithGroup(executor, *log);
-  return executor;
-#else
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate a tensor on ", device,
-                              "; rebuild it with a torch that has CUDA (python -m bagua.info tells what was built)");
-#endif
-}
-
-MessageExecutor& ProcessGroupBagua::executorFor(at::Device device) {
-  TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(), "bagua on rank ", rank_, ": group '", identity_.name,
+std::shared_ptr<MessageExecutor> ProcessGroupBagua::messageExecutorFor(at::Device device) {
+  TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(), "bagua on rank ", rank_, ": group '", options_->group_name,
                    "' belongs to the process that has forked this one, which is no rank of it");
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK_WITH(DistBackendError, closed_.empty(), "bagua on rank ", rank_, ": ", closed_);
-  TORCH_CHECK_VALUE(!coalescedDevice_ || *coalescedDevice_ == device, "bagua on rank ", rank_,
-                    ": coalesced operations must be on one device, got ", *coalescedDevice_, " and ", device);
-  auto found = executors_.find(device);
-  if (found == executors_.end()) found = executors_.emplace(device, makeExecutor(device)).first;
-  if (coalescing_ && !coalescedDevice_) {
-    coalescedDevice_ = device;
-    found->second->startGroup();
-  }
-  return *found->second;
-}
-
-ProcessGroupBagua::Executors ProcessGroupBagua::executors() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return executors_;
+  return current()->executorFor(device);
 }
 
 uint64_t ProcessGroupBagua::getSequenceNumberForGroup() {
   uint64_t sequence = 0;
-  for (const auto& [device, executor] : executors()) sequence += executor->submitted();
+  if (const auto present = currentOrNull()) {
+    for (const auto& [device, executor] : present->executors()) sequence += executor->submitted();
+  }
   return sequence;
 }
 
-void ProcessGroupBagua::startCoalescing() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  // Forgets a group that was never ended: torch leaves one behind when an operation in it throws.
-  coalescing_ = true;
-  coalescedDevice_.reset();
-}
+void ProcessGroupBagua::startCoalescing() { current()->startCoalescing(); }
 
-ProcessGroupBagua::WorkPtr ProcessGroupBagua::endCoalescing() {
-  std::shared_ptr<MessageExecutor> executor;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(coalescing_, "bagua on rank ", rank_, ": end of coalescing without a start");
-    coalescing_ = false;
-    if (!coalescedDevice_) return nullptr;
-    executor = executors_.at(*std::exchange(coalescedDevice_, std::nullopt));
-  }
-  return executor->endGroup();
-}
+ProcessGroupBagua::WorkPtr ProcessGroupBagua::endCoalescing() { return current()->endCoalescing(); }
 
 c10::intrusive_ptr<ProcessGroupBagua::Options> ProcessGroupBagua::optionsOf(
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) const {
@@ -182,40 +137,40 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::merge(const StorePtr& store
 
 void ProcessGroupBagua::eagerConnectSingleDevice(at::Device device) { executorFor(device); }
 
-c10d::ErrorType ProcessGroupBagua::getError() {
-  for (const auto& [device, executor] : executors()) {
-    if (executor->error()) return c10d::ErrorType::COMM_ERROR;
-  }
-  return c10d::ErrorType::SUCCESS;
+c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::shrink(const std::vector<int64_t>& excluded, int flags,
+                                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  constexpr int kAbort = 1;  // torch.distributed.SHRINK_ABORT
+  const std::set<int64_t> without(excluded.begin(), excluded.end());
+  for (const int64_t rank : without) checks("bagua:shrink").rank(rank, "excluded rank");
+  TORCH_CHECK_VALUE(!without.contains(rank_), checks("bagua:shrink").where(), ": this rank is among the excluded");
+  const auto present = current();
+  if ((flags & kAbort) != 0) present->abort("was aborted by shrink_group");
+  const auto lower = std::distance(without.begin(), without.lower_bound(rank_));
+  const auto left = static_cast<size_t>(size_) - without.size();
+  // A connection of its own: the new group may block on the store while this one uses it.
+  const auto store =
+      c10::make_intrusive<c10d::PrefixStore>(c10::str("shrunk/", c10::Join("-", without)), present->store()->clone());
+  return c10::make_intrusive<ProcessGroupBagua>(store, static_cast<int>(rank_ - lower), static_cast<int>(left),
+                                                optionsOf(opts));
 }
 
-void ProcessGroupBagua::close(const std::string& reason) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_.empty()) closed_ = "group '" + identity_.name + "' " + reason;
+c10d::ErrorType ProcessGroupBagua::getError() {
+  const auto present = currentOrNull();
+  return present && present->hasFailed() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
 void ProcessGroupBagua::abort() {
   if (mark_.isFromParent()) return;
-  close("was aborted");
-  for (const auto& [device, executor] : executors()) executor->abort("the group was aborted");
-  stopHealth();
+  if (const auto present = currentOrNull()) present->abort("was aborted");
 }
 
 void ProcessGroupBagua::shutdown() {
   if (mark_.isFromParent()) return;
-  close("has been shut down");
-  for (const auto& [device, executor] : executors()) executor->shutdown();
-  stopHealth();
-}
-
-// Not under the mutex: its thread may be about to call an executor.
-void ProcessGroupBagua::stopHealth() {
-  GroupHealth* health = nullptr;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    health = health_.get();
+    isShutDown_ = true;
   }
-  if (health != nullptr) health->stop();
+  if (const auto present = currentOrNull()) present->shutdown();
 }
 
 }  // namespace bagua

@@ -1,43 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
+#include <set>
 
-#include "backend/health/group_health.h"
 #include "backend/message_executor.h"
 #include "backend/os/process_mark.h"
 #include "backend/process_group/argument_checks.h"
-#include "backend/rendezvous/rank_record.h"
+#include "backend/process_group/group_epoch.h"
+#include "backend/process_group/group_options.h"
 #include "backend/torch_compat.h"
 
 namespace bagua {
 
-inline constexpr const char* kBackendName = "bagua";
-
 // The c10d backend "bagua": one object for CPU and CUDA tensors. It checks arguments, makes each operation a program,
-// and hands it to the executor of the tensors' device. Safe to call from several threads; the order of calls has to be
-// the same on every rank, as for any c10d backend. In a forked child it refuses operations, and everything else leaves
-// the parent's group alone.
+// and hands it to the executor of the tensors' device. Its ranks may change in the life of the object (reconfigure()):
+// what belongs to one set of them is a GroupEpoch. Safe to call from several threads; the order of calls has to be the
+// same on every rank, as for any c10d backend. In a forked child it refuses operations, and everything else leaves the
+// parent's group alone.
 class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
  public:
-  struct Options final : c10d::Backend::Options {
-    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
-        : c10d::Backend::Options(kBackendName, timeout) {}
-    Options(const Options&) = default;
-
-    // CUDA: run communication on a stream of high priority.
-    bool highPriorityStream = false;
-    // CPU: programs never run together, as makeCpuExecutor has it. Ours, for groups of our own.
-    bool isSerial = false;
-  };
-
+  using Options = GroupOptions;
   using StorePtr = c10::intrusive_ptr<c10d::Store>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // Collective: returns when all `size` ranks have met in `store`.
+  // Collective: returns when all `size` ranks have met in `store`. With waitsForReconfigure it returns at once.
   ProcessGroupBagua(StorePtr store, int rank, int size, c10::intrusive_ptr<Options> options);
   ~ProcessGroupBagua() override;
 
@@ -95,15 +83,36 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
                                           const int& rank, const int& size) override;
   void eagerConnectSingleDevice(at::Device device) override;
 
+  bool supportsShrinking() const override { return true; }
+  // A new group of the ranks that are not in `excluded`, which alone call this. They meet in the store of this one.
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags,
+                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+
+#if BAGUA_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return true; }
+  // Stays the same for the life of the object: see MemberHandle.
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  // Collective over those whose handles are given: returns when all of them have met at the first one's store, with no
+  // regard of earlier members or of what became of their operations, which fail. Throws ValueError for handles that
+  // make no group, RuntimeError for a uuid that was used before, DistBackendError where a member does not come in time;
+  // then this group is what it was.
+  WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
+#endif
+
+  // Where the members since the last reconfigure() have met; null before the first one.
+  [[nodiscard]] StorePtr reconfiguredStore() const;
+
+  // COMM_ERROR where an operation has failed since the last reconfigure(); an abort() is no failure.
   c10d::ErrorType getError() override;
-  // Fails everything in flight; the group is unusable afterwards. Callable from any thread.
+  // Fails everything in flight; the group is unusable until it is reconfigured. Callable from any thread.
   void abort() override;
   void shutdown() override;
 
-  MessageExecutor& executorFor(at::Device device) override;
-  [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
+  std::shared_ptr<Executor> executorFor(at::Device device) override { return messageExecutorFor(device); }
+  [[nodiscard]] GroupIdentity identity() const override;
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return options_->timeout; }
-  [[nodiscard]] const HostTopology& topology() const override { return *topology_; }
+  [[nodiscard]] uint64_t epoch() const override;
+  [[nodiscard]] std::shared_ptr<const HostTopology> topology() const override { return current()->topology(); }
 
  private:
   // What all options of c10d's collectives have in common.
@@ -123,31 +132,27 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   Operation operation(c10d::OpType type, const char* name, const at::Tensor& like, const CallOptions& options,
                       const c10d::ReduceOp& reduceOp, int64_t peer = -1, std::vector<at::Tensor> inputs = {}) const;
   [[nodiscard]] std::chrono::milliseconds orDefault(std::chrono::milliseconds timeout) const;
-  [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity_}; }
-  using Executors =
-      std::map<at::Device, std::shared_ptr<MessageExecutor>, bool (*)(const at::Device&, const at::Device&)>;
-  // A copy: they are called without the mutex.
-  Executors executors() const;
-  std::shared_ptr<MessageExecutor> makeExecutor(at::Device device);
-  void close(const std::string& reason);
-  void stopHealth();
+  [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity()}; }
+  std::shared_ptr<MessageExecutor> messageExecutorFor(at::Device device);
+  // Throws DistBackendError where there is none, or the group has been shut down.
+  [[nodiscard]] std::shared_ptr<GroupEpoch> current() const;
+  [[nodiscard]] std::shared_ptr<GroupEpoch> currentOrNull() const;
   c10::intrusive_ptr<Options> optionsOf(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
 
   const ProcessMark mark_;
-  const StorePtr store_;
   const c10::intrusive_ptr<Options> options_;
-  const GroupMembers members_;
-  const std::shared_ptr<const HostTopology> topology_;
-  GroupIdentity identity_;
 
   mutable std::mutex mutex_;
-  // Made with the first executor; outlives them all.
-  std::unique_ptr<GroupHealth> health_;
-  Executors executors_;
-  // Why no operation is accepted any more; empty while the group is open.
-  std::string closed_;
-  bool coalescing_ = false;
-  std::optional<at::Device> coalescedDevice_;
+  // Null before the first reconfigure() of a group that waits for it.
+  std::shared_ptr<GroupEpoch> current_;
+  bool isShutDown_ = false;
+  bool isReconfigured_ = false;
+
+  // One call of reconfigure() at a time.
+  std::mutex reconfiguring_;
+  std::set<int64_t> usedUuids_;
+  // Drawn when it is first asked for.
+  mutable std::string handle_;
 };
 
 }  // namespace bagua

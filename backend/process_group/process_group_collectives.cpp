@@ -23,10 +23,10 @@ WorkPtr ProcessGroupBagua::broadcast(Tensors& tensors, const c10d::BroadcastOpti
   at::Tensor tensor = checks(kName).single(tensors);
   checks(kName).rank(opts.rootRank, "root");
   return executorFor(tensor.device())
-      .submit(operation(OpType::BROADCAST, kName, tensor, opts, opts.rootRank), tensors,
-              [tensor, root = static_cast<int>(opts.rootRank)](Communicator& communicator) mutable {
-                inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.broadcast(plain, root); });
-              });
+      ->submit(operation(OpType::BROADCAST, kName, tensor, opts, opts.rootRank), tensors,
+               [tensor, root = static_cast<int>(opts.rootRank)](Communicator& communicator) mutable {
+                 inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.broadcast(plain, root); });
+               });
 }
 
 WorkPtr ProcessGroupBagua::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -35,10 +35,10 @@ WorkPtr ProcessGroupBagua::allreduce(Tensors& tensors, const c10d::AllreduceOpti
   at::Tensor tensor = checks(kName).single(tensors);
   reduction::checkSupported(checks(kName), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
-      .submit(operation(OpType::ALLREDUCE, kName, tensor, opts, opts.reduceOp), tensors,
-              [tensor, op = opts.reduceOp](Communicator& communicator) mutable {
-                inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.allReduce(plain, op); });
-              });
+      ->submit(operation(OpType::ALLREDUCE, kName, tensor, opts, opts.reduceOp), tensors,
+               [tensor, op = opts.reduceOp](Communicator& communicator) mutable {
+                 inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.allReduce(plain, op); });
+               });
 }
 
 WorkPtr ProcessGroupBagua::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -51,10 +51,10 @@ WorkPtr ProcessGroupBagua::allreduce_sparse(Tensors& tensors, const c10d::Allred
   TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG, checks(kName).where(),
                     ": sparse tensors can be reduced with SUM and AVG only");
   return executorFor(tensor.device())
-      .submit(operation(c10d::OpType::_ALLREDUCE_SPARSE, kName, tensor, opts, opts.reduceOp), tensors,
-              [tensor, average = op == c10d::ReduceOp::AVG](Communicator& communicator) mutable {
-                allReduceSparse(communicator, tensor, average);
-              });
+      ->submit(operation(c10d::OpType::_ALLREDUCE_SPARSE, kName, tensor, opts, opts.reduceOp), tensors,
+               [tensor, average = op == c10d::ReduceOp::AVG](Communicator& communicator) mutable {
+                 allReduceSparse(communicator, tensor, average);
+               });
 }
 
 WorkPtr ProcessGroupBagua::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
@@ -65,7 +65,7 @@ WorkPtr ProcessGroupBagua::allreduce_coalesced(Tensors& tensors, const c10d::All
   Operation all = operation(OpType::ALLREDUCE_COALESCED, kName, tensors[0], opts, opts.reduceOp);
   compareSizesOfAll(all, tensors);
   return executorFor(tensors[0].device())
-      .submit(all, tensors, [tensors, op = opts.reduceOp](Communicator& communicator) {
+      ->submit(all, tensors, [tensors, op = opts.reduceOp](Communicator& communicator) {
         Tensors reduced = tensors;
         // What two tensors have in common is reduced as it was before, by either of them.
         const bool isShared = shareBytes(tensors);
@@ -85,10 +85,11 @@ WorkPtr ProcessGroupBagua::reduce(Tensors& tensors, const c10d::ReduceOptions& o
   checks(kName).rank(opts.rootRank, "root");
   reduction::checkSupported(checks(kName), opts.reduceOp, tensor.scalar_type());
   return executorFor(tensor.device())
-      .submit(operation(OpType::REDUCE, kName, tensor, opts, opts.reduceOp, opts.rootRank), tensors,
-              [tensor, root = static_cast<int>(opts.rootRank), op = opts.reduceOp](Communicator& communicator) mutable {
-                inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.reduce(plain, root, op); });
-              });
+      ->submit(
+          operation(OpType::REDUCE, kName, tensor, opts, opts.reduceOp, opts.rootRank), tensors,
+          [tensor, root = static_cast<int>(opts.rootRank), op = opts.reduceOp](Communicator& communicator) mutable {
+            inPlainOrder(tensor, [&](at::Tensor& plain) { communicator.reduce(plain, root, op); });
+          });
 }
 
 WorkPtr ProcessGroupBagua::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
@@ -98,7 +99,7 @@ WorkPtr ProcessGroupBagua::_allgather_base(at::Tensor& output, at::Tensor& input
   checks(kName).rowMajor(output, "output");
   checks(kName).numel(output, input.numel() * size_, "output");
   return executorFor(input.device())
-      .submit(
+      ->submit(
           operation(OpType::_ALLGATHER_BASE, kName, input, opts, -1, {input}), {output},
           [output, input](Communicator& communicator) mutable { communicator.allGather(output, input.contiguous()); });
 }
@@ -116,7 +117,7 @@ WorkPtr ProcessGroupBagua::allgather_into_tensor_coalesced(Tensors& outputs, Ten
   }
   Operation all = operation(OpType::COALESCED, kName, inputs[0], opts, -1, inputs);
   compareSizesOfAll(all, inputs);
-  return executorFor(inputs[0].device()).submit(all, outputs, [outputs, inputs](Communicator& communicator) mutable {
+  return executorFor(inputs[0].device())->submit(all, outputs, [outputs, inputs](Communicator& communicator) mutable {
     for (size_t i = 0; i < inputs.size(); ++i) communicator.allGather(outputs[i], inputs[i].contiguous());
   });
 }
@@ -129,11 +130,11 @@ WorkPtr ProcessGroupBagua::_reduce_scatter_base(at::Tensor& output, at::Tensor& 
   checks(kName).numel(input, output.numel() * size_, "input");
   reduction::checkSupported(checks(kName), opts.reduceOp, input.scalar_type());
   return executorFor(output.device())
-      .submit(operation(OpType::_REDUCE_SCATTER_BASE, kName, output, opts, opts.reduceOp, -1, {input}), {output},
-              [output, input, op = opts.reduceOp](Communicator& communicator) mutable {
-                inPlainOrder(output,
-                             [&](at::Tensor& plain) { communicator.reduceScatter(plain, input.contiguous(), op); });
-              });
+      ->submit(operation(OpType::_REDUCE_SCATTER_BASE, kName, output, opts, opts.reduceOp, -1, {input}), {output},
+               [output, input, op = opts.reduceOp](Communicator& communicator) mutable {
+                 inPlainOrder(output,
+                              [&](at::Tensor& plain) { communicator.reduceScatter(plain, input.contiguous(), op); });
+               });
 }
 
 WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -150,7 +151,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
   Operation all = operation(OpType::COALESCED, kName, outputs[0], opts, opts.reduceOp, -1, inputs);
   compareSizesOfAll(all, outputs);
   return executorFor(outputs[0].device())
-      .submit(all, outputs, [outputs, inputs, op = opts.reduceOp](Communicator& communicator) mutable {
+      ->submit(all, outputs, [outputs, inputs, op = opts.reduceOp](Communicator& communicator) mutable {
         for (size_t i = 0; i < inputs.size(); ++i) {
           inPlainOrder(outputs[i],
                        [&](at::Tensor& plain) { communicator.reduceScatter(plain, inputs[i].contiguous(), op); });
@@ -162,26 +163,27 @@ WorkPtr ProcessGroupBagua::barrier(const c10d::BarrierOptions& opts) {
   Operation barrier{.type = OpType::BARRIER, .name = "bagua:barrier", .timeout = orDefault(opts.timeout)};
   barrier.isAwaited = !opts.asyncOp;
   std::vector<at::Device> used;
-  for (const auto& [device, executor] : executors()) {
+  const auto present = current();
+  for (const auto& [device, executor] : present->executors()) {
     if (executor->submitted() > 0) used.push_back(device);
   }
   // torch binds each backend of a group to the device, also one that serves the CPU alone.
-  const bool mayUseGpus = BAGUA_WITH_CUDA && (topology_->hostCount() == 1 || !jobSecurity());
+  const bool mayUseGpus = BAGUA_WITH_CUDA && (present->topology()->hostCount() == 1 || !jobSecurity());
   const at::Device device = barrierDevice({.deviceIds = opts.device_ids,
                                            .bound = mayUseGpus ? getBoundDeviceId() : std::nullopt,
                                            .used = std::move(used),
                                            .hasGpu = !opts.device_ids.empty() && at::hasCUDA()});
-  return executorFor(device).submit(barrier, {}, [](Communicator& communicator) { communicator.barrier(); });
+  return executorFor(device)->submit(barrier, {}, [](Communicator& communicator) { communicator.barrier(); });
 }
 
 void ProcessGroupBagua::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
   Operation barrier{.type = OpType::BARRIER, .name = "bagua:monitored_barrier", .timeout = orDefault(opts.timeout)};
-  auto& executor = executorFor(at::kCPU);
-  barrier.sequence = executor.submitted();
+  const auto executor = messageExecutorFor(at::kCPU);
+  barrier.sequence = executor->submitted();
   try {
-    executor.monitoredBarrier(barrier.timeout, waitAllRanks);
+    executor->monitoredBarrier(barrier.timeout, waitAllRanks);
   } catch (...) {
-    std::rethrow_exception(withContext(std::current_exception(), barrier, identity_));
+    std::rethrow_exception(withContext(std::current_exception(), barrier, identity()));
   }
 }
 

@@ -75,7 +75,7 @@ void checkOrRefuse(ExecutorProvider& group, Operation operation, const at::Tenso
     operation.isAwaited = false;
     if (like.is_cpu()) {
       const auto options = like.options().layout(at::kStrided);
-      group.executorFor(like.device()).submit(operation, {}, [options](Communicator& communicator) {
+      group.executorFor(like.device())->submit(operation, {}, [options](Communicator& communicator) {
         at::Tensor nothing = at::empty({0}, options);
         const auto size = static_cast<size_t>(communicator.size());
         communicator.allToAll(nothing, nothing, Splits(size, 0), Splits(size, kRefused));
@@ -107,7 +107,7 @@ void checkOrDrop(ExecutorProvider& group, Operation operation, const at::Tensor&
     operation.isAwaited = false;
     if (output.is_cpu() || output.is_cuda()) {
       const at::Tensor dropped = at::empty(output.sizes(), at::dtype(output.dtype()).device(output.device()));
-      group.executorFor(output.device()).submit(operation, {}, scatterProgram({}, dropped, operation.peer));
+      group.executorFor(output.device())->submit(operation, {}, scatterProgram({}, dropped, operation.peer));
     }
     throw;
   }
@@ -141,7 +141,7 @@ WorkPtr ProcessGroupBagua::allgather(std::vector<Tensors>& outputs, Tensors& inp
   // Inputs may be uneven; what all end up with is the same.
   compareSizes(gathering, outputs[0]);
   return executorFor(input.device())
-      .submit(gathering, outputs[0], [output = outputs[0], input](Communicator& communicator) mutable {
+      ->submit(gathering, outputs[0], [output = outputs[0], input](Communicator& communicator) mutable {
         gatherToAll(communicator, output, input);
       });
 }
@@ -164,7 +164,7 @@ WorkPtr ProcessGroupBagua::allgather_coalesced(std::vector<Tensors>& outputs, Te
   Operation gathering = operation(OpType::ALLGATHER_COALESCED, kName, inputs[0], opts, -1, inputs);
   compareSizesOfAll(gathering, inputs);
   return executorFor(inputs[0].device())
-      .submit(gathering, std::move(all), [outputs, inputs](Communicator& communicator) {
+      ->submit(gathering, std::move(all), [outputs, inputs](Communicator& communicator) {
         for (size_t i = 0; i < inputs.size(); ++i) {
           Tensors ofInput;
           for (const auto& list : outputs) ofInput.push_back(list[i]);
@@ -189,7 +189,7 @@ WorkPtr ProcessGroupBagua::gather(std::vector<Tensors>& outputs, Tensors& inputs
     checks(kName).alike(output, input, "output");
     checks(kName).sameShape(output[rank_], input, "output of this rank");
   });
-  return executorFor(input.device()).submit(gathering, output, [output, input, root](Communicator& communicator) {
+  return executorFor(input.device())->submit(gathering, output, [output, input, root](Communicator& communicator) {
     const bool isRoot = communicator.rank() == root;
     Splits inputSplits(communicator.size(), 0);
     inputSplits[root] = input.numel();
@@ -250,7 +250,7 @@ WorkPtr ProcessGroupBagua::scatter(Tensors& outputs, std::vector<Tensors>& input
     });
   }
   scattering.inputs = input;
-  return executorFor(output.device()).submit(scattering, outputs, scatterProgram(input, output, root));
+  return executorFor(output.device())->submit(scattering, outputs, scatterProgram(input, output, root));
 }
 
 WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -265,7 +265,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>
   Operation reducing = operation(OpType::REDUCE_SCATTER, kName, output, opts, opts.reduceOp, -1, inputs[0]);
   compareSizes(reducing, inputs[0]);
   return executorFor(output.device())
-      .submit(reducing, outputs, [input = inputs[0], output, op = opts.reduceOp](Communicator& communicator) mutable {
+      ->submit(reducing, outputs, [input = inputs[0], output, op = opts.reduceOp](Communicator& communicator) mutable {
         if (allOfEqualNumel(input)) {
           inPlainOrder(output, [&](at::Tensor& plain) { communicator.reduceScatter(plain, flatten(input), op); });
           return;
@@ -294,7 +294,7 @@ WorkPtr ProcessGroupBagua::alltoall_base(at::Tensor& output, at::Tensor& input, 
   // A rank that gives splits may exchange with one that gives none.
   exchange.commonNumel = Operation::kAnyNumel;
   return executorFor(input.device())
-      .submit(exchange, {output}, [output, input, sent, received](Communicator& communicator) mutable {
+      ->submit(exchange, {output}, [output, input, sent, received](Communicator& communicator) mutable {
         communicator.allToAll(output, input.contiguous(), received, sent);
       });
 }
@@ -308,7 +308,7 @@ WorkPtr ProcessGroupBagua::alltoall(Tensors& outputs, Tensors& inputs, const c10
   checks(kName).numel(outputs[rank_], inputs[rank_].numel(), "output of this rank");
   Operation exchange = operation(OpType::ALLTOALL, kName, inputs[0], opts, -1, inputs);
   exchange.commonNumel = Operation::kAnyNumel;
-  return executorFor(inputs[0].device()).submit(exchange, outputs, [outputs, inputs](Communicator& communicator) {
+  return executorFor(inputs[0].device())->submit(exchange, outputs, [outputs, inputs](Communicator& communicator) {
     at::Tensor received = flatSpaceFor(outputs);
     communicator.allToAll(received, flatten(inputs), numels(outputs), numels(inputs));
     unflatten(received, outputs);

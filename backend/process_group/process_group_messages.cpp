@@ -13,8 +13,8 @@ WorkPtr ProcessGroupBagua::send(std::vector<at::Tensor>& tensors, int destinatio
   checks(kName).rowMajor(tensor, "tensor");
   checks(kName).rank(destination, "destination");
   TORCH_CHECK_VALUE(destination != rank_, checks(kName).where(), ": a rank cannot send to itself");
-  return executorFor(tensor.device())
-      .send(operation(OpType::SEND, kName, tensor, options_->timeout, destination), tensor, tag);
+  return messageExecutorFor(tensor.device())
+      ->send(operation(OpType::SEND, kName, tensor, options_->timeout, destination), tensor, tag);
 }
 
 WorkPtr ProcessGroupBagua::recv(std::vector<at::Tensor>& tensors, int source, int tag) {
@@ -23,17 +23,17 @@ WorkPtr ProcessGroupBagua::recv(std::vector<at::Tensor>& tensors, int source, in
   checks(kName).rowMajor(tensor, "tensor");
   checks(kName).rank(source, "source");
   TORCH_CHECK_VALUE(source != rank_, checks(kName).where(), ": a rank cannot receive from itself");
-  return executorFor(tensor.device())
-      .receive(operation(OpType::RECV, kName, tensor, options_->timeout, source), tensor, tag);
+  return messageExecutorFor(tensor.device())
+      ->receive(operation(OpType::RECV, kName, tensor, options_->timeout, source), tensor, tag);
 }
 
 WorkPtr ProcessGroupBagua::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
   constexpr const char* kName = "bagua:recvAnySource";
   const at::Tensor tensor = checks(kName).single(tensors);
   checks(kName).rowMajor(tensor, "tensor");
-  return executorFor(tensor.device())
-      .receive(operation(OpType::RECVANYSOURCE, kName, tensor, options_->timeout, MessageExecutor::kAnySource), tensor,
-               tag);
+  return messageExecutorFor(tensor.device())
+      ->receive(operation(OpType::RECVANYSOURCE, kName, tensor, options_->timeout, MessageExecutor::kAnySource), tensor,
+                tag);
 }
 
 }  // namespace bagua

@@ -158,9 +158,8 @@ def _why_nobody_waits(algorithm: str) -> str:
 class Attachment:
     """The hooks on one model and its optimizer, for as long as the algorithm is at work."""
 
-    def __init__(self, hook: _C.Hook, executors: Any, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+    def __init__(self, hook: _C.Hook, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
         self._hook = hook
-        self._executors = executors
         # Not the model itself, which holds us.
         self._ddp = weakref.ref(ddp)
         self._parameters = trainable_parameters(ddp)
@@ -230,7 +229,7 @@ class Attachment:
         """Find ranks whose optimizers have come differently far, of which some would send momenta and others not."""
         if self._is_first_forward and self._momentum_optimizer is not None:
             steps = f" with an optimizer that has taken {self._momentum_optimizer.steps_done} steps"
-            self._hook.agree(self._executors, "", steps, str(self._parameters[0].device))
+            self._hook.agree("", steps, str(self._parameters[0].device))
         self._is_first_forward = False
 
     @eager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bagua import _at_exit
 from bagua._fresh_store import fresh_part
 from bagua._native import _C
-from bagua._torch_private import set_timeout, uncount_group
+from bagua._torch_private import set_timeout, uncount_group, waits_for_reconfigure
 
 if TYPE_CHECKING:
     from bagua._torch_private import BackendOptions
@@ -69,5 +69,9 @@ def create_backend(dist_backend_opts: BackendOptions, pg_options: Any) -> Any:
     with _uncounted_if_it_fails(dist_backend_opts.group_id):
         timeout = _limited(dist_backend_opts.timeout, rank, size)
         set_timeout(options, timeout)
+        options._waits_for_reconfigure = waits_for_reconfigure(dist_backend_opts)
+        if options._waits_for_reconfigure:
+            # Its members are not known yet, and will meet at one of themselves.
+            return _C.ProcessGroupBagua(dist_backend_opts.store, rank, size, options)
         store = fresh_part(dist_backend_opts.store, rank, size, timeout)
         return _C.ProcessGroupBagua(store, rank, size, options)

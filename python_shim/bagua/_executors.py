@@ -21,7 +21,7 @@ from bagua._fresh_store import fresh_part, new_name
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua._registry import describe
-from bagua._torch_private import backend_of, timeout_of
+from bagua._torch_private import backend_of, default_group, timeout_of
 
 
 def _private_group(
@@ -35,13 +35,29 @@ def _private_group(
     name = "bagua" if device.type == "cpu" else dist.get_backend(group)
     if ":" in name:
         name = dict(pair.split(":") for pair in name.split(","))[device.type]
-    everybody = dist.get_process_group_ranks(group)
+    everybody, changed = _ranks_and_store(group, device)
     members = range(len(everybody)) if members is None else members
     ranks = [everybody[member] for member in members]
     # Of several groups at once, each has its own part of the store.
-    store = dist.PrefixStore(f"bagua_private_group/{ranks[0]}", group.get_group_store())
+    store = dist.PrefixStore(f"bagua_private_group/{ranks[0]}", changed or group.get_group_store())
     unique = new_name(store, list(members).index(dist.get_rank(group)), len(ranks), timeout)
-    return new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, timeout)
+    return new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, timeout, changed and store)
+
+
+def _ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], dist.Store | None]:
+    """Return the global ranks of a group, and the store in which they have met if its members have changed.
+
+    torch goes on listing the ranks that the group was made with.
+    """
+    store: dist.Store | None = getattr(backend_of(group, device), "reconfigured_store", None)
+    if store is None:
+        return dist.get_process_group_ranks(group), None
+    if group is not default_group():
+        raise ValueError(
+            "an algorithm that runs in the background needs a group of its own, which can only be made for the "
+            f"members of the default group once they have changed; the hook is on group {group.group_name!r}"
+        )
+    return list(range(dist.get_world_size(group))), store
 
 
 def _records_of(group: dist.ProcessGroup, timeout: timedelta) -> list[str]:
@@ -128,20 +144,17 @@ def host_executors_for(group: dist.ProcessGroup, device: torch.device, members: 
     return _executors_over_private(group, device, timeout, members)
 
 
-def start(
-    hook: _C.Hook, group: dist.ProcessGroup, device: torch.device, main: Any, parameters: str, optimizer: str
-) -> None:
+def start(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device, parameters: str, optimizer: str) -> None:
     """Have the ranks agree on what they have given a hook, and make the groups that it needs besides. Collective.
 
     Args:
         hook: told all that this rank knows of its model.
         group: the ranks.
         device: of the parameters.
-        main: what `executors_for` has returned for these.
         parameters: a text on the parameters, the same on all ranks.
         optimizer: one on the optimizer.
     """
-    hook.agree(main, parameters, optimizer, str(device), arithmetic_of(device))
+    hook.agree(parameters, optimizer, str(device), arithmetic_of(device))
     if describe(hook.name)["runs_in_background"]:
         hook.use_background(background_executors_for(group, device))
         _at_exit.end_with(group, hook)

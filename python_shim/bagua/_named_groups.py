@@ -13,7 +13,9 @@ import torch.distributed as dist
 from bagua._torch_private import default_group, listed_groups, new_listed_group
 
 
-def new_named_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+def new_named_group(
+    name: str, ranks: Sequence[int], backend: str, timeout: timedelta, store: dist.Store | None = None
+) -> dist.ProcessGroup:
     """Make a process group of `ranks`. Each of them has to call, with the same arguments, and no other needs to.
 
     `torch.distributed.new_group` needs a call of every rank. With `use_local_synchronization=True` it does not, but the
@@ -26,9 +28,10 @@ def new_named_group(name: str, ranks: Sequence[int], backend: str, timeout: time
         ranks: global ranks, ascending.
         backend: as for `torch.distributed.new_group`.
         timeout: of the group's operations and of its making.
+        store: where they meet; without it, in the default group's.
     """
     with _unbound(default_group()):
-        return new_listed_group(ranks, backend, name, timeout)
+        return new_listed_group(ranks, backend, name, timeout, store)
 
 
 def destroy_with(owner: object, group: dist.ProcessGroup) -> None:

@@ -39,6 +39,11 @@ foreach_sqrt = torch._foreach_sqrt
 # --- Process groups ---------------------------------------------------------------------------------------------------
 
 
+def waits_for_reconfigure(options: BackendOptions) -> bool:
+    """Whether the caller of `init_process_group` gave `enable_reconfigure=True`, which torch has from 2.14 on."""
+    return bool(getattr(options, "enable_reconfigure", False))
+
+
 def default_group() -> dist.ProcessGroup:
     """Return the default group, or raise torch's own error; `dist.group.WORLD` is None before there is one."""
     return distributed_c10d._get_default_group()
@@ -49,9 +54,15 @@ def listed_groups() -> list[dist.ProcessGroup]:
     return list(distributed_c10d._world.pg_map)
 
 
-def new_listed_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make and list a group under a name of our own: `new_group` counts groups, on every rank alike."""
-    _, store = distributed_c10d._world.pg_map[default_group()]
+def new_listed_group(
+    ranks: Sequence[int], backend: str, name: str, timeout: timedelta, store: dist.Store | None = None
+) -> dist.ProcessGroup:
+    """Make and list a group under a name of our own: `new_group` counts groups, on every rank alike.
+
+    Without `store` its ranks meet in that of the default group.
+    """
+    if store is None:
+        _, store = distributed_c10d._world.pg_map[default_group()]
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         list(ranks).index(dist.get_rank()),

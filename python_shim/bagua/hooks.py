@@ -194,7 +194,7 @@ def register_comm_hook(
         _refuse(main, device)
         raise
     text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
-    start(hook, group, device, main, text, facts_of(optimizer))
+    start(hook, group, device, text, facts_of(optimizer))
     former = removed_handle(ddp)
     if former is None:
         place = _C.register_hook(ddp.reducer, hook)
@@ -206,7 +206,7 @@ def register_comm_hook(
     attachment = None
     if describe(algorithm)["optimizer"]:
         assert optimizer is not None
-        attachment = Attachment(hook, main, ddp, optimizer)
+        attachment = Attachment(hook, ddp, optimizer)
     else:
         ddp.register_forward_pre_hook(refuse_uneven_division)
     handle = Handle(hook, attachment, place)

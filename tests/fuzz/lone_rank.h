@@ -26,10 +26,13 @@ class LoneRank final : public Executor, public ExecutorProvider {
   [[nodiscard]] std::exception_ptr error() const override { return nullptr; }
   [[nodiscard]] uint64_t submitted() const override { return 0; }
 
-  Executor& executorFor(at::Device /*device*/) override { return *this; }
-  [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
+  // Not kept by what it returns, as the fuzzer holds it.
+  std::shared_ptr<Executor> executorFor(at::Device /*device*/) override { return {std::shared_ptr<void>(), this}; }
+  [[nodiscard]] GroupIdentity identity() const override { return identity_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return std::chrono::minutes(1); }
-  [[nodiscard]] const HostTopology& topology() const override { return communicator_->topology(); }
+  [[nodiscard]] std::shared_ptr<const HostTopology> topology() const override {
+    return std::make_shared<const HostTopology>(communicator_->topology());
+  }
 
  private:
   const GroupIdentity identity_;

@@ -18,7 +18,7 @@ class ImmediateGroup final : public Executor, public ExecutorProvider {
  public:
   // `hosts` names the host of each rank; this one is rank 0.
   explicit ImmediateGroup(const std::vector<std::string>& hosts = {"a"})
-      : identity_{"pg", 0, static_cast<int>(hosts.size())}, topology_(hosts) {}
+      : identity_{"pg", 0, static_cast<int>(hosts.size())}, topology_(std::make_shared<const HostTopology>(hosts)) {}
 
   // What isCapturing() says.
   bool capturing = false;
@@ -39,15 +39,16 @@ class ImmediateGroup final : public Executor, public ExecutorProvider {
   [[nodiscard]] std::exception_ptr error() const override { return nullptr; }
   [[nodiscard]] uint64_t submitted() const override { return operations.size(); }
 
-  Executor& executorFor(at::Device /*device*/) override { return *this; }
+  // Not kept by what it returns, as the test holds it.
+  std::shared_ptr<Executor> executorFor(at::Device /*device*/) override { return {std::shared_ptr<void>(), this}; }
   [[nodiscard]] bool isCapturing(at::Device /*device*/) const override { return capturing; }
-  [[nodiscard]] const GroupIdentity& identity() const override { return identity_; }
+  [[nodiscard]] GroupIdentity identity() const override { return identity_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return std::chrono::seconds(60); }
-  [[nodiscard]] const HostTopology& topology() const override { return topology_; }
+  [[nodiscard]] std::shared_ptr<const HostTopology> topology() const override { return topology_; }
 
  private:
   const GroupIdentity identity_;
-  const HostTopology topology_;
+  const std::shared_ptr<const HostTopology> topology_;
   LoneCommunicator communicator_;
 };
 

@@ -57,7 +57,7 @@ class Call {
       StageSeconds seconds;
       body(lanes, average ? communicator.size() : 1, coding, seconds, communicator);
     };
-    return group_.executorFor(common.device()).submit(operation_, {result}, std::move(program));
+    return group_.executorFor(common.device())->submit(operation_, {result}, std::move(program));
   }
 
  private:

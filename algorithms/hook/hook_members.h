@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "algorithms/hook/agreement.h"
+#include "backend/executor.h"
+
+namespace bagua {
+
+// The ranks that a hook works with: who they are, what they have agreed on, and whether they are still the same. The
+// members of a group may change between two steps (ProcessGroupBagua::reconfigure); then all that are in it now agree
+// anew, at their next bucket, before any gradient travels. Used by the thread that trains, but for topology().
+class HookMembers {
+ public:
+  explicit HookMembers(std::shared_ptr<ExecutorProvider> group)
+      : group_(std::move(group)), epoch_(group_->epoch()), topology_(group_->topology()) {}
+
+  [[nodiscard]] ExecutorProvider& group() const { return *group_; }
+  [[nodiscard]] std::shared_ptr<const HostTopology> topology() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return topology_;
+  }
+
+  // Throws ValueError on all ranks unless all come with the same `own`, and with the same `arithmetic` where it is not
+  // empty. What was agreed on is remembered. Collective.
+  void agree(Registration own, std::string arithmetic, at::Device device);
+  // Whether the group has other members than those that have agreed.
+  [[nodiscard]] bool haveChanged() const { return group_->epoch() != epoch_; }
+  // The members that there are now agree on what this rank has agreed on before. Returns the largest `step` of them,
+  // which is that of those that have been at work; a newcomer's is behind. Collective.
+  int64_t meetAgain(int64_t step);
+  // Nothing is left to agree on.
+  void dissolve() { agreed_.reset(); }
+
+ private:
+  struct Agreed {
+    Registration own;
+    std::string arithmetic;
+    at::Device device;
+  };
+
+  const std::shared_ptr<ExecutorProvider> group_;
+  uint64_t epoch_;
+  std::optional<Agreed> agreed_;
+  mutable std::mutex mutex_;
+  std::shared_ptr<const HostTopology> topology_;
+};
+
+}  // namespace bagua

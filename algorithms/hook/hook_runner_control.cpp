@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the user's handle asks of a hook between two steps, and what becomes of it when its ranks change.
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <utility>
+
+#include "algorithms/hook/hook_runner.h"
+#include "algorithms/registry.h"
+#include "algorithms/shared/weights.h"
+
+namespace bagua {
+namespace {
+
+constexpr const char* kSuccessor = "gradient_allreduce";
+
+constexpr AgreementWords kOfLeaving{"could not remove its algorithm",
+                                    "removes its algorithm at another moment than rank 0",
+                                    "removes its algorithm with an optimizer of another state than rank 0"};
+
+constexpr AgreementWords kOfSynchronizing{"could not synchronise its weights",
+                                          "synchronises its weights at another moment than rank 0",
+                                          "synchronises its weights at another moment than rank 0"};
+
+constexpr AgreementWords kOfAborting{"could not stop its algorithm",
+                                     "stops its algorithm at another moment than rank 0",
+                                     "stops its algorithm at another moment than rank 0"};
+
+// In a state, beside what is the algorithm's.
+constexpr const char* kStepSkipped = "is_step_skipped";
+
+}  // namespace
+
+void HookRunner::followMembers() {
+  if (!members_.haveChanged()) return;
+  // What it remembers of each rank's weights, and the groups of its own, are of the former members.
+  TORCH_CHECK(!actsOnWeights_, "bagua: algorithm '", name_, "' cannot go on on rank ", rank(), " of ", size(),
+              ", whose group has other members now: call handle.remove() and register it again");
+  step_ = members_.meetAgain(step_);
+  if (hasLeft_) return;
+  take(name_, options_.values());
+  useParameters(facts_);
+}
+
+void HookRunner::checkWeightsAreFree(const char* call) const {
+  TORCH_CHECK(!forwards_.any(), "bagua: ", call, " of algorithm '", name_, "' on rank ", rank(),
+              " comes between a forward and its backward, which needs the weights as they are: call it after the "
+              "backward. If none is to follow, let go of what the forward returned (del loss) before");
+}
+
+void HookRunner::synchronize() {
+  const at::NoGradGuard noGrad;
+  auto* const onWeights = algorithm_->as<ActsOnWeights>();
+  if (onWeights == nullptr) return;
+  countSkippedStep();
+  checkThatAllCan("synchronize()", kOfSynchronizing, {.text = "synchronize()", .detail = ""});
+  onWeights->synchronize(*this);
+}
+
+RunsInBackground& HookRunner::inBackground(const char* call) const {
+  auto* const background = algorithm_->as<RunsInBackground>();
+  TORCH_CHECK(background != nullptr, call, " is for algorithms that communicate in the background; '", name_,
+              "' does not");
+  return *background;
+}
+
+bool HookRunner::abort() {
+  const at::NoGradGuard noGrad;
+  countSkippedStep();
+  return inBackground("abort()").abort(*this);
+}
+
+void HookRunner::endWithin(std::chrono::milliseconds limit) {
+  const at::NoGradGuard noGrad;
+  if (auto* const background = algorithm_->as<RunsInBackground>()) background->endWithin(*this, limit);
+}
+
+bool HookRunner::resume() { return inBackground("resume()").resume(*this); }
+
+void HookRunner::leave(const Belongings& belongings) {
+  const at::NoGradGuard noGrad;
+  auto* const onWeights = algorithm_->as<ActsOnWeights>();
+  // Other members know nothing of what this rank has to make equal.
+  if (onWeights != nullptr && !members_.haveChanged()) makeEqual(*onWeights, belongings);
+  members_.dissolve();
+  take(kSuccessor, {});
+  hasLeft_ = true;
+  actsOnWeights_ = false;
+  host_.reset();
+  noteMemory({});
+  forwards_.clear();
+}
+
+void HookRunner::checkThatAllCan(const char* call) { checkThatAllCan(call, kOfAborting, {.text = call, .detail = ""}); }
+
+void HookRunner::checkThatAllCan(const char* call, const AgreementWords& words, Registration own) {
+  const at::Device device = parameters_.front().device();
+  if (countsSteps()) own.text += c10::str(" after step ", algorithm_->as<ActsOnWeights>()->commonStep());
+  try {
+    checkWeightsAreFree(call);
+  } catch (...) {
+    // The other ranks may have found nothing wrong and wait for this one.
+    agreeOn({}, words, meetingGroup(), device);
+    throw;
+  }
+  agreeOn(own, words, meetingGroup(), device);
+}
+
+void HookRunner::makeEqual(ActsOnWeights& onWeights, const Belongings& belongings) {
+  checkThatAllCan("remove()", kOfLeaving, {belongings.moment, belongings.shapes});
+  onWeights.synchronize(*this);
+  averageTensors(*this, belongings.gradients);
+  broadcastTensors(*this, belongings.state);
+}
+
+void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t step) {
+  TORCH_CHECK_VALUE(step >= 0, "bagua: the checkpoint was written after ", step, " steps");
+  layouts_.check(layout);
+  AlgorithmState own = state;
+  const bool wasStepSkipped = countsSteps() && own.erase(kStepSkipped) > 0;
+  auto* const keeps = algorithm_->as<KeepsState>();
+  TORCH_CHECK_VALUE(keeps != nullptr || own.empty(), "bagua: algorithm '", name_,
+                    "' has no state, the checkpoint holds '", own.begin()->first, "'");
+  if (keeps != nullptr) keeps->load(own, *this);
+  if (countsSteps()) tracker_.load(wasStepSkipped);
+  layouts_.want(std::move(layout));
+  step_ = step;
+}
+
+void HookRunner::rescale(double factor) {
+  const at::NoGradGuard noGrad;
+  auto* const residuals = algorithm_->as<KeepsResiduals>();
+  TORCH_CHECK(residuals != nullptr, "rescale() is for algorithms with error feedback of gradients; '", name_,
+              "' remembers no gradients, and needs no rescale() or follow()");
+  TORCH_CHECK_VALUE(std::isfinite(factor) && factor > 0, "bagua: rescale() takes a factor above 0, got ", factor);
+  if (factor != 1) residuals->rescale(factor);
+}
+
+// The script has saved the weights, or is about to: a skipped step changes them at the next forward. What other ranks
+// wait for begins now.
+AlgorithmState HookRunner::state() {
+  const auto* const keeps = algorithm_->as<KeepsState>();
+  if (keeps == nullptr) return {};
+  lookForSkippedStepAtEnd();
+  happen(StepEvent::kCheckpoint);
+  AlgorithmState state = keeps->state();
+  if (tracker_.owesSkippedStep()) state.emplace(kStepSkipped, counterTensor(1));
+  return state;
+}
+
+HookStats HookRunner::stats() const {
+  std::shared_ptr<const Algorithm> algorithm;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    algorithm = algorithm_;
+  }
+  HookStats stats = ledger_->stats();
+  if (const auto* const keeps = algorithm->as<KeepsState>()) stats.stateBytes = keeps->stateBytes();
+  return stats;
+}
+
+}  // namespace bagua

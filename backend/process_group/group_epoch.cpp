@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/process_group/group_epoch.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "backend/cpu/make_cpu_executor.h"
+#include "backend/security/job_security.h"
+#if BAGUA_WITH_CUDA
+#include "backend/cuda/nccl_executor.h"
+#endif
+
+namespace bagua {
+namespace {
+
+bool deviceOrder(const at::Device& a, const at::Device& b) {
+  return std::pair(a.type(), a.index()) < std::pair(b.type(), b.index());
+}
+
+bool hasError(const GroupEpoch::Executors& executors) {
+  return std::any_of(executors.begin(), executors.end(), [](const auto& known) { return known.second->error(); });
+}
+
+}  // namespace
+
+GroupEpoch::GroupEpoch(StorePtr store, GroupIdentity identity, c10::intrusive_ptr<GroupOptions> options,
+                       std::chrono::milliseconds timeout)
+    : store_(std::move(store)),
+      options_(std::move(options)),
+      members_(exchangeRecords(*store_, identity.rank, identity.size, timeout)),
+      topology_(std::make_shared<const HostTopology>(members_.topology)),
+      identity_(std::move(identity)),
+      executors_(deviceOrder) {}
+
+GroupEpoch::~GroupEpoch() {
+  if (!mark_.isFromParent()) return;
+  // Threads that do not exist here would be joined, and the parent's peers be told that it leaves.
+  neverDestroy(std::move(executors_));
+  neverDestroy(StorePtr(store_));
+}
+
+GroupIdentity GroupEpoch::identity() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return identity_;
+}
+
+void GroupEpoch::rename(const std::string& name) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  identity_.name = name;
+}
+
+std::shared_ptr<MessageExecutor> GroupEpoch::makeExecutor(at::Device device) {
+  if (!health_) {
+    // Below the epoch's id: no failure of an earlier group of that name is found.
+    health_ = std::make_unique<GroupHealth>(
+        identity_, c10::make_intrusive<c10d::PrefixStore>(c10::str(members_.id), store_),
+        std::vector<uint64_t>(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end()));
+  }
+  if (device.is_cpu()) return makeCpuExecutor(identity_, members_, topology_, *health_, options_->isSerial);
+  if (topology_->hostCount() > 1) checkKeepsSecret("NCCL", "Train on CPU tensors, or on one host");
+#if BAGUA_WITH_CUDA
+  const auto log = health_->addLog("cuda");
+  auto executor =
+      makeNcclExecutor(identity_, store_, device, topology_, options_->timeout, options_->highPriorityStream, log);
+  endWithGroup(executor, *log);
+  return executor;
+#else
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua was built without CUDA and cannot communicate a tensor on ", device,
+                              "; rebuild it with a torch that has CUDA (python -m bagua.info tells what was built)");
+#endif
+}
+
+std::shared_ptr<MessageExecutor> GroupEpoch::executorFor(at::Device device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_WITH(DistBackendError, closed_.empty(), "bagua on rank ", identity_.rank, ": group '", identity_.name,
+                   "' ", closed_);
+  TORCH_CHECK_VALUE(!coalescedDevice_ || *coalescedDevice_ == device, "bagua on rank ", identity_.rank,
+                    ": coalesced operations must be on one device, got ", *coalescedDevice_, " and ", device);
+  auto found = executors_.find(device);
+  if (found == executors_.end()) found = executors_.emplace(device, makeExecutor(device)).first;
+  if (coalescing_ && !coalescedDevice_) {
+    coalescedDevice_ = device;
+    found->second->startGroup();
+  }
+  return found->second;
+}
+
+GroupEpoch::Executors GroupEpoch::executors() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return executors_;
+}
+
+void GroupEpoch::startCoalescing() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // Forgets a group that was never ended: torch leaves one behind when an operation in it throws.
+  coalescing_ = true;
+  coalescedDevice_.reset();
+}
+
+c10::intrusive_ptr<c10d::Work> GroupEpoch::endCoalescing() {
+  std::shared_ptr<MessageExecutor> executor;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(coalescing_, "bagua on rank ", identity_.rank, ": end of coalescing without a start");
+    coalescing_ = false;
+    if (!coalescedDevice_) return nullptr;
+    executor = executors_.at(*std::exchange(coalescedDevice_, std::nullopt));
+  }
+  return executor->endGroup();
+}
+
+bool GroupEpoch::hasFailed() const {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!closed_.empty()) return hadFailed_;
+  }
+  return hasError(executors());
+}
+
+void GroupEpoch::close(const std::string& how) {
+  const bool failed = hasError(executors());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!closed_.empty()) return;
+  closed_ = how;
+  hadFailed_ = failed;
+}
+
+void GroupEpoch::abort(const std::string& how) {
+  close(how);
+  for (const auto& [device, executor] : executors()) executor->abort("the group " + how);
+  stopHealth();
+}
+
+void GroupEpoch::shutdown() {
+  close("has been shut down");
+  for (const auto& [device, executor] : executors()) executor->shutdown();
+  stopHealth();
+}
+
+// Not under the mutex: its thread may be about to call an executor.
+void GroupEpoch::stopHealth() {
+  GroupHealth* health = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    health = health_.get();
+  }
+  if (health != nullptr) health->stop();
+}
+
+}  // namespace bagua

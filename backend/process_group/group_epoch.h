@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "backend/health/group_health.h"
+#include "backend/message_executor.h"
+#include "backend/os/process_mark.h"
+#include "backend/process_group/group_options.h"
+#include "backend/rendezvous/rank_record.h"
+
+namespace bagua {
+
+// One membership of a group, from the meeting of its ranks to the next change of who they are: its store, the topology
+// of its hosts, its executors with their connections, and what watches over them. All of it is named by an id that the
+// ranks have drawn when they met, so that nothing of one epoch is taken for another's; and all of it ends with the
+// epoch. A group that is never reconfigured has one epoch. Safe to call from several threads.
+class GroupEpoch {
+ public:
+  using StorePtr = c10::intrusive_ptr<c10d::Store>;
+  using Executors =
+      std::map<at::Device, std::shared_ptr<MessageExecutor>, bool (*)(const at::Device&, const at::Device&)>;
+
+  // Collective: returns when all `size` ranks have met in `store`, in which nothing is left of another meeting. Throws
+  // as exchangeRecords(), after `timeout`.
+  GroupEpoch(StorePtr store, GroupIdentity identity, c10::intrusive_ptr<GroupOptions> options,
+             std::chrono::milliseconds timeout);
+  // In a forked child it leaves the parent's epoch alone.
+  ~GroupEpoch();
+  GroupEpoch(const GroupEpoch&) = delete;
+  GroupEpoch& operator=(const GroupEpoch&) = delete;
+
+  [[nodiscard]] GroupIdentity identity() const;
+  // torch names a group after it was made.
+  void rename(const std::string& name);
+  [[nodiscard]] std::shared_ptr<const HostTopology> topology() const { return topology_; }
+  [[nodiscard]] const StorePtr& store() const { return store_; }
+  // The same on all ranks, and no other epoch's.
+  [[nodiscard]] uint64_t id() const { return members_.id; }
+
+  // The first call for a device makes its executor. Throws DistBackendError once the epoch has ended.
+  std::shared_ptr<MessageExecutor> executorFor(at::Device device);
+  // A copy: they are called without the mutex.
+  [[nodiscard]] Executors executors() const;
+  // Operations between the two calls are one unit, on one device. endCoalescing() returns null where there were none.
+  void startCoalescing();
+  c10::intrusive_ptr<c10d::Work> endCoalescing();
+
+  // Whether an operation has failed; not that it was aborted.
+  [[nodiscard]] bool hasFailed() const;
+  // Fails everything in flight, and whatever comes later: `how` says why, "was aborted".
+  void abort(const std::string& how);
+  // Lets what is in flight end, for a short while, and refuses whatever comes later.
+  void shutdown();
+
+ private:
+  std::shared_ptr<MessageExecutor> makeExecutor(at::Device device);
+  void close(const std::string& how);
+  void stopHealth();
+
+  const ProcessMark mark_;
+  const StorePtr store_;
+  const c10::intrusive_ptr<GroupOptions> options_;
+  const GroupMembers members_;
+  const std::shared_ptr<const HostTopology> topology_;
+
+  mutable std::mutex mutex_;
+  GroupIdentity identity_;
+  // Made with the first executor; outlives them all.
+  std::unique_ptr<GroupHealth> health_;
+  Executors executors_;
+  // Why no operation is accepted any more; empty while the epoch is open.
+  std::string closed_;
+  // What hasFailed() says from then on.
+  bool hadFailed_ = false;
+  bool coalescing_ = false;
+  std::optional<at::Device> coalescedDevice_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// Change of a group's members without a new object.
+#include "backend/process_group/process_group_bagua.h"
+
+#if BAGUA_HAS_RECONFIGURE
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "backend/operation/timeouts.h"
+#include "backend/rendezvous/member_handle.h"
+#include "backend/security/sealed_store.h"
+
+namespace bagua {
+namespace {
+
+using Handles = std::vector<c10d::ReconfigureHandle>;
+using StorePtr = ProcessGroupBagua::StorePtr;
+
+// By rank. A set has no order: then it is that of the texts, which is the same everywhere.
+Handles orderedHandles(const c10d::ReconfigureOptions& opts) {
+  Handles handles;
+  std::visit([&](const auto& given) { handles.assign(given.begin(), given.end()); }, opts.handles);
+  TORCH_CHECK_VALUE(!handles.empty(), "bagua:reconfigure: there has to be at least one handle");
+  Handles sorted = handles;
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  TORCH_CHECK_VALUE(twice == sorted.end(), "bagua:reconfigure: handles have to be unique, and ", *twice,
+                    " comes more than once");
+  return std::holds_alternative<Handles>(opts.handles) ? handles : sorted;
+}
+
+// As the flight recorder names the ranks: as they were first, or by their places where several were the same.
+std::vector<uint64_t> firstRanks(const std::vector<MemberHandle>& members) {
+  std::vector<uint64_t> ranks;
+  ranks.reserve(members.size());
+  for (const auto& member : members) ranks.push_back(member.rank);
+  const std::set<uint64_t> distinct(ranks.begin(), ranks.end());
+  return distinct.size() == ranks.size() ? ranks : std::vector<uint64_t>();
+}
+
+// Members that were told different ones would wait for each other until the timeout.
+void checkThatHandlesAgree(c10d::Store& store, const Handles& handles, int rank, std::chrono::milliseconds timeout) {
+  const std::string own = c10::Join(" ", handles);
+  const std::string key = "handles";
+  if (rank == 0) return store.set(key, std::vector<uint8_t>(own.begin(), own.end()));
+  try {
+    store.wait({key}, timeout);
+  } catch (const std::exception&) {
+    TORCH_CHECK_WITH(DistBackendError, false, "bagua:reconfigure: rank ", rank, " of the new ", handles.size(),
+                     " waited ", timeout.count(), " ms for its rank 0, ", handles.front(),
+                     ", which lives but did not call reconfigure() with the same uuid");
+  }
+  const auto value = store.get(key);
+  const std::string first(value.begin(), value.end());
+  TORCH_CHECK_VALUE(first == own, "bagua:reconfigure: rank 0 was given the members ", first, ", and rank ", rank, " ",
+                    own);
+}
+
+c10::intrusive_ptr<c10d::Work> completedWork() {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  future->markCompleted(c10::IValue(std::vector<at::Tensor>()));
+  return c10d::Work::create_from_future(future);
+}
+
+}  // namespace
+
+c10d::ReconfigureHandle ProcessGroupBagua::get_reconfigure_handle() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (handle_.empty()) {
+    const auto& ranks = options_->global_ranks_in_group;
+    const auto rank = static_cast<size_t>(rank_);
+    handle_ = MemberHandle::draw(rank < ranks.size() ? static_cast<int>(ranks[rank]) : rank_).toString();
+  }
+  return handle_;
+}
+
+ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::ReconfigureOptions& opts) {
+  TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(),
+                   "bagua:reconfigure: the group belongs to the process that has forked this one");
+  const std::lock_guard<std::mutex> onlyOne(reconfiguring_);
+  const auto timeout = limitedTimeout(opts.timeout.value_or(options_->timeout));
+  const Handles handles = orderedHandles(opts);
+  std::vector<MemberHandle> members;
+  members.reserve(handles.size());
+  for (const auto& handle : handles) members.push_back(MemberHandle::parse(handle));
+  const auto own = std::find(handles.begin(), handles.end(), get_reconfigure_handle());
+  TORCH_CHECK_VALUE(own != handles.end(), "bagua:reconfigure: this member's own handle, ", get_reconfigure_handle(),
+                    ", is not among the ", handles.size(), " given");
+  // What an attempt with it has left in the store would be found.
+  TORCH_CHECK(usedUuids_.insert(opts.uuid).second, "bagua:reconfigure: uuid ", opts.uuid,
+              " was already used; every call needs one of its own");
+
+  const auto rank = static_cast<int>(own - handles.begin());
+  const auto size = static_cast<int>(handles.size());
+  const auto store =
+      sealedPart(members.front().connect(timeout), c10::str("epoch/", members.front().token, "/", opts.uuid));
+  checkThatHandlesAgree(*store, handles, rank, timeout);
+  auto options = c10::make_intrusive<Options>(*options_);
+  options->global_ranks_in_group = firstRanks(members);
+  auto next =
+      std::make_shared<GroupEpoch>(store, GroupIdentity{options_->group_name, rank, size}, std::move(options), timeout);
+  bool isShutDown = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    isShutDown = isShutDown_;
+    if (!isShutDown) {
+      std::swap(current_, next);
+      isReconfigured_ = true;
+      rank_ = rank;
+      size_ = size;
+    }
+  }
+  // The earlier epoch, of which nobody may be left to answer; or the new one, which came too late.
+  if (next) next->abort("was reconfigured");
+  TORCH_CHECK_WITH(DistBackendError, !isShutDown, "bagua:reconfigure: rank ", rank, ": group '", options_->group_name,
+                   "' has been shut down");
+  return completedWork();
+}
+
+}  // namespace bagua
+
+#endif
