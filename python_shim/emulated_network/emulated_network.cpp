@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// A network with distance for hosts that are network namespaces: emulated_network RATE DELAY LOSS INTERFACE...
+// A line between hosts that are network namespaces:
+// emulated_network RATE DELAY JITTER BUFFER LOSS SEED INTERFACE...
 //
 // Every host has one TUN interface. What a host sends leaves at most at RATE bits per second (0: no limit), is lost
-// with the probability LOSS, and reaches the host that has its destination address DELAY seconds later. Hosts are told
-// apart by the last byte of their IPv4 address: interface i has byte i + 1. The program makes the interfaces, prints
-// "ready", forwards until its standard input ends, and prints what each host has sent: packets, bytes and losses, as
-// JSON.
+// packet by packet with the probability LOSS, and reaches the host that has its destination address DELAY seconds
+// later, and up to JITTER seconds more: so much is drawn anew every JITTER seconds, and no packet overtakes another.
+// BUFFER seconds of packets wait in front of the line; one that comes when it is full is dropped. With the same SEED
+// the same packets are lost. Hosts are told apart by the last byte of their IPv4 address: interface i has byte i + 1.
+// The program makes the interfaces, prints "ready", forwards until its standard input ends, and prints what each host
+// has sent, as JSON.
 //
-// A packet is read only when the line is free for it. Until then it waits in the host's own queue, where TCP counts it
-// as unsent, as with a real interface; so no queue here overflows. Packets of many segments (TSO) stay in one piece, or
-// one core could not keep up with 10 Gbit/s; the line is charged for the headers of every segment. Where packets are to
-// be lost they come one by one.
+// With an endless buffer ("inf") a packet is read only when the line is free for it. Until then it waits in the host's
+// own queue, where TCP counts it as unsent, as with the interface of the host itself. Any other buffer is one further
+// on, of which the host knows nothing: a packet is read at once.
+//
+// Packets of many segments (TSO) stay in one piece where all of them arrive, or one core could not keep up with
+// 10 Gbit/s. They take their place on the line, and are lost or dropped, segment by segment.
 #include <fcntl.h>
 #include <linux/if.h>
 #include <linux/if_tun.h>
@@ -24,40 +29,33 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <vector>
 
+#include "packet.h"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-// The kernel's virtio_net_hdr, whose header is not C++: what it tells of a packet that comes in one piece.
-struct VirtioHeader {
-  uint8_t flags;
-  uint8_t segmentation;  // 0: one segment
-  uint16_t headerBytes;
-  uint16_t segmentBytes;
-  uint16_t checksumStart;
-  uint16_t checksumOffset;
-};
-static_assert(sizeof(VirtioHeader) == 10);
-
-// Of Ethernet, for every segment.
-constexpr int64_t kLinkHeaderBytes = 14;
 constexpr size_t kLargestPacket = (size_t{64} << 10) + sizeof(VirtioHeader);
 // The line may be this much ahead: less, and it would stand still while this process waits for a core.
 constexpr Clock::duration kMostAhead = std::chrono::microseconds(500);
 // Of one host before another has its turn.
 constexpr int kPacketsInTurn = 16;
+// A host's number is less: the last byte of an address.
+constexpr uint64_t kLargestNumber = 256;
 
 [[noreturn]] void fail(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
 
@@ -77,8 +75,8 @@ class FileDescriptor {
   int number_;
 };
 
-// `offloads`: hands over packets of many segments, whose checksums nobody has computed.
-FileDescriptor openTun(const char* name, bool offloads) {
+// The interface hands over packets of many segments, whose checksums nobody has computed.
+FileDescriptor openTun(const char* name) {
   FileDescriptor device(open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC));
   if (device.number() < 0) fail("cannot open /dev/net/tun");
   ifreq request{};
@@ -86,54 +84,31 @@ FileDescriptor openTun(const char* name, bool offloads) {
   std::strcpy(request.ifr_name, name);
   request.ifr_flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR;
   if (ioctl(device.number(), TUNSETIFF, &request) < 0) fail(std::string("cannot make interface ") + name);
-  const unsigned long features = offloads ? TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO_ECN : 0;
-  if (ioctl(device.number(), TUNSETOFFLOAD, features) < 0) fail("TUNSETOFFLOAD");
+  constexpr unsigned long kFeatures = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO_ECN;
+  if (ioctl(device.number(), TUNSETOFFLOAD, kFeatures) < 0) fail("TUNSETOFFLOAD");
   return device;
 }
 
-// As read() gives it: a VirtioHeader, then IPv4.
-struct Packet {
-  std::vector<uint8_t> bytes;
-  Clock::time_point due;
-  size_t destination = 0;
-};
-
-bool isIpv4(const std::vector<uint8_t>& bytes) {
-  constexpr size_t kHeaders = sizeof(VirtioHeader) + 20;
-  return bytes.size() >= kHeaders && bytes[sizeof(VirtioHeader)] >> 4U == 4;
-}
-
-// The index of the host that has the destination address.
-size_t destinationOf(const std::vector<uint8_t>& bytes) {
-  constexpr size_t kLastByteOfDestination = sizeof(VirtioHeader) + 19;
-  return bytes[kLastByteOfDestination] - size_t{1};
-}
-
-// What the packet takes of a real line, where every segment has headers.
-int64_t bytesOnTheLine(const std::vector<uint8_t>& bytes) {
-  VirtioHeader header{};
-  std::memcpy(&header, bytes.data(), sizeof(header));
-  const auto size = static_cast<int64_t>(bytes.size() - sizeof(header));
-  if (header.segmentation == 0 || header.segmentBytes == 0) return size + kLinkHeaderBytes;
-  const int64_t payload = std::max<int64_t>(size - header.headerBytes, 1);
-  const int64_t segments = (payload + header.segmentBytes - 1) / header.segmentBytes;
-  return payload + segments * (header.headerBytes + kLinkHeaderBytes);
-}
+Clock::duration ofSeconds(double seconds) { return std::chrono::duration_cast<Clock::duration>(Seconds(seconds)); }
 
 struct Settings {
   double bitsPerSecond = 0;
   Clock::duration delay{};
+  Clock::duration jitter{};
+  // Without one packets wait in the host's own queue.
+  std::optional<Clock::duration> buffer;
   double loss = 0;
+  uint64_t seed = 0;
 };
 
 // A host's interface, its line and what is under way from it.
 class Host {
  public:
-  Host(const char* name, const Settings& settings)
-      : settings_(settings), device_(openTun(name, settings.loss == 0)), random_(std::hash<std::string>{}(name)) {}
+  Host(const char* name, const Settings& settings, uint64_t number)
+      : settings_(settings), device_(openTun(name)), lossRandom_(settings.seed * kLargestNumber + number) {}
 
   [[nodiscard]] int descriptor() const { return device_.number(); }
-  [[nodiscard]] bool mayRead(Clock::time_point now) const { return lineFree_ <= now + kMostAhead; }
+  [[nodiscard]] bool mayRead(Clock::time_point now) const { return settings_.buffer || lineFree_ <= now + kMostAhead; }
   // When something is to be done though nothing comes: a packet arrives, or the line is free again.
   [[nodiscard]] Clock::time_point nextEvent(Clock::time_point now) const {
     auto next = Clock::time_point::max();
@@ -146,56 +121,86 @@ class Host {
     for (int i = 0; i < kPacketsInTurn && mayRead(now); ++i) {
       const ssize_t size = read(descriptor(), buffer_.data(), buffer_.size());
       if (size <= 0) return;
-      Packet packet{.bytes = {buffer_.begin(), buffer_.begin() + size}, .due = {}};
-      if (!isIpv4(packet.bytes)) continue;
-      packet.destination = destinationOf(packet.bytes);
-      if (packet.destination >= hosts) continue;
-      send(std::move(packet), now);
+      Packet packet({buffer_.begin(), buffer_.begin() + size});
+      if (packet.isIpv4() && packet.destination() < hosts) send(std::move(packet), now);
     }
   }
 
   void deliverDue(Clock::time_point now, const std::vector<Host>& hosts) {
     while (!underWay_.empty() && underWay_.front().due <= now) {
-      const Packet& packet = underWay_.front();
-      const int to = hosts[packet.destination].descriptor();
+      const Packet& packet = underWay_.front().packet;
+      const int to = hosts[packet.destination()].descriptor();
       // An interface that is down, or has no room, drops what comes.
-      if (write(to, packet.bytes.data(), packet.bytes.size()) < 0) ++lost_;
+      if (write(to, packet.bytes().data(), packet.bytes().size()) < 0) lost_ += packet.segments();
       underWay_.pop_front();
     }
   }
 
   void print() const {
-    std::printf("{\"packets\": %ld, \"bytes\": %ld, \"lost\": %ld}\n", static_cast<long>(packets_),
-                static_cast<long>(bytes_), static_cast<long>(lost_));
+    std::printf("{\"packets\": %ld, \"bytes\": %ld, \"lost\": %ld, \"dropped\": %ld}\n", static_cast<long>(packets_),
+                static_cast<long>(bytes_), static_cast<long>(lost_), static_cast<long>(dropped_));
   }
 
  private:
+  struct UnderWay {
+    Packet packet;
+    Clock::time_point due;
+  };
+
+  // Segments that pass one after another stay in one piece.
   void send(Packet packet, Clock::time_point now) {
-    const int64_t bytes = bytesOnTheLine(packet.bytes);
+    int64_t first = 0;
+    for (int64_t segment = 0; segment < packet.segments(); ++segment) {
+      const auto before = lineFree_;
+      if (passes(packet.bytesOnTheLine(segment), now)) continue;
+      if (segment > first) passOn(packet.part(first, segment - first), before, now);
+      first = segment + 1;
+    }
+    if (first == packet.segments()) return;
+    passOn(first == 0 ? std::move(packet) : packet.part(first, packet.segments() - first), lineFree_, now);
+  }
+
+  // Gives a segment its place on the line; false: the buffer is full, or the line loses it.
+  bool passes(int64_t bytes, Clock::time_point now) {
     ++packets_;
-    bytes_ += bytes;
     lineFree_ = std::max(lineFree_, now);
-    if (settings_.bitsPerSecond > 0) {
-      const Seconds onTheLine(static_cast<double>(8 * bytes) / settings_.bitsPerSecond);
-      lineFree_ += std::chrono::duration_cast<Clock::duration>(onTheLine);
+    if (settings_.buffer && lineFree_ - now > *settings_.buffer) {
+      ++dropped_;
+      return false;
     }
-    if (settings_.loss > 0 && std::uniform_real_distribution<double>()(random_) < settings_.loss) {
-      ++lost_;
-      return;
+    bytes_ += bytes;
+    if (settings_.bitsPerSecond > 0) lineFree_ += ofSeconds(static_cast<double>(8 * bytes) / settings_.bitsPerSecond);
+    if (settings_.loss == 0 || std::uniform_real_distribution<double>()(lossRandom_) >= settings_.loss) return true;
+    ++lost_;
+    return false;
+  }
+
+  void passOn(Packet packet, Clock::time_point sent, Clock::time_point now) {
+    if (settings_.jitter > Clock::duration(0) && now >= jitterEnds_) {
+      jitter_ = Clock::duration(
+          std::uniform_int_distribution<Clock::duration::rep>(0, settings_.jitter.count())(jitterRandom_));
+      jitterEnds_ = now + settings_.jitter;
     }
-    packet.due = lineFree_ + settings_.delay;
-    underWay_.push_back(std::move(packet));
+    lastDue_ = std::max(lastDue_, sent + settings_.delay + jitter_);
+    underWay_.push_back({std::move(packet), lastDue_});
   }
 
   const Settings settings_;
   FileDescriptor device_;
-  std::mt19937_64 random_;
+  std::mt19937_64 lossRandom_;
+  std::mt19937_64 jitterRandom_;
   std::array<uint8_t, kLargestPacket> buffer_{};
-  std::deque<Packet> underWay_;
+  std::deque<UnderWay> underWay_;
+  // When what has been given a place on the line will have left.
   Clock::time_point lineFree_{};
+  Clock::duration jitter_{};
+  Clock::time_point jitterEnds_{};
+  Clock::time_point lastDue_{};
+  // What has come from the host, what of it the line has taken, and what was lost on it or found the buffer full.
   int64_t packets_ = 0;
   int64_t bytes_ = 0;
   int64_t lost_ = 0;
+  int64_t dropped_ = 0;
 };
 
 // Until standard input ends: so also when whoever started us has died.
@@ -225,18 +230,23 @@ void forward(std::vector<Host>& hosts) {
 }
 
 int run(int argc, char** argv) {
-  if (argc < 5) {
-    std::fputs("usage: emulated_network BITS_PER_SECOND DELAY_SECONDS LOSS INTERFACE...\n", stderr);
+  constexpr int kFirstInterface = 7;
+  if (argc <= kFirstInterface) {
+    std::fputs("usage: emulated_network RATE DELAY JITTER BUFFER LOSS SEED INTERFACE...\n", stderr);
     return 2;
   }
+  const double buffer = std::stod(argv[4]);
   const Settings settings{.bitsPerSecond = std::stod(argv[1]),
-                          .delay = std::chrono::duration_cast<Clock::duration>(Seconds(std::stod(argv[2]))),
-                          .loss = std::stod(argv[3])};
+                          .delay = ofSeconds(std::stod(argv[2])),
+                          .jitter = ofSeconds(std::stod(argv[3])),
+                          .buffer = std::isinf(buffer) ? std::nullopt : std::optional(ofSeconds(buffer)),
+                          .loss = std::stod(argv[5]),
+                          .seed = std::stoull(argv[6])};
   // Sleeps end in time: by default the kernel may add 50 us to each.
   prctl(PR_SET_TIMERSLACK, 1UL);
   std::vector<Host> hosts;
   hosts.reserve(static_cast<size_t>(argc));
-  for (int i = 4; i < argc; ++i) hosts.emplace_back(argv[i], settings);
+  for (int i = kFirstInterface; i < argc; ++i) hosts.emplace_back(argv[i], settings, hosts.size());
   std::puts("ready");
   std::fflush(stdout);
   forward(hosts);

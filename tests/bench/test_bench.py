@@ -14,7 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.bench.collectives import COLLECTIVES, AllReduce, Barrier, Collective, Place
-from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts, rate_of, share_of, time_of
+from bagua.bench.emulated_hosts import (
+    Network,
+    NoEmulatedHosts,
+    buffer_of,
+    congestion_of,
+    emulated_hosts,
+    rate_of,
+    share_of,
+    time_of,
+)
 from bagua.bench.measure import Result, Times
 from bagua.bench.options import Settings, parse, size_in_bytes, sizes_between
 from bagua.bench.pattern import difference, fill, sums, values
@@ -23,6 +32,7 @@ from bagua.bench.report import line, verdict
 from bagua.bench.training_step import TrainingStep, algorithm
 from ranks import RankPool
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from two_hosts import hosts_over
 
 # Ranks import torch, on cores that others use too.
 SECONDS = 400
@@ -65,19 +75,18 @@ def test_every_test_is_right_and_compared_with_gloo(tmp_path: Path) -> None:
     assert "hierarchical=False" in done.stdout.splitlines()[0]
 
 
-def test_hosts_are_as_far_apart_as_was_asked_for(tmp_path: Path) -> None:
-    try:
-        with emulated_hosts(2, Network(round_trip=0.001)):
-            pass
-    except NoEmulatedHosts as reason:
-        pytest.skip(str(reason))
+def test_the_line_between_hosts_is_as_was_asked_for(tmp_path: Path) -> None:
+    with hosts_over(Network(round_trip=0.001)):
+        pass
     file = tmp_path / "bench.json"
     size, rate, round_trip = 1 << 20, 200e6, 0.04
     command = f"broadcast barrier --device cpu -b {size} -e {size} -n 2 -w 1 --no-check --json {file}"
-    done = _bench(*command.split(), "--hosts", "2", "--rate", "200M", "--delay", "40ms")
+    line = "--hosts 2 --rate 200M --delay 40ms --loss 1% --buffer 50ms --congestion cubic"
+    done = _bench(*command.split(), *line.split())
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(file.read_text())
-    assert content["environment"]["network"] == "200 Mbit/s, 40 ms round trip"
+    expected = "200 Mbit/s, 40 ms round trip, 50 ms buffer, 1 % lost, cubic"
+    assert content["environment"]["network"] == expected
     assert content["environment"]["hosts"] == 2
     seconds = {result["test"]: result["seconds"]["minimum"] for result in content["results"]}
     # No rank can leave a barrier before it has heard of the other.
@@ -85,14 +94,42 @@ def test_hosts_are_as_far_apart_as_was_asked_for(tmp_path: Path) -> None:
     assert seconds["broadcast"] > 8 * size / rate
 
 
-def test_rates_times_and_shares_are_read() -> None:
+def test_what_describes_a_line_is_read() -> None:
     assert (rate_of("0"), rate_of("100M"), rate_of("2.5Gbit")) == (0.0, 100e6, 2.5e9)
     assert (time_of("10ms"), time_of("0.05s"), time_of("200us")) == (0.01, 0.05, pytest.approx(2e-4))
     assert share_of("0.1%") == pytest.approx(0.001)
+    assert (buffer_of("50ms", 0.0), buffer_of("128K", 1 << 20)) == (0.05, 1.0)
+    assert (congestion_of("cubic"), congestion_of("CUBIC,bbr")) == (("cubic",), ("cubic", "bbr"))
     for reader, wrong in ((rate_of, "fast"), (time_of, "10"), (share_of, "100%"), (share_of, "0.1")):
         with pytest.raises(ValueError, match="write"):
             reader(wrong)
-    assert str(Network(1e9, 0.01, 0.001)) == "1,000 Mbit/s, 10 ms round trip, 0.1 % lost"
+    for text in ("cubic bbr", ""):
+        with pytest.raises(ValueError, match="write its name"):
+            congestion_of(text)
+    with pytest.raises(ValueError, match="write a time or bytes"):
+        buffer_of("large", 1e9)
+    with pytest.raises(ValueError, match="needs a rate"):
+        buffer_of("64K", 0.0)
+    with pytest.raises(ValueError, match="without a rate"):
+        Network(round_trip=0.1, buffer=0.05)
+
+
+def test_a_line_is_named_by_all_that_makes_it_worse() -> None:
+    assert str(Network(1e9, 0.01)) == "1,000 Mbit/s, 10 ms round trip"
+    worst = Network(1e9, 0.01, 0.001, jitter=0.002, buffer=0.05, packet=1400, congestion=("cubic", "bbr"))
+    assert str(worst) == (
+        "1,000 Mbit/s, 10 ms round trip, 2 ms jitter, 50 ms buffer, 0.1 % lost, 1,400-byte packets, cubic or bbr"
+    )
+
+
+def test_a_congestion_control_that_the_kernel_has_not_is_named() -> None:
+    with hosts_over(Network(round_trip=0.001)):
+        pass
+    with (
+        pytest.raises(NoEmulatedHosts, match="no congestion control 'carrier_pigeon', but "),
+        emulated_hosts(2, Network(congestion=("carrier_pigeon",))),
+    ):
+        pass
 
 
 @pytest.mark.long
@@ -129,6 +166,8 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
         ("--delay 10ms", "add --hosts 2"),
         ("--hosts 2 --delay 10 --device cpu", "write a number with its unit"),
         ("--hosts 2 --rate fast", "such as 100M, 1G"),
+        ("--congestion cubic", "add --hosts 2"),
+        ("--hosts 2 --delay 10ms --buffer 64K --device cpu", "needs a rate"),
         ("--json /no/such/folder/file", "make the folder"),
     ],
 )

@@ -4,7 +4,6 @@
 In a file of its own, as a process makes emulated hosts of one network at a time.
 """
 
-import contextlib
 import os
 import signal
 import time
@@ -12,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bagua.bench.emulated_hosts import Host, Network, NoEmulatedHosts, emulated_hosts
+from bagua.bench.emulated_hosts import Host, Network
 from test_disconnects import GRACE, LONG_TIMEOUT, TIMEOUT, WORKLOADS, _ends, _killed_at_the_end, _messages, _start
 from trouble import SLACK_SECONDS, selection
+from two_hosts import hosts_over
 
 
 class Distance:
@@ -37,11 +37,7 @@ class Distance:
 
 @pytest.fixture
 def distant_hosts() -> Iterator[list[Host]]:
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(emulated_hosts(2, Network(1e9, 0.01)))
-        except NoEmulatedHosts as reason:
-            pytest.skip(str(reason))
+    with hosts_over(Network(1e9, 0.01)) as made:
         yield made
 
 

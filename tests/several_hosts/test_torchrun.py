@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bagua.bench.emulated_hosts import Host, NoEmulatedHosts, emulated_hosts
-from two_hosts import SCRIPT, check_two_hosts, results_of
+from bagua.bench.emulated_hosts import Host
+from two_hosts import SCRIPT, check_two_hosts, hosts_over, results_of
 
 # Agents and ranks import torch, on cores that others use too.
 SECONDS = 400
@@ -19,15 +19,8 @@ SECONDS = 400
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
-    try:
-        network = emulated_hosts(2)
-        made = network.__enter__()
-    except NoEmulatedHosts as error:
-        pytest.skip(f"no emulated hosts on this machine: {error}")
-    try:
+    with hosts_over() as made:
         yield made
-    finally:
-        network.__exit__(None, None, None)
 
 
 def _run(folder: Path, hosts: list[Host], ranks_per_host: int, meeting: list[list[str]]) -> list[dict[str, Any]]:

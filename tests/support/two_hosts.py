@@ -1,12 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training over two hosts has to have done, by what its ranks (`several_hosts/train_script.py`) wrote down."""
+"""Emulated hosts for a test, and what a training over two of them has to have done.
+
+The ranks of the training (`several_hosts/train_script.py`) write down what they have seen.
+"""
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+from bagua.bench.emulated_hosts import Host, Network, NoEmulatedHosts, emulated_hosts
+
 SCRIPT = Path(__file__).parents[1] / "several_hosts" / "train_script.py"
 STEPS = 20
+
+
+@contextmanager
+def hosts_over(network: Network | None = None, count: int = 2) -> Iterator[list[Host]]:
+    """Make hosts with this line between them; skips the test on a machine that cannot make them."""
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(emulated_hosts(count, network))
+        except NoEmulatedHosts as error:
+            pytest.skip(f"no emulated hosts on this machine: {error}")
+        yield hosts
 
 
 def results_of(folder: Path) -> list[dict[str, Any]]:

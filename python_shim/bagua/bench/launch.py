@@ -72,7 +72,7 @@ def _run_on_emulated_hosts(settings: Settings, network: Network) -> int:
                     process.kill()
                     process.wait()
     except NoEmulatedHosts as error:
-        return _failed(f"--rate, --delay and --loss need emulated hosts, which this machine cannot make: {error}")
+        return _failed(f"a line between the hosts needs emulated ones, which this machine cannot make: {error}")
     except KeyboardInterrupt:
         return 130
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,8 +20,17 @@ from bagua import _build_info
 from bagua._native import _C
 from bagua._registry import describe
 from bagua.bench.collectives import COLLECTIVES
-from bagua.bench.emulated_hosts import Network, rate_of, share_of, time_of
+from bagua.bench.emulated_hosts import (
+    Network,
+    buffer_of,
+    congestion_of,
+    rate_of,
+    share_of,
+    time_of,
+)
 
+_LINE = ("rate", "delay", "loss", "jitter", "buffer", "packet", "congestion")
+_Value = TypeVar("_Value")
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 _DESCRIPTION = """\
@@ -53,6 +62,7 @@ examples:
   python -m bagua.bench all_reduce --vs gloo
   python -m bagua.bench algorithms -b 1M -e 64M --ranks 4 --hosts 2 --plot bench.png
   python -m bagua.bench all_reduce bytegrad --hosts 2 --rate 1G --delay 10ms --vs gloo
+  python -m bagua.bench bytegrad --hosts 2 --rate 1G --delay 50ms --buffer 50ms --loss 0.1% --congestion cubic
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m bagua.bench bytegrad
 """
 
@@ -122,8 +132,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _read(reader: Callable[[str], float]) -> Callable[[str], float]:
-    def read(text: str) -> float:
+def _read(reader: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    def read(text: str) -> _Value:
         try:
             return reader(text)
         except ValueError as error:
@@ -171,11 +181,24 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="let the ranks take themselves for so many hosts: CPU tensors then travel over the loopback interface",
     )
-    network = "; hosts are then network namespaces (needs root)"
-    where.add_argument("--rate", type=_read(rate_of), metavar="RATE", help=f"bits per second of a host: 1G{network}")
-    where.add_argument("--delay", type=_read(time_of), metavar="TIME", help=f"round trip between hosts: 10ms{network}")
-    where.add_argument("--loss", type=_read(share_of), metavar="SHARE", help=f"packets that get lost: 0.1%%{network}")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where tensors are (auto)")
+    line = parser.add_argument_group("line between the hosts", "Hosts are then network namespaces, which needs root.")
+    line.add_argument("--rate", type=_read(rate_of), metavar="RATE", help="bits per second of a host: 1G")
+    line.add_argument("--delay", type=_read(time_of), metavar="TIME", help="round trip: 10ms")
+    line.add_argument("--loss", type=_read(share_of), metavar="SHARE", help="packets that get lost: 0.1%%")
+    line.add_argument(
+        "--jitter", type=_read(time_of), metavar="TIME", help="what packets take longer at most, each way: 5ms"
+    )
+    line.add_argument(
+        "--buffer", metavar="SIZE", help="queue in front of the line, which drops packets when it is full: 50ms, 256K"
+    )
+    line.add_argument("--packet", type=_positive, metavar="BYTES", help=f"largest IP packet ({Network.packet})")
+    line.add_argument(
+        "--congestion",
+        type=_read(congestion_of),
+        metavar="NAME[,NAME]",
+        help="TCP's congestion control, and another that a process may choose: cubic, or cubic,bbr (the kernel's)",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("-n", "--iterations", type=_positive, default=20, help="timed iterations of each size (20)")
     how.add_argument("-w", "--warmup", type=int, default=5, help="calls before them (5)")
@@ -232,7 +255,7 @@ def parse(arguments: Sequence[str]) -> Settings:
 
 
 def _network(parser: argparse.ArgumentParser, args: argparse.Namespace, device: str) -> Network | None:
-    given = [f"--{name}" for name in ("rate", "delay", "loss") if getattr(args, name) is not None]
+    given = [f"--{name}" for name in _LINE if getattr(args, name) is not None]
     if not given:
         return None
     if is_under_a_launcher():
@@ -241,7 +264,19 @@ def _network(parser: argparse.ArgumentParser, args: argparse.Namespace, device: 
         parser.error(f"{given[0]} is about a network between hosts: add --hosts 2")
     if device != "cpu":
         parser.error(f"{given[0]} makes hosts out of this machine, whose GPUs they would share: add --device cpu")
-    return Network(args.rate or 0.0, args.delay or 0.0, args.loss or 0.0)
+    rate = args.rate or 0.0
+    try:
+        return Network(
+            bits_per_second=rate,
+            round_trip=args.delay or 0.0,
+            loss=args.loss or 0.0,
+            jitter=args.jitter or 0.0,
+            buffer=buffer_of(args.buffer, rate) if args.buffer else Network.buffer,
+            packet=args.packet or Network.packet,
+            congestion=args.congestion or (),
+        )
+    except ValueError as error:
+        parser.error(f"--buffer: {error}")
 
 
 def _tests(parser: argparse.ArgumentParser, names: Sequence[str]) -> tuple[str, ...]:
