@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from bagua.bench.measure import Result, Times
 from bagua.bench.options import Settings, parse, size_in_bytes, sizes_between
 from bagua.bench.pattern import difference, fill, sums, values
 from bagua.bench.progress import Progress
-from bagua.bench.report import line, verdict
+from bagua.bench.report import header, line, verdict
 from bagua.bench.training_step import TrainingStep, algorithm
+from bagua.info.connections import Line
 from ranks import RankPool
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from two_hosts import hosts_over
@@ -92,6 +94,12 @@ def test_the_line_between_hosts_is_as_was_asked_for(tmp_path: Path) -> None:
     # No rank can leave a barrier before it has heard of the other.
     assert seconds["barrier"] > round_trip / 2
     assert seconds["broadcast"] > 8 * size / rate
+    seen = next(result["line"] for result in content["results"] if result["test"] == "broadcast")
+    assert seen["congestion"] == ["cubic"]
+    assert round_trip <= seen["least_round_trip"] <= seen["round_trip"]
+    # Two broadcasts, from rank 0 alone, of which the kernel may still have the end.
+    assert seen["segments"] >= 1.5 * size / 1460
+    assert 0.002 < seen["resent"] / seen["segments"] < 0.05
 
 
 def test_what_describes_a_line_is_read() -> None:
@@ -276,6 +284,25 @@ def test_a_line_shows_what_is_wrong_and_what_the_other_backend_lacks() -> None:
     assert "WRONG" in text
     assert "no int8" in text
     assert text.endswith("rank 1: element 0 is 1")
+
+
+def test_a_line_of_the_table_shows_what_the_kernel_saw() -> None:
+    head = header({**_facts(), "hosts": 2}).splitlines()[-1]
+    times = Times(0.5, 0.5, 0.5)
+    seen = Line(("bbr", "cubic"), 20_000, 30, 0.0625, 0.05)
+    one = Result("reduce", 4096, "int8", 4096, times, 2e9, 2e9, None, "", times, None, seen)
+    for result, expected in ((one, ["bbr+cubic", "0.150%", "62.50"]), (replace(one, line=Line()), ["-"] * 3)):
+        cells = line(result).split()
+        assert cells[-5:-2] == expected
+        assert head.split()[-7:-3] == ["tcp", "resent", "rtt", "ms"]
+    # On one host there is no line.
+    assert "rtt" not in header(_facts())
+    assert len(line(replace(one, line=None)).split()) == len(line(one).split()) - 3
+
+
+def _facts() -> dict[str, Any]:
+    versions = {"bagua": "1", "torch": "2", "device": "cpu", "network": None, "options": {}, "is_encrypted": False}
+    return {**versions, "ranks": 2, "hosts": 1, "vs": "gloo", "iterations": 20, "warmup": 5}
 
 
 def _result(

@@ -3,6 +3,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import bagua
 import pytest
 import torch
+from bagua.info import congestion, network
 from bagua.info import facts as facts_module
-from bagua.info import network
+from bagua.info.connections import Line, connections, line_between, together
 from bagua.info.facts import advice, facts, table
 from bagua.info.ranks import hosts_of, summary
 
@@ -64,6 +66,60 @@ def test_several_ways_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "listening_address", lambda: ("10.0.0.1", "MASTER_ADDR is not set"))
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.9.0.1"})
     assert "one of eth0, ib0" in _advice()
+
+
+def test_an_administrator_is_told_how_to_allow_bbr(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tcp_allowed_congestion_control").write_text("reno cubic\n")
+    monkeypatch.setattr(congestion, "_SETTINGS", tmp_path)
+    monkeypatch.setattr(congestion, "in_use", lambda: "cubic")
+    monkeypatch.setattr(congestion, "allowed", lambda: ["reno", "cubic"])
+    assert facts()["congestion control"] == "cubic (allowed: reno, cubic)"
+    text = _advice()
+    assert "'modprobe tcp_bbr' and 'sysctl -w net.ipv4.tcp_allowed_congestion_control=\"reno cubic bbr\"'" in text
+    monkeypatch.setattr(congestion, "allowed", lambda: ["reno", "cubic", "bbr"])
+    assert "bbr" not in _advice()
+    monkeypatch.setattr(congestion, "in_use", lambda: "bbr")
+    assert "bbr" not in _advice()
+
+
+def test_congestion_controls_are_those_of_the_kernel() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names = congestion.available()
+        assert congestion.in_use() in names
+        assert set(congestion.allowed()) <= set(names)
+        for name in congestion.allowed():
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+
+
+def test_connections_of_this_process_are_counted() -> None:
+    here = ("127.0.0.1", 0)
+    with (
+        socket.create_server(("127.0.0.2", 0)) as server,
+        socket.create_connection(server.getsockname(), source_address=here) as one,
+        socket.create_server(here) as near,
+        socket.create_connection(near.getsockname()) as inside,
+    ):
+        accepted, _ = server.accept()
+        with accepted:
+            before = connections()
+            ends = (str(one.getsockname()), str(one.getpeername()))
+            assert before[ends].segments == 0
+            assert (str(inside.getsockname()), str(inside.getpeername())) not in before
+            one.sendall(b"some")
+            accepted.recv(4)
+            line = line_between(before, connections())
+    # Other tests' threads may have sent something, too.
+    assert line.segments >= 1
+    assert congestion.in_use() in line.congestion
+    assert 0 < line.least_round_trip <= line.round_trip < 1
+    assert ends not in connections()
+
+
+def test_lines_are_added_up_by_their_packets() -> None:
+    lines = [Line(("cubic",), 300, 3, 0.02, 0.01), Line(), Line(("bbr",), 100, 5, 0.06, 0.015)]
+    assert together(lines) == Line(("bbr", "cubic"), 400, 8, pytest.approx(0.03), 0.01)
+    assert together(lines).resent_share == pytest.approx(0.02)
+    assert together([]) == Line()
 
 
 def test_bagua_alone_names_its_commands() -> None:

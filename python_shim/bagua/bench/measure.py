@@ -17,6 +17,7 @@ from bagua.bench.collectives import COLLECTIVES, Collective, Place
 from bagua.bench.options import Settings, options_of
 from bagua.bench.progress import Progress
 from bagua.bench.training_step import TrainingStep, algorithm
+from bagua.info.connections import Line, connections, line_between, together
 
 # Ranks leave a barrier some 10 us apart, more than the fastest calls last, hence many of those to an iteration. Gloo's
 # take 0.4 ms mostly and now and then several, hence so long.
@@ -62,6 +63,8 @@ class Result:
     check: str | None
     vs: Times | None
     vs_missing: str | None
+    # What the kernel saw of the line meanwhile, on all ranks; None: all ranks are on one host.
+    line: Line | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -78,6 +81,7 @@ class Measurement:
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings = settings
+        self._hosts = len(set(host_ids()))
         self._device = device
         world = dist.group.WORLD
         assert world is not None
@@ -118,7 +122,7 @@ class Measurement:
         # A check of algorithms on weights needs their whole way, that of a collective spares a useless measurement.
         check = case.check() if self._settings.is_checked and isinstance(case, Collective) else ""
         sent_before = _sent(case)
-        times = self._times([case, *([other] if other else [])])
+        times, line = self._times([case, *([other] if other else [])])
         sent = _sent(case)
         wire_bytes = None
         if sent is not None and sent_before is not None:
@@ -141,6 +145,7 @@ class Measurement:
             check=self._first_wrong(check) if self._settings.is_checked else None,
             vs=Times.of(times[1]) if other else None,
             vs_missing=missing,
+            line=line if self._hosts > 1 else None,
         )
 
     def _rival(self, make: Callable[[Place], _Case], dtype: torch.dtype, count: int) -> tuple[_Case | None, str | None]:
@@ -154,21 +159,31 @@ class Measurement:
             return None, str(error).splitlines()[0]
         return case, None
 
-    def _times(self, cases: list[_Case]) -> list[list[float]]:
-        """Return the seconds of each case's iterations, taken in turn, each from a common start to the last rank."""
+    def _times(self, cases: list[_Case]) -> tuple[list[list[float]], Line]:
+        """Return the seconds of each case's iterations, taken in turn, each from a common start to the last rank.
+
+        And what the kernels saw during those of the first case.
+        """
         warmup, iterations = self._settings.warmup, self._settings.iterations
         seconds = torch.zeros(len(cases), iterations, dtype=torch.float64)
         calls = [1] * len(cases)
+        lines: list[Line] = []
         for iteration in range(-warmup, iterations):
             done = (iteration + warmup) / (warmup + iterations)
             self._progress.at(self._number + done, self._what)
             if iteration == 0:
                 calls = [self._calls_of_an_iteration(case) for case in cases]
             for index, case in enumerate(cases):
+                before = connections()
                 taken = self._seconds(case, calls[index])
-                if iteration >= 0:
-                    seconds[index, iteration] = taken / calls[index]
-        return self._of_the_slowest_rank(seconds).tolist()  # type: ignore[no-any-return]
+                if iteration < 0:
+                    continue
+                seconds[index, iteration] = taken / calls[index]
+                if index == 0:
+                    lines.append(line_between(before, connections()))
+        everyones = [Line()] * dist.get_world_size()
+        dist.all_gather_object(everyones, together(lines))
+        return self._of_the_slowest_rank(seconds).tolist(), together(everyones)
 
     def _seconds(self, case: _Case, calls: int) -> float:
         """Return how long this rank takes for `calls` calls, one after another."""
@@ -218,12 +233,18 @@ def _mean_over_ranks(value: float) -> float:
     return sum(everyones) / len(everyones)
 
 
+def host_ids() -> list[str]:
+    """Return the host of each rank. Collective."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, _C.local_host_id())
+    return hosts
+
+
 def environment(settings: Settings, device: torch.device) -> dict[str, Any]:
     """Return what figures depend on. Collective."""
     import bagua
 
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, _C.local_host_id())
+    hosts = host_ids()
     return {
         "bagua": bagua.__version__,
         "torch": torch.__version__,

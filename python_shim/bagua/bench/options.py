@@ -55,6 +55,9 @@ columns:
            (2 (n-1)/n for all_reduce and for algorithms): comparable with the speed of the link
   sent     bytes that a rank sent to others in a step, counted by the algorithm (algorithms only)
   check    whether results agree with what each rank computes by itself
+  tcp      with several hosts: the congestion control of the connections that were used, as the kernel tells
+  resent   packets that the kernels took for lost and sent again, of those they sent in the iterations
+  rtt      round trip that the kernels saw, in milliseconds, with what waits in queues
   ratio    with --vs: the other backend's median time / ours. Both are measured in turn, iteration by
            iteration. Algorithms are compared with DistributedDataParallel's own all-reduce on the other backend.
 

@@ -24,6 +24,8 @@ def header(environment: dict[str, Any]) -> str:
     vs = environment["vs"]
     columns = f"{'test':<28}{'size':>10}  {'dtype':<9}{'min us':>10}{'median':>10}{'max':>10}"
     columns += f"{'algbw':>9}{'busbw':>9}{'sent':>13}  {'check':<6}"
+    if environment["hosts"] > 1:
+        columns += f"{'tcp':>8}{'resent':>9}{'rtt ms':>9}"
     if vs:
         columns += f"{vs + ' us':>10}{'ratio':>7}"
     return (
@@ -48,6 +50,11 @@ def line(result: Result) -> str:
     text += "".join(f"{value / 1e9:>9.3f}" if result.size else f"{'-':>9}" for value in (result.algbw, result.busbw))
     text += f"{result.wire_bytes:>13,.0f}" if result.wire_bytes is not None else f"{'-':>13}"
     text += f"  {_check_text(result.check):<6}"
+    if result.line is not None:
+        seen = result.line
+        share, round_trip = f"{100 * seen.resent_share:.3f}%", f"{1e3 * seen.round_trip:.2f}"
+        cells = ("+".join(seen.congestion), share, round_trip) if seen.segments else ("-", "-", "-")
+        text += f"{cells[0]:>8}{cells[1]:>9}{cells[2]:>9}"
     if result.vs is not None:
         text += f"{1e6 * result.vs.median:>10.1f}{result.ratio:>7.2f}"
     elif result.vs_missing is not None:

@@ -15,7 +15,7 @@ import torch
 import bagua
 from bagua import _build_info
 from bagua._native import _C
-from bagua.info import network
+from bagua.info import congestion, network
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Two slots of 512 KiB for each rank of a group.
@@ -42,6 +42,7 @@ def facts() -> dict[str, str]:
         "NCCL": _nccl(),
         "CPU tensors, in a host": _shared_memory()[0],
         "CPU tensors, between hosts": _between_hosts(),
+        "congestion control": f"{congestion.in_use()} (allowed: {', '.join(congestion.allowed())})",
         "protection between hosts": _protection(),
         "CUDA tensors": "NCCL" if _build_info.CUDA_VERSION and torch.cuda.is_available() else "nothing",
         "interfaces": ", ".join(f"{name} {at}" for name, at in network.interfaces().items()) or "none",
@@ -129,6 +130,12 @@ def advice(own: Mapping[str, str]) -> Iterator[str]:
     if remedy:
         yield remedy
     yield from _interfaces()
+    if congestion.in_use() != congestion.BBR and congestion.BBR not in congestion.allowed():
+        yield (
+            f"several machines: where a long line loses packets, {congestion.in_use()} is many times slower than BBR, "
+            f"which no process may choose here: an administrator allows it with "
+            f"{' and '.join(repr(command) for command in congestion.commands_for_bbr())}"
+        )
     for package, purpose in _OPTIONAL.items():
         if not _is_installed(package):
             yield f"{package} is not installed, which {purpose} would need: type 'pip install {package}'"
