@@ -158,7 +158,8 @@ def draw_grid(runs: Runs, tried: dict[Scenario, list[Fragile]], path: Path) -> N
     bar = figure.colorbar(image, ax=axes, ticks=[-3, -2, -1, 0, 1, 2, 3], fraction=0.03, pad=0.01)
     bar.ax.set_yticklabels(["1/8", "1/4", "1/2", "as Gloo", "2", "4", "8 times"], fontsize=8)
     figure.suptitle(
-        "Milliseconds per training step, two hosts, 42 MB of gradients (measured); columns: rate and round trip",
+        "Milliseconds per training step, two hosts, 42 MB of gradients (measured); columns: rate and round trip"
+        + "".join(f", {word}" for word in runs[0][0].network.troubles()),
         fontsize=10,
         x=0.01,
         ha="left",
@@ -215,6 +216,9 @@ def main() -> None:
     if grid.exists():
         draw_grid(load(grid), fragile_of(grid), figures / "grid.svg")
         draw_model(load(grid), load(results / "hosts.json"), figures / "cost_model.svg")
+    lossy = results / "grid_loss.json"
+    if lossy.exists():
+        draw_grid(load(lossy), fragile_of(lossy), figures / "grid_loss.svg")
     draw_step_times(load(results / "hosts.json"), figures / "step_time.svg")
     losses = results / "time_to_loss.json"
     if losses.exists():

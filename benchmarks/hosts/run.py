@@ -3,6 +3,8 @@
 
 python benchmarks/hosts/run.py                      the networks that docs/performance.md shows (about 8 minutes)
 python benchmarks/hosts/run.py --grid               every rate with every distance (about 25 minutes)
+python benchmarks/hosts/run.py --grid --congestion cubic --buffer 50ms               the grid as users' machines are
+python benchmarks/hosts/run.py --grid --congestion cubic --buffer 50ms --loss 0.1%   and with losses
 python benchmarks/hosts/run.py --rates 300M --round-trips 10ms --hosts 3 --ranks-per-host 2 --models transformer
 """
 
@@ -11,17 +13,27 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts, rate_of, time_of
+from bagua.bench.emulated_hosts import (
+    Network,
+    NoEmulatedHosts,
+    congestion_of,
+    emulated_hosts,
+    rate_of,
+    share_of,
+    time_of,
+)
+from bagua.info import congestion
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from contenders import ALGORITHMS, MODELS
@@ -40,8 +52,9 @@ WAYS = [
 # Algorithms that exchange weights once the step is done, or beside forward and backward.
 AFTER_THE_STEP = ("low_precision_decentralized",)
 BESIDE_THE_STEP = ("decentralized",)
-# Bytes of Ethernet, IP and TCP that carry one of payload.
-WITH_HEADERS = 1514 / 1448
+# Bytes of a packet that carries payload: of Ethernet beside it, and of IP and TCP in it.
+AROUND_A_PACKET = 14
+IN_A_PACKET = 52
 # Has glibc keep the gradients' memory, which it otherwise gives back and takes anew every step in some processes and in
 # others not: 26 ms of page faults or 3.
 STEADY_ALLOCATOR = {
@@ -66,11 +79,29 @@ class Scenario:
     bits_per_second: float
     # Seconds.
     round_trip: float = 0.0
+    # The rest of the line, see Network. No buffer: one without end. A record without a congestion control is of a
+    # machine whose default was BBR.
+    loss: float = 0.0
+    buffer: float | None = None
+    packet: int = Network.packet
+    congestion: str = ""
 
     @property
     def network(self) -> Network:
-        """What lies between the hosts."""
-        return Network(self.bits_per_second, self.round_trip)
+        """What lies between the hosts. A queue fills only where there is a rate."""
+        return Network(
+            self.bits_per_second,
+            self.round_trip,
+            self.loss,
+            buffer=math.inf if self.buffer is None or not self.bits_per_second else self.buffer,
+            packet=self.packet,
+            congestion=congestion_of(self.congestion) if self.congestion else (),
+        )
+
+    @property
+    def line(self) -> tuple[float, float | None, int, str]:
+        """What all networks of a file have in common."""
+        return self.loss, self.buffer, self.packet, self.congestion
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.ranks_per_host == 1 else f"{self.ranks_per_host} ranks"
@@ -129,7 +160,7 @@ def run_on_hosts(
         return lines_of_the_first(commands, limit)
 
 
-def measure(scenario: Scenario, ways: list[str], seconds: float, limit: float = 900) -> list[Measurement]:
+def measure(scenario: Scenario, ways: list[str], seconds: float, limit: float) -> list[Measurement]:
     """Return what rank 0 measured."""
     script = ["training_steps.py", scenario.model, str(scenario.hosts), str(seconds), *ways]
     lines = run_on_hosts(scenario.hosts, scenario.ranks_per_host, scenario.network, script, limit)
@@ -162,7 +193,8 @@ def add_limits(scenario: Scenario, measurements: list[Measurement]) -> None:
         return
     backward = local.median - statistics.median(local.optimizer_times)
     for m in measurements:
-        wire = WITH_HEADERS * m.bytes_between_hosts * scenario.ranks_per_host * 8 / scenario.bits_per_second
+        with_headers = (scenario.packet + AROUND_A_PACKET) / (scenario.packet - IN_A_PACKET)
+        wire = with_headers * m.bytes_between_hosts * scenario.ranks_per_host * 8 / scenario.bits_per_second
         if m.way in AFTER_THE_STEP:
             m.limit = local.median + wire
         elif m.way in BESIDE_THE_STEP:
@@ -220,8 +252,19 @@ def try_fragile(scenario: Scenario, way: str, seconds: float, runs: int) -> Frag
 
 
 def chosen_scenarios(args: argparse.Namespace) -> list[Scenario]:
+    line = {"loss": args.loss, "buffer": args.buffer, "packet": args.packet, "congestion": args.congestion}
+    return [replace(scenario, **line) for scenario in chosen_places(args)]
+
+
+def chosen_places(args: argparse.Namespace) -> list[Scenario]:
+    """Return what was chosen, on a line that is only long and narrow."""
     if args.grid:
-        return [n for n in GRID if not args.rates or n.bits_per_second in args.rates]
+        delays = args.round_trips or []
+        return [
+            n
+            for n in GRID
+            if (not args.rates or n.bits_per_second in args.rates) and (not delays or n.round_trip in delays)
+        ]
     if not any((args.rates, args.round_trips, args.hosts, args.ranks_per_host, args.models)):
         return DEFAULT_SCENARIOS
     choices = itertools.product(
@@ -234,9 +277,21 @@ def chosen_scenarios(args: argparse.Namespace) -> list[Scenario]:
     return [Scenario(*choice) for choice in choices]
 
 
+def recorded(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["runs"] if path.exists() else []
+
+
+def check_lines(path: Path, scenarios: list[Scenario]) -> None:
+    """Refuse to put networks with different lines into one file, which tables and figures would mix up."""
+    for run in recorded(path):
+        other = Scenario(**run["scenario"])
+        if other.line != scenarios[0].line:
+            sys.exit(f"{path} has {other}, on another line than {scenarios[0]}: name another --json, or remove it")
+
+
 def write(path: Path, run: dict[str, Any]) -> None:
     """Put a run into the file, in place of an earlier one on the same network."""
-    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs = recorded(path)
     runs = [other for other in runs if Scenario(**other["scenario"]) != Scenario(**run["scenario"])]
     machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -249,20 +304,28 @@ def main() -> None:
     parser.add_argument("--grid", action="store_true", help="every rate, or those of --rates, with every distance")
     parser.add_argument("--rates", type=rate_of, nargs="+", help="bits per second, such as 100M or 1G; 0: no limit")
     parser.add_argument("--round-trips", type=time_of, nargs="+", help="between hosts, such as 10ms")
+    parser.add_argument("--loss", type=share_of, default=0.0, help="packets that get lost, such as 0.1%%")
+    parser.add_argument("--buffer", type=time_of, help="in front of the line, such as 50ms; without end by default")
+    parser.add_argument("--packet", type=int, default=Network.packet, help="bytes of the largest IP packet")
+    parser.add_argument("--congestion", default=congestion.in_use(), help="TCP's, by default the kernel's")
     parser.add_argument("--hosts", type=int, nargs="+")
     parser.add_argument("--ranks-per-host", type=int, nargs="+")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS))
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--fragile-runs", type=int, default=FRAGILE_RUNS, help="of each rank of torch's PowerSGD hook")
     parser.add_argument("--seconds", type=float, default=4.0, help="that each way is given on each network")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a network is given up")
     parser.add_argument(
         "--json", type=Path, help="where to write all times; networks that it has and this run has not stay"
     )
     args = parser.parse_args()
-    path = args.json or RESULTS / ("grid.json" if args.grid else "hosts.json")
+    loss = "_loss" if args.loss else ""
+    path = args.json or RESULTS / (f"grid{loss}.json" if args.grid else f"hosts{loss}.json")
+    scenarios = chosen_scenarios(args)
+    check_lines(path, scenarios)
     try:
-        for scenario in chosen_scenarios(args):
-            measurements = measure(scenario, args.ways, args.seconds)
+        for scenario in scenarios:
+            measurements = measure(scenario, args.ways, args.seconds, args.limit)
             add_limits(scenario, measurements)
             print(f"\n{scenario}\n{table(measurements)}", flush=True)
             fragile = [try_fragile(scenario, way, args.seconds, args.fragile_runs) for way in FRAGILE]
