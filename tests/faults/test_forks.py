@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that a rank forks, and that ends as processes do, leaves the rank's groups alone."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from script_ranks import run_script
 
 # A data loader that forks, a helper that comes back from fork(): the child runs all that Python does at its end.
 FORKING = """
 import gc, os, sys, time
 from datetime import timedelta
 import bagua, torch, torch.distributed as dist
-rank, path, backend = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-store = dist.FileStore(path, 2)
-dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+rank = int(os.environ["RANK"])
+store = dist.FileStore(os.environ["STORE"], 2)
+dist.init_process_group("bagua", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
 bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
 ddp(torch.ones(1, 3)).sum().backward()
@@ -48,17 +46,17 @@ for what in whats:
         dist.all_reduce(torch.ones(4))
     limit = time.monotonic() + 30
     ended, status = 0, 0
-    while not ended and time.monotonic() < limit and not (backend == "gloo" and time.monotonic() > limit - 28):
+    while not ended and time.monotonic() < limit:
         ended, status = os.waitpid(process, os.WNOHANG)
         time.sleep(0.02)
     if not ended:
         os.kill(process, 9)
         os.waitpid(process, 0)
-    assert backend == "gloo" or (ended and os.waitstatus_to_exitcode(status) == 3), (what, ended, status)
+    assert ended and os.waitstatus_to_exitcode(status) == 3, (what, ended, status)
     dist.barrier()
 ddp(torch.ones(1, 3)).sum().backward()
 ones = torch.ones(4)
-dist.all_reduce(ones, group=group if "gloo" not in backend else None)
+dist.all_reduce(ones, group=group)
 dist.destroy_process_group()
 print("sum", ones.tolist())
 """
@@ -66,17 +64,5 @@ print("sum", ones.tolist())
 
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
 def test_a_forked_child_that_ends_leaves_the_groups_of_its_parent_alone(hosts: str, tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", FORKING, str(rank), str(tmp_path / "store"), "bagua"],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "BAGUA_HOST_ID": hosts[rank]},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
-        assert output.endswith("sum [2.0, 2.0, 2.0, 2.0]\n"), output
+    for end in run_script(FORKING, 2, tmp_path, env={"BAGUA_HOST_ID": list(hosts)}):
+        assert end.output.endswith("sum [2.0, 2.0, 2.0, 2.0]\n"), end.output

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from holdings import Holdings, holdings, left_behind, wait_for
 from ranks import run_ranks
+from script_ranks import run_script
 from threads import bagua_threads
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trouble import (
@@ -244,13 +245,14 @@ def test_groups_leave_no_thread_file_port_or_segment_behind(transport: str) -> N
 
 
 LEAVING = """
-import os, sys, time
+import os, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-rank, path, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-store = dist.FileStore(path, 2)
+rank, how = int(os.environ["RANK"]), sys.argv[1]
+store = dist.FileStore(os.environ["STORE"], 2)
 dist.init_process_group("bagua", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
 dist.all_reduce(torch.ones(4))
+print(os.getpid(), flush=True)
 if how == "without destroying":
     dist.barrier()
 elif how == "with work in flight":
@@ -261,26 +263,12 @@ elif how == "with an exception":
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "code"), [("without destroying", 0), ("with work in flight", 0), ("with an exception", 7)]
 )
 def test_a_script_may_end_without_destroying_its_group(how: str, code: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEAVING, str(rank), str(tmp_path / "store"), how],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == code, output
-    own = tuple(f"bagua-{rank.pid}-" for rank in ranks)
+    ends = run_script(LEAVING, 2, tmp_path, how, codes=[code] * 2)
+    own = tuple(f"bagua-{int(end.output)}-" for end in ends)  # nothing else is printed
     assert not [name for name in _segments() if name.startswith(own)]
 
 

@@ -4,7 +4,6 @@
 import io
 import logging
 import os
-import socket
 from pathlib import Path
 
 import bagua
@@ -14,8 +13,8 @@ import torch.distributed as dist
 from async_drift import LENGTH, ROUNDS, SECONDS, Drift
 from hooked_models import Leaves, new_group, same
 from ranks import RankPool, run_ranks
+from script_ranks import run_script
 from slowness import Moment
-from test_registration import _run_script
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -28,8 +27,7 @@ WAIT_SECONDS = 7.0
 _SCRIPT = """
 import os, sys, time
 import bagua, torch, torch.distributed as dist
-dist.init_process_group("{backend}", init_method="tcp://127.0.0.1:{port}",
-                        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+dist.init_process_group("{backend}")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 handle = bagua.register_comm_hook(model, "async", optimizer=optimizer, sync_interval_ms=1)
@@ -100,18 +98,14 @@ def _ends(
 
     From the moment in which both were about to leave.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = _SCRIPT.format(body=body, port=port, backend=backend)
-    ends: list[Moment] = []
-    outputs = _run_script(script, 2, tmp_path, exit_codes=exit_codes, ends=ends)
+    script = _SCRIPT.format(body=body, backend=backend)
+    outputs, _, ends = zip(*run_script(script, 2, tmp_path, codes=exit_codes), strict=True)
     leaves = []
     for output in outputs:
         (line,) = [line for line in output.splitlines() if line.startswith("leaves ")]
         leaves.append(Moment(*map(float, line.split()[1:])))
     begin, end = max(moment.when for moment in leaves), max(moment.when for moment in ends)
-    return outputs, end - begin - sum(last.busy - first.busy for first, last in zip(leaves, ends, strict=True))
+    return list(outputs), end - begin - sum(last.busy - first.busy for first, last in zip(leaves, ends, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["bagua", pytest.param("gloo", marks=pytest.mark.long)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from test_registration import _run_script
+from script_ranks import run_script
 
 SIZE = 4
 LATE = 3
@@ -134,7 +134,7 @@ store.wait(["left 0", "left 1"])
 
 
 def test_waiting_for_a_rank_that_comes_late_prints_nothing(tmp_path: Path) -> None:
-    first, second = (output.splitlines() for output in _run_script(_COMES_LATE, 2, tmp_path))
+    first, second = (end.output.splitlines() for end in run_script(_COMES_LATE, 2, tmp_path))
     assert first == second
     assert len(first) == 1
     assert first[0].startswith("name ")

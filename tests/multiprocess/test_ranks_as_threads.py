@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that are threads of one process, as torchft's tests and others' have them."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from script_ranks import run_script
 
 SCRIPT = """
 import threading
@@ -48,7 +48,6 @@ print(sums[0], sums[1], sums[2])
 
 
 @pytest.mark.cpu_only("of the transport between processes")
-def test_ranks_that_are_threads_of_one_process_communicate() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0] == "[6.0, 62.0] [6.0, 60.0] [6.0, 61.0]", done.stdout + done.stderr
+def test_ranks_that_are_threads_of_one_process_communicate(tmp_path: Path) -> None:
+    (end,) = run_script(SCRIPT, 1, tmp_path)
+    assert "[6.0, 62.0] [6.0, 60.0] [6.0, 61.0]" in end.output.splitlines(), end.output

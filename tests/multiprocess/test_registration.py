@@ -2,9 +2,6 @@
 """Registering backend and hooks: without an import, wrongly, twice; failures in the middle of a step."""
 
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -24,7 +21,7 @@ from hooked_models import (
     with_hook,
 )
 from ranks import RankPool, run_ranks
-from slowness import Moment, ends_of
+from script_ranks import run_script
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -227,42 +224,6 @@ def test_an_exception_on_one_rank_ends_the_others(then_exit: bool) -> None:
 # --- scripts ---
 
 
-def _run_script(
-    script: str,
-    ranks: int,
-    tmp_path: Path,
-    timeout: float = 200.0,
-    exit_codes: Sequence[int] = (),
-    ends: list[Moment] | None = None,
-) -> list[str]:
-    """Outputs of a script on each rank; rendezvous over a file. `ends` is given the end of each."""
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(path)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "STORE": str(tmp_path / "store")},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        if ends is not None:
-            ends += ends_of(processes, timeout)
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for rank, process in enumerate(processes):
-        expected = exit_codes[rank] if exit_codes else 0
-        assert process.returncode == expected, f"rank {rank} ended with {process.returncode}:\n{outputs[rank]}"
-    return outputs
-
-
 def _skip_unless_installed() -> None:
     try:
         distribution("bagua")
@@ -271,11 +232,18 @@ def _skip_unless_installed() -> None:
 
 
 _WITHOUT_IMPORT = """
-import os, sys
+import os, sys, time
+print(*[name for name in sys.modules if name.split(".")[0] in ("bagua", "bagua_autoload")])
+sys.modules.pop("bagua_autoload", None)
+# What it computes, however long others keep it from that.
+begin = time.thread_time()
+import bagua_autoload
+bagua_autoload.register_at_import()
+print(time.thread_time() - begin)
+
 import torch
 import torch.distributed as dist
 
-assert not {"bagua", "bagua._C", "bagua._native"} & set(sys.modules), "import torch loads bagua"
 dist.init_process_group(backend="bagua", init_method="file://" + os.environ["STORE"],
                         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 assert dist.get_backend() == "bagua", dist.get_backend()
@@ -290,51 +258,11 @@ dist.destroy_process_group()
 
 def test_a_script_that_never_imports_bagua(tmp_path: Path) -> None:
     _skip_unless_installed()
-    for output in _run_script(_WITHOUT_IMPORT, 2, tmp_path):
-        assert "sum [3.0, 3.0, 3.0] [[3.0, 3.0, 3.0]]" in output
-
-
-_IMPORT_TORCH = """
-import sys, time
-import torch
-print(*[name for name in sys.modules if name.split(".")[0] in ("bagua", "bagua_autoload")])
-for name in [name for name in sys.modules if name == "bagua_autoload"]:
-    del sys.modules[name]
-# What it computes, however long others keep it from that.
-begin = time.thread_time()
-import bagua_autoload
-bagua_autoload.register_at_import()
-print(time.thread_time() - begin)
-"""
-
-
-def test_import_torch_loads_only_what_registers(tmp_path: Path) -> None:
-    _skip_unless_installed()
-    loaded, seconds = _run_script(_IMPORT_TORCH, 1, tmp_path)[0].splitlines()
-    assert set(loaded.split()) <= {"bagua_autoload"}
-    assert float(seconds) < 0.1  # torch itself takes more than a second
-
-
-_EXIT_WITHOUT_DESTROY = """
-import os
-import bagua
-import torch
-import torch.distributed as dist
-
-dist.init_process_group(backend="bagua", init_method="file://" + os.environ["STORE"],
-                        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
-handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
-for _ in range(3):
-    model(torch.ones(3)).sum().backward()
-print("steps", handle.stats()["steps"])
-"""
-
-
-def test_a_script_may_end_without_destroying_the_group(tmp_path: Path) -> None:
-    for output in _run_script(_EXIT_WITHOUT_DESTROY, 2, tmp_path):
-        assert "steps 3" in output
-        assert "terminate" not in output
+    for end in run_script(_WITHOUT_IMPORT, 2, tmp_path, fresh=["torch"]):
+        loaded, seconds, result = end.output.splitlines()
+        assert set(loaded.split()) <= {"bagua_autoload"}, "import torch loads only what registers"
+        assert float(seconds) < 0.1  # torch itself takes more than a second
+        assert result == "sum [3.0, 3.0, 3.0] [[3.0, 3.0, 3.0]]"
 
 
 # --- the devices of a group ---
@@ -366,9 +294,8 @@ print(devices_of_a_group())
 """
 
 
-def test_a_group_serves_the_devices_that_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    lines = _run_script(_DEVICES, 1, tmp_path)[0].splitlines()
+def test_a_group_serves_the_devices_that_there_are(tmp_path: Path) -> None:
+    lines = run_script(_DEVICES, 1, tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})[0].output.splitlines()
     assert lines[:3] == ["cpu:bagua ['cpu']", "started False", "spoilt False"]
     if torch.backends.cuda.is_built():
         assert lines[3] == "cpu:bagua,cuda:bagua ['cpu', 'cuda']"

@@ -6,7 +6,7 @@ asleep: it has waited for somebody or something, which no load on the machine ma
 """
 
 import os
-import subprocess
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,20 +26,20 @@ class Moment(NamedTuple):
     busy: float
 
 
-def ends_of(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[Moment]:
-    """Wait for the end of children, and leave it to others to reap them."""
+def ends_of(processes: Sequence[int], timeout: float) -> list[Moment]:
+    """Wait for the end of children, which are aborted at the timeout, and leave it to others to reap them."""
     limit = time.monotonic() + timeout
     ends: dict[int, Moment] = {}
     while len(ends) < len(processes):
         for process in processes:
-            if process.pid in ends:
+            if process in ends:
                 continue
-            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
-                ends[process.pid] = Moment(time.monotonic(), busy_seconds(process.pid))
+            if os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+                ends[process] = Moment(time.monotonic(), busy_seconds(process))
             elif time.monotonic() > limit:
-                raise subprocess.TimeoutExpired(process.args, timeout)
+                os.kill(process, signal.SIGABRT)
         time.sleep(0.01)
-    return [ends[process.pid] for process in processes]
+    return [ends[process] for process in processes]
 
 
 def seconds_asleep(begin: Moment, end: Moment) -> float:

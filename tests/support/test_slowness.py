@@ -19,7 +19,7 @@ def _asleep(codes: list[str]) -> list[float]:
     try:
         begin = Moment(time.monotonic(), 0.0)
         processes = [subprocess.Popen([sys.executable, "-c", code], text=True) for code in codes]
-        asleep = [seconds_asleep(begin, end) for end in ends_of(processes, 60.0)]
+        asleep = [seconds_asleep(begin, end) for end in ends_of([process.pid for process in processes], 60.0)]
         assert [process.wait() for process in processes] == [0] * len(codes)
     finally:
         os.sched_setaffinity(0, cores)

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What importing bagua.torch_api does to torch, and what it does not."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import bagua.torch_api
 import torch
+from script_ranks import run_script
 from torch import nn
 
 
-def test_bagua_alone_patches_nothing() -> None:
+def test_bagua_alone_patches_nothing(tmp_path: Path) -> None:
     code = (
         "import bagua, torch; print(hasattr(torch.nn.Module, 'with_bagua'), hasattr(torch.Tensor, 'is_bagua_tensor'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert run_script(code, 1, tmp_path)[0].output.split() == ["False", "False"]
 
 
 def test_torch_compile_works_with_the_patches() -> None:
