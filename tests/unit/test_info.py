@@ -2,6 +2,7 @@
 """`python -m bagua.info`: the facts, and the advice for machines that lack something."""
 
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from bagua.info import facts as facts_module
 from bagua.info.connections import Line, connections, line_between, together
 from bagua.info.facts import advice, facts, table
 from bagua.info.ranks import hosts_of, summary
+from script_ranks import run_script
 
 SECONDS = 300
 
@@ -122,11 +124,11 @@ def test_lines_are_added_up_by_their_packets() -> None:
     assert together([]) == Line()
 
 
-def test_bagua_alone_names_its_commands() -> None:
-    done = subprocess.run([sys.executable, "-m", "bagua"], capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0
-    assert "python -m bagua.info" in done.stdout
-    assert "python -m bagua.bench" in done.stdout
+def test_bagua_alone_names_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_module("bagua", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "python -m bagua.info" in printed
+    assert "python -m bagua.bench" in printed
 
 
 def test_shared_memory_that_is_small_missing_or_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -191,31 +193,29 @@ def test_summary_names_hosts_differences_and_whose_notes_they_are() -> None:
     ]
 
 
-def _torchrun(**changes: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "bagua.info", "--timeout", "60"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **changes}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
-
-
 @pytest.mark.long
 def test_ranks_of_torchrun_try_whether_they_reach_each_other() -> None:
-    done = _torchrun()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "bagua.info", "--timeout", "60"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks on 1 host" in done.stdout
     assert "all ranks reach each other: all_reduce of 1 MiB" in done.stdout
     assert done.stdout.count("algorithms ") == 1  # rank 0 speaks for all
 
 
-def test_ranks_that_do_not_reach_each_other_say_so_and_fail() -> None:
-    done = _torchrun(BAGUA_SOCKET_IFNAME="nosuch0", BAGUA_SHARED_MEMORY="0")
-    assert done.returncode != 0
-    assert "the ranks cannot communicate" in done.stdout
-    assert "no network interface 'nosuch0' is up" in done.stdout
+def test_ranks_that_do_not_reach_each_other_say_so_and_fail(tmp_path: Path) -> None:
+    env = {"BAGUA_SOCKET_IFNAME": "nosuch0", "BAGUA_SHARED_MEMORY": "0"}
+    script = "import runpy; runpy.run_module('bagua.info', run_name='__main__')"
+    first, _ = run_script(script, 2, tmp_path, "--timeout", "60", env=env, codes=[1, 1])
+    assert "the ranks cannot communicate" in first.output
+    assert "no network interface 'nosuch0' is up" in first.output
 
 
-def test_help_says_what_it_does() -> None:
-    command = [sys.executable, "-m", "bagua.info", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0
-    assert "what is missing with the remedy" in done.stdout
+def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["info", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("bagua.info", run_name="__main__")
+    assert ended.value.code == 0
+    assert "what is missing with the remedy" in capsys.readouterr().out
