@@ -2,6 +2,8 @@
 """A run that is saved and continued by new processes holds the same bits as one that was never interrupted."""
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from async_drift import let_rounds_come_in
 from followed_training import take_step
 from hooked_models import Leaves, emulated_hosts, perceptron
-from ranks import RankPool, run_ranks
+from ranks import RankPool
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -159,27 +161,39 @@ def _assert_same(whole: dict[str, Any], continued: dict[str, Any], rank: int) ->
     assert not _differences(before, after, f"rank {rank}: handle")
 
 
+Pools = dict[int, RankPool]
+
+
+def _pools() -> Iterator[Pools]:
+    with ExitStack() as stack:
+        yield {size: stack.enter_context(RankPool(size)) for size in (2, 3, 4)}
+
+
+savers = pytest.fixture(scope="module", name="savers")(_pools)
+loaders = pytest.fixture(scope="module", name="loaders")(_pools)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_going_on_from_a_checkpoint_gives_the_same_bits(
-    rank_pools: dict[int, RankPool], tmp_path: Path, name: str
+    rank_pools: Pools, savers: Pools, loaders: Pools, tmp_path: Path, name: str
 ) -> None:
     case = CASES[name]
     whole = rank_pools[case.size].run(_never_interrupted, case)
-    savers = run_ranks(case.size, _save, case, str(tmp_path))
-    for rank, (loader, continued) in enumerate(run_ranks(case.size, _load_and_go_on, case, str(tmp_path))):
-        assert loader not in savers
+    saved = savers[case.size].run(_save, case, str(tmp_path))
+    for rank, (loader, continued) in enumerate(loaders[case.size].run(_load_and_go_on, case, str(tmp_path))):
+        assert loader not in saved
         _assert_same(whole[rank], continued, rank)
 
 
 @pytest.mark.parametrize("name", ["bytegrad", "low_precision", "qadam_switched_before"])
 def test_a_checkpoint_may_be_saved_again_before_the_next_step(
-    rank_pools: dict[int, RankPool], tmp_path: Path, name: str
+    rank_pools: Pools, savers: Pools, loaders: Pools, tmp_path: Path, name: str
 ) -> None:
     case = CASES[name]
     whole = rank_pools[case.size].run(_never_interrupted, case)
-    for function in (_save, _load_and_save):
-        run_ranks(case.size, function, case, str(tmp_path))
-    for rank, (_, continued) in enumerate(run_ranks(case.size, _load_and_go_on, case, str(tmp_path))):
+    savers[case.size].run(_save, case, str(tmp_path))
+    loaders[case.size].run(_load_and_save, case, str(tmp_path))
+    for rank, (_, continued) in enumerate(savers[case.size].run(_load_and_go_on, case, str(tmp_path))):
         _assert_same(whole[rank], continued, rank)
 
 
@@ -194,7 +208,7 @@ def _copied_state(case: Case) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("name", ["low_precision", "shift_one"])
-def test_a_checkpoint_in_memory_does_not_change_as_training_goes_on(rank_pools: dict[int, RankPool], name: str) -> None:
+def test_a_checkpoint_in_memory_does_not_change_as_training_goes_on(rank_pools: Pools, name: str) -> None:
     for changed, moved_on in rank_pools[CASES[name].size].run(_copied_state, CASES[name]):
         assert not changed
         assert moved_on
@@ -224,5 +238,5 @@ def _refuse_others() -> None:
     _hooked("low_precision_decentralized", **FLAT).handle.load_state_dict(state)
 
 
-def test_a_checkpoint_of_something_else_is_refused(rank_pools: dict[int, RankPool]) -> None:
+def test_a_checkpoint_of_something_else_is_refused(rank_pools: Pools) -> None:
     rank_pools[2].run(_refuse_others)

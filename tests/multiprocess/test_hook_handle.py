@@ -4,7 +4,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import bagua
@@ -110,20 +110,31 @@ def _mean_gradients(group: dist.ProcessGroup, ddp: DDP, number: int) -> list[Ten
     return [torch.stack(_everywhere(group, gradient)).mean(0) for gradient in local]
 
 
-def _train_around(call: str, moment: str, algorithm: str, group: dist.ProcessGroup) -> None:
+def _changes_nothing(call: str, algorithm: str) -> bool:
+    """Whether training goes on as if it had not been made, or is not told from that here."""
+    return (
+        call in ("state_dict", "load_state_dict", "stats")
+        or (call in ("abort", "resume") and not _runs_in_background(algorithm))
+        or (call == "synchronize" and _is_exact(algorithm))
+    )
+
+
+def _train_around(calls: Sequence[str], moments: Sequence[str], algorithm: str, group: dist.ProcessGroup) -> None:
+    """Make these calls at these moments of one training: several of either only where they change nothing."""
     trained, done = hooked(algorithm, group), []
+    call, moment = calls[0], moments[0]
 
     def at(now: str) -> None:
-        if now == moment:
-            done.append(_call(call, moment, trained))
+        if now in moments:
+            done.extend(_call(call, now, trained) for call in calls)
 
     at(MOMENTS[0])
-    if moment != MOMENTS[0]:
+    if list(moments) != MOMENTS[:1]:
         for number in range(STEPS_BEFORE - 1):
             train_step(trained, number)
         train_step(trained, STEPS_BEFORE - 1, at)
         at(MOMENTS[3])
-    assert len(done) == 1
+    assert len(done) == len(calls) * len(moments)
     is_removed = call == "remove" and done[0]
     if done[0] and call in ("remove", "abort", "synchronize") and moment in (MOMENTS[0], MOMENTS[3]):
         assert _are_equal(group, list(trained.ddp.parameters())), "right after the call"
@@ -135,7 +146,7 @@ def _train_around(call: str, moment: str, algorithm: str, group: dist.ProcessGro
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
     if is_removed or _is_exact(algorithm):
         assert _are_equal(group, list(trained.ddp.parameters()))
-    _check_afterwards(trained, is_removed=is_removed, steps=2 if moment == MOMENTS[0] else STEPS_BEFORE + 2)
+    _check_afterwards(trained, is_removed=is_removed, steps=2 if list(moments) == MOMENTS[:1] else STEPS_BEFORE + 2)
 
 
 def _check_afterwards(trained: Trained, *, is_removed: bool, steps: int) -> None:
@@ -154,13 +165,14 @@ def _check_afterwards(trained: Trained, *, is_removed: bool, steps: int) -> None
 
 def _train_around_each(algorithm: str) -> None:
     with emulated_hosts(HOSTS) as group:
-        for call in CALLS:
-            for moment in MOMENTS:
-                try:
-                    _train_around(call, moment, algorithm, group)
-                except BaseException as error:
-                    error.add_note(f"{call} {moment}")
-                    raise
+        together = [call for call in CALLS if _changes_nothing(call, algorithm)]
+        others = [([call], [moment]) for call in CALLS if call not in together for moment in MOMENTS]
+        for calls, moments in [(together, MOMENTS), *others]:
+            try:
+                _train_around(calls, moments, algorithm, group)
+            except BaseException as error:
+                error.add_note(f"{calls} {moments}")
+                raise
 
 
 @of_every_algorithm
