@@ -2,9 +2,16 @@
 """Fixtures of the tests with Lightning."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from ranks import RankPool
+from ranks import RankPool, preload
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where only these tests are run the server of ranks imports Lightning for all of them."""
+    if all(Path(__file__).parent in item.path.parents for item in session.items):
+        preload("lightning.pytorch")
 
 
 @pytest.fixture(scope="package")

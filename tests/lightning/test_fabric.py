@@ -4,11 +4,12 @@
 import bagua
 import torch
 from hooked_models import loss_of, perceptron
-from ranks import RankPool
+from ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def _set_up_by_fabric() -> None:
+@on_ranks(2)
+def test_what_fabric_has_set_up_is_unwrapped() -> None:
     from lightning.fabric import Fabric
 
     ddp = DDP(perceptron())
@@ -23,7 +24,3 @@ def _set_up_by_fabric() -> None:
         optimizer.step()
     assert handle.stats()["rounds"] == 3, "the steps of the optimizer were not seen"
     handle.remove()
-
-
-def test_what_fabric_has_set_up_is_unwrapped(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_set_up_by_fabric)

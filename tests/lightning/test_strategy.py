@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -92,12 +92,6 @@ class _Optimizers(runs.Module):
 QADAM_RULE = r"Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler\."
 
 
-def _refuses(algorithm: str, kinds: tuple[str, ...], schedulers: int, text: str) -> None:
-    trainer = runs.quiet_trainer(BaguaStrategy(algorithm))
-    with pytest.raises(MisconfigurationException, match=text):
-        trainer.fit(_Optimizers(*kinds, schedulers=schedulers), runs.loader())
-
-
 @pytest.mark.parametrize(
     ("algorithm", "kinds", "schedulers", "text"),
     [
@@ -107,20 +101,20 @@ def _refuses(algorithm: str, kinds: tuple[str, ...], schedulers: int, text: str)
         ("decentralized", ("sgd", "sgd"), 0, "takes one optimizer for all parameters, but .* returned 2"),
     ],
 )
+@on_ranks("pair")
 def test_optimizers_that_the_algorithm_cannot_work_with(
-    pair: RankPool, algorithm: str, kinds: tuple[str, ...], schedulers: int, text: str
+    algorithm: str, kinds: tuple[str, ...], schedulers: int, text: str
 ) -> None:
-    pair.run(_refuses, algorithm, kinds, schedulers, text)
+    trainer = runs.quiet_trainer(BaguaStrategy(algorithm))
+    with pytest.raises(MisconfigurationException, match=text):
+        trainer.fit(_Optimizers(*kinds, schedulers=schedulers), runs.loader())
 
 
-def _takes_one_scheduler() -> None:
+@on_ranks("pair")
+def test_qadam_takes_a_scheduler() -> None:
     module = _Optimizers("qadam", schedulers=1)
     runs.quiet_trainer(BaguaStrategy("qadam", hierarchical=False), max_epochs=2).fit(module, runs.loader())
     assert module.optimizers().param_groups[0]["lr"] == pytest.approx(0.01 * 0.1 * 0.1)  # type: ignore[union-attr]
-
-
-def test_qadam_takes_a_scheduler(pair: RankPool) -> None:
-    pair.run(_takes_one_scheduler)
 
 
 def _strategy() -> Any:
@@ -161,7 +155,8 @@ def test_reduce_refuses_other_operations(op: Any) -> None:
         BaguaStrategy().reduce(torch.ones(1), reduce_op=op)
 
 
-def _reduces_in_a_group() -> None:
+@on_ranks("pair")
+def test_reduce_in_a_group() -> None:
     strategy = _strategy()
     rank = strategy.global_rank
     alone = [dist.new_group([member]) for member in (0, 1)]
@@ -182,10 +177,6 @@ def _reduces_in_a_group() -> None:
             dist.destroy_process_group(group)
 
 
-def test_reduce_in_a_group(pair: RankPool) -> None:
-    pair.run(_reduces_in_a_group)
-
-
 def test_reduce_leaves_other_objects_alone() -> None:
     strategy = BaguaStrategy()
     assert strategy.reduce({"a": 1}, group=object(), reduce_op="nope") == {"a": 1}
@@ -201,18 +192,16 @@ class _Logs(runs.Module):
         return super().training_step(batch, index)
 
 
-def _logs() -> None:
+@on_ranks("pair")
+def test_what_lightning_logs_is_reduced_in_every_way() -> None:
     trainer = runs.quiet_trainer("bagua", limit_train_batches=1)
     trainer.fit(_Logs(), runs.loader())
     logged = {fx: trainer.logged_metrics[fx].item() for fx in ("min", "max", "sum", "mean")}  # type: ignore[union-attr]
     assert logged == {"min": 0.0, "max": 1.0, "sum": 1.0, "mean": 0.5}
 
 
-def test_what_lightning_logs_is_reduced_in_every_way(pair: RankPool) -> None:
-    pair.run(_logs)
-
-
-def _broadcasts() -> None:
+@on_ranks("pair")
+def test_barrier_and_broadcast() -> None:
     strategy = _strategy()
     strategy.barrier("here")
     sent = {"rank": strategy.global_rank, "tensor": torch.full((2,), float(strategy.global_rank))}
@@ -220,10 +209,6 @@ def _broadcasts() -> None:
         got = strategy.broadcast(sent, src)
         assert (got["rank"], got["tensor"].tolist()) == (src, [src, src])
     assert strategy.broadcast(sent)["rank"] == 0
-
-
-def test_barrier_and_broadcast(pair: RankPool) -> None:
-    pair.run(_broadcasts)
 
 
 def test_without_a_process_group_nothing_is_waited_for() -> None:

@@ -12,14 +12,14 @@ from bagua.lightning import BaguaStrategy
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-ALGORITHMS = tuple(runs.DETERMINISTIC)
 
-
-def _trains_as_by_hand(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", runs.DETERMINISTIC)
+@on_ranks("pair")
+def test_every_algorithm_trains_as_in_a_loop_by_hand(algorithm: str) -> None:
     trainer = runs.fit(algorithm, max_epochs=2)
     assert trainer.global_step == 2 * runs.STEPS_PER_EPOCH
     weights = runs.weights_of(trainer.lightning_module)
@@ -29,21 +29,13 @@ def _trains_as_by_hand(algorithm: str) -> None:
     assert are_same == (algorithm not in runs.WEIGHTS_DIFFER)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_trains_as_in_a_loop_by_hand(pair: RankPool, algorithm: str) -> None:
-    pair.run(_trains_as_by_hand, algorithm)
-
-
-def _accumulates_as_by_hand(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["bytegrad", "qadam", "local_sgd"])
+@on_ranks("pair")
+def test_gradients_accumulate_without_communication(algorithm: str) -> None:
     trainer = runs.fit(algorithm, accumulate_grad_batches=2)
     assert trainer.global_step == runs.STEPS_PER_EPOCH // 2
     expected = runs.weights_by_hand(algorithm, accumulate=2)
     runs.assert_same_bits(runs.weights_of(trainer.lightning_module), expected)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_gradients_accumulate_without_communication(pair: RankPool, algorithm: str) -> None:
-    pair.run(_accumulates_as_by_hand, algorithm)
 
 
 class _Manual(runs.Module):
@@ -57,14 +49,11 @@ class _Manual(runs.Module):
         optimizer.step()
 
 
-def _manual_is_automatic(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["low_precision_decentralized", "qadam", "diloco"])
+@on_ranks("pair")
+def test_manual_optimisation_gives_the_same_bits(algorithm: str) -> None:
     manual = runs.fit(algorithm, _Manual(algorithm), max_epochs=2).lightning_module
     runs.assert_same_bits(runs.weights_of(manual), runs.weights_by_hand(algorithm, epochs=2))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_manual_optimisation_gives_the_same_bits(pair: RankPool, algorithm: str) -> None:
-    pair.run(_manual_is_automatic, algorithm)
 
 
 class _TwoOptimizers(runs.Module):
@@ -88,7 +77,9 @@ class _TwoOptimizers(runs.Module):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.network, self.other)]
 
 
-def _two_optimizers(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+@on_ranks("pair")
+def test_two_optimizers_take_turns(algorithm: str) -> None:
     strategy = BaguaStrategy(algorithm, find_unused_parameters=True, hierarchical=False)
     module = _TwoOptimizers()
     before = runs.weights_of(module)
@@ -99,28 +90,20 @@ def _two_optimizers(algorithm: str) -> None:
     runs.assert_same_bits(first, second)
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-def test_two_optimizers_take_turns(pair: RankPool, algorithm: str) -> None:
-    pair.run(_two_optimizers, algorithm)
-
-
 class _Unused(runs.Module):
     def __init__(self) -> None:
         super().__init__()
         self.unused = nn.Linear(5, 5)
 
 
-def _trains_with_unused() -> None:
+@on_ranks("pair")
+def test_find_unused_parameters_reaches_ddp() -> None:
     module = _Unused()
     # Not with bytegrad: zeros of unused parameters are coded with the rest of their bucket.
     strategy = BaguaStrategy(find_unused_parameters=True)
     runs.quiet_trainer(strategy).fit(module, runs.loader())
     trained = {name: tensor for name, tensor in runs.weights_of(module).items() if "unused" not in name}
     runs.assert_same_bits(trained, runs.weights_by_hand("gradient_allreduce"))
-
-
-def test_find_unused_parameters_reaches_ddp(pair: RankPool) -> None:
-    pair.run(_trains_with_unused)
 
 
 class _DtypeOfActivations(runs.Module):
@@ -134,7 +117,24 @@ class _DtypeOfActivations(runs.Module):
         return loss
 
 
-def _trains_in(precision: Any, activations: torch.dtype, weights: torch.dtype, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "activations", "weights", "algorithm"),
+    [
+        ("bf16-mixed", torch.bfloat16, torch.float32, "bytegrad"),
+        ("bf16-mixed", torch.bfloat16, torch.float32, "decentralized"),
+        ("bf16-mixed", torch.bfloat16, torch.float32, "qadam"),
+        ("bf16-mixed", torch.bfloat16, torch.float32, "diloco"),
+        ("bf16-true", torch.bfloat16, torch.bfloat16, "bytegrad"),
+        ("bf16-true", torch.bfloat16, torch.bfloat16, "low_precision_decentralized"),
+        ("16-true", torch.float16, torch.float16, "bytegrad"),
+        ("16-true", torch.float16, torch.float16, "decentralized"),
+    ],
+    ids=str,
+)
+@on_ranks("pair")
+def test_precisions_of_lightning(
+    precision: Any, activations: torch.dtype, weights: torch.dtype, algorithm: str
+) -> None:
     module = _DtypeOfActivations(algorithm)
     runs.fit(algorithm, module, precision=precision, max_epochs=4)
     assert module.dtypes == {activations}
@@ -146,30 +146,16 @@ def _trains_in(precision: Any, activations: torch.dtype, weights: torch.dtype, a
         runs.assert_same_bits(first, second)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_bf16_mixed(pair: RankPool, algorithm: str) -> None:
-    pair.run(_trains_in, "bf16-mixed", torch.bfloat16, torch.float32, algorithm)
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-@pytest.mark.parametrize("algorithm", ["bytegrad", "decentralized", "low_precision_decentralized"])
-def test_weights_and_gradients_of_16_bits(pair: RankPool, precision: str, algorithm: str) -> None:
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float16
-    pair.run(_trains_in, precision, dtype, dtype, algorithm)
-
-
-def _refuses_sync_batch_norm_on_cpu() -> None:
+@on_ranks("pair")
+def test_sync_batchnorm_is_applied_before_the_model_is_wrapped() -> None:
     trainer = runs.quiet_trainer(BaguaStrategy("bytegrad"), sync_batchnorm=True)
     # torch has it for CUDA only: the refusal shows that the layers were converted, and before DDP wrapped the model.
     with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
         trainer.fit(runs.Module(norm=True), runs.loader())
 
 
-def test_sync_batchnorm_is_applied_before_the_model_is_wrapped(pair: RankPool) -> None:
-    pair.run(_refuses_sync_batch_norm_on_cpu)
-
-
-def _trains_with_stock_strategy() -> None:
+@on_ranks("pair")
+def test_stock_ddp_strategy_on_our_backend() -> None:
     trainer = runs.quiet_trainer(DDPStrategy(process_group_backend="bagua"))
     module = runs.Module()
     trainer.fit(module, runs.loader())
@@ -178,11 +164,8 @@ def _trains_with_stock_strategy() -> None:
     runs.assert_same_bits(runs.weights_of(module), expected)
 
 
-def test_stock_ddp_strategy_on_our_backend(pair: RankPool) -> None:
-    pair.run(_trains_with_stock_strategy)
-
-
-def _fits_twice() -> None:
+@on_ranks("pair")
+def test_a_trainer_fits_again() -> None:
     module = runs.Module("decentralized")
     trainer = runs.fit("decentralized", module)
     assert trainer.strategy.handle is None  # type: ignore[attr-defined]
@@ -193,11 +176,8 @@ def _fits_twice() -> None:
     assert not torch.equal(first["network.0.weight"], runs.weights_of(module)["network.0.weight"])
 
 
-def test_a_trainer_fits_again(pair: RankPool) -> None:
-    pair.run(_fits_twice)
-
-
-def _passes_ddp_options() -> None:
+@on_ranks("pair")
+def test_flatten_and_ddp_options_reach_ddp_and_teardown_unwraps() -> None:
     seen: list[DDP] = []
     module = runs.Module()
     module.on_train_start = lambda: seen.append(module.trainer.strategy.model)  # type: ignore[method-assign,arg-type]
@@ -209,26 +189,19 @@ def _passes_ddp_options() -> None:
     assert strategy.lightning_module is module
 
 
-def test_flatten_and_ddp_options_reach_ddp_and_teardown_unwraps(pair: RankPool) -> None:
-    pair.run(_passes_ddp_options)
-
-
 class _Validated(runs.Module):
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         self.log("loss", self.loss(batch), sync_dist=True)
         assert not self.network.training
 
 
-def _validates(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["bytegrad", "low_precision_decentralized", "powersgd", "diloco"])
+@on_ranks("pair")
+def test_validation_inside_training_changes_nothing(algorithm: str) -> None:
     trainer = runs.quiet_trainer(BaguaStrategy(algorithm, **runs.DETERMINISTIC[algorithm]), val_check_interval=3)
     module = _Validated(algorithm)
     trainer.fit(module, runs.loader(), runs.loader(shuffle=False))
     runs.assert_same_bits(runs.weights_of(module), runs.weights_by_hand(algorithm))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_validation_inside_training_changes_nothing(pair: RankPool, algorithm: str) -> None:
-    pair.run(_validates, algorithm)
 
 
 class _Watched(runs.Module):
@@ -248,7 +221,8 @@ class _Watched(runs.Module):
         self.rounds = self.trainer.strategy.handle.stats()["rounds"]  # type: ignore[attr-defined]
 
 
-def _async_validates() -> None:
+@on_ranks("pair")
+def test_async_pauses_for_validation_and_ends_with_equal_weights() -> None:
     module = _Watched()
     strategy = BaguaStrategy("async", sync_interval_ms=1)
     # The last three steps are after the last validation.
@@ -261,10 +235,6 @@ def _async_validates() -> None:
     assert module.rounds > 0
     first, second = runs.everyones(runs.weights_of(module))
     runs.assert_same_bits(first, second)
-
-
-def test_async_pauses_for_validation_and_ends_with_equal_weights(pair: RankPool) -> None:
-    pair.run(_async_validates)
 
 
 def test_the_hook_is_one_of_ours(pair: RankPool) -> None:

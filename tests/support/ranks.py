@@ -16,6 +16,7 @@ With BAGUA_TEST_DEVICE=cuda each rank has a GPU, of its own where there are enou
 """
 
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -39,11 +40,15 @@ _GRACE_SECONDS = 20.0
 _SECOND_LOOK_SECONDS = 0.3
 _OUTPUT_CHARACTERS = 8000
 
-# Imported once instead of in each rank. torch itself imports the last two, seconds of work, at the first assert_close()
-# and the first optimizer.
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["numpy", "pytest", "bagua", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"]
-)
+
+def preload(*more: str) -> None:
+    """What is imported once instead of in each rank, if that has not started yet."""
+    # torch itself imports the last two, seconds of work, at the first assert_close() and the first optimizer.
+    modules = ["numpy", "pytest", "bagua", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", *more]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+
+
+preload()
 
 # Ranks of the fixtures `ranks` and `peers`, and whether they share a GPU though each could have one.
 POOLS = [(size, False) for size in (1, 2, 3, 4)]
@@ -229,6 +234,32 @@ def run_ranks(
     """What the function returned on each of `world_size` new ranks."""
     with RankPool(world_size, backend, env=env, group_timeout=group_timeout) as pool:
         return pool.run(function, *args, timeout=timeout, dying=dying)
+
+
+def on_ranks(where: int | str, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of what every rank calls: on so many of `rank_pools`, or on the ranks of a fixture.
+
+    Its arguments are parameters of the test.
+    """
+    fixture = "rank_pools" if isinstance(where, int) else where
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(body).parameters
+
+        def test(**given: Any) -> None:
+            __tracebackhide__ = True
+            pool = given[fixture][where] if isinstance(where, int) else given[fixture]
+            pool.run(body, *(given[name] for name in own), timeout=timeout)
+
+        names = [fixture, *own]
+        signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
+        described = {name: getattr(body, name) for name in ("__name__", "__qualname__", "__module__", "__doc__")}
+        vars(test).update(__signature__=signature, on_each_rank=body)
+        for name, value in described.items():
+            setattr(test, name, value)
+        return test
+
+    return decorate
 
 
 def _describe(function: Callable[..., Any]) -> tuple[str, str, str]:
