@@ -86,6 +86,11 @@ def facts_of(optimizer: Optimizer | None) -> str:
     return f" with QAdamOptimizer(warmup_steps={optimizer.warmup_steps})"
 
 
+def scaler_of(optimizer: Any) -> Any:
+    """Return the GradScaler of a trainer's wrapper around the optimizer, such as accelerate's, or None."""
+    return None if has_step_hooks(optimizer) else getattr(optimizer, "scaler", None)
+
+
 def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer inside a trainer's wrapper, such as accelerate's, whose hooks torch would never call."""
     while not has_step_hooks(optimizer) and hasattr(optimizer, "optimizer"):
@@ -239,6 +244,21 @@ class Attachment:
     @eager
     def _at_backward(self, gradient: Tensor) -> None:
         self._hook.at_backward(self._is_bypassed)
+
+    def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what this rank has of its own: the module's state and the optimizer's."""
+        ddp, optimizer = self._ddp(), self._optimizer()
+        assert ddp is not None
+        assert optimizer is not None
+        return ddp.module.state_dict(), optimizer.state_dict()
+
+    def load_states(self, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """Take back what `states` has returned."""
+        ddp, own = self._ddp(), self._optimizer()
+        assert ddp is not None
+        assert own is not None
+        ddp.module.load_state_dict(module)
+        own.load_state_dict(optimizer)
 
     def state_loaded(self) -> None:
         """Have the ranks compared again at the next forward."""

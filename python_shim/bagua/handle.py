@@ -10,11 +10,13 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from bagua._argument_checks import check_checkpoint
 from bagua._attachment import PICKLE_ADVICE, Attachment
 from bagua._native import _C
 from bagua._registry import describe
+from bagua._states import StatesOfAllRanks
 from bagua.stats import Stats, as_text, means_per_step
 
 OptionValue = bool | int | float | str | None
@@ -34,8 +36,11 @@ class Handle:
     the process, if the ranks get there within ten seconds of each other.
     """
 
-    def __init__(self, hook: _C.Hook, attachment: Attachment | None, place: _C.HookPlace) -> None:
+    def __init__(
+        self, hook: _C.Hook, attachment: Attachment | None, place: _C.HookPlace, group: dist.ProcessGroup
+    ) -> None:
         self._hook = hook
+        self._group = group
         # Where the hook is registered, for the algorithm that comes after `remove`.
         self.place = place
         self._attachment = attachment
@@ -120,8 +125,19 @@ class Handle:
             "options": self.options,
             "layout": self._hook.layout(),
             "step": self._hook.step(),
+            "rank": self._group.rank(),
+            "ranks": self._group.size(),
             "state": self._hook.state(),
         }
+
+    def of_all_ranks(self) -> StatesOfAllRanks:
+        """Return an object whose `state_dict()` holds the states of all ranks, for rank 0 to write.
+
+        It is for libraries that save what was registered on rank 0 alone, and load that on every rank, such as
+        accelerate: `accelerator.register_for_checkpointing(handle.of_all_ranks())`. Where ranks differ between rounds
+        it holds each rank's weights and optimizer, too. Its methods are collective.
+        """
+        return StatesOfAllRanks(self, self._attachment, self._group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict()` returned on the same rank.
@@ -144,10 +160,21 @@ class Handle:
             if state_dict[key] != value:
                 raise ValueError(f"the checkpoint was written with {key} {state_dict[key]!r}, this hook has {value!r}")
         check_checkpoint(state_dict)
+        self._check_rank(state_dict)
         # A checkpoint from before steps were counted begins with the first.
         self._hook.load(state_dict["state"], state_dict["layout"], state_dict.get("step", 0))
         if self._attachment is not None:
             self._attachment.state_loaded()
+
+    def _check_rank(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse the state of another rank of as many: a library has written that of rank 0 for all."""
+        rank, ranks = self._group.rank(), self._group.size()
+        written_by = state_dict.get("rank", rank)
+        if state_dict["state"] and state_dict.get("ranks", ranks) == ranks and written_by != rank:
+            raise ValueError(
+                f"the checkpoint holds the state of rank {written_by}, this is rank {rank}: each rank has its own. A "
+                "library that saves on rank 0 alone takes handle.of_all_ranks() in the handle's place"
+            )
 
     def rescale(self, factor: float) -> None:
         """Multiply what error feedback holds back of gradients, where these change their scale.

@@ -21,6 +21,7 @@ from bagua._attachment import (
     names_and_roles,
     refuse_uneven_division,
     say_if_nothing_is_coded,
+    scaler_of,
     synchronised_buffers,
     trainable_names,
     trainable_parameters,
@@ -160,7 +161,7 @@ def register_comm_hook(
         optimizer: the model's optimizer, for algorithms that change weights or momentum: "decentralized",
             "low_precision_decentralized", "async", "local_sgd", "diloco" (any optimizer) and "qadam"
             (`bagua.QAdamOptimizer`). One that accelerate, Fabric or Lightning has wrapped will do. Other algorithms
-            do not use it, and only check that it is the model's.
+            need none. The loss scale of accelerate's optimizer is followed (see `Handle.follow`).
         process_group: where to communicate; by default the model's own group.
         **options: the algorithm's options, see each algorithm's page.
 
@@ -171,6 +172,7 @@ def register_comm_hook(
         TypeError: an option, optimizer or group of a wrong type, or a model that is not wrapped.
         RuntimeError: the model has a hook already, that is at work, or would skip it.
     """
+    scaler = scaler_of(optimizer)
     optimizer = unwrapped(optimizer)
     try:
         ddp = _ddp_in(ddp)
@@ -209,7 +211,9 @@ def register_comm_hook(
         attachment = Attachment(hook, ddp, optimizer)
     else:
         ddp.register_forward_pre_hook(refuse_uneven_division)
-    handle = Handle(hook, attachment, place)
+    handle = Handle(hook, attachment, place, group)
+    if scaler is not None and handle.keeps_residuals:
+        handle.follow(scaler)
     # What torch's own method does besides: for its logs, and so that a copy of the model is noticed.
     comm_hooks(ddp)[:] = [(_run_hook, handle)]
     name_comm_hook(ddp, f"bagua_{algorithm}")

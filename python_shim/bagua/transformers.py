@@ -14,11 +14,16 @@ Make the process group first. TrainingArguments takes over the group that it fin
 
 from __future__ import annotations
 
+import functools
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from bagua._argument_checks import check_algorithm, shown
 from bagua._native import _C
@@ -32,6 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["BaguaCallback"]
 
+# In a checkpoint of the Trainer.
+_FOLDER = "bagua"
+_last_checkpoint: Any = get_last_checkpoint
+
 
 class BaguaCallback(TrainerCallback):  # type: ignore[misc]
     """Registers an algorithm on the Trainer's DistributedDataParallel model, and logs what it does.
@@ -41,9 +50,15 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
     and the other means of `bagua.stats.means_per_step`, over the steps since the last log, to whatever the Trainer
     reports to.
 
+    Each checkpoint of the Trainer gets a folder "bagua" with a file for every rank: the handle's state and, where ranks
+    differ between rounds, the rank's own weights and optimizer. `train(resume_from_checkpoint=...)` goes on from them
+    with the bits of an unbroken training. The Trainer's loss scale is followed.
+
     Args:
         trainer: the Trainer that the callback is added to.
-        algorithm: one of `bagua.available_algorithms()`. One that needs the optimizer gets the Trainer's.
+        algorithm: one of `bagua.available_algorithms()`. It gets the Trainer's optimizer.
+        begins_anew: whether a checkpoint without the algorithm's state may be resumed from: it then begins as
+            in a new training.
         **options: the algorithm's options.
 
     Raises:
@@ -52,7 +67,14 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
             wrapped in DistributedDataParallel, as with FSDP, DeepSpeed or one process.
     """
 
-    def __init__(self, trainer: Trainer, algorithm: str = "gradient_allreduce", **options: OptionArgument) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        algorithm: str = "gradient_allreduce",
+        *,
+        begins_anew: bool = False,
+        **options: OptionArgument,
+    ) -> None:
         if not isinstance(trainer, Trainer):
             raise TypeError(
                 f"trainer must be the Trainer that the callback is added to, got {shown(trainer)}: write "
@@ -63,9 +85,25 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
         # The Trainer holds its callbacks.
         self._trainer = weakref.ref(trainer)
         self._algorithm = algorithm
+        self._begins_anew = begins_anew
         self._options = options
+        self._resumed_from: Path | None = None
+        self._watch_train(trainer)
         self._handle: Handle | None = None
         self._last: Stats | None = None
+
+    def _watch_train(self, trainer: Trainer) -> None:
+        """Note which checkpoint `train()` resumes from, of which callbacks are not told."""
+        train = trainer.train
+
+        @functools.wraps(train)
+        def noting(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+            given = resume_from_checkpoint
+            folder = _last_checkpoint(trainer.args.output_dir) if given is True else given
+            self._resumed_from = Path(folder) if folder else None
+            return train(resume_from_checkpoint, *args, **kwargs)
+
+        trainer.train = noting  # type: ignore[method-assign]
 
     @property
     def handle(self) -> Handle | None:
@@ -80,10 +118,46 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
         assert trainer is not None
         if self._handle is not None:
             self._handle.remove()
-        optimizer = kwargs["optimizer"] if describe(self._algorithm)["optimizer"] else None
         wrapped: Any = trainer.model_wrapped
-        self._handle = register_comm_hook(wrapped, self._algorithm, optimizer, None, **self._options)
+        self._handle = register_comm_hook(wrapped, self._algorithm, kwargs["optimizer"], None, **self._options)
+        if self._resumed_from is not None:
+            self._restore(self._resumed_from, wrapped, kwargs["optimizer"])
         self._last = None
+
+    def _restore(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+        assert self._handle is not None
+        file = checkpoint / _FOLDER / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
+        are_there: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(are_there, file.is_file())
+        if not all(are_there):
+            lacking = [str(rank) for rank, is_there in enumerate(are_there) if not is_there]
+            keeps_something = self._handle.keeps_residuals or not describe(self._algorithm)["is_exact"]
+            if self._begins_anew or not keeps_something:
+                return
+            raise ValueError(
+                f"{checkpoint} holds no state of algorithm {self._algorithm!r} for rank {', '.join(lacking)} of "
+                f"{len(are_there)}: {file} and its like are missing. Resume with the algorithm and the number of ranks "
+                "that wrote the checkpoint, or pass begins_anew=True to BaguaCallback"
+            )
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        if "model" in saved:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        self._handle.load_state_dict(saved["handle"])
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add the states of all ranks to the checkpoint that the Trainer has written."""
+        trainer = self._trainer()
+        if self._handle is None or trainer is None or args.save_only_model:
+            return
+        assert args.output_dir is not None
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}", _FOLDER)
+        folder.mkdir(parents=True, exist_ok=True)
+        saved: dict[str, Any] = {"handle": self._handle.state_dict()}
+        if not describe(self._algorithm)["is_exact"]:
+            wrapped: Any = trainer.model_wrapped
+            saved |= {"model": wrapped.state_dict(), "optimizer": kwargs["optimizer"].state_dict()}
+        torch.save(saved, folder / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}.pt")
 
     def on_log(
         self,

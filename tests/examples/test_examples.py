@@ -79,6 +79,11 @@ def test_training_with_fsdp() -> None:
 
 
 @pytest.mark.long
+def test_a_checkpoint_of_dcp_holds_the_states_of_all_ranks() -> None:
+    assert "resumed with the same bits: True" in _output("with_dcp")
+
+
+@pytest.mark.long
 def test_tensor_parallelism_over_a_device_mesh() -> None:
     text = _output("with_device_mesh")
     difference = re.search(r"network on one rank: (\S+)", text)
@@ -144,5 +149,5 @@ def test_every_example_is_tested() -> None:
     elsewhere = {"demo", "demo_steps", "fashion_mnist", "lightning_fashion_mnist"}
     # In tests/engines.
     engines = {"with_fabric", "with_ray", "with_torchft", "with_deepspeed"}
-    own = {*COMPRESSED, "with_fsdp", "with_device_mesh"}
+    own = {*COMPRESSED, "with_dcp", "with_fsdp", "with_device_mesh"}
     assert {path.stem for path in FOLDER.glob("*.py")} == own | elsewhere | engines

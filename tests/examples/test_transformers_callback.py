@@ -53,6 +53,52 @@ print("the best weights")
 """
 
 
+RESUMED = (
+    SCRIPT[: SCRIPT.index("trainer = Trainer(")]
+    + """
+def trained(algorithm, options, resume=None):
+    torch.manual_seed(0)
+    trainer = Trainer(
+        model=Line(),
+        args=TrainingArguments(
+            output_dir=f"FOLDER/{algorithm}", use_cpu=True, per_device_train_batch_size=4, max_steps=13, save_steps=5,
+            learning_rate=0.01, report_to="none", label_names=["labels"],
+        ),
+        data_collator=collated, train_dataset=data,
+    )
+    callback = BaguaCallback(trainer, algorithm, **options)
+    trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=resume)
+    return [*(p.detach().clone() for p in trainer.model.parameters())], callback
+
+import pathlib
+for algorithm, options in (
+    ("quantized_allreduce", {"codec": {"*": "2bit"}, "exact": (), "error_feedback": True, "hierarchical": False}),
+    ("diloco", {"sync_every": 4, "delay": 2}),
+):
+    whole, _ = trained(algorithm, options)
+    saved = pathlib.Path("FOLDER", algorithm, "checkpoint-5")
+    continued, _ = trained(algorithm, options, str(saved))
+    assert all(torch.equal(one, other) for one, other in zip(whole, continued)), algorithm
+    fresh, _ = trained(algorithm, options | {"begins_anew": True}, str(saved))
+    assert all(torch.equal(one, other) for one, other in zip(whole, fresh)), algorithm
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (saved / "bagua" / "rank-1-of-2.pt").unlink()
+    dist.barrier()
+    try:
+        trained(algorithm, options, str(saved))
+    except ValueError as error:
+        assert "holds no state" in str(error) and "for rank 1 of 2" in str(error), error
+    else:
+        raise AssertionError("a rank's state is missing, and nobody says so")
+    fresh, _ = trained(algorithm, options | {"begins_anew": True}, str(saved))
+    assert not all(torch.equal(one, other) for one, other in zip(whole, fresh)), f"{algorithm}: its state is nothing"
+print("the same bits")
+"""
+)
+
+
 @pytest.mark.parametrize("given", [("bytegrad",), (None, "bytegrad"), ("bytegrad", "trainer")], ids=str)
 def test_a_callback_without_its_trainer_says_what_comes_first(given: Any) -> None:
     pytest.importorskip("transformers")
@@ -64,17 +110,87 @@ def test_a_callback_without_its_trainer_says_what_comes_first(given: Any) -> Non
         BaguaCallback(*given)
 
 
-@pytest.mark.long
-def test_the_best_model_that_the_trainer_has_loaded_stays(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("FOLDER", str(tmp_path / "output")))
+def _output(folder: Path, script: str) -> str:
+    path = folder / "script.py"
+    path.write_text(script.replace("FOLDER", str(folder / "output")))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("the best weights") == 2
+    return done.stdout
+
+
+@pytest.mark.long
+def test_the_best_model_that_the_trainer_has_loaded_stays(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert _output(tmp_path, SCRIPT).count("the best weights") == 2
+
+
+@pytest.mark.long
+def test_a_resumed_training_has_the_bits_of_an_unbroken_one_or_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert _output(tmp_path, RESUMED).count("the same bits") == 2
+
+
+ACCELERATE = """
+import bagua, torch, torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+dist.init_process_group("bagua")
+accelerator = Accelerator(cpu=True)
+
+def trained(algorithm, options, begin, end, load=None, whole=False):
+    torch.manual_seed(0)
+    network = nn.Linear(64, 32)
+    model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9))
+    handle = bagua.register_comm_hook(model, algorithm, optimizer=optimizer, **options)
+    accelerator._custom_objects.clear()
+    accelerator.register_for_checkpointing(handle if whole else handle.of_all_ranks())
+    if load:
+        accelerator.load_state(load)
+    for step in range(begin, end):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        optimizer.zero_grad()
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+    return network, model
+
+for algorithm, options in (
+    ("quantized_allreduce", {"codec": {"*": "2bit"}, "exact": (), "error_feedback": True, "hierarchical": False}),
+    ("local_sgd", {"sync_every": 4}),
+):
+    accelerator.free_memory()
+    whole, _ = trained(algorithm, options, 0, 13)
+    accelerator.free_memory()
+    half = trained(algorithm, options, 0, 6)
+    accelerator.save_state(f"FOLDER/{algorithm}")
+    dist.barrier()
+    accelerator.free_memory()
+    continued, _ = trained(algorithm, options, 6, 13, f"FOLDER/{algorithm}")
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), continued.parameters())), algorithm
+accelerator.free_memory()
+options = {"hierarchical": False, "exact": ()}
+half = trained("quantized_allreduce", options, 0, 3, whole=True)
+accelerator.save_state("FOLDER/one")
+dist.barrier()
+accelerator.free_memory()
+try:
+    trained("quantized_allreduce", options, 3, 3, "FOLDER/one", whole=True)
+except ValueError as error:
+    assert dist.get_rank() == 1 and "of_all_ranks()" in str(error), error
+else:
+    assert dist.get_rank() == 0, "another rank's residuals were taken"
+print("the same bits")
+"""
+
+
+@pytest.mark.long
+def test_accelerates_checkpoints_hold_the_states_of_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert _output(tmp_path, ACCELERATE).count("the same bits") == 2

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of an algorithm on all ranks as one, for libraries whose rank 0 alone writes checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from bagua._attachment import Attachment
+from bagua._registry import describe
+from bagua._torch_private import tree_map_only
+
+if TYPE_CHECKING:
+    from bagua.handle import Handle
+
+
+class StatesOfAllRanks:
+    """What `Handle.of_all_ranks` returns.
+
+    accelerate writes on rank 0 what `state_dict` returns there, and has every rank load it::
+
+        accelerator.register_for_checkpointing(handle.of_all_ranks())
+    """
+
+    def __init__(self, handle: Handle, attachment: Attachment | None, group: dist.ProcessGroup) -> None:
+        self._handle = handle
+        # Where the ranks differ, each goes on with the weights and the optimizer that it had.
+        self._attachment = None if describe(handle.algorithm)["is_exact"] else attachment
+        self._group = group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks on the first rank, and none on the others. Collective."""
+        own: dict[str, Any] = {"handle": self._handle.state_dict()}
+        if self._attachment is not None:
+            own["module"], own["optimizer"] = self._attachment.states()
+        own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), own)
+        is_first = dist.get_rank(self._group) == 0
+        everyones: list[Any] | None = [None] * dist.get_world_size(self._group) if is_first else None
+        dist.gather_object(own, everyones, dst=dist.get_global_rank(self._group, 0), group=self._group)
+        return {"ranks": everyones or []}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore this rank's part of what `state_dict` has returned on the first rank.
+
+        Raises:
+            ValueError: it holds the states of another number of ranks, or what `Handle.load_state_dict` refuses.
+        """
+        ranks = state_dict.get("ranks", [])
+        size = dist.get_world_size(self._group)
+        if len(ranks) != size:
+            raise ValueError(
+                f"the checkpoint holds the states of {len(ranks)} ranks of algorithm {self._handle.algorithm!r}, the "
+                f"group has {size}: resume with as many ranks, or register the hook without its state"
+            )
+        own = ranks[dist.get_rank(self._group)]
+        if self._attachment is not None:
+            self._attachment.load_states(own["module"], own["optimizer"])
+        self._handle.load_state_dict(own["handle"])
