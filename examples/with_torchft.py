@@ -5,7 +5,9 @@ torchft_lighthouse --min_replicas 1 &
 TORCHFT_LIGHTHOUSE=http://localhost:29510 REPLICA=0 python examples/with_torchft.py &
 TORCHFT_LIGHTHOUSE=http://localhost:29510 REPLICA=1 python examples/with_torchft.py
 
-Kill one and start it again: it takes its weights from the other.
+Kill one and start it again: it takes its weights from the other. For torchft's nightly version and torch 2.14 or later;
+torchft 0.2, or an earlier torch, takes `bagua.torchft.ProcessGroupBagua(timeout=timedelta(seconds=5))` in place of the
+group.
 """
 
 import os
@@ -13,16 +15,25 @@ import time
 from datetime import timedelta
 
 import torch
-from bagua.torchft import ProcessGroupBagua
+import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore
 from torch.nn.functional import cross_entropy
 from torchft import DistributedDataParallel, Manager, Optimizer
 
 replica = int(os.environ["REPLICA"])
 steps = int(os.environ.get("STEPS", "100"))
 # Of the ranks of one replica, here one.
-store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+# bagua: in place of "gloo". Alone, until the manager brings the replicas together.
+dist.init_process_group(
+    "bagua",
+    store=dist.HashStore(),
+    rank=0,
+    world_size=1,
+    timeout=timedelta(seconds=5),
+    enable_reconfigure=True,
+)
 
 torch.manual_seed(replica)
 network = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
@@ -36,7 +47,7 @@ def load(state: dict) -> None:
 
 
 manager = Manager(
-    pg=ProcessGroupBagua(timeout=timedelta(seconds=5)),  # bagua: in place of ProcessGroupGloo
+    pg=dist.group.WORLD,
     load_state_dict=load,
     state_dict=lambda: {"network": network.state_dict(), "optimizer": adam.state_dict()},
     min_replica_size=1,

@@ -6,7 +6,8 @@
 
     manager = Manager(pg=ProcessGroupBagua(timeout=timedelta(seconds=30)), ...)
 
-For torchft 0.2 and its nightly versions.
+For torchft 0.2, or torch before 2.14. Its nightly versions take a group of backend "bagua" as it is, made with
+`enable_reconfigure=True`.
 """
 
 from __future__ import annotations
