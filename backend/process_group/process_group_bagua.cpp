@@ -28,6 +28,9 @@ std::shared_ptr<GroupEpoch> ProcessGroupBagua::currentOrNull() const {
 }
 
 std::shared_ptr<GroupEpoch> ProcessGroupBagua::current() const {
+  // Before the mutex, which another thread of the parent may have held.
+  TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(), "bagua on rank ", rank_, ": group '", options_->group_name,
+                   "' belongs to the process that has forked this one, which is no rank of it");
   const auto present = currentOrNull();
   TORCH_CHECK_WITH(DistBackendError, present, "bagua on rank ", rank_, ": group '", options_->group_name,
                    "' was made with enable_reconfigure=True and has no members before the first reconfigure()");
@@ -45,6 +48,7 @@ ProcessGroupBagua::StorePtr ProcessGroupBagua::reconfiguredStore() const {
 }
 
 GroupIdentity ProcessGroupBagua::identity() const {
+  if (mark_.isFromParent()) return {options_->group_name, rank_, size_};
   const auto present = currentOrNull();
   return present ? present->identity() : GroupIdentity{options_->group_name, rank_, size_};
 }
@@ -87,8 +91,6 @@ std::chrono::milliseconds ProcessGroupBagua::orDefault(std::chrono::milliseconds
 }
 
 std::shared_ptr<MessageExecutor> ProcessGroupBagua::messageExecutorFor(at::Device device) {
-  TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(), "bagua on rank ", rank_, ": group '", options_->group_name,
-                   "' belongs to the process that has forked this one, which is no rank of it");
   return current()->executorFor(device);
 }
 
