@@ -8,12 +8,14 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from bagua import _build_info
+from bagua.info.connections import Line, connections, line_between, together
 from bagua.info.facts import advice, facts, table
 
 # Facts that may differ between the hosts of a healthy job.
@@ -93,9 +95,15 @@ def _try(store: dist.Store, rank: int, ranks: int, limit: timedelta) -> int:
     except (RuntimeError, ValueError) as error:
         print(f"rank {rank}: the ranks cannot communicate: {error}", flush=True)
         return 1
+    store.set(f"line/{rank}", json.dumps(asdict(line_between({}, connections()))))
     if rank == 0:
         print(
             f"all ranks reach each other: all_reduce of 1 MiB ({device.type}) took {1e3 * seconds:.2f} ms", flush=True
         )
+        seen = together(Line(**json.loads(store.get(f"line/{other}"))) for other in range(ranks))
+        if seen.segments:
+            names, round_trip = " and ".join(seen.congestion), 1e3 * seen.least_round_trip
+            resent = f"{100 * seen.resent_share:.2f} % of {seen.segments:,} packets sent again"
+            print(f"line between hosts: {names}, round trip {round_trip:.2f} ms, {resent}", flush=True)
     dist.destroy_process_group()
     return 0
