@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong use of the algorithms that own weights or momentum: an error on every rank, before the first step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import bagua
@@ -8,12 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from hooked_models import Leaves, emulated_hosts, loss_of, perceptron
-from ranks import RankPool
+from ranks import Pools, on_ranks
+from reference import named
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 OWNERS = ["decentralized", "low_precision_decentralized", "qadam", "async", "local_sgd", "diloco"]
-of_each_owner = pytest.mark.parametrize("algorithm", OWNERS)
 SECONDS = 20.0  # for a test that takes one: a rank that waits for another which raised is a failure
+
+
+def _of_each_owner(check: Callable[..., None], *arguments: Any) -> None:
+    for algorithm in OWNERS:
+        with named(algorithm):
+            check(algorithm, *arguments)
 
 
 def _defaults(algorithm: str) -> dict[str, Any]:
@@ -45,19 +52,15 @@ def _still_trains(ddp: DDP, algorithm: str, **options: Any) -> None:
         handle.abort()
 
 
-def _registered_with_defaults(algorithm: str) -> dict[str, Any]:
-    handle = hook(DDP(perceptron()), algorithm)
-    options: dict[str, Any] = handle.options
-    assert handle.algorithm == algorithm
-    assert algorithm in repr(handle)
-    if algorithm == "async":
-        handle.abort()
-    return options
-
-
-@pytest.mark.parametrize("algorithm", bagua.available_algorithms())
-def test_options_have_the_registered_defaults(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    assert rank_pools[2].run(_registered_with_defaults, algorithm, timeout=SECONDS) == [_defaults(algorithm)] * 2
+@on_ranks(2, timeout=SECONDS)
+def test_options_have_the_registered_defaults() -> None:
+    for algorithm in bagua.available_algorithms():
+        handle = hook(DDP(perceptron()), algorithm)
+        assert handle.algorithm == algorithm
+        assert handle.options == _defaults(algorithm), algorithm
+        assert algorithm in repr(handle)
+        if algorithm == "async":
+            handle.abort()
 
 
 # --- names and values ---
@@ -71,15 +74,9 @@ def _refuse(algorithm: str, options: dict[str, Any], errors: tuple[type[Exceptio
     return str(error.value)
 
 
-@of_each_owner
-def test_an_unknown_option_is_refused_with_the_known_ones(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    for message in rank_pools[2].run(_refuse, algorithm, {"interval": 3}, (ValueError,), timeout=SECONDS):
-        assert "'interval'" in message
-        for known in _defaults(algorithm):
-            assert known in message
-
-
-WRONG_VALUES: list[tuple[str, dict[str, Any], list[str]]] = [
+Wrong = list[tuple[str, dict[str, Any], list[str]]]
+UNKNOWN: Wrong = [(owner, {"interval": 3}, ["'interval'", *_defaults(owner)]) for owner in OWNERS]
+WRONG_VALUES: Wrong = [
     ("decentralized", {"peer_selection_mode": "ring"}, ["ring", "all", "shift_one"]),
     ("decentralized", {"peer_selection_mode": ""}, ["all", "shift_one"]),
     ("decentralized", {"communication_interval": 0}, ["communication_interval"]),
@@ -101,36 +98,31 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("algorithm", "options", "words"), WRONG_VALUES, ids=str)
-def test_a_wrong_value_is_refused(
-    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any], words: list[str]
-) -> None:
-    for message in rank_pools[2].run(_refuse, algorithm, options, (ValueError,), timeout=SECONDS):
-        for word in words:
-            assert word in message
-
-
-WRONG_TYPES: list[tuple[str, dict[str, Any]]] = [
-    ("decentralized", {"communication_interval": 1.5}),
-    ("decentralized", {"communication_interval": "2"}),
-    ("decentralized", {"peer_selection_mode": 1}),
-    ("decentralized", {"hierarchical": 1}),
-    ("low_precision_decentralized", {"communication_interval": None}),
-    ("qadam", {"hierarchical": "no"}),
-    ("async", {"sync_interval_ms": "500"}),
-    ("async", {"warmup_steps": 0.5}),
-    ("diloco", {"codec": 4}),
-    ("diloco", {"delay": None}),
+WRONG_TYPES: Wrong = [
+    ("decentralized", {"communication_interval": 1.5}, ["communication_interval"]),
+    ("decentralized", {"communication_interval": "2"}, ["communication_interval"]),
+    ("decentralized", {"peer_selection_mode": 1}, ["peer_selection_mode"]),
+    ("decentralized", {"hierarchical": 1}, ["hierarchical"]),
+    ("low_precision_decentralized", {"communication_interval": None}, ["communication_interval"]),
+    ("qadam", {"hierarchical": "no"}, ["hierarchical"]),
+    ("async", {"sync_interval_ms": "500"}, ["sync_interval_ms"]),
+    ("async", {"warmup_steps": 0.5}, ["warmup_steps"]),
+    ("diloco", {"codec": 4}, ["codec"]),
+    ("diloco", {"delay": None}, ["delay"]),
 ]
 
 
-@pytest.mark.parametrize(("algorithm", "options"), WRONG_TYPES, ids=str)
-def test_a_value_of_a_wrong_type_is_refused(
-    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any]
-) -> None:
-    (name,) = options
-    for message in rank_pools[2].run(_refuse, algorithm, options, (TypeError,), timeout=SECONDS):
-        assert name in message
+@pytest.mark.parametrize(
+    ("cases", "error"),
+    [(UNKNOWN, ValueError), (WRONG_VALUES, ValueError), (WRONG_TYPES, TypeError)],
+    ids=["unknown names", "values", "types"],
+)
+@on_ranks(2, timeout=2 * SECONDS)
+def test_wrong_options_are_refused_by_name(cases: Wrong, error: type[Exception]) -> None:
+    for algorithm, options, words in cases:
+        with named(algorithm, options):
+            message = _refuse(algorithm, options, (error,))
+            assert [word for word in words if word not in message] == [], message
 
 
 @pytest.mark.parametrize(
@@ -179,9 +171,7 @@ def _pair_off(hosts: str, hierarchical: bool) -> str:
         ("AA", True, 0),
     ],
 )
-def test_shift_one_needs_an_even_number_of_peers(
-    rank_pools: dict[int, RankPool], hosts: str, hierarchical: bool, odd: int
-) -> None:
+def test_shift_one_needs_an_even_number_of_peers(rank_pools: Pools, hosts: str, hierarchical: bool, odd: int) -> None:
     messages = rank_pools[len(hosts)].run(_pair_off, hosts, hierarchical, timeout=SECONDS)
     for message in messages:
         assert ("even" in message and str(odd) in message) if odd else message == ""
@@ -198,9 +188,8 @@ def _without_optimizer(algorithm: str) -> None:
     _still_trains(ddp, algorithm)
 
 
-@of_each_owner
-def test_the_optimizer_is_asked_for(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_without_optimizer, algorithm, timeout=SECONDS)
+def test_the_optimizer_is_asked_for(rank_pools: Pools) -> None:
+    rank_pools[2].run(_of_each_owner, _without_optimizer, timeout=SECONDS)
 
 
 def _foreign_optimizer(algorithm: str, only_rank: int | None) -> None:
@@ -215,14 +204,12 @@ def _foreign_optimizer(algorithm: str, only_rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("only_rank", [None, 1], ids=["everywhere", "on_one_rank"])
-@of_each_owner
-def test_an_optimizer_of_other_parameters_is_refused(
-    rank_pools: dict[int, RankPool], algorithm: str, only_rank: int | None
-) -> None:
-    rank_pools[2].run(_foreign_optimizer, algorithm, only_rank, timeout=SECONDS)
+def test_an_optimizer_of_other_parameters_is_refused(rank_pools: Pools, only_rank: int | None) -> None:
+    rank_pools[2].run(_of_each_owner, _foreign_optimizer, only_rank, timeout=SECONDS)
 
 
-def _optimizer_of_another_kind() -> None:
+@on_ranks(2, timeout=SECONDS)
+def test_qadam_takes_its_own_optimizer_only() -> None:
     ddp = DDP(perceptron())
     for wrong in (torch.optim.Adam(ddp.parameters()), "adam", list(ddp.parameters())):
         with pytest.raises((TypeError, ValueError), match="QAdamOptimizer"):
@@ -230,11 +217,8 @@ def _optimizer_of_another_kind() -> None:
     _still_trains(ddp, "qadam")
 
 
-def test_qadam_takes_its_own_optimizer_only(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_optimizer_of_another_kind, timeout=SECONDS)
-
-
-def _scale_gradients() -> None:
+@on_ranks(2, timeout=SECONDS)
+def test_qadam_refuses_scaled_gradients() -> None:
     ddp = DDP(perceptron())
     optimizer = make_optimizer("qadam", ddp.parameters())
     bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer)
@@ -244,10 +228,6 @@ def _scale_gradients() -> None:
     with pytest.raises(RuntimeError, match="GradScaler"):
         scaler.step(optimizer)
     assert all(map(torch.equal, before, ddp.parameters()))
-
-
-def test_qadam_refuses_scaled_gradients(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_scale_gradients, timeout=SECONDS)
 
 
 # --- ranks that disagree ---
@@ -265,25 +245,22 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-def _disagree(algorithm: str, options: dict[str, Any], other: str, other_options: dict[str, Any]) -> None:
+@on_ranks(3, timeout=2 * SECONDS)
+def test_ranks_that_disagree_raise_everywhere() -> None:
     last = dist.get_world_size() - 1
-    ddp = DDP(perceptron())
-    name, chosen = (other, other_options) if dist.get_rank() == last else (algorithm, options)
-    with pytest.raises(ValueError, match=f"rank {last} (has|registered)") as error:
-        hook(ddp, name, **chosen)
-    for words in (algorithm, other, *other_options):
-        assert words in str(error.value)
-    _still_trains(ddp, algorithm, **options)
+    for algorithm, options, other, other_options in DISAGREEMENTS:
+        ddp = DDP(perceptron())
+        name, chosen = (other, other_options) if dist.get_rank() == last else (algorithm, options)
+        with named(algorithm, options, other, other_options):
+            with pytest.raises(ValueError, match=f"rank {last} (has|registered)") as error:
+                hook(ddp, name, **chosen)
+            for words in (algorithm, other, *other_options):
+                assert words in str(error.value)
+            _still_trains(ddp, algorithm, **options)
 
 
-@pytest.mark.parametrize(("algorithm", "options", "other", "other_options"), DISAGREEMENTS, ids=str)
-def test_ranks_that_disagree_raise_everywhere(
-    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any], other: str, other_options: dict[str, Any]
-) -> None:
-    rank_pools[4].run(_disagree, algorithm, options, other, other_options, timeout=SECONDS)
-
-
-def _disagree_about_the_warm_up() -> None:
+@on_ranks(2, timeout=SECONDS)
+def test_qadam_optimizers_that_disagree_about_the_warm_up_raise() -> None:
     ddp = DDP(perceptron())
     optimizer = bagua.QAdamOptimizer(ddp.parameters(), warmup_steps=3 + dist.get_rank())
     with pytest.raises(ValueError, match=r"rank 1 (has|registered).*warmup_steps"):
@@ -291,27 +268,7 @@ def _disagree_about_the_warm_up() -> None:
     _still_trains(ddp, "qadam")
 
 
-def test_qadam_optimizers_that_disagree_about_the_warm_up_raise(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_disagree_about_the_warm_up, timeout=SECONDS)
-
-
 # --- one hook, one model, one process ---
-
-
-def _register_twice(algorithm: str) -> None:
-    ddp = DDP(perceptron())
-    handle = hook(ddp, algorithm)
-    for second in ("bytegrad", algorithm):
-        with pytest.raises(RuntimeError, match="already has a communication hook"):
-            hook(ddp, second)
-    loss_of(ddp, 0).backward()
-    if algorithm == "async":
-        handle.abort()
-
-
-@of_each_owner
-def test_a_second_hook_raises(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_register_twice, algorithm, timeout=SECONDS)
 
 
 def _join(algorithm: str) -> None:
@@ -323,17 +280,13 @@ def _join(algorithm: str) -> None:
         handle.abort()
 
 
-@of_each_owner
-def test_join_raises(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_join, algorithm, timeout=SECONDS)
+def test_join_raises(rank_pools: Pools) -> None:
+    rank_pools[2].run(_of_each_owner, _join, timeout=SECONDS)
 
 
-def _find_unused_parameters() -> None:
+@on_ranks(2, timeout=SECONDS)
+def test_async_refuses_to_look_for_unused_parameters() -> None:
     ddp = DDP(perceptron(), find_unused_parameters=True)
     with pytest.raises(ValueError, match="find_unused_parameters"):
         hook(ddp, "async")
     loss_of(ddp, 0).backward()
-
-
-def test_async_refuses_to_look_for_unused_parameters(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_find_unused_parameters, timeout=SECONDS)

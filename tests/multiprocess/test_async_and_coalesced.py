@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import settle
-from ranks import RankPool
+from ranks import on_ranks
 from reference import assert_reduced, values
 from torch import Tensor
 
@@ -16,7 +16,11 @@ pytestmark = pytest.mark.any_device
 
 
 def _arguments(name: str) -> tuple[list[Any], Callable[[], Tensor], Tensor]:
-    """Arguments of a collective, how to read its result on this rank, and what it has to be."""
+    return _calls()[name]
+
+
+def _calls() -> dict[str, tuple[list[Any], Callable[[], Tensor], Tensor]]:
+    """By collective: its arguments, how to read its result on this rank, and what it has to be."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, total = torch.full((7,), float(rank)), float(sum(range(size)))
     everyone = torch.arange(float(size)).repeat_interleave(7)
@@ -41,55 +45,35 @@ def _arguments(name: str) -> tuple[list[Any], Callable[[], Tensor], Tensor]:
         "all_to_all": ([outputs, parts], lambda: torch.cat(outputs), everyone),
         "all_to_all_single": ([joined, torch.cat(parts)], lambda: joined, everyone),
     }
-    return calls[name]
+    return calls
 
 
-COLLECTIVES = [
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-]
+@on_ranks("ranks")
+def test_async_collectives_have_their_results_after_wait() -> None:
+    for name in _calls():
+        arguments, result, expected = _arguments(name)
+        work = getattr(dist, name)(*arguments, async_op=True)
+        assert work.wait()
+        settle()
+        assert work.is_completed()
+        assert work.is_success()
+        assert torch.equal(result(), expected), name
 
 
-def _asynchronously(name: str) -> None:
-    arguments, result, expected = _arguments(name)
-    work = getattr(dist, name)(*arguments, async_op=True)
-    assert work.wait()
-    settle()
-    assert work.is_completed()
-    assert work.is_success()
-    assert torch.equal(result(), expected)
+@on_ranks("ranks")
+def test_continuations_of_futures_see_the_results() -> None:
+    for name in _calls():
+        arguments, result, expected = _arguments(name)
+        future = getattr(dist, name)(*arguments, async_op=True).get_future()
+        seen = future.then(lambda done, result=result: (done.value(), result().clone())).wait()
+        assert torch.equal(seen[1], expected), name
+        assert isinstance(seen[0], list)
+        if name == "all_reduce":
+            assert torch.equal(seen[0][0], expected)
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_async_collective_has_its_result_after_wait(ranks: RankPool, name: str) -> None:
-    ranks.run(_asynchronously, name)
-
-
-def _by_future(name: str) -> None:
-    arguments, result, expected = _arguments(name)
-    future = getattr(dist, name)(*arguments, async_op=True).get_future()
-    seen = future.then(lambda done: (done.value(), result().clone())).wait()
-    assert torch.equal(seen[1], expected)
-    assert isinstance(seen[0], list)
-    if name == "all_reduce":
-        assert torch.equal(seen[0][0], expected)
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_continuation_of_the_future_sees_the_result(ranks: RankPool, name: str) -> None:
-    ranks.run(_by_future, name)
-
-
-def _many_in_flight() -> None:
+@on_ranks("ranks")
+def test_many_operations_in_flight_keep_their_order() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((turn % 5 * 100 + 1,), float(rank + turn)) for turn in range(60)]
     works: list[Any] = []
@@ -105,11 +89,8 @@ def _many_in_flight() -> None:
         assert (tensor == expected).all(), turn
 
 
-def test_many_operations_in_flight_keep_their_order(ranks: RankPool) -> None:
-    ranks.run(_many_in_flight)
-
-
-def _dropped_work() -> None:
+@on_ranks("ranks")
+def test_work_and_tensor_may_be_dropped_before_they_are_done() -> None:
     for _ in range(20):
         dist.all_reduce(torch.ones(1000), async_op=True)
     tensor = torch.ones(3)
@@ -117,11 +98,10 @@ def _dropped_work() -> None:
     assert tensor.tolist() == [dist.get_world_size()] * 3
 
 
-def test_work_and_tensor_may_be_dropped_before_they_are_done(ranks: RankPool) -> None:
-    ranks.run(_dropped_work)
-
-
-def _all_reduce_coalesced(asynchronous: bool) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@on_ranks("ranks")
+def test_all_reduce_coalesced(asynchronous: bool) -> None:
     inputs = [[values(torch.float32, (length,), rank) for length in (1, 37, 200)] for rank in range(4)]
     inputs = inputs[: dist.get_world_size()]
     tensors = [tensor.clone() for tensor in inputs[dist.get_rank()]]
@@ -133,12 +113,8 @@ def _all_reduce_coalesced(asynchronous: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_all_reduce_coalesced(ranks: RankPool, asynchronous: bool) -> None:
-    ranks.run(_all_reduce_coalesced, asynchronous)
-
-
-def _with_a_tensor_twice() -> None:
+@on_ranks("peers")
+def test_a_tensor_that_is_coalesced_twice_is_reduced_once() -> None:
     total = sum(range(1, dist.get_world_size() + 1))
     own = dist.get_rank() + 1.0
     twice = torch.full((5,), own)
@@ -155,12 +131,8 @@ def _with_a_tensor_twice() -> None:
     assert grouped.tolist() == [total] * 4
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_tensor_that_is_coalesced_twice_is_reduced_once(peers: RankPool) -> None:
-    peers.run(_with_a_tensor_twice)
-
-
-def _all_gather_coalesced() -> None:
+@on_ranks("ranks")
+def test_all_gather_coalesced() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     outputs = [[torch.empty(3), torch.empty(2, 2)] for _ in range(size)]
     dist.all_gather_coalesced(outputs, [torch.full((3,), float(rank)), torch.full((2, 2), -float(rank))])
@@ -169,11 +141,10 @@ def _all_gather_coalesced() -> None:
         assert torch.equal(second, torch.full((2, 2), -float(other)))
 
 
-def test_all_gather_coalesced(ranks: RankPool) -> None:
-    ranks.run(_all_gather_coalesced)
-
-
-def _coalescing_manager(name: str, asynchronous: bool) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"])
+@on_ranks("ranks")
+def test_coalescing_manager(name: str, asynchronous: bool) -> None:
     calls = [_arguments(name) for _ in range(3)]
     with dist._coalescing_manager(async_ops=asynchronous) as manager:  # type: ignore[attr-defined]
         for arguments, _, _ in calls:
@@ -184,13 +155,8 @@ def _coalescing_manager(name: str, asynchronous: bool) -> None:
         assert torch.equal(result(), expected)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"])
-def test_coalescing_manager(ranks: RankPool, name: str, asynchronous: bool) -> None:
-    ranks.run(_coalescing_manager, name, asynchronous)
-
-
-def _coalescing_manager_with_device() -> None:
+@on_ranks("ranks")
+def test_coalescing_manager_with_a_device_takes_any_collective() -> None:
     """The older form, in which the backend itself collects what is issued."""
     calls = [_arguments(name) for name in ("broadcast", "all_to_all_single", "all_gather")]
     with dist._coalescing_manager(device=torch.get_default_device(), async_ops=True) as manager:  # type: ignore[attr-defined]
@@ -199,7 +165,3 @@ def _coalescing_manager_with_device() -> None:
     manager.wait()
     for _, result, expected in calls:
         assert torch.equal(result(), expected)
-
-
-def test_coalescing_manager_with_a_device_takes_any_collective(ranks: RankPool) -> None:
-    ranks.run(_coalescing_manager_with_device)

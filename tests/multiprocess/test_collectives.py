@@ -2,13 +2,15 @@
 """Collectives through torch.distributed, against plain references, with one to four ranks."""
 
 import hashlib
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from devices import randn
-from ranks import RankPool
-from reference import DTYPES, MEANINGFUL, REFUSED, assert_reduced, reduce_op, values
+from ranks import RankPool, on_ranks
+from reference import DTYPES, FLOATS, OPERATIONS, REFUSED, assert_reduced, dtypes_of, named, reduce_op, values
 from torch import Tensor
 
 pytestmark = pytest.mark.any_device
@@ -16,32 +18,38 @@ pytestmark = pytest.mark.any_device
 # Odd lengths and one above any piece size that divides work; none is a multiple of three.
 SHAPES: list[tuple[int, ...]] = [(), (1,), (37,), (5, 2, 11)]
 
-for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-for_every_reduction = pytest.mark.parametrize(("op", "dtype"), MEANINGFUL, ids=str)
+for_every_operation = pytest.mark.parametrize("op", OPERATIONS)
 
 
 def _from_all(dtype: torch.dtype, shape: tuple[int, ...], op: str = "SUM") -> list[Tensor]:
     return [values(dtype, shape, rank, op) for rank in range(dist.get_world_size())]
 
 
+def _of_every_dtype(collective: Callable[[torch.dtype], None]) -> None:
+    for dtype in DTYPES:
+        with named(dtype):
+            collective(dtype)
+
+
 def _exactly(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def _all_reduce(op: str, dtype: torch.dtype) -> None:
-    for shape in SHAPES:
+@for_every_operation
+@on_ranks("ranks")
+def test_all_reduce(op: str) -> None:
+    for dtype, shape in itertools.product(dtypes_of(op), SHAPES):
+        if op == "PRODUCT" and dtype.is_complex:  # torch.distributed itself refuses it
+            continue
         inputs = _from_all(dtype, shape, op)
         tensor = inputs[dist.get_rank()].clone()
         dist.all_reduce(tensor, reduce_op(op))
-        assert_reduced(tensor, inputs, op)
+        with named(dtype, shape):
+            assert_reduced(tensor, inputs, op)
 
 
-# torch.distributed itself refuses to all-reduce products of complex numbers.
-@pytest.mark.parametrize(
-    ("op", "dtype"), [case for case in MEANINGFUL if not (case[0] == "PRODUCT" and case[1].is_complex)], ids=str
-)
-def test_all_reduce(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
-    ranks.run(_all_reduce, op, dtype)
+def _hashes_of_random_reductions(op: str, length: int) -> list[str]:
+    return [_hash_of_random_reduction(op, dtype, length) for dtype in FLOATS]
 
 
 def _hash_of_random_reduction(op: str, dtype: torch.dtype, length: int) -> str:
@@ -59,15 +67,15 @@ def _hash_of_random_reduction(op: str, dtype: torch.dtype, length: int) -> str:
 
 
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", [1, 3, 1001, 250_007])
-def test_all_reduce_is_bitwise_identical_on_all_ranks(
-    ranks: RankPool, op: str, dtype: torch.dtype, length: int
-) -> None:
-    assert len(set(ranks.run(_hash_of_random_reduction, op, dtype, length))) == 1
+def test_all_reduce_is_bitwise_identical_on_all_ranks(ranks: RankPool, op: str, length: int) -> None:
+    first, *others = ranks.run(_hashes_of_random_reductions, op, length)
+    assert others == [first] * len(others)
 
 
-def _non_finite_all_reduce(op: str) -> None:
+@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT"])
+@on_ranks("ranks")
+def test_all_reduce_keeps_non_finite_values(op: str) -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     tensor = torch.ones(5)
     if rank == last:
@@ -79,59 +87,51 @@ def _non_finite_all_reduce(op: str) -> None:
     assert tensor[3] == float("-inf")
 
 
-@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT"])
-def test_all_reduce_keeps_non_finite_values(ranks: RankPool, op: str) -> None:
-    ranks.run(_non_finite_all_reduce, op)
+@on_ranks("ranks")
+def test_meaningless_reductions_raise_and_leave_the_group_usable() -> None:
+    for op, dtype in REFUSED:
+        with named(op, dtype), pytest.raises((RuntimeError, ValueError, TypeError), match=f"(?i){op}|reduc"):
+            dist.all_reduce(torch.ones(3, dtype=dtype), reduce_op(op))
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [dist.get_world_size()] * 3
 
 
-def _meaningless_reduction(op: str, dtype: torch.dtype) -> None:
-    with pytest.raises((RuntimeError, ValueError, TypeError), match=f"(?i){op}|reduc"):
-        dist.all_reduce(torch.ones(3, dtype=dtype), reduce_op(op))
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [dist.get_world_size()] * 3
+@for_every_operation
+@on_ranks("ranks")
+def test_reduce_to_every_root(op: str) -> None:
+    for dtype in dtypes_of(op):
+        inputs = _from_all(dtype, (37,), op)
+        for root in range(dist.get_world_size()):
+            tensor = inputs[dist.get_rank()].clone()
+            dist.reduce(tensor, root, reduce_op(op))
+            if dist.get_rank() == root:
+                with named(dtype, root):
+                    assert_reduced(tensor, inputs, op)
 
 
-@pytest.mark.parametrize(("op", "dtype"), REFUSED, ids=str)
-def test_meaningless_reduction_raises_and_leaves_the_group_usable(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
-    ranks.run(_meaningless_reduction, op, dtype)
-
-
-def _reduce(op: str, dtype: torch.dtype) -> None:
-    inputs = _from_all(dtype, (37,), op)
-    for root in range(dist.get_world_size()):
-        tensor = inputs[dist.get_rank()].clone()
-        dist.reduce(tensor, root, reduce_op(op))
-        if dist.get_rank() == root:
-            assert_reduced(tensor, inputs, op)
-
-
-@for_every_reduction
-def test_reduce_to_every_root(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
-    ranks.run(_reduce, op, dtype)
-
-
-def _reduce_scatter(op: str, dtype: torch.dtype) -> None:
+@for_every_operation
+@on_ranks("ranks")
+def test_reduce_scatter(op: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    for shape in [(1,), (37,), (5, 2, 11)]:
+    for dtype, shape in itertools.product(dtypes_of(op), [(1,), (37,), (5, 2, 11)]):
         # inputs[i][j] goes from rank i to rank j.
         inputs = [[values(dtype, shape, size * i + j, op) for j in range(size)] for i in range(size)]
         mine = [inputs[i][rank] for i in range(size)]
         output = torch.empty(shape, dtype=dtype)
         dist.reduce_scatter(output, inputs[rank], reduce_op(op))
-        assert_reduced(output, mine, op)
+        with named(dtype, shape):
+            assert_reduced(output, mine, op)
         for joined in (torch.cat(inputs[rank]), torch.stack(inputs[rank])):
             output = torch.empty(shape, dtype=dtype)
             dist.reduce_scatter_tensor(output, joined, reduce_op(op))
-            assert_reduced(output, mine, op)
+            with named(dtype, shape, "in one tensor"):
+                assert_reduced(output, mine, op)
 
 
-@for_every_reduction
-def test_reduce_scatter(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
-    ranks.run(_reduce_scatter, op, dtype)
-
-
-def _sum_of_products_with(factor: float | list[float]) -> None:
+@pytest.mark.parametrize("factor", [0.5, [0.25]], ids=["number", "tensor"])
+@on_ranks("ranks")
+def test_summands_are_multiplied_before_they_are_reduced(factor: float | list[float]) -> None:
     """PREMUL_SUM: each rank's summand is multiplied by that rank's factor first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     own = factor if isinstance(factor, float) else torch.tensor(factor)
@@ -151,11 +151,6 @@ def _sum_of_products_with(factor: float | list[float]) -> None:
     _exactly(part, expected[rank])
 
 
-@pytest.mark.parametrize("factor", [0.5, [0.25]], ids=["number", "tensor"])
-def test_summands_are_multiplied_before_they_are_reduced(ranks: RankPool, factor: float | list[float]) -> None:
-    ranks.run(_sum_of_products_with, factor)
-
-
 def _broadcast(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         inputs = _from_all(dtype, shape)
@@ -165,9 +160,8 @@ def _broadcast(dtype: torch.dtype) -> None:
             _exactly(tensor, inputs[root])
 
 
-@for_every_dtype
-def test_broadcast_from_every_root(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(_broadcast, dtype)
+def test_broadcast_from_every_root(ranks: RankPool) -> None:
+    ranks.run(_of_every_dtype, _broadcast)
 
 
 def _all_gather(dtype: torch.dtype) -> None:
@@ -184,9 +178,8 @@ def _all_gather(dtype: torch.dtype) -> None:
             _exactly(joined, expected)
 
 
-@for_every_dtype
-def test_all_gather(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(_all_gather, dtype)
+def test_all_gather(ranks: RankPool) -> None:
+    ranks.run(_of_every_dtype, _all_gather)
 
 
 def _gather_and_scatter(dtype: torch.dtype) -> None:
@@ -202,9 +195,8 @@ def _gather_and_scatter(dtype: torch.dtype) -> None:
         _exactly(received, inputs[rank])
 
 
-@for_every_dtype
-def test_gather_to_and_scatter_from_every_root(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(_gather_and_scatter, dtype)
+def test_gather_to_and_scatter_from_every_root(ranks: RankPool) -> None:
+    ranks.run(_of_every_dtype, _gather_and_scatter)
 
 
 def _all_to_all(dtype: torch.dtype) -> None:
@@ -219,9 +211,8 @@ def _all_to_all(dtype: torch.dtype) -> None:
     _exactly(output, torch.cat(expected))
 
 
-@for_every_dtype
-def test_all_to_all(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(_all_to_all, dtype)
+def test_all_to_all(ranks: RankPool) -> None:
+    ranks.run(_of_every_dtype, _all_to_all)
 
 
 def _uneven_all_to_all(dtype: torch.dtype) -> None:
@@ -239,12 +230,12 @@ def _uneven_all_to_all(dtype: torch.dtype) -> None:
     _exactly(torch.cat(outputs), torch.cat(expected))
 
 
-@for_every_dtype
-def test_uneven_all_to_all(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(_uneven_all_to_all, dtype)
+def test_uneven_all_to_all(ranks: RankPool) -> None:
+    ranks.run(_of_every_dtype, _uneven_all_to_all)
 
 
-def _empty_tensors() -> None:
+@on_ranks("ranks")
+def test_empty_tensors_pass_through_every_collective() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     empty = torch.empty(0, 3)
     dist.all_reduce(empty)
@@ -263,11 +254,8 @@ def _empty_tensors() -> None:
     assert tensor.tolist() == [size, size]
 
 
-def test_empty_tensors_pass_through_every_collective(ranks: RankPool) -> None:
-    ranks.run(_empty_tensors)
-
-
-def _channels_last() -> None:
+@on_ranks("ranks")
+def test_channels_last_tensors_keep_their_values_in_place() -> None:
     """DDP hands over parameters in any dense memory format; the values keep their places."""
     shape = (2, 3, 4, 5)
     inputs = [one.to(memory_format=torch.channels_last) for one in _from_all(torch.float32, shape)]
@@ -280,11 +268,8 @@ def _channels_last() -> None:
     _exactly(tensor, inputs[0])
 
 
-def test_channels_last_tensors_keep_their_values_in_place(ranks: RankPool) -> None:
-    ranks.run(_channels_last)
-
-
-def _view_into_larger_tensor() -> None:
+@on_ranks("ranks")
+def test_contiguous_view_is_changed_and_nothing_around_it() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     storage = torch.full((11,), -1.0)
     storage[3:8] = rank
@@ -293,10 +278,6 @@ def _view_into_larger_tensor() -> None:
     received = torch.full((3, size), -1.0)
     dist.all_gather_into_tensor(received[1], torch.tensor([float(rank)]))
     assert received.tolist() == [[-1.0] * size, [float(i) for i in range(size)], [-1.0] * size]
-
-
-def test_contiguous_view_is_changed_and_nothing_around_it(ranks: RankPool) -> None:
-    ranks.run(_view_into_larger_tensor)
 
 
 def _barrier_orders(path_folder: str) -> None:
@@ -321,7 +302,8 @@ def _of_any_strides(value: float, *shape: int) -> list[Tensor]:
     return [plain.t().contiguous().t(), wide[:, ::2], column]
 
 
-def _inputs_of_any_strides() -> None:
+@on_ranks("peers")
+def test_inputs_may_have_any_strides() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for kind in range(3):
         everyone = [_of_any_strides(other, 6, 4)[kind] for other in range(size)]
@@ -348,7 +330,3 @@ def _inputs_of_any_strides() -> None:
         assert torch.equal(joined, torch.cat(expected))
         dist.reduce_scatter_tensor(single, parts)
         assert torch.equal(single, torch.stack(expected).sum(0))
-
-
-def test_inputs_may_have_any_strides(peers: RankPool) -> None:
-    peers.run(_inputs_of_any_strides)

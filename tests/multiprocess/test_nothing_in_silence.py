@@ -4,7 +4,7 @@
 import io
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from hooked_models import emulated_hosts, gradients_of, loss_of, perceptron, same
-from ranks import RankPool, run_ranks
+from ranks import Pools, on_ranks, run_ranks
+from reference import named
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-of_every_algorithm = pytest.mark.parametrize("algorithm", bagua.available_algorithms())
+
+def _of_every_algorithm(check: Callable[[str], None]) -> None:
+    for algorithm in bagua.available_algorithms():
+        with named(algorithm):
+            check(algorithm)
 
 
 def _optimizer(algorithm: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -57,21 +62,17 @@ def _options_as_optimizer(algorithm: str) -> None:
     handle.remove()
 
 
-@of_every_algorithm
-def test_options_that_are_not_given_by_name_are_refused(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_options_as_optimizer, algorithm)
+def test_options_that_are_not_given_by_name_are_refused(rank_pools: Pools) -> None:
+    rank_pools[2].run(_of_every_algorithm, _options_as_optimizer)
 
 
-def _one_rank_alone() -> None:
+@on_ranks(2)
+def test_a_wrong_optimizer_on_one_rank_ends_the_registration_on_all() -> None:
     ddp = DDP(perceptron())
     wrong: Any = {"average": False} if dist.get_rank() == 1 else None
     error = TypeError if dist.get_rank() == 1 else ValueError
     with pytest.raises(error, match=r"optimizer must be|rank 1 could not register"):
         bagua.register_comm_hook(ddp, "bytegrad", wrong)
-
-
-def test_a_wrong_optimizer_on_one_rank_ends_the_registration_on_all(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_one_rank_alone)
 
 
 def _refused_on_one_rank(what: str) -> float:
@@ -113,9 +114,8 @@ def _optimizer_of_another_model(algorithm: str) -> None:
         bagua.register_comm_hook(ddp, algorithm, _optimizer(algorithm, other))
 
 
-@of_every_algorithm
-def test_an_optimizer_of_another_model_is_refused(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_optimizer_of_another_model, algorithm)
+def test_an_optimizer_of_another_model_is_refused(rank_pools: Pools) -> None:
+    rank_pools[2].run(_of_every_algorithm, _optimizer_of_another_model)
 
 
 # --- names of parameters ---
@@ -132,50 +132,31 @@ class Named(nn.Module):
         return self.out(self.blocks[1](self.blocks[0](x)))  # type: ignore[no-any-return]
 
 
-def _names(options: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        bagua.register_comm_hook(DDP(Named()), "quantized_allreduce", **options)
+_MISSPELT: list[tuple[dict[str, Any], str]] = [
+    ({"exact": ("embeding",)}, r"'embeding'.*\(did you mean 'embedding'\?\)"),
+    ({"exact": ("haed",)}, r"'haed'.*\(did you mean 'head'\?\)"),
+    ({"exact": ("1D",)}, r"'1D'.*\(did you mean '1d'\?\)"),
+    ({"exact": ("1d", "block.*")}, r"'block\.\*', which .* fits no parameter's name"),
+    ({"codec": {"block.*": "2bit", "*": "4bit"}}, r"option 'codec' .* holds 'block\.\*'.* fits no parameter's name"),
+    ({"codec": {"out.weigth": "2bit", "*": "4bit"}}, r"\(did you mean 'out\.weight'\?\)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"exact": ("embeding",)}, r"'embeding'.*\(did you mean 'embedding'\?\)"),
-        ({"exact": ("haed",)}, r"'haed'.*\(did you mean 'head'\?\)"),
-        ({"exact": ("1D",)}, r"'1D'.*\(did you mean '1d'\?\)"),
-        ({"exact": ("1d", "block.*")}, r"'block\.\*', which .* fits no parameter's name"),
-        (
-            {"codec": {"block.*": "2bit", "*": "4bit"}},
-            r"option 'codec' .* holds 'block\.\*'.* fits no parameter's name",
-        ),
-        ({"codec": {"out.weigth": "2bit", "*": "4bit"}}, r"\(did you mean 'out\.weight'\?\)"),
-    ],
-    ids=["embedding", "head", "1d", "pattern", "codec", "name"],
-)
-def test_a_name_that_fits_no_parameter_is_refused(
-    rank_pools: dict[int, RankPool], options: dict[str, Any], expected: str
-) -> None:
-    rank_pools[2].run(_names, options, expected)
-
-
-def _fitting_names() -> None:
+@on_ranks(2)
+def test_a_name_that_fits_no_parameter_is_refused_unless_it_is_a_word_or_one_of_a_frozen_one() -> None:
+    for options, expected in _MISSPELT:
+        with named(options), pytest.raises(ValueError, match=expected):
+            bagua.register_comm_hook(DDP(Named()), "quantized_allreduce", **options)
     # Words of which the model has none, and a pattern that only frozen parameters fit.
     exact = ("1d", "embedding", "head", "small", "blocks.0.*")
     bagua.register_comm_hook(DDP(Named()), "quantized_allreduce", exact=exact, codec={"blocks.*": "2bit", "*": "4bit"})
 
 
-def test_words_fit_every_model_and_patterns_frozen_parameters_too(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_fitting_names)
-
-
-def _optimizer_of_a_gradient_algorithm() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_is_not_needed_is_taken() -> None:
     ddp = DDP(perceptron())
     bagua.register_comm_hook(ddp, "gradient_allreduce", torch.optim.SGD(ddp.parameters(), lr=0.1))
     loss_of(ddp, 0).backward()
-
-
-def test_an_optimizer_that_is_not_needed_is_taken(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_optimizer_of_a_gradient_algorithm)
 
 
 # --- models ---
@@ -192,7 +173,8 @@ class Around(nn.Module):
         return self.inside[0](*args)
 
 
-def _in_wrappers() -> None:
+@on_ranks(2)
+def test_a_ddp_model_is_found_in_a_wrapper() -> None:
     expected = None
     for wrap in (lambda ddp: ddp, Around, lambda ddp: torch.compile(ddp, backend="eager")):
         ddp = DDP(perceptron())
@@ -205,11 +187,8 @@ def _in_wrappers() -> None:
         assert same(gradients_of(ddp), expected)
 
 
-def test_a_ddp_model_is_found_in_a_wrapper(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_in_wrappers)
-
-
-def _compiled_and_on_weights() -> None:
+@on_ranks(2)
+def test_an_algorithm_on_weights_sees_the_steps_of_a_compiled_model() -> None:
     ddp = DDP(perceptron())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     model = torch.compile(ddp, backend="eager")
@@ -222,11 +201,8 @@ def _compiled_and_on_weights() -> None:
     handle.synchronize()
 
 
-def test_an_algorithm_on_weights_sees_the_steps_of_a_compiled_model(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_compiled_and_on_weights)
-
-
-def _ambiguous() -> None:
+@on_ranks(2)
+def test_a_wrapper_of_more_than_a_ddp_model_is_refused() -> None:
     first, second = DDP(perceptron()), DDP(perceptron())
     with pytest.raises(TypeError, match=r"holds inside\.0, inside\.1: pass .* such as model\.inside\.0"):
         bagua.register_comm_hook(Around(first, second), "bytegrad")  # type: ignore[arg-type]
@@ -234,10 +210,6 @@ def _ambiguous() -> None:
         bagua.register_comm_hook(Around(first, nn.Linear(2, 2)), "bytegrad")  # type: ignore[arg-type]
     for model in (first, second):
         bagua.register_comm_hook(model, "bytegrad")
-
-
-def test_a_wrapper_of_more_than_a_ddp_model_is_refused(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_ambiguous)
 
 
 def _frozen(algorithm: str) -> None:
@@ -248,9 +220,8 @@ def _frozen(algorithm: str) -> None:
         bagua.register_comm_hook(ddp, algorithm, optimizer)
 
 
-@of_every_algorithm
-def test_a_model_whose_parameters_are_all_frozen_is_refused(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_frozen, algorithm)
+def test_a_model_whose_parameters_are_all_frozen_is_refused(rank_pools: Pools) -> None:
+    rank_pools[2].run(_of_every_algorithm, _frozen)
 
 
 def _foreign_checkpoints(algorithm: str) -> None:
@@ -282,9 +253,8 @@ def _foreign_checkpoints(algorithm: str) -> None:
     handle.remove()
 
 
-@of_every_algorithm
-def test_a_checkpoint_of_something_else_is_refused(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_foreign_checkpoints, algorithm)
+def test_a_checkpoint_of_something_else_is_refused(rank_pools: Pools) -> None:
+    rank_pools[2].run(_of_every_algorithm, _foreign_checkpoints)
 
 
 # --- hooks that compress nothing ---
@@ -327,11 +297,12 @@ def _options(algorithm: str, hierarchical: bool) -> dict[str, Any]:
     return {name: value for name, value in {**_CODED, "hierarchical": hierarchical}.items() if name in known}
 
 
-@pytest.mark.parametrize("hierarchical", [True, False], ids=["hierarchical", "flat"])
-@pytest.mark.parametrize("hosts", ["A", "AA", "AB"])
-@of_every_algorithm
+@pytest.mark.parametrize(
+    ("hosts", "hierarchical"), [("A", True), ("A", False), ("AA", True), ("AB", True), ("AB", False)]
+)
+@pytest.mark.parametrize("algorithm", bagua.available_algorithms())
 def test_a_hook_says_once_where_it_compresses_nothing(
-    rank_pools: dict[int, RankPool], algorithm: str, hosts: str, hierarchical: bool
+    rank_pools: Pools, algorithm: str, hosts: str, hierarchical: bool
 ) -> None:
     options = _options(algorithm, hierarchical)
     results = rank_pools[len(hosts)].run(_lines_and_stages, algorithm, hosts, options)
@@ -358,7 +329,7 @@ def _two_argument_form(hosts: str) -> list[str]:
     return text.getvalue().splitlines()
 
 
-def test_the_two_argument_form_says_it_too(rank_pools: dict[int, RankPool]) -> None:
+def test_the_two_argument_form_says_it_too(rank_pools: Pools) -> None:
     first, other = rank_pools[2].run(_two_argument_form, "AA")
     assert len(first) == 1
     assert "Pass hierarchical=False" in first[0]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between two ranks."""
 
+import itertools
 import re
 import time
 from pathlib import Path
@@ -9,31 +10,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, run_ranks
+from ranks import on_ranks, run_ranks
 from reference import DTYPES, values
 
 pytestmark = pytest.mark.any_device
 
 
-def _send_between_all(dtype: torch.dtype) -> None:
+@on_ranks("peers")
+def test_send_between_every_two_ranks() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    for source in range(size):
-        for destination in range(size):
-            message = values(dtype, (3, 7), size * source + destination)
-            if rank == source and source != destination:
-                dist.send(message, destination)
-            elif rank == destination and source != destination:
-                received = torch.empty_like(message)
-                assert dist.recv(received, source) == source
-                assert torch.equal(received, message)
+    for dtype, (source, destination) in itertools.product(DTYPES, itertools.permutations(range(size), 2)):
+        message = values(dtype, (3, 7), size * source + destination)
+        if rank == source:
+            dist.send(message, destination)
+        elif rank == destination:
+            received = torch.empty_like(message)
+            assert dist.recv(received, source) == source
+            assert torch.equal(received, message)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_send_between_every_two_ranks(peers: RankPool, dtype: torch.dtype) -> None:
-    peers.run(_send_between_all, dtype)
-
-
-def _ring_with_isend_and_irecv() -> None:
+@pytest.mark.cpu_only("NCCL communicators of pairs are made one after another, a ring of them has to be a batch")
+@on_ranks("peers")
+def test_ring_of_isend_and_irecv() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     received = torch.empty(1000)
     works: list[Any] = [
@@ -45,12 +43,9 @@ def _ring_with_isend_and_irecv() -> None:
     assert (received == (rank - 1) % size).all()
 
 
-@pytest.mark.cpu_only("NCCL communicators of pairs are made one after another, a ring of them has to be a batch")
-def test_ring_of_isend_and_irecv(peers: RankPool) -> None:
-    peers.run(_ring_with_isend_and_irecv)
-
-
-def _tags_out_of_order() -> None:
+@pytest.mark.cpu_only("NCCL has no tags")
+@on_ranks("peers")
+def test_tags_match_whatever_the_order() -> None:
     """Rank 0 sends three tags in one order, the others receive them in the opposite order."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
@@ -66,12 +61,9 @@ def _tags_out_of_order() -> None:
             assert received.item() == tag
 
 
-@pytest.mark.cpu_only("NCCL has no tags")
-def test_tags_match_whatever_the_order(peers: RankPool) -> None:
-    peers.run(_tags_out_of_order)
-
-
-def _receive_before_send_is_issued() -> None:
+@pytest.mark.cpu_only("NCCL communicators of pairs are made one after another, a ring of them has to be a batch")
+@on_ranks("peers")
+def test_pending_receive_holds_up_no_later_operation() -> None:
     """A pending receive holds up neither a collective nor a send that is issued after it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     received = torch.empty(5)
@@ -84,12 +76,9 @@ def _receive_before_send_is_issued() -> None:
     assert (received == (rank - 1) % size).all()
 
 
-@pytest.mark.cpu_only("NCCL communicators of pairs are made one after another, a ring of them has to be a batch")
-def test_pending_receive_holds_up_no_later_operation(peers: RankPool) -> None:
-    peers.run(_receive_before_send_is_issued)
-
-
-def _receive_from_anyone() -> None:
+@pytest.mark.cpu_only("NCCL receives from a named rank")
+@on_ranks("peers")
+def test_receive_from_anyone_tells_the_source() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank != 0:
         dist.send(torch.tensor([rank]), 0)
@@ -103,12 +92,8 @@ def _receive_from_anyone() -> None:
     assert sources == set(range(1, size))
 
 
-@pytest.mark.cpu_only("NCCL receives from a named rank")
-def test_receive_from_anyone_tells_the_source(peers: RankPool) -> None:
-    peers.run(_receive_from_anyone)
-
-
-def _batch() -> None:
+@on_ranks("peers")
+def test_batch_isend_irecv_between_all() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     sent = [torch.full((3, 5), float(size * rank + peer)) for peer in range(size)]
     received = [torch.full((3, 5), -1.0) for _ in range(size)]
@@ -123,11 +108,8 @@ def _batch() -> None:
         assert (received[peer] == (-1.0 if peer == rank else size * peer + rank)).all()
 
 
-def test_batch_isend_irecv_between_all(peers: RankPool) -> None:
-    peers.run(_batch)
-
-
-def _empty_message() -> None:
+@on_ranks("peers")
+def test_empty_message() -> None:
     rank = dist.get_rank()
     if rank == 0:
         dist.send(torch.empty(0), 1)
@@ -135,11 +117,9 @@ def _empty_message() -> None:
         dist.recv(torch.empty(0), 0)
 
 
-def test_empty_message(peers: RankPool) -> None:
-    peers.run(_empty_message)
-
-
-def _empty_message_from_anyone() -> None:
+@pytest.mark.cpu_only("NCCL receives from a named rank")
+@on_ranks("peers")
+def test_empty_message_from_anyone() -> None:
     if dist.get_rank() == 1:
         dist.send(torch.empty(0), 0)
     elif dist.get_rank() == 0:
@@ -148,12 +128,9 @@ def _empty_message_from_anyone() -> None:
     dist.barrier()
 
 
-@pytest.mark.cpu_only("NCCL receives from a named rank")
-def test_empty_message_from_anyone(peers: RankPool) -> None:
-    peers.run(_empty_message_from_anyone)
-
-
-def _large_exchange() -> None:
+@pytest.mark.cpu_only("NCCL sends that face each other have to be a batch")
+@on_ranks("peers")
+def test_two_ranks_exchange_large_messages() -> None:
     """Both sides send first: neither may wait for the other's receive."""
     rank = dist.get_rank()
     if rank > 1:
@@ -163,11 +140,6 @@ def _large_exchange() -> None:
     dist.recv(received, 1 - rank)
     sending.wait()
     assert (received == 1 - rank).all()
-
-
-@pytest.mark.cpu_only("NCCL sends that face each other have to be a batch")
-def test_two_ranks_exchange_large_messages(peers: RankPool) -> None:
-    peers.run(_large_exchange)
 
 
 def _own_memory() -> int:
@@ -202,7 +174,9 @@ def test_what_comes_before_its_receive_takes_a_bounded_part_of_memory(hosts: int
     assert max(run_ranks(2, _send_to_a_rank_that_receives_later, env=env)) < 48
 
 
-def _many_messages_ahead() -> None:
+@pytest.mark.cpu_only("NCCL has no tags")
+@on_ranks("peers")
+def test_many_messages_ahead_of_their_receives_arrive_in_any_order_of_these() -> None:
     """More than may come unasked, with many tags, received in another order than sent and some from anybody."""
     rank, tags, of_each = dist.get_rank(), 40, 25
     size = 8000
@@ -223,12 +197,9 @@ def _many_messages_ahead() -> None:
     dist.barrier()
 
 
-@pytest.mark.cpu_only("NCCL has no tags")
-def test_many_messages_ahead_of_their_receives_arrive_in_any_order_of_these(peers: RankPool) -> None:
-    peers.run(_many_messages_ahead)
-
-
-def _collectives_beside_messages_ahead() -> None:
+@pytest.mark.cpu_only("NCCL sends that face each other have to be a batch")
+@on_ranks("peers")
+def test_collectives_pass_messages_that_wait_for_their_receives() -> None:
     """Programs work while more messages wait for their receives than may come unasked."""
     rank, size = dist.get_rank(), dist.get_world_size()
     message = torch.full((1 << 20,), float(rank))
@@ -245,11 +216,6 @@ def _collectives_beside_messages_ahead() -> None:
             assert (received == peer).all()
     for work in works:
         work.wait()
-
-
-@pytest.mark.cpu_only("NCCL sends that face each other have to be a batch")
-def test_collectives_pass_messages_that_wait_for_their_receives(peers: RankPool) -> None:
-    peers.run(_collectives_beside_messages_ahead)
 
 
 def _segments_after_large_messages() -> int:

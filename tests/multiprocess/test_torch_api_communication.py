@@ -2,7 +2,8 @@
 """The collectives of bagua.torch_api: both documented generations of signatures, every dtype, any communicator."""
 
 import doctest
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import bagua.torch_api as api
@@ -11,77 +12,35 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api import _reductions, communication
 from bagua.torch_api.communication import CommMember
-from ranks import RankPool
-from reference import DTYPES, MEANINGFUL, assert_reduced, reduce_op, values
+from ranks import RankPool, on_ranks
+from reference import DTYPES, OPERATIONS, assert_reduced, dtypes_of, named, reduce_op, values
 from torch_api_calls import exactly, from_all, started
 
-for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-# torch refuses the product of complex tensors before any backend sees it.
-for_every_reduction = pytest.mark.parametrize(
-    ("op", "dtype"), [one for one in MEANINGFUL if not (one[0] == "PRODUCT" and one[1].is_complex)], ids=str
-)
 
-
-# The examples of the document, to the letter; what it prints depends on the rank.
-_DOCUMENTED = """
->>> from bagua.torch_api import allreduce
->>> # All tensors below are of torch.int64 type.
->>> # We have 2 process groups, 2 ranks.
->>> tensor = torch.arange(2, dtype=torch.int64) + 1 + 2 * rank
->>> tensor
-{} # Rank {rank}
->>> allreduce(tensor)
->>> tensor
-tensor([4, 6]) # Rank {rank}
->>> # All tensors below are of torch.cfloat type.
->>> # We have 2 process groups, 2 ranks.
->>> tensor = torch.tensor([1+1j, 2+2j], dtype=torch.cfloat) + 2 * rank * (1+1j)
->>> tensor
-{} # Rank {rank}
->>> allreduce(tensor)
->>> tensor
-tensor([4.+4.j, 6.+6.j]) # Rank {rank}
-"""
-_BEFORE = [
-    ("tensor([1, 2])", "tensor([1.+1.j, 2.+2.j])"),
-    ("tensor([3, 4])", "tensor([3.+3.j, 4.+4.j])"),
-]
-
-
-class _WithoutRemark(doctest.OutputChecker):
-    def check_output(self, want: str, got: str, optionflags: int) -> bool:
-        return super().check_output(want.split(" # Rank")[0].strip() + "\n" * bool(want), got, optionflags)
-
-
-def _documented_examples() -> None:
-    rank, _ = started()
-    text = _DOCUMENTED.format(*_BEFORE[rank], rank=rank)
-    example = doctest.DocTestParser().get_doctest(text, {"torch": torch, "rank": rank}, "documented", None, None)
-    runner = doctest.DocTestRunner(checker=_WithoutRemark())
-    runner.run(example)
-    assert runner.failures == 0
-    assert runner.tries == 9
-
-
-def test_examples_of_the_document_print_what_it_says(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_documented_examples)
-
-
-def _docstring_examples() -> None:
+@on_ranks(2)
+def test_examples_in_docstrings_with_two_ranks() -> None:
     rank, _ = started()
     results = doctest.testmod(_reductions, extraglobs={"torch": torch, "rank": rank})
     assert results.attempted > 0
     assert results.failed == 0
 
 
-def test_examples_in_docstrings_with_two_ranks(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_docstring_examples)
+def _of_every_dtype(calls: Callable[[torch.dtype], None]) -> None:
+    for dtype in DTYPES:
+        with named(dtype):
+            calls(dtype)
 
 
-def _allreduce(op: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("op", OPERATIONS)
+@on_ranks("ranks")
+def test_allreduce_in_place_and_out_of_place_with_either_enum(op: str) -> None:
     rank, _ = started()
-    inputs = from_all(dtype, (5, 7), op)
-    for given in (api.ReduceOp[op], int(api.ReduceOp[op]), reduce_op(op)):
+    for dtype, kind in itertools.product(dtypes_of(op), ("ours", "number", "torch's")):
+        if op == "PRODUCT" and dtype.is_complex:  # torch refuses it before any backend sees it
+            continue
+        ours = api.ReduceOp[op]
+        given: Any = {"ours": ours, "number": int(ours), "torch's": reduce_op(op)}[kind]
+        inputs = from_all(dtype, (5, 7), op)
         tensor = inputs[rank].clone()
         assert api.allreduce(tensor, given) is None  # type: ignore[func-returns-value]
         assert_reduced(tensor, inputs, op)
@@ -94,12 +53,8 @@ def _allreduce(op: str, dtype: torch.dtype) -> None:
         exactly(send, inputs[rank])
 
 
-@for_every_reduction
-def test_allreduce_in_place_and_out_of_place_with_either_enum(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
-    ranks.run(_allreduce, op, dtype)
-
-
-def _allreduce_forms() -> None:
+@on_ranks("ranks")
+def test_allreduce_takes_every_documented_form_of_call() -> None:
     rank, size = started()
     total = float(sum(range(size)))
     comm = communication.from_torch_group(None).get_global_communicator()
@@ -120,11 +75,11 @@ def _allreduce_forms() -> None:
         assert tensor.tolist() == [total] * 3, index
 
 
-def test_allreduce_takes_every_documented_form_of_call(ranks: RankPool) -> None:
-    ranks.run(_allreduce_forms)
-
-
-def _reduce(op: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("SUM", torch.int64), ("AVG", torch.float32), ("MAX", torch.bfloat16), ("BXOR", torch.bool)]
+)
+@on_ranks("ranks")
+def test_reduce_to_every_root_in_both_generations_of_calls(op: str, dtype: torch.dtype) -> None:
     rank, size = started()
     inputs = from_all(dtype, (37,), op)
     for root in range(size):
@@ -147,13 +102,6 @@ def _reduce(op: str, dtype: torch.dtype) -> None:
                 assert rank == root or not recv.any()
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype"), [("SUM", torch.int64), ("AVG", torch.float32), ("MAX", torch.bfloat16), ("BXOR", torch.bool)]
-)
-def test_reduce_to_every_root_in_both_generations_of_calls(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
-    ranks.run(_reduce, op, dtype)
-
-
 def _broadcast(dtype: torch.dtype) -> None:
     rank, size = started()
     inputs = from_all(dtype, (5, 7))
@@ -173,9 +121,8 @@ def _broadcast(dtype: torch.dtype) -> None:
     exactly(tensor, inputs[0])
 
 
-@for_every_dtype
-def test_broadcast_takes_root_and_src(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(_broadcast, dtype)
+def test_broadcast_takes_root_and_src(ranks: RankPool) -> None:
+    ranks.run(_of_every_dtype, _broadcast)
 
 
 def _gathers(dtype: torch.dtype) -> None:
@@ -205,9 +152,8 @@ def _gathers(dtype: torch.dtype) -> None:
         exactly(tensor, joined if rank == root else inputs[rank])
 
 
-@for_every_dtype
-def test_allgather_and_gather(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(_gathers, dtype)
+def test_allgather_and_gather(ranks: RankPool) -> None:
+    ranks.run(_of_every_dtype, _gathers)
 
 
 def _scatters(dtype: torch.dtype) -> None:
@@ -227,12 +173,13 @@ def _scatters(dtype: torch.dtype) -> None:
         exactly(tensor.view(-1), whole.view(-1) if rank == root else whole[rank].view(-1))
 
 
-@for_every_dtype
-def test_scatter(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(_scatters, dtype)
+def test_scatter(ranks: RankPool) -> None:
+    ranks.run(_of_every_dtype, _scatters)
 
 
-def _reduce_scatters(op: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("op", "dtype"), [("SUM", torch.int32), ("AVG", torch.float64), ("MIN", torch.float16)])
+@on_ranks("ranks")
+def test_reduce_scatter_leaves_the_result_in_the_first_part(op: str, dtype: torch.dtype) -> None:
     rank, size = started()
     inputs = from_all(dtype, (size, 5), op)
     mine = [one[rank] for one in inputs]
@@ -243,11 +190,6 @@ def _reduce_scatters(op: str, dtype: torch.dtype) -> None:
     api.reduce_scatter_inplace(send, reduce_op(op))
     assert_reduced(send[0], mine, op)
     exactly(send[1:], inputs[rank][1:])
-
-
-@pytest.mark.parametrize(("op", "dtype"), [("SUM", torch.int32), ("AVG", torch.float64), ("MIN", torch.float16)])
-def test_reduce_scatter_leaves_the_result_in_the_first_part(ranks: RankPool, op: str, dtype: torch.dtype) -> None:
-    ranks.run(_reduce_scatters, op, dtype)
 
 
 def _alltoalls(dtype: torch.dtype) -> None:
@@ -262,12 +204,12 @@ def _alltoalls(dtype: torch.dtype) -> None:
     exactly(tensor, expected)
 
 
-@for_every_dtype
-def test_alltoall(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(_alltoalls, dtype)
+def test_alltoall(ranks: RankPool) -> None:
+    ranks.run(_of_every_dtype, _alltoalls)
 
 
-def _alltoall_v() -> None:
+@on_ranks("ranks")
+def test_alltoall_v_keeps_what_no_piece_covers() -> None:
     rank, size = started()
     # Rank i sends (i + 2 j) % 3 elements of value 10 i + j to rank j; pieces lie in reversed order, one element apart.
     counts = [[(i + 2 * j) % 3 for j in range(size)] for i in range(size)]
@@ -287,11 +229,8 @@ def _alltoall_v() -> None:
     exactly(recv, expected)
 
 
-def test_alltoall_v_keeps_what_no_piece_covers(ranks: RankPool) -> None:
-    ranks.run(_alltoall_v)
-
-
-def _alltoall_v_inplace() -> None:
+@on_ranks("ranks")
+def test_alltoall_v_inplace_swaps_pieces() -> None:
     rank, size = started()
     counts = [1 + (rank + peer) % 2 for peer in range(size)]
     displs = [2 * peer for peer in range(size)]
@@ -303,7 +242,3 @@ def _alltoall_v_inplace() -> None:
     for peer in range(size):
         expected[displs[peer] : displs[peer] + counts[peer]] = 10 * peer + rank
     exactly(tensor, expected)
-
-
-def test_alltoall_v_inplace_swaps_pieces(ranks: RankPool) -> None:
-    ranks.run(_alltoall_v_inplace)

@@ -8,7 +8,9 @@ import bagua.torch_api as api
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import on_ranks
+from reference import named
+from torch_api_calls import started
 
 
 def _floats(*shape: int) -> torch.Tensor:
@@ -156,34 +158,24 @@ NEEDS_PEERS: dict[str, tuple[str, Callable[[int], Any], str]] = {
 }
 
 
-def _wrong(case: str) -> None:
-    if not api.is_initialized():
-        api.init_process_group()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    operation, call, text = (WRONG | NEEDS_PEERS)[case]
-    with pytest.raises((ValueError, TypeError)) as caught:
-        call(size)
-    message = str(caught.value)
-    assert message.startswith(f"{operation} on rank {rank} of {size}: "), message
-    assert text.format(size=size, last=size - 1, three=3 * size, more=size + 1, rank=rank) in message, message
-    tensor = torch.ones(2)
-    api.allreduce(tensor)
-    assert tensor.tolist() == [size, size]
+@on_ranks("ranks")
+def test_wrong_arguments_are_named_and_the_group_stays_usable() -> None:
+    rank, size = started()
+    for case, (operation, call, text) in (WRONG | (NEEDS_PEERS if size > 1 else {})).items():
+        with named(case):
+            with pytest.raises((ValueError, TypeError)) as caught:
+                call(size)
+            message = str(caught.value)
+            assert message.startswith(f"{operation} on rank {rank} of {size}: "), message
+            assert text.format(size=size, last=size - 1, three=3 * size, more=size + 1, rank=rank) in message, message
+            tensor = torch.ones(2)
+            api.allreduce(tensor)
+            assert tensor.tolist() == [size, size]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_argument_is_named_and_the_group_stays_usable(ranks: RankPool, case: str) -> None:
-    ranks.run(_wrong, case)
-
-
-@pytest.mark.parametrize("case", NEEDS_PEERS)
-def test_wrong_argument_with_peers(peers: RankPool, case: str) -> None:
-    peers.run(_wrong, case)
-
-
-def _unknown_keyword() -> None:
-    if not api.is_initialized():
-        api.init_process_group()
+@on_ranks(1)
+def test_arguments_of_neither_generation_are_refused() -> None:
+    started()
     for call in (
         lambda: api.allreduce(torch.ones(1), average=True),  # type: ignore[call-overload]
         lambda: api.allreduce(send_tensor=torch.ones(1)),  # type: ignore[call-overload]
@@ -191,7 +183,3 @@ def _unknown_keyword() -> None:
     ):
         with pytest.raises(TypeError):
             call()
-
-
-def test_arguments_of_neither_generation_are_refused(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[1].run(_unknown_keyword)

@@ -2,17 +2,15 @@
 """bagua.torch_api: coalesced calls, objects, messages, barriers, and tensors of every kind."""
 
 import bagua.torch_api as api
-import pytest
 import torch
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from reference import DTYPES, assert_reduced, values
 from torch import Tensor
 from torch_api_calls import exactly, from_all, started
 
-for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-
-def _coalesced() -> None:
+@on_ranks("ranks")
+def test_coalesced_collectives_equal_one_call_per_tensor() -> None:
     rank, size = started()
 
     def mine(rank: int) -> list[Tensor]:
@@ -32,11 +30,8 @@ def _coalesced() -> None:
     api.allreduce_coalesced_inplace([])
 
 
-def test_coalesced_collectives_equal_one_call_per_tensor(ranks: RankPool) -> None:
-    ranks.run(_coalesced)
-
-
-def _objects() -> None:
+@on_ranks("ranks")
+def test_broadcast_object_returns_the_root_s_object_everywhere() -> None:
     rank, size = started()
     for root in range(size):
         given = {"from": rank, "list": [rank] * 3}
@@ -45,26 +40,19 @@ def _objects() -> None:
     assert api.broadcast_object(None, src=size - 1) is None
 
 
-def test_broadcast_object_returns_the_root_s_object_everywhere(ranks: RankPool) -> None:
-    ranks.run(_objects)
-
-
-def _messages(dtype: torch.dtype) -> None:
+@on_ranks("peers")
+def test_send_and_recv() -> None:
     rank, size = started()
-    inputs = from_all(dtype, (2, 3))
-    received = torch.zeros(6, dtype=dtype)
-    # Around the ring; rank 0 sends first, the others once they have received.
-    if rank == 0:
-        api.send(inputs[0], 1)
-    api.recv(received, src=(rank - 1) % size)
-    if rank != 0:
-        api.send(inputs[rank], dst=(rank + 1) % size)
-    exactly(received.view(2, 3), inputs[(rank - 1) % size])
-
-
-@for_every_dtype
-def test_send_and_recv(peers: RankPool, dtype: torch.dtype) -> None:
-    peers.run(_messages, dtype)
+    for dtype in DTYPES:
+        inputs = from_all(dtype, (2, 3))
+        received = torch.zeros(6, dtype=dtype)
+        # Around the ring; rank 0 sends first, the others once they have received.
+        if rank == 0:
+            api.send(inputs[0], 1)
+        api.recv(received, src=(rank - 1) % size)
+        if rank != 0:
+            api.send(inputs[rank], dst=(rank + 1) % size)
+        exactly(received.view(2, 3), inputs[(rank - 1) % size])
 
 
 def _barrier(folder: str) -> None:
@@ -81,7 +69,8 @@ def test_nobody_passes_a_barrier_before_all_have_come(ranks: RankPool, tmp_path:
     ranks.run(_barrier, str(tmp_path))
 
 
-def _parameters() -> None:
+@on_ranks("ranks")
+def test_parameters_are_changed_in_place() -> None:
     """In place on a leaf that requires a gradient, which autograd would refuse."""
     rank, size = started()
     parameter = torch.nn.Parameter(torch.full((2, size), float(rank)))
@@ -94,11 +83,8 @@ def _parameters() -> None:
     assert parameter.is_leaf
 
 
-def test_parameters_are_changed_in_place(ranks: RankPool) -> None:
-    ranks.run(_parameters)
-
-
-def _empty() -> None:
+@on_ranks("ranks")
+def test_empty_tensors_pass_through_every_collective() -> None:
     _, size = started()
     empty = torch.empty(0)
     api.allreduce(empty)
@@ -119,7 +105,3 @@ def _empty() -> None:
     tensor = torch.ones(2)
     api.allreduce(tensor)
     assert tensor.tolist() == [size, size]
-
-
-def test_empty_tensors_pass_through_every_collective(ranks: RankPool) -> None:
-    ranks.run(_empty)

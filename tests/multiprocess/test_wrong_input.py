@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, run_ranks
+from ranks import RankPool, on_ranks, run_ranks
+from reference import named
 from torch import Tensor
 
 # What torch.distributed, and below it the backend, may raise for an argument.
@@ -109,61 +110,44 @@ def _assert_named(error: BaseException, operation: str) -> None:
     assert f"rank {dist.get_rank()}" in message, message
 
 
-def _non_contiguous(operation: str) -> None:
-    with pytest.raises(ARGUMENT_ERRORS, match="contiguous") as caught:
-        NON_CONTIGUOUS[operation](dist.get_world_size())
-    _assert_named(caught.value, operation)
-    _assert_usable()
+@on_ranks("peers")
+def test_non_contiguous_tensors() -> None:
+    for operation, call in NON_CONTIGUOUS.items():
+        with named(operation):
+            with pytest.raises(ARGUMENT_ERRORS, match="contiguous") as caught:
+                call(dist.get_world_size())
+            _assert_named(caught.value, operation)
+            _assert_usable()
 
 
-@pytest.mark.parametrize("operation", NON_CONTIGUOUS)
-def test_non_contiguous_tensor(peers: RankPool, operation: str) -> None:
-    peers.run(_non_contiguous, operation)
+@on_ranks("ranks")
+def test_wrong_sizes_dtypes_and_ranks() -> None:
+    for case, (operation, call) in OTHERWISE_WRONG.items():
+        with named(case):
+            with pytest.raises(ARGUMENT_ERRORS) as caught:
+                call(dist.get_world_size())
+            _assert_named(caught.value, operation)
+            _assert_usable()
+    for case, refused in REFUSED_BY_TORCH.items():
+        with named(case):
+            with pytest.raises(ARGUMENT_ERRORS):
+                refused(dist.get_world_size())
+            _assert_usable()
 
 
-def _otherwise_wrong(case: str) -> None:
-    operation, call = OTHERWISE_WRONG[case]
-    with pytest.raises(ARGUMENT_ERRORS) as caught:
-        call(dist.get_world_size())
-    _assert_named(caught.value, operation)
-    _assert_usable()
-
-
-@pytest.mark.parametrize("case", OTHERWISE_WRONG)
-def test_wrong_sizes_dtypes_and_ranks(ranks: RankPool, case: str) -> None:
-    ranks.run(_otherwise_wrong, case)
-
-
-def _refused_by_torch(case: str) -> None:
-    with pytest.raises(ARGUMENT_ERRORS):
-        REFUSED_BY_TORCH[case](dist.get_world_size())
-    _assert_usable()
-
-
-@pytest.mark.parametrize("case", REFUSED_BY_TORCH)
-def test_input_that_torch_refuses(ranks: RankPool, case: str) -> None:
-    ranks.run(_refused_by_torch, case)
-
-
-def _wrong_on_one_rank() -> None:
+@on_ranks("peers")
+def test_wrong_call_on_one_rank_does_not_disturb_the_others() -> None:
     if dist.get_rank() == 1:
         with pytest.raises(ARGUMENT_ERRORS, match="contiguous"):
             dist.all_reduce(_transposed())
     _assert_usable()
 
 
-def test_wrong_call_on_one_rank_does_not_disturb_the_others(peers: RankPool) -> None:
-    peers.run(_wrong_on_one_rank)
-
-
-def _wrong_asynchronously() -> None:
+@on_ranks("ranks")
+def test_wrong_input_of_an_asynchronous_operation() -> None:
     with pytest.raises(ARGUMENT_ERRORS, match="contiguous"):
         dist.all_reduce(_transposed(), async_op=True).wait()
     _assert_usable()
-
-
-def test_wrong_input_of_an_asynchronous_operation(ranks: RankPool) -> None:
-    ranks.run(_wrong_asynchronously)
 
 
 def _wrong_list_on_the_root() -> None:
@@ -230,7 +214,9 @@ def test_a_wrong_output_of_a_scatter_keeps_a_group_of_several_hosts_usable(hosts
     run_ranks(3, _wrong_output_of_a_scatter, env={"BAGUA_HOST_ID": list(hosts)})
 
 
-def _wrong_output_of_gather_into_tensor() -> None:
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "gather_into_tensor"), reason="this torch has no gather_into_tensor")
+@on_ranks("peers")
+def test_a_wrong_output_of_gather_into_tensor_is_refused_on_all_ranks() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     root, part = size - 1, torch.ones(3)
     for output in (torch.zeros(3 * size - 1), torch.zeros(6 * size)[::2], torch.zeros(3 * size).double()):
@@ -242,8 +228,3 @@ def _wrong_output_of_gather_into_tensor() -> None:
         if rank != root:
             assert f"rank {root} has refused its own arguments" in str(caught.value)
         _assert_usable()
-
-
-@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "gather_into_tensor"), reason="this torch has no gather_into_tensor")
-def test_a_wrong_output_of_gather_into_tensor_is_refused_on_all_ranks(peers: RankPool) -> None:
-    peers.run(_wrong_output_of_gather_into_tensor)

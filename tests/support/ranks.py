@@ -221,6 +221,9 @@ class RankPool:
         self._folder = None
 
 
+Pools = dict[int, RankPool]
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],

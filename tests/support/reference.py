@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What collectives have to return, computed plainly on one rank, and the values that make the answer exact."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,23 @@ def _nccl_has(op: str, dtype: torch.dtype) -> bool:
 # What the transport of the device under test has.
 MEANINGFUL = [case for case in _MEANINGFUL if DEVICE == "cpu" or _nccl_has(*case)]
 REFUSED = [*MEANINGLESS, *[case for case in _MEANINGFUL if case not in MEANINGFUL]]
+
+
+def dtypes_of(op: str) -> list[torch.dtype]:
+    """Those with which an operation has a meaning."""
+    return [dtype for name, dtype in MEANINGFUL if name == op]
+
+
+OPERATIONS = list(dict(MEANINGFUL))
+
+
+@contextmanager
+def named(*case: object) -> Iterator[None]:
+    """Say in which case of a loop something was wrong."""
+    try:
+        yield
+    except BaseException as error:  # what pytest.raises() misses is no Exception
+        raise AssertionError(f"{case}: {error}") from error
 
 
 def reduce_op(name: str) -> dist.ReduceOp.RedOpType:
