@@ -45,7 +45,7 @@ def run_script(
     *arguments: str,
     env: Mapping[str, str | Sequence[str]] | None = None,
     codes: Sequence[int] = (),
-    timeout: float = 100.0,
+    timeout: float = 120.0,
     fresh: Sequence[str] = (),
 ) -> list[End]:
     """Run a script in a folder, with the environment that torchrun gives and STORE, the name of a file.
@@ -53,6 +53,7 @@ def run_script(
     A value of `env` is that of all ranks, or a list with one for each; `codes` are the exit statuses to expect, else 0.
     Nothing is imported but the modules of `fresh` where it names some; a new interpreter imports them, for all ranks.
     """
+    __tracebackhide__ = True
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "STORE": f"{folder}/store"}

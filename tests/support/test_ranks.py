@@ -6,12 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankFailure, RankPool, run_ranks
+from script_ranks import run_script
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +134,10 @@ def test_a_crash_while_the_group_is_destroyed_is_reported() -> None:
 def test_a_local_function_is_refused(pool: RankPool) -> None:
     with pytest.raises(ValueError, match=r"cannot be found by another process"):
         pool.run(lambda: None)
+
+
+def test_a_script_that_ends_otherwise_than_expected_or_hangs_is_shown_with_its_stack(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 ended with 3"):
+        run_script("import os; raise SystemExit(3 * int(os.environ['RANK']))", 2, tmp_path)
+    with pytest.raises(AssertionError, match=r"rank 0 ended with -6(?s:.*)line 1 in .module."):
+        run_script("import time; time.sleep(60)", 1, tmp_path, timeout=1.0)
