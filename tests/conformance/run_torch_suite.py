@@ -58,14 +58,40 @@ def _visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def serve(case: type[unittest.TestCase], requests: IO[str], replies: IO[str]) -> None:
-    """One test name per line in, one JSON outcome per line out; ends with the input."""
+def altered(suite: Any) -> dict[str, type[unittest.TestCase]]:
+    """The suite, broken on purpose in several ways."""
+
+    class NoRanks(suite):  # type: ignore[misc]
+        def start_ranks(self) -> None:
+            pass
+
+    class LastRankDies(suite):  # type: ignore[misc]
+        @classmethod
+        def _run(cls, rank: int, *args: Any, **kwargs: Any) -> None:
+            try:
+                super()._run(rank, *args, **kwargs)
+            finally:
+                if rank == 1:
+                    os._exit(3)
+
+    class LastRankRaises(suite):  # type: ignore[misc]
+        def test_get_rank(self) -> None:
+            if self.rank == 1:
+                raise ValueError("planted")
+
+    return {case.__name__: case for case in (NoRanks, LastRankDies, LastRankRaises)}
+
+
+def serve(suite: type[unittest.TestCase], requests: IO[str], replies: IO[str]) -> None:
+    """One test name per line in, of an altered suite behind its name; one JSON outcome per line out."""
+    cases = {"": suite, **altered(suite)}
     for line in requests:
+        kind, _, name = line.strip().rpartition(".")
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             # Ranks inherit these descriptors, so that what they print belongs to their test.
             os.dup2(output.fileno(), sys.stdout.fileno())
             os.dup2(output.fileno(), sys.stderr.fileno())
-            outcome = run_test(case, line.strip())
+            outcome = run_test(cases[kind], name)
             sys.stdout.flush()
             sys.stderr.flush()
             output.seek(0)

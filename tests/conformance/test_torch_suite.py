@@ -5,14 +5,9 @@ On CUDA tensors (BAGUA_TEST_DEVICE=cuda) those that torch has for NCCL, with as 
 suite gives each rank one of its own.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,50 +95,6 @@ def test_torch_suite(
     assert result["outcome"] == PASSED, f"{result['outcome']}: {result['reason']}\n{result['output']}"
 
 
-_ALTERED_SUITES = """
-import json, os
-from run_torch_suite import load_suite, run_test
-
-suite = load_suite("gloo", 2)
-
-class NoRanks(suite):
-    def start_ranks(self):
-        pass
-
-class LastRankDies(suite):
-    @classmethod
-    def _run(cls, rank, *args, **kwargs):
-        try:
-            super()._run(rank, *args, **kwargs)
-        finally:
-            if rank == 1:
-                os._exit(3)
-
-class LastRankRaises(suite):
-    def test_get_rank(self):
-        if self.rank == 1:
-            raise ValueError("planted")
-
-print(json.dumps({case.__name__: run_test(case, "test_get_rank") for case in (NoRanks, LastRankDies, LastRankRaises)}))
-"""
-
-
-@pytest.fixture(scope="module")
-def altered_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """How one test of the suite ends when the suite is broken on purpose: name of the break -> outcome, reason."""
-    command = [sys.executable, "-c", _ALTERED_SUITES]
-    result = subprocess.run(
-        command,
-        cwd=Path(__file__).parent,
-        env={**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("suite"))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return {name: outcome[1:3] for name, outcome in json.loads(result.stdout.splitlines()[-1]).items()}
-
-
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -152,7 +103,7 @@ def altered_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list
         ("LastRankRaises", "ValueError: planted"),
     ],
 )
-def test_broken_suite_is_noticed(altered_outcomes: dict[str, list[str]], broken: str, message: str) -> None:
-    outcome, reason = altered_outcomes[broken]
-    assert outcome == "fail"
-    assert message in reason
+def test_broken_suite_is_noticed(run_suite_test: RunSuiteTest, broken: str, message: str) -> None:
+    result = run_suite_test(2, f"{broken}.test_get_rank")
+    assert result["outcome"] == "fail"
+    assert message in result["reason"]
