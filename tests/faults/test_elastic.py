@@ -2,15 +2,13 @@
 """torchrun restarts a job whose rank was killed: it ends with the weights of an undisturbed run."""
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import bagua
 import pytest
 import torch
+from script_ranks import run_script
 from trouble import selection
 
 SCRIPT = Path(__file__).with_name("elastic_training.py")
@@ -23,13 +21,12 @@ LEARNED = 0.5
 def _run(folder: Path, algorithm: str, disturbance: str, layout: str) -> list[dict[str, Any]]:
     """Return what each rank has ended with."""
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--max-restarts=2"]
-    command += ["--standalone"]
-    command += ["--monitor-interval=0.1", str(SCRIPT), str(folder), algorithm, disturbance, layout]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = [str(folder), algorithm, disturbance, layout]
+    if disturbance == "disturbed":
+        torchrun = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=2", "--monitor-interval=0.1"]
+        run_script("import torch.distributed.run as run; run.main()", 1, folder, *torchrun, str(SCRIPT), *arguments)
+    else:
+        run_script(SCRIPT.read_text(), RANKS, folder, *arguments, env={"TORCHELASTIC_RESTART_COUNT": "0"})
     processes = [file.name.removeprefix("process-") for file in folder.glob("process-*")]
     assert len(processes) == RANKS * (2 if disturbance == "disturbed" else 1)
     left = [path for process in processes for path in Path("/dev/shm").glob(f"bagua-{process}-*")]
