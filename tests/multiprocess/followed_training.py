@@ -13,7 +13,7 @@ from hooked_models import emulated_hosts
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-STEPS = 32
+STEPS = 16
 # Both sides round differently: order of sums, fused multiply-adds. One bucket stays within the first. Several buckets
 # are of a larger model with larger gradients, whose numbers now and then fall to a neighbouring code.
 ONE_BUCKET, SEVERAL_BUCKETS = 1e-5, 1e-3

@@ -13,7 +13,7 @@ from async_drift import let_rounds_come_in
 from devices import DEVICE
 from followed_training import ONE_BUCKET, SEVERAL_BUCKETS, STEPS, Run, Training, assert_follows, take_step, train_rank
 from hooked_models import SMALL_BUCKETS, perceptron, same
-from ranks import RankPool, run_ranks
+from ranks import Pools, RankPool, run_ranks
 from test_bytegrad_definition import CODES
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -86,11 +86,19 @@ def _follow_decentralized(pool: RankPool, run: Run, tolerance: float = ONE_BUCKE
     return trainings
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "options", [{}, FLAT, EVERY_THIRD, SHIFT, {**SHIFT, **FLAT}, {**SHIFT, **FLAT, **EVERY_THIRD}], ids=str
+    ("size", "options"),
+    [
+        (2, FLAT),
+        (2, {**SHIFT, **FLAT}),
+        (4, {}),
+        (4, EVERY_THIRD),
+        (4, SHIFT),
+        (4, {**SHIFT, **FLAT, **EVERY_THIRD}),
+    ],
+    ids=str,
 )
-def test_decentralized_on_one_host(rank_pools: dict[int, RankPool], size: int, options: dict[str, Any]) -> None:
+def test_decentralized_on_one_host(rank_pools: Pools, size: int, options: dict[str, Any]) -> None:
     _follow_decentralized(rank_pools[size], _decentralized(options))
 
 
@@ -99,12 +107,12 @@ def test_decentralized_on_one_host(rank_pools: dict[int, RankPool], size: int, o
     [("AAB", {}), ("AABB", EVERY_THIRD), ("AAB", SHIFT), ("ABAB", SHIFT), ("ABCC", {**SHIFT, **FLAT}), ("ABCD", SHIFT)],
     ids=str,
 )
-def test_decentralized_between_hosts(rank_pools: dict[int, RankPool], hosts: str, options: dict[str, Any]) -> None:
+def test_decentralized_between_hosts(rank_pools: Pools, hosts: str, options: dict[str, Any]) -> None:
     _follow_decentralized(rank_pools[len(hosts)], _decentralized(options, hosts=hosts))
 
 
 @pytest.mark.parametrize("options", [FLAT, {**SHIFT, **FLAT}], ids=str)
-def test_decentralized_under_several_buckets(rank_pools: dict[int, RankPool], options: dict[str, Any]) -> None:
+def test_decentralized_under_several_buckets(rank_pools: Pools, options: dict[str, Any]) -> None:
     run = _decentralized(options, ddp_options=SMALL_BUCKETS)._replace(model=perceptron())
     _follow_decentralized(rank_pools[4], run, SEVERAL_BUCKETS)
 
@@ -120,21 +128,21 @@ PLANS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_decentralized_in_other_loops(rank_pools: dict[int, RankPool], plan: str) -> None:
+def test_decentralized_in_other_loops(rank_pools: Pools, plan: str) -> None:
     # shift_one, in which a step counted wrongly is an exchange with another peer.
     _follow_decentralized(rank_pools[4], _decentralized({**SHIFT, **FLAT}, **PLANS[plan]()))
 
 
-@pytest.mark.parametrize("options", [{}, FLAT, EVERY_THIRD], ids=str)
-def test_ranks_hold_the_same_bits_after_an_average_of_all(peers: RankPool, options: dict[str, Any]) -> None:
-    trainings = peers.run(train_rank, _decentralized(options))
+@pytest.mark.parametrize("options", [FLAT, EVERY_THIRD], ids=str)
+def test_ranks_hold_the_same_bits_after_an_average_of_all(rank_pools: Pools, options: dict[str, Any]) -> None:
+    trainings = rank_pools[3].run(train_rank, _decentralized(options))
     for step in range(STEPS):
         first = trainings[0].averaged[step]
         communicated = step % options.get("communication_interval", 1) == 0
         assert all(torch.equal(first, training.averaged[step]) == communicated for training in trainings[1:])
 
 
-def test_pairs_of_shift_one_hold_the_same_bits_after_their_exchange(rank_pools: dict[int, RankPool]) -> None:
+def test_pairs_of_shift_one_hold_the_same_bits_after_their_exchange(rank_pools: Pools) -> None:
     trainings = rank_pools[4].run(train_rank, _decentralized({**SHIFT, **FLAT}))
     for step in range(1, STEPS):  # in step 0 all start from the same weights
         for rank, training in enumerate(trainings):
@@ -208,9 +216,11 @@ def _follow_low_precision(pool: RankPool, run: Run) -> list[Training]:
     return trainings
 
 
-@pytest.mark.parametrize("options", [FLAT, {**FLAT, **EVERY_THIRD}, {}, EVERY_THIRD], ids=str)
-def test_low_precision_decentralized_on_one_host(peers: RankPool, options: dict[str, Any]) -> None:
-    trainings = _follow_low_precision(peers, _low_precision(options))
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, FLAT), (3, {**FLAT, **EVERY_THIRD}), (4, FLAT), (2, {}), (3, EVERY_THIRD)], ids=str
+)
+def test_low_precision_decentralized_on_one_host(rank_pools: Pools, size: int, options: dict[str, Any]) -> None:
+    trainings = _follow_low_precision(rank_pools[size], _low_precision(options))
     interval = options.get("communication_interval", 1)
     assert {training.stats["rounds"] for training in trainings} == {-(-STEPS // interval)}
     for step in range(0, STEPS, interval):
@@ -219,7 +229,7 @@ def test_low_precision_decentralized_on_one_host(peers: RankPool, options: dict[
 
 
 @pytest.mark.parametrize("hosts", ["AAB", "AABB", "ABAB", "ABCC", "ABCD"])
-def test_low_precision_decentralized_between_hosts(rank_pools: dict[int, RankPool], hosts: str) -> None:
+def test_low_precision_decentralized_between_hosts(rank_pools: Pools, hosts: str) -> None:
     size = len(hosts)
     trainings = _follow_low_precision(rank_pools[size], _low_precision({}, hosts=hosts))
     for ranks in sim.participants(size, hosts, True):
@@ -227,7 +237,7 @@ def test_low_precision_decentralized_between_hosts(rank_pools: dict[int, RankPoo
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_low_precision_decentralized_in_other_loops(rank_pools: dict[int, RankPool], plan: str) -> None:
+def test_low_precision_decentralized_in_other_loops(rank_pools: Pools, plan: str) -> None:
     _follow_low_precision(rank_pools[3], _low_precision(FLAT, **PLANS[plan]()))
 
 
@@ -275,7 +285,9 @@ def test_replicas_follow_the_definition_and_are_the_neighbours_weights(peers: Ra
 def test_low_precision_decentralized_in_several_buckets() -> None:
     # A neighbouring code of this codec is within the tolerance; one of int8 is up to a 127th of the largest difference.
     options = {**FLAT, "codec": "minmax_uint8"}
-    run = _low_precision(options, ddp_options=SMALL_BUCKETS)._replace(model=perceptron(), make_optimizer=fast_sgd)
+    plan = sim.one_batch_a_step(2 * STEPS)  # within which it moves
+    run = _low_precision(options, ddp_options=SMALL_BUCKETS, plan=plan)
+    run = run._replace(model=perceptron(), make_optimizer=fast_sgd)
     trainings = run_ranks(3, train_rank, run, env={"BAGUA_DEFAULT_BUCKET_SIZE": "2000"})
     assert_follows(trainings, _simulate_low_precision(run, 3, 2000), SEVERAL_BUCKETS)
     parameters = list(perceptron().parameters())
@@ -292,7 +304,7 @@ def _alone(algorithm: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized"])
-def test_one_rank_trains_as_without_a_hook(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+def test_one_rank_trains_as_without_a_hook(rank_pools: Pools, algorithm: str) -> None:
     ((weights, expected),) = rank_pools[1].run(_alone, algorithm)
     assert same(weights, expected)
 

@@ -23,8 +23,8 @@ def _resident() -> int:
     return 1024 * int(status.partition("VmRSS:")[2].split()[0])
 
 
-def _growth(algorithm: str, options: dict[str, int]) -> tuple[float, float]:
-    """What this process has grown by in 64 steps, and what stats() says, in copies of the weights."""
+def _growth(algorithm: str, options: dict[str, int], steps: int) -> tuple[float, float]:
+    """What this process has grown by in so many steps, and what stats() says, in copies of the weights."""
     with emulated_hosts("AB") as group:
         ddp = DDP(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12))), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-6)
@@ -39,14 +39,14 @@ def _growth(algorithm: str, options: dict[str, int]) -> tuple[float, float]:
             step()
         before = _resident()
         handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
-        for _ in range(64):
+        for _ in range(steps):
             step()
         weights = sum(p.nbytes for p in ddp.parameters())
         return (_resident() - before) / weights, sum(handle.stats()["memory"].values()) / weights
 
 
 def test_rounds_hold_no_more_memory_than_is_told() -> None:
-    for grown, told in run_ranks(2, _growth, "diloco", {"sync_every": 4, "fragments": 4}, timeout=120.0):
+    for grown, told in run_ranks(2, _growth, "diloco", {"sync_every": 4, "fragments": 4}, 64, timeout=120.0):
         assert told == 2.25
         # Beside it there is what the exchange of a fragment takes, what the allocator keeps of that, and 20 MB for any
         # model: 3 to 4 in all. A thread for each of sixteen fragments in turn would keep six.
@@ -54,7 +54,7 @@ def test_rounds_hold_no_more_memory_than_is_told() -> None:
 
 
 def test_exchanges_share_their_memory_whatever_threads_they_run_on() -> None:
-    for grown, _ in run_ranks(2, _growth, "gradient_allreduce", {}, timeout=120.0):
+    for grown, _ in run_ranks(2, _growth, "gradient_allreduce", {}, 24, timeout=120.0):
         # Torch's buckets, what comes from the other host, and what the allocator keeps: 5 to 7. When sixteen threads
         # had memory of their own it was 32.
         assert grown < 12

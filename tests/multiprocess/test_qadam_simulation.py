@@ -12,7 +12,7 @@ import torch.distributed as dist
 from devices import DEVICE
 from followed_training import ONE_BUCKET, SEVERAL_BUCKETS, STEPS, Run, Training, assert_follows, take_step, train_rank
 from hooked_models import SMALL_BUCKETS, new_group, perceptron, same
-from ranks import RankPool
+from ranks import Pools, RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -99,7 +99,7 @@ def test_qadam_on_one_host(ranks: RankPool, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["AAB", "AABB", "ABAB", "ABCC", "ABCD"])
-def test_qadam_between_hosts(rank_pools: dict[int, RankPool], hosts: str) -> None:
+def test_qadam_between_hosts(rank_pools: Pools, hosts: str) -> None:
     # A code of a host's share may be its neighbour's, because the share is scaled in another place: range / 255 of a
     # moment below 10, times the learning rate, over the square root of the second moment. With int8 one such code leads
     # one of these trainings elsewhere.
@@ -123,7 +123,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("options", [FLAT, {}], ids=str)
-def test_qadam_in_other_loops(rank_pools: dict[int, RankPool], setting: str, options: dict[str, Any]) -> None:
+def test_qadam_in_other_loops(rank_pools: Pools, setting: str, options: dict[str, Any]) -> None:
     _follow(rank_pools[2], _qadam(options, **SETTINGS[setting]))
 
 
@@ -140,7 +140,7 @@ def _zeroed_in_place(set_to_none: bool) -> list[Tensor]:
     return history
 
 
-def test_gradients_set_to_zero_or_to_none_give_the_same_bits(rank_pools: dict[int, RankPool]) -> None:
+def test_gradients_set_to_zero_or_to_none_give_the_same_bits(rank_pools: Pools) -> None:
     assert same(rank_pools[2].run(_zeroed_in_place, True), rank_pools[2].run(_zeroed_in_place, False))
 
 
@@ -192,16 +192,14 @@ def _warm_up(dtype: torch.dtype, ddp_options: dict[str, Any], warmup: int) -> tu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("ddp_options", [{}, SMALL_BUCKETS], ids=["one_bucket", "several_buckets"])
-def test_the_warm_up_is_adam_to_the_bit(
-    rank_pools: dict[int, RankPool], dtype: torch.dtype, ddp_options: dict[str, Any]
-) -> None:
+def test_the_warm_up_is_adam_to_the_bit(rank_pools: Pools, dtype: torch.dtype, ddp_options: dict[str, Any]) -> None:
     # Two ranks: adding two halves is halving their sum, so that DDP's own mean has the same bits.
     for ours, stock in rank_pools[2].run(_warm_up, dtype, ddp_options, STEPS + 1):
         assert ours[0].dtype == dtype
         assert same(ours, stock)
 
 
-def test_the_warm_up_ends_one_step_before_the_number_given(rank_pools: dict[int, RankPool]) -> None:
+def test_the_warm_up_ends_one_step_before_the_number_given(rank_pools: Pools) -> None:
     # Kept from the original: step `warmup_steps` moves the weights by the moments of the step before.
     for ours, stock in rank_pools[2].run(_warm_up, torch.float32, {}, 10):
         assert same(ours[:9], stock[:9])

@@ -10,7 +10,7 @@ import simulations as sim
 import torch
 import torch.distributed as dist
 from hooked_models import same
-from ranks import RankPool
+from ranks import Pools
 from rounds_training import (
     CLOSE,
     CONSECUTIVE,
@@ -56,7 +56,7 @@ def _scaled(zero_first: bool, overflows: Sequence[tuple[int, int]]) -> tuple[lis
 OVERFLOWS = [(1, 2), (0, 3), (1, 7), (1, 8), (0, 10), (1, 10)]
 
 
-def test_a_step_that_a_rank_skips_counts(rank_pools: dict[int, RankPool]) -> None:
+def test_a_step_that_a_rank_skips_counts(rank_pools: Pools) -> None:
     results = rank_pools[2].run(_scaled, True, OVERFLOWS)
     models = sim.copies(three_layers(), 2)
     rounds = PlainRounds(models, Plan(3, outer_lr=0.5), CONSECUTIVE[1])
@@ -75,7 +75,7 @@ def test_a_step_that_a_rank_skips_counts(rank_pools: dict[int, RankPool]) -> Non
                 assert error < CLOSE, f"rank {rank} is off by {error:.2g} after step {step}"
 
 
-def test_a_step_skipped_before_gradients_are_dropped_counts_too(rank_pools: dict[int, RankPool]) -> None:
+def test_a_step_skipped_before_gradients_are_dropped_counts_too(rank_pools: Pools) -> None:
     states = [state for _, state in rank_pools[2].run(_scaled, False, OVERFLOWS, timeout=30.0)]
     assert states[0]["step"] == states[1]["step"] == 11
     assert same(states[0], states[1])
@@ -132,11 +132,15 @@ def _averaged_every_third_step(ddp: DDP, optimizer: torch.optim.Optimizer) -> ba
     return bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer, sync_every=3)
 
 
-@pytest.mark.parametrize("end", ["synchronize", "abort", "remove", "with", "state_dict"])
 @pytest.mark.parametrize(
-    "register", [Plan(6, 2, delay=1, mixing=0.25).register, Plan(3).register, _averaged_every_third_step]
+    ("register", "end"),
+    [
+        *((Plan(6, 2, delay=1, mixing=0.25).register, end) for end in ("synchronize", "abort", "remove", "state_dict")),
+        *((Plan(3).register, end) for end in ("with", "state_dict")),
+        *((_averaged_every_third_step, end) for end in ("synchronize", "remove", "state_dict")),
+    ],
 )
-def test_a_last_step_that_a_rank_skips_counts(rank_pools: dict[int, RankPool], end: str, register: Register) -> None:
+def test_a_last_step_that_a_rank_skips_counts(rank_pools: Pools, end: str, register: Register) -> None:
     one, other = rank_pools[2].run(_skip_last, end, register, True, timeout=60.0)
     assert same(one, other)
     assert same(one, rank_pools[2].run(_skip_last, end, register, False, timeout=60.0)[0])
@@ -157,7 +161,7 @@ def _synchronize_before_the_step(skips: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("skips", [False, True], ids=["finite", "nan"])
-def test_a_step_that_follows_a_synchronisation_counts_once(rank_pools: dict[int, RankPool], skips: bool) -> None:
+def test_a_step_that_follows_a_synchronisation_counts_once(rank_pools: Pools, skips: bool) -> None:
     for state in rank_pools[2].run(_synchronize_before_the_step, skips):
         assert state["step"] == 3
 
@@ -183,7 +187,7 @@ def _accumulate(skipped: int, empty: bool, synchronised: bool) -> tuple[int, Ten
 
 @pytest.mark.parametrize(("empty", "synchronised"), [(False, False), (False, True), (True, False), (True, True)])
 def test_accumulated_gradients_are_one_step_whatever_they_are(
-    rank_pools: dict[int, RankPool], empty: bool, synchronised: bool
+    rank_pools: Pools, empty: bool, synchronised: bool
 ) -> None:
     for skipped in (3, 9):
         (steps, one), (others, other) = rank_pools[2].run(_accumulate, skipped, empty, synchronised, timeout=30.0)
@@ -207,7 +211,7 @@ def _with_scheduler(registered: bool) -> tuple[list[float], Tensor]:
     return rates, sim.flat(ddp.parameters())
 
 
-def test_schedulers_of_the_inner_optimizer_do_not_notice(rank_pools: dict[int, RankPool]) -> None:
+def test_schedulers_of_the_inner_optimizer_do_not_notice(rank_pools: Pools) -> None:
     for (rates, weights), (expected, same_weights) in zip(
         rank_pools[2].run(_with_scheduler, True), rank_pools[2].run(_with_scheduler, False), strict=True
     ):
