@@ -8,7 +8,7 @@ import bagua
 import pytest
 import torch
 from hooked_models import SMALL_BUCKETS, loss_of, perceptron
-from ranks import RankPool, run_ranks
+from ranks import Pools, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # What comes first, what comes then, and options of the latter.
@@ -91,14 +91,12 @@ def _change(first: str, second: str, options: dict[str, Any], mode: str) -> None
 
 
 @pytest.mark.parametrize(("first", "second", "options"), CHANGES, ids=[f"{one}-{two}" for one, two, _ in CHANGES])
-def test_another_algorithm_has_its_effect(
-    rank_pools: dict[int, RankPool], first: str, second: str, options: dict[str, Any]
-) -> None:
+def test_another_algorithm_has_its_effect(rank_pools: Pools, first: str, second: str, options: dict[str, Any]) -> None:
     rank_pools[2].run(_change, first, second, options, "plain", timeout=60.0)
 
 
 @pytest.mark.parametrize("mode", ["static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
-def test_another_algorithm_works_in_every_mode_of_ddp(rank_pools: dict[int, RankPool], mode: str) -> None:
+def test_another_algorithm_works_in_every_mode_of_ddp(rank_pools: Pools, mode: str) -> None:
     rank_pools[2].run(_change, *CHANGES[0], mode, timeout=60.0)
     rank_pools[2].run(_change, *CHANGES[3], mode, timeout=60.0)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from async_drift import LENGTH, ROUNDS, SECONDS, Drift
 from hooked_models import Leaves, new_group, same
-from ranks import RankPool, run_ranks
+from ranks import RankPool, on_ranks, run_ranks
 from script_ranks import run_script
 from slowness import Moment
 from torch import Tensor, nn
@@ -144,7 +144,8 @@ def _leave_by_an_exception(trained: Drift) -> None:
         raise ArithmeticError("planted")
 
 
-def _exception_in_a_block() -> None:
+@on_ranks(2, timeout=SECONDS)
+def test_a_block_that_ends_by_an_exception_waits_for_nobody() -> None:
     trained = Drift()
     with pytest.raises(ArithmeticError, match="planted"):
         _leave_by_an_exception(trained)
@@ -156,10 +157,6 @@ def _exception_in_a_block() -> None:
     stopped = trained.rounds()
     trained.steps(3)
     assert trained.rounds() == stopped
-
-
-def test_a_block_that_ends_by_an_exception_waits_for_nobody(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_exception_in_a_block, timeout=SECONDS)
 
 
 def _lose_a_rank() -> str:
@@ -263,16 +260,13 @@ def test_buffers_are_the_rank_s_own_until_abort(peers: RankPool) -> None:
         assert "broadcast_buffers" in warned[rank]
 
 
-def _no_buffers_no_warning() -> None:
+@on_ranks(2, timeout=SECONDS)
+def test_a_model_without_buffers_warns_of_nothing() -> None:
     log = io.StringIO()
     logging.getLogger().addHandler(handler := logging.StreamHandler(log))
     Drift().handle.abort()
     logging.getLogger().removeHandler(handler)
     assert not log.getvalue()
-
-
-def test_a_model_without_buffers_warns_of_nothing(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_no_buffers_no_warning, timeout=SECONDS)
 
 
 def _frozen_weights() -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from async_drift import LENGTH, ROUNDS, SECONDS, Drift, assert_agree
-from ranks import RankPool
+from ranks import Pools, RankPool
 from slowness import Moment, busy_seconds, seconds_asleep
 from torch import Tensor
 
@@ -272,7 +272,7 @@ def _interval(milliseconds: int, rounds: int, further_steps: int) -> int:
     return rounds
 
 
-def test_rounds_keep_their_distance(rank_pools: dict[int, RankPool]) -> None:
+def test_rounds_keep_their_distance(rank_pools: Pools) -> None:
     begin = time.monotonic()
     rounds = rank_pools[2].run(_interval, 200, ROUNDS, 0, timeout=SECONDS)
     assert max(rounds) <= 1 + (time.monotonic() - begin) / 0.2

@@ -5,15 +5,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import bagua.torch_api
 import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from hooked_models import loss_of, perceptron
-from ranks import RankPool
+from ranks import on_ranks
 from torch import Tensor, nn
+from torch_api_calls import started
 
 
 class CountingImpl(AlgorithmImpl):
@@ -110,11 +110,6 @@ STAGES = (
 )
 
 
-def _start() -> None:
-    if not bagua.torch_api.is_initialized():
-        bagua.torch_api.init_process_group()
-
-
 def _expected(steps: int) -> list[Tensor]:
     """Weights after steps with twice the mean gradient, in one process."""
     model = perceptron()
@@ -129,8 +124,11 @@ def _expected(steps: int) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def _train_custom(do_flatten: bool, set_to_none: bool) -> None:
-    _start()
+@pytest.mark.parametrize("do_flatten", [True, False], ids=["flat", "scattered"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@on_ranks(2)
+def test_stages_and_operations_of_a_custom_algorithm(do_flatten: bool, set_to_none: bool) -> None:
+    started()
     steps = 3
     model = perceptron()
     if dist.get_rank() > 0:
@@ -162,16 +160,9 @@ def _train_custom(do_flatten: bool, set_to_none: bool) -> None:
         torch.testing.assert_close(parameter.detach(), reference, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("do_flatten", [True, False], ids=["flat", "scattered"])
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-def test_stages_and_operations_of_a_custom_algorithm(
-    rank_pools: dict[int, RankPool], do_flatten: bool, set_to_none: bool
-) -> None:
-    rank_pools[2].run(_train_custom, do_flatten, set_to_none)
-
-
-def _reset() -> None:
-    _start()
+@on_ranks(2)
+def test_need_reset_runs_all_stages_again() -> None:
+    started()
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model.with_bagua([optimizer], CountingAlgorithm(reset_at=2))  # type: ignore[operator]
@@ -187,7 +178,3 @@ def _reset() -> None:
     assert impl.calls["double the others"] == 4
     for parameter, reference in zip(model.parameters(), _expected(4), strict=True):
         torch.testing.assert_close(parameter.detach(), reference, rtol=1e-5, atol=1e-6)
-
-
-def test_need_reset_runs_all_stages_again(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_reset)

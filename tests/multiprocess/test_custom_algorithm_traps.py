@@ -4,20 +4,15 @@
 from collections.abc import Callable
 from typing import Any
 
-import bagua.torch_api
 import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from hooked_models import loss_of, perceptron
-from ranks import RankPool, run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
-
-
-def _start() -> None:
-    if not bagua.torch_api.is_initialized():
-        bagua.torch_api.init_process_group()
+from torch_api_calls import started
 
 
 class Made(Algorithm):
@@ -71,8 +66,9 @@ class ForgetfulImpl(MeanImpl):
         return hook
 
 
-def _astray() -> None:
-    _start()
+@on_ranks(2)
+def test_tensors_that_would_never_be_communicated_are_told() -> None:
+    started()
     with pytest.raises(ValueError, match=r"LeavesOutImpl left out 4 of the tensors.*'2.bias'"):
         _wrap(LeavesOutImpl, perceptron())
     with pytest.raises(ValueError, match=r"'4.bias' is in bucket 'again' and in bucket 'all'"):
@@ -84,10 +80,6 @@ def _astray() -> None:
     for step in range(2):  # the second backward finds nothing of the first
         with pytest.raises(RuntimeError, match=r"not communicated.*turn of bucket '0', of which '2.bias'"):
             loss_of(model, step).backward()
-
-
-def test_tensors_that_would_never_be_communicated_are_told(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_astray)
 
 
 class TwoStageImpl(AlgorithmImpl):
@@ -111,8 +103,9 @@ class TwoStageImpl(AlgorithmImpl):
         bucket.clear_ops().append_centralized_synchronous_op()
 
 
-def _two_stages() -> None:
-    _start()
+@on_ranks(2)
+def test_a_second_stage_may_take_weights_instead_of_gradients() -> None:
+    started()
     model = perceptron()
     optimizer = _wrap(TwoStageImpl, model)
     loss_of(model, 0).backward()
@@ -122,10 +115,6 @@ def _two_stages() -> None:
         assert parameter.bagua_getter_closure() is parameter, "no more its gradient"  # type: ignore[attr-defined]
     assert model.bagua_buckets[0].check_flatten()  # type: ignore[index, union-attr]
     assert torch.equal(model.bagua_buckets[0].slot(model[0].weight), model[0].weight)  # type: ignore[index, union-attr]
-
-
-def test_a_second_stage_may_take_weights_instead_of_gradients(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_two_stages)
 
 
 class FailingOperationImpl(AlgorithmImpl):
@@ -144,8 +133,9 @@ class FailingOperationImpl(AlgorithmImpl):
         bucket.clear_ops().append_python_op(operation).append_centralized_synchronous_op()
 
 
-def _failing_operation() -> None:
-    _start()
+@on_ranks(2)
+def test_an_operation_that_raises_ends_the_backward_and_not_the_training() -> None:
+    started()
     model = perceptron()
     optimizer = _wrap(FailingOperationImpl, model)
     with pytest.raises(ArithmeticError):
@@ -162,10 +152,6 @@ def _failing_operation() -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_an_operation_that_raises_ends_the_backward_and_not_the_training(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_failing_operation)
-
-
 class GroupedImpl(AlgorithmImpl):
     """The mean, over a group that is named."""
 
@@ -174,7 +160,7 @@ class GroupedImpl(AlgorithmImpl):
 
 
 def _operations_over_gloo() -> None:
-    _start()
+    started()
     model = perceptron()
     _wrap(GroupedImpl, model)
     loss_of(model, 0).backward()

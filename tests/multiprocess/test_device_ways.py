@@ -8,7 +8,7 @@ import pytest
 import test_error_feedback as feedback
 import torch
 from bagua import _C
-from ranks import RankPool
+from ranks import Pools
 
 Options = dict[str, Any]
 
@@ -22,22 +22,20 @@ def _as_on_device(body: Callable[..., Any], *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", feedback.ALGORITHMS, ids=str)
-def test_what_is_owed_to_a_parameter_that_no_rank_used_stays_owed(
-    rank_pools: dict[int, RankPool], options: Options
-) -> None:
+def test_what_is_owed_to_a_parameter_that_no_rank_used_stays_owed(rank_pools: Pools, options: Options) -> None:
     rank_pools[2].run(_as_on_device, feedback._unused, options, False, True)
 
 
 @pytest.mark.parametrize("options", feedback.ALGORITHMS, ids=str)
-def test_a_step_that_is_lost_leaves_no_trace_in_any_bucket(rank_pools: dict[int, RankPool], options: Options) -> None:
+def test_a_step_that_is_lost_leaves_no_trace_in_any_bucket(rank_pools: Pools, options: Options) -> None:
     rank_pools[2].run(_as_on_device, feedback._lost, options, False)
 
 
 @pytest.mark.parametrize("options", feedback.ALGORITHMS, ids=str)
-def test_what_is_owed_changes_its_scale_with_the_loss(rank_pools: dict[int, RankPool], options: Options) -> None:
+def test_what_is_owed_changes_its_scale_with_the_loss(rank_pools: Pools, options: Options) -> None:
     rank_pools[2].run(_as_on_device, feedback._scaled, options)
 
 
 @pytest.mark.parametrize("options", feedback.ALGORITHMS, ids=str)
-def test_a_checkpoint_continues_with_all_bits(rank_pools: dict[int, RankPool], options: Options) -> None:
+def test_a_checkpoint_continues_with_all_bits(rank_pools: Pools, options: Options) -> None:
     assert rank_pools[2].run(_as_on_device, feedback._continued, options, 2, {}) == [True] * 2

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from bagua import _executors
 from bagua._arithmetic import arithmetic_of
 from hooked_models import SMALL_BUCKETS, emulated_hosts, loss_of, new_group, perceptron
-from ranks import RankPool, run_ranks
+from ranks import Pools, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 SECONDS = 20.0  # within which an error has to come; a rank that waits for another does so for a minute
@@ -133,7 +133,7 @@ def _load_on_one_rank(hosts: str, algorithm: str, options: dict[str, Any]) -> st
 
 
 @pytest.mark.parametrize("hosts", ["AA", "AB"])
-def test_a_bucket_layout_that_one_rank_alone_has_loaded(rank_pools: dict[int, RankPool], hosts: str) -> None:
+def test_a_bucket_layout_that_one_rank_alone_has_loaded(rank_pools: Pools, hosts: str) -> None:
     for message in rank_pools[2].run(_load_on_one_rank, hosts, "bytegrad", {"hierarchical": False}):
         assert "bucket layouts differ" in message
         assert "Load the handle's state_dict on all ranks" in message
@@ -149,9 +149,7 @@ def test_a_bucket_layout_that_one_rank_alone_has_loaded(rank_pools: dict[int, Ra
         ("low_precision_decentralized", {"hierarchical": False}),
     ],
 )
-def test_a_step_that_one_rank_alone_has_loaded(
-    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any]
-) -> None:
+def test_a_step_that_one_rank_alone_has_loaded(rank_pools: Pools, algorithm: str, options: dict[str, Any]) -> None:
     for message in rank_pools[2].run(_load_on_one_rank, "AB", algorithm, options):
         assert re.search(r"at step \d and step \d", message), message
         assert "bucket layouts" not in message
@@ -179,7 +177,7 @@ def _load_other_steps_on_one_rank() -> str:
         return _message(RuntimeError, lambda: train(1))
 
 
-def test_an_optimizer_of_other_steps_that_one_rank_alone_has_loaded(rank_pools: dict[int, RankPool]) -> None:
+def test_an_optimizer_of_other_steps_that_one_rank_alone_has_loaded(rank_pools: Pools) -> None:
     # Else rank 0 would send gradients, which the other takes for momenta.
     for message in rank_pools[2].run(_load_other_steps_on_one_rank):
         assert "bagua:check_agreement" in message, message

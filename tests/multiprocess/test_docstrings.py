@@ -7,19 +7,16 @@ import importlib
 import bagua.torch_api
 import pytest
 import torch
-from ranks import RankPool
+from ranks import on_ranks
 
 MODULES = ["_checks", "algorithms.base", "bucket", "distributed"]
 
 
-def _run(name: str) -> None:
+@pytest.mark.parametrize("name", MODULES)
+@on_ranks(2)
+def test_examples_give_what_they_say(name: str) -> None:
     if not bagua.torch_api.is_initialized():
         bagua.torch_api.init_process_group()
     results = doctest.testmod(importlib.import_module(f"bagua.torch_api.{name}"), extraglobs={"torch": torch})
     assert results.attempted > 0
     assert results.failed == 0
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_give_what_they_say(rank_pools: dict[int, RankPool], name: str) -> None:
-    rank_pools[2].run(_run, name)

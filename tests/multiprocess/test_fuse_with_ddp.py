@@ -14,11 +14,11 @@ from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.contrib import fuse_optimizer
 from bagua.torch_api.contrib.fuse.optimizer import is_fused_optimizer
 from hooked_models import SMALL_BUCKETS, loss_of, perceptron, same
-from ranks import RankPool
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-STEPS = 20
+STEPS = 12
 WARMUP = 5
 MODES: dict[str, dict[str, Any]] = {
     "small_buckets": SMALL_BUCKETS,
@@ -32,7 +32,8 @@ ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
     ("qadam", {"hierarchical": False}),
     ("async", {"warmup_steps": 2 * STEPS}),
 ]
-in_both_modes = pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
+# Whether the optimizer is fused before the model is wrapped or hooked, and whether gradients become None or zeros.
+in_both_orders = pytest.mark.parametrize(("fuse_first", "set_to_none"), [(True, False), (False, True)])
 Fuse = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -76,7 +77,10 @@ def _same(one: Any, other: Any) -> bool:
     return same(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-def _in_ddp(mode: str, fuse_first: bool, set_to_none: bool) -> None:
+@in_both_orders
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_fused_steps_in_ddp_are_plain_steps(mode: str, fuse_first: bool, set_to_none: bool) -> None:
     def run(fuse: Fuse) -> tuple[nn.Module, Any]:
         model = perceptron()
         if fuse_first:
@@ -88,16 +92,12 @@ def _in_ddp(mode: str, fuse_first: bool, set_to_none: bool) -> None:
     _is_same_training(run, set_to_none)
 
 
-@in_both_modes
-@pytest.mark.parametrize("fuse_first", [True, False], ids=["fused-before-ddp", "fused-after-ddp"])
-@pytest.mark.parametrize("mode", MODES)
-def test_fused_steps_in_ddp_are_plain_steps(
-    rank_pools: dict[int, RankPool], mode: str, fuse_first: bool, set_to_none: bool
+@in_both_orders
+@pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=[name for name, _ in ALGORITHMS])
+@on_ranks(2)
+def test_hooks_and_fused_steps_work_together(
+    name: str, options: dict[str, Any], fuse_first: bool, set_to_none: bool
 ) -> None:
-    rank_pools[2].run(_in_ddp, mode, fuse_first, set_to_none)
-
-
-def _with_hook(name: str, options: dict[str, Any], fuse_first: bool, set_to_none: bool) -> None:
     handles = []
 
     def run(fuse: Fuse) -> tuple[nn.Module, Any]:
@@ -116,16 +116,10 @@ def _with_hook(name: str, options: dict[str, Any], fuse_first: bool, set_to_none
     handles[0].remove()
 
 
-@in_both_modes
-@pytest.mark.parametrize("fuse_first", [True, False], ids=["fused-before-hook", "fused-after-hook"])
-@pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=[name for name, _ in ALGORITHMS])
-def test_hooks_and_fused_steps_work_together(
-    rank_pools: dict[int, RankPool], name: str, options: dict[str, Any], fuse_first: bool, set_to_none: bool
-) -> None:
-    rank_pools[2].run(_with_hook, name, options, fuse_first, set_to_none)
-
-
-def _with_bagua(do_flatten: bool, fuse_first: bool, set_to_none: bool) -> None:
+@in_both_orders
+@pytest.mark.parametrize("do_flatten", [False, True])
+@on_ranks(2)
+def test_with_bagua_and_fused_steps_work_together(do_flatten: bool, fuse_first: bool, set_to_none: bool) -> None:
     if not bagua.torch_api.is_initialized():
         bagua.torch_api.init_process_group()
 
@@ -139,12 +133,3 @@ def _with_bagua(do_flatten: bool, fuse_first: bool, set_to_none: bool) -> None:
         return model, optimizer if fuse_first else fuse(optimizer)
 
     _is_same_training(run, set_to_none)
-
-
-@in_both_modes
-@pytest.mark.parametrize("fuse_first", [True, False], ids=["fused-before", "fused-after"])
-@pytest.mark.parametrize("do_flatten", [False, True])
-def test_with_bagua_and_fused_steps_work_together(
-    rank_pools: dict[int, RankPool], do_flatten: bool, fuse_first: bool, set_to_none: bool
-) -> None:
-    rank_pools[2].run(_with_bagua, do_flatten, fuse_first, set_to_none)

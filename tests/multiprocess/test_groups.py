@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, run_ranks
+from ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.any_device
 _needs_cpu_split = pytest.mark.skipif(
@@ -25,7 +25,8 @@ def _sum_over(group: dist.ProcessGroup | None, value: float) -> float:
     return tensor.item()
 
 
-def _every_subset() -> None:
+@on_ranks("ranks")
+def test_group_of_every_subset_of_ranks() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for count in range(1, size + 1):
         for members in itertools.combinations(range(size), count):
@@ -41,11 +42,9 @@ def _every_subset() -> None:
     assert _sum_over(None, 1.0) == size
 
 
-def test_group_of_every_subset_of_ranks(ranks: RankPool) -> None:
-    ranks.run(_every_subset)
-
-
-def _groups_in_different_order() -> None:
+@pytest.mark.cpu_only("NCCL wants communicators to be made in the same order on all ranks")
+@on_ranks("peers")
+def test_two_groups_used_in_opposite_orders() -> None:
     """Groups do not wait for each other: ranks may issue on two of them in opposite orders."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups: list[Any] = [dist.new_group(list(range(size))) for _ in range(2)]
@@ -61,12 +60,8 @@ def _groups_in_different_order() -> None:
         dist.destroy_process_group(group)
 
 
-@pytest.mark.cpu_only("NCCL wants communicators to be made in the same order on all ranks")
-def test_two_groups_used_in_opposite_orders(peers: RankPool) -> None:
-    peers.run(_groups_in_different_order)
-
-
-def _point_to_point_in_a_group() -> None:
+@on_ranks("peers")
+def test_messages_in_a_group_use_global_ranks() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     members = [size - 1, 0]  # neither starting at zero nor sorted
     group: Any = dist.new_group(members)
@@ -80,11 +75,8 @@ def _point_to_point_in_a_group() -> None:
         dist.destroy_process_group(group)
 
 
-def test_messages_in_a_group_use_global_ranks(peers: RankPool) -> None:
-    peers.run(_point_to_point_in_a_group)
-
-
-def _subgroups() -> None:
+@on_ranks(4)
+def test_new_subgroups() -> None:
     rank = dist.get_rank()
     mine, groups = dist.new_subgroups(group_size=2)
     assert _sum_over(mine, float(rank)) == (1.0 if rank < 2 else 5.0)
@@ -92,11 +84,10 @@ def _subgroups() -> None:
     dist.destroy_process_group(mine)
 
 
-def test_new_subgroups(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[4].run(_subgroups)
-
-
-def _split() -> None:
+@pytest.mark.cpu_only("torch splits groups of an accelerator only where they are bound to it")
+@_needs_cpu_split
+@on_ranks(4)
+def test_split_group() -> None:
     rank = dist.get_rank()
     child: Any = dist.split_group(split_ranks=[[0, 2], [1, 3]], timeout=timedelta(seconds=20))
     assert child is not None
@@ -111,23 +102,14 @@ def _split() -> None:
 
 @pytest.mark.cpu_only("torch splits groups of an accelerator only where they are bound to it")
 @_needs_cpu_split
-def test_split_group(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[4].run(_split)
-
-
-def _split_leaving_some_out() -> None:
+@on_ranks(4)
+def test_split_group_may_leave_ranks_out() -> None:
     rank = dist.get_rank()
     child: Any = dist.split_group(split_ranks=[[0, 1, 2]])
     if rank < 3:
         assert _sum_over(child, 1.0) == 3
         dist.destroy_process_group(child)
     assert _sum_over(None, 1.0) == 4
-
-
-@pytest.mark.cpu_only("torch splits groups of an accelerator only where they are bound to it")
-@_needs_cpu_split
-def test_split_group_may_leave_ranks_out(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[4].run(_split_leaving_some_out)
 
 
 def _initialise_again(folder: str) -> None:

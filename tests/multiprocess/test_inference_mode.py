@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE, settle
-from ranks import RankPool
+from ranks import on_ranks
 from torch import Tensor
 
 pytestmark = pytest.mark.any_device
@@ -211,7 +211,9 @@ def _runs(name: str, in_mode: bool, on_inference_tensors: bool, later: bool, lat
         assert torch.equal(output.to_dense() if output.is_sparse else output, value)
 
 
-def _every_operation() -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@on_ranks(2)
+def test_every_operation_works_in_the_mode_and_on_its_tensors() -> None:
     for turn, name in enumerate(NAMES):
         for in_mode, on_inference_tensors in ((True, True), (True, False), (False, True)):
             for later in (False, True):
@@ -220,8 +222,3 @@ def _every_operation() -> None:
                         _runs(name, in_mode, on_inference_tensors, later, late)
                     except Exception as error:
                         raise AssertionError(f"{name} {in_mode=} {on_inference_tensors=} {later=} {late=}") from error
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_every_operation_works_in_the_mode_and_on_its_tensors(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_every_operation)

@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import on_ranks
 
 
 def _thing(rank: int) -> dict[str, Any]:
     return {"rank": rank, "text": "x" * (100 * rank), "nested": [None, (rank, {"tensor": [rank] * rank})]}
 
 
-def _object_collectives() -> None:
+@on_ranks("ranks")
+def test_object_collectives() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = [_thing(other) for other in range(size)]
 
@@ -34,21 +35,15 @@ def _object_collectives() -> None:
         assert received == [_thing(rank)]
 
 
-def test_object_collectives(ranks: RankPool) -> None:
-    ranks.run(_object_collectives)
-
-
-def _tensor_in_an_object() -> None:
+@on_ranks("ranks")
+def test_object_may_hold_tensors() -> None:
     received: list[Any] = [{"weights": torch.arange(5.0)}] if dist.get_rank() == 0 else [None]
     dist.broadcast_object_list(received, src=0)
     assert torch.equal(received[0]["weights"], torch.arange(5.0))
 
 
-def test_object_may_hold_tensors(ranks: RankPool) -> None:
-    ranks.run(_tensor_in_an_object)
-
-
-def _send_objects() -> None:
+@on_ranks("peers")
+def test_objects_are_sent_to_one_rank() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         for peer in range(1, size):
@@ -57,7 +52,3 @@ def _send_objects() -> None:
         received: list[Any] = [None, None]
         assert dist.recv_object_list(received, src=0) == 0
         assert received == [_thing(rank), rank]
-
-
-def test_objects_are_sent_to_one_rank(peers: RankPool) -> None:
-    peers.run(_send_objects)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.communication import from_torch_group
 from holdings import holdings, left_behind
-from ranks import RankPool
+from ranks import Pools
 from torch.nn.parallel import DistributedDataParallel
 
 _CYCLES = 2
@@ -63,5 +63,5 @@ def _what_stays(backend: str, use: str) -> list[str]:
         ("bagua", "communicators"),
     ],
 )
-def test_nothing_stays_of_a_private_group(rank_pools: dict[int, RankPool], backend: str, use: str) -> None:
+def test_nothing_stays_of_a_private_group(rank_pools: Pools, backend: str, use: str) -> None:
     assert rank_pools[2].run(_what_stays, backend, use) == [[], []]

@@ -14,7 +14,7 @@ import simulations as sim
 import torch
 import torch.distributed as dist
 from hooked_models import same
-from ranks import RankPool, run_ranks
+from ranks import Pools, run_ranks
 from rounds_training import Plan, adam, momentum_sgd, three_layers
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -60,7 +60,7 @@ def _train_on(plan: Plan, options: dict[str, Any], breaks: Sequence[int]) -> lis
     ids=str,
 )
 def test_a_checkpoint_anywhere_in_a_round_continues_to_the_bit(
-    rank_pools: dict[int, RankPool], plan: Plan, options: dict[str, Any]
+    rank_pools: Pools, plan: Plan, options: dict[str, Any]
 ) -> None:
     whole = rank_pools[2].run(_train_on, plan, options, [])
     broken = rank_pools[2].run(_train_on, plan, options, [1, 6, 7, 12])
@@ -106,7 +106,7 @@ _SHORT_ENDS = [ENDS[1], ENDS[9], ENDS[16], ENDS[22], ENDS[29], ENDS[38], ENDS[46
     ids=str,
 )
 def test_ranks_end_with_the_same_weights_wherever_they_stop(
-    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any], call: str, steps: int
+    rank_pools: Pools, algorithm: str, options: dict[str, Any], call: str, steps: int
 ) -> None:
     weights = rank_pools[3].run(_end, algorithm, options, call, steps)
     assert all(same(weights[0], own) for own in weights)
@@ -131,7 +131,7 @@ def _with_uneven_steps(end: str, ahead: int) -> str:
 
 
 @pytest.mark.parametrize("end", [pytest.param("synchronize", marks=pytest.mark.long), "abort", "remove"])
-def test_ranks_that_end_after_other_steps_are_told_both(rank_pools: dict[int, RankPool], end: str) -> None:
+def test_ranks_that_end_after_other_steps_are_told_both(rank_pools: Pools, end: str) -> None:
     # Rank 1 is one step short of a round when both end.
     for message in rank_pools[2].run(_with_uneven_steps, end, -1, timeout=30.0):
         assert message.startswith("ValueError"), message

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, run_ranks
+from ranks import RankPool, on_ranks, run_ranks
 
 _NOBODY = 65534
 
@@ -29,7 +29,9 @@ def test_segments_have_no_name_once_the_first_collective_is_over(peers: RankPool
     peers.run(_use_shared_memory)
 
 
-def _ask_as_nobody() -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@on_ranks(2)
+def test_another_user_cannot_reach_the_memory_through_proc() -> None:
     _use_shared_memory()
     for door in ("fd", "map_files"):
         path = f"/proc/{os.getpid()}/{door}"
@@ -37,11 +39,6 @@ def _ask_as_nobody() -> None:
             asked = subprocess.run(["ls", path], user=_NOBODY, group=_NOBODY, extra_groups=[], capture_output=True)
             assert asked.returncode != 0, f"user {_NOBODY} can look into {path}"
             assert b"ermission denied" in asked.stderr, asked.stderr
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_reach_the_memory_through_proc(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_ask_as_nobody)
 
 
 def _join(file: str, jobs: list[tuple[str, int]], timeout: float) -> list[float] | str:

@@ -5,22 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import bagua.torch_api
 import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
-from ranks import RankPool
+from ranks import Pools, on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch_api_calls import started
 
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized")
-
-
-def _start() -> None:
-    if not bagua.torch_api.is_initialized():
-        bagua.torch_api.init_process_group()
 
 
 def _wrap(model: nn.Module, name: str = "gradient_allreduce", **options: Any) -> torch.optim.Optimizer:
@@ -61,8 +56,10 @@ class Checkpointed(nn.Module):
         return Outputs({"inside": [run(self.c, run(self.b, self.a(x)))]})
 
 
-def _checkpoints(name: str) -> None:
-    _start()
+@pytest.mark.parametrize("name", ALGORITHMS)
+@on_ranks(2)
+def test_checkpoints_inside_the_model_change_nothing(name: str) -> None:
+    started()
     results = []
     for how in ("plain", "not reentrant", "reentrant"):
         model = Checkpointed(how)
@@ -77,12 +74,9 @@ def _checkpoints(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_checkpoints_inside_the_model_change_nothing(rank_pools: dict[int, RankPool], name: str) -> None:
-    rank_pools[2].run(_checkpoints, name)
-
-
-def _checkpointed_as_a_whole(name: str) -> None:
-    _start()
+@on_ranks(2)
+def test_a_model_may_be_checkpointed_as_a_whole(name: str) -> None:
+    started()
     results = []
     for how in ("plain", "not reentrant", "reentrant"):
         torch.manual_seed(3)
@@ -101,11 +95,6 @@ def _checkpointed_as_a_whole(name: str) -> None:
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_model_may_be_checkpointed_as_a_whole(rank_pools: dict[int, RankPool], name: str) -> None:
-    rank_pools[2].run(_checkpointed_as_a_whole, name)
-
-
 class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -115,17 +104,14 @@ class Shared(nn.Module):
         return checkpoint(self.b, checkpoint(self.b, self.a(x), use_reentrant=True), use_reentrant=True)
 
 
-def _shared() -> None:
-    _start()
+@on_ranks(1)
+def test_a_parameter_of_two_reentrant_checkpoints_is_told() -> None:
+    started()
     model = Shared()
     optimizer = _wrap(model)
     with pytest.raises(RuntimeError, match=r"come to parameter 'b\.\w+' twice.*use_reentrant=False"):
         model(_x(0)).sum().backward()
     assert optimizer is not None
-
-
-def test_a_parameter_of_two_reentrant_checkpoints_is_told(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[1].run(_shared)
 
 
 class Fails(torch.autograd.Function):
@@ -152,7 +138,7 @@ class FailsOnce(nn.Module):
 
 
 def _raises(name: str) -> None:
-    _start()
+    started()
     results = []
     for fails in (False, True):
         model = FailsOnce()
@@ -173,12 +159,13 @@ def _raises(name: str) -> None:
         assert torch.equal(results[0], results[1])
 
 
-def test_training_goes_on_after_a_backward_that_raised_on_all_ranks(rank_pools: dict[int, RankPool]) -> None:
+def test_training_goes_on_after_a_backward_that_raised_on_all_ranks(rank_pools: Pools) -> None:
     rank_pools[2].run(_raises, "gradient_allreduce")
 
 
-def _gradient_penalty() -> None:
-    _start()
+@on_ranks(2)
+def test_autograd_grad_communicates_nothing() -> None:
+    started()
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     _wrap(model)
@@ -187,10 +174,6 @@ def _gradient_penalty() -> None:
     assert model.bagua_algorithm.hook.stats()["rounds"] == 0, "autograd.grad() leaves parameters alone"  # type: ignore[union-attr]
     (model(x).square().mean() + gradient.square().mean()).backward()
     assert model.bagua_algorithm.hook.stats()["rounds"] == 1  # type: ignore[union-attr]
-
-
-def test_autograd_grad_communicates_nothing(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_gradient_penalty)
 
 
 class Words(nn.Module):
@@ -223,8 +206,22 @@ class OwnAlgorithm(Algorithm):
         return OwnImpl(process_group)
 
 
-def _sparse(name: str, options: dict[str, Any]) -> None:
-    _start()
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gradient_allreduce", {}),
+        ("gradient_allreduce", {"average": False}),
+        ("own", {}),
+        ("bytegrad", {"hierarchical": False}),
+        ("decentralized", {"hierarchical": False}),
+        ("low_precision_decentralized", {"hierarchical": False}),
+        ("async", {"warmup_steps": 3}),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_sparse_gradients_of_embeddings(name: str, options: dict[str, Any]) -> None:
+    started()
     results = []
     for sparse in (False, True):
         model = Words(sparse)
@@ -245,20 +242,3 @@ def _sparse(name: str, options: dict[str, Any]) -> None:
         # The same additions in another order, in float32.
         torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
     assert results[1].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("gradient_allreduce", {}),
-        ("gradient_allreduce", {"average": False}),
-        ("own", {}),
-        ("bytegrad", {"hierarchical": False}),
-        ("decentralized", {"hierarchical": False}),
-        ("low_precision_decentralized", {"hierarchical": False}),
-        ("async", {"warmup_steps": 3}),
-    ],
-    ids=str,
-)
-def test_sparse_gradients_of_embeddings(rank_pools: dict[int, RankPool], name: str, options: dict[str, Any]) -> None:
-    rank_pools[2].run(_sparse, name, options)

@@ -13,13 +13,9 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from hooked_models import loss_of, perceptron
-from ranks import RankPool
+from ranks import on_ranks
 from torch import Tensor, nn
-
-
-def _start() -> None:
-    if not bagua.torch_api.is_initialized():
-        bagua.torch_api.init_process_group()
+from torch_api_calls import started
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -58,8 +54,9 @@ def _assert_same_everywhere(tensor: Tensor) -> None:
     assert all(torch.equal(everywhere[0], other) for other in everywhere)
 
 
-def _named_and_wrapped_again() -> None:
-    _start()
+@on_ranks(2)
+def test_a_module_keeps_its_name_and_is_averaged_once_however_often_it_is_wrapped() -> None:
+    started()
     model = perceptron()
     optimizer = _sgd(model)
     model.bagua_module_name = "mine"  # type: ignore[assignment]
@@ -68,12 +65,6 @@ def _named_and_wrapped_again() -> None:
         assert model.bagua_module_name == "mine"
         _train(model, optimizer, range(step, step + 1))
     _assert_trained_on_the_mean(model)
-
-
-def test_a_module_keeps_its_name_and_is_averaged_once_however_often_it_is_wrapped(
-    rank_pools: dict[int, RankPool],
-) -> None:
-    rank_pools[2].run(_named_and_wrapped_again)
 
 
 class FailingImpl(AlgorithmImpl):
@@ -86,8 +77,9 @@ class FailingAlgorithm(Algorithm):
         return FailingImpl(process_group)
 
 
-def _failure() -> None:
-    _start()
+@on_ranks(2)
+def test_a_failure_leaves_no_half_wrapped_module() -> None:
+    started()
     model = perceptron()
     optimizer = _sgd(model)
     model.with_bagua([optimizer], _allreduce())  # type: ignore[operator]
@@ -109,12 +101,9 @@ def _failure() -> None:
     _assert_trained_on_the_mean(model)
 
 
-def test_a_failure_leaves_no_half_wrapped_module(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_failure)
-
-
-def _missing_optimizers() -> None:
-    _start()
+@on_ranks(1)
+def test_algorithms_that_act_on_weights_ask_for_all_optimizers() -> None:
+    started()
     for name in ("decentralized", "low_precision_decentralized", "async"):
         model = perceptron()
         some = torch.optim.SGD(model[0].parameters(), lr=0.1)  # type: ignore[index, operator]
@@ -129,10 +118,6 @@ def _missing_optimizers() -> None:
     other = bagua.QAdamOptimizer(model.parameters())
     with pytest.raises(ValueError, match="QAdamOptimizer that is none of the module's optimizers"):
         model.with_bagua([_sgd(model)], Algorithm.init("qadam", q_adam_optimizer=other))  # type: ignore[operator]
-
-
-def test_algorithms_that_act_on_weights_ask_for_all_optimizers(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[1].run(_missing_optimizers)
 
 
 class Mixed(nn.Module):
@@ -151,8 +136,9 @@ class Mixed(nn.Module):
         return y
 
 
-def _all_state() -> None:
-    _start()
+@on_ranks(2)
+def test_frozen_parameters_buffers_and_memory_formats() -> None:
+    started()
     x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
     for do_flatten in (True, False):
         model = Mixed()
@@ -168,12 +154,9 @@ def _all_state() -> None:
         _assert_same_everywhere(gradient)
 
 
-def test_frozen_parameters_buffers_and_memory_formats(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_all_state)
-
-
-def _layouts() -> None:
-    _start()
+@on_ranks(2)
+def test_ranks_with_weights_laid_out_differently_are_told() -> None:
+    started()
     model = nn.Conv2d(3, 4, 3)
     if dist.get_rank() == 1:
         model.to(memory_format=torch.channels_last)
@@ -181,12 +164,9 @@ def _layouts() -> None:
         model.with_bagua([_sgd(model)], _allreduce())  # type: ignore[operator]
 
 
-def test_ranks_with_weights_laid_out_differently_are_told(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_layouts)
-
-
-def _groups() -> None:
-    _start()
+@on_ranks(2)
+def test_groups_of_torch_and_of_bagua_are_taken() -> None:
+    started()
     everyone = list(range(dist.get_world_size()))
     for group in (dist.new_group(everyone), bagua.torch_api.new_group(everyone)):
         model = perceptron()
@@ -197,12 +177,9 @@ def _groups() -> None:
         perceptron().with_bagua([], _allreduce(), process_group="world")  # type: ignore[operator]
 
 
-def test_groups_of_torch_and_of_bagua_are_taken(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_groups)
-
-
-def _lifetime() -> None:
-    _start()
+@on_ranks(2)
+def test_a_wrapped_model_is_freed_with_its_last_reference() -> None:
+    started()
     for name in ("gradient_allreduce", "decentralized"):
         model = perceptron()
         optimizer = _sgd(model)
@@ -215,7 +192,3 @@ def _lifetime() -> None:
         del model, optimizer
         gc.collect()
         assert [reference() for reference in seen] == [None, None]
-
-
-def test_a_wrapped_model_is_freed_with_its_last_reference(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_lifetime)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from check import Check, Wrong
 from checks import CHECKS
 from light_run import FAIL, OK, SKIP, Line, Program, Run, Stage, failed_before
-from ranks import RankPool
+from ranks import Pools
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "light.py"
 
@@ -125,7 +125,7 @@ def test_no_gpu_is_said_and_is_no_success() -> None:
 
 # A few of each kind: all of them are a long test.
 @pytest.mark.parametrize("name", ["collective.reduce_scatter", "hook.quantized.4bit", "hook.qadam", "hook.local_sgd"])
-def test_checks_pass_on_cpu_tensors(rank_pools: dict[int, RankPool], name: str) -> None:
+def test_checks_pass_on_cpu_tensors(rank_pools: Pools, name: str) -> None:
     check = CHECKS[name]
     assert not [words for words in rank_pools[2].run(check.function, *check.arguments) if isinstance(words, Wrong)]
 
@@ -149,9 +149,7 @@ def _hooked_wrongly(case: checks_hooks.Case, does_nothing: bool) -> str:
 
 @pytest.mark.parametrize("does_nothing", [False, True], ids=["wrong_divisor", "no_sum"])
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad.4bit", "quantized.4bit"])
-def test_checks_find_a_hook_that_is_wrong_on_both_devices(
-    rank_pools: dict[int, RankPool], name: str, does_nothing: bool
-) -> None:
+def test_checks_find_a_hook_that_is_wrong_on_both_devices(rank_pools: Pools, name: str, does_nothing: bool) -> None:
     said = rank_pools[2].run(_hooked_wrongly, checks_hooks.CASES[name], does_nothing)
     assert all(isinstance(words, Wrong) for words in said)
     assert "of the norm" in said[0]
