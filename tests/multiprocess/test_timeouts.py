@@ -1,39 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operation whose peer does not come raises within its timeout, and says which operation, where."""
+"""Timeouts of one group, of a call of wait() and of barriers that name who is missing; tests/faults has the others."""
 
-import contextlib
-import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, run_ranks
+from ranks import on_ranks, run_ranks
 
 TIMEOUT = 1.0
 # Scheduling of three busy processes on two cores; a hang would last for the 60 s of the helper.
 SLACK = 10.0
 ABSENT = 2
-
-# The rank that has to wait in vain -> the call, on rank 0 and 1 of three; rank 2 does not come.
-WAITING: dict[str, tuple[tuple[int, ...], Callable[[], Any]]] = {
-    "all_reduce": ((0, 1), lambda: dist.all_reduce(torch.ones(5))),
-    "broadcast": ((0, 1), lambda: dist.broadcast(torch.ones(5), ABSENT)),
-    "reduce": ((0,), lambda: dist.reduce(torch.ones(5), 0)),
-    "all_gather": ((0, 1), lambda: dist.all_gather([torch.ones(5)] * 3, torch.ones(5))),
-    "all_gather_into_tensor": ((0, 1), lambda: dist.all_gather_into_tensor(torch.ones(15), torch.ones(5))),
-    "gather": ((0,), lambda: dist.gather(torch.ones(5), [torch.ones(5)] * 3 if dist.get_rank() == 0 else None)),
-    "scatter": ((0, 1), lambda: dist.scatter(torch.ones(5), None, src=ABSENT)),
-    "reduce_scatter": ((0, 1), lambda: dist.reduce_scatter(torch.ones(5), [torch.ones(5)] * 3)),
-    "reduce_scatter_tensor": ((0, 1), lambda: dist.reduce_scatter_tensor(torch.ones(5), torch.ones(15))),
-    "all_to_all": ((0, 1), lambda: dist.all_to_all([torch.ones(5)] * 3, [torch.ones(5)] * 3)),
-    "all_to_all_single": ((0, 1), lambda: dist.all_to_all_single(torch.ones(15), torch.ones(15))),
-    "recv": ((0, 1), lambda: dist.recv(torch.ones(5), ABSENT)),
-    "barrier": ((0, 1), lambda: dist.barrier()),
-}
 
 
 @pytest.fixture
@@ -42,40 +22,8 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def _wait_in_vain(operation: str) -> tuple[float, str] | None:
-    waiting, call = WAITING[operation]
-    if dist.get_rank() == ABSENT:
-        return None
-    start = time.monotonic()
-    if dist.get_rank() not in waiting:
-        with contextlib.suppress(RuntimeError):  # it only sends, and may or may not notice
-            call()
-        return None
-    with pytest.raises(RuntimeError) as caught:
-        call()
-    return time.monotonic() - start, str(caught.value)
-
-
-# One of each way to wait: for all, for those who send, for one, and without data.
-# What the others ask, tests/faults asks too.
-_SHORT = ("all_reduce", "recv")
-
-
-@pytest.mark.parametrize(
-    "operation", [pytest.param(name, marks=() if name in _SHORT else pytest.mark.long) for name in WAITING]
-)
-def test_operation_raises_within_its_timeout(backend: str, operation: str) -> None:
-    results = run_ranks(3, _wait_in_vain, operation, backend=backend, group_timeout=TIMEOUT)
-    for rank in WAITING[operation][0]:
-        seconds, message = results[rank]
-        # The second rank may learn of the failure when the first one gives up.
-        assert seconds < TIMEOUT + SLACK
-        assert operation in message
-        assert f"rank {rank}" in message
-    assert max(results[rank][0] for rank in WAITING[operation][0]) >= 0.9 * TIMEOUT
-
-
-def _timeout_in_a_subgroup() -> None:
+@on_ranks("peers")
+def test_timeout_in_one_group_leaves_the_other_usable() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group: Any = dist.new_group(list(range(size)), timeout=timedelta(seconds=TIMEOUT))
     if rank != size - 1:
@@ -87,10 +35,6 @@ def _timeout_in_a_subgroup() -> None:
     dist.all_reduce(tensor)
     assert tensor.tolist() == [size] * 5
     dist.destroy_process_group(group)
-
-
-def test_timeout_in_one_group_leaves_the_other_usable(peers: RankPool) -> None:
-    peers.run(_timeout_in_a_subgroup)
 
 
 def _short_wait_then_long_wait() -> None:
@@ -111,27 +55,6 @@ def _short_wait_then_long_wait() -> None:
 
 def test_operation_outlives_an_impatient_wait(backend: str) -> None:
     run_ranks(2, _short_wait_then_long_wait, backend=backend)
-
-
-def _die_before(operation: str) -> float:
-    if dist.get_rank() == ABSENT:
-        os._exit(1)
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=operation):
-        WAITING[operation][1]()
-    return time.monotonic() - start
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        "all_reduce",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("all_gather", "broadcast", "barrier", "recv")),
-    ],
-)
-def test_death_of_a_peer_is_an_error_long_before_the_timeout(backend: str, operation: str) -> None:
-    results = run_ranks(3, _die_before, operation, backend=backend, group_timeout=50.0, dying={ABSENT})
-    assert max(results[0], results[1]) < 50.0 / 2
 
 
 def _monitored_barrier() -> str:

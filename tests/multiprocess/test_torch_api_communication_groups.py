@@ -20,13 +20,8 @@ from bagua.torch_api import _groups, communication
 from bagua.torch_api.communication import BaguaProcessGroup, CommMember, Communicator
 from bagua.torch_api.exceptions import RepeatedInitializationError
 from holdings import wait_for
-from ranks import RankPool, run_ranks
-
-
-def _started() -> tuple[int, int]:
-    if not api.is_initialized():
-        api.init_process_group()
-    return dist.get_rank(), dist.get_world_size()
+from ranks import Pools, on_ranks, run_ranks
+from torch_api_calls import started
 
 
 def _sum_over(comm: Any, value: float) -> float:
@@ -48,26 +43,23 @@ def _destroy(group: BaguaProcessGroup) -> None:
 @contextmanager
 def _hosts(hosts: str) -> Iterator[BaguaProcessGroup]:
     """A group of all ranks in which rank r is on host hosts[r]."""
-    _started()
+    started()
     with mock.patch.dict(os.environ, BAGUA_HOST_ID=hosts[dist.get_rank()]):
         group = communication.new_group()
     yield group
     _destroy(group)
 
 
-def _is_of_the_class_that_scripts_import() -> None:
+@on_ranks(2)
+def test_a_communicator_is_of_the_class_that_scripts_import() -> None:
     from bagua_core import BaguaSingleCommunicatorPy
 
-    _started()
+    started()
     group = communication.new_group()
     comm = group.get_global_communicator()
     assert isinstance(comm, BaguaSingleCommunicatorPy)
     assert (comm.rank(), comm.nranks(), comm.check_abort()) == (dist.get_rank(), dist.get_world_size(), False)
     _destroy(group)
-
-
-def test_a_communicator_is_of_the_class_that_scripts_import(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_is_of_the_class_that_scripts_import)
 
 
 def _free_port() -> int:
@@ -118,8 +110,9 @@ def test_group_of_torch_is_taken_over_once(backend: str) -> None:
     run_ranks(2, _initialise_twice, backend=backend)
 
 
-def _subgroups() -> None:
-    rank, size = _started()
+@on_ranks("peers")
+def test_ranks_are_those_inside_the_communicator() -> None:
+    rank, size = started()
     members = [size - 1, 0]
     group = communication.new_group(members)
     assert group.ranks == sorted(members)
@@ -140,11 +133,8 @@ def _subgroups() -> None:
     _destroy(group)
 
 
-def test_ranks_are_those_inside_the_communicator(peers: RankPool) -> None:
-    peers.run(_subgroups)
-
-
-def _silence_of_others() -> None:
+@on_ranks(2)
+def test_ranks_outside_a_communicator_do_nothing() -> None:
     """Every operation, with arguments that would be wrong for a member."""
     none: Any = CommMember.NON_COMM_MEMBER
     tensor: Any = torch.tensor([1.0, 2.0])
@@ -178,13 +168,9 @@ def _silence_of_others() -> None:
     assert tensor.tolist() == [1.0, 2.0]
 
 
-def test_ranks_outside_a_communicator_do_nothing(rank_pools: dict[int, RankPool]) -> None:
-    # One rank of two: it waits for nobody.
-    rank_pools[2].run(_silence_of_others)
-
-
-def _wrong_groups() -> None:
-    _, size = _started()
+@on_ranks("ranks")
+def test_wrong_ranks_and_names_are_refused() -> None:
+    _, size = started()
     for ranks in ([], [0, 0], [0, size], [-1]):
         with pytest.raises(ValueError, match=f"one or more of 0 to {size - 1}, each once, got"):
             communication.new_group(ranks)
@@ -195,12 +181,9 @@ def _wrong_groups() -> None:
     assert _sum_over(None, 1.0) == size
 
 
-def test_wrong_ranks_and_names_are_refused(ranks: RankPool) -> None:
-    ranks.run(_wrong_groups)
-
-
-def _groups_of_torch() -> None:
-    rank, size = _started()
+@on_ranks("peers")
+def test_group_over_a_group_of_torch() -> None:
+    rank, size = started()
     group: Any = dist.new_group([0, size - 1])
     # As in the original's tests: all ranks call, members or not.
     over = communication.from_torch_group(group)
@@ -224,10 +207,6 @@ def _groups_of_torch() -> None:
         _ = comm.torch_group
     del over
     gc.collect()
-
-
-def test_group_over_a_group_of_torch(peers: RankPool) -> None:
-    peers.run(_groups_of_torch)
 
 
 def _communicators_of_hosts(hosts: str, asks_inter_first: bool) -> None:
@@ -255,11 +234,12 @@ def _communicators_of_hosts(hosts: str, asks_inter_first: bool) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abab", "abba", "abbb", "abcd", "aab", "aba", "abb", "ab", "aa"])
-def test_communicators_of_a_host_and_between_hosts(rank_pools: dict[int, RankPool], hosts: str) -> None:
+def test_communicators_of_a_host_and_between_hosts(rank_pools: Pools, hosts: str) -> None:
     rank_pools[len(hosts)].run(_communicators_of_hosts, hosts, True)
 
 
-def _members_alone() -> None:
+@on_ranks(3)
+def test_communicator_needs_no_rank_outside() -> None:
     """Only the ranks of host a ask; nobody else has to take part."""
     rank = dist.get_rank()
     with _hosts("aab") as group:
@@ -268,12 +248,8 @@ def _members_alone() -> None:
         api.barrier()
 
 
-def test_communicator_needs_no_rank_outside(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[3].run(_members_alone)
-
-
 def _abort() -> None:
-    rank, _ = _started()
+    rank, _ = started()
     comm = communication.new_group().get_global_communicator()
     assert isinstance(comm, Communicator)
     assert comm.device_id() == (torch.cuda.current_device() if torch.cuda.is_available() else -1)
@@ -311,28 +287,6 @@ def _abort() -> None:
 
 def test_abort_ends_what_is_in_flight_and_leaves_other_groups_alone() -> None:
     run_ranks(2, _abort)
-
-
-def _is_checked(group: Any) -> bool:
-    return type(group._get_backend(torch.device("cpu"))).__name__ == "_ProcessGroupWrapper"
-
-
-def _debug_level() -> None:
-    # Torch reads TORCH_DISTRIBUTED_DEBUG when it is loaded, which it has been in these processes.
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    with _hosts("aab") as group:
-        assert _is_checked(group.torch_group)
-        intra = group.get_intra_node_communicator()
-        assert isinstance(intra, Communicator)
-        assert _is_checked(intra.torch_group)
-        assert _sum_over(intra, 1.0) == (1.0 if dist.get_rank() == 2 else 2.0)
-        gathered = torch.empty(6, dtype=torch.int64)
-        api.allgather(torch.tensor([1, 2]), gathered, comm=group.get_global_communicator())
-        assert gathered.tolist() == [1, 2] * 3
-
-
-def test_torch_s_checking_wrapper_is_no_obstacle() -> None:
-    run_ranks(3, _debug_level)
 
 
 def _example_of_the_documentation() -> None:
