@@ -13,6 +13,7 @@
 #include "algorithms/hook/bucket_splitting.h"
 #include "algorithms/hook/comm_hook.h"
 #include "algorithms/registry.h"
+#include "backend/net/connection_counts.h"
 #include "backend/process_group/backend_executors.h"
 #include "backend/process_group/process_group_bagua.h"
 #include "python_shim/bindings.h"
@@ -37,6 +38,7 @@ py::dict statsDict(const HookRunner& hook) {
   dict["state_bytes"] = stats.stateBytes;
   dict["seconds"] = stats.seconds;
   dict["memory"] = stats.memory;
+  dict["reconnections"] = net::reconnections().load();
   return dict;
 }
 

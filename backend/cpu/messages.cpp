@@ -86,6 +86,8 @@ class Messages::Sent final : public Message {
   bool advance() override {
     const auto state = sending_->state();
     if (!state.error.empty()) BAGUA_THROW(PeerLeftError, state.error);
+    // The caller may change the tensor now.
+    if (state.isComplete) sending_->release(static_cast<uint64_t>(bytes_.numel()));
     return state.isComplete;
   }
 

@@ -199,6 +199,9 @@ class SocketWire::Call {
     // Nothing is used of a program that differs. A rank that refuses has to be heard of by all.
     if (hasUncompared()) return false;
     if (refusing_ >= 0) throwRefused(refusing_);
+    for (const auto& transfer : transfers_) {
+      if (transfer.sending && !transfer.exchange->isKept) transfer.sending->release(static_cast<uint64_t>(end));
+    }
     if (pipeline_.afterReceiving) pipeline_.afterReceiving(used_, end);
     for (auto& transfer : transfers_) {
       if (transfer.receiving) transfer.receiving->use(static_cast<uint64_t>(end));
@@ -226,9 +229,8 @@ class SocketWire::Call {
     if (transfer.sending) {
       const auto state = transfer.sending->state();
       const auto wanted = static_cast<uint64_t>(std::min(end, exchange.sent.numel()));
-      const bool isGone =
-          wanted == static_cast<uint64_t>(exchange.sent.numel()) ? state.isComplete : state.gone >= wanted;
-      if (!isGone) {
+      const auto all = static_cast<uint64_t>(exchange.sent.numel());
+      if (wanted == all ? !state.isComplete : state.gone < wanted) {
         throwIfOver(state.error);
         return false;
       }

@@ -30,6 +30,8 @@ class Wire {
     // How many bytes come, where `received` is smaller: it is filled again and again, byte i at i % received.numel(),
     // which is a whole number of pieces. Only with a pipeline, which uses them meanwhile.
     int64_t incoming = kWhatIsReceived;
+    // No step of the pipeline changes what is sent. Otherwise what the peer has not acknowledged is copied before.
+    bool isKept = false;
 
     static constexpr int64_t kWhatIsReceived = -1;
     [[nodiscard]] int64_t incomingBytes() const { return incoming == kWhatIsReceived ? received.numel() : incoming; }

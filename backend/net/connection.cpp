@@ -6,53 +6,78 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <exception>
 #include <utility>
 
+#include "backend/net/greeting.h"
+
 namespace bagua::net {
-namespace {
-
-template <class Object>
-std::vector<uint8_t> asBytes(const Object& object) {
-  const auto* const begin = reinterpret_cast<const uint8_t*>(&object);
-  return {begin, begin + sizeof(object)};
-}
-
-}  // namespace
-
-Connection::Connection(std::weak_ptr<Owner> owner, Stream stream)
-    : owner_(std::move(owner)), stream_(std::move(stream)) {}
-
-Connection::Connection(std::weak_ptr<Owner> owner, Stream stream, const Hello& hello)
-    : isConnecting(true),
-      isBlocked(true),
+Connection::Connection(std::weak_ptr<Owner> owner, Stream stream, uint64_t number, bool isOwn,
+                       std::vector<uint8_t> greeting)
+    : isConnecting(isOwn),
+      isAnswered(!isOwn),
+      isWelcome(!isOwn),
+      isBlocked(isOwn),
       owner_(std::move(owner)),
       stream_(std::move(stream)),
-      head_(asBytes(hello)) {}
+      number_(number),
+      isOwn_(isOwn),
+      head_(std::move(greeting)) {}
 
 void Connection::onReadable() {
   const auto owner = owner_.lock();
-  if (!owner) return;
+  if (!owner || isClosed) return;
   // The reason why it cannot connect counts as readable too.
   if (isConnecting) return owner->onConnecting(shared_from_this());
-  owner->onRead(shared_from_this(), reader_.read(stream_, *owner));
+  try {
+    owner->onRead(shared_from_this(), reader_.read(stream_, *this));
+  } catch (const std::exception& error) {
+    // What the frame was to do is not done, and the other side will not send it again.
+    owner->onFailed(error.what());
+  }
 }
 
 void Connection::onWritable() {
   const auto owner = owner_.lock();
-  if (!owner) return;
+  if (!owner || isClosed) return;
   if (isConnecting) return owner->onConnecting(shared_from_this());
   owner->onWritable(*this);
   // The socket does not tell again of what came with the end of the handshake or with the hello.
   if (stream_.hasBuffered()) onReadable();
 }
 
+Delivery Connection::begin(const Frame& frame, const std::vector<uint8_t>& context) {
+  const auto owner = owner_.lock();
+  return owner ? owner->begin(frame, context) : Delivery();
+}
+
+bool Connection::control(const Frame& frame, const std::vector<uint8_t>& context) {
+  const auto owner = owner_.lock();
+  return owner && owner->control(*this, frame, context);
+}
+
+bool Connection::acknowledge(uint64_t received) {
+  const auto owner = owner_.lock();
+  return owner && owner->acknowledge(*this, received);
+}
+
+bool Connection::readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) {
+  const auto owner = owner_.lock();
+  return owner && owner->readCell(cell, read);
+}
+
 void Connection::give(OutgoingFrame frame, std::shared_ptr<PayloadMemory> memory) {
-  head_ = asBytes(frame.header);
+  // In this order: what comes in between is told once more.
+  toldWeight_ = reader_.weight();
+  toldFrames_ = frame.header.received = reader_.frames();
+  isToTell = false;
+  if (isCounted(frame.header)) sent_.give();
+  head_ = bytesOf(frame.header);
   head_.insert(head_.end(), frame.context.begin(), frame.context.end());
   headWritten_ = 0;
   payload_ = frame.payload();
-  payloadLeft_ = frame.header.payloadBytes;
-  cell_ = frame.header.cell;
+  payloadLeft_ = frame.isInCell ? 0 : frame.header.payloadBytes;
+  cell_ = frame.isInCell ? 0 : frame.header.cell;
   memory_ = cell_ > 0 ? std::move(memory) : nullptr;
   frame_ = std::move(frame);
 }
@@ -77,16 +102,32 @@ int Connection::write() {
 
 std::optional<OutgoingFrame> Connection::takeWritten() {
   if (hasToWrite()) return std::nullopt;
-  head_.clear();
-  headWritten_ = 0;
-  copied_.clear();
-  memory_.reset();
-  return std::exchange(frame_, std::nullopt);
+  return takeUnwritten();
 }
 
-void Connection::copyPayload() {
-  copied_.assign(payload_, payload_ + payloadLeft_);
-  payload_ = copied_.data();
+std::optional<OutgoingFrame> Connection::takeUnwritten() {
+  head_.clear();
+  headWritten_ = 0;
+  payloadLeft_ = 0;
+  memory_.reset();
+  auto frame = std::exchange(frame_, std::nullopt);
+  if (frame && frame->header.cell > 0) {
+    frame->isInCell = true;
+    frame->reader = {};
+  }
+  return frame;
+}
+
+void Connection::copyPayloads(const Outgoing& message, uint64_t end) {
+  sent_.copyPayloads(message, end);
+  if (!frame_ || frame_->message.get() != &message || frame_->header.offset >= end) return;
+  // What is written goes through its cell first.
+  if (frame_->header.cell > 0) {
+    frame_->reader = {};
+    return;
+  }
+  frame_->copyPayload();
+  payload_ = frame_->payload() + (frame_->header.payloadBytes - payloadLeft_);
 }
 
 }  // namespace bagua::net

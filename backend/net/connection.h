@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "backend/net/event_loop.h"
@@ -12,6 +15,7 @@
 #include "backend/net/frame_reader.h"
 #include "backend/net/outbox.h"
 #include "backend/net/payload_memory.h"
+#include "backend/net/sent_frames.h"
 #include "backend/net/stream.h"
 
 namespace bagua::net {
@@ -19,65 +23,112 @@ namespace bagua::net {
 // One socket between two processes: it brings frames in, and takes one frame at a time on its way out. It has no life
 // of its own beyond that: the link above it decides what leaves and what a loss means. The link's mutex guards
 // everything but write(), which one thread at a time calls without it, while isBusy is set.
-class Connection final : public EventLoop::Handler, public std::enable_shared_from_this<Connection> {
+class Connection final : public EventLoop::Handler, public FrameSink, public std::enable_shared_from_this<Connection> {
  public:
   // The link above. It is called on the loop's thread.
-  class Owner : public FrameSink {
+  class Owner {
    public:
+    Owner() = default;
+    virtual ~Owner() = default;
+    Owner(const Owner&) = delete;
+    Owner& operator=(const Owner&) = delete;
+
+    // --- See FrameSink.
+    virtual Delivery begin(const Frame& frame, const std::vector<uint8_t>& context) = 0;
+    virtual bool control(Connection& connection, const Frame& frame, const std::vector<uint8_t>& context) = 0;
+    virtual bool acknowledge(Connection& connection, uint64_t received) = 0;
+    virtual bool readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) = 0;
+
     // The socket has an event before the connection is one: the answer of the other side, or why there is none.
     virtual void onConnecting(const std::shared_ptr<Connection>& connection) = 0;
     virtual void onWritable(Connection& connection) = 0;
     virtual void onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result) = 0;
+    // Something could not be done that a frame asks for.
+    virtual void onFailed(const std::string& error) = 0;
   };
 
-  // `isOpening`: this process has opened it, and nothing but `hello` may be written before the other side answers.
-  Connection(std::weak_ptr<Owner> owner, Stream stream);
-  Connection(std::weak_ptr<Owner> owner, Stream stream, const Hello& hello);
+  // `number` is Hello::connection. Nothing leaves before `greeting`; where this process has opened the connection, that
+  // waits for the other side to accept it.
+  Connection(std::weak_ptr<Owner> owner, Stream stream, uint64_t number, bool isOwn, std::vector<uint8_t> greeting);
 
   void onReadable() override;
   void onWritable() override;
 
-  [[nodiscard]] int number() const { return stream_.number(); }
+  // --- FrameSink
+  Delivery begin(const Frame& frame, const std::vector<uint8_t>& context) override;
+  bool control(const Frame& frame, const std::vector<uint8_t>& context) override;
+  bool acknowledge(uint64_t received) override;
+  bool readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) override;
+
+  [[nodiscard]] uint64_t number() const { return number_; }
+  // This process has opened it.
+  [[nodiscard]] bool isOwn() const { return isOwn_; }
   [[nodiscard]] const FileDescriptor& socket() const { return stream_.socket(); }
   [[nodiscard]] Stream& stream() { return stream_; }
   [[nodiscard]] const FrameReader& reader() const { return reader_; }
+  [[nodiscard]] SentFrames& sent() { return sent_; }
 
   // A thread may write now.
   [[nodiscard]] bool isFree() const { return !isBlocked && !isBusy && !isClosed; }
   [[nodiscard]] bool hasToWrite() const {
     return headWritten_ < head_.size() || payloadLeft_ > 0 || stream_.hasUnsent();
   }
-  // Takes a frame. Where its payload goes through a cell, that is one of `memory`.
+  // Takes a frame, which tells the other side what has come. Where its payload goes through a cell, that is one of
+  // `memory`.
   void give(OutgoingFrame frame, std::shared_ptr<PayloadMemory> memory);
   // Writes what the kernel takes. Returns the error, or 0.
   int write();
   // Returns the frame that has been written completely, once.
   std::optional<OutgoingFrame> takeWritten();
-  // Returns whether the frame under way is one of this message.
-  [[nodiscard]] bool carries(const Outgoing& message) const { return frame_ && frame_->message.get() == &message; }
+  // Returns the frame that will never be.
+  std::optional<OutgoingFrame> takeUnwritten();
   [[nodiscard]] std::shared_ptr<Signal> signal() const {
     return frame_ && frame_->message ? frame_->message->signal : nullptr;
   }
-  // The message's memory is not read from here on: what has to follow of the frame is copied.
-  void copyPayload();
+  // The frame under way stays in this message, before `end`.
+  [[nodiscard]] bool carries(const Outgoing& message, uint64_t end) const {
+    return frame_ && frame_->message.get() == &message && frame_->reader.exists() && frame_->header.offset < end;
+  }
+  // Copies the payload of the frame under way, and of those that are kept, if it stays in the message before `end`. No
+  // thread is writing.
+  void copyPayloads(const Outgoing& message, uint64_t end);
+
+  // Frames have come that the other side has not been told of; these are many. Any thread may ask.
+  [[nodiscard]] bool owesWord() const { return reader_.frames() != toldFrames_; }
+  [[nodiscard]] bool owesMuch() const { return reader_.weight() - toldWeight_ >= kMostUntold; }
 
   // The other side has not accepted the connection yet; it has answered, and the handshake has begun.
   bool isConnecting = false;
-  bool isAnswered = false;
+  std::atomic<bool> isAnswered = false;
+  // The other side is the peer, and takes the connection for one of this link.
+  bool isWelcome = false;
   // The kernel takes no more; the loop tells when it does.
   bool isBlocked = false;
   // A thread is writing.
   bool isBusy = false;
-  bool isClosed = false;
-  // The peer sends nothing more.
-  bool hasEnded = false;
+  // Nothing is read or written any more. Set on the loop's thread, or with the end of the link.
+  std::atomic<bool> isClosed = false;
+  // The other side is to be told at once what has come; it is to tell at once, too.
+  bool isToTell = false;
+  bool isToAsk = false;
+  // The last word of the other side: so many frames have come there.
+  std::optional<uint64_t> lastWord;
   // So many looks in a row have found data unacknowledged and no sign of the peer.
   int silentLooks = 0;
 
  private:
+  // The other side keeps about as much (see FrameReader::weight()) where nothing goes back to it. Little of it is then
+  // copied at the end of a message, and a frame without payload for each megabyte costs nothing beside it.
+  static constexpr uint64_t kMostUntold = 1U << 20U;
+
   const std::weak_ptr<Owner> owner_;
   Stream stream_;
+  const uint64_t number_;
+  const bool isOwn_;
   FrameReader reader_;
+  SentFrames sent_;
+  std::atomic<uint64_t> toldFrames_ = 0;
+  std::atomic<uint64_t> toldWeight_ = 0;
   std::optional<OutgoingFrame> frame_;
   // The bytes that are being written: the header with its context, and the payload.
   std::vector<uint8_t> head_;
@@ -87,8 +138,6 @@ class Connection final : public EventLoop::Handler, public std::enable_shared_fr
   // If it is not 0, the payload goes into this cell of `memory_`, counted from 1, and not on the socket.
   uint32_t cell_ = 0;
   std::shared_ptr<PayloadMemory> memory_;
-  // Payload of a message that was cancelled.
-  std::vector<uint8_t> copied_;
 };
 
 }  // namespace bagua::net

@@ -40,6 +40,10 @@ void EventLoop::wake() {
   [[maybe_unused]] const ssize_t written = write(state_->wakeUp.number(), &one, sizeof(one));
 }
 
+void EventLoop::start() {
+  if (!thread_.joinable() && !state_->isStopping) thread_ = std::thread([state = state_] { run(state); });
+}
+
 void EventLoop::stop() {
   // Destroyed without the mutex.
   std::map<int, std::shared_ptr<Handler>> dropped;
@@ -64,6 +68,9 @@ void EventLoop::callLater(std::chrono::milliseconds delay, std::function<void()>
     const std::lock_guard<std::mutex> lock(state_->mutex);
     if (state_->isStopping) return;
     state_->later.emplace(Clock::now() + delay, std::move(call));
+    // The thread looks at this before it sleeps again.
+    if (thread_.get_id() == std::this_thread::get_id()) return;
+    start();
   }
   wake();
 }
@@ -72,7 +79,7 @@ void EventLoop::add(int socket, const std::shared_ptr<Handler>& handler, bool wa
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     state_->handlers[socket] = handler;
-    if (!thread_.joinable() && !state_->isStopping) thread_ = std::thread([state = state_] { run(state); });
+    start();
   }
   epoll_event event = eventsOf(socket, wantsWritable);
   const bool isAdded = epoll_ctl(state_->epoll.number(), EPOLL_CTL_ADD, socket, &event) == 0;

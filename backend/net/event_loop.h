@@ -16,7 +16,7 @@
 
 namespace bagua::net {
 
-// One thread ("bagua_wire", started with the first socket) waits for all sockets of a process.
+// One thread ("bagua_wire", started with the first socket or call) waits for all sockets of a process.
 class EventLoop {
  public:
   // The loop calls these on its thread.
@@ -60,6 +60,8 @@ class EventLoop {
   static void handle(State& state, const epoll_event& event);
   // Makes the calls that are due. Returns for how many milliseconds epoll_wait() may wait for others; -1: for ever.
   static int callDue(State& state);
+  // Under the mutex. Not from the thread itself.
+  void start();
   void wake();
 
   const std::shared_ptr<State> state_;

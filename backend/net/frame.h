@@ -5,23 +5,55 @@
 #include <cstdint>
 #include <type_traits>
 
-// These are the bytes of a connection between two processes: whoever opens it sends one Hello, then both send frames.
-// Integers are little-endian. A receiver believes nothing before isValid() has checked it. A change of a byte, or of
-// its meaning, raises kWireFormat (backend/rendezvous/wire_format.h).
+// These are the bytes of a connection between two processes: whoever opens it sends one Hello, then both send frames,
+// of which the first of the other side is the answer to the Hello. Integers are little-endian. A receiver believes
+// nothing before isValid() has checked it. A change of a byte, or of its meaning, raises kWireFormat
+// (backend/rendezvous/wire_format.h).
 namespace bagua::net {
 
 // The name of a process, which it draws at random when it starts to communicate.
 using ProcessId = std::array<uint64_t, 2>;
 
+// A link outlives its connections. Every frame that a link sends is received exactly once, in whichever order, over as
+// many connections as that takes:
+//
+// 1. On one connection frames arrive in the order in which they were written, or the connection ends. So both sides
+//    count them, and none has a number. Every frame tells how many the other direction has brought so far; where none
+//    is to be sent, kReceived tells it.
+// 2. A frame is kept where it was sent until the other side has told that it has come. Its payload stays in the memory
+//    of the message. When the message's owner wants that back, what has not been acknowledged is copied.
+// 3. A side that finds a connection broken reads nothing more of it, and tells how many frames it has brought: kEnded.
+//    That is its last word about it, and it says so whether the other side has found the same or not. It says it over a
+//    connection that has been opened since, as far as one can be: so nothing is written to what a process that has
+//    ended has left in its kernel, which would throw that away.
+// 4. Who hears the last word of the other side about a connection ends it too, says its own last word if it has not,
+// and
+//    sends again, over any connection, what the other has not received. Only then: a frame is never on its way twice,
+//    so that nobody has to look for duplicates, and what still came out of an old connection could not be written over
+//    what has been made of it since.
+// 5. kEnded is a frame like others, kept and sent again. A connection of which a side has never heard has brought
+//    nothing; if it comes later, it is not taken.
+// 6. Whoever has opened a connection that breaks opens another one at once; the other side does so where that takes
+//    long. Both may do it at the same time: the link has two then.
+// 7. A link ends when its process has ended (where it listened, connections are refused, or another process answers),
+//    when the peer has lost its end of it (the answer to a Hello names no link), or when no connection has been
+//    possible for the time of the link's patience.
+//
+// Whoever opens a connection says this first. The answer is a kWelcome with a Hello of the other side.
 struct Hello {
   static constexpr uint64_t kMagic = 0x4F4C'4C45'4857'4742;  // "BGWHELLO"
   uint64_t magic = kMagic;
   ProcessId from = {};
   ProcessId to = {};
-  // The link that the connection belongs to. A process that has lost a link makes another one.
+  // The link that the connection belongs to. A process that has lost a link makes another one. In an answer, 0: it has
+  // none that this would be a connection of.
   uint64_t link = 0;
+  // The link of the other process that this one has heard of; 0: none yet.
+  uint64_t peerLink = 0;
+  // The connection among all of these two links: even numbers are those that the process with the lower name opens.
+  uint64_t connection = 0;
 };
-static_assert(sizeof(Hello) == 48 && std::is_trivially_copyable_v<Hello>);
+static_assert(sizeof(Hello) == 64 && std::is_trivially_copyable_v<Hello>);
 
 // A message of a group is identified by this key.
 struct MessageKey {
@@ -54,6 +86,12 @@ struct Frame {
     kWaiting = 7,
     // The receiver has released `total` of the bytes that have come unsolicited for the group.
     kCredit = 8,
+    // The context is the Hello that answers that of the other side. Not counted: it belongs to one connection.
+    kWelcome = 9,
+    // Nothing but `received`; with a `total` that is not 0, the other side is asked for the same. Not counted.
+    kReceived = 10,
+    // The connection key.stream has ended, and has brought `total` frames.
+    kEnded = 11,
   };
   uint32_t magic = kMagic;
   Kind kind = Kind::kData;
@@ -67,8 +105,10 @@ struct Frame {
   uint32_t payloadBytes = 0;
   // If it is not 0, the payload is not on the connection, but in cell - 1 of the sender's PayloadMemory.
   uint32_t cell = 0;
+  // The counted frames that this connection has brought to the sender of this one.
+  uint64_t received = 0;
 };
-static_assert(sizeof(Frame) == 56 && std::is_trivially_copyable_v<Frame>);
+static_assert(sizeof(Frame) == 64 && std::is_trivially_copyable_v<Frame>);
 
 // The payload of one frame is so small that several connections share a message evenly, and that urgent frames wait for
 // little.
@@ -103,15 +143,25 @@ inline uint64_t chargeOf(uint32_t payloadBytes) { return payloadBytes + kFrameCh
 // Returns whether a frame is about messages and carries none.
 inline bool isControl(const Frame& frame) {
   return frame.kind == Frame::Kind::kPlace || frame.kind == Frame::Kind::kLeave || frame.kind == Frame::Kind::kMemory ||
-         frame.kind == Frame::Kind::kCells || frame.kind == Frame::Kind::kCredit;
+         frame.kind == Frame::Kind::kCells || frame.kind == Frame::Kind::kCredit ||
+         frame.kind == Frame::Kind::kWelcome || frame.kind == Frame::Kind::kReceived ||
+         frame.kind == Frame::Kind::kEnded;
+}
+
+// Returns whether a frame is kept until it is acknowledged.
+inline bool isCounted(const Frame& frame) {
+  return frame.kind != Frame::Kind::kWelcome && frame.kind != Frame::Kind::kReceived;
 }
 
 // Returns whether a header contradicts neither itself nor the limits above. Nothing of it is used before.
 inline bool isValid(const Frame& frame) {
   if (frame.magic != Frame::kMagic || frame.payloadBytes > kMostPayload || frame.contextBytes > kMostContext)
     return false;
-  const bool isNamed = frame.kind == Frame::Kind::kMemory;
-  if (isControl(frame)) return frame.payloadBytes == 0 && frame.cell == 0 && (frame.contextBytes > 0) == isNamed;
+  if (isControl(frame)) {
+    if (frame.payloadBytes > 0 || frame.cell > 0) return false;
+    if (frame.kind == Frame::Kind::kWelcome) return frame.contextBytes == sizeof(Hello);
+    return (frame.contextBytes > 0) == (frame.kind == Frame::Kind::kMemory);
+  }
   if (frame.cell > kPayloadCells || (frame.cell > 0 && frame.payloadBytes == 0)) return false;
   if (frame.kind != Frame::Kind::kData && (frame.payloadBytes > 0) != (frame.kind == Frame::Kind::kUnsolicited))
     return false;

@@ -20,9 +20,16 @@ constexpr uint64_t kDirect = 16U << 10U;
 
 }  // namespace
 
-FrameReader::Result FrameReader::failWith(std::string text) {
-  error_ = std::move(text);
-  return Result::kError;
+FrameReader::Result FrameReader::breakWith(int error) {
+  errorNumber_ = error;
+  error_ = std::generic_category().message(error);
+  return Result::kBroken;
+}
+
+// Before whoever waits for the frame hears of it: what it sends in answer then tells that the frame has come.
+void FrameReader::count() {
+  weight_ += frame_.payloadBytes + kFrameWeight;
+  ++frames_;
 }
 
 FrameReader::Result FrameReader::read(Stream& stream, FrameSink& sink) {
@@ -32,7 +39,7 @@ FrameReader::Result FrameReader::read(Stream& stream, FrameSink& sink) {
     const bool isDirect = isInPayload_ && used_ == filled_ && frame_.payloadBytes - payloadRead_ >= kDirect;
     const Result result = isDirect ? readPayload(stream, mayAsk) : fill(stream, mayAsk);
     if (result != Result::kMore) return result;
-    if (!parse(sink)) return Result::kError;
+    if (!parse(sink)) return Result::kWrong;
   }
   return Result::kMore;
 }
@@ -46,7 +53,7 @@ FrameReader::Result FrameReader::fill(Stream& stream, bool mayAskSocket) {
   if (size == 0) return Result::kEnd;
   if (size < 0) {
     const bool isLater = errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
-    return isLater ? Result::kDry : failWith(std::generic_category().message(errno));
+    return isLater ? Result::kDry : breakWith(errno);
   }
   filled_ += static_cast<size_t>(size);
   return Result::kMore;
@@ -65,7 +72,7 @@ FrameReader::Result FrameReader::readPayload(Stream& stream, bool mayAskSocket) 
   if (size == 0) return Result::kEnd;
   if (size < 0) {
     const bool isLater = error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
-    return isLater ? Result::kDry : failWith(std::generic_category().message(error));
+    return isLater ? Result::kDry : breakWith(error);
   }
   payloadRead_ += static_cast<uint64_t>(size);
   return Result::kMore;
@@ -92,9 +99,15 @@ bool FrameReader::parse(FrameSink& sink) {
 bool FrameReader::beginFrame(FrameSink& sink) {
   const auto* const context = buffer_.data() + used_ + sizeof(Frame);
   used_ += sizeof(Frame) + frame_.contextBytes;
+  if (std::exchange(acknowledged_, frame_.received) != frame_.received && !sink.acknowledge(frame_.received)) {
+    error_ = "frames are said to have come that were not sent";
+    return false;
+  }
   if (isControl(frame_)) {
-    sink.control(frame_, {context, context + frame_.contextBytes});
-    return true;
+    if (isCounted(frame_)) count();
+    if (sink.control(frame_, {context, context + frame_.contextBytes})) return true;
+    error_ = "a frame contradicts what came before it";
+    return false;
   }
   delivery_ = sink.begin(frame_, {context, context + frame_.contextBytes});
   if (!delivery_.message) {
@@ -143,6 +156,7 @@ bool FrameReader::takeCell(FrameSink& sink) {
 }
 
 void FrameReader::endFrame() {
+  count();
   const Delivery delivery = std::exchange(delivery_, {});
   delivery.message->end(frame_);
   if (delivery.inbox) delivery.inbox->noteFrame(frame_.key.source);

@@ -26,7 +26,7 @@ std::shared_ptr<Link> Group::linkTo(int peer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto& link = links_[static_cast<size_t>(peer)];
   if (link) return link;
-  link = transport_->linkTo(ranks_[static_cast<size_t>(peer)]);
+  link = transport_->linkTo(ranks_[static_cast<size_t>(peer)].process);
   if (std::find(neighbours_.begin(), neighbours_.end(), peer) != neighbours_.end()) link->shareMemory();
   return link;
 }

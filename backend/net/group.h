@@ -115,13 +115,13 @@ class Group::Sending {
  public:
   Sending(std::shared_ptr<Link> link, std::shared_ptr<Outgoing> message)
       : link_(std::move(link)), message_(std::move(message)) {}
-  ~Sending() {
-    if (!link_->stateOf(*message_).isComplete) link_->cancel(message_);
-  }
+  ~Sending() { link_->giveUp(message_); }
   Sending(const Sending&) = delete;
   Sending& operator=(const Sending&) = delete;
   void makeReady(uint64_t bytes) { link_->makeReady(message_, bytes); }
   [[nodiscard]] Link::State state() const { return link_->stateOf(*message_); }
+  // The caller may change the first `bytes`, which have gone: see Link.
+  void release(uint64_t bytes) { link_->release(message_, bytes); }
 
  private:
   const std::shared_ptr<Link> link_;

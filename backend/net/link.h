@@ -9,7 +9,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "backend/net/connection.h"
@@ -23,7 +25,7 @@ namespace bagua::net {
 
 // The way between this process and another one: an Outbox, and the connections that take its frames, each whenever it
 // can. Any thread may call; a sender writes to the sockets itself as long as they take it, and the event loop goes on
-// from there.
+// from there. Connections come and go, and what they were given arrives nevertheless: see Hello.
 //
 // The side that has something to send opens connections. Over a distance there are several: one alone is limited by the
 // kernel's buffers, and recovers slowly from a loss.
@@ -46,20 +48,21 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
                            const std::shared_ptr<FlowControl>& sender) = 0;
     // A rank has left a group, after so many data frames.
     virtual void onLeave(const Frame& frame) = 0;
-    // The link is lost, with what was under way on it.
+    // The link has ended, with what was under way on it.
     virtual void onLost(const Link& link, const std::string& error) = 0;
   };
   struct State {
     bool isComplete = false;
     // The first frame, with the context, has gone.
     bool hasContextGone = false;
-    // The bytes from the beginning that are no longer read.
+    // The bytes from the beginning that have gone: see release().
     uint64_t gone = 0;
     // Not empty: the message will never be complete.
     std::string error;
   };
 
-  // This process opens connections so, and gives one up when its patience is over.
+  // This process opens connections so, and gives the link up when it has been without a sign of the peer's host for so
+  // long.
   struct Opening {
     int mostConnections = 1;
     // Null: connections are not encrypted.
@@ -71,12 +74,16 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
        std::weak_ptr<Owner> owner);
   ~Link() override;
 
-  // The first `ready` bytes may leave at once. `message->data` stays until it is complete or cancelled.
+  // The first `ready` bytes may leave at once. `message->data` stays until it is released.
   void send(const std::shared_ptr<Outgoing>& message);
   void makeReady(const std::shared_ptr<Outgoing>& message, uint64_t ready);
   State stateOf(const Outgoing& message);
-  // The message's data are not read from here on. Its frames that have begun are completed with what is in them.
-  void cancel(const std::shared_ptr<Outgoing>& message);
+  // The first `end` bytes of the message's data, which have gone, are not read from here on: what the peer may still
+  // need of them is copied. Needless where they change only by what the peer makes of them and sends back: then it has
+  // them.
+  void release(const std::shared_ptr<Outgoing>& message, uint64_t end);
+  // Nor is anything of it, complete or not. Frames that have begun are completed with what is in them.
+  void giveUp(const std::shared_ptr<Outgoing>& message);
   // Opens a connection where there is none, though there is nothing to send: the end of the peer is to be noticed.
   void connect();
   // The peer is on this host: larger payloads go through memory that both processes see, once there is some.
@@ -86,44 +93,86 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // Gives up what is still to be sent for a group, and tells the peer that no more will come from rank `source`.
   void leave(uint64_t group, uint32_t source);
 
-  // Takes a connection that the peer has opened, for its link `peerLink`. Returns false where that is another than so
-  // far: the peer has lost the one that this is the end of.
-  bool adopt(Stream& stream, uint64_t peerLink);
-  // The peer has opened the link; this is where we can reach it.
+  // Takes a connection that the peer has opened. Returns false where that belongs to another link than so far: the peer
+  // has lost the one that this is the end of.
+  bool adopt(Stream& stream, const Hello& hello);
+  // A group has told where the peer listens.
   void learnAddress(const SocketAddress& address);
   void close(const std::string& reason);
   [[nodiscard]] bool isLost() const { return isLost_; }
   [[nodiscard]] const ProcessId& peer() const { return process_; }
+  [[nodiscard]] uint64_t id() const { return id_; }
+  // Asks the peer to tell at once what has come.
+  void askPeer();
+  // Returns whether the peer has not told yet that all has come.
+  [[nodiscard]] bool awaitsPeer();
   // Adds up all connections; zeros where nothing is known yet.
   [[nodiscard]] Line line();
 
  private:
   using Lock = std::unique_lock<std::mutex>;
+  // A link looks so many times for a sign of the peer before its patience is over. It counts looks and not seconds:
+  // while this process or its machine was stopped, nobody could see a sign.
+  static constexpr int kLooks = 8;
 
   // --- Connection::Owner
   Delivery begin(const Frame& frame, const std::vector<uint8_t>& context) override;
-  void control(const Frame& frame, const std::vector<uint8_t>& context) override;
+  bool control(Connection& connection, const Frame& frame, const std::vector<uint8_t>& context) override;
+  bool acknowledge(Connection& connection, uint64_t received) override;
   bool readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) override;
   void onConnecting(const std::shared_ptr<Connection>& connection) override;
   void onWritable(Connection& connection) override;
   void onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result) override;
+  void onFailed(const std::string& error) override { close(error); }
 
-  // These are called under the mutex.
+  // --- link.cpp. These are called under the mutex.
+  bool giveFrame(Connection& connection);
+  std::optional<uint32_t> chooseCell(uint32_t payloadBytes);
+  // Writes until nothing is left or no connection takes it. Releases the lock.
+  void pump(Lock& lock);
+  // Sends a frame without a message, unless the link is lost. Not under the mutex.
+  void sendControl(const Frame& frame);
+
+  // --- link_connections.cpp. These are called under the mutex.
   void openWhereNeeded();
   [[nodiscard]] int neededConnections() const;
   [[nodiscard]] Line lineOfAll() const;
   void open();
+  // Opens a connection where none is on its way: now, or after a while if it is still needed.
+  void dial();
+  void dialLater(std::chrono::milliseconds delay);
+  // Before the next try, after all that have failed.
+  [[nodiscard]] std::chrono::milliseconds pause() const;
+  [[nodiscard]] bool isDialing() const;
+  [[nodiscard]] bool hasWelcome() const;
   void add(const std::shared_ptr<Connection>& connection, bool wantsWritable);
-  bool giveFrame(Connection& connection);
-  std::optional<uint32_t> chooseCell(uint32_t payloadBytes);
-  // Sends a frame without a message, unless the link is lost.
-  void sendControl(const Frame& frame);
-  // Writes until nothing is left or no connection takes it. Releases the lock.
-  void pump(Lock& lock);
+  // Whoever is refused at the peer's address knows that nobody listens there any more.
+  [[nodiscard]] bool isReachable() const;
 
-  // Looks whether the peer's kernel still answers, and again after a while. On the loop's thread.
+  // --- link_loss.cpp. These are called under the mutex.
+  // A connection is there, or again.
+  void beginWith(const Connection& connection);
+  // Says the last word about the connections that have ended, over those that there are.
+  void sayLastWords();
+  // Reads no more of a connection, and notes what is to be said of it. On the loop's thread.
+  void end(const std::shared_ptr<Connection>& connection);
+  // Sends again what has not come, once that is known. Returns false where the peer contradicts itself.
+  bool settle(const std::shared_ptr<Connection>& connection);
+  void noteReconnection();
+  void watch();
+
+  // --- On the loop's thread, not under the mutex.
+  // A connection is broken; it, or one that could not even be begun (null), was never one.
+  void lose(const std::shared_ptr<Connection>& connection, int error, const std::string& text);
+  void onUnopened(const std::shared_ptr<Connection>& connection, int error, const std::string& text);
+  bool onWelcome(Connection& connection, const Hello& hello);
+  bool onEnded(const Connection& teller, uint64_t number, uint64_t frames);
+  // Tells the peer what has come: after a while, where nothing else goes back to it.
+  void tellLater();
+  // Looks whether the peer's kernel still answers, and again after a while.
   void lookForSilence();
   void lookLater();
+  [[nodiscard]] std::chrono::milliseconds lookInterval() const { return opening_.patience / kLooks; }
 
   const std::shared_ptr<EventLoop> loop_;
   const ProcessId self_;
@@ -137,17 +186,47 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // A thread has come back from writing.
   std::condition_variable written_;
   std::vector<std::shared_ptr<Connection>> connections_;
+  // Connections that have ended, of which the peer has not said its last word.
+  std::vector<std::shared_ptr<Connection>> ended_;
+  // The last words that this side has not said yet.
+  std::vector<Frame> lastWords_;
+  // Connections of the peer of which it has said the last word before they came.
+  std::set<uint64_t> neverComing_;
+  uint64_t opened_ = 0;
   Outbox outbox_;
-  // The peer's number of this link, once a connection of the peer has told it.
+  // The peer's number of this link, once it has told it.
   std::optional<uint64_t> peerLink_;
   // A peer on this host is sent payloads through memory: that of this process; the other is the peer's.
   bool sharesMemory_ = false;
   std::shared_ptr<PayloadMemory> ownMemory_;
   std::shared_ptr<PayloadMemory> peersMemory_;
   bool isWatched_ = false;
+
+  bool isDialPlanned_ = false;
+  // Connections that have ended or could not be opened, since the peer has last told of a frame that has come.
+  int failures_ = 0;
+  // Of these, those that somebody has refused, or has ended without a word.
+  int refusals_ = 0;
+  std::string lastFailure_;
+  // The peer has answered at its address; or its connections have come from there.
+  bool isAnswered_ = false;
+  std::string peersSource_;
+  std::chrono::steady_clock::time_point noMoreBefore_;
+  // Connections that have been replaced, and when that was last logged.
+  uint64_t reconnections_ = 0;
+  std::optional<std::chrono::steady_clock::time_point> logged_;
+  // So many looks in a row have found no connection.
+  int lonelyLooks_ = 0;
+  // Not empty: the peer's process has ended, and the link ends with what its connections still bring.
+  std::string lastError_;
   std::string error_;
   // error_ is set; this is for those who do not hold the mutex.
   std::atomic<bool> isLost_ = false;
+
+  // --- Of the loop's thread.
+  bool isTellPlanned_ = false;
+  // Frames that had begun on connections that have ended: they are not charged again when they come again.
+  std::set<std::tuple<uint64_t, MessageKey, uint64_t>> interrupted_;
 };
 
 }  // namespace bagua::net

@@ -32,13 +32,6 @@ size_t mostGuestsOfProcess() {
   return std::clamp<size_t>(files.rlim_cur / 4, kFewestGuests, kMostGuests);
 }
 
-std::string peerOf(const FileDescriptor& socket) {
-  sockaddr_storage storage{};
-  socklen_t size = sizeof(storage);
-  if (getpeername(socket.number(), reinterpret_cast<sockaddr*>(&storage), &size) != 0) return "somewhere";
-  return SocketAddress(reinterpret_cast<sockaddr*>(&storage), size).address();
-}
-
 bool isOutOfFiles(int error) { return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM; }
 
 }  // namespace

@@ -17,6 +17,7 @@
 
 #include "backend/net/transport.h"
 #include "tests/support/held_streams.h"
+#include "tests/support/open_sockets.h"
 #include "tests/support/two_transports.h"
 
 namespace bagua::net {
@@ -166,8 +167,8 @@ TEST_F(HeldTransports, AMessageThatIsGivenUpHalfwayEndsWithWhatWasInIt) {
 }
 
 TEST_F(HeldTransports, GivingUpAMessageWaitsForNoOther) {
-  const Bytes sent = pattern(1000, 3);
-  gate_->limit(500);
+  const Bytes sent = pattern(100'000, 3);
+  gate_->limit(50'000);
   auto givenUp = send(1, sent);
   // The loop's thread is kept in the middle of the frame.
   gate_->hold(0);
@@ -216,18 +217,22 @@ TEST_F(TwoTransports, OutOfFilesAConnectionWaitsAndTheLoopSleeps) {
 
 // The sockets of this process that have come in at `port`.
 std::vector<int> socketsAt(uint16_t port) {
-  std::vector<int> found;
+  return connectedSockets([&](uint16_t own, uint16_t /*peer*/) { return own == port; });
+}
+
+int listenerAt(uint16_t port) {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     const int number = std::stoi(entry.path().filename());
+    int listens = 0;
+    socklen_t size = sizeof(listens);
+    if (getsockopt(number, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) continue;
     sockaddr_in own{};
-    sockaddr_in peer{};
-    socklen_t size = sizeof(own);
-    if (getsockname(number, reinterpret_cast<sockaddr*>(&own), &size) != 0 || own.sin_family != AF_INET) continue;
-    size = sizeof(peer);
-    if (getpeername(number, reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;
-    if (ntohs(own.sin_port) == port) found.push_back(number);
+    size = sizeof(own);
+    if (getsockname(number, reinterpret_cast<sockaddr*>(&own), &size) == 0 && ntohs(own.sin_port) == port) {
+      return number;
+    }
   }
-  return found;
+  return -1;
 }
 
 TEST_F(TwoTransports, AnIdleConnectionIsProbed) {
@@ -260,6 +265,16 @@ class SilentPeer : public TwoTransports {
     joinAs(7);
     ASSERT_TRUE(arrives(1, pattern(10, 1)));
   }
+  // Neither connections nor new ones get through.
+  void silence() {
+    sock_filter drop{BPF_RET | BPF_K, 0, 0, 0};
+    const sock_fprog all{1, &drop};
+    auto sockets = socketsAt(second_->address().address.port());
+    sockets.push_back(listenerAt(second_->address().address.port()));
+    for (const int socket : sockets) {
+      ASSERT_EQ(setsockopt(socket, SOL_SOCKET, SO_ATTACH_FILTER, &all, sizeof(all)), 0);
+    }
+  }
   // Returns whether the link is lost within a time that is long beside its patience.
   [[nodiscard]] bool isLostSoon() {
     const auto end = std::chrono::steady_clock::now() + 3 * kPatience;
@@ -272,15 +287,11 @@ class SilentPeer : public TwoTransports {
 };
 
 TEST_F(SilentPeer, IsLostOnceItHasAcknowledgedNothingForLong) {
-  sock_filter drop{BPF_RET | BPF_K, 0, 0, 0};
-  const sock_fprog all{1, &drop};
-  for (const int socket : socketsAt(second_->address().address.port())) {
-    ASSERT_EQ(setsockopt(socket, SOL_SOCKET, SO_ATTACH_FILTER, &all, sizeof(all)), 0);
-  }
+  silence();
   std::this_thread::sleep_for(2 * kPatience);
   EXPECT_FALSE(groups_[0]->findLost()) << "there was nothing to acknowledge";
   const Bytes sent = pattern(10, 1);
-  const auto sending = groups_[0]->send(1, 2, 0, this->all(sent));
+  const auto sending = groups_[0]->send(1, 2, 0, all(sent));
   ASSERT_TRUE(isLostSoon());
   EXPECT_NE(groups_[0]->findLost()->find("has acknowledged nothing"), std::string::npos) << *groups_[0]->findLost();
 }

@@ -1,13 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/net/outbox.h"
 
+#include <cstring>
+#include <iterator>
+
+#include "backend/os/scratch_memory.h"
+
 namespace bagua::net {
 namespace {
+
+// A payload that is no larger is copied at once, which costs less than to find the frame later.
+constexpr uint32_t kSmallPayload = 16U << 10U;
 
 // A peer may have this rank remember so many places ahead.
 constexpr size_t kMostPlacesAhead = 65536;
 
 }  // namespace
+
+void OutgoingFrame::copyPayload() {
+  if (!reader.exists()) return;
+  const auto memory = header.payloadBytes <= kSmallPayload
+                          ? std::shared_ptr<void>(std::make_shared_for_overwrite<uint8_t[]>(header.payloadBytes))
+                          : ScratchMemory::ofProcess().take(kMostPayload);
+  std::memcpy(memory.get(), payload(), header.payloadBytes);
+  copy = std::shared_ptr<const uint8_t[]>(memory, static_cast<const uint8_t*>(memory.get()));
+  reader = {};
+}
+
+void OutgoingFrame::copyPayload(const Outgoing& of, uint64_t end) {
+  if (message.get() == &of && header.offset < end) copyPayload();
+}
 
 void Outbox::add(const std::shared_ptr<Outgoing>& message) {
   const auto place = placesAhead_.find({message->group, message->key});
@@ -24,11 +46,16 @@ void Outbox::addControl(const Frame& header, std::vector<uint8_t> context) {
   controls_.push_back({.header = header, .context = std::move(context)});
 }
 
+void Outbox::sendAgain(std::vector<OutgoingFrame> frames) {
+  again_.insert(again_.end(), std::move_iterator(frames.begin()), std::move_iterator(frames.end()));
+}
+
 std::optional<OutgoingFrame> Outbox::next(const ChooseCell& chooseCell) {
-  if (!controls_.empty()) {
-    auto control = std::move(controls_.front());
-    controls_.pop_front();
-    return control;
+  for (auto* const first : {&again_, &controls_}) {
+    if (first->empty()) continue;
+    auto frame = std::move(first->front());
+    first->pop_front();
+    return frame;
   }
   const auto hasFrame = [](const auto& message) { return message->hasFrame(); };
   auto next = std::find_if(queue_.begin(), queue_.end(), hasFrame);
@@ -58,7 +85,6 @@ void Outbox::letWait(Queue::iterator message) {
 
 OutgoingFrame Outbox::cutOff(const std::shared_ptr<Outgoing>& message, Frame::Kind kind, uint32_t cell) {
   OutgoingFrame frame{.header = {.kind = kind, .group = message->group, .key = message->key, .total = message->total},
-                      .context = {},
                       .message = message};
   frame.header.offset = message->cut;
   frame.header.payloadBytes = kind == Frame::Kind::kWaiting ? 0 : message->payloadBytes();
@@ -72,11 +98,13 @@ OutgoingFrame Outbox::cutOff(const std::shared_ptr<Outgoing>& message, Frame::Ki
   message->writing.push_back(message->cut);
   message->cut += frame.header.payloadBytes;
   if (message->cut == message->total) std::erase(queue_, message);
+  if (frame.header.payloadBytes > 0) frame.reader = MessageReader(message);
+  if (frame.header.payloadBytes <= kSmallPayload && cell == 0) frame.copyPayload();
   return frame;
 }
 
-std::shared_ptr<Signal> Outbox::finish(const OutgoingFrame& frame) {
-  if (!frame.message) return nullptr;
+std::shared_ptr<Signal> Outbox::finish(OutgoingFrame& frame) {
+  if (std::exchange(frame.hasGone, true) || !frame.message) return nullptr;
   auto& message = *frame.message;
   const auto written = std::find(message.writing.begin(), message.writing.end(), frame.header.offset);
   if (written != message.writing.end()) message.writing.erase(written);
@@ -88,6 +116,10 @@ void Outbox::cancel(const std::shared_ptr<Outgoing>& message) {
   std::erase(queue_, message);
   const auto account = accounts_.find(message->group);
   if (account != accounts_.end()) account->second.waiting.erase(message->number);
+}
+
+void Outbox::copyPayloads(const Outgoing& message, uint64_t end) {
+  for (auto& frame : again_) frame.copyPayload(message, end);
 }
 
 void Outbox::grantPlace(uint64_t group, const MessageKey& key, uint64_t bytes) {
@@ -152,7 +184,11 @@ std::vector<std::shared_ptr<Signal>> Outbox::clear() {
   for (const auto& [group, account] : accounts_) {
     for (const auto& [number, message] : account.waiting) signals.push_back(message->signal);
   }
+  for (const auto& frame : again_) {
+    if (frame.message && !frame.hasGone) signals.push_back(frame.message->signal);
+  }
   queue_.clear();
+  again_.clear();
   accounts_.clear();
   controls_.clear();
   return signals;
@@ -161,6 +197,7 @@ std::vector<std::shared_ptr<Signal>> Outbox::clear() {
 uint64_t Outbox::backlog() const {
   uint64_t bytes = 0;
   for (const auto& message : queue_) bytes += message->sendable() - message->cut;
+  for (const auto& frame : again_) bytes += frame.header.payloadBytes;
   return bytes;
 }
 

@@ -40,6 +40,8 @@ struct Outgoing {
   std::vector<uint64_t> writing = {};
   // The kernel has so many bytes: a count, as frames overtake each other.
   uint64_t sent = 0;
+  // So many frames may still be read from `data`: those that have gone too, until they are acknowledged.
+  uint32_t readers = 0;
   bool hasBegun = false;
   // The receiver has heard that the message waits.
   bool hasToldOfWaiting = false;
@@ -56,24 +58,59 @@ struct Outgoing {
     return static_cast<uint32_t>(std::min<uint64_t>(end - cut, kMostPayload));
   }
   [[nodiscard]] bool isComplete() const { return hasBegun && sent == total; }
-  // The bytes from the beginning that are no longer read.
+  // The bytes from the beginning that have gone.
   [[nodiscard]] uint64_t gone() const { return writing.empty() ? cut : writing.front(); }
   // The frame with the context has gone.
   [[nodiscard]] bool hasContextGone() const { return hasBegun && (writing.empty() || writing.front() > 0); }
 };
 
-// A frame on its way out. The payload stays in the message, which is null where the frame carries none.
+// The memory of a message has one reader more for as long as this lives.
+class MessageReader {
+ public:
+  MessageReader() = default;
+  explicit MessageReader(std::shared_ptr<Outgoing> message) : message_(std::move(message)) { ++message_->readers; }
+  MessageReader(MessageReader&& other) noexcept : message_(std::move(other.message_)) { other.message_ = nullptr; }
+  MessageReader& operator=(MessageReader&& other) noexcept {
+    std::swap(message_, other.message_);
+    return *this;
+  }
+  ~MessageReader() {
+    if (message_) --message_->readers;
+  }
+  MessageReader(const MessageReader&) = delete;
+  MessageReader& operator=(const MessageReader&) = delete;
+
+  [[nodiscard]] bool exists() const { return message_ != nullptr; }
+
+ private:
+  std::shared_ptr<Outgoing> message_;
+};
+
+// A frame on its way out, or kept until it is acknowledged. `message` is null where it carries none.
 struct OutgoingFrame {
   Frame header;
-  std::vector<uint8_t> context;
+  std::vector<uint8_t> context = {};
   std::shared_ptr<Outgoing> message = nullptr;
+  // The payload stays in the message as long as there is this.
+  MessageReader reader = {};
+  std::shared_ptr<const uint8_t[]> copy = nullptr;
+  // The payload is in its cell.
+  bool isInCell = false;
+  // The kernel has had all of it before.
+  bool hasGone = false;
 
-  [[nodiscard]] const uint8_t* payload() const { return message ? message->data + header.offset : nullptr; }
+  [[nodiscard]] const uint8_t* payload() const {
+    if (copy) return copy.get();
+    return message ? message->data + header.offset : nullptr;
+  }
+  // Makes a copy of the payload, if it stays in a message before `end`.
+  void copyPayload(const Outgoing& of, uint64_t end);
+  void copyPayload();
 };
 
 // The messages of one process to another one, cut into frames: the oldest message first, as far as the receiver has
 // places and the groups' accounts have room. It knows no connection, and outlives those that take its frames. Its owner
-// guards it by a mutex.
+// guards it, the messages and all frames by one mutex.
 class Outbox {
  public:
   // Chooses where the payload of a frame goes: 0 is the connection, n is cell n - 1 of shared memory. Without a value,
@@ -83,12 +120,16 @@ class Outbox {
   void add(const std::shared_ptr<Outgoing>& message);
   // Frames without a message leave before all others. `chooseCell` may call this.
   void addControl(const Frame& header, std::vector<uint8_t> context = {});
+  // Frames that have been lost with their connection leave before all others, in their order.
+  void sendAgain(std::vector<OutgoingFrame> frames);
   // Cuts off the next frame that may leave.
   std::optional<OutgoingFrame> next(const ChooseCell& chooseCell);
   // The kernel has all of a frame. Returns the signal to notify, if any.
-  static std::shared_ptr<Signal> finish(const OutgoingFrame& frame);
-  // No more frames are cut off the message. Those that are being written remain.
+  static std::shared_ptr<Signal> finish(OutgoingFrame& frame);
+  // No more frames are cut off the message. Those that were remain.
   void cancel(const std::shared_ptr<Outgoing>& message);
+  // Copies what is to be sent again and stays in the message before `end`.
+  void copyPayloads(const Outgoing& message, uint64_t end);
 
   // The receiver has a place for the first `bytes` of a message, which may not have been added yet.
   void grantPlace(uint64_t group, const MessageKey& key, uint64_t bytes);
@@ -99,8 +140,9 @@ class Outbox {
   // Gives up everything. Returns the signals of all messages that have not been cut off completely.
   std::vector<std::shared_ptr<Signal>> clear();
 
-  [[nodiscard]] bool isEmpty() const { return queue_.empty() && controls_.empty(); }
-  // The bytes that may leave and have not been cut off yet.
+  [[nodiscard]] bool isEmpty() const { return queue_.empty() && controls_.empty() && again_.empty(); }
+  [[nodiscard]] bool sendsAgain() const { return !again_.empty(); }
+  // The bytes that may leave, for the first time or again.
   [[nodiscard]] uint64_t backlog() const;
 
  private:
@@ -122,6 +164,7 @@ class Outbox {
 
   // The messages in the order in which they were added, but those that have waited go first.
   Queue queue_;
+  std::deque<OutgoingFrame> again_;
   std::deque<OutgoingFrame> controls_;
   // Places that the receiver has announced for messages that have not been added yet.
   std::map<std::pair<uint64_t, MessageKey>, uint64_t> placesAhead_;

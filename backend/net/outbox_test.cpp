@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
 #include <string>
+
+#include "backend/net/sent_frames.h"
 
 namespace bagua::net {
 namespace {
@@ -32,7 +35,7 @@ class OutboxTest : public ::testing::Test {
   // Everything that leaves by now, as one word per frame: message, offset and kind.
   std::string allThatLeave() {
     std::string all;
-    while (const auto frame = next()) {
+    while (auto frame = next()) {
       all += std::to_string(frame->header.key.index) + wordOf(frame->header.kind) + " ";
       Outbox::finish(*frame);
     }
@@ -52,26 +55,28 @@ class OutboxTest : public ::testing::Test {
   Outbox outbox_;
   // What chooseCell() says.
   std::optional<uint32_t> cell_ = 0;
-  std::vector<uint8_t> data_ = std::vector<uint8_t>(8);
+  // Where all messages lie.
+  std::vector<uint8_t> data_ = std::vector<uint8_t>(2 * kEagerBytes);
 };
 
 TEST_F(OutboxTest, TheOldestMessageLeavesFirstInFramesOfLimitedSize) {
   const auto first = add(1, 2 * kMostPayload + 5);
   const auto second = add(2, 3);
   std::vector<uint32_t> sizes;
-  while (const auto frame = next()) {
+  while (auto frame = next()) {
     sizes.push_back(frame->header.payloadBytes);
     EXPECT_EQ(frame->message, sizes.size() <= 3 ? first : second);
     EXPECT_EQ(frame->context.size(), frame->header.offset == 0 ? 1 : 0);
     EXPECT_EQ(frame->header.contextBytes, frame->context.size());
-    EXPECT_EQ(frame->payload(), data_.data() + frame->header.offset);
+    // What is small has been copied.
+    EXPECT_EQ(frame->payload() == data_.data() + frame->header.offset, sizes.back() == kMostPayload);
   }
   EXPECT_EQ(sizes, (std::vector<uint32_t>{kMostPayload, kMostPayload, 5, 3}));
 }
 
 TEST_F(OutboxTest, AnEmptyMessageIsOneFrame) {
   const auto message = add(1, 0);
-  const auto frame = next();
+  auto frame = next();
   ASSERT_TRUE(frame);
   EXPECT_EQ(frame->header.kind, Frame::Kind::kData);
   EXPECT_FALSE(next());
@@ -180,9 +185,9 @@ TEST_F(OutboxTest, AFrameWaitsForACellAndOthersBehindIt) {
 // Two connections write frames of one message, and the later one is faster.
 TEST_F(OutboxTest, BytesThatAnEarlierFrameStillReadsAreNotGone) {
   const auto message = add(1, 3 * kMostPayload);
-  const auto first = next();
-  const auto second = next();
-  const auto third = next();
+  auto first = next();
+  auto second = next();
+  auto third = next();
   EXPECT_EQ(message->gone(), 0);
   Outbox::finish(*second);
   EXPECT_EQ(message->gone(), 0);
@@ -199,8 +204,8 @@ TEST_F(OutboxTest, OnlyTheLastFrameNotifiesUnlessProgressIsAskedFor) {
   for (const bool tellsProgress : {false, true}) {
     const auto message = add(1, 2 * kMostPayload);
     message->tellsProgress = tellsProgress;
-    const auto first = next();
-    const auto second = next();
+    auto first = next();
+    auto second = next();
     EXPECT_EQ(Outbox::finish(*first), tellsProgress ? message->signal : nullptr);
     EXPECT_EQ(Outbox::finish(*second), message->signal);
   }
@@ -239,6 +244,108 @@ TEST_F(OutboxTest, WhatIsGivenUpNamesTheSignalsOfAllThatWait) {
   const auto signals = outbox_.clear();
   EXPECT_EQ(std::set(signals.begin(), signals.end()), (std::set{waiting->signal, queued->signal}));
   EXPECT_TRUE(outbox_.isEmpty());
+}
+
+// They have been given to a connection that broke: one had been written, the other not.
+TEST_F(OutboxTest, FramesThatAreSentAgainLeaveFirstAndCountOnce) {
+  const auto message = add(1, 2 * kMostPayload);
+  add(2, 10);
+  std::vector<OutgoingFrame> lost;
+  lost.push_back(*next());
+  EXPECT_EQ(Outbox::finish(lost.front()), nullptr);
+  lost.push_back(*next());
+  outbox_.sendAgain(std::move(lost));
+  EXPECT_EQ(outbox_.backlog(), 2 * kMostPayload + 10);
+  outbox_.addControl({.kind = Frame::Kind::kCredit});
+  auto first = next();
+  EXPECT_EQ(first->header.offset, 0);
+  EXPECT_EQ(Outbox::finish(*first), nullptr);
+  EXPECT_FALSE(message->isComplete());
+  auto second = next();
+  EXPECT_EQ(second->header.offset, kMostPayload);
+  EXPECT_EQ(Outbox::finish(*second), message->signal);
+  EXPECT_TRUE(message->isComplete());
+  EXPECT_EQ(allThatLeave(), "0c 2u ");
+  EXPECT_EQ(outbox_.leave(kGroup), 3) << "data frames are counted where they are cut off";
+}
+
+TEST_F(OutboxTest, AFrameReadsItsMessageUntilItsPayloadIsCopied) {
+  std::fill(data_.begin(), data_.end(), 1);
+  const auto message = add(1, 3 * kMostPayload);
+  auto first = *next();
+  std::vector<OutgoingFrame> lost;
+  lost.push_back(*next());
+  outbox_.sendAgain(std::move(lost));
+  EXPECT_EQ(message->readers, 2);
+  first.copyPayload(*message, kMostPayload);
+  outbox_.copyPayloads(*message, kMostPayload);
+  EXPECT_EQ(message->readers, 1);
+  std::fill(data_.begin(), data_.end(), 2);
+  EXPECT_EQ(first.payload()[kMostPayload - 1], 1);
+  const auto second = next();
+  EXPECT_EQ(second->payload()[0], 2);
+  EXPECT_EQ(second->header.offset, kMostPayload);
+}
+
+class SentFramesTest : public OutboxTest {
+ protected:
+  OutgoingFrame give() {
+    sent_.give();
+    return *next();
+  }
+  void write(OutgoingFrame frame) {
+    Outbox::finish(frame);
+    sent_.keep(std::move(frame));
+  }
+
+  SentFrames sent_;
+};
+
+TEST_F(SentFramesTest, WhatIsNotAcknowledgedIsSentAgainInItsOrder) {
+  const auto message = add(1, 5 * kMostPayload);
+  for (int i = 0; i < 5; ++i) write(give());
+  EXPECT_EQ(message->readers, 5);
+  EXPECT_TRUE(sent_.acknowledge(2));
+  EXPECT_EQ(message->readers, 3);
+  EXPECT_FALSE(sent_.isEmpty());
+  // The last word.
+  EXPECT_TRUE(sent_.acknowledge(3));
+  const auto lost = sent_.takeUnreceived();
+  ASSERT_EQ(lost.size(), 2);
+  EXPECT_EQ(lost[0].header.offset, 3 * kMostPayload);
+  EXPECT_EQ(lost[1].header.offset, 4 * kMostPayload);
+}
+
+TEST_F(SentFramesTest, AnAnswerMayComeBeforeTheWriterKnowsThatTheFrameHasGone) {
+  const auto message = add(1, 2 * kMostPayload);
+  auto first = give();
+  EXPECT_TRUE(sent_.acknowledge(1));
+  write(std::move(first));
+  EXPECT_TRUE(sent_.isEmpty());
+  EXPECT_EQ(message->readers, 0);
+  write(give());
+  EXPECT_EQ(sent_.takeUnreceived().size(), 1);
+}
+
+TEST_F(SentFramesTest, AnAnswerThatCannotBeIsFound) {
+  add(1, 3 * kMostPayload);
+  write(give());
+  const auto underWay = give();
+  EXPECT_TRUE(sent_.acknowledge(1));
+  EXPECT_FALSE(sent_.acknowledge(0)) << "fewer than before";
+  EXPECT_FALSE(sent_.acknowledge(3)) << "more than there are";
+}
+
+TEST_F(SentFramesTest, TheMemoryOfAMessageIsFreeOnceItsFramesAreCopied) {
+  std::fill(data_.begin(), data_.end(), 1);
+  const auto message = add(1, 3 * kMostPayload);
+  for (int i = 0; i < 3; ++i) write(give());
+  sent_.copyPayloads(*message, kMostPayload + 1);
+  EXPECT_EQ(message->readers, 1) << "the third stays in the message";
+  std::fill(data_.begin(), data_.end(), 2);
+  const auto lost = sent_.takeUnreceived();
+  EXPECT_EQ(lost[1].payload()[kMostPayload - 1], 1);
+  EXPECT_EQ(lost[2].payload(), data_.data() + 2 * kMostPayload);
 }
 
 }  // namespace

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/net/process_transport.h"
 
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
 #include <mutex>
 #include <optional>
 
@@ -18,6 +21,29 @@ struct Kept {
   std::shared_ptr<Transport> transport;
 };
 
+// Never destroyed: groups may be left behind at the end of the process, when the order of destruction is anybody's. The
+// kernel closes the connections.
+struct OfProcess {
+  ForkHeldMutex mutex;
+  std::optional<Kept> kept;
+};
+
+OfProcess& ofProcess() {
+  static auto* const made = new OfProcess;  // NOLINT(cppcoreguidelines-owning-memory)
+  return *made;
+}
+
+// At the end of the process, which a forked child has inherited.
+void finishSending() {
+  std::shared_ptr<Transport> transport;
+  {
+    auto& process = ofProcess();
+    const std::lock_guard lock(process.mutex);
+    if (process.kept && !process.kept->mark.isFromParent()) transport = process.kept->transport;
+  }
+  if (transport) transport->finish();
+}
+
 }  // namespace
 
 std::shared_ptr<Transport> newTransport() {
@@ -26,18 +52,17 @@ std::shared_ptr<Transport> newTransport() {
 }
 
 std::shared_ptr<Transport> processTransport() {
-  // Never destroyed: groups may be left behind at the end of the process, when the order of destruction is anybody's.
-  // The kernel closes the connections.
-  static auto* const mutex = new ForkHeldMutex;         // NOLINT(cppcoreguidelines-owning-memory)
-  static auto* const kept = new std::optional<Kept>();  // NOLINT(cppcoreguidelines-owning-memory)
-  const std::lock_guard lock(*mutex);
+  auto& [mutex, kept] = ofProcess();
+  const std::lock_guard lock(mutex);
   // The parent's threads are not here.
-  if (*kept && (*kept)->mark.isFromParent()) neverDestroy(std::move((*kept)->transport));
-  if (!*kept || (*kept)->mark.isFromParent()) {
-    kept->reset();
-    kept->emplace(Kept{.mark = {}, .transport = newTransport()});
+  if (kept && kept->mark.isFromParent()) neverDestroy(std::move(kept->transport));
+  if (!kept || kept->mark.isFromParent()) {
+    kept.reset();
+    kept.emplace(Kept{.mark = {}, .transport = newTransport()});
+    static const int registered = std::atexit(&finishSending);
+    TORCH_INTERNAL_ASSERT(registered == 0);
   }
-  return (*kept)->transport;
+  return kept->transport;
 }
 
 }  // namespace bagua::net

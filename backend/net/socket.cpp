@@ -22,9 +22,9 @@ std::string textOf(int error) { return std::generic_category().message(error); }
 // and connections share a message by how fast they are. With 128 KiB the thread that refills is woken twice as often.
 constexpr int kMostUnsent = 256 << 10;
 
-constexpr int kSecondsBeforeProbe = 30;
-constexpr int kSecondsBetweenProbes = 10;
-constexpr int kProbes = 9;
+constexpr int kSecondsBeforeProbe = 9;
+constexpr int kSecondsBetweenProbes = 5;
+constexpr int kProbes = 3;
 static_assert(std::chrono::seconds(kSecondsBeforeProbe + kProbes * kSecondsBetweenProbes) == kPatienceWithSilence);
 
 void set(const FileDescriptor& socket, int level, int option, int value) {
@@ -80,6 +80,10 @@ uint16_t SocketAddress::port() const {
   return ntohs(port);
 }
 
+std::string SocketAddress::text() const {
+  return size_ == 0 ? "an address that is not known" : address() + " port " + std::to_string(port());
+}
+
 FileDescriptor listenAt(const SocketAddress& address) {
   FileDescriptor socket(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   const bool listens = socket.isOpen() && bind(socket.number(), address.get(), address.size()) == 0 &&
@@ -96,13 +100,18 @@ SocketAddress addressOf(const FileDescriptor& socket) {
   return {reinterpret_cast<sockaddr*>(&storage), size};
 }
 
-FileDescriptor startConnecting(const SocketAddress& to) {
+std::string peerOf(const FileDescriptor& socket) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof(storage);
+  if (getpeername(socket.number(), reinterpret_cast<sockaddr*>(&storage), &size) != 0) return "somewhere";
+  return SocketAddress(reinterpret_cast<sockaddr*>(&storage), size).address();
+}
+
+FileDescriptor startConnecting(const SocketAddress& to, int& error) {
   FileDescriptor socket(::socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   TORCH_CHECK_WITH(DistNetworkError, socket.isOpen(), "bagua: cannot open a socket: ", textOf(errno));
   configure(socket);
-  const bool hasBegun = connect(socket.number(), to.get(), to.size()) == 0 || errno == EINPROGRESS;
-  TORCH_CHECK_WITH(DistNetworkError, hasBegun, "bagua: cannot connect to ", to.address(), " port ", to.port(), ": ",
-                   textOf(errno));
+  error = connect(socket.number(), to.get(), to.size()) == 0 || errno == EINPROGRESS ? 0 : errno;
   return socket;
 }
 
@@ -115,11 +124,11 @@ void configure(const FileDescriptor& socket) {
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
 }
 
-std::string errorOf(const FileDescriptor& socket) {
+int errorOf(const FileDescriptor& socket) {
   int error = 0;
   socklen_t size = sizeof(error);
   if (getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
-  return error == 0 ? "" : textOf(error);
+  return error;
 }
 
 std::chrono::milliseconds unansweredFor(const FileDescriptor& socket) {

@@ -40,6 +40,8 @@ class SocketAddress {
   [[nodiscard]] int family() const { return storage_.ss_family; }
   [[nodiscard]] std::string address() const;
   [[nodiscard]] uint16_t port() const;
+  // "10.0.0.1 port 4711".
+  [[nodiscard]] std::string text() const;
 
  private:
   sockaddr_storage storage_{};
@@ -49,17 +51,20 @@ class SocketAddress {
 // Listens at `address`, on a free port where its own is 0. Throws DistNetworkError.
 FileDescriptor listenAt(const SocketAddress& address);
 SocketAddress addressOf(const FileDescriptor& socket);
-// Starts to connect, without waiting. Throws DistNetworkError where that fails at once.
-FileDescriptor startConnecting(const SocketAddress& to);
-// A connection ends when the other host's kernel has acknowledged nothing for this long. Between sites, lines come back
-// after a minute or two; without a limit a host that has lost its power is noticed after two hours, or never.
-inline constexpr std::chrono::milliseconds kPatienceWithSilence{120'000};
+// Returns the address at the other end, in words.
+std::string peerOf(const FileDescriptor& socket);
+// Starts to connect, without waiting. `error` is the system's where that fails at once; 0: it does not. Throws
+// DistNetworkError where there are no more sockets.
+FileDescriptor startConnecting(const SocketAddress& to, int& error);
+// A link ends when the other host has given no sign for this long, so that one that has lost its power is known within
+// half a minute. Without a limit that takes two hours, or for ever.
+inline constexpr std::chrono::milliseconds kPatienceWithSilence{24'000};
 // Prepares a connection: it does not wait for more to send, what is unsent stays in this process, and an idle one is
-// probed. Probes keep the connection known to address translators and firewalls on the way, which forget it after
-// minutes, and end it after kPatienceWithSilence without an answer.
+// probed. Probes keep the connection known to address translators and firewalls on the way, which forget it after a
+// minute or more, and end it after kPatienceWithSilence without an answer.
 void configure(const FileDescriptor& socket);
-// Returns the pending error of a socket, as a text; empty: none.
-std::string errorOf(const FileDescriptor& socket);
+// Returns the pending error of a socket; 0: none.
+int errorOf(const FileDescriptor& socket);
 // Returns for how long the other host's kernel has sent nothing, though it has something to acknowledge; 0: it has not.
 std::chrono::milliseconds unansweredFor(const FileDescriptor& socket);
 // The kernel has seen this of the line that a connection goes over; zeros where it does not tell.

@@ -2,18 +2,29 @@
 #include "backend/net/transport.h"
 
 #include <c10/util/Exception.h>
+#include <sys/socket.h>
 
+#include <algorithm>
+#include <array>
 #include <random>
+#include <thread>
 #include <utility>
 
+#include "backend/net/greeting.h"
 #include "backend/net/listener.h"
 
 namespace bagua::net {
 namespace {
 
+// A process that ends waits so long for its peers.
+constexpr std::chrono::seconds kFinishTime{1};
+// The answer to a connection that is refused has so long to arrive.
+constexpr std::chrono::seconds kRefusalTime{2};
+
+// Never 0.
 uint64_t randomNumber() {
   std::random_device device;
-  return (uint64_t{device()} << 32U) | device();
+  return (uint64_t{device()} << 32U) | device() | 1U;
 }
 
 }  // namespace
@@ -43,6 +54,10 @@ std::shared_ptr<Group> Transport::join(uint64_t id, int rank, const std::vector<
   table_.add(id, group);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [process, address] : ranks) {
+      addresses_[process] = address;
+      if (const auto link = links_.find(process); link != links_.end()) link->second->learnAddress(address);
+    }
     if (std::exchange(isAnswering_, true)) return group;
   }
   const int socket = listening_.number();
@@ -50,25 +65,61 @@ std::shared_ptr<Group> Transport::join(uint64_t id, int rank, const std::vector<
   return group;
 }
 
-std::shared_ptr<Link> Transport::linkTo(const ProcessAddress& peer) {
+std::shared_ptr<Link> Transport::linkTo(const ProcessId& peer) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto& link = links_[peer.process];
-  if (link && !link->isLost()) {
-    if (peer.address.size() > 0) link->learnAddress(peer.address);
-    return link;
-  }
-  link = std::make_shared<Link>(loop_, address_.process, Link::Peer{peer.process, peer.address}, randomNumber(),
-                                opening_, weak_from_this());
+  auto& link = links_[peer];
+  if (link && !link->isLost()) return link;
+  const auto known = addresses_.find(peer);
+  const auto address = known == addresses_.end() ? SocketAddress() : known->second;
+  link = std::make_shared<Link>(loop_, address_.process, Link::Peer{peer, address}, randomNumber(), opening_,
+                                weak_from_this());
   return link;
 }
 
+std::shared_ptr<Link> Transport::knownLink(const ProcessId& peer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto known = links_.find(peer);
+  return known == links_.end() ? nullptr : known->second;
+}
+
+std::vector<std::shared_ptr<Link>> Transport::allLinks() {
+  std::vector<std::shared_ptr<Link>> all;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [process, link] : links_) all.push_back(link);
+  return all;
+}
+
 void Transport::welcome(const Hello& hello, Stream stream) {
-  if (hello.magic != Hello::kMagic || hello.to != address_.process) return;
-  const auto link = linkTo({hello.from, {}});
-  if (link->adopt(stream, hello.link)) return;
-  // The peer has lost what we took for a connection, and has begun anew.
+  if (hello.magic != Hello::kMagic || hello.link == 0) return;
+  if (hello.to != address_.process) return refuse(hello, std::move(stream));
+  const bool isAgain = hello.peerLink != 0;
+  const auto link = isAgain ? knownLink(hello.from) : linkTo(hello.from);
+  if (!link || (isAgain && link->id() != hello.peerLink)) return refuse(hello, std::move(stream));
+  if (link->adopt(stream, hello)) return;
+  if (isAgain) return refuse(hello, std::move(stream));
+  // The peer has lost what we took for a link, and has begun anew.
   link->close("Connection closed by peer");
-  linkTo({hello.from, {}})->adopt(stream, hello.link);
+  linkTo(hello.from)->adopt(stream, hello);
+}
+
+void Transport::refuse(const Hello& hello, Stream stream) {
+  auto answer = answerOf({.from = address_.process, .to = hello.from, .connection = hello.connection});
+  std::array<iovec, 1> parts{{{answer.data(), answer.size()}}};
+  // If not all of it leaves, the other side asks again.
+  if (stream.send(parts) < 0) return;
+  shutdown(stream.number(), SHUT_WR);
+  // What comes meanwhile would have the kernel take the answer back.
+  guestLoop_->callLater(kRefusalTime, [kept = std::make_shared<Stream>(std::move(stream))] {});
+}
+
+void Transport::finish() {
+  const auto links = allLinks();
+  for (const auto& link : links) link->askPeer();
+  const auto end = std::chrono::steady_clock::now() + kFinishTime;
+  const auto isAwaited = [](const auto& link) { return link->awaitsPeer(); };
+  while (std::any_of(links.begin(), links.end(), isAwaited) && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 Delivery Transport::begin(const Frame& frame, const std::vector<uint8_t>& context,
@@ -106,12 +157,7 @@ void Transport::onLost(const Link& link, const std::string& error) {
 }
 
 void Transport::loseLinksForTest() {
-  std::map<ProcessId, std::shared_ptr<Link>> links;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    links = links_;
-  }
-  for (const auto& [process, link] : links) link->close("reset");
+  for (const auto& link : allLinks()) link->close("reset");
 }
 
 }  // namespace bagua::net

@@ -38,7 +38,10 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
                               const std::vector<int>& neighbours = {});
   // This process will not join the group any more, if it has not yet: what has come for it is thrown away.
   void abandon(uint64_t group) { table_.abandon(group); }
-  // Ends every connection, as if the network had reset it.
+  // Waits until peers have told that all has come which has been sent to them, but not for long: what is still in the
+  // kernel when a process ends can be lost.
+  void finish();
+  // Ends every link, as the end of this process would.
   void loseLinksForTest();
 
  private:
@@ -47,9 +50,14 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
 
   Transport(const std::string& address, Link::Opening opening);
   // Returns the link over which this process speaks to a peer. It is made where there is none, or only a lost one.
-  std::shared_ptr<Link> linkTo(const ProcessAddress& peer);
+  std::shared_ptr<Link> linkTo(const ProcessId& peer);
+  // Returns what there is, also a lost one.
+  std::shared_ptr<Link> knownLink(const ProcessId& peer);
+  [[nodiscard]] std::vector<std::shared_ptr<Link>> allLinks();
   // A connection has come in and said whose it is.
   void welcome(const Hello& hello, Stream stream);
+  // Tells whoever has opened a connection that this is no end of its link.
+  void refuse(const Hello& hello, Stream stream);
   void leave(uint64_t group) { table_.leave(group); }
 
   Delivery begin(const Frame& frame, const std::vector<uint8_t>& context,
@@ -64,6 +72,8 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
   std::mutex mutex_;
   // The last link made to each process.
   std::map<ProcessId, std::shared_ptr<Link>> links_;
+  // Where the processes of all groups listen: a link that a peer has opened needs it, too.
+  std::map<ProcessId, SocketAddress> addresses_;
   bool isAnswering_ = false;
   const std::shared_ptr<EventLoop> loop_ = std::make_shared<EventLoop>();
   // Connections that have come in stay here until they have said whose they are: with encryption this is a thread of

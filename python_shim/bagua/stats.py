@@ -23,6 +23,7 @@ class Stats(TypedDict):
             seconds of the device, of the stages that it has done by now (not of those in CUDA graphs). To ask waits
             for nothing.
         memory: what the algorithm holds beside the model now -> bytes. Of algorithms that hold weights of their own.
+        reconnections: connections to other processes that have broken and were replaced, since this process began.
     """
 
     algorithm: str
@@ -36,6 +37,7 @@ class Stats(TypedDict):
     state_bytes: int
     seconds: dict[str, float]
     memory: dict[str, int]
+    reconnections: int
 
 
 def means_per_step(now: Stats, last: Stats | None = None) -> dict[str, float]:
@@ -73,6 +75,8 @@ def as_text(stats: Stats) -> str:
         f"{stats['state_bytes']:,} bytes kept between steps",
     ]
     lines += [f"{size:,} bytes of {what}" for what, size in stats["memory"].items()]
+    if stats["reconnections"]:
+        lines.append(f"{stats['reconnections']:,} connections that have broken and were replaced")
     if stats["seconds"]:
         lines.append("seconds: " + ", ".join(f"{stage} {time:.3f}" for stage, time in stats["seconds"].items()))
     return "\n".join(f"  {line}" for line in lines)

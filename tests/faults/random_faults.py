@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +12,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reset_connections import reset_connections
 from threads import bagua_threads
 
 COLLECTIVES = (
@@ -26,7 +23,7 @@ COLLECTIVES = (
     "ring of messages",
     "barrier",
 )
-FAULTS = ("kill", "stop", "hang", "raise", "reset")
+FAULTS = ("kill", "stop", "hang", "raise")
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
 
 
@@ -141,17 +138,8 @@ def workload(
     return one
 
 
-def _reset_when_told() -> None:
-    """Reset all connections at a signal, while the main thread waits in an operation."""
-    signal.sigwait({signal.SIGUSR1})
-    reset_connections(lambda own, peer: True)
-
-
 def run(rank: int, plan: Plan, connection: Connection) -> None:
     """Work until an error, and report it; the victim of a "hang" or a "raise" gets into trouble when it is told to."""
-    # Of all threads, which have it from this one.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    threading.Thread(target=_reset_when_told, daemon=True).start()
     os.environ.update(
         RANK=str(rank),
         BAGUA_SHARED_MEMORY="1" if plan.shares_memory else "0",

@@ -21,7 +21,6 @@ WORKLOADS = ("all_reduce", "ring of messages", "barrier", "bytegrad", "low_preci
 TIMEOUT = 4.0
 # Of ranks that have to find out earlier, or have nothing to find out.
 LONG_TIMEOUT = 60.0
-RESET_SECONDS = 2.0
 # In which the ranks find out who is missing; a rank that does not reach the store either relies on its transport.
 GRACE = 4.0
 
@@ -141,31 +140,31 @@ def test_an_outage_longer_than_the_timeout_is_an_error_of_all_ranks(workload: st
     assert messages[2].endswith(cause) or "The other ranks could not be told" in messages[2]
 
 
-def _tell(rank: subprocess.Popen[str], what: str) -> None:
+def _tell(rank: subprocess.Popen[str], what: str) -> int:
     assert rank.stdin is not None
     assert rank.stdout is not None
     rank.stdin.write(what + "\n")
     rank.stdin.flush()
     word, count = rank.stdout.readline().split()
     assert word == "reset"
-    assert int(count) > 0
+    return int(count)
 
 
 @pytest.mark.parametrize("workload", selection(WORKLOADS, ["all_reduce"]))
-def test_connections_that_are_reset_are_an_error_of_all_ranks_at_once(workload: str, hosts: list[Host]) -> None:
-    ranks = _start(hosts, 600.0, LONG_TIMEOUT, workload)
+def test_connections_that_are_reset_cost_nothing(workload: str, hosts: list[Host]) -> None:
+    ranks = _start(hosts, 3.0, LONG_TIMEOUT, workload)
     with _killed_at_the_end(ranks):
-        begun = time.monotonic()
-        _tell(ranks[1], "reset connections between ranks")
+        resets = sum(_tell(rank, "reset connections between ranks") for _ in range(10) for rank in ranks)
         texts = _ends(ranks)
-    assert "onnection" in same_cause(_messages(texts, begun + RESET_SECONDS + SLACK_SECONDS))
+    assert resets > 10
+    assert texts == ["done\n"] * len(hosts)
 
 
 @pytest.mark.long
 def test_connections_to_the_store_that_are_reset_cost_nothing(hosts: list[Host]) -> None:
     ranks = _start(hosts, 4.0)
     with _killed_at_the_end(ranks):
-        _tell(ranks[1], "reset connections to the store")
+        assert _tell(ranks[1], "reset connections to the store") > 0
         texts = _ends(ranks)
     assert texts == ["done\n"] * len(hosts)
 
@@ -174,7 +173,7 @@ def test_connections_to_the_store_that_are_reset_cost_nothing(hosts: list[Host])
 def test_a_rank_finds_the_store_again_after_a_reset(hosts: list[Host]) -> None:
     ranks = _start(hosts, 600.0)
     with _killed_at_the_end(ranks):
-        _tell(ranks[1], "reset connections to the store")
+        assert _tell(ranks[1], "reset connections to the store") > 0
         _set_link(hosts[2], "down")
         texts = _ends(ranks)
     # It tells and hears of what only the store can have told.

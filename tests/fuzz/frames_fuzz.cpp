@@ -69,7 +69,8 @@ class Connection final : public FrameSink {
       const auto result = reader_.read(own_, *this);
       if (result == FrameReader::Result::kDry) return;
       isAlive_ = result == FrameReader::Result::kMore;
-      TORCH_INTERNAL_ASSERT((result == FrameReader::Result::kError) == !reader_.error().empty());
+      const bool isBad = result == FrameReader::Result::kWrong || result == FrameReader::Result::kBroken;
+      TORCH_INTERNAL_ASSERT(isBad == !reader_.error().empty());
     }
   }
 
@@ -83,9 +84,11 @@ class Connection final : public FrameSink {
     if (frame.kind == Frame::Kind::kUnsolicited) charged_ += chargeOf(frame.payloadBytes);
     return {inbox_->begin(frame, context, heard_), inbox_};
   }
-  void control(const Frame& frame, const std::vector<uint8_t>& /*context*/) override {
+  bool control(const Frame& frame, const std::vector<uint8_t>& /*context*/) override {
     if (frame.kind == Frame::Kind::kLeave) inbox_->noteLeave(frame.key.source, frame.total, "left");
+    return true;
   }
+  bool acknowledge(uint64_t received) override { return received < 1000; }
   bool readCell(uint32_t index, const std::function<void(const uint8_t* payload)>& read) override {
     const auto cell = cells_.find(index);
     if (cell == cells_.end()) return false;
@@ -116,6 +119,7 @@ Frame madeUpFrame(FuzzedBytes& input) {
   if (kind == 2) frame.kind = Frame::Kind::kMemory;
   if (kind == 3) frame.kind = Frame::Kind::kWaiting;
   if (kind == 4 || kind == 5) frame.kind = Frame::Kind::kUnsolicited;
+  if (input.take<uint8_t>() % 16 == 0) frame.received = static_cast<uint64_t>(input.claim());
   frame.total = input.coin() ? 600 : static_cast<uint64_t>(input.claim());
   if (input.take<uint8_t>() % 16 == 0) frame.total = kEagerBytes + 600;
   if (frame.kind == Frame::Kind::kMemory) frame.contextBytes = input.take<uint8_t>();

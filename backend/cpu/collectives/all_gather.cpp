@@ -49,7 +49,8 @@ void CpuCommunicator::allGatherInPieces(at::Tensor& output, const at::Tensor& in
   Exchanges exchanges;
   for (int step = 1; step < size(); ++step) {
     const int peer = (rank() + step) % size();
-    exchanges.push_back({peer, input, output.narrow(0, peer * input.numel(), input.numel())});
+    const at::Tensor theirs = output.narrow(0, peer * input.numel(), input.numel());
+    exchanges.push_back({.peer = peer, .sent = input, .received = theirs, .isKept = true});
   }
   exchange(exchanges, pipeline);
 }

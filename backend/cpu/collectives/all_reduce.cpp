@@ -119,6 +119,7 @@ void PartOwners::allReduceInParts(at::Tensor& flat, const ReduceOp& op, LineProp
   for (const int host : others()) {
     peers.push_back(ranks_[host]);
     exchanges.push_back(reduction.scratch[host]->from(ranks_[host], bytesOf(parts[host])));
+    exchanges.back().isKept = true;
     reduced.push_back({ranks_[host], bytesOf(ownPart), bytesOf(parts[host])});
   }
   proposals.addToAll(peers, exchanges);
@@ -159,6 +160,7 @@ void PartOwners::reducePart(const EqualParts& parts, const ReduceOp& op, const H
   for (const int part : peers.otherParts()) {
     ranks.push_back(ranks_[peers.heard[part]]);
     exchanges.push_back(reduction.scratch[part]->from(ranks.back(), bytesOf(parts[part])));
+    exchanges.back().isKept = true;
   }
   proposals.addToAll(ranks, exchanges);
   exchange(exchanges, {.beforeSending = {}, .afterReceiving = reduction.step});

@@ -109,7 +109,7 @@ void CpuCommunicator::allToAllInPieces(at::Tensor& output, const at::Tensor& inp
   Exchanges exchanges;
   for (int step = 1; step < size(); ++step) {
     const int peer = (rank() + step) % size();
-    exchanges.push_back({peer, sent[peer], received[peer]});
+    exchanges.push_back({.peer = peer, .sent = sent[peer], .received = received[peer], .isKept = true});
   }
   exchange(exchanges, pipeline);
 }

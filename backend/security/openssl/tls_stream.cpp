@@ -117,11 +117,7 @@ net::EncryptedStream::Handshake TlsStream::goOn() {
     if (result != 1) {
       const int why = SSL_get_error(ssl_.get(), result);
       if (why == SSL_ERROR_WANT_READ) return Handshake::kUnderWay;
-      if (hasEnded_ || socketError_ != 0) {
-        fail(hasEnded_ ? "the peer has ended the connection" : std::generic_category().message(socketError_));
-        return Handshake::kLost;
-      }
-      return fail(lastOpenSslError());
+      return hasBrokenOff() ? Handshake::kLost : fail(lastOpenSslError());
     }
     // Whoever has a certificate of any kind could offer that instead.
     if (!tls_->hasCertificates_ && !isProven_) return fail("the peer has not used the job secret");
@@ -132,6 +128,13 @@ net::EncryptedStream::Handshake TlsStream::goOn() {
     stage_ = Stage::kHearProof;
   }
   return stage_ == Stage::kHearProof ? hearProof() : Handshake::kDone;
+}
+
+// Whether it is the socket that does not go on.
+bool TlsStream::hasBrokenOff() {
+  if (!hasEnded_ && socketError_ == 0) return false;
+  fail(hasEnded_ ? "the peer has ended the connection" : std::generic_category().message(socketError_));
+  return true;
 }
 
 Key TlsStream::proofOf(bool isServer) {
@@ -151,12 +154,8 @@ net::EncryptedStream::Handshake TlsStream::hearProof() {
   while (heardBytes_ < heard_.size()) {
     const ssize_t got = readRecord(heard_.data() + heardBytes_, heard_.size() - heardBytes_, true);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return Handshake::kUnderWay;
-    if (got <= 0) {
-      // A certificate that is not accepted is heard of here.
-      const std::string why = ERR_peek_last_error() == 0 ? "the peer has ended the connection" : lastOpenSslError();
-      fail(why);
-      return ERR_peek_last_error() == 0 ? Handshake::kLost : Handshake::kFailed;
-    }
+    // A certificate that is not accepted is heard of here.
+    if (got <= 0) return hasBrokenOff() ? Handshake::kLost : fail(lastOpenSslError());
     heardBytes_ += static_cast<size_t>(got);
   }
   if (!isEqual(proofOf(!isServer_), heard_)) return fail("the peer has another job secret");

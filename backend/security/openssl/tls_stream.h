@@ -45,6 +45,7 @@ class TlsStream final : public net::EncryptedStream {
   Handshake goOn();
   bool sayProof();
   Handshake hearProof();
+  bool hasBrokenOff();
   [[nodiscard]] Key proofOf(bool isServer);
   Handshake fail(const std::string& why);
   // Below 0 with errno.

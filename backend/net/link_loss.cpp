@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a link finds that connections have ended, and goes on without them: see Hello.
+#include <c10/util/Logging.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "backend/net/connection_counts.h"
+#include "backend/net/greeting.h"
+#include "backend/net/link.h"
+
+namespace bagua::net {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// What has come is told after this time, where nothing else goes back that tells it.
+constexpr milliseconds kTellAfter{100};
+// The side that has not opened a broken connection leaves the other this time to open one.
+constexpr milliseconds kTurn{100};
+constexpr milliseconds kFirstPause{50};
+constexpr milliseconds kLongestPause{1000};
+// After so many refusals in a row nobody is waited for. A peer that has been reached before is worth more patience.
+constexpr int kMostRefusals = 6;
+constexpr int kMostRefusalsOfPeer = 24;
+// Where other connections work, one that could not be opened is not tried again before.
+constexpr std::chrono::seconds kWithoutMore{30};
+constexpr std::chrono::minutes kLogInterval{1};
+// A peer may have this rank remember so many connections that never come.
+constexpr size_t kMostNeverComing = 65536;
+
+Frame lastWordOf(uint64_t number, uint64_t frames) {
+  return {.kind = Frame::Kind::kEnded, .key = {.stream = number}, .total = frames};
+}
+
+}  // namespace
+
+std::atomic<uint64_t>& reconnections() {
+  static std::atomic<uint64_t> count = 0;
+  return count;
+}
+
+// --- Reading ---------------------------------------------------------------------------------------------------------
+
+void Link::onWritable(Connection& connection) {
+  Lock lock(mutex_);
+  if (connection.isClosed || connection.isBusy) return;
+  connection.isBlocked = false;
+  loop_->askForWritable(connection.socket().number(), false);
+  pump(lock);
+}
+
+void Link::onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result) {
+  const auto& reader = connection->reader();
+  switch (result) {
+    case FrameReader::Result::kMore:
+    case FrameReader::Result::kDry: {
+      if (!connection->owesWord()) return;
+      if (!connection->owesMuch()) return tellLater();
+      Lock lock(mutex_);
+      connection->isToTell = true;
+      return pump(lock);
+    }
+    case FrameReader::Result::kEnd:
+      return lose(connection, 0, reader.isInFrame() ? "it has ended in the middle of a message" : "it has ended");
+    case FrameReader::Result::kBroken:
+      return lose(connection, reader.errorNumber(), reader.error());
+    case FrameReader::Result::kWrong:
+      return close("Connection closed by peer: " + reader.error());
+  }
+}
+
+void Link::tellLater() {
+  if (std::exchange(isTellPlanned_, true)) return;
+  loop_->callLater(kTellAfter, [weak = weak_from_this()] {
+    const auto link = weak.lock();
+    if (!link) return;
+    link->isTellPlanned_ = false;
+    Lock lock(link->mutex_);
+    for (const auto& connection : link->connections_) connection->isToTell = connection->owesWord();
+    link->pump(lock);
+  });
+}
+
+// --- Ending ----------------------------------------------------------------------------------------------------------
+
+void Link::end(const std::shared_ptr<Connection>& connection) {
+  connection->isClosed = true;
+  loop_->remove(connection->socket().number());
+  shutdown(connection->socket().number(), SHUT_RDWR);
+  std::erase(connections_, connection);
+  if (const Frame* const frame = connection->reader().unfinished()) {
+    interrupted_.insert({frame->group, frame->key, frame->offset});
+  }
+  // Of one that was never open the peer does not know, and nothing was written to it.
+  if (!connection->isAnswered) return;
+  ended_.push_back(connection);
+  lastWords_.push_back(lastWordOf(connection->number(), connection->reader().frames()));
+}
+
+void Link::sayLastWords() {
+  for (const auto& word : lastWords_) outbox_.addControl(word);
+  lastWords_.clear();
+}
+
+bool Link::settle(const std::shared_ptr<Connection>& connection) {
+  if (!connection->sent().acknowledge(*connection->lastWord)) return false;
+  auto frames = connection->sent().takeUnreceived();
+  auto unwritten = connection->takeUnwritten();
+  if (unwritten && isCounted(unwritten->header)) {
+    if (connection->sent().isEmpty()) return false;
+    frames.push_back(std::move(*unwritten));
+  }
+  outbox_.sendAgain(std::move(frames));
+  std::erase(ended_, connection);
+  noteReconnection();
+  return true;
+}
+
+void Link::noteReconnection() {
+  ++reconnections_;
+  ++reconnections();
+  const auto now = Clock::now();
+  if (logged_ && now - *logged_ < kLogInterval) return;
+  logged_ = now;
+  LOG(WARNING) << "bagua: connections to " << address_.text() << " have broken (" << lastFailure_
+               << "), and others have taken their place, " << reconnections_ << " so far. Nothing is lost";
+}
+
+milliseconds Link::pause() const { return std::min(kFirstPause * (1 << std::min(failures_, 10)), kLongestPause); }
+
+void Link::lose(const std::shared_ptr<Connection>& connection, int error, const std::string& text) {
+  if (!connection->isWelcome) return onUnopened(connection, error, text);
+  std::string over;
+  {
+    Lock lock(mutex_);
+    if (!error_.empty() || connection->isClosed) return;
+    end(connection);
+    lastFailure_ = text;
+    // The kernel has waited as long as this link would.
+    if (error == ETIMEDOUT) lonelyLooks_ = std::max(lonelyLooks_, kLooks - 2);
+    if (!lastError_.empty()) {
+      if (connections_.empty()) over = lastError_;
+    } else {
+      const bool isFirst = failures_++ == 0;
+      const auto turn = connection->isOwn() ? milliseconds(0) : kTurn;
+      dialLater(isFirst ? turn : std::max(turn, pause()));
+      const bool isHopeless = address_.size() == 0 || Clock::now() < noMoreBefore_;
+      if (isHopeless && hasWelcome()) sayLastWords();
+      pump(lock);
+    }
+  }
+  if (!over.empty()) close(over);
+}
+
+void Link::onUnopened(const std::shared_ptr<Connection>& connection, int error, const std::string& text) {
+  std::string over;
+  {
+    Lock lock(mutex_);
+    if (!error_.empty() || (connection && connection->isClosed)) return;
+    if (connection) {
+      end(connection);
+    } else {
+      isDialPlanned_ = false;
+    }
+    ++failures_;
+    lastFailure_ = "cannot connect to " + address_.text() + ": " + text;
+    const bool isAnswered = connection && connection->isAnswered;
+    if (error == ECONNREFUSED && !isAnswered && isReachable()) {
+      lastError_ =
+          "Connection closed by peer: its process has ended, nobody listens at " + address_.text() + " any more";
+    }
+    if (error == ECONNREFUSED || isAnswered) ++refusals_;
+    if (!lastError_.empty()) {
+      if (connections_.empty()) over = lastError_;
+    } else if (hasWelcome()) {
+      noMoreBefore_ = Clock::now() + kWithoutMore;
+      sayLastWords();
+      pump(lock);
+    } else if (refusals_ >= (isReachable() ? kMostRefusalsOfPeer : kMostRefusals)) {
+      over = lastFailure_;
+    } else {
+      dialLater(pause());
+    }
+  }
+  if (!over.empty()) close(over);
+}
+
+bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
+  Lock lock(mutex_);
+  if (!error_.empty()) return true;
+  const auto isIt = [&](const auto& connection) { return connection->number() == number; };
+  if (number == teller.number()) return false;
+  if (const auto open = std::find_if(connections_.begin(), connections_.end(), isIt); open != connections_.end()) {
+    end(std::shared_ptr(*open));
+  }
+  const auto found = std::find_if(ended_.begin(), ended_.end(), isIt);
+  if (found == ended_.end()) {
+    const bool isOfPeer = number % 2 == parityOf(process_, self_);
+    if (!isOfPeer || frames > 0 || neverComing_.size() >= kMostNeverComing) return false;
+    if (!neverComing_.insert(number).second) return false;
+    outbox_.addControl(lastWordOf(number, 0));
+    pump(lock);
+    return true;
+  }
+  const auto connection = *found;
+  if (std::exchange(connection->lastWord, frames)) return false;
+  // The peer is alive: all that is to be said can be.
+  sayLastWords();
+  if (!connection->isBusy && !settle(connection)) return false;
+  pump(lock);
+  return true;
+}
+
+void Link::beginWith(const Connection& connection) {
+  lonelyLooks_ = 0;
+  lastError_.clear();
+  sayLastWords();
+  // The line is back, which the kernel would find out for the others after as long as it was away.
+  for (const auto& other : connections_) {
+    if (other->number() == connection.number() || !other->isAnswered) continue;
+    if (unansweredFor(other->socket()) >= lookInterval()) shutdown(other->socket().number(), SHUT_RDWR);
+  }
+}
+
+// --- Silence ---------------------------------------------------------------------------------------------------------
+
+void Link::watch() {
+  if (!std::exchange(isWatched_, true)) lookLater();
+}
+
+void Link::lookLater() {
+  loop_->callLater(lookInterval(), [weak = weak_from_this()] {
+    if (const auto link = weak.lock()) link->lookForSilence();
+  });
+}
+
+// A stopped process still has a kernel that acknowledges; a host without power, or behind a cut line, has not. The
+// kernel's own limits do not tell these apart: TCP_USER_TIMEOUT also ends a connection whose receiver has no room.
+// Keepalives (see configure) find the same where nothing is under way.
+void Link::lookForSilence() {
+  std::string over;
+  const auto seconds = std::to_string(std::chrono::ceil<std::chrono::seconds>(opening_.patience).count()) + " s";
+  {
+    const Lock lock(mutex_);
+    if (!error_.empty()) return;
+    bool isTouched = false;
+    int heard = 0;
+    bool isAnySilent = false;
+    for (const auto& connection : connections_) {
+      if (!connection->isAnswered) continue;
+      isTouched = true;
+      const bool isSilent = unansweredFor(connection->socket()) >= lookInterval();
+      connection->silentLooks = isSilent ? connection->silentLooks + 1 : 0;
+      isAnySilent = isAnySilent || isSilent;
+      if (connection->silentLooks < kLooks) ++heard;
+    }
+    lonelyLooks_ = isTouched ? 0 : lonelyLooks_ + 1;
+    if (isTouched && heard == 0) {
+      over = "Connection closed by peer: its host has acknowledged nothing for " + seconds;
+    } else if (lonelyLooks_ >= kLooks && isReachable()) {
+      over = "Connection closed by peer: its host has not been reached for " + seconds + " (" + lastFailure_ + ")";
+    } else if (lonelyLooks_ >= kLooks) {
+      over = lastFailure_ +
+             ". Nor has it come to this process. One of the two has to be reachable for the other: its "
+             "firewall, or the translator of addresses before it, has to let connections in";
+    }
+    for (const auto& connection : connections_) {
+      if (connection->silentLooks >= kLooks) shutdown(connection->socket().number(), SHUT_RDWR);
+    }
+    if (isAnySilent) dial();
+  }
+  if (over.empty()) return lookLater();
+  close(over);
+}
+
+}  // namespace bagua::net

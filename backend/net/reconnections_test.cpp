@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+// A link outlives its connections: whatever is reset, and when, costs only time.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <random>
+#include <thread>
+
+#include "backend/net/greeting.h"
+#include "backend/net/transport.h"
+#include "tests/support/open_sockets.h"
+#include "tests/support/two_transports.h"
+
+namespace bagua::net {
+namespace {
+
+using namespace std::chrono_literals;
+
+class Reconnections : public TwoTransports {
+ protected:
+  [[nodiscard]] bool isOfOurs(uint16_t own, uint16_t peer) const {
+    return own == portOf(first_) || peer == portOf(first_) || own == portOf(second_) || peer == portOf(second_);
+  }
+  int resetAll() const {
+    return resetConnections([&](uint16_t own, uint16_t peer) { return isOfOurs(own, peer); });
+  }
+  static uint16_t portOf(const std::shared_ptr<Transport>& transport) { return transport->address().address.port(); }
+  [[nodiscard]] Place inPieces(Bytes& place) const {
+    return {.data = place.data(), .size = place.size(), .signal = signal_, .tellsProgress = true};
+  }
+};
+
+TEST_F(Reconnections, AnIdleConnectionThatIsResetIsOpenedAgain) {
+  for (uint64_t stream = 0; stream < 3; ++stream) {
+    ASSERT_TRUE(arrives(stream, pattern(1000, 3)));
+    ASSERT_GT(resetAll(), 0);
+    // Without anything to send: the end of the peer is to be noticed.
+    const auto isOpen = [&] {
+      return !connectedSockets([&](uint16_t own, uint16_t peer) { return isOfOurs(own, peer); }).empty();
+    };
+    for (const auto end = std::chrono::steady_clock::now() + 5s; !isOpen();) {
+      ASSERT_LT(std::chrono::steady_clock::now(), end);
+      std::this_thread::sleep_for(1ms);
+    }
+  }
+  EXPECT_FALSE(groups_[0]->findLost());
+  EXPECT_FALSE(groups_[1]->findLost());
+}
+
+// Whether ranks share memory.
+class ResetAtRandom : public Reconnections, public ::testing::WithParamInterface<bool> {
+ protected:
+  void SetUp() override { joinAs(7, GetParam() ? std::vector<int>{0, 1} : std::vector<int>{}); }
+};
+
+// More than the accounts of unsolicited bytes hold, so that none of them may be charged twice.
+TEST_P(ResetAtRandom, MessagesOfAllSizesArriveOnceAndWhole) {
+  constexpr uint64_t kSizes[] = {0, 1, 1000, 20'000, 70'000, 300'000, 1'000'000, 5'000'000};
+  std::atomic<bool> isOver = false;
+  std::atomic<int> resets = 0;
+  std::thread trouble([&] {
+    std::minstd_rand random(1);
+    while (!isOver) {
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 40'000));
+      // One of them, or all.
+      const bool isAll = random() % 2 == 0;
+      bool isFirst = true;
+      resets += resetConnections(
+          [&](uint16_t own, uint16_t peer) { return isOfOurs(own, peer) && (isAll || std::exchange(isFirst, false)); });
+    }
+  });
+  struct Message {
+    Bytes sent;
+    Bytes received;
+    std::unique_ptr<Group::Sending> sending;
+    std::unique_ptr<Group::Receiving> receiving;
+  };
+  const auto begun = std::chrono::steady_clock::now();
+  uint32_t index = 0;
+  bool isWhole = true;
+  while (isWhole && (std::chrono::steady_clock::now() - begun < 1s || resets < 30)) {
+    std::deque<Message> messages;
+    for (const uint64_t size : kSizes) {
+      for (const int from : {0, 1}) {
+        auto& message = messages.emplace_back(Message{pattern(size, static_cast<uint8_t>(index)), Bytes(size)});
+        const bool isExpected = index % 3 == 0;
+        const auto expect = [&] {
+          message.receiving = groups_[1 - from]->receive(from, 1, index, at(message.received));
+        };
+        if (isExpected) expect();
+        message.sending = groups_[from]->send(1 - from, 1, index, all(message.sent));
+        if (!isExpected) expect();
+        ++index;
+      }
+    }
+    for (auto& message : messages) {
+      isWhole = isWhole && comes(*signal_, [&] { return message.sending->state().isComplete; });
+      EXPECT_EQ(message.sending->state().error, "");
+      // Whoever has sent it uses the memory for something else.
+      message.sending.reset();
+      const Bytes sent = std::exchange(message.sent, Bytes(message.sent.size(), 0xEE));
+      isWhole = isWhole && comes(*signal_, [&] { return message.receiving->state().isComplete(); });
+      EXPECT_EQ(message.receiving->state().error, "");
+      EXPECT_TRUE(message.received == sent) << sent.size() << " bytes after " << resets << " resets";
+    }
+    isWhole = isWhole && !HasFailure();
+  }
+  isOver = true;
+  trouble.join();
+  EXPECT_TRUE(isWhole) << "after " << resets << " resets";
+}
+
+INSTANTIATE_TEST_SUITE_P(SharedMemory, ResetAtRandom, ::testing::Values(false, true));
+
+TEST_F(Reconnections, WhatIsGivenBackInTheMiddleOfAMessageMayChange) {
+  const Bytes sent = pattern(60U << 20U, 1);
+  Bytes memory = sent;
+  Bytes received(sent.size());
+  const auto receiving = groups_[1]->receive(0, 1, 0, inPieces(received));
+  auto message = all(memory);
+  message.tellsProgress = true;
+  const auto sending = groups_[0]->send(1, 1, 0, message);
+  uint64_t released = 0;
+  int resets = 0;
+  while (released < sent.size()) {
+    ASSERT_TRUE(comes(*signal_, [&] { return sending->state().gone > released; })) << sending->state().error;
+    const uint64_t gone = sending->state().gone;
+    sending->release(gone);
+    std::fill(memory.begin() + static_cast<ptrdiff_t>(released), memory.begin() + static_cast<ptrdiff_t>(gone), 0xEE);
+    released = gone;
+    if (++resets % 32 == 0) resetAll();
+  }
+  ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); })) << receiving->state().error;
+  EXPECT_TRUE(received == sent);
+}
+
+// A process of another kind: this test says what it likes.
+class MadeUpPeer : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    group_ = transport_->join(7, 0, {transport_->address(), {kPeer, addressOf(listening_)}});
+    group_->watch(1);
+  }
+  // The next connection of the transport, and what it says first.
+  FileDescriptor accept() {
+    FileDescriptor accepted;
+    for (const auto end = std::chrono::steady_clock::now() + 10s; !accepted.isOpen();) {
+      accepted = FileDescriptor(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (std::chrono::steady_clock::now() > end) break;
+      if (!accepted.isOpen()) std::this_thread::sleep_for(1ms);
+    }
+    EXPECT_EQ(recv(accepted.number(), &hello_, sizeof(hello_), MSG_WAITALL), static_cast<ssize_t>(sizeof(hello_)));
+    return accepted;
+  }
+  void answer(const FileDescriptor& connection, Hello hello) const {
+    hello.to = hello_.from;
+    hello.connection = hello_.connection;
+    const auto bytes = answerOf(hello);
+    EXPECT_EQ(::send(connection.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+  }
+  static void say(const FileDescriptor& connection, const Frame& frame) {
+    ::send(connection.number(), &frame, sizeof(frame), MSG_NOSIGNAL);
+  }
+  static Frame hear(const FileDescriptor& connection) {
+    Frame frame;
+    const timeval limit{.tv_sec = 10, .tv_usec = 0};
+    setsockopt(connection.number(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+    EXPECT_EQ(recv(connection.number(), &frame, sizeof(frame), MSG_WAITALL), static_cast<ssize_t>(sizeof(frame)));
+    return frame;
+  }
+  [[nodiscard]] std::string lost(std::chrono::milliseconds within = 5s) const {
+    const auto end = std::chrono::steady_clock::now() + within;
+    while (!group_->findLost() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(1ms);
+    return group_->findLost().value_or("nothing is lost");
+  }
+
+  static constexpr ProcessId kPeer{1, 2};
+  const FileDescriptor listening_ = listenAt(SocketAddress("127.0.0.1", 0));
+  const std::shared_ptr<Transport> transport_ = Transport::listenAt("127.0.0.1", 1);
+  std::shared_ptr<Group> group_;
+  Hello hello_;
+};
+
+TEST_F(MadeUpPeer, AnotherProcessAtTheAddressOfThePeerMeansThatItHasEnded) {
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  std::this_thread::sleep_for(50ms);
+  reset(first);
+  const auto second = accept();
+  EXPECT_EQ(hello_.peerLink, 5);
+  answer(second, {.from = {3, 4}, .link = 6});
+  EXPECT_NE(lost().find("its process has ended, another one answers"), std::string::npos) << lost();
+}
+
+TEST_F(MadeUpPeer, APeerThatHasGivenUpTheLinkIsAnErrorAtOnce) {
+  answer(accept(), {.from = kPeer, .link = 5});
+  answer(accept(), {.from = kPeer, .link = 0});
+  EXPECT_NE(lost().find("has given up what it had"), std::string::npos) << lost();
+}
+
+TEST_F(MadeUpPeer, AConnectionThatEndsWithoutAnAnswerIsTriedAgainButNotForEver) {
+  for (int i = 0; i < 3; ++i) accept();
+  EXPECT_FALSE(group_->findLost());
+  for (int i = 0; i < 3; ++i) accept();
+  EXPECT_NE(lost().find("cannot connect to 127.0.0.1"), std::string::npos) << lost();
+}
+
+TEST_F(MadeUpPeer, EverySideSaysItsLastWordOfAConnection) {
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  const uint64_t number = hello_.connection;
+  const Bytes sent = pattern(100, 1);
+  const auto signal = std::make_shared<Signal>();
+  const auto sending =
+      group_->send(1, 1, 0, {.data = sent.data(), .size = sent.size(), .ready = sent.size(), .signal = signal});
+  EXPECT_EQ(hear(first).kind, Frame::Kind::kUnsolicited);
+  // Two frames that are counted, and one that is not.
+  say(first, {.kind = Frame::Kind::kPlace, .total = 1});
+  say(first, {.kind = Frame::Kind::kReceived});
+  say(first, {.kind = Frame::Kind::kCredit, .total = 1});
+  std::this_thread::sleep_for(50ms);
+  reset(first);
+  const auto second = accept();
+  EXPECT_NE(hello_.connection, number);
+  answer(second, {.from = kPeer, .link = 5});
+  const Frame word = hear(second);
+  EXPECT_EQ(word.kind, Frame::Kind::kEnded);
+  EXPECT_EQ(word.key.stream, number);
+  EXPECT_EQ(word.total, 2);
+  // Nothing is sent again before it is known what has come.
+  std::this_thread::sleep_for(50ms);
+  Frame none;
+  EXPECT_EQ(recv(second.number(), &none, sizeof(none), MSG_DONTWAIT), -1);
+  say(second, {.kind = Frame::Kind::kEnded, .key = {.stream = number}, .total = 0});
+  const Frame again = hear(second);
+  EXPECT_EQ(again.kind, Frame::Kind::kUnsolicited);
+  EXPECT_EQ(again.payloadBytes, 100);
+  EXPECT_FALSE(group_->findLost());
+}
+
+TEST_F(MadeUpPeer, OfAConnectionThatNeverCameNothingHasComeAndItIsNotTakenLater) {
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  // The peer's have the other remainder.
+  const uint64_t theirs = hello_.connection + 1;
+  say(first, {.kind = Frame::Kind::kEnded, .key = {.stream = theirs}, .total = 0});
+  const Frame word = hear(first);
+  EXPECT_EQ(word.kind, Frame::Kind::kEnded);
+  EXPECT_EQ(word.key.stream, theirs);
+  EXPECT_EQ(word.total, 0);
+  const FileDescriptor late(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const auto to = transport_->address().address;
+  ASSERT_EQ(connect(late.number(), to.get(), to.size()), 0);
+  const Hello hello{.from = kPeer, .to = transport_->address().process, .link = 5, .connection = theirs};
+  ASSERT_EQ(::send(late.number(), &hello, sizeof(hello), MSG_NOSIGNAL), static_cast<ssize_t>(sizeof(hello)));
+  uint8_t byte = 0;
+  EXPECT_EQ(recv(late.number(), &byte, 1, 0), 0) << "it is answered";
+  EXPECT_FALSE(group_->findLost());
+}
+
+TEST_F(MadeUpPeer, WordsThatContradictEachOtherEndTheLink) {
+  const auto says = [&](const Frame& frame) {
+    const auto transport = Transport::listenAt("127.0.0.1", 1);
+    group_ = transport->join(7, 0, {transport->address(), {kPeer, addressOf(listening_)}});
+    group_->watch(1);
+    const auto connection = accept();
+    answer(connection, {.from = kPeer, .link = 5});
+    auto said = frame;
+    if (said.key.stream == 0) said.key.stream = hello_.connection;
+    say(connection, said);
+    return lost();
+  };
+  // The other transport does not try again meanwhile.
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  EXPECT_NE(says({.kind = Frame::Kind::kEnded}).find("contradicts"), std::string::npos) << "of itself";
+  EXPECT_NE(says({.kind = Frame::Kind::kEnded, .key = {.stream = 1000}, .total = 7}).find("contradicts"),
+            std::string::npos)
+      << "frames of a connection that never was";
+  EXPECT_NE(says({.kind = Frame::Kind::kReceived, .received = 3}).find("were not sent"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace bagua::net

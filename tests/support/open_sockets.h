@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "backend/net/socket.h"
+
+namespace bagua::net {
+
+// Returns those of this process that are connected over IPv4, and for which isChosen(own port, peer's port).
+template <class IsChosen>
+std::vector<int> connectedSockets(const IsChosen& isChosen) {
+  std::vector<int> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int number = std::stoi(entry.path().filename());
+    sockaddr_in own{};
+    sockaddr_in peer{};
+    socklen_t size = sizeof(own);
+    if (getsockname(number, reinterpret_cast<sockaddr*>(&own), &size) != 0 || own.sin_family != AF_INET) continue;
+    size = sizeof(peer);
+    if (getpeername(number, reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;
+    if (isChosen(ntohs(own.sin_port), ntohs(peer.sin_port))) found.push_back(number);
+  }
+  return found;
+}
+
+// Resets a connection as the network does: both ends find it broken, and what is on its way is lost.
+inline void reset(const FileDescriptor& socket) {
+  // A socket that is connected to nobody is disconnected, with a reset to the other end. A thread may be in it.
+  const sockaddr nobody{.sa_family = AF_UNSPEC, .sa_data = {}};
+  while (connect(socket.number(), &nobody, sizeof(nobody)) != 0 && errno == EBUSY) usleep(100);
+  shutdown(socket.number(), SHUT_RDWR);
+}
+
+// Resets the chosen connections of this process. Returns how many they were.
+template <class IsChosen>
+int resetConnections(const IsChosen& isChosen) {
+  int count = 0;
+  for (const int number : connectedSockets(isChosen)) {
+    // A descriptor of its own, which the owner of the other cannot close in between.
+    const FileDescriptor socket(dup(number));
+    sockaddr_in peer{};
+    socklen_t size = sizeof(peer);
+    if (!socket.isOpen() || getpeername(socket.number(), reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;
+    reset(socket);
+    ++count;
+  }
+  return count;
+}
+
+}  // namespace bagua::net
