@@ -84,7 +84,9 @@ TEST_P(ResetAtRandom, MessagesOfAllSizesArriveOnceAndWhole) {
     std::deque<Message> messages;
     for (const uint64_t size : kSizes) {
       for (const int from : {0, 1}) {
-        auto& message = messages.emplace_back(Message{pattern(size, static_cast<uint8_t>(index)), Bytes(size)});
+        auto& message = messages.emplace_back();
+        message.sent = pattern(size, static_cast<uint8_t>(index));
+        message.received.resize(size);
         const bool isExpected = index % 3 == 0;
         const auto expect = [&] {
           message.receiving = groups_[1 - from]->receive(from, 1, index, at(message.received));

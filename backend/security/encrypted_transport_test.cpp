@@ -265,12 +265,13 @@ TEST_P(EncryptedMessages, ArriveWholeWhateverConnectionsAreReset) {
   std::thread trouble([&] {
     std::minstd_rand random(1);
     while (!isOver) {
-      std::this_thread::sleep_for(std::chrono::microseconds(random() % 40'000));
+      // A handshake has to come to its end now and then, also on a busy machine.
+      std::this_thread::sleep_for(std::chrono::milliseconds(random() % 300));
       resets += resetConnections(isOfOurs);
     }
   });
   bool speaksOn = true;
-  for (uint64_t stream = 0; speaksOn && (stream < 24 || resets < 30); ++stream) {
+  for (uint64_t stream = 0; speaksOn && (stream < 12 || resets < 15); ++stream) {
     constexpr std::array<uint64_t, 4> kSizes{0, 1000, 300'000, 6'000'000};
     speaksOn = speaks(stream, kSizes[stream % kSizes.size()]);
   }

@@ -156,7 +156,7 @@ def test_connections_that_are_reset_cost_nothing(workload: str, hosts: list[Host
     with _killed_at_the_end(ranks):
         resets = sum(_tell(rank, "reset connections between ranks") for _ in range(10) for rank in ranks)
         texts = _ends(ranks)
-    assert resets > 10
+    assert resets > 5
     assert texts == ["done\n"] * len(hosts)
 
 

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from trouble import selection
 
 SIZE = 3
-STEPS = 40
+STEPS = 20
 # Resets that a training has lived through before it may end.
-LEAST_RESETS = 30
+LEAST_RESETS = 15
 # Each rank on a host of its own, or two of them beside each other.
 HOSTS: dict[str, Sequence[str]] = {"apart": ["a", "b", "c"], "uneven": ["a", "a", "b"]}
 
