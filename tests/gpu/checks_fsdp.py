@@ -9,7 +9,6 @@ from check import assert_same_on_all_ranks, check
 from devices import here, randn
 from hooked_models import perceptron
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 STEPS = 4
 
@@ -31,6 +30,8 @@ def _train(model: nn.Module, ranks: range) -> None:
 
 @check(seconds=30)
 def fsdp2_trains_as_one_rank_does() -> None:
+    from torch.distributed.fsdp import fully_shard  # takes seconds, in every process that only looks for tests
+
     whole = perceptron()
     sharded = copy.deepcopy(whole)
     for layer in sharded.children():

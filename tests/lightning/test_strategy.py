@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ranks import RankPool, on_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
+from troubleshooting import is_explained
 
 DOCUMENTED = ["algorithm", "flatten", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"]
 DOCUMENTED += ["precision_plugin", "bagua_kwargs"]
@@ -42,6 +43,14 @@ def test_strategies_by_name(algorithm: str) -> None:
     assert trainer.strategy.algorithm == (algorithm or "gradient_allreduce")
     assert trainer.strategy.process_group_backend == "bagua"
     assert name in StrategyRegistry.available_strategies()
+
+
+def test_the_error_without_the_import_of_ours_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in StrategyRegistry if name.startswith("bagua")]:
+        monkeypatch.delitem(StrategyRegistry, name)
+    with pytest.raises(ValueError, match="bagua_bytegrad") as caught:
+        Trainer(strategy="bagua_bytegrad", accelerator="cpu", logger=False)
+    assert is_explained(caught.value), caught.value
 
 
 def test_unknown_algorithm_is_refused_with_the_known_ones() -> None:
