@@ -54,6 +54,12 @@ def _train_all_then_differ(store: str) -> str:
     file = dist.FileStore(store, size)  # type: ignore[attr-defined]
     dist.init_process_group("bagua", store=file, rank=rank, world_size=size)
     assert _is_checked(dist.group.WORLD)
+    received = torch.zeros(2)
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+    else:
+        dist.recv(received, 0)
+        assert received.tolist() == [1.0, 1.0]
     for algorithm in bagua.available_algorithms():
         group: Any = dist.new_group()
         assert _is_checked(group)

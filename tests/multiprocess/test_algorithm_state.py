@@ -15,7 +15,7 @@ import torch.distributed as dist
 from async_drift import let_rounds_come_in
 from followed_training import take_step
 from hooked_models import Leaves, emulated_hosts, perceptron
-from ranks import RankPool
+from ranks import Pools, RankPool
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -159,9 +159,6 @@ def _assert_same(whole: dict[str, Any], continued: dict[str, Any], rank: int) ->
     for state in (before, after):
         state.pop("milliseconds_to_round", None)  # of async: by the clock
     assert not _differences(before, after, f"rank {rank}: handle")
-
-
-Pools = dict[int, RankPool]
 
 
 def _pools() -> Iterator[Pools]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between hosts DDP's buckets are cut smaller, where the user has not chosen their size."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from devices import STOCK_BACKEND, randn
 from hooked_models import Gradients, emulated_hosts, new_group, same, train
-from ranks import RankPool
+from ranks import Pools
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -26,12 +25,6 @@ MODES: dict[str, dict[str, Any]] = {
     "static_graph": {"static_graph": True},
     "find_unused_parameters": {"find_unused_parameters": True},
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def _network() -> nn.Module:
@@ -72,22 +65,22 @@ def _train_with_chosen_size() -> float:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_split_buckets_hold_the_gradients_of_ddp_to_the_bit(two: RankPool, mode: str) -> None:
-    for is_same, buckets in two.run(_split_like_stock, mode):
+def test_split_buckets_hold_the_gradients_of_ddp_to_the_bit(rank_pools: Pools, mode: str) -> None:
+    for is_same, buckets in rank_pools[2].run(_split_like_stock, mode):
         assert is_same
         assert buckets > 2
 
 
-def test_a_size_that_the_user_chose_is_left_alone(two: RankPool) -> None:
-    assert all(buckets <= 2 for buckets in two.run(_train_with_chosen_size))
+def test_a_size_that_the_user_chose_is_left_alone(rank_pools: Pools) -> None:
+    assert all(buckets <= 2 for buckets in rank_pools[2].run(_train_with_chosen_size))
 
 
-def test_a_single_host_keeps_the_buckets_of_ddp(two: RankPool) -> None:
-    for _, buckets, _ in two.run(_train, "aa", "default", "gradient_allreduce"):
+def test_a_single_host_keeps_the_buckets_of_ddp(rank_pools: Pools) -> None:
+    for _, buckets, _ in rank_pools[2].run(_train, "aa", "default", "gradient_allreduce"):
         assert buckets <= 2
 
 
-def test_every_parameter_travels_once_in_buckets_of_a_codec(two: RankPool) -> None:
-    for _, buckets, layout in two.run(_train, "ab", "default", "bytegrad"):
+def test_every_parameter_travels_once_in_buckets_of_a_codec(rank_pools: Pools) -> None:
+    for _, buckets, layout in rank_pools[2].run(_train, "ab", "default", "bytegrad"):
         assert buckets > 2
         assert sum(layout) == 2 * (len(LAYERS) - 1)

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens beside the order of programs: callbacks of futures, dropped handles, aborts, groups left half made."""
 
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Gradients, loss_of, new_group, perceptron, same, train
 from ranks import RankPool
 from threads import bagua_threads
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def _wait_inside_a_callback() -> float:
@@ -58,34 +53,6 @@ def test_the_future_of_a_message_has_a_named_thread_that_ends_with_it(peers: Ran
     assert all(peers.run(_future_of_a_message))
 
 
-def _train_with_power_sgd() -> list[Gradients]:
-    def register(ddp: DDP) -> None:
-        state = PowerSGDState(
-            dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
-        )
-        ddp.register_comm_hook(state, powerSGD_hook)
-
-    return train(perceptron(), register, steps=5, loss=loss_of)
-
-
-def test_torch_s_power_sgd_hook_trains_over_bagua(peers: RankPool) -> None:
-    histories = peers.run(_train_with_power_sgd)
-    assert all(same(history, histories[0]) for history in histories)
-
-
-def _drop_everything_unwaited() -> bool:
-    for _ in range(50):
-        with new_group() as group:
-            for _ in range(3):
-                dist.all_reduce(torch.ones(100), group=group, async_op=True)
-    return True
-
-
-@pytest.mark.long
-def test_handles_and_groups_may_be_dropped_with_work_in_flight(peers: RankPool) -> None:
-    assert all(peers.run(_drop_everything_unwaited))
-
-
 def _coalesce_again_after_a_mistake() -> float:
     rank, size = dist.get_rank(), dist.get_world_size()
     following, preceding = (rank + 1) % size, (rank - 1) % size
@@ -127,35 +94,3 @@ def _gather_channels_last() -> bool:
 
 def test_ranks_may_store_a_tensor_in_different_orders(peers: RankPool) -> None:
     assert all(peers.run(_gather_channels_last))
-
-
-def _abort_while_waiting() -> list[str]:
-    """Rank 0 waits for a message and for a collective that never come; another thread aborts the group."""
-    messages: list[str] = []
-    with new_group(timeout=timedelta(seconds=60)) as group:
-        if dist.get_rank() == 0:
-            received = dist.irecv(torch.zeros(3), 1, group=group)
-            reduced = dist.all_reduce(torch.zeros(3), group=group, async_op=True)
-            assert received is not None
-            assert reduced is not None
-            backend = group._get_backend(torch.device("cpu"))
-            # Before this thread waits or while it does: both are under way.
-            aborter = threading.Thread(target=backend.abort)
-            aborter.start()
-            for work in (received, reduced):
-                with pytest.raises(dist.DistBackendError) as error:
-                    work.wait()
-                messages.append(str(error.value))
-            aborter.join()
-            with pytest.raises(dist.DistBackendError, match="aborted"):
-                dist.all_reduce(torch.zeros(3), group=group)
-    dist.barrier()
-    return messages
-
-
-def test_abort_releases_those_who_wait_and_says_which_operation(rank_pools: dict[int, RankPool]) -> None:
-    received, reduced = rank_pools[2].run(_abort_while_waiting)[0]
-    assert "bagua:recv" in received
-    assert "rank 0 of 2" in received
-    assert "bagua:all_reduce #0" in reduced
-    assert "aborted" in reduced

@@ -2,7 +2,6 @@
 """Hooks on stock DistributedDataParallel in each of its modes, against DDP without a hook and the definition."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import bagua
@@ -23,9 +22,8 @@ from hooked_models import (
     same,
     train,
     with_hook,
-    with_two_argument_hook,
 )
-from ranks import RankPool
+from ranks import Pools, RankPool, on_ranks
 from test_bytegrad_definition import defined_result
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -41,12 +39,6 @@ MODES: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {**SMALL_BUCKETS, "find_unused_parameters": True},
 }
 in_every_mode = pytest.mark.parametrize("mode", MODES)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def _stock(model: nn.Module, **options: Any) -> list[Gradients]:
@@ -79,8 +71,8 @@ def _like_stock(mode: str) -> bool:
 
 # Two ranks: adding two halves is halving their sum, so equal to the bit. More ranks: next test.
 @in_every_mode
-def test_gradient_allreduce_is_ddp_to_the_bit(two: RankPool, mode: str) -> None:
-    assert all(two.run(_like_stock, mode))
+def test_gradient_allreduce_is_ddp_to_the_bit(rank_pools: Pools, mode: str) -> None:
+    assert all(rank_pools[2].run(_like_stock, mode))
 
 
 def _exact_and_reduced(length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -115,8 +107,8 @@ def _branches_like_stock(options: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True}], ids=str)
-def test_unused_parameters_that_differ_by_rank(two: RankPool, options: dict[str, Any]) -> None:
-    assert all(two.run(_branches_like_stock, options))
+def test_unused_parameters_that_differ_by_rank(rank_pools: Pools, options: dict[str, Any]) -> None:
+    assert all(rank_pools[2].run(_branches_like_stock, options))
 
 
 def _watched(model: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -145,29 +137,6 @@ def test_bytegrad_with_unused_parameters(peers: RankPool) -> None:
     _check_watched(peers.run(_watched, "branches", {"find_unused_parameters": True, **SMALL_BUCKETS}))
 
 
-def _bare_linear(algorithm: str) -> bool:
-    torch.manual_seed(0)
-    model = nn.Linear(23, 7)
-    options = {} if algorithm == "gradient_allreduce" else {"hierarchical": False}
-    hooked = train(model, with_hook(algorithm, **options))
-    if algorithm == "gradient_allreduce":
-        return same(hooked, _stock(model))
-    alone = copy.deepcopy(model)
-    loss_of(alone, 0).backward()
-    assert not torch.equal(alone.weight.grad, hooked[0]["weight"])
-    hooked_weight = hooked[0]["weight"]
-    assert hooked_weight is not None
-    others = [torch.empty_like(hooked_weight) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, hooked_weight)
-    return all(torch.equal(other, hooked_weight) for other in others)
-
-
-# The original never synchronised these.
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-def test_parameters_of_the_root_module_are_reduced(two: RankPool, algorithm: str) -> None:
-    assert all(two.run(_bare_linear, algorithm))
-
-
 def _accumulate(algorithm: str, options: dict[str, Any], as_view: bool) -> list[Tensor]:
     ddp = DDP(Leaves(1003), gradient_as_bucket_view=as_view)
     handle = bagua.register_comm_hook(ddp, algorithm, **options)
@@ -185,15 +154,16 @@ def _accumulate(algorithm: str, options: dict[str, Any], as_view: bool) -> list[
 
 @pytest.mark.parametrize("as_view", [False, True], ids=["own_gradients", "bucket_views"])
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-def test_gradients_accumulated_under_no_sync_are_reduced_once(two: RankPool, algorithm: str, as_view: bool) -> None:
+def test_gradients_accumulated_under_no_sync_are_reduced_once(rank_pools: Pools, algorithm: str, as_view: bool) -> None:
     options = {"hierarchical": False} if algorithm == "bytegrad" else {}
-    for results in two.run(_accumulate, algorithm, options, as_view):
+    for results in rank_pools[2].run(_accumulate, algorithm, options, as_view):
         for step, result in enumerate(results):
             given = [random_gradient(1003, r, step) + random_gradient(1003, r + 10, step) for r in range(2)]
             assert same(result, defined_result(given) if algorithm == "bytegrad" else (given[0] + given[1]) / 2)
 
 
-def _two_models() -> None:
+@on_ranks(2)
+def test_several_models_of_one_process_do_not_meet() -> None:
     first, second = perceptron(), nn.Sequential(nn.Linear(23, 13), nn.Linear(13, 3))
     apart = [
         train(first, with_hook("bytegrad", hierarchical=False), steps=1)[0],
@@ -209,14 +179,10 @@ def _two_models() -> None:
     assert same(gradients_of(together[2]), apart[1])
 
 
-def test_several_models_of_one_process_do_not_meet(two: RankPool) -> None:
-    two.run(_two_models)
-
-
-def _cast(dtype: torch.dtype, algorithm: str) -> tuple[Tensor, Tensor]:
+def _cast(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rank, size = dist.get_rank(), dist.get_world_size()
     ddp = DDP(Leaves(501, 96, dtype=dtype))
-    bagua.register_comm_hook(ddp, algorithm)
+    bagua.register_comm_hook(ddp, "gradient_allreduce")
     ddp([random_gradient(501, rank, 1, dtype), random_gradient(96, rank, 1, dtype)]).backward()
     result = torch.cat([leaf.grad for leaf in ddp.module.leaves])
     assert result.dtype == dtype
@@ -225,10 +191,8 @@ def _cast(dtype: torch.dtype, algorithm: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-def test_gradients_of_other_dtypes(peers: RankPool, dtype: torch.dtype, algorithm: str) -> None:
-    # On one host bytegrad is in full precision too (the coded form is in test_bytegrad_definition.py).
-    results = peers.run(_cast, dtype, algorithm)
+def test_gradients_of_other_dtypes(peers: RankPool, dtype: torch.dtype) -> None:
+    results = peers.run(_cast, dtype)
     for result, given in results:
         bound = given.abs().sum(0) * len(given) * torch.finfo(dtype).eps
         assert ((result.double() - given.mean(0)).abs() <= bound).all()
@@ -315,15 +279,16 @@ def _uneven(algorithm: str, options: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
 )
-def test_join_counts_ranks_without_input_as_zeros(two: RankPool, algorithm: str, options: dict[str, Any]) -> None:
-    first, second = two.run(_uneven, algorithm, options)
+def test_join_counts_ranks_without_input_as_zeros(rank_pools: Pools, algorithm: str, options: dict[str, Any]) -> None:
+    first, second = rank_pools[2].run(_uneven, algorithm, options)
     assert len(first) == 2
     assert same(first, second[:2])
     given = [torch.zeros(1003), random_gradient(1003, 1, 2)]
     assert same(second[2], defined_result(given) if algorithm == "bytegrad" else given[1] / 2)
 
 
-def _join_with_the_other_division() -> None:
+@on_ranks(2)
+def test_join_that_divides_by_the_ranks_left_raises() -> None:
     ddp = DDP(Leaves(3))
     bagua.register_comm_hook(ddp, "gradient_allreduce")
     with (
@@ -331,23 +296,3 @@ def _join_with_the_other_division() -> None:
         ddp.join(divide_by_initial_world_size=False),
     ):
         ddp([torch.ones(3)])
-
-
-def test_join_that_divides_by_the_ranks_left_raises(two: RankPool) -> None:
-    two.run(_join_with_the_other_division)
-
-
-def _both_forms(algorithm: str, options: dict[str, Any]) -> bool:
-    return same(
-        train(perceptron(), with_hook(algorithm, **options), **SMALL_BUCKETS),
-        train(perceptron(), with_two_argument_hook(algorithm, **options), **SMALL_BUCKETS),
-    )
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options"),
-    [("gradient_allreduce", {}), ("bytegrad", {}), ("bytegrad", {"hierarchical": False, "average": False})],
-    ids=str,
-)
-def test_the_two_argument_form_gives_the_same_bits(peers: RankPool, algorithm: str, options: dict[str, Any]) -> None:
-    assert all(peers.run(_both_forms, algorithm, options))

@@ -5,16 +5,15 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import bagua
 import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, loss_of, perceptron
+from hooked_models import emulated_hosts, loss_of, perceptron
 from hooked_trainings import HOSTS, MOMENTS, SECONDS, Trained, hooked, train_step
-from ranks import RankPool
+from ranks import Pools, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -176,7 +175,7 @@ def _train_around_each(algorithm: str) -> None:
 
 
 @of_every_algorithm
-def test_each_call_at_each_moment(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+def test_each_call_at_each_moment(rank_pools: Pools, algorithm: str) -> None:
     rank_pools[len(HOSTS)].run(_train_around_each, algorithm, timeout=SECONDS)
 
 
@@ -200,9 +199,7 @@ def _remove_too_early_on_one_rank(algorithm: str) -> str:
 
 
 @pytest.mark.parametrize("algorithm", [name for name in bagua.available_algorithms() if not _is_exact(name)])
-def test_a_rank_that_cannot_remove_the_algorithm_yet_keeps_it_on_all(
-    rank_pools: dict[int, RankPool], algorithm: str
-) -> None:
+def test_a_rank_that_cannot_remove_the_algorithm_yet_keeps_it_on_all(rank_pools: Pools, algorithm: str) -> None:
     messages = rank_pools[3].run(_remove_too_early_on_one_rank, algorithm)
     assert "RuntimeError: bagua: remove()" in messages[1]
     assert "on rank 1 comes between a forward and its backward" in messages[1]
@@ -226,7 +223,7 @@ def _remove_with_statistics() -> list[Tensor]:
     return [buffer.clone() for buffer in ddp.buffers()]
 
 
-def test_ranks_have_common_statistics_again_after_a_removal(rank_pools: dict[int, RankPool]) -> None:
+def test_ranks_have_common_statistics_again_after_a_removal(rank_pools: Pools) -> None:
     one, other = rank_pools[2].run(_remove_with_statistics)
     assert all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
 
@@ -242,7 +239,7 @@ def _remove_at_other_moments() -> str:
     return str(refused.value)
 
 
-def test_ranks_that_remove_at_other_moments_are_told_both(rank_pools: dict[int, RankPool]) -> None:
+def test_ranks_that_remove_at_other_moments_are_told_both(rank_pools: Pools) -> None:
     for message in rank_pools[2].run(_remove_at_other_moments):
         assert "rank 1" in message
         assert "between two steps against between a backward and its step" in message
@@ -262,7 +259,7 @@ def _remove_in_accumulation(removes: bool) -> Tensor:
     return sim.flat(trained.ddp.parameters())
 
 
-def test_the_step_at_hand_is_the_same_when_qadam_has_been_removed(rank_pools: dict[int, RankPool]) -> None:
+def test_the_step_at_hand_is_the_same_when_qadam_has_been_removed(rank_pools: Pools) -> None:
     removed = rank_pools[2].run(_remove_in_accumulation, True)
     kept = rank_pools[2].run(_remove_in_accumulation, False)
     # The momentum is taken apart and put together again, in float32.
@@ -273,29 +270,9 @@ def test_the_step_at_hand_is_the_same_when_qadam_has_been_removed(rank_pools: di
 # --- checkpoints ---
 
 
-def _checkpoint() -> None:
-    def hooked(name: str, **options: Any) -> bagua.Handle:
-        return bagua.register_comm_hook(DDP(Leaves(3)), name, **options)
-
-    coded = hooked("bytegrad", hierarchical=False)
-    file = io.BytesIO()
-    torch.save(coded.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file)
-    hooked("bytegrad", hierarchical=False).load_state_dict(state)
-    with pytest.raises(ValueError, match="hierarchical"):
-        hooked("bytegrad", hierarchical=True).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"bytegrad.*gradient_allreduce"):
-        hooked("gradient_allreduce").load_state_dict(state)
-    with pytest.raises(ValueError, match="algorithm"):
-        coded.load_state_dict({})
-
-
-def test_a_checkpoint_fits_the_same_algorithm_and_options_only(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_checkpoint)
-
-
-def _foreign_state(algorithm: str) -> None:
+@of_every_algorithm
+@on_ranks(2)
+def test_a_state_of_something_else_is_refused(algorithm: str) -> None:
     trained = hooked(algorithm)
     saved = trained.handle.state_dict()
     # Some say that it is foreign, and others what they miss.
@@ -305,15 +282,12 @@ def _foreign_state(algorithm: str) -> None:
     trained.handle.load_state_dict(saved)
 
 
-@of_every_algorithm
-def test_a_state_of_something_else_is_refused(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_foreign_state, algorithm)
-
-
 # --- copies ---
 
 
-def _copy_hooked(algorithm: str) -> None:
+@of_every_algorithm
+@on_ranks(2)
+def test_a_hooked_model_cannot_be_copied_without_its_hook(algorithm: str) -> None:
     trained = hooked(algorithm)
     for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
@@ -326,19 +300,11 @@ def _copy_hooked(algorithm: str) -> None:
     trained.handle.remove()
 
 
-@of_every_algorithm
-def test_a_hooked_model_cannot_be_copied_without_its_hook(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_copy_hooked, algorithm)
-
-
-def _copy_with_two_arguments() -> None:
+@on_ranks(1)
+def test_nor_can_one_with_the_two_argument_form() -> None:
     ddp = DDP(perceptron())
     ddp.register_comm_hook(*bagua.comm_hook("bytegrad"))
     for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
             duplicate(ddp)
     loss_of(ddp, 0).backward()
-
-
-def test_nor_can_one_with_the_two_argument_form(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[1].run(_copy_with_two_arguments)

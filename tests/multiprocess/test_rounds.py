@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from devices import randn
 from hooked_models import emulated_hosts, same
-from ranks import RankPool
+from ranks import Pools, on_ranks
 from rounds_training import (
-    CLOSE,
     CONSECUTIVE,
     PLANS,
     PlainRounds,
@@ -68,7 +67,7 @@ def _follow_fixture(delay: int, mixing: float) -> tuple[tuple[float, ...], ...]:
 
 
 @pytest.mark.parametrize(("delay", "mixing"), FIXTURES)
-def test_the_fixtures_of_torchft(rank_pools: dict[int, RankPool], delay: int, mixing: float) -> None:
+def test_the_fixtures_of_torchft(rank_pools: Pools, delay: int, mixing: float) -> None:
     assert rank_pools[2].run(_follow_fixture, delay, mixing) == [FIXTURES[delay, mixing]] * 2
 
 
@@ -84,7 +83,7 @@ def _follow_plan(plan: Plan, adaptive: bool) -> tuple[list[Tensor], dict[str, An
     [(3, plan) for plan in PLANS] + [pytest.param(n, plan, marks=pytest.mark.long) for n in (2, 4) for plan in PLANS],
     ids=str,
 )
-def test_diloco_follows_a_plain_loop(rank_pools: dict[int, RankPool], size: int, plan: Plan) -> None:
+def test_diloco_follows_a_plain_loop(rank_pools: Pools, size: int, plan: Plan) -> None:
     adaptive, peers = plan.fragments == 2, rank_pools[size]
     histories, stats, states = zip(*peers.run(_follow_plan, plan, adaptive), strict=True)
     models = sim.copies(three_layers(), peers.world_size)
@@ -99,7 +98,7 @@ def test_diloco_follows_a_plain_loop(rank_pools: dict[int, RankPool], size: int,
 
 
 @pytest.mark.parametrize("synchronised", [False, True], ids=["no_sync", "synchronised"])
-def test_accumulated_gradients_make_one_step(rank_pools: dict[int, RankPool], synchronised: bool) -> None:
+def test_accumulated_gradients_make_one_step(rank_pools: Pools, synchronised: bool) -> None:
     steps = sim.accumulating(13, synchronised=synchronised)
     plan = Plan(4, 2, delay=1, mixing=0.5)
     results = rank_pools[2].run(train, three_layers(), plan.register, momentum_sgd, steps)
@@ -118,7 +117,7 @@ def test_accumulated_gradients_make_one_step(rank_pools: dict[int, RankPool], sy
     ],
     ids=str,
 )
-def test_other_settings_of_ddp_change_nothing(rank_pools: dict[int, RankPool], ddp_options: dict[str, Any]) -> None:
+def test_other_settings_of_ddp_change_nothing(rank_pools: Pools, ddp_options: dict[str, Any]) -> None:
     plan = Plan(4, 2, delay=1)
     steps = sim.one_batch_a_step(9)
     plain, other = (rank_pools[2].run(_train_with, plan, steps, options)[0] for options in ({}, ddp_options))
@@ -152,7 +151,7 @@ def _local_sgd(every: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("every", [1, 5])
-def test_local_sgd_averages_the_weights(rank_pools: dict[int, RankPool], every: int) -> None:
+def test_local_sgd_averages_the_weights(rank_pools: Pools, every: int) -> None:
     histories = rank_pools[3].run(_local_sgd, every)
     models = sim.copies(three_layers(), 3)
     expected = sim.simulate(models, [momentum_sgd(m) for m in models], Average(every), sim.one_batch_a_step(16))
@@ -160,14 +159,6 @@ def test_local_sgd_averages_the_weights(rank_pools: dict[int, RankPool], every: 
     for step in range(16):
         alike = all(same(histories[0][step], history[step]) for history in histories[1:])
         assert alike == ((step + 1) % every == 0)
-
-
-def test_a_round_of_one_step_at_rate_one_averages_the_weights(rank_pools: dict[int, RankPool]) -> None:
-    averaged = rank_pools[3].run(_local_sgd, 1)
-    plan = Plan(1, outer_lr=1.0, outer_momentum=0.0)
-    outer = rank_pools[3].run(_train_with, plan, sim.one_batch_a_step(16), {})
-    for one, other in zip(averaged[0], outer[0], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=CLOSE)
 
 
 # --- the outer step ---
@@ -211,9 +202,7 @@ class _Sum(nn.Module):
     ("momentum", "nesterov"),
     [(0.9, True), *(pytest.param(m, False, marks=pytest.mark.long) for m in (0.9, 0.0))],
 )
-def test_the_outer_step_is_that_of_torch_to_the_bit(
-    rank_pools: dict[int, RankPool], momentum: float, nesterov: bool
-) -> None:
+def test_the_outer_step_is_that_of_torch_to_the_bit(rank_pools: Pools, momentum: float, nesterov: bool) -> None:
     rounds = rank_pools[2].run(_outer_steps, momentum, nesterov)[0]
     weights = [part.clone().requires_grad_() for part in rounds[0][0].split(LENGTHS)]
     optimizer = torch.optim.SGD(weights, lr=0.7, momentum=momentum, nesterov=nesterov)
@@ -224,7 +213,9 @@ def test_the_outer_step_is_that_of_torch_to_the_bit(
         assert same(sim.flat(weights), after)
 
 
-def _mix(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_what_a_rank_keeps_of_its_weights_is_lerp_to_the_bit(dtype: torch.dtype) -> None:
     ddp = DDP(nn.Conv2d(3, 37, 5, dtype=dtype).to(memory_format=torch.channels_last))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     before: list[Tensor] = []
@@ -236,13 +227,6 @@ def _mix(dtype: torch.dtype) -> None:
         optimizer.step()
         outer = handle.state_dict()["state"]["outer_weights.0"][: before[-1].numel()].view(before[-1].shape)
         assert same(torch.lerp(outer, before[-1].float(), 0.25).to(dtype), ddp.module.weight.detach())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_a_rank_keeps_of_its_weights_is_lerp_to_the_bit(
-    rank_pools: dict[int, RankPool], dtype: torch.dtype
-) -> None:
-    rank_pools[2].run(_mix, dtype)
 
 
 # --- differences in fewer bits ---
@@ -258,7 +242,7 @@ def _coded(options: dict[str, Any], hosts: str) -> tuple[list[Tensor], dict[str,
 
 
 @pytest.mark.parametrize("codec", bagua.available_codecs())
-def test_coded_differences_keep_the_ranks_together(rank_pools: dict[int, RankPool], codec: str) -> None:
+def test_coded_differences_keep_the_ranks_together(rank_pools: Pools, codec: str) -> None:
     exact = rank_pools[3].run(_coded, {}, "ABC")
     results = rank_pools[3].run(_coded, {"codec": codec}, "ABC")
     for _, stats, states in results:
@@ -300,7 +284,7 @@ def _on_hosts(
 
 
 @pytest.mark.parametrize("hosts", ["AABB", *(pytest.param(h, marks=pytest.mark.long) for h in ("ABCA", "AAA"))])
-def test_ranks_of_a_host_are_one_participant(rank_pools: dict[int, RankPool], hosts: str) -> None:
+def test_ranks_of_a_host_are_one_participant(rank_pools: Pools, hosts: str) -> None:
     plan, size = Plan(6, 2, delay=1, mixing=0.5), len(hosts)
     results = rank_pools[size].run(_on_hosts, plan, hosts, None)
     models = sim.copies(three_layers(), size)
@@ -315,7 +299,7 @@ def test_ranks_of_a_host_are_one_participant(rank_pools: dict[int, RankPool], ho
     assert between <= 2 * 14 / 6 * 2 * (len(set(hosts)) - 1) * weights
 
 
-def test_hosts_send_each_other_coded_differences(rank_pools: dict[int, RankPool]) -> None:
+def test_hosts_send_each_other_coded_differences(rank_pools: Pools) -> None:
     plan = Plan(6, 2, delay=1)
     exact = rank_pools[4].run(_on_hosts, plan, "AABB", None)
     coded = rank_pools[4].run(_on_hosts, plan, "AABB", "minmax_uint8")
@@ -347,7 +331,7 @@ def _with_buffers(average: bool) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["own", "averaged"])
-def test_buffers_are_averaged_where_asked_for(rank_pools: dict[int, RankPool], average: bool) -> None:
+def test_buffers_are_averaged_where_asked_for(rank_pools: Pools, average: bool) -> None:
     one, other = rank_pools[2].run(_with_buffers, average)
     for step in range(8):
         assert torch.equal(one[step][0], other[step][0]) == (average and (step + 1) % 4 == 0), step + 1
@@ -371,7 +355,7 @@ def _gradients_stay() -> dict[str, Any]:
     return handle.stats()
 
 
-def test_ddp_fills_no_buckets_and_memory_is_told(rank_pools: dict[int, RankPool]) -> None:
+def test_ddp_fills_no_buckets_and_memory_is_told(rank_pools: Pools) -> None:
     weights = 4 * sum(p.numel() for p in three_layers().parameters())
     for stats in rank_pools[2].run(_gradients_stay):
         assert (stats["steps"], stats["buckets"]) == (6, 0)
@@ -391,7 +375,7 @@ def _memory_of_local_sgd() -> dict[str, int]:
     return memory
 
 
-def test_local_sgd_tells_what_a_round_holds(rank_pools: dict[int, RankPool]) -> None:
+def test_local_sgd_tells_what_a_round_holds(rank_pools: Pools) -> None:
     weights = 4 * sum(p.numel() for p in three_layers().parameters())
     for memory in rank_pools[2].run(_memory_of_local_sgd):
         assert memory["largest_fragment"] == weights

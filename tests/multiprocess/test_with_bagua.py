@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm
 from hooked_models import loss_of, perceptron
-from ranks import RankPool, run_ranks
+from ranks import Pools, on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_api_calls import started
 
 # Enough for every weight to have seen a gradient: a variance of zero is divided by for ever.
 WARMUP = 7
@@ -29,11 +30,6 @@ ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
     ("local_sgd", {"sync_every": 3}),
     ("diloco", {"sync_every": 4, "fragments": 2, "delay": 1, "mixing": 0.25, "codec": "4bit"}),
 ]
-
-
-def _start() -> None:
-    if not bagua.torch_api.is_initialized():
-        bagua.torch_api.init_process_group()
 
 
 def _optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -57,7 +53,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 10) 
 
 
 def _through_both_doors(name: str, options: dict[str, Any]) -> None:
-    _start()
+    started()
     hooked = DistributedDataParallel(perceptron())
     optimizer = _optimizer_for(name, hooked)
     handle = bagua.register_comm_hook(hooked, name, optimizer=optimizer, **options)
@@ -75,9 +71,7 @@ def _through_both_doors(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=lambda value: str(value))
-def test_both_doors_lead_to_the_same_algorithm(
-    rank_pools: dict[int, RankPool], name: str, options: dict[str, Any]
-) -> None:
+def test_both_doors_lead_to_the_same_algorithm(rank_pools: Pools, name: str, options: dict[str, Any]) -> None:
     rank_pools[2].run(_through_both_doors, name, options)
 
 
@@ -99,8 +93,9 @@ def _check_same_everywhere(model: nn.Module) -> None:
     assert all(torch.equal(weights, other) for other in everywhere)
 
 
-def _async() -> None:
-    _start()
+@on_ranks(2)
+def test_async_is_aborted_and_resumed_through_the_module() -> None:
+    started()
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=1, warmup_steps=2))  # type: ignore[operator]
@@ -112,12 +107,9 @@ def _async() -> None:
     model.bagua_algorithm.abort(model)  # type: ignore[operator, union-attr]
 
 
-def test_async_is_aborted_and_resumed_through_the_module(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_async)
-
-
-def _rounds() -> None:
-    _start()
+@on_ranks(2, timeout=40.0)
+def test_rounds_end_through_the_module_with_the_same_weights() -> None:
+    started()
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model.with_bagua([optimizer], Algorithm.init("diloco", sync_every=4, fragments=2, delay=1))  # type: ignore[operator]
@@ -134,10 +126,6 @@ def _rounds() -> None:
         _check_same_everywhere(model)
         model.bagua_algorithm.resume(model)  # type: ignore[operator, union-attr]
         _train(model, optimizer, 3)
-
-
-def test_rounds_end_through_the_module_with_the_same_weights(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_rounds, timeout=40.0)
 
 
 class Rooted(nn.Module):
@@ -158,8 +146,9 @@ class Rooted(nn.Module):
         return y + self.sometimes(x) if dist.get_rank() == 0 else y
 
 
-def _unusual_parameters() -> None:
-    _start()
+@on_ranks(2)
+def test_parameters_of_the_root_unused_and_ignored_ones() -> None:
+    started()
     model = Rooted()
     ignored = model.ignored.weight.detach().clone()
     reference = copy.deepcopy(model)
@@ -184,12 +173,9 @@ def _unusual_parameters() -> None:
         assert torch.equal(model.ignored.weight.grad, reference.ignored.weight.grad)  # type: ignore[arg-type]
 
 
-def test_parameters_of_the_root_unused_and_ignored_ones(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_unusual_parameters)
-
-
-def _accumulate() -> None:
-    _start()
+@on_ranks(2)
+def test_gradients_accumulate_with_and_without_no_sync() -> None:
+    started()
     size, rank = dist.get_world_size(), dist.get_rank()
     for with_no_sync in (True, False):
         model = perceptron()
@@ -214,30 +200,9 @@ def _accumulate() -> None:
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_accumulate_with_and_without_no_sync(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_accumulate)
-
-
-def _rewrap() -> None:
-    _start()
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for name, options in ALGORITHMS[:5]:
-        before = len(model._forward_pre_hooks)
-        assert model.with_bagua([optimizer], Algorithm.init(name, **options)) is model  # type: ignore[operator]
-        assert len(model._forward_pre_hooks) == max(before, 1), "the former algorithm's hooks are gone"
-        weights = _train(model, optimizer, 2)
-    assert all(weight.isfinite().all() for weight in weights)
-    with torch.no_grad():
-        assert model.eval()(torch.ones(1, 23)).shape == (1, 7)
-
-
-def test_a_module_can_be_wrapped_again_with_another_algorithm(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_rewrap)
-
-
-def _optimizer_state() -> None:
-    _start()
+@on_ranks(2)
+def test_weights_and_optimizer_state_become_those_of_rank_0() -> None:
+    started()
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.Linear(4, 3)
@@ -259,12 +224,9 @@ def _optimizer_state() -> None:
             assert all(torch.equal(tensor, other) for other in everywhere)
 
 
-def test_weights_and_optimizer_state_become_those_of_rank_0(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_optimizer_state)
-
-
-def _several_models() -> None:
-    _start()
+@on_ranks(2)
+def test_several_models_with_algorithms_of_their_own() -> None:
+    started()
     models = [perceptron(), perceptron()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
     for model, optimizer, name in zip(models, optimizers, ("gradient_allreduce", "decentralized"), strict=True):
@@ -282,12 +244,9 @@ def _several_models() -> None:
         assert torch.equal(one, other)
 
 
-def test_several_models_with_algorithms_of_their_own(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_several_models)
-
-
-def _mistakes() -> None:
-    _start()
+@on_ranks(1)
+def test_mistakes_are_told() -> None:
+    started()
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable parameter"):
         frozen.with_bagua([], Algorithm.init("bytegrad"))  # type: ignore[operator]
@@ -301,7 +260,3 @@ def _mistakes() -> None:
     model.with_bagua([], Algorithm.init("bytegrad"))  # type: ignore[operator]
     with pytest.raises(TypeError, match="cannot be pickled"):
         copy.deepcopy(model)
-
-
-def test_mistakes_are_told(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[1].run(_mistakes)
