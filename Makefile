@@ -23,7 +23,7 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help setup build package short-build test test-rest test-all test-gpu gpu-light test-engines test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
+.PHONY: help setup build package short-build test test-quick test-rest test-all test-gpu gpu-light test-engines test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
 .PHONY: docs wheel wheels clean distclean FORCE
 
 help:  ## this list
@@ -57,9 +57,13 @@ define set_up_and_build
 endef
 STEPS := build/steps.txt
 
-test:  ## C++ units, Python tests, PyTorch's own suite: every promise once (15 minutes on two quiet cores)
+test:  ## C++ units, Python tests, PyTorch's own suite: every promise once
 	$(call set_up_and_build,package)
 	@BAGUA_STEPS=$(STEPS) scripts/test.sh $(VENV) short
+
+test-quick:  ## of `make test` the fast units, a file of two ranks and one of each kind (90 seconds after a build)
+	$(call set_up_and_build,short-build)
+	@BAGUA_STEPS=$(STEPS) scripts/test.sh $(VENV) quick
 
 test-rest:  ## what `make test` leaves out: the tests marked `long`
 	$(call set_up_and_build,package)

@@ -15,6 +15,12 @@ cmake --preset "$PRESET" -DPython_EXECUTABLE="$BIN/python" --log-level=WARNING
 # Not the Python module: no C++ test needs it.
 cmake --build --preset "$PRESET" --target unit_tests
 if [ "${3:-}" = --build ]; then exit; fi
+left_out=()
+# Arithmetic of one thread has no races to find. AddressSanitizer sees all of it.
+if [ "$PRESET" = tsan ]; then
+  left_out=(--exclude-regex '^(codec_.*contract|block_scaled|minmax_uint8|small_numbers|low_rank|adam|elements)_test$')
+fi
 rm -rf "build/$PRESET/reports"
 mkdir -p "build/$PRESET/reports"
-ctest --preset "$PRESET" --output-junit "$PWD/build/$PRESET/reports/ctest.xml" --parallel "${JOBS:-$(scripts/cores.sh)}"
+ctest --preset "$PRESET" "${left_out[@]}" --output-junit "$PWD/build/$PRESET/reports/ctest.xml" \
+  --parallel "${JOBS:-$(scripts/cores.sh)}"
