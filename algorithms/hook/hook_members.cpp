@@ -30,11 +30,11 @@ void HookMembers::agree(Registration own, std::string arithmetic, at::Device dev
   agreed_.emplace(Agreed{.own = std::move(own), .arithmetic = std::move(arithmetic), .device = device});
 }
 
-int64_t HookMembers::meetAgain(int64_t step) {
+int64_t HookMembers::meetAgain(int64_t step, const std::string& text, at::Device device) {
   const uint64_t epoch = group_->epoch();
   auto topology = group_->topology();
-  if (agreed_) {
-    const Agreed before = *agreed_;
+  if (!isDissolved_) {
+    const Agreed before = agreed_.value_or(Agreed{.own = {text, ""}, .arithmetic = "", .device = device});
     agree(before.own, before.arithmetic, before.device);
     step = largestOf(step, *group_, before.device);
   }

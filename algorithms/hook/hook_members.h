@@ -30,11 +30,11 @@ class HookMembers {
   void agree(Registration own, std::string arithmetic, at::Device device);
   // Whether the group has other members than those that have agreed.
   [[nodiscard]] bool haveChanged() const { return group_->epoch() != epoch_; }
-  // The members that there are now agree on what this rank has agreed on before. Returns the largest `step` of them,
-  // which is that of those that have been at work; a newcomer's is behind. Collective.
-  int64_t meetAgain(int64_t step);
+  // The members that there are now agree on what this rank has agreed on before, or else on `text`. Returns the largest
+  // `step` of them, which is that of those that have been at work; a newcomer's is behind. Collective.
+  int64_t meetAgain(int64_t step, const std::string& text, at::Device device);
   // Nothing is left to agree on.
-  void dissolve() { agreed_.reset(); }
+  void dissolve() { isDissolved_ = true; }
 
  private:
   struct Agreed {
@@ -46,6 +46,7 @@ class HookMembers {
   const std::shared_ptr<ExecutorProvider> group_;
   uint64_t epoch_;
   std::optional<Agreed> agreed_;
+  bool isDissolved_ = false;
   mutable std::mutex mutex_;
   std::shared_ptr<const HostTopology> topology_;
 };

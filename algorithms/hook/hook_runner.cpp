@@ -25,6 +25,13 @@ c10::intrusive_ptr<c10::ivalue::Future> completedFuture(const at::Tensor& value)
   return future;
 }
 
+// Of the exception at hand.
+c10::intrusive_ptr<c10::ivalue::Future> failedFuture() {
+  auto failed = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  failed->setError(std::current_exception());
+  return failed;
+}
+
 }  // namespace
 
 HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string, OptionValue>& options,
@@ -100,9 +107,10 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradie
   try {
     return runBucket(gradients);
   } catch (const c10::DistError&) {
-    auto failed = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    failed->setError(std::current_exception());
-    return failed;
+    return failedFuture();
+  } catch (...) {
+    if (!refusal_) throw;
+    return failedFuture();
   }
 }
 
@@ -147,7 +155,15 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
 c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, Slots slots, bool isFirst, bool isLast,
                                                        bool tellsUse) {
   checkCapture({flat});
-  if (isFirst) followMembers();
+  if (isFirst) {
+    refusal_ = nullptr;
+    try {
+      followMembers(flat.device());
+    } catch (...) {
+      refusal_ = std::current_exception();
+    }
+  }
+  if (refusal_) std::rethrow_exception(refusal_);
   auto parts = layouts_.partsOf(slots);
   layouts_.note(slots, parts, isFirst, isLast);
   if (isFirst) ++step_;
@@ -268,7 +284,7 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
 void HookRunner::beforeForward(std::vector<Momentum> momenta) {
   checkCapture(parameters_);
   const at::NoGradGuard noGrad;
-  followMembers();
+  if (!parameters_.empty()) followMembers(parameters_.front().device());
   lookForSkippedStep();
   happen(StepEvent::kForward);
   if (auto* const uses = algorithm_->as<UsesMomenta>()) uses->useMomenta(std::move(momenta));

@@ -140,7 +140,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   c10::intrusive_ptr<c10::ivalue::Future> runBucket(c10d::GradBucket& gradients);
   // Where the group has other members than before: they agree, and the algorithm begins anew. Throws where it cannot.
   // Collective.
-  void followMembers();
+  void followMembers(at::Device device);
+  // Throws where the algorithm cannot follow.
+  void checkMembers() const;
   // Puts an algorithm to work, which begins anew.
   void take(const std::string& name, const std::map<std::string, OptionValue>& values);
   [[nodiscard]] GradientScope scope() const;
@@ -184,6 +186,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool actsOnWeights_;
   bool hasBegun_ = false;
   bool hasLeft_ = false;
+  // Why nothing of the step at hand travels: the members do not agree.
+  std::exception_ptr refusal_;
   // In the first step of a static graph DDP hands over all buckets, none of them as the last, at the end of backward.
   bool isFirstStatic_;
   // Since the last synchronised backward.

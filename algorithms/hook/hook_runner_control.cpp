@@ -32,12 +32,17 @@ constexpr const char* kStepSkipped = "is_step_skipped";
 
 }  // namespace
 
-void HookRunner::followMembers() {
-  if (!members_.haveChanged()) return;
+void HookRunner::checkMembers() const {
   // What it remembers of each rank's weights, and the groups of its own, are of the former members.
-  TORCH_CHECK(!actsOnWeights_, "bagua: algorithm '", name_, "' cannot go on on rank ", rank(), " of ", size(),
+  TORCH_CHECK(!actsOnWeights_ || !members_.haveChanged(), "bagua: algorithm '", name_, "' cannot go on on rank ",
+              rank(), " of ", size(),
               ", whose group has other members now: call handle.remove() and register it again");
-  step_ = members_.meetAgain(step_);
+}
+
+void HookRunner::followMembers(at::Device device) {
+  if (!members_.haveChanged()) return;
+  checkMembers();
+  step_ = members_.meetAgain(step_, *configuration_, device);
   if (hasLeft_) return;
   take(name_, options_.values());
   useParameters(facts_);
@@ -53,12 +58,14 @@ void HookRunner::synchronize() {
   const at::NoGradGuard noGrad;
   auto* const onWeights = algorithm_->as<ActsOnWeights>();
   if (onWeights == nullptr) return;
+  checkMembers();
   countSkippedStep();
   checkThatAllCan("synchronize()", kOfSynchronizing, {.text = "synchronize()", .detail = ""});
   onWeights->synchronize(*this);
 }
 
 RunsInBackground& HookRunner::inBackground(const char* call) const {
+  checkMembers();
   auto* const background = algorithm_->as<RunsInBackground>();
   TORCH_CHECK(background != nullptr, call, " is for algorithms that communicate in the background; '", name_,
               "' does not");
@@ -73,6 +80,8 @@ bool HookRunner::abort() {
 
 void HookRunner::endWithin(std::chrono::milliseconds limit) {
   const at::NoGradGuard noGrad;
+  // Former members are not at their end.
+  if (members_.haveChanged()) return;
   if (auto* const background = algorithm_->as<RunsInBackground>()) background->endWithin(*this, limit);
 }
 
@@ -116,6 +125,8 @@ void HookRunner::makeEqual(ActsOnWeights& onWeights, const Belongings& belonging
 
 void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t step) {
   TORCH_CHECK_VALUE(step >= 0, "bagua: the checkpoint was written after ", step, " steps");
+  TORCH_CHECK(!members_.haveChanged(), "bagua: the members of the group have changed, and with the next step the ",
+              "algorithm begins anew: load a state before the change, or after that step");
   layouts_.check(layout);
   AlgorithmState own = state;
   const bool wasStepSkipped = countsSteps() && own.erase(kStepSkipped) > 0;

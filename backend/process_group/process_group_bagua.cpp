@@ -23,12 +23,13 @@ ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::in
 ProcessGroupBagua::~ProcessGroupBagua() = default;
 
 std::shared_ptr<GroupEpoch> ProcessGroupBagua::currentOrNull() const {
+  // Another thread of the parent may have held the mutex.
+  if (mark_.isFromParent()) return nullptr;
   const std::lock_guard<std::mutex> lock(mutex_);
   return current_;
 }
 
 std::shared_ptr<GroupEpoch> ProcessGroupBagua::current() const {
-  // Before the mutex, which another thread of the parent may have held.
   TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(), "bagua on rank ", rank_, ": group '", options_->group_name,
                    "' belongs to the process that has forked this one, which is no rank of it");
   const auto present = currentOrNull();
@@ -43,12 +44,12 @@ uint64_t ProcessGroupBagua::epoch() const {
 }
 
 ProcessGroupBagua::StorePtr ProcessGroupBagua::reconfiguredStore() const {
+  if (mark_.isFromParent()) return nullptr;
   const std::lock_guard<std::mutex> lock(mutex_);
   return isReconfigured_ ? current_->store() : nullptr;
 }
 
 GroupIdentity ProcessGroupBagua::identity() const {
-  if (mark_.isFromParent()) return {options_->group_name, rank_, size_};
   const auto present = currentOrNull();
   return present ? present->identity() : GroupIdentity{options_->group_name, rank_, size_};
 }
@@ -117,6 +118,7 @@ c10::intrusive_ptr<ProcessGroupBagua::Options> ProcessGroupBagua::optionsOf(
     options->group_desc = opts->group_desc;
     options->global_ranks_in_group = opts->global_ranks_in_group;
   }
+  options->waitsForReconfigure = false;
   return options;
 }
 

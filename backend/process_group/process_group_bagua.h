@@ -151,7 +151,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   // One call of reconfigure() at a time.
   std::mutex reconfiguring_;
   std::set<int64_t> usedUuids_;
-  // Drawn when it is first asked for.
+  // Guards the handle, which is drawn when it is first asked for.
+  mutable std::mutex handleMutex_;
   mutable std::string handle_;
 };
 

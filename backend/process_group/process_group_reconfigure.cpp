@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -19,7 +20,14 @@ namespace bagua {
 namespace {
 
 using Handles = std::vector<c10d::ReconfigureHandle>;
-using StorePtr = ProcessGroupBagua::StorePtr;
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+// Not 0, which a store takes for no limit.
+std::chrono::milliseconds leftUntil(Deadline deadline) {
+  using std::chrono::milliseconds;
+  return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline - Clock::now()));
+}
 
 // By rank. A set has no order: then it is that of the texts, which is the same everywhere.
 Handles orderedHandles(const c10d::ReconfigureOptions& opts) {
@@ -61,6 +69,39 @@ void checkThatHandlesAgree(c10d::Store& store, const Handles& handles, int rank,
                     own);
 }
 
+// All members begin, or none: a member that comes when others have given up finds what they left in the store, and
+// would go on alone.
+void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline) {
+  constexpr std::chrono::milliseconds kPause{2};
+  const std::string met = "met";
+  const std::string left = "left";
+  const std::string begun = "begun";
+  store.add(met, 1);
+  if (rank == 0) {
+    const auto haveMet = [&] { return store.add(met, 0) >= size && store.add(left, 0) == 0; };
+    bool isComplete = haveMet();
+    while (!isComplete && Clock::now() < deadline) {
+      std::this_thread::sleep_for(kPause);
+      isComplete = haveMet();
+    }
+    const std::string word = isComplete ? "yes" : "no";
+    store.set(begun, std::vector<uint8_t>(word.begin(), word.end()));
+    TORCH_CHECK_WITH(DistBackendError, isComplete, "bagua:reconfigure: only ", store.add(met, 0), " of the new ", size,
+                     " members, without ", store.add(left, 0), " who gave up, have come in time");
+    return;
+  }
+  try {
+    store.wait({begun}, leftUntil(deadline));
+  } catch (const std::exception&) {
+    store.add(left, 1);
+    TORCH_CHECK_WITH(DistBackendError, false, "bagua:reconfigure: rank ", rank, " of the new ", size,
+                     " did not hear in time that all members have come");
+  }
+  const auto word = store.get(begun);
+  TORCH_CHECK_WITH(DistBackendError, std::string(word.begin(), word.end()) == "yes", "bagua:reconfigure: rank ", rank,
+                   " of the new ", size, " has come when the others had given up");
+}
+
 c10::intrusive_ptr<c10d::Work> completedWork() {
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   future->markCompleted(c10::IValue(std::vector<at::Tensor>()));
@@ -70,7 +111,9 @@ c10::intrusive_ptr<c10d::Work> completedWork() {
 }  // namespace
 
 c10d::ReconfigureHandle ProcessGroupBagua::get_reconfigure_handle() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(),
+                   "bagua: the group belongs to the process that has forked this one");
+  const std::lock_guard<std::mutex> lock(handleMutex_);
   if (handle_.empty()) {
     const auto& ranks = options_->global_ranks_in_group;
     const auto rank = static_cast<size_t>(rank_);
@@ -97,13 +140,20 @@ ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::Reconfigur
 
   const auto rank = static_cast<int>(own - handles.begin());
   const auto size = static_cast<int>(handles.size());
-  const auto store =
-      sealedPart(members.front().connect(timeout), c10::str("epoch/", members.front().token, "/", opts.uuid));
-  checkThatHandlesAgree(*store, handles, rank, timeout);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK_WITH(DistBackendError, !isShutDown_, "bagua:reconfigure: group '", options_->group_name,
+                     "' has been shut down");
+  }
+  const Deadline deadline = Clock::now() + timeout;
+  const auto store = sealedPart(members.front().connect(leftUntil(deadline)),
+                                c10::str("epoch/", members.front().token, "/", opts.uuid));
+  checkThatHandlesAgree(*store, handles, rank, leftUntil(deadline));
   auto options = c10::make_intrusive<Options>(*options_);
   options->global_ranks_in_group = firstRanks(members);
-  auto next =
-      std::make_shared<GroupEpoch>(store, GroupIdentity{options_->group_name, rank, size}, std::move(options), timeout);
+  auto next = std::make_shared<GroupEpoch>(store, GroupIdentity{options_->group_name, rank, size}, std::move(options),
+                                           leftUntil(deadline));
+  beginTogether(*store, rank, size, deadline);
   bool isShutDown = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -115,8 +165,12 @@ ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::Reconfigur
       size_ = size;
     }
   }
-  // The earlier epoch, of which nobody may be left to answer; or the new one, which came too late.
-  if (next) next->abort("was reconfigured");
+  // The earlier epoch, or the new one, which came too late. After a failure nobody may be left to answer.
+  if (next && next->hasFailed()) {
+    next->abort("was reconfigured");
+  } else if (next) {
+    next->shutdown();
+  }
   TORCH_CHECK_WITH(DistBackendError, !isShutDown, "bagua:reconfigure: rank ", rank, ": group '", options_->group_name,
                    "' has been shut down");
   return completedWork();

@@ -119,7 +119,7 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         hook.use_model(layers_of([name for name, _ in named]), list(bagua_module.buffers()))
         # Strides too: elements travel as they lie in memory.
         text = "; ".join(f"{p.dtype}{list(p.shape)}{list(p.stride())}" for p in parameters)
-        start(hook, group, device, main, text, self._facts())
+        start(hook, group, device, text, self._facts())
         if self._hook is None:
             say_if_nothing_is_coded(hook, group)
         self._hook = hook
