@@ -90,6 +90,19 @@ int socketConnections() {
   return count;
 }
 
+PortRange ports() {
+  const auto text = firstOf({"BAGUA_PORT"});
+  if (!text) return {};
+  const auto dash = text->find('-');
+  PortRange range;
+  const bool isRead = read(text->substr(0, dash), range.first) &&
+                      read(dash == std::string::npos ? *text : text->substr(dash + 1), range.last);
+  TORCH_CHECK_VALUE(isRead && range.first > 0 && range.first <= range.last,
+                    "bagua: BAGUA_PORT is to be a port from 1 to 65535, or a range of them such as 29500-29599, got '",
+                    *text, "'");
+  return range;
+}
+
 int ncclChannels() {
   static const int channels = [] {
     const auto text = firstOf({"BAGUA_NCCL_CHANNELS"}).value_or("1");

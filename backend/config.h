@@ -24,6 +24,14 @@ std::optional<std::string> masterAddress();
 // it is a number from 1 to 64.
 int socketConnections();
 
+// BAGUA_PORT: where this process listens for CPU tensors from other processes, a port or a range of ports such as
+// 29500-29599, both ends included. By default (0 to 0) the system chooses. Throws ValueError for anything else.
+struct PortRange {
+  uint16_t first = 0;
+  uint16_t last = 0;
+};
+PortRange ports();
+
 // BAGUA_NCCL_CHANNELS: how many NCCL communicators the programs of a group on several hosts take in turns: 1, by
 // default, or 2. Throws ValueError for anything else.
 int ncclChannels();

@@ -32,9 +32,39 @@ size_t mostGuestsOfProcess() {
   return std::clamp<size_t>(files.rlim_cur / 4, kFewestGuests, kMostGuests);
 }
 
+// Not open: see errno.
+FileDescriptor tryToListenAt(const SocketAddress& address) {
+  FileDescriptor socket(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket.isOpen()) return {};
+  // A port that is asked for by its number is free as soon as nobody listens there: the kernel holds the connections of
+  // a job that has just ended for a minute.
+  const int isAskedFor = address.port() != 0 ? 1 : 0;
+  setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &isAskedFor, sizeof(isAskedFor));
+  if (bind(socket.number(), address.get(), address.size()) == 0 && listen(socket.number(), SOMAXCONN) == 0) {
+    return socket;
+  }
+  const int error = errno;
+  socket = {};
+  errno = error;
+  return {};
+}
+
 bool isOutOfFiles(int error) { return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM; }
 
 }  // namespace
+
+FileDescriptor listenAt(const std::string& address, config::PortRange ports) {
+  for (int port = ports.first; port <= ports.last; ++port) {
+    FileDescriptor socket = tryToListenAt(SocketAddress(address, static_cast<uint16_t>(port)));
+    if (socket.isOpen()) return socket;
+    TORCH_CHECK_WITH(DistNetworkError, errno == EADDRINUSE && ports.first != 0, "bagua: cannot listen at ", address,
+                     " port ", port, ": ", std::generic_category().message(errno));
+  }
+  C10_THROW_ERROR(DistNetworkError,
+                  c10::str("bagua: cannot listen at ", address, ": all ports of BAGUA_PORT=", ports.first, "-",
+                           ports.last, " are taken. Each process of a host needs one: name more ports (also to the ",
+                           "firewall), or end what holds these"));
+}
 
 // A connection that has not said yet whose it is, nor shown that it may be here.
 class Listener::Guest final : public EventLoop::Handler {

@@ -8,12 +8,17 @@
 #include <optional>
 #include <string>
 
+#include "backend/config.h"
 #include "backend/net/event_loop.h"
 #include "backend/net/stream.h"
 
 namespace bagua::net {
 
 class Transport;
+
+// Listens at an address, at the first of these ports that is free: each process of a host needs one of its own. Throws
+// DistNetworkError.
+FileDescriptor listenAt(const std::string& address, config::PortRange ports = {});
 
 // Accepts connections, and hands each to the transport once it has said whose it is. On the loop's thread only.
 class Listener final : public EventLoop::Handler, public std::enable_shared_from_this<Listener> {

@@ -298,7 +298,7 @@ TEST_F(SilentPeer, IsLostOnceItHasAcknowledgedNothingForLong) {
 
 // A stopped process reads nothing, and its kernel says so.
 TEST_F(SilentPeer, IsNotLostWhereItsKernelStillAnswers) {
-  FileDescriptor listening = listenAt(SocketAddress("127.0.0.1", 0));
+  FileDescriptor listening = listenAt("127.0.0.1");
   const ProcessAddress stopped{{1, 2}, addressOf(listening)};
   groups_[0] = first_->join(8, 0, {first_->address(), stopped});
   const Bytes sent = pattern(kEagerBytes, 3);

@@ -48,7 +48,8 @@ void finishSending() {
 
 std::shared_ptr<Transport> newTransport() {
   const auto security = jobSecurity();
-  return Transport::listenAt(localAddress(), config::socketConnections(), security ? security->encryption() : nullptr);
+  return Transport::listenAt(localAddress(), config::socketConnections(), security ? security->encryption() : nullptr,
+                             kPatienceWithSilence, config::ports());
 }
 
 std::shared_ptr<Transport> processTransport() {

@@ -180,7 +180,7 @@ class MadeUpPeer : public ::testing::Test {
   }
 
   static constexpr ProcessId kPeer{1, 2};
-  const FileDescriptor listening_ = listenAt(SocketAddress("127.0.0.1", 0));
+  const FileDescriptor listening_ = listenAt("127.0.0.1");
   const std::shared_ptr<Transport> transport_ = Transport::listenAt("127.0.0.1", 1);
   std::shared_ptr<Group> group_;
   Hello hello_;

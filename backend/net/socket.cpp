@@ -84,14 +84,6 @@ std::string SocketAddress::text() const {
   return size_ == 0 ? "an address that is not known" : address() + " port " + std::to_string(port());
 }
 
-FileDescriptor listenAt(const SocketAddress& address) {
-  FileDescriptor socket(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  const bool listens = socket.isOpen() && bind(socket.number(), address.get(), address.size()) == 0 &&
-                       listen(socket.number(), SOMAXCONN) == 0;
-  TORCH_CHECK_WITH(DistNetworkError, listens, "bagua: cannot listen at ", address.address(), ": ", textOf(errno));
-  return socket;
-}
-
 SocketAddress addressOf(const FileDescriptor& socket) {
   sockaddr_storage storage{};
   socklen_t size = sizeof(storage);

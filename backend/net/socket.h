@@ -48,8 +48,6 @@ class SocketAddress {
   socklen_t size_ = 0;
 };
 
-// Listens at `address`, on a free port where its own is 0. Throws DistNetworkError.
-FileDescriptor listenAt(const SocketAddress& address);
 SocketAddress addressOf(const FileDescriptor& socket);
 // Returns the address at the other end, in words.
 std::string peerOf(const FileDescriptor& socket);

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "backend/net/greeting.h"
-#include "backend/net/listener.h"
 
 namespace bagua::net {
 namespace {
@@ -31,13 +30,14 @@ uint64_t randomNumber() {
 
 std::shared_ptr<Transport> Transport::listenAt(const std::string& address, int mostConnections,
                                                std::shared_ptr<const Encryption> encryption,
-                                               std::chrono::milliseconds patience) {
-  return std::shared_ptr<Transport>(new Transport(address, {mostConnections, std::move(encryption), patience}));
+                                               std::chrono::milliseconds patience, config::PortRange ports) {
+  return std::shared_ptr<Transport>(
+      new Transport(net::listenAt(address, ports), {mostConnections, std::move(encryption), patience}));
 }
 
-Transport::Transport(const std::string& address, Link::Opening opening)
+Transport::Transport(FileDescriptor listening, Link::Opening opening)
     : opening_(std::move(opening)),
-      listening_(net::listenAt(SocketAddress(address, 0))),
+      listening_(std::move(listening)),
       guestLoop_(opening_.encryption ? std::make_shared<EventLoop>() : loop_) {
   address_ = {{randomNumber(), randomNumber()}, addressOf(listening_)};
 }

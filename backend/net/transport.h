@@ -13,6 +13,7 @@
 #include "backend/net/group.h"
 #include "backend/net/group_table.h"
 #include "backend/net/link.h"
+#include "backend/net/listener.h"
 #include "backend/net/process_address.h"
 #include "backend/net/stream.h"
 #include "backend/os/process_mark.h"
@@ -23,12 +24,13 @@ namespace bagua::net {
 // to, and the groups whose messages these carry. Any thread may call.
 class Transport final : public Link::Owner, public std::enable_shared_from_this<Transport> {
  public:
-  // Listens at `address`, and answers from the first join() on. With `encryption`, it speaks only with processes that
-  // know the secret. A link ends when the peer's kernel has acknowledged nothing for `patience`. Throws
-  // DistNetworkError.
+  // Listens at `address`, at one of `ports`, and answers from the first join() on. With `encryption`, it speaks only
+  // with processes that know the secret. A link ends when the peer's kernel has acknowledged nothing for `patience`.
+  // Throws DistNetworkError.
   static std::shared_ptr<Transport> listenAt(const std::string& address, int mostConnections,
                                              std::shared_ptr<const Encryption> encryption = nullptr,
-                                             std::chrono::milliseconds patience = kPatienceWithSilence);
+                                             std::chrono::milliseconds patience = kPatienceWithSilence,
+                                             config::PortRange ports = {});
   ~Transport() override;
 
   [[nodiscard]] const ProcessAddress& address() const { return address_; }
@@ -48,7 +50,7 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
   friend class Group;
   friend class Listener;
 
-  Transport(const std::string& address, Link::Opening opening);
+  Transport(FileDescriptor listening, Link::Opening opening);
   // Returns the link over which this process speaks to a peer. It is made where there is none, or only a lost one.
   std::shared_ptr<Link> linkTo(const ProcessId& peer);
   // Returns what there is, also a lost one.

@@ -54,7 +54,7 @@ size_t openFiles() {
 // Lies on the way to a process, and sees and may change what passes.
 class Proxy {
  public:
-  explicit Proxy(const SocketAddress& to) : to_(to), listening_(listenAt(SocketAddress("127.0.0.1", 0))) {
+  explicit Proxy(const SocketAddress& to) : to_(to), listening_(listenAt("127.0.0.1")) {
     thread_ = std::thread([this] { run(); });
   }
   ~Proxy() {
