@@ -2,6 +2,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include "backend/config.h"
 #include "backend/health/flight_recorder.h"
 #include "backend/operation/timeouts.h"
 #include "backend/os/local_address.h"
@@ -81,6 +82,13 @@ void bindBackend(py::module& module) {
   module.attr("LONGEST_TIMEOUT") = py::cast(kLongestTimeout);
   module.def("local_host_id", &localHostId, "What identifies this process's host to its peers.");
   module.def("local_address", &net::localAddress, "Where processes of other hosts can reach this one.");
+  module.def(
+      "listening_ports",
+      [] {
+        const auto range = config::ports();
+        return std::pair(range.first, range.last);
+      },
+      "The first and the last port where this process may listen; (0, 0): the system chooses one.");
   module.def("sealed_store", &sealedStore, py::arg("store"),
              "The store as the ranks of this job are to use it: sealed where the job has a secret, else as it is.");
   module.def(

@@ -43,7 +43,7 @@ def test_facts_name_versions_devices_transports_and_algorithms() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BAGUA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
+    for name in ("BAGUA_PORT", "BAGUA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -68,6 +68,14 @@ def test_several_ways_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "listening_address", lambda: ("10.0.0.1", "MASTER_ADDR is not set"))
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.9.0.1"})
     assert "one of eth0, ib0" in _advice()
+
+
+def test_ports_that_are_named_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("", "any port"), ("29500", "port 29500"), ("29500-29599", "ports 29500 to 29599")):
+        monkeypatch.setenv("BAGUA_PORT", value)
+        assert facts()["CPU tensors, between hosts"].endswith(f"), {expected}")
+    monkeypatch.setenv("BAGUA_PORT", "http")
+    assert "BAGUA_PORT is to be a port" in facts()["CPU tensors, between hosts"]
 
 
 def test_an_administrator_is_told_how_to_allow_bbr(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -92,9 +92,11 @@ def _shared_memory() -> tuple[str, str]:
 def _between_hosts() -> str:
     try:
         address, reason = network.listening_address()
+        first, last = _C.listening_ports()
     except ValueError as error:
         return f"nothing: {error}"
-    return f"bagua's own transport, at {address} ({reason})"
+    ports = f"port {first}" if first == last else f"ports {first} to {last}"
+    return f"bagua's own transport, at {address} ({reason}), {ports if first else 'any port'}"
 
 
 def _settings() -> str:

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BAGUA_PORT: where ranks listen, so that a firewall can let them through."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua._native import _C
+from ranks import run_ranks
+
+_HOSTS = ["one", "one", "other"]
+
+
+def _own_port() -> int:
+    (line,) = [line for line in _C.own_record().splitlines() if line.startswith("address=")]
+    return int(line.rsplit(":", 1)[1])
+
+
+def _free_ports(count: int) -> int:
+    """Return the first of so many neighbouring ports that nobody uses."""
+    for first in range(24_000, 32_000, count):
+        try:
+            for port in range(first, first + count):
+                with socket.create_server(("127.0.0.1", port)):
+                    pass
+        except OSError:
+            continue
+        return first
+    raise RuntimeError("no free ports")
+
+
+def _sum_and_port() -> tuple[float, int]:
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    return ones[0].item(), _own_port()
+
+
+def test_every_rank_takes_one_port_of_the_range() -> None:
+    first = _free_ports(len(_HOSTS))
+    last = first + len(_HOSTS) - 1
+    environment = {"BAGUA_HOST_ID": _HOSTS, "BAGUA_PORT": f"{first}-{last}", "MASTER_ADDR": "127.0.0.1"}
+    seen = run_ranks(len(_HOSTS), _sum_and_port, env=environment)
+    assert [total for total, _ in seen] == [3.0] * len(_HOSTS)
+    assert sorted(port for _, port in seen) == list(range(first, last + 1))
+
+
+def _error_of_a_sum() -> str:
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        dist.all_reduce(torch.ones(3))
+    return str(error.value)
+
+
+def test_too_few_ports_are_an_error_on_all_ranks_that_says_so() -> None:
+    port = _free_ports(1)
+    environment = {"BAGUA_HOST_ID": _HOSTS, "BAGUA_PORT": str(port), "MASTER_ADDR": "127.0.0.1"}
+    for text in run_ranks(len(_HOSTS), _error_of_a_sum, env=environment):
+        assert f"all ports of BAGUA_PORT={port}-{port} are taken" in text
+
+
+@pytest.mark.parametrize("value", ["http", "0", "70000", "29599-29500", "29500-", "29500,29501"])
+def test_what_is_no_port_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_PORT", value)
+    with pytest.raises(ValueError, match="BAGUA_PORT is to be a port from 1 to 65535"):
+        _C.listening_ports()
+    monkeypatch.setenv("BAGUA_PORT", "29500-29599")
+    assert _C.listening_ports() == (29500, 29599)
