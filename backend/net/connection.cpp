@@ -120,7 +120,8 @@ std::optional<OutgoingFrame> Connection::takeUnwritten() {
 
 void Connection::copyPayloads(const Outgoing& message, uint64_t end) {
   sent_.copyPayloads(message, end);
-  if (!frame_ || frame_->message.get() != &message || frame_->header.offset >= end) return;
+  // Of another frame, or one that is copied already, a thread may be writing.
+  if (!carries(message, end)) return;
   // What is written goes through its cell first.
   if (frame_->header.cell > 0) {
     frame_->reader = {};

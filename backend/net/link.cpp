@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <utility>
 
@@ -84,7 +85,12 @@ void Link::giveUp(const std::shared_ptr<Outgoing>& message) {
     if (!message->isComplete()) outbox_.cancel(message);
     if (message->readers == 0) return;
   }
-  release(message, std::numeric_limits<uint64_t>::max());
+  try {
+    release(message, std::numeric_limits<uint64_t>::max());
+  } catch (const std::exception& error) {
+    // What cannot be copied could not be sent again.
+    close(std::string("what is on its way could not be kept: ") + error.what());
+  }
 }
 
 void Link::askPeer() {
@@ -93,11 +99,12 @@ void Link::askPeer() {
   pump(lock);
 }
 
-bool Link::awaitsPeer() {
+uint64_t Link::awaited() {
   const Lock lock(mutex_);
-  const auto isAwaited = [](const auto& connection) { return !connection->sent().isEmpty(); };
-  return error_.empty() &&
-         (!ended_.empty() || outbox_.sendsAgain() || std::any_of(connections_.begin(), connections_.end(), isAwaited));
+  if (!error_.empty()) return 0;
+  uint64_t count = ended_.size() + (outbox_.sendsAgain() ? 1 : 0);
+  for (const auto& connection : connections_) count += connection->sent().unacknowledged();
+  return count;
 }
 
 void Link::sendControl(const Frame& frame) {

@@ -104,8 +104,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   [[nodiscard]] uint64_t id() const { return id_; }
   // Asks the peer to tell at once what has come.
   void askPeer();
-  // Returns whether the peer has not told yet that all has come.
-  [[nodiscard]] bool awaitsPeer();
+  // Returns of how many frames the peer has not told yet that they have come, and of how many connections.
+  [[nodiscard]] uint64_t awaited();
   // Adds up all connections; zeros where nothing is known yet.
   [[nodiscard]] Line line();
 
@@ -167,6 +167,9 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void onUnopened(const std::shared_ptr<Connection>& connection, int error, const std::string& text);
   bool onWelcome(Connection& connection, const Hello& hello);
   bool onEnded(const Connection& teller, uint64_t number, uint64_t frames);
+  // Whether somebody else than the peer may be what answers a connection of ours: the peer is reached another way, or
+  // may still come by itself.
+  bool isStranger(const Connection& connection);
   // Tells the peer what has come: after a while, where nothing else goes back to it.
   void tellLater();
   // Looks whether the peer's kernel still answers, and again after a while.
@@ -219,6 +222,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   int lonelyLooks_ = 0;
   // Not empty: the peer's process has ended, and the link ends with what its connections still bring.
   std::string lastError_;
+  // When the peer first refused a connection, where nothing else has come of it since.
+  std::optional<std::chrono::steady_clock::time_point> firstRefusal_;
   std::string error_;
   // error_ is set; this is for those who do not hold the mutex.
   std::atomic<bool> isLost_ = false;

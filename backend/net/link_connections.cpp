@@ -167,6 +167,7 @@ void Link::onConnecting(const std::shared_ptr<Connection>& connection) {
   const SocketAddress to = address_;
   lock.unlock();
   if (state == Handshake::kDone) return connection->onWritable();
+  if (isStranger(*connection)) return lose(connection, 0, stream.error());
   close("cannot connect to " + to.text() + ": " + stream.error());
 }
 

@@ -28,6 +28,10 @@ constexpr int kMostRefusals = 6;
 constexpr int kMostRefusalsOfPeer = 24;
 // Where other connections work, one that could not be opened is not tried again before.
 constexpr std::chrono::seconds kWithoutMore{30};
+// A firewall that is loaded anew refuses once; where a process has ended everything is refused.
+constexpr milliseconds kSecondLook{250};
+// A first small message after a pause is unanswered for a round trip, whatever its connection has been silent for.
+constexpr int kSilentLooks = 2;
 constexpr std::chrono::minutes kLogInterval{1};
 // A peer may have this rank remember so many connections that never come.
 constexpr size_t kMostNeverComing = 65536;
@@ -69,8 +73,14 @@ void Link::onRead(const std::shared_ptr<Connection>& connection, FrameReader::Re
     case FrameReader::Result::kBroken:
       return lose(connection, reader.errorNumber(), reader.error());
     case FrameReader::Result::kWrong:
+      if (isStranger(*connection)) return lose(connection, 0, reader.error());
       return close("Connection closed by peer: " + reader.error());
   }
+}
+
+bool Link::isStranger(const Connection& connection) {
+  const Lock lock(mutex_);
+  return connection.isOwn() && !connection.isWelcome && (!isReachable() || hasWelcome());
 }
 
 void Link::tellLater() {
@@ -169,7 +179,12 @@ void Link::onUnopened(const std::shared_ptr<Connection>& connection, int error, 
     ++failures_;
     lastFailure_ = "cannot connect to " + address_.text() + ": " + text;
     const bool isAnswered = connection && connection->isAnswered;
-    if (error == ECONNREFUSED && !isAnswered && isReachable()) {
+    if (error == ECONNREFUSED && !isAnswered && isReachable() && !hasWelcome()) {
+      if (!firstRefusal_) firstRefusal_ = Clock::now();
+    } else {
+      firstRefusal_.reset();
+    }
+    if (firstRefusal_ && Clock::now() - *firstRefusal_ >= kSecondLook) {
       lastError_ =
           "Connection closed by peer: its process has ended, nobody listens at " + address_.text() + " any more";
     }
@@ -218,11 +233,12 @@ bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
 void Link::beginWith(const Connection& connection) {
   lonelyLooks_ = 0;
   lastError_.clear();
+  firstRefusal_.reset();
   sayLastWords();
   // The line is back, which the kernel would find out for the others after as long as it was away.
   for (const auto& other : connections_) {
     if (other->number() == connection.number() || !other->isAnswered) continue;
-    if (unansweredFor(other->socket()) >= lookInterval()) shutdown(other->socket().number(), SHUT_RDWR);
+    if (other->silentLooks >= kSilentLooks) shutdown(other->socket().number(), SHUT_RDWR);
   }
 }
 
@@ -255,7 +271,7 @@ void Link::lookForSilence() {
       isTouched = true;
       const bool isSilent = unansweredFor(connection->socket()) >= lookInterval();
       connection->silentLooks = isSilent ? connection->silentLooks + 1 : 0;
-      isAnySilent = isAnySilent || isSilent;
+      isAnySilent = isAnySilent || connection->silentLooks >= kSilentLooks;
       if (connection->silentLooks < kLooks) ++heard;
     }
     lonelyLooks_ = isTouched ? 0 : lonelyLooks_ + 1;

@@ -12,6 +12,9 @@ namespace {
 // A payload that is no larger is copied at once, which costs less than to find the frame later.
 constexpr uint32_t kSmallPayload = 16U << 10U;
 
+// A copy that is no larger has memory of its own; larger ones share blocks for the largest payload.
+constexpr uint32_t kOwnMemory = 64U << 10U;
+
 // A peer may have this rank remember so many places ahead.
 constexpr size_t kMostPlacesAhead = 65536;
 
@@ -19,7 +22,7 @@ constexpr size_t kMostPlacesAhead = 65536;
 
 void OutgoingFrame::copyPayload() {
   if (!reader.exists()) return;
-  const auto memory = header.payloadBytes <= kSmallPayload
+  const auto memory = header.payloadBytes <= kOwnMemory
                           ? std::shared_ptr<void>(std::make_shared_for_overwrite<uint8_t[]>(header.payloadBytes))
                           : ScratchMemory::ofProcess().take(kMostPayload);
   std::memcpy(memory.get(), payload(), header.payloadBytes);

@@ -26,6 +26,7 @@ class SentFrames {
   void clear() { kept_.clear(); }
 
   [[nodiscard]] bool isEmpty() const { return acknowledged_ == given_; }
+  [[nodiscard]] uint64_t unacknowledged() const { return given_ - acknowledged_; }
 
  private:
   uint64_t given_ = 0;

@@ -15,7 +15,9 @@
 namespace bagua::net {
 namespace {
 
-// A process that ends waits so long for its peers.
+// A process that ends waits for its peers as long as more and more has come there, a slow line being no fault; without
+// that it waits for the shorter time.
+constexpr std::chrono::seconds kLongestFinish{30};
 constexpr std::chrono::seconds kFinishTime{1};
 // The answer to a connection that is refused has so long to arrive.
 constexpr std::chrono::seconds kRefusalTime{2};
@@ -115,10 +117,20 @@ void Transport::refuse(const Hello& hello, Stream stream) {
 void Transport::finish() {
   const auto links = allLinks();
   for (const auto& link : links) link->askPeer();
-  const auto end = std::chrono::steady_clock::now() + kFinishTime;
-  const auto isAwaited = [](const auto& link) { return link->awaitsPeer(); };
-  while (std::any_of(links.begin(), links.end(), isAwaited) && std::chrono::steady_clock::now() < end) {
+  const auto awaited = [&links] {
+    uint64_t count = 0;
+    for (const auto& link : links) count += link->awaited();
+    return count;
+  };
+  const auto begin = std::chrono::steady_clock::now();
+  auto progress = begin;
+  for (uint64_t left = awaited(); left > 0;) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const auto now = std::chrono::steady_clock::now();
+    const uint64_t still = awaited();
+    if (still < left) progress = now;
+    if (now - progress >= kFinishTime || now - begin >= kLongestFinish) return;
+    left = still;
   }
 }
 
