@@ -83,6 +83,7 @@ def _change_often() -> list[Any]:
     seen.append(_sum())
     members.become(2, 1, 0, unordered=True)
     seen.append(_sum())
+    members.wait_for_all("no operation is under way, which an abort would end")
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     assert backend._get_sequence_number_for_group() == 1  # counted from the last change
     backend.abort()
