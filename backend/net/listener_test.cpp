@@ -66,7 +66,8 @@ TEST(Ports, AreFreeAsSoonAsTheProcessThatListenedHasEnded) {
   const auto range = freePorts();
   {
     const FileDescriptor listening = listenAt(kHere, {range.first, range.first});
-    const FileDescriptor client = startConnecting(addressOf(listening));
+    int error = 0;
+    const FileDescriptor client = startConnecting(addressOf(listening), error);
     pollfd comes{.fd = listening.number(), .events = POLLIN, .revents = 0};
     ASSERT_EQ(poll(&comes, 1, 10'000), 1);
     const FileDescriptor accepted(accept(listening.number(), nullptr, nullptr));
