@@ -28,7 +28,7 @@ class HookMembers {
   // Throws ValueError on all ranks unless all come with the same `own`, and with the same `arithmetic` where it is not
   // empty. What was agreed on is remembered. Collective.
   void agree(Registration own, std::string arithmetic, at::Device device);
-  // Whether the group has other members than those that have agreed.
+  // Returns whether the group has other members than those that have agreed.
   [[nodiscard]] bool haveChanged() const { return group_->epoch() != epoch_; }
   // The members that there are now agree on what this rank has agreed on before, or else on `text`. Returns the largest
   // `step` of them, which is that of those that have been at work; a newcomer's is behind. Collective.

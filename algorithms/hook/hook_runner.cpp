@@ -25,7 +25,7 @@ c10::intrusive_ptr<c10::ivalue::Future> completedFuture(const at::Tensor& value)
   return future;
 }
 
-// Of the exception at hand.
+// Returns a future that fails with the exception at hand.
 c10::intrusive_ptr<c10::ivalue::Future> failedFuture() {
   auto failed = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   failed->setError(std::current_exception());

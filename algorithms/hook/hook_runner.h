@@ -138,7 +138,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void noteMemory(std::map<std::string, int64_t> bytes) override { ledger_->noteMemory(std::move(bytes)); }
 
   c10::intrusive_ptr<c10::ivalue::Future> runBucket(c10d::GradBucket& gradients);
-  // Where the group has other members than before: they agree, and the algorithm begins anew. Throws where it cannot.
+  // The members agree, and the algorithm begins anew, if the group has others than before. Throws where it cannot.
   // Collective.
   void followMembers(at::Device device);
   // Throws where the algorithm cannot follow.

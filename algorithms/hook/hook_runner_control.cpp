@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the user's handle asks of a hook between two steps, and what becomes of it when its ranks change.
+// The user's handle asks this of a hook between two steps; and its ranks may change there.
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
@@ -33,7 +33,7 @@ constexpr const char* kStepSkipped = "is_step_skipped";
 }  // namespace
 
 void HookRunner::checkMembers() const {
-  // What it remembers of each rank's weights, and the groups of its own, are of the former members.
+  // The algorithm remembers weights of the former members, and the groups of its own consist of them.
   TORCH_CHECK(!actsOnWeights_ || !members_.haveChanged(), "bagua: algorithm '", name_, "' cannot go on on rank ",
               rank(), " of ", size(),
               ", whose group has other members now: call handle.remove() and register it again");

@@ -32,7 +32,7 @@ void Connection::onReadable() {
   try {
     owner->onRead(shared_from_this(), reader_.read(stream_, *this));
   } catch (const std::exception& error) {
-    // What the frame was to do is not done, and the other side will not send it again.
+    // The frame has not done what it was to do, and the other side will not send it again.
     owner->onFailed(error.what());
   }
 }
@@ -120,9 +120,9 @@ std::optional<OutgoingFrame> Connection::takeUnwritten() {
 
 void Connection::copyPayloads(const Outgoing& message, uint64_t end) {
   sent_.copyPayloads(message, end);
-  // Of another frame, or one that is copied already, a thread may be writing.
+  // A thread may be writing any other frame, and one that is copied already.
   if (!carries(message, end)) return;
-  // What is written goes through its cell first.
+  // The writer copies a payload into its cell before anything of the frame leaves.
   if (frame_->header.cell > 0) {
     frame_->reader = {};
     return;

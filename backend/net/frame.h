@@ -26,11 +26,10 @@ using ProcessId = std::array<uint64_t, 2>;
 //    That is its last word about it, and it says so whether the other side has found the same or not. It says it over a
 //    connection that has been opened since, as far as one can be: so nothing is written to what a process that has
 //    ended has left in its kernel, which would throw that away.
-// 4. Who hears the last word of the other side about a connection ends it too, says its own last word if it has not,
-// and
-//    sends again, over any connection, what the other has not received. Only then: a frame is never on its way twice,
-//    so that nobody has to look for duplicates, and what still came out of an old connection could not be written over
-//    what has been made of it since.
+// 4. A side that hears the last word of the other about a connection ends it too, and says its own last word if it has
+//    not. Then it sends again, over any connection, what the other has not received. So a frame is never on its way
+//    twice: nobody has to look for duplicates, and what an old connection still brings cannot be written over what has
+//    been made of it since.
 // 5. kEnded is a frame like others, kept and sent again. A connection of which a side has never heard has brought
 //    nothing; if it comes later, it is not taken.
 // 6. Whoever has opened a connection that breaks opens another one at once; the other side does so where that takes

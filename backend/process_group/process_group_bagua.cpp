@@ -29,9 +29,13 @@ std::shared_ptr<GroupEpoch> ProcessGroupBagua::currentOrNull() const {
   return current_;
 }
 
-std::shared_ptr<GroupEpoch> ProcessGroupBagua::current() const {
+void ProcessGroupBagua::checkIsOwn() const {
   TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(), "bagua on rank ", rank_, ": group '", options_->group_name,
                    "' belongs to the process that has forked this one, which is no rank of it");
+}
+
+std::shared_ptr<GroupEpoch> ProcessGroupBagua::current() const {
+  checkIsOwn();
   const auto present = currentOrNull();
   TORCH_CHECK_WITH(DistBackendError, present, "bagua on rank ", rank_, ": group '", options_->group_name,
                    "' was made with enable_reconfigure=True and has no members before the first reconfigure()");

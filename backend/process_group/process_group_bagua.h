@@ -134,7 +134,9 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   [[nodiscard]] std::chrono::milliseconds orDefault(std::chrono::milliseconds timeout) const;
   [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity()}; }
   std::shared_ptr<MessageExecutor> messageExecutorFor(at::Device device);
-  // Throws DistBackendError where there is none, and in a forked child.
+  // Throws DistBackendError in a forked child.
+  void checkIsOwn() const;
+  // The same, and where there is no epoch yet.
   [[nodiscard]] std::shared_ptr<GroupEpoch> current() const;
   [[nodiscard]] std::shared_ptr<GroupEpoch> currentOrNull() const;
   c10::intrusive_ptr<Options> optionsOf(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;

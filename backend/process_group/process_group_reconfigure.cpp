@@ -111,8 +111,7 @@ c10::intrusive_ptr<c10d::Work> completedWork() {
 }  // namespace
 
 c10d::ReconfigureHandle ProcessGroupBagua::get_reconfigure_handle() const {
-  TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(),
-                   "bagua: the group belongs to the process that has forked this one");
+  checkIsOwn();
   const std::lock_guard<std::mutex> lock(handleMutex_);
   if (handle_.empty()) {
     const auto& ranks = options_->global_ranks_in_group;
@@ -123,8 +122,7 @@ c10d::ReconfigureHandle ProcessGroupBagua::get_reconfigure_handle() const {
 }
 
 ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::ReconfigureOptions& opts) {
-  TORCH_CHECK_WITH(DistBackendError, !mark_.isFromParent(),
-                   "bagua:reconfigure: the group belongs to the process that has forked this one");
+  checkIsOwn();
   const std::lock_guard<std::mutex> onlyOne(reconfiguring_);
   const auto timeout = limitedTimeout(opts.timeout.value_or(options_->timeout));
   const Handles handles = orderedHandles(opts);
