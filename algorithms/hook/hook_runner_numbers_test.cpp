@@ -69,11 +69,12 @@ TEST(HookRunner, EveryBucketHasTheNumberOfItsStepAndAKeyOfItsOwn) {
 
 TEST(HookRunner, RefusesACodecThatTakesNoTensorsOfTheModelsDevice) {
   const std::vector<at::Tensor> parameters = {at::empty({2}, at::kMeta)};
-  HookRunner("gradient_allreduce", {}, nullptr, parameters, false);
+  const auto group = std::make_shared<ImmediateGroup>();
+  HookRunner("gradient_allreduce", {}, group, parameters, false);
   for (const std::string codec : {"int8", "2bit", "fc*=4bit, *=int8"}) {
     const std::string algorithm = codec == "int8" ? "bytegrad" : "quantized_allreduce";
     try {
-      HookRunner(algorithm, {{"codec", codec}}, nullptr, parameters, false);
+      HookRunner(algorithm, {{"codec", codec}}, group, parameters, false);
       FAIL() << algorithm << " with " << codec << " takes a model that no codec takes";
     } catch (const c10::NotImplementedError& error) {
       EXPECT_NE(std::string(error.what()).find("works on tensors of cpu, cuda, got meta"), std::string::npos)
