@@ -25,6 +25,8 @@
 //   CountsSkippedSteps takes a step also where GradScaler skips the optimizer's
 //   UsesMomenta        sends the optimizer's momenta (QAdamOptimizer)
 //   ReadsNames         has options that name the model's parameters
+//   ReadsOptimizer     chooses something by the kind of the optimizer
+//   IsGuarded          looks at what its coding does
 namespace bagua {
 
 // Callers may rely on this of Algorithm::reduce(). It is settled when the algorithm is created. An algorithm that says

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/shared/guard/guard.h"
 #include "algorithms/state.h"
 #include "algorithms/step_context.h"
 
@@ -126,6 +127,27 @@ struct ParameterFacts {
   std::string name;
   // "embedding", "head" (of the last linear layer), or nothing.
   std::string role;
+};
+
+// Codes gradients under guard.
+class IsGuarded {
+ public:
+  virtual ~IsGuarded() = default;
+
+  // Any thread may ask.
+  [[nodiscard]] virtual const Guard& guard() const = 0;
+  // Before the first step, where they are known: of the parameters, by position.
+  virtual void useNames(std::vector<std::string> names) = 0;
+};
+
+// Chooses something by the optimizer.
+class ReadsOptimizer {
+ public:
+  virtual ~ReadsOptimizer() = default;
+
+  // `isLinear`: whether its steps are linear in the gradients, as those of SGD are, also with momentum. Called once,
+  // before the first step, and not at all where the optimizer is not known. It may change traits().
+  virtual void useOptimizer(bool isLinear) = 0;
 };
 
 // Has options that name parameters of the model.

@@ -18,6 +18,13 @@ const char* typeName(const OptionValue& value) {
   return kNames.at(value.index());
 }
 
+std::string typesOf(const OptionInfo& option) {
+  const std::string own = typeName(option.defaultValue);
+  if (!option.alsoTakes) return own;
+  const bool isNone = *option.alsoTakes == OptionValue(std::string());
+  return own + " or " + (isNone ? "None" : typeName(*option.alsoTakes));
+}
+
 std::string namesOf(const std::vector<OptionInfo>& declared) {
   if (declared.empty()) return "none";
   std::string names;
@@ -50,18 +57,20 @@ Options::Options(const std::string& algorithm, const std::vector<OptionInfo>& de
   for (const auto& option : declared) values_[option.name] = option.defaultValue;
   for (const auto& [name, value] : given) {
     checkOptionName(algorithm, declared, name);
-    const auto entry = values_.find(name);
+    const auto& option =
+        *std::find_if(declared.begin(), declared.end(), [&](const auto& one) { return one.name == name; });
     OptionValue converted = value;
-    if (std::holds_alternative<double>(entry->second) && std::holds_alternative<int64_t>(value)) {
+    if (std::holds_alternative<double>(option.defaultValue) && std::holds_alternative<int64_t>(value)) {
       converted = static_cast<double>(std::get<int64_t>(value));
     }
-    TORCH_CHECK_TYPE(converted.index() == entry->second.index(), "option '", name, "' of algorithm '", algorithm,
-                     "' takes a ", typeName(entry->second), ", got ", bagua::toString(value), " (", typeName(value),
-                     ")");
+    const bool isTaken = converted.index() == option.defaultValue.index() ||
+                         (option.alsoTakes && converted.index() == option.alsoTakes->index());
+    TORCH_CHECK_TYPE(isTaken, "option '", name, "' of algorithm '", algorithm, "' takes a ", typesOf(option), ", got ",
+                     bagua::toString(value), " (", typeName(value), ")");
     const auto* const number = std::get_if<double>(&converted);
     TORCH_CHECK_VALUE(number == nullptr || std::isfinite(*number), "option '", name, "' of algorithm '", algorithm,
                       "' takes a finite number, got ", bagua::toString(converted));
-    entry->second = converted;
+    values_[name] = converted;
   }
 }
 

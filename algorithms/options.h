@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -18,6 +19,8 @@ struct OptionInfo {
   std::string summary;
   // Whether Python may give a mapping, which becomes the text "a=b, c=d".
   bool takesMapping = false;
+  // What is taken beside the default's type: None, which is an empty string, or any value of the type of this one.
+  std::optional<OptionValue> alsoTakes = {};
 };
 
 // "True", "3", "0.5", "'all'", "None": as Python writes it.
@@ -28,11 +31,11 @@ std::string toString(const OptionValue& value);
 void checkOptionName(const std::string& algorithm, const std::vector<OptionInfo>& declared, const std::string& name,
                      const std::vector<std::string>& others = {});
 
-// The options of one algorithm: every declared one has a value of its declared type.
+// The options of one algorithm: every declared one has a value of a type that it takes.
 class Options {
  public:
-  // Throws as checkOptionName(), TypeError for a value of another type than the default's, and ValueError for a float
-  // that is not finite. An integer serves where a float is declared.
+  // Throws as checkOptionName(), TypeError for a value of another type than the option takes, and ValueError for a
+  // float that is not finite. An integer serves where a float is declared.
   Options(const std::string& algorithm, const std::vector<OptionInfo>& declared,
           const std::map<std::string, OptionValue>& given);
 

@@ -66,6 +66,7 @@ inline constexpr const char* kReduce = "reduce";
 inline constexpr const char* kDecompress = "decompress";
 inline constexpr const char* kKeepResiduals = "keep_residuals";
 inline constexpr const char* kCheck = "check";
+inline constexpr const char* kGuard = "guard";
 inline constexpr const char* kUpdateMomentum = "update_momentum";
 // Factors.
 inline constexpr const char* kMultiply = "multiply";

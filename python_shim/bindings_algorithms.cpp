@@ -23,6 +23,19 @@ namespace {
 
 namespace py = pybind11;
 
+// The keys are those of bagua.stats.GuardStats.
+py::dict guardDict(const Guard::Report& report) {
+  using Measure = Guard::Measure;
+  py::dict dict;
+  dict["looks"] = report.looks;
+  dict["alarms"] = report.alarms;
+  dict["coding_loss"] = report.worst[static_cast<int>(Measure::kCoding)];
+  dict["error_of_mean"] = report.worst[static_cast<int>(Measure::kMean)];
+  dict["held_back"] = report.worst[static_cast<int>(Measure::kResidual)];
+  dict["raised"] = report.raised;
+  return dict;
+}
+
 // The keys are those of bagua.stats.Stats.
 py::dict statsDict(const HookRunner& hook) {
   const HookStats stats = hook.stats();
@@ -39,6 +52,7 @@ py::dict statsDict(const HookRunner& hook) {
   dict["seconds"] = stats.seconds;
   dict["memory"] = stats.memory;
   dict["reconnections"] = net::reconnections().load();
+  dict["guard"] = guardDict(stats.guard);
   return dict;
 }
 
@@ -158,6 +172,7 @@ void bindHook(py::module& module) {
           py::arg("executors"), noGil)
       .def("use_model", &HookRunner::useModel, py::arg("layers"), py::arg("buffers"), noGil)
       .def("watch_use", &HookRunner::watchUse)
+      .def("use_optimizer", &HookRunner::useOptimizer, py::arg("is_linear"))
       .def(
           "use_parameters",
           [](HookRunner& self, const std::vector<std::pair<std::string, std::string>>& namesAndRoles) {

@@ -47,8 +47,10 @@ const OptionInfo& optionOf(const std::string& algorithm, const std::string& name
   return *found;
 }
 
-// Python's None is an empty string, where that is what an option is by default.
-bool takesNone(const OptionInfo& option) { return option.defaultValue == OptionValue(std::string()); }
+// Python's None is an empty string.
+bool takesNone(const OptionInfo& option) {
+  return option.alsoTakes == OptionValue(std::string()) || option.defaultValue == OptionValue(std::string());
+}
 
 // Python's integers have no end.
 OptionValue wholeNumber(const std::string& algorithm, const OptionInfo& option, const py::handle& value) {
@@ -115,7 +117,7 @@ py::dict infoDict(const std::string& name) {
   for (const auto& option : info.options) {
     py::dict entry;
     entry["name"] = option.name;
-    entry["default"] = takesNone(option) ? py::none() : py::cast(option.defaultValue);
+    entry["default"] = option.defaultValue == OptionValue(std::string()) ? py::none() : py::cast(option.defaultValue);
     entry["summary"] = option.summary;
     options.append(entry);
   }

@@ -3,41 +3,12 @@
 #include <string>
 
 #include "algorithms/registry.h"
-#include "algorithms/shared/compressed/mean.h"
+#include "algorithms/shared/compressed/coded_gradients.h"
 
 namespace bagua {
-namespace {
 
-// Mean of the gradients with coded messages, of 8 bits unless a codec is named: all-to-all of compressed chunks,
-// reduction of the own chunk in float, all-gather of the compressed result. Each rank sends about 2 N bytes for N
-// gradients instead of 8 N.
-class ByteGrad final : public Algorithm {
- public:
-  ByteGrad(const compressed::MeanOptions& options, const std::string& codec)
-      : options_(options), codec_(CodecRegistry::find(codec).codec) {}
-
-  void reduce(Bucket& bucket, Communicator& communicator) override {
-    compressed::reduceToMean(bucket.flat, options_, compressed::codingOf(codec_, bucket.key), bucket.seconds,
-                             communicator);
-  }
-
-  [[nodiscard]] ReduceTraits traits() const override {
-    return {.bucketsMayOverlap = true,
-            .isStateless = true,
-            .isReplayable = !codec_->usesKey(Rounding::kNearest),
-            .averagesSparse = options_.average};
-  }
-  [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
-    return compressed::whyUncoded(options_, topology);
-  }
-
- private:
-  const compressed::MeanOptions options_;
-  const std::shared_ptr<const Codec> codec_;
-};
-
-}  // namespace
-
+// All-to-all of compressed chunks, reduction of the own chunk in float, all-gather of the compressed result. Each rank
+// sends about 2 N bytes for N gradients instead of 8 N.
 BAGUA_REGISTER_ALGORITHM({
     .name = "bytegrad",
     .summary = "Mean of the gradients with 8-bit messages.",
@@ -47,13 +18,17 @@ BAGUA_REGISTER_ALGORITHM({
                  "Full precision inside a host, 8 bits between hosts (on a single host nothing is compressed); "
                  "False: 8 bits between all ranks."},
                 {"average", true, "Mean over the ranks; False: sum."},
-                {"codec", std::string(compressed::kDefaultCodec), "One of bagua.available_codecs()."}},
-    .create =
-        [](const Options& options) {
-          return std::make_unique<ByteGrad>(compressed::MeanOptions{.hierarchical = options.get<bool>("hierarchical"),
-                                                                    .average = options.get<bool>("average")},
-                                            options.get<std::string>("codec"));
-        },
+                {"codec", std::string(compressed::kDefaultCodec), "One of bagua.available_codecs()."},
+                {"start_step", int64_t{0}, "Full precision before this step."},
+                Guard::option()},
+    .create = [](const Options& options) -> std::unique_ptr<Algorithm> {
+      return std::make_unique<compressed::CodedGradients>(
+          compressed::Selection::ofOne(options.get<std::string>("codec")),
+          compressed::CodedGradientsOptions{
+              .mean = {.hierarchical = options.get<bool>("hierarchical"), .average = options.get<bool>("average")},
+              .startStep = compressed::startStepOf(options)},
+          Guard::modeOf(options));
+    },
 })
 
 }  // namespace bagua

@@ -16,6 +16,7 @@ void BucketProgram::reduce(Bucket& bucket, int64_t firstParameter, Algorithm& al
                            StageSeconds& seconds) const {
   bucket.step = step;
   bucket.tellsUse = tellsUse;
+  bucket.isCaptured = isCaptured;
   bucket.retained = retained;
   bucket.key = bucketKey(kSeed, step, firstParameter);
   algorithm.reduce(bucket, communicator);

@@ -19,6 +19,7 @@ struct BucketProgram {
   std::vector<Slots> parts;
   int64_t step = 0;
   bool tellsUse = false;
+  bool isCaptured = false;
   // Bucket::retained of all parts.
   std::shared_ptr<Bucket::Retained> retained = std::make_shared<Bucket::Retained>();
 

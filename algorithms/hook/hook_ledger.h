@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/shared/guard/guard.h"
 #include "algorithms/stage.h"
 #include "backend/communicator.h"
 
@@ -27,6 +28,8 @@ struct HookStats {
   int64_t stateBytes = 0;
   // What the algorithm holds beside the model, in bytes.
   std::map<std::string, int64_t> memory;
+  // Since the registration.
+  Guard::Report guard;
 };
 
 // Counts what a hook's steps and programs cost. Programs in flight hold it, and not the runner: that owns the executor
@@ -44,7 +47,7 @@ class HookLedger {
   // Replaces what was noted before.
   void noteMemory(std::map<std::string, int64_t> bytes);
 
-  // Without stateBytes, which the algorithm knows.
+  // Without stateBytes and guard, which the algorithm knows.
   [[nodiscard]] HookStats stats();
   // Counts from zero again; memory stays what it is.
   void reset();

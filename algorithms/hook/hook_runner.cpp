@@ -72,6 +72,19 @@ void HookRunner::useModel(std::vector<int64_t> layers, std::vector<at::Tensor> b
 void HookRunner::useParameters(const std::vector<ParameterFacts>& facts) {
   facts_ = facts;
   if (auto* const reads = algorithm_->as<ReadsNames>()) reads->useParameters(facts);
+  auto* const isGuarded = algorithm_->as<IsGuarded>();
+  if (isGuarded == nullptr) return;
+  std::vector<std::string> names;
+  for (const auto& one : facts) names.push_back(one.name);
+  isGuarded->useNames(std::move(names));
+}
+
+void HookRunner::useOptimizer(bool isLinear) {
+  isOptimizerLinear_ = isLinear;
+  auto* const reads = algorithm_->as<ReadsOptimizer>();
+  if (reads == nullptr) return;
+  reads->useOptimizer(isLinear);
+  traits_ = algorithm_->traits();
 }
 
 // The first program connects the ranks, for which they wait for each other: here and not in a training step.
@@ -85,8 +98,10 @@ void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
 void HookRunner::agree(const std::string& parameters, const std::string& optimizer, at::Device device,
                        const std::string& arithmetic) {
   const std::string use = watchesUse() ? " with find_unused_parameters or static_graph" : "";
+  const bool goesByLinear = algorithm_->as<ReadsOptimizer>() != nullptr && isOptimizerLinear_.value_or(false);
+  const std::string kind = goesByLinear ? " for an optimizer such as SGD" : "";
   const bool needsLikeDevices = AlgorithmRegistry::find(name_).needsLikeDevices;
-  members_.agree({name_ + "(" + options_.toString() + ")" + use + optimizer, parameters},
+  members_.agree({name_ + "(" + options_.toString() + ")" + use + kind + optimizer, parameters},
                  needsLikeDevices ? arithmetic : "", device);
   begin();
 }
@@ -177,7 +192,8 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, S
   auto gradients = layouts_.gradientsOf(parts);
   return submitTo(
       host_ ? *host_ : members_.group(), "bagua:reduce_bucket", {flat}, wait,
-      [algorithm = algorithm_, program = BucketProgram{flat, std::move(slots), std::move(parts), step_ - 1, tellsUse}](
+      [algorithm = algorithm_, program = BucketProgram{flat, std::move(slots), std::move(parts), step_ - 1, tellsUse,
+                                                       members_.group().isCapturing(flat.device())}](
           Communicator& communicator, StageSeconds& seconds) mutable {
         program.run(*algorithm, communicator, seconds);
       },

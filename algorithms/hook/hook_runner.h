@@ -62,6 +62,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void begin();
   // Before the first step, where they are known.
   void useParameters(const std::vector<ParameterFacts>& facts);
+  // The same; see ReadsOptimizer. The ranks compare it where the algorithm goes by it.
+  void useOptimizer(bool isLinear);
   // Whether gradients travel between hosts, where they had better leave early and in small buckets. Not on a GPU: its
   // buckets travel one after another, each with a delay of its own, and many small ones would add up more of those.
   [[nodiscard]] bool wantsSmallBuckets() const {
@@ -198,6 +200,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   BucketLayouts layouts_;
   std::optional<ParameterUse> use_;
   std::vector<ParameterFacts> facts_;
+  // See useOptimizer(); nothing where the optimizer is not known.
+  std::optional<bool> isOptimizerLinear_;
   int64_t step_ = 0;
   // Guards the pointer, which leave() replaces, for those who call from another thread than the one that trains.
   mutable std::mutex mutex_;

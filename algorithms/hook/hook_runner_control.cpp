@@ -46,6 +46,7 @@ void HookRunner::followMembers(at::Device device) {
   if (hasLeft_) return;
   take(name_, options_.values());
   useParameters(facts_);
+  if (isOptimizerLinear_) useOptimizer(*isOptimizerLinear_);
 }
 
 void HookRunner::checkWeightsAreFree(const char* call) const {
@@ -168,6 +169,7 @@ HookStats HookRunner::stats() const {
   }
   HookStats stats = ledger_->stats();
   if (const auto* const keeps = algorithm->as<KeepsState>()) stats.stateBytes = keeps->stateBytes();
+  if (const auto* const isGuarded = algorithm->as<IsGuarded>()) stats.guard = isGuarded->guard().report();
   return stats;
 }
 

@@ -42,14 +42,40 @@ std::optional<Shape> matrixOf(const at::Tensor& gradient, const Worth& worth) {
   return shape;
 }
 
-Division divide(const Bucket& bucket, const Worth& worth) {
+int64_t elementsIn(const std::vector<Piece>& pieces) {
+  int64_t elements = 0;
+  for (const auto& piece : pieces) elements += piece.end - piece.begin;
+  return elements;
+}
+
+std::pair<int64_t, int64_t> factorElements(const Division& division) {
+  int64_t p = 0;
+  int64_t q = 0;
+  for (const auto& [shape, matrices] : division.groups) {
+    p += static_cast<int64_t>(matrices.size()) * shape.rank * shape.rows;
+    q += static_cast<int64_t>(matrices.size()) * shape.rank * shape.columns;
+  }
+  return {p, q};
+}
+
+std::vector<at::Tensor> matricesOf(const Bucket& bucket, const MatrixGroup& group) {
+  std::vector<at::Tensor> gradients;
+  for (const auto& matrix : group.matrices) {
+    const int64_t length = matrix.elements.end - matrix.elements.begin;
+    gradients.push_back(
+        bucket.flat.narrow(0, matrix.elements.begin, length).view({group.shape.rows, group.shape.columns}));
+  }
+  return gradients;
+}
+
+Division divide(const Bucket& bucket, const Worth& worth, const std::function<bool(int64_t parameter)>& isExact) {
   Division division;
   std::map<Shape, std::vector<Matrix>> byShape;
   int64_t begin = 0;
   for (const auto& [parameter, gradient, isUsed] : bucket.entries) {
     const Piece piece{begin, begin + gradient.numel()};
     begin = piece.end;
-    const auto shape = matrixOf(gradient, worth);
+    const auto shape = isExact(parameter) ? std::nullopt : matrixOf(gradient, worth);
     append(shape ? division.matrices : division.exact, piece);
     if (shape) byShape[*shape].push_back({parameter, piece});
   }

@@ -5,7 +5,9 @@
 
 #include <compare>
 #include <cstdint>
+#include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "algorithms/bucket.h"
@@ -56,6 +58,16 @@ struct Division {
   std::vector<Piece> exact;
 };
 
-Division divide(const Bucket& bucket, const Worth& worth);
+int64_t elementsIn(const std::vector<Piece>& pieces);
+// Of all P and of all Q.
+std::pair<int64_t, int64_t> factorElements(const Division& division);
+
+// The gradients of a group, as views of the bucket.
+std::vector<at::Tensor> matricesOf(const Bucket& bucket, const MatrixGroup& group);
+
+// Without those that are exact whatever they are worth.
+Division divide(
+    const Bucket& bucket, const Worth& worth,
+    const std::function<bool(int64_t parameter)>& isExact = [](int64_t) { return false; });
 
 }  // namespace bagua::powersgd

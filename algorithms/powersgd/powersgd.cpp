@@ -14,6 +14,7 @@
 
 #include "algorithms/algorithm_interfaces.h"
 #include "algorithms/powersgd/matrices.h"
+#include "algorithms/powersgd/mean_look.h"
 #include "algorithms/powersgd/starting_factors.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/compressed/mean.h"
@@ -30,6 +31,11 @@ namespace {
 using powersgd::Division;
 using powersgd::MatrixGroup;
 
+// In a checkpoint.
+constexpr const char* kGuard = "guard";
+// Buckets of which the guard looks at one: a training that diverges does so in a few steps.
+constexpr uint64_t kLookedAtOneIn = 2;
+
 struct PowerSgdOptions {
   powersgd::Worth worth;
   int64_t startStep = 0;
@@ -42,14 +48,14 @@ struct PowerSgdOptions {
 
 // Mean of the gradients, of which each matrix travels as two thin factors; what they leave out is added to the next
 // step's gradient.
-class PowerSgd final : public Algorithm, public KeepsState, public KeepsResiduals {
+class PowerSgd final : public Algorithm, public KeepsState, public KeepsResiduals, public IsGuarded {
  public:
-  explicit PowerSgd(PowerSgdOptions options)
-      : options_(std::move(options)),
+  PowerSgd(PowerSgdOptions options, Guard::Mode guard)
+      : guard_(guard),
+        options_(std::move(options)),
         residuals_{ParameterState("residual"), ParameterState("residual")},
         starts_{{options_.isWarm, options_.seed}, {options_.isWarm, options_.seed}} {
     TORCH_CHECK_VALUE(options_.worth.rank >= 1, "bagua: rank must be at least 1, got ", options_.worth.rank);
-    TORCH_CHECK_VALUE(options_.startStep >= 0, "bagua: start_step must be at least 0, got ", options_.startStep);
     TORCH_CHECK_VALUE(options_.worth.minCompression > 0 && std::isfinite(options_.worth.minCompression),
                       "bagua: min_compression must be positive, got ", options_.worth.minCompression);
     if (!options_.codec.empty()) coding_ = compressed::Coding{.codec = CodecRegistry::find(options_.codec).codec};
@@ -59,13 +65,10 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
     const bool isExact = bucket.step < options_.startStep ||
                          !compressed::isCoded({.hierarchical = options_.isHierarchical}, communicator.topology());
-    if (!isExact) steps_.begin(bucket.step);
-    const Division division = isExact ? Division{} : powersgd::divide(bucket, options_.worth);
+    if (!isExact) begin(bucket, communicator);
+    const Division division = isExact ? Division{} : divide(bucket);
     if (!division.groups.empty()) return reduceByFactors(bucket, division, communicator);
-    {
-      const Stage stage(bucket.seconds, stages::kAllReduce);
-      communicator.allReduce(bucket.flat, c10d::ReduceOp::AVG);
-    }
+    compressed::reduceExactly(bucket.flat, {}, bucket.seconds, communicator);
     if (!isExact) steps_.noteResult(bucket.flat);
   }
 
@@ -78,6 +81,9 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
     return compressed::whyUncoded({.hierarchical = options_.isHierarchical}, topology);
   }
+
+  [[nodiscard]] const Guard& guard() const override { return guard_; }
+  void useNames(std::vector<std::string> names) override { guard_.useNames(std::move(names)); }
 
   // Factors are made orthonormal, so that theirs does not matter.
   void rescale(double factor) override {
@@ -92,14 +98,17 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     const int set = steps_.betweenSteps();
     AlgorithmState state = residuals_[set].state();
     state.merge(starts_[set].state());
+    if (const at::Tensor table = guard_.state(); table.defined()) state.emplace(kGuard, table);
     return state;
   }
 
   void load(const AlgorithmState& state, StepContext& context) override {
     ParameterState residuals("residual");
     checkThatAllAreTaken(state, [&](const std::string& name) {
-      return residuals.takes(name, state) || powersgd::StartingFactors::isName(name);
+      return residuals.takes(name, state) || powersgd::StartingFactors::isName(name) ||
+             (name == kGuard && guard_.adapts());
     });
+    guard_.load(state.contains(kGuard) ? state.at(kGuard) : at::Tensor());
     residuals.load(state, context.parameters());
     starts_[0].load(state, context.parameters(), options_.worth);
     residuals_[0].load(state, context.parameters());
@@ -112,6 +121,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
   // The matrices of one shape at work.
   struct Work {
     const MatrixGroup* group;
+    std::vector<at::Tensor> gradients;
     // By matrix, where they are kept: what is read and what is written.
     std::vector<at::Tensor> residuals;
     std::vector<at::Tensor> nextResiduals;
@@ -123,17 +133,49 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     at::Tensor q;
   };
 
+  // A matrix that the guard has made exact begins with nothing when it is compressed again.
+  void begin(const Bucket& bucket, const Communicator& communicator) {
+    steps_.begin(bucket.step);
+    const auto changed = guard_.begin(bucket, communicator.rank());
+    if (changed.empty()) return;
+    for (auto& residuals : residuals_) residuals.forget(changed, *bucket.retained);
+  }
+
+  [[nodiscard]] Division divide(const Bucket& bucket) const {
+    if (!guard_.isAnyRaised()) return powersgd::divide(bucket, options_.worth);
+    return powersgd::divide(bucket, options_.worth,
+                            [this](int64_t parameter) { return guard_.levelOf(parameter) > 0; });
+  }
+
+  static std::vector<at::Tensor> gradientsOf(const std::vector<Work>& works) {
+    std::vector<at::Tensor> all;
+    for (const auto& work : works) all.insert(all.end(), work.gradients.begin(), work.gradients.end());
+    return all;
+  }
+  static std::vector<at::Tensor> residualsOf(const std::vector<Work>& works) {
+    std::vector<at::Tensor> all;
+    for (const auto& work : works) all.insert(all.end(), work.residuals.begin(), work.residuals.end());
+    return all;
+  }
+
   void reduceByFactors(Bucket& bucket, const Division& division, Communicator& communicator) {
     const auto options = bucket.flat.options().dtype(low_rank::MatrixBatch::factorType(bucket.flat.scalar_type()));
-    const auto [pElements, qElements] = elementsOf(division);
+    const auto [pElements, qElements] = powersgd::factorElements(division);
     // P, behind it the gradients that travel as they are, and which parameters are used.
-    const int64_t exactElements = elementsOf(division.exact);
+    const int64_t exactElements = powersgd::elementsIn(division.exact);
     const auto uses = bucket.tellsUse ? static_cast<int64_t>(bucket.entries.size()) : 0;
-    at::Tensor first = at::empty({pElements + exactElements + uses}, options);
+    const bool isLookedAt = options_.hasErrorFeedback && guard_.isDue(bucket, options_.startStep, kLookedAtOneIn);
+    const int64_t looks = isLookedAt ? powersgd::elementsOfLook(division) : 0;
+    at::Tensor first = at::empty({pElements + exactElements + uses + looks}, options);
     const at::Tensor exact = first.narrow(0, pElements, exactElements);
     const at::Tensor areUsed = first.narrow(0, pElements + exactElements, uses);
+    const at::Tensor looked = first.narrow(0, pElements + exactElements + uses, looks);
     at::Tensor second = at::empty({qElements}, options);
     std::vector<Work> works = begin(bucket, division, first, second);
+    if (isLookedAt) {
+      const Stage stage(bucket.seconds, stages::kGuard);
+      looked.copy_(powersgd::lookAt(gradientsOf(works), residualsOf(works)));
+    }
     {
       const Stage stage(bucket.seconds, stages::kMultiply);
       for (auto& work : works) {
@@ -144,7 +186,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
       if (bucket.tellsUse) areUsed.copy_(compressed::usedByThisRank(bucket, first.scalar_type()));
     }
     reduceFirst(first, pElements, bucket, communicator);
-    at::Tensor areUsable = at::isfinite(first).all();
+    at::Tensor areUsable = at::isfinite(first.narrow(0, 0, first.numel() - looks)).all();
     {
       const Stage stage(bucket.seconds, stages::kMultiplyTransposed);
       for (auto& work : works) {
@@ -161,6 +203,9 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
       at::Tensor q = at::where(areUsable, work.q, work.start);
       if (bucket.tellsUse) keepUnused(bucket, areUsed, work, q);
       starts_[steps_.next()].keep(*work.group, q, *bucket.retained);
+    }
+    if (isLookedAt) {
+      powersgd::tell(guard_, bucket.step, division, options_.worth.rank, looked, gradientsOf(works));
     }
     if (bucket.tellsUse) compressed::clearUnused(bucket, areUsed);
     steps_.noteWritten();
@@ -205,12 +250,11 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     for (const auto& group : division.groups) {
       const auto [rows, columns, rank] = group.shape;
       const auto count = static_cast<int64_t>(group.matrices.size());
-      std::vector<at::Tensor> gradients;
+      const std::vector<at::Tensor> gradients = powersgd::matricesOf(bucket, group);
       std::vector<at::Tensor> ofGradients;
       std::vector<at::Tensor> nextOfGradients;
       for (const auto& matrix : group.matrices) {
         const int64_t length = matrix.elements.end - matrix.elements.begin;
-        gradients.push_back(bucket.flat.narrow(0, matrix.elements.begin, length).view({rows, columns}));
         if (!residuals.defined()) continue;
         const int64_t place = placeIn(division.matrices, matrix.elements.begin);
         ofGradients.push_back(residuals.narrow(0, place, length).view({rows, columns}));
@@ -223,9 +267,10 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
       const at::Tensor start = startOf(group, bucket, second.options());
       q.copy_(start);
       works.push_back({.group = &group,
+                       .gradients = gradients,
                        .residuals = ofGradients,
                        .nextResiduals = nextOfGradients,
-                       .batch = {std::move(gradients), ofGradients, nextOfGradients},
+                       .batch = {gradients, ofGradients, nextOfGradients},
                        .start = start,
                        .p = p,
                        .q = q});
@@ -240,22 +285,6 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     steps_.restoreIfLost(start, starts_[1 - current].startOf(group, bucket.step, options));
     starts_[current].keep(group, start, *bucket.retained);
     return start;
-  }
-
-  static std::pair<int64_t, int64_t> elementsOf(const Division& division) {
-    int64_t p = 0;
-    int64_t q = 0;
-    for (const auto& [shape, matrices] : division.groups) {
-      p += static_cast<int64_t>(matrices.size()) * shape.rank * shape.rows;
-      q += static_cast<int64_t>(matrices.size()) * shape.rank * shape.columns;
-    }
-    return {p, q};
-  }
-
-  static int64_t elementsOf(const std::vector<Piece>& pieces) {
-    int64_t elements = 0;
-    for (const auto& piece : pieces) elements += piece.end - piece.begin;
-    return elements;
   }
 
   // Of an element of the bucket, among those of `pieces`.
@@ -310,6 +339,8 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     communicator.allReduce(factors, c10d::ReduceOp::AVG);
   }
 
+  // Gives verdicts when it is asked for its state.
+  mutable Guard guard_;
   const PowerSgdOptions options_;
   std::optional<compressed::Coding> coding_;
   compressed::StepSets steps_;
@@ -335,17 +366,19 @@ BAGUA_REGISTER_ALGORITHM({
                  "True: on a single host nothing is compressed. Between hosts there is no difference: sums of factors "
                  "are what factors of sums are, and each byte leaves a host once."},
                 {"codec", std::string(), "One of available_codecs(), for the factors; '': full precision."},
-                {"seed", int64_t{0}, "Of the random factors."}},
+                {"seed", int64_t{0}, "Of the random factors."},
+                Guard::option()},
     .create =
         [](const Options& options) {
-          return std::make_unique<PowerSgd>(PowerSgdOptions{
+          const PowerSgdOptions own{
               .worth = {.rank = options.get<int64_t>("rank"), .minCompression = options.get<double>("min_compression")},
-              .startStep = options.get<int64_t>("start_step"),
+              .startStep = compressed::startStepOf(options),
               .hasErrorFeedback = options.get<bool>("error_feedback"),
               .isWarm = options.get<bool>("warm_start"),
               .isHierarchical = options.get<bool>("hierarchical"),
               .seed = options.get<int64_t>("seed"),
-              .codec = options.get<std::string>("codec")});
+              .codec = options.get<std::string>("codec")};
+          return std::make_unique<PowerSgd>(own, Guard::modeOf(options));
         },
 })
 

@@ -1,28 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <ATen/ops/cat.h>
-#include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <map>
 #include <memory>
-#include <optional>
 #include <string>
-#include <vector>
 
-#include "algorithms/algorithm_interfaces.h"
-#include "algorithms/quantized_allreduce/selection.h"
 #include "algorithms/registry.h"
-#include "algorithms/shared/compressed/collectives.h"
-#include "algorithms/shared/compressed/feedback.h"
-#include "algorithms/shared/compressed/mean.h"
-#include "algorithms/shared/compressed/unused.h"
-#include "kernels/codecs/raw/raw_codec.h"
+#include "algorithms/shared/compressed/coded_gradients.h"
 
 namespace bagua {
 namespace {
-
-using quantized::Selection;
 
 Rounding roundingOf(const std::string& name) {
   if (name == "nearest") return Rounding::kNearest;
@@ -40,201 +26,12 @@ bool areSmall(const std::string& residuals) {
   return true;
 }
 
-// Mean of the gradients with few bits for most of them, and error feedback. The gradients of a bucket that are to stay
-// exact, or that another codec takes, travel in the same messages.
-class QuantizedAllReduce final : public Algorithm, public KeepsState, public KeepsResiduals, public ReadsNames {
+class QuantizedAllReduce final : public compressed::CodedGradients, public KeepsResiduals, public ReadsOptimizer {
  public:
-  QuantizedAllReduce(Selection selection, const compressed::MeanOptions& options, bool hasFeedback,
-                     bool hasSmallResiduals, Rounding rounding)
-      : selection_(std::move(selection)),
-        options_(options),
-        hasFeedback_(hasFeedback),
-        rounding_(rounding),
-        feedback_(hasSmallResiduals) {}
+  using CodedGradients::CodedGradients;
 
-  void useParameters(const std::vector<ParameterFacts>& facts) override { selection_.useParameters(facts); }
-
-  void checkNames(const std::optional<std::vector<std::string>>& names) const override { selection_.checkNames(names); }
-
-  void reduce(Bucket& bucket, Communicator& communicator) override {
-    if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
-    if (!compressed::isCoded(options_, communicator.topology())) {
-      const Stage stage(bucket.seconds, stages::kAllReduce);
-      communicator.allReduce(bucket.flat, options_.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
-      return;
-    }
-    if (hasFeedback_) feedback_.beginBucket(bucket.step);
-    auto sections = sectionsOf(bucket);
-    std::vector<compressed::Sum> sums;
-    for (auto& section : sections) sums.push_back({section.flat, codingOf(bucket, section, communicator)});
-    const bool tellsUse = hasFeedback_ && bucket.tellsUse && isAnyCoded(sections);
-    if (tellsUse) sums.push_back(compressed::sumOfUses(bucket));
-    const auto isFinite = compressed::reduceToMeans(sums, options_, bucket.seconds, communicator);
-    for (const auto& section : sections) section.scatterTo(bucket.flat);
-    if (hasFeedback_) {
-      const bool keepsPlace = sections.front().pieces.empty() && !sections.front().codec.empty();
-      if (keepsPlace) forgetOthers(sections, sums.front(), communicator);
-      if (tellsUse) keepUnused(bucket, sections, sums, communicator);
-      keepResiduals(bucket, sections, sums, communicator);
-      const Stage stage(bucket.seconds, stages::kCheck);
-      feedback_.endBucket(bucket.flat, isFinite);
-    }
-  }
-
-  void endSparse(const at::Tensor& values, int64_t step) override {
-    if (!hasFeedback_) return;
-    feedback_.beginBucket(step);
-    feedback_.endBucket(values);
-  }
-
-  [[nodiscard]] ReduceTraits traits() const override {
-    const auto codecs = selection_.codecs();
-    const bool draws = std::any_of(codecs.begin(), codecs.end(),
-                                   [this](const auto& codec) { return codec->usesKey(roundingWith(*codec)); });
-    return {.bucketsMayOverlap = true,
-            .isStateless = !hasFeedback_,
-            .isReplayable = !hasFeedback_ && !draws,
-            .averagesSparse = options_.average};
-  }
-  [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
-    return compressed::whyUncoded(options_, topology);
-  }
-  void rescale(double factor) override { feedback_.rescale(factor); }
-  [[nodiscard]] int64_t stateBytes() const override { return feedback_.bytes(); }
-  [[nodiscard]] AlgorithmState state() const override { return feedback_.state(); }
-  void load(const AlgorithmState& state, StepContext& context) override { feedback_.load(state, context.parameters()); }
-
- private:
-  // Gradients of a bucket that one codec takes, or that stay exact (no codec).
-  struct Section {
-    std::string codec;
-    at::Tensor flat;
-    std::vector<BucketEntry> entries;
-    // Where the entries are in the bucket's flat tensor. Empty where the section is that tensor itself.
-    std::vector<Piece> pieces;
-
-    void scatterTo(const at::Tensor& whole) const {
-      int64_t begin = 0;
-      for (const auto& piece : pieces) {
-        const int64_t length = piece.end - piece.begin;
-        whole.narrow(0, piece.begin, length).copy_(flat.narrow(0, begin, length));
-        begin += length;
-      }
-    }
-  };
-
-  // The largest first. It is the bucket's own tensor, with zeros in the places of the others, unless these are many: a
-  // copy of all would cost more than a few zeros on the line.
-  [[nodiscard]] std::vector<Section> sectionsOf(const Bucket& bucket) const {
-    std::map<std::string, Section> byCodec;
-    int64_t begin = 0;
-    for (const auto& entry : bucket.entries) {
-      const std::string codec = selection_.codecOf(entry.parameter, entry.gradient);
-      Section& section = byCodec[codec];
-      section.codec = codec;
-      section.entries.push_back(entry);
-      section.pieces.push_back({begin, begin + entry.gradient.numel()});
-      begin += entry.gradient.numel();
-    }
-    TORCH_INTERNAL_ASSERT(begin == bucket.flat.numel());
-    std::vector<Section> sections;
-    for (auto& [codec, section] : byCodec) sections.push_back(std::move(section));
-    std::stable_sort(sections.begin(), sections.end(),
-                     [](const Section& a, const Section& b) { return lengthOf(a) > lengthOf(b); });
-    const bool keepsPlace = lengthOf(sections.front()) * 4 >= bucket.flat.numel() * 3;
-    for (size_t i = keepsPlace ? 1 : 0; i < sections.size(); ++i) {
-      std::vector<at::Tensor> values;
-      for (const auto& piece : sections[i].pieces) values.push_back(elementsOf(bucket.flat, piece));
-      sections[i].flat = at::cat(values);
-      if (!keepsPlace) continue;
-      for (const auto& value : values) value.zero_();
-    }
-    if (!keepsPlace) return sections;
-    Section& first = sections.front();
-    first.flat = bucket.flat;
-    first.entries = bucket.entries.all();
-    first.pieces.clear();
-    return sections;
-  }
-
-  // Zeros in the places of the others may have been coded as something else, which nobody sees: there is nothing to
-  // make good.
-  void forgetOthers(const std::vector<Section>& sections, const compressed::Sum& first,
-                    const Communicator& communicator) const {
-    const compressed::CodedLanes coded(options_, first.flat.numel(), communicator);
-    const auto owned = compressed::ownPieces(coded.lanes, communicator.rank());
-    for (size_t i = 1; i < sections.size(); ++i) {
-      for (const auto& piece : sections[i].pieces) {
-        elementsOf(first.coding.sender.nextResidual, piece).zero_();
-        for (const auto& part : compressed::overlapsWithin(owned, piece)) {
-          elementsOf(first.coding.owner.nextResidual, part).zero_();
-        }
-      }
-    }
-  }
-
-  // The last of the sums tells what the ranks have used.
-  void keepUnused(const Bucket& bucket, const std::vector<Section>& sections, const std::vector<compressed::Sum>& sums,
-                  const Communicator& communicator) const {
-    const at::Tensor& areUsed = sums.back().flat;
-    std::map<int64_t, int64_t> places;
-    for (const auto& entry : bucket.entries) places.emplace(entry.parameter, places.size());
-    for (size_t i = 0; i < sections.size(); ++i) {
-      if (sections[i].codec.empty()) continue;
-      std::vector<at::Tensor> ofEntries;
-      for (const auto& entry : sections[i].entries) {
-        ofEntries.push_back(areUsed.select(0, places.at(entry.parameter)));
-      }
-      feedback_.keepUnused(bucketOf(bucket, sections[i]), at::stack(ofEntries), options_, communicator, sums[i].coding);
-    }
-    compressed::clearUnused(bucket, areUsed);
-  }
-
-  static bool isAnyCoded(const std::vector<Section>& sections) {
-    return std::any_of(sections.begin(), sections.end(), [](const Section& section) { return !section.codec.empty(); });
-  }
-
-  static at::Tensor elementsOf(const at::Tensor& flat, const Piece& piece) {
-    return flat.narrow(0, piece.begin, piece.end - piece.begin);
-  }
-
-  [[nodiscard]] Rounding roundingWith(const Codec& codec) const {
-    return codec.canRoundStochastically() ? rounding_ : Rounding::kNearest;
-  }
-
-  static int64_t lengthOf(const Section& section) {
-    int64_t length = 0;
-    for (const auto& piece : section.pieces) length += piece.end - piece.begin;
-    return length;
-  }
-
-  compressed::Coding codingOf(const Bucket& bucket, const Section& section, const Communicator& communicator) {
-    if (section.codec.empty()) return {.codec = rawCodec(bucket.flat.scalar_type())};
-    const auto& codec = CodecRegistry::find(section.codec).codec;
-    compressed::Coding coding = compressed::codingOf(codec, bucket.key);
-    coding.sender.rounding = coding.owner.rounding = roundingWith(*codec);
-    if (hasFeedback_) feedback_.useFor(bucketOf(bucket, section), section.codec, options_, communicator, coding);
-    return coding;
-  }
-
-  void keepResiduals(Bucket& bucket, const std::vector<Section>& sections, const std::vector<compressed::Sum>& sums,
-                     const Communicator& communicator) {
-    const Stage stage(bucket.seconds, stages::kKeepResiduals);
-    for (size_t i = 0; i < sections.size(); ++i) {
-      if (sections[i].codec.empty()) continue;
-      feedback_.keep(bucketOf(bucket, sections[i]), sections[i].codec, options_, communicator, sums[i].coding);
-    }
-  }
-
-  static Bucket bucketOf(const Bucket& whole, const Section& section) {
-    return {.flat = section.flat, .entries = section.entries, .tellsUse = whole.tellsUse, .retained = whole.retained};
-  }
-
-  Selection selection_;
-  const compressed::MeanOptions options_;
-  const bool hasFeedback_;
-  const Rounding rounding_;
-  compressed::Feedback feedback_;
+  void rescale(double factor) override { feedback().rescale(factor); }
+  void useOptimizer(bool isLinear) override { chooseFeedback(isLinear); }
 };
 
 }  // namespace
@@ -247,31 +44,39 @@ BAGUA_REGISTER_ALGORITHM({
     .relativeError = 0.15,
     .options =
         {{"codec", std::string("4bit"),
-          "One of bagua.available_codecs(), or a mapping from patterns of parameters' names to codecs, of which "
-          "the first that fits counts; the last is '*'.",
+          "One of bagua.available_codecs(), with int8 for embeddings, the head and what has one dimension where it has "
+          "fewer bits; or a mapping to codecs from 'embedding', 'head' (the last linear layer), '1d' (biases, norms), "
+          "'small' (below 1024 elements) and patterns of parameters' names, of which the first that fits counts; the "
+          "last is '*'.",
           true},
-         {"error_feedback", true,
-          "Whether what coding leaves behind is added to the next step's gradients, at the sender and at the "
-          "owner of a chunk."},
+         {.name = "error_feedback",
+          .defaultValue = std::string("auto"),
+          .summary =
+              "Whether what coding leaves behind is added to the next step's gradients, at the sender and at the "
+              "owner of a chunk. 'auto': with 4 bits, and with 2 where the optimizer is given and is SGD.",
+          .alsoTakes = true},
+         {"start_step", int64_t{0}, "Full precision before this step."},
+         Guard::option(),
          {"residuals", std::string("float32"),
           "How error feedback keeps what is left behind: 'float32', or '8bit', a moving average in a quarter of the "
           "memory."},
-         {"exact", std::string(quantized::kExactByDefault),
-          "What travels uncoded in the same messages: '1d' (biases, norms), 'embedding', 'head' (the last linear "
-          "layer), 'small' (below 1024 elements), and patterns of parameters' names."},
+         {"exact", std::string(compressed::kExactByDefault),
+          "What travels uncoded in the same messages: words and patterns as in codec."},
          {"rounding", std::string("nearest"), "'nearest' or 'stochastic' (unbiased, with a larger error)."},
          {"hierarchical", true,
           "Full precision inside a host, coded between hosts (on a single host nothing is coded); False: coded "
           "between all ranks."},
          {"average", true, "Mean over the ranks; False: sum."}},
     .create = [](const Options& options) -> std::unique_ptr<Algorithm> {
-      Selection selection(options.get<std::string>("codec"), options.get<std::string>("exact"));
       return std::make_unique<QuantizedAllReduce>(
-          std::move(selection),
-          compressed::MeanOptions{.hierarchical = options.get<bool>("hierarchical"),
-                                  .average = options.get<bool>("average")},
-          options.get<bool>("error_feedback"), areSmall(options.get<std::string>("residuals")),
-          roundingOf(options.get<std::string>("rounding")));
+          compressed::Selection(options.get<std::string>("codec"), options.get<std::string>("exact")),
+          compressed::CodedGradientsOptions{
+              .mean = {.hierarchical = options.get<bool>("hierarchical"), .average = options.get<bool>("average")},
+              .startStep = compressed::startStepOf(options),
+              .rounding = roundingOf(options.get<std::string>("rounding")),
+              .feedback = compressed::FeedbackChoice(options.values().at("error_feedback")),
+              .hasSmallResiduals = areSmall(options.get<std::string>("residuals"))},
+          Guard::modeOf(options));
     },
 })
 

@@ -80,10 +80,16 @@ void ParameterState::dropLayoutsOf(const std::vector<int64_t>& positions) {
   std::erase_if(layouts_, [&](const Layout& layout) { return shareOne(layout.positions, positions); });
 }
 
-void ParameterState::forget(const Bucket& bucket) {
+void ParameterState::forget(const std::vector<int64_t>& positions, Bucket::Retained& retained) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto positions = positionsOf(bucket.entries);
-  for (const int64_t position : positions) held_.erase(position);
+  for (const int64_t position : positions) {
+    const auto found = held_.find(position);
+    if (found == held_.end()) continue;
+    for (const auto& part : found->second.parts) {
+      if (!worksOnCpu(part.values)) retained.push_back(part.values);
+    }
+    held_.erase(found);
+  }
   dropLayoutsOf(positions);
 }
 

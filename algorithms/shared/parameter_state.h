@@ -40,8 +40,8 @@ class ParameterState {
   };
   // What the bucket's parameters lost when their elements changed: to be kept elsewhere, or it is gone.
   std::vector<Orphan> takeOrphans(const Bucket& bucket);
-  // Drops all values of the bucket's parameters.
-  void forget(const Bucket& bucket);
+  // Drops all values of these parameters; what a device may still read goes to `retained`.
+  void forget(const std::vector<int64_t>& positions, Bucket::Retained& retained);
 
   // Multiplies all values.
   void rescale(double factor);

@@ -13,7 +13,7 @@ from typing import Any
 import bagua
 import torch
 import torch.distributed as dist
-from plan import TORCHS_POWER_SGD, Run
+from plan import TORCHS_POWER_SGD, Row, Run
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -48,14 +48,21 @@ def register(run: Run, model: DistributedDataParallel, optimizer: torch.optim.Op
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return None
-    return bagua.register_comm_hook(model, row.algorithm, optimizer=optimizer, **row.options)
+    return bagua.register_comm_hook(model, row.algorithm, optimizer=optimizer, **_as_recorded(row))
+
+
+def _as_recorded(row: Row) -> dict[str, Any]:
+    """Return the row's options with what was the default when it was recorded first."""
+    if row.algorithm == "quantized_allreduce":
+        return {**row.options, "codec": {"*": row.options["codec"]}, "exact": ("1d", "embedding", "small")}
+    return row.options
 
 
 # --- Errors of the codecs --------------------------------------------------------------------------------------------
 
 
 def coded_gradients(network: nn.Module) -> Tensor:
-    """Those that quantized_allreduce codes, in one tensor: no embeddings, biases, norms, or small ones."""
+    """Those that quantized_allreduce codes by few bits, in one tensor: no embeddings, biases, norms, small ones."""
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     own = [p for p in network.parameters() if p.dim() > 1 and p.numel() >= SMALL and id(p) not in embeddings]
     return torch.cat([p.grad.flatten() for p in own if p.grad is not None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from bagua._belongings import Belongings
 from bagua._eager import eager
@@ -84,6 +85,11 @@ def facts_of(optimizer: Optimizer | None) -> str:
     if not isinstance(optimizer, QAdamOptimizer):
         return ""
     return f" with QAdamOptimizer(warmup_steps={optimizer.warmup_steps})"
+
+
+def is_linear(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether the steps of all of them are linear in the gradients, as far as their classes tell."""
+    return bool(optimizers) and all(isinstance(optimizer, SGD) for optimizer in optimizers)
 
 
 def scaler_of(optimizer: Any) -> Any:

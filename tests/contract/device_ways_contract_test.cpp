@@ -182,7 +182,10 @@ std::vector<Setting> cases() {
       all.push_back({"low_precision_decentralized", {{"hierarchical", hierarchical}, {"codec", codec}}});
       for (const char* const residuals : {"float32", "8bit"}) {
         all.push_back({"quantized_allreduce",
-                       {{"hierarchical", hierarchical}, {"codec", codec}, {"residuals", std::string(residuals)}}});
+                       {{"hierarchical", hierarchical},
+                        {"codec", codec},
+                        {"error_feedback", true},
+                        {"residuals", std::string(residuals)}}});
       }
       for (const bool errorFeedback : {false, true}) {
         all.push_back({"qadam", {{"hierarchical", hierarchical}, {"codec", codec}, {"error_feedback", errorFeedback}}});

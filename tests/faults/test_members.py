@@ -256,6 +256,23 @@ def test_a_newcomer_trains_on_with_the_others(algorithm: str) -> None:
         assert gradient == results[0][1]
 
 
+def _remembers_the_optimizer() -> set[str]:
+    members = _Members()
+    options = {"codec": "2bit", "hierarchical": False}
+    training = _Training(
+        members, lambda ddp, it: bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=it, **options)
+    )
+    members.become(0, 1, LAST)
+    training.heal()
+    for number in range(2):
+        training.step(number)
+    return {name.split(".")[1] for name in training.handle.state_dict()["state"]}
+
+
+def test_among_other_members_error_feedback_goes_by_the_same_optimizer() -> None:
+    assert run_ranks(SIZE, _remembers_the_optimizer, env=TRANSPORTS["in-host"]) == [{"2bit"}] * SIZE
+
+
 def _join_with_another() -> None:
     members = _Members()
     name = "bytegrad" if members.me == LAST else "gradient_allreduce"

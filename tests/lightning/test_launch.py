@@ -65,7 +65,9 @@ def test_torchrun_on_two_hosts_with_pytorch_lightning(tmp_path: Path) -> None:
     assert (stats["algorithm"], stats["steps"]) == ("bytegrad", steps)
     # Two ranks: each sends two messages of half the parameters, in 130 bytes for every 128 of them.
     message = -(-parameters // 2 // 128) * 130
-    assert stats["wire_bytes_between_hosts"] == stats["wire_bytes"] == steps * 2 * message
+    assert stats["wire_bytes_between_hosts"] == stats["wire_bytes"]
+    # The guard looks at the first two steps at least.
+    assert steps * 2 * message < stats["wire_bytes"] < steps * 2 * message + 4 * 700
     last = _figures(tmp_path)[-1]
     # An allreduce between two ranks sends each parameter once, in four bytes.
     saved = 4 * parameters * steps - stats["wire_bytes"]

@@ -74,7 +74,9 @@ def test_unknown_and_wrong_options_are_refused_at_once() -> None:
 
 @pytest.mark.parametrize("wrong", [{"hierarchical": False}, 0, None, "no"], ids=repr)
 def test_only_a_bool_is_taken_for_flatten(wrong: Any) -> None:
-    advice = r"Options are given by name: write BaguaStrategy\('bytegrad', hierarchical="
+    # An option that takes what was given, where there is one.
+    option = "start_step" if wrong == 0 else "hierarchical"
+    advice = rf"Options are given by name: write BaguaStrategy\('bytegrad', {option}="
     with pytest.raises(TypeError, match=rf"flatten must be a bool, got {type(wrong).__name__} .* {advice}"):
         BaguaStrategy("bytegrad", wrong)
     for flatten in (True, False):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 # Several buckets, with what each algorithm codes and what it leaves exact.
 SHAPES = [(60, 70), (33,), (128, 40), (37, 53)]
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.02}
-QUANTIZED: dict[str, Any] = {"algorithm": "quantized_allreduce", "hierarchical": False}
+QUANTIZED: dict[str, Any] = {"algorithm": "quantized_allreduce", "hierarchical": False, "error_feedback": True}
 ALGORITHMS: list[dict[str, Any]] = [
     {**QUANTIZED, "codec": "4bit"},
     {**QUANTIZED, "codec": "1bit"},

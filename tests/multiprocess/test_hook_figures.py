@@ -23,7 +23,7 @@ def _figures(algorithm: str, options: dict[str, Any], length: int, steps: int) -
     for step in range(steps):
         ddp([random_gradient(length, dist.get_rank(), step)]).backward()
     assert handle.algorithm == algorithm
-    codec = {"codec": "int8"} if algorithm == "bytegrad" else {}
+    codec = {"codec": "int8", "start_step": 0} if algorithm == "bytegrad" else {}
     assert handle.options == {"hierarchical": algorithm == "bytegrad", "average": True, **codec, **options}
     assert algorithm in repr(handle)
     return before, handle.stats()
@@ -34,8 +34,8 @@ def test_figures_count_steps_and_bytes(peers: RankPool) -> None:
     full = 2 * (size - 1) / size * 4 * length * steps  # what an allreduce of float32 takes
     for algorithm, options, expected in [
         ("gradient_allreduce", {}, full),
-        ("bytegrad", {"hierarchical": False}, full / 4 * 130 / 128),  # with a scale for every 128
-        ("bytegrad", {"hierarchical": True}, full),  # one host
+        ("bytegrad", {"hierarchical": False, "guard": None}, full / 4 * 130 / 128),  # with a scale for every 128
+        ("bytegrad", {"hierarchical": True, "guard": None}, full),  # one host
     ]:
         for before, after in peers.run(_figures, algorithm, options, length, steps):
             assert (before["steps"], before["buckets"], before["logical_bytes"], before["wire_bytes"]) == (0, 0, 0, 0)
@@ -106,7 +106,8 @@ def _reset(algorithm: str) -> None:
     for number in range(3):
         train_step(trained, number)
     trained.handle.synchronize()  # nothing is under way
-    kept = {key: trained.handle.stats()[key] for key in ("algorithm", "state_bytes", "memory")}  # type: ignore[literal-required]
+    names = ("algorithm", "state_bytes", "memory", "guard")
+    kept = {key: trained.handle.stats()[key] for key in names}  # type: ignore[literal-required]
     trained.handle.reset()
     stats: Any = trained.handle.stats()
     assert {key: stats.pop(key) for key in kept} == kept
@@ -126,7 +127,7 @@ def test_figures_begin_again_after_a_reset(rank_pools: dict[int, RankPool], algo
 
 def _printed() -> str:
     ddp = DDP(perceptron())
-    handle = bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
+    handle = bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False, guard=None)
     for number in range(3):
         loss_of(ddp, number).backward()
     assert str(handle).startswith(repr(handle))
@@ -136,7 +137,7 @@ def _printed() -> str:
 def test_a_handle_prints_its_figures(rank_pools: dict[int, RankPool]) -> None:
     text = rank_pools[2].run(_printed, timeout=SECONDS)[0]
     bytes_of_gradients = 3 * 4 * sum(p.numel() for p in perceptron().parameters())
-    assert "bytegrad(average=True, codec='int8', hierarchical=False)" in text
+    assert "bytegrad(average=True, codec='int8', guard=None, hierarchical=False, start_step=0)" in text
     assert "3 steps, " in text
     assert f"{bytes_of_gradients:,} bytes to communicate" in text
     assert "(27%): " in text, text

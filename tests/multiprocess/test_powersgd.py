@@ -252,7 +252,7 @@ def test_a_nan_on_one_rank_reaches_all_and_leaves_no_trace(peers: RankPool) -> N
 
 def test_bytes_are_those_of_the_factors_and_of_what_is_exact(peers: RankPool) -> None:
     shapes: list[Shape] = [(400, 300), (400, 300), (300,), (64, 32, 3, 3), (64,)]
-    plan = Plan({"rank": 4}, shapes=shapes, steps=4)
+    plan = Plan({"rank": 4, "guard": None}, shapes=shapes, steps=4)
     elements = 2 * 4 * (400 + 300) + 4 * (64 + 288) + 300 + 64
     expected = 2 * (peers.world_size - 1) / peers.world_size * 4 * elements * plan.steps
     for _, _, stats in peers.run(_train, plan):
@@ -262,7 +262,7 @@ def test_bytes_are_those_of_the_factors_and_of_what_is_exact(peers: RankPool) ->
 
 def test_factors_in_8_bits_take_a_quarter_of_the_bytes_and_vectors_stay_exact(peers: RankPool) -> None:
     shapes: list[Shape] = [(400, 300), (400, 300), (64, 32, 3, 3), (64,)]
-    plan = Plan({"rank": 4, "codec": "int8"}, hosts="ABCDE"[: peers.world_size], shapes=shapes, steps=4)
+    plan = Plan({"rank": 4, "codec": "int8", "guard": None}, hosts="ABCDE"[: peers.world_size], shapes=shapes, steps=4)
     # Blocks of 128 numbers, each with a scale in 2 bytes.
     factors = (2 * 4 * (400 + 300) + 4 * (64 + 288)) * (1 + 2 / 128)
     expected = 2 * (peers.world_size - 1) / peers.world_size * (factors + 4 * 64) * plan.steps

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 SHAPES = [(40, 130), (40,), (64, 70), (7, 5), (50, 90)]
 EXACT = [1, 3]
 FLAT: dict[str, Any] = {"hierarchical": False}
+FEEDBACK: dict[str, Any] = {"error_feedback": True}
 
 
 class Given(nn.Module):
@@ -82,7 +83,7 @@ def _owed(handle: bagua.Handle, codec: str, *, is_mean: bool) -> list[Tensor]:
 def _identity(codec: str, average: bool, steps: int, residuals: str = "float32") -> None:
     with emulated_hosts("h" * dist.get_world_size()) as group:
         size = dist.get_world_size()
-        options = {**FLAT, "codec": codec, "average": average, "residuals": residuals}
+        options = {**FLAT, **FEEDBACK, "codec": codec, "average": average, "residuals": residuals}
         trained = _make(group, **options)
         seen = [torch.zeros(shape).double() for shape in SHAPES]
         true = [torch.zeros(shape).double() for shape in SHAPES]
@@ -167,7 +168,7 @@ def _small_residuals() -> None:
     length = size * 128 * 5
     module = nn.Linear(128, length // 128, bias=False)
     ddp = DDP(module)
-    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", **FLAT, residuals="8bit")
+    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", **FLAT, codec={"*": "4bit"}, residuals="8bit")
     sender, owner = torch.zeros(length), torch.zeros(length // size)
     seen, true = torch.zeros(length).double(), torch.zeros(length).double()
     for step in range(40):
@@ -248,13 +249,13 @@ def _continues(hosts: str, options: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("hosts", ["ABCD", "ABAC"])
 def test_a_continued_run_has_the_bits_of_an_unbroken_one(peers: RankPool, hosts: str, options: Any) -> None:
-    peers.run(_continues, hosts, options)
+    peers.run(_continues, hosts, {**FEEDBACK, **options})
 
 
 def _seen_and_owed(first: int, saved: list[dict[str, Any]], codec: str) -> tuple[float, dict[str, Any]]:
     with emulated_hosts("h" * dist.get_world_size()) as group:
         size, rank = dist.get_world_size(), dist.get_rank()
-        trained = _make(group, **FLAT, codec=codec)
+        trained = _make(group, **FLAT, **FEEDBACK, codec=codec)
         if saved:
             # A new rank has the buckets and steps of the others, and no residuals.
             trained.handle.load_state_dict(saved[rank] if rank < len(saved) else {**saved[0], "state": {}})
@@ -293,9 +294,72 @@ def test_patterns_choose_what_stays_exact(peers: RankPool) -> None:
     peers.run(_exact_by_pattern)
 
 
+def _kept(options: dict[str, Any], optimizer: type[torch.optim.Optimizer] | None, codecs: set[str]) -> None:
+    ddp = DDP(Given(), bucket_cap_mb=0.03)
+    given = optimizer(ddp.parameters(), lr=0.1) if optimizer else None
+    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=given, **FLAT, **options)
+    for step in range(2):
+        _take(ddp, [gradients_of(step, dist.get_rank())])
+    kept = {name.split(".")[1] for name in handle.state_dict()["state"] if name.startswith("sender")}
+    assert kept == codecs
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer", "codecs"),
+    [
+        ({}, None, {"4bit"}),
+        ({"codec": "2bit"}, None, set()),
+        ({"codec": "2bit"}, torch.optim.AdamW, set()),
+        ({"codec": "2bit"}, torch.optim.SGD, {"2bit"}),
+        ({"codec": "1bit"}, torch.optim.SGD, set()),
+        ({"codec": "int8"}, torch.optim.SGD, set()),
+        ({"codec": {"parts.0": "int8", "parts.2": "2bit", "*": "4bit"}}, torch.optim.AdamW, {"4bit"}),
+        ({"codec": "1bit", "error_feedback": True}, torch.optim.AdamW, {"1bit"}),
+        ({"error_feedback": False}, torch.optim.SGD, set()),
+    ],
+    ids=str,
+)
+def test_by_default_feedback_goes_by_bits_and_optimizer(
+    rank_pools: dict[int, RankPool], options: dict[str, Any], optimizer: Any, codecs: set[str]
+) -> None:
+    rank_pools[2].run(_kept, options, optimizer, codecs)
+
+
+def _other_optimizers() -> None:
+    ddp = DDP(Given())
+    kind = torch.optim.SGD if dist.get_rank() else torch.optim.AdamW
+    with pytest.raises(ValueError, match="such as SGD"):
+        bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=kind(ddp.parameters(), lr=0.1), codec="2bit")
+
+
+def test_ranks_whose_optimizers_are_of_other_kinds_are_refused(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_other_optimizers)
+
+
+def _exact_until(algorithm: str, start: int) -> None:
+    ddp = DDP(Given(), bucket_cap_mb=0.03)
+    handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, codec="4bit", start_step=start)
+    ranks = range(dist.get_world_size())
+    for step in range(start + 2):
+        if step == 2:  # the number of a step is that of the whole training
+            saved = handle.state_dict()
+            ddp = DDP(Given(), bucket_cap_mb=0.03)
+            handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, codec="4bit", start_step=start)
+            handle.load_state_dict(saved)
+        results = _take(ddp, [gradients_of(step, dist.get_rank())])
+        means = [sum(parts) / len(ranks) for parts in zip(*(gradients_of(step, r) for r in ranks), strict=True)]
+        is_exact = [torch.allclose(r, m, atol=1e-6) for r, m in zip(results, means, strict=True)]
+        assert all(is_exact) == (step < start), step
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce"])
+def test_before_the_start_step_gradients_are_exact(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+    rank_pools[2].run(_exact_until, algorithm, 3)
+
+
 def _wire_bytes() -> float:
     with emulated_hosts("ABCD"[: dist.get_world_size()]) as group:
-        ddp = DDP(nn.Linear(1000, 1000), process_group=group)
+        ddp = DDP(nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1)), process_group=group)
         handle = bagua.register_comm_hook(ddp, "quantized_allreduce")
         for step in range(4):
             ddp(torch.randn(3, 1000, generator=torch.Generator().manual_seed(step))).sum().backward()
@@ -320,6 +384,8 @@ def _wrong(options: dict[str, Any], message: str) -> None:
         ({"codec": {"*.weight": "4bit"}}, "needs a codec for all other parameters"),
         ({"rounding": "up"}, "'nearest' or 'stochastic', got 'up'"),
         ({"residuals": "int4"}, "'float32' or '8bit', got 'int4'"),
+        ({"error_feedback": "on"}, "'auto', True or False, got 'on'"),
+        ({"start_step": -1}, "start_step must be at least 0, got -1"),
     ],
 )
 def test_a_wrong_value_is_refused(peers: RankPool, options: dict[str, Any], message: str) -> None:

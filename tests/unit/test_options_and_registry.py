@@ -159,14 +159,15 @@ def test_a_mapping_is_only_taken_where_it_means_something(mapping: dict[str, str
         ({"exact": ("1d", "head")}, "'exact' .* holds 'head'"),
         ({"exact": ("embeding",)}, "'exact' .* holds 'embeding', a pattern"),
         ({"codec": {"blocks.*": "2bit", "*": "4bit"}}, r"'codec' .* holds 'blocks\.\*', a pattern"),
+        ({"codec": {"head": "int8", "*": "4bit"}}, "'codec' .* holds 'head'"),
     ],
-    ids=["role", "misspelt", "codec"],
+    ids=["role", "misspelt", "codec", "role of a codec"],
 )
 def test_what_needs_a_model_is_refused_where_there_is_none(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=rf"{what}.* only a model can tell: bagua\.comm_hook is given none"):
         bagua.comm_hook("quantized_allreduce", **options)
     bagua.comm_hook("quantized_allreduce", exact=("1d", "small"), codec={"*": "2bit"})
-    bagua.comm_hook("quantized_allreduce", exact=("1d", "embedding", "small"))  # the default
+    bagua.comm_hook("quantized_allreduce", codec="2bit")  # which has roles by default
 
 
 @pytest.mark.parametrize("options", [{}, {"hierarchical": False}, {"hierarchical": False, "average": False}], ids=str)

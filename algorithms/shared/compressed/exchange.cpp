@@ -13,10 +13,6 @@ namespace {
 
 int64_t lengthOf(const Piece& piece) { return piece.end - piece.begin; }
 
-at::Tensor elementsOf(const at::Tensor& flat, const Piece& piece) {
-  return flat.narrow(0, piece.begin, lengthOf(piece));
-}
-
 // Of the chunk of a lane: as Codec::encodeChunks() of the whole lane takes it, so that both draw the same.
 Encoding narrowed(const Encoding& flat, const HostLanes& lanes, int lane, int host) {
   const Piece chunk = chunkOf(lanes, lane, host);

@@ -132,6 +132,18 @@ void Feedback::keepUnused(const Bucket& bucket, const at::Tensor& areUsed, const
   }
 }
 
+void Feedback::forget(const std::vector<int64_t>& parameters, Bucket::Retained& retained) {
+  if (parameters.empty()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  withSets([&](const auto& byCodec) {
+    for (const auto& [codec, sets] : byCodec) {
+      for (auto* states : {&sets->sender, &sets->owner}) {
+        for (auto& state : *states) state.forget(parameters, retained);
+      }
+    }
+  });
+}
+
 void Feedback::rescale(double factor) {
   const std::lock_guard<std::mutex> lock(mutex_);
   withSets([factor](const auto& byCodec) {

@@ -52,6 +52,9 @@ class Feedback {
     isFinite ? steps_.noteWhetherFinite(*isFinite) : steps_.noteResult(result);
   }
 
+  // Drops what is held of parameters of a bucket, before all else. What a device may still read goes to `retained`.
+  void forget(const std::vector<int64_t>& parameters, Bucket::Retained& retained);
+
   // Multiplies all residuals. Between two steps.
   void rescale(double factor);
 

@@ -127,7 +127,8 @@ std::vector<LossyCase> cases() {
   for (const bool tellsUse : {false, true}) {
     const std::string suffix = tellsUse ? "_unused" : "";
     for (const std::string codec : {"4bit", "minmax_uint8", "1bit"}) {
-      const std::map<std::string, OptionValue> options = {{"codec", codec}, {"exact", std::string()}};
+      const std::map<std::string, OptionValue> options = {
+          {"codec", codec}, {"exact", std::string()}, {"error_feedback", true}};
       all.push_back({"of_" + codec + suffix, "quantized_allreduce", options, tellsUse, 0});
       auto small = options;
       small.emplace("residuals", std::string("8bit"));

@@ -44,8 +44,18 @@ void reduceToMean(at::Tensor& flat, const MeanOptions& options, const Coding& co
     static_cast<void>(reduceToMeans(sums, options, seconds, communicator));
     return;
   }
+  reduceExactly(flat, options, seconds, communicator);
+}
+
+void reduceExactly(at::Tensor& flat, const MeanOptions& options, StageSeconds& seconds, Communicator& communicator) {
   const Stage stage(seconds, stages::kAllReduce);
   communicator.allReduce(flat, options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+}
+
+int64_t startStepOf(const Options& options) {
+  const auto startStep = options.get<int64_t>("start_step");
+  TORCH_CHECK_VALUE(startStep >= 0, "bagua: start_step must be at least 0, got ", startStep);
+  return startStep;
 }
 
 std::optional<bool> reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeconds& seconds,

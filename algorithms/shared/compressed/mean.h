@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/options.h"
 #include "algorithms/shared/compressed/coding.h"
 #include "algorithms/stage.h"
 #include "backend/communicator.h"
@@ -25,6 +26,12 @@ struct MeanOptions {
 // with `hierarchical`, on a single host.
 void reduceToMean(at::Tensor& flat, const MeanOptions& options, const Coding& coding, StageSeconds& seconds,
                   Communicator& communicator);
+
+// The same in full precision.
+void reduceExactly(at::Tensor& flat, const MeanOptions& options, StageSeconds& seconds, Communicator& communicator);
+
+// The option "start_step" of algorithms that code gradients: in full precision before it. Throws ValueError below 0.
+int64_t startStepOf(const Options& options);
 
 // Whether messages are coded at all.
 bool isCoded(const MeanOptions& options, const HostTopology& topology);

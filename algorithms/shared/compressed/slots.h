@@ -16,6 +16,10 @@ namespace bagua::compressed {
 int64_t chunkLength(const HostLanes& lanes);
 Piece chunkOf(const HostLanes& lanes, int lane, int host);
 
+inline at::Tensor elementsOf(const at::Tensor& flat, const Piece& piece) {
+  return flat.narrow(0, piece.begin, piece.end - piece.begin);
+}
+
 // Which packed chunk lies where in the messages between the owners of lanes. Each lane is cut into a chunk per host,
 // and the chunk of a host belongs to the lane's owner there. Every (lane, host) pair of a rank's own lanes is a slot;
 // the message to a rank is the slots that the two share, in ascending order of lanes, and so is what comes back. Lanes

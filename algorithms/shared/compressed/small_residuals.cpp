@@ -82,8 +82,17 @@ void SmallResiduals::replace(const Bucket& bucket, const std::vector<Piece>& pie
   kept.pieces = pieces;
   kept.numbers = std::move(numbers);
   std::erase_if(kept_, [&](const Kept& other) { return shareOne(other.positions, kept.positions); });
-  moved_.forget(bucket);
+  moved_.forget(kept.positions, *bucket.retained);
   kept_.push_back(std::move(kept));
+}
+
+void SmallResiduals::forget(const std::vector<int64_t>& positions, Bucket::Retained& retained) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& kept : kept_) {
+    if (shareOne(kept.positions, positions)) kept.copyTo(moved_);
+  }
+  std::erase_if(kept_, [&](const Kept& kept) { return shareOne(kept.positions, positions); });
+  moved_.forget(positions, retained);
 }
 
 void SmallResiduals::rescale(double factor) {

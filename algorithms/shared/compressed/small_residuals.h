@@ -32,6 +32,9 @@ class SmallResiduals {
   void writeBlend(const Bucket& bucket, const std::vector<Piece>& pieces, const SmallResiduals& other, float keep,
                   const at::Tensor& left, float gain);
 
+  // As ParameterState::forget().
+  void forget(const std::vector<int64_t>& positions, Bucket::Retained& retained);
+
   // Multiplies all: by a power of two without rounding.
   void rescale(double factor);
 

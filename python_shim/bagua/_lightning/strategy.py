@@ -156,10 +156,10 @@ class StrategyParts(_Base):
         pass
 
     def _optimizer(self) -> Optimizer | None:
-        """Return the optimizer that the algorithm needs, if it does."""
+        """Return the optimizer that the algorithm needs, or may choose by."""
         expected = describe(self._algorithm)["optimizer"]
         if not expected:
-            return None
+            return self.optimizers[0] if self._trains_all_with_one() else None
         if expected == "QAdamOptimizer":
             is_qadam = len(self.optimizers) == 1 and isinstance(self.optimizers[0], QAdamOptimizer)
             if not is_qadam or len(self.lr_scheduler_configs) > 1:
@@ -170,6 +170,11 @@ class StrategyParts(_Base):
                 f"parameters, but configure_optimizers() returned {len(self.optimizers)}"
             )
         return self.optimizers[0]
+
+    def _trains_all_with_one(self) -> bool:
+        assert self.model is not None
+        known = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        return len(self.optimizers) == 1 and all(p in known for p in self.model.parameters() if p.requires_grad)
 
     def _runs_in_background(self) -> bool:
         return describe(self._algorithm)["runs_in_background"]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bagua._attachment import check_layers, names_and_roles, say_if_nothing_is_coded
+from bagua._attachment import check_layers, is_linear, names_and_roles, say_if_nothing_is_coded
 from bagua._executors import executors_for, start
 from bagua._layers import layers_of
 from bagua._native import _C
@@ -117,6 +117,7 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         hook = _C.Hook(self.algorithm, self._options, main, parameters)
         hook.use_parameters(names_and_roles(bagua_module, parameters))
         hook.use_model(layers_of([name for name, _ in named]), list(bagua_module.buffers()))
+        hook.use_optimizer(is_linear(bagua_module.bagua_optimizers))
         # Strides too: elements travel as they lie in memory.
         text = "; ".join(f"{p.dtype}{list(p.shape)}{list(p.stride())}" for p in parameters)
         start(hook, group, device, text, self._facts())

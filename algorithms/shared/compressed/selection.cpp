@@ -1,19 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "algorithms/quantized_allreduce/selection.h"
+#include "algorithms/shared/compressed/selection.h"
 
 #include <c10/util/Exception.h>
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <array>
 #include <sstream>
 
 #include "kernels/closest_names.h"
 
-namespace bagua::quantized {
+namespace bagua::compressed {
 namespace {
 
-// Gradients of fewer elements cost more in thought than they do on the line.
+// Elements.
 constexpr int64_t kSmall = 1024;
+
+// What 8 bits code beside few bits elsewhere: few bits would harm these most, as rows of embeddings and heads are used
+// rarely and unevenly, and save least on 1-D parameters, which are few.
+constexpr std::array kFinerRoles = {"embedding", "head", "1d"};
+constexpr const char* kFinerCodec = "int8";
 
 std::string trimmed(const std::string& text) {
   const auto begin = text.find_first_not_of(' ');
@@ -51,15 +57,35 @@ bool isOneOf(const std::vector<std::string>& words, const std::string& word) {
   return std::find(words.begin(), words.end(), word) != words.end();
 }
 
-// `known`: what else than a pattern it may have been meant to be.
-void checkFits(const std::string& option, const std::string& pattern, const std::vector<std::string>& names,
-               std::vector<std::string> known) {
-  if (std::any_of(names.begin(), names.end(), [&](const std::string& name) { return fits(pattern, name); })) return;
-  const std::string words = known.empty() ? "" : "is none of its words ('1d', 'embedding', 'head', 'small') and ";
+std::vector<std::string> allWords() {
+  auto words = wordsOfShape();
+  words.insert(words.end(), wordsOfRole().begin(), wordsOfRole().end());
+  return words;
+}
+
+// `key`: a word or a pattern.
+void checkFits(const std::string& option, const std::string& key, const std::vector<std::string>& names) {
+  auto known = allWords();
+  if (isOneOf(known, key)) return;
+  if (std::any_of(names.begin(), names.end(), [&](const std::string& name) { return fits(key, name); })) return;
   known.insert(known.end(), names.begin(), names.end());
-  TORCH_CHECK_VALUE(false, "option '", option, "' of algorithm 'quantized_allreduce' holds '", pattern, "', which ",
-                    words, "fits no parameter's name", suggestionFor(pattern, known),
-                    "; the names are those of ddp.module.named_parameters(), such as '", names.back(), "'");
+  TORCH_CHECK_VALUE(false, "option '", option, "' of algorithm 'quantized_allreduce' holds '", key,
+                    "', which is none of its words ('1d', 'embedding', 'head', 'small') and fits no parameter's name",
+                    suggestionFor(key, known), "; the names are those of ddp.module.named_parameters(), such as '",
+                    names.back(), "'");
+}
+
+void checkNeedsNoModel(const std::string& option, const std::string& key) {
+  TORCH_CHECK_VALUE(isOneOf(wordsOfShape(), key), "option '", option, "' of algorithm 'quantized_allreduce' holds '",
+                    key, "'", isOneOf(wordsOfRole(), key) ? "" : ", a pattern of parameters' names",
+                    ", which only a model can tell: bagua.comm_hook is given none. Take bagua.register_comm_hook");
+}
+
+bool isMeant(const std::string& key, const ParameterFacts& facts, const at::Tensor& gradient) {
+  if (key == "1d") return gradient.dim() <= 1;
+  if (key == "small") return gradient.numel() < kSmall;
+  if (isOneOf(wordsOfRole(), key)) return facts.role == key;
+  return fits(key, facts.name);
 }
 
 }  // namespace
@@ -81,58 +107,43 @@ Selection::Selection(const std::string& codec, const std::string& exact) : exact
   TORCH_CHECK_VALUE(first + 1 == codecs_.end(),
                     "option 'codec' of algorithm 'quantized_allreduce' has a codec for all ", "other parameters, '",
                     first->second, "', after which no other is ever used, got '", codec, "'");
+  isCodecAlone_ = codec.find('=') == std::string::npos;
+  if (!isCodecAlone_ || CodecRegistry::find(codecs_.back().second).bitsPerElement() >= 8) return;
+  for (const char* const role : kFinerRoles) codecs_.emplace(codecs_.end() - 1, role, kFinerCodec);
 }
 
 void Selection::checkNames(const std::optional<std::vector<std::string>>& names) const {
   if (!names) return checkWithoutNames();
   if (names->empty()) return;
-  auto words = wordsOfShape();
-  words.insert(words.end(), wordsOfRole().begin(), wordsOfRole().end());
-  for (const auto& word : exact_) {
-    if (!isOneOf(words, word)) checkFits("exact", word, *names, words);
-  }
-  for (const auto& [pattern, codec] : codecs_) {
-    if (!fitsAll(pattern)) checkFits("codec", pattern, *names, {});
+  for (const auto& key : exact_) checkFits("exact", key, *names);
+  for (const auto& [key, codec] : codecs_) {
+    if (!fitsAll(key)) checkFits("codec", key, *names);
   }
 }
 
 void Selection::checkWithoutNames() const {
-  constexpr const char* kAdvice =
-      ", which only a model can tell: bagua.comm_hook is given none. Take bagua.register_comm_hook";
-  const bool isDefault = exact_ == wordsOf(kExactByDefault);
-  for (const auto& word : exact_) {
-    TORCH_CHECK_VALUE(isDefault || isOneOf(wordsOfShape(), word),
-                      "option 'exact' of algorithm 'quantized_allreduce' holds '", word, "'",
-                      isOneOf(wordsOfRole(), word) ? "" : ", a pattern of parameters' names", kAdvice);
-  }
-  for (const auto& [pattern, codec] : codecs_) {
-    TORCH_CHECK_VALUE(fitsAll(pattern), "option 'codec' of algorithm 'quantized_allreduce' holds '", pattern,
-                      "', a pattern of parameters' names", kAdvice);
+  for (const auto& key : exact_) checkNeedsNoModel("exact", key);
+  if (isCodecAlone_) return;
+  for (const auto& [key, codec] : codecs_) {
+    if (!fitsAll(key)) checkNeedsNoModel("codec", key);
   }
 }
 
-std::vector<std::shared_ptr<const Codec>> Selection::codecs() const {
-  std::vector<std::shared_ptr<const Codec>> all;
-  for (const auto& [pattern, codec] : codecs_) all.push_back(CodecRegistry::find(codec).codec);
+std::vector<const CodecInfo*> Selection::codecs() const {
+  std::vector<const CodecInfo*> all;
+  for (const auto& [key, codec] : codecs_) all.push_back(&CodecRegistry::find(codec));
   return all;
 }
 
 std::string Selection::codecOf(int64_t parameter, const at::Tensor& gradient) const {
   const bool isKnown = parameter >= 0 && parameter < static_cast<int64_t>(facts_.size());
   const ParameterFacts facts = isKnown ? facts_[parameter] : ParameterFacts{};
-  if (isExact(facts, gradient)) return {};
-  const auto found =
-      std::find_if(codecs_.begin(), codecs_.end(), [&](const auto& entry) { return fits(entry.first, facts.name); });
+  if (std::any_of(exact_.begin(), exact_.end(), [&](const auto& key) { return isMeant(key, facts, gradient); })) {
+    return {};
+  }
+  const auto found = std::find_if(codecs_.begin(), codecs_.end(),
+                                  [&](const auto& entry) { return isMeant(entry.first, facts, gradient); });
   return found->second;
 }
 
-bool Selection::isExact(const ParameterFacts& facts, const at::Tensor& gradient) const {
-  return std::any_of(exact_.begin(), exact_.end(), [&](const std::string& word) {
-    if (word == "1d") return gradient.dim() <= 1;
-    if (word == "small") return gradient.numel() < kSmall;
-    if (isOneOf(wordsOfRole(), word)) return facts.role == word;
-    return !facts.name.empty() && fits(word, facts.name);
-  });
-}
-
-}  // namespace bagua::quantized
+}  // namespace bagua::compressed

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/shared/compressed/coded_gradients.h"
+
+#include <ATen/ops/stack.h>
+
+#include <algorithm>
+#include <map>
+
+#include "algorithms/shared/compressed/coding_look.h"
+#include "algorithms/shared/compressed/collectives.h"
+#include "algorithms/shared/compressed/ladder.h"
+#include "algorithms/shared/compressed/slots.h"
+#include "algorithms/shared/compressed/unused.h"
+#include "kernels/codecs/raw/raw_codec.h"
+
+namespace bagua::compressed {
+namespace {
+
+// In a checkpoint.
+constexpr const char* kGuard = "guard";
+
+Bucket bucketOf(const Bucket& whole, const CodecSection& section) {
+  return {.flat = section.flat, .entries = section.entries, .tellsUse = whole.tellsUse, .retained = whole.retained};
+}
+
+}  // namespace
+
+void CodedGradients::reduce(Bucket& bucket, Communicator& communicator) {
+  if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
+  if (bucket.step < options_.startStep || !isCoded(options_.mean, communicator.topology())) {
+    return reduceExactly(bucket.flat, options_.mean, bucket.seconds, communicator);
+  }
+  // What they hold was coded by another codec.
+  feedback_.forget(guard_.begin(bucket, communicator.rank()), *bucket.retained);
+  auto sections = divide(bucket);
+  // Also of buckets without: a step that any of them spoils leaves no trace in the residuals.
+  if (hasFeedback_) feedback_.beginBucket(bucket.step);
+  std::vector<Sum> sums;
+  for (auto& section : sections) sums.push_back({section.flat, codingOf(bucket, section, communicator)});
+  std::map<size_t, CodingLook> looks;
+  if (guard_.isDue(bucket, options_.startStep)) {
+    const Stage stage(bucket.seconds, stages::kGuard);
+    for (size_t i = 0; i < sections.size(); ++i) {
+      const auto& [codec, flat, entries, pieces] = sections[i];
+      if (codec.empty()) continue;
+      const auto look =
+          looks.emplace(i, CodingLook(flat, entries, codec, sums[i].coding, options_.mean, communicator, bucket.key))
+              .first;
+      sums.push_back({look->second.numbers(), {.codec = rawCodec(at::kFloat)}});
+    }
+  }
+  const bool tellsUse =
+      hasFeedback_ && bucket.tellsUse &&
+      std::any_of(sections.begin(), sections.end(), [this](const auto& one) { return keepsResidualsOf(one); });
+  if (tellsUse) sums.push_back(sumOfUses(bucket));
+  const auto isFinite = reduceToMeans(sums, options_.mean, bucket.seconds, communicator);
+  if (!looks.empty()) {
+    const Stage stage(bucket.seconds, stages::kGuard);
+    size_t place = sections.size();
+    for (const auto& [i, look] : looks) look.tell(guard_, bucket.step, sections[i].flat, sums[place++].flat);
+  }
+  for (const auto& section : sections) section.scatterTo(bucket.flat);
+  if (!hasFeedback_) return;
+  const bool keepsPlace = sections.front().pieces.empty();
+  if (keepsPlace && keepsResidualsOf(sections.front())) forgetOthers(sections, sums.front(), communicator);
+  if (tellsUse) keepUnused(bucket, sections, sums, communicator);
+  keepResiduals(bucket, sections, sums, communicator);
+  const Stage stage(bucket.seconds, stages::kCheck);
+  feedback_.endBucket(bucket.flat, isFinite);
+}
+
+void CodedGradients::endSparse(const at::Tensor& values, int64_t step) {
+  if (!hasFeedback_) return;
+  feedback_.beginBucket(step);
+  feedback_.endBucket(values);
+}
+
+ReduceTraits CodedGradients::traits() const {
+  const auto codecs = selection_.codecs();
+  const bool draws = std::any_of(codecs.begin(), codecs.end(), [this](const auto* codec) {
+    return codec->codec->usesKey(roundingWith(*codec->codec));
+  });
+  return {.bucketsMayOverlap = true,
+          // What the guard keeps is read where and when it was made.
+          .isStateless = !hasFeedback_,
+          .isReplayable = !hasFeedback_ && !draws && !guard_.adapts() && options_.startStep == 0,
+          .sendsByStep = options_.startStep > 0 || guard_.isOn(),
+          .averagesSparse = options_.mean.average};
+}
+
+AlgorithmState CodedGradients::state() const {
+  AlgorithmState state = feedback_.state();
+  const at::Tensor table = guard_.state();
+  if (table.defined()) state.emplace(kGuard, table);
+  return state;
+}
+
+void CodedGradients::load(const AlgorithmState& state, StepContext& context) {
+  AlgorithmState residuals = state;
+  at::Tensor table;
+  if (const auto entry = residuals.find(kGuard); entry != residuals.end() && guard_.adapts()) {
+    table = entry->second;
+    residuals.erase(entry);
+  }
+  feedback_.load(residuals, context.parameters());
+  guard_.load(table);
+}
+
+std::vector<CodecSection> CodedGradients::divide(const Bucket& bucket) const {
+  if (const auto codec = selection_.onlyCodec(); codec && !guard_.isAnyRaised()) {
+    return {{.codec = *codec, .flat = bucket.flat, .entries = bucket.entries, .pieces = {}}};
+  }
+  return sectionsOf(bucket, [this](const BucketEntry& entry) {
+    return finerThan(selection_.codecOf(entry.parameter, entry.gradient), guard_.levelOf(entry.parameter));
+  });
+}
+
+Coding CodedGradients::codingOf(const Bucket& bucket, const CodecSection& section, const Communicator& communicator) {
+  if (section.codec.empty()) return {.codec = rawCodec(bucket.flat.scalar_type())};
+  const auto& codec = CodecRegistry::find(section.codec).codec;
+  Coding coding = compressed::codingOf(codec, bucket.key);
+  coding.sender.rounding = coding.owner.rounding = roundingWith(*codec);
+  if (keepsResidualsOf(section)) {
+    feedback_.useFor(bucketOf(bucket, section), section.codec, options_.mean, communicator, coding);
+  }
+  return coding;
+}
+
+// Zeros in the places of the others may have been coded as something else, which nobody sees: there is nothing to
+// make good.
+void CodedGradients::forgetOthers(const std::vector<CodecSection>& sections, const Sum& first,
+                                  const Communicator& communicator) const {
+  const CodedLanes coded(options_.mean, first.flat.numel(), communicator);
+  const auto owned = ownPieces(coded.lanes, communicator.rank());
+  for (size_t i = 1; i < sections.size(); ++i) {
+    for (const auto& piece : sections[i].pieces) {
+      elementsOf(first.coding.sender.nextResidual, piece).zero_();
+      for (const auto& part : overlapsWithin(owned, piece)) {
+        elementsOf(first.coding.owner.nextResidual, part).zero_();
+      }
+    }
+  }
+}
+
+// The last of the sums tells what the ranks have used.
+void CodedGradients::keepUnused(const Bucket& bucket, const std::vector<CodecSection>& sections,
+                                const std::vector<Sum>& sums, const Communicator& communicator) const {
+  const at::Tensor& areUsed = sums.back().flat;
+  std::map<int64_t, int64_t> places;
+  for (const auto& entry : bucket.entries) places.emplace(entry.parameter, places.size());
+  for (size_t i = 0; i < sections.size(); ++i) {
+    if (!keepsResidualsOf(sections[i])) continue;
+    std::vector<at::Tensor> ofEntries;
+    for (const auto& entry : sections[i].entries) {
+      ofEntries.push_back(areUsed.select(0, places.at(entry.parameter)));
+    }
+    feedback_.keepUnused(bucketOf(bucket, sections[i]), at::stack(ofEntries), options_.mean, communicator,
+                         sums[i].coding);
+  }
+  clearUnused(bucket, areUsed);
+}
+
+void CodedGradients::keepResiduals(Bucket& bucket, const std::vector<CodecSection>& sections,
+                                   const std::vector<Sum>& sums, const Communicator& communicator) {
+  const Stage stage(bucket.seconds, stages::kKeepResiduals);
+  for (size_t i = 0; i < sections.size(); ++i) {
+    if (!keepsResidualsOf(sections[i])) continue;
+    feedback_.keep(bucketOf(bucket, sections[i]), sections[i].codec, options_.mean, communicator, sums[i].coding);
+  }
+}
+
+bool CodedGradients::isFeedbackOnForAny() const {
+  const auto codecs = selection_.codecs();
+  return std::any_of(codecs.begin(), codecs.end(),
+                     [this](const auto* codec) { return options_.feedback.isOnFor(*codec); });
+}
+
+bool CodedGradients::keepsResidualsOf(const CodecSection& section) const {
+  return hasFeedback_ && !section.codec.empty() && options_.feedback.isOnFor(CodecRegistry::find(section.codec));
+}
+
+}  // namespace bagua::compressed

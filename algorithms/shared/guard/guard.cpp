@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/shared/guard/guard.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <utility>
+
+namespace bagua {
+namespace {
+
+// Steps in which all are.
+constexpr int64_t kFirstSteps = 2;
+// Looks in a row that have to find the same: a single one may be a step that is unlike the others.
+constexpr int64_t kLooks = 2;
+// Steps that a level stays, at first; each return doubles them.
+constexpr int64_t kPatience = 1000;
+// More than there are codecs to be finer than.
+constexpr int64_t kHighestLevel = 100;
+// A checkpoint's columns: parameter, level, since, patience, isNew, and two for each measure.
+constexpr int64_t kColumns = 5 + 2 * Guard::kMeasures;
+
+std::string shown(double value) {
+  std::ostringstream text;
+  text.precision(2);
+  text << value;
+  return text.str();
+}
+
+std::string complaintOf(const Guard::Reading& reading) {
+  const std::string value = shown(reading.value);
+  const std::string limit = shown(reading.limit);
+  switch (reading.measure) {
+    case Guard::Measure::kCoding:
+      return "coding with " + reading.codec + " loses " + value +
+             " of its gradient's squared norm, outliers apart; up to " + limit + " is sound";
+    case Guard::Measure::kMean:
+      return "the mean that " + reading.codec + " gives is off by " + value +
+             " of the true mean's squared norm; up to " + limit + " is sound";
+    case Guard::Measure::kResidual:
+      return "error feedback of " + reading.codec + " holds back " + value +
+             " times the squared norm of its gradient; up to " + limit + " is sound";
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+}  // namespace
+
+OptionInfo Guard::option() {
+  return {.name = "guard",
+          .defaultValue = std::string("warn"),
+          .summary =
+              "Looks at samples of what coding does: 'warn' logs a line where it is worse than the codec promises, "
+              "'adapt' also codes that parameter finer; None: nothing.",
+          .alsoTakes = std::string()};
+}
+
+Guard::Mode Guard::modeOf(const Options& options) {
+  const auto& word = options.get<std::string>("guard");
+  if (word.empty()) return Mode::kOff;
+  TORCH_CHECK_VALUE(word == "warn" || word == "adapt", "bagua: guard must be None, 'warn' or 'adapt', got '", word,
+                    "'");
+  return word == "warn" ? Mode::kWarn : Mode::kAdapt;
+}
+
+bool Guard::isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn) const {
+  if (!isOn() || bucket.isCaptured) return false;
+  return bucket.step < startStep + kFirstSteps || bucket.key % oneIn == 0;
+}
+
+std::vector<int64_t> Guard::begin(const Bucket& bucket, int rank) {
+  if (!isOn()) return {};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  rank_ = rank;
+  settle(bucket.step, adapts());
+  if (!adapts()) return {};
+  lower(bucket.step);
+  const auto isNew = [](const auto& entry) { return entry.second.isNew; };
+  if (std::none_of(watched_.begin(), watched_.end(), isNew)) return {};
+  std::vector<int64_t> changed;
+  for (const int64_t parameter : positionsOf(bucket.entries)) {
+    const auto found = watched_.find(parameter);
+    if (found != watched_.end() && std::exchange(found->second.isNew, false)) changed.push_back(parameter);
+  }
+  return changed;
+}
+
+// Ranks that adapt have to do so at the same step, and wait for numbers that have not come within one. In the others
+// a verdict may be late.
+void Guard::settle(int64_t step, bool mayWait) {
+  while (!pending_.empty() && pending_.front().step < step) {
+    const Pending& oldest = pending_.front();
+    if (!mayWait && !oldest.numbers.haveCome()) return;
+    const at::Tensor values = oldest.numbers.values();
+    for (const auto& reading : oldest.read(values.const_data_ptr<float>())) judge(reading, oldest.step + 1);
+    pending_.pop_front();
+  }
+}
+
+void Guard::judge(const Reading& reading, int64_t step) {
+  // Of a step that GradScaler skips, or of a gradient of zeros.
+  if (!std::isfinite(reading.value)) return;
+  Watched& watched = watched_[reading.parameter];
+  Excursion& excursion = watched.excursions[static_cast<int>(reading.measure)];
+  excursion.last = reading.value;
+  if (reading.value <= reading.limit) {
+    excursion.over = 0;
+    excursion.isOut = excursion.isOut && reading.value > reading.limit / 2;
+    return;
+  }
+  if (++excursion.over < kLooks || excursion.isOut) return;
+  ++alarms_;
+  std::string advice = ". With guard='adapt' it would be coded finer";
+  excursion.isOut = true;
+  if (adapts()) {
+    watched.excursions = {};
+    ++watched.level;
+    watched.since = step;
+    watched.patience = std::max(watched.patience, kPatience);
+    watched.isNew = true;
+    advice = ". From step " + std::to_string(step) + " on it is coded with " + reading.finer;
+  }
+  if (rank_ != 0) return;
+  LOG(WARNING) << "bagua: '" << nameOf(reading.parameter) << "' at step " << step - 1 << ": " << complaintOf(reading)
+               << advice;
+}
+
+void Guard::lower(int64_t step) {
+  for (auto& [parameter, watched] : watched_) {
+    if (watched.level == 0 || step - watched.since < watched.patience) continue;
+    --watched.level;
+    watched.since = step;
+    watched.patience *= 2;
+    watched.isNew = true;
+    if (rank_ != 0) continue;
+    LOG(WARNING) << "bagua: '" << nameOf(parameter) << "' is coded a level coarser again from step " << step
+                 << " on; if that does not do, it stays finer for " << watched.patience << " steps";
+  }
+}
+
+void Guard::note(int64_t step, const at::Tensor& numbers, Read read) {
+  GuardNumbers kept(numbers);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++looks_;
+  pending_.push_back({step, std::move(kept), std::move(read)});
+}
+
+int Guard::levelOf(int64_t parameter) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = watched_.find(parameter);
+  return found == watched_.end() ? 0 : static_cast<int>(found->second.level);
+}
+
+bool Guard::isAnyRaised() const {
+  if (!adapts()) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(watched_.begin(), watched_.end(), [](const auto& entry) { return entry.second.level > 0; });
+}
+
+void Guard::useNames(std::vector<std::string> names) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  names_ = std::move(names);
+}
+
+std::string Guard::nameOf(int64_t parameter) const {
+  if (parameter >= 0 && parameter < static_cast<int64_t>(names_.size())) return names_[parameter];
+  return "parameter " + std::to_string(parameter);
+}
+
+Guard::Report Guard::report() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Report report;
+  report.looks = looks_;
+  report.alarms = alarms_;
+  for (const auto& [parameter, watched] : watched_) {
+    if (watched.level > 0) report.raised.emplace(nameOf(parameter), watched.level);
+    for (int i = 0; i < kMeasures; ++i) report.worst[i] = std::max(report.worst[i], watched.excursions[i].last);
+  }
+  return report;
+}
+
+at::Tensor Guard::state() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!adapts()) return {};
+  settle(std::numeric_limits<int64_t>::max(), true);
+  if (watched_.empty()) return {};
+  at::Tensor table = at::empty({static_cast<int64_t>(watched_.size()), kColumns}, at::kLong);
+  auto* cell = table.mutable_data_ptr<int64_t>();
+  for (const auto& [parameter, watched] : watched_) {
+    for (const int64_t value : {parameter, watched.level, watched.since, watched.patience, int64_t{watched.isNew}}) {
+      *cell++ = value;
+    }
+    for (const auto& excursion : watched.excursions) {
+      *cell++ = excursion.over;
+      *cell++ = excursion.isOut ? 1 : 0;
+    }
+  }
+  return table;
+}
+
+void Guard::load(const at::Tensor& state) {
+  std::map<int64_t, Watched> loaded;
+  if (state.defined()) {
+    TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.dim() == 2 && state.size(1) == kColumns,
+                      "bagua: 'guard' of the checkpoint must be a table of ", kColumns, " columns, got ",
+                      state.scalar_type(), " ", state.sizes());
+    const at::Tensor table = state.cpu().contiguous();
+    const auto* cell = table.const_data_ptr<int64_t>();
+    for (int64_t row = 0; row < table.size(0); ++row) {
+      const int64_t parameter = *cell++;
+      Watched& watched = loaded[parameter];
+      watched.level = *cell++;
+      watched.since = *cell++;
+      watched.patience = *cell++;
+      watched.isNew = *cell++ != 0;
+      TORCH_CHECK_VALUE(watched.level >= 0 && watched.level <= kHighestLevel && watched.patience >= 0,
+                        "bagua: 'guard' of the checkpoint has level ", watched.level, " of parameter ", parameter);
+      for (auto& excursion : watched.excursions) {
+        excursion.over = *cell++;
+        excursion.isOut = *cell++ != 0;
+      }
+    }
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  watched_ = std::move(loaded);
+  pending_.clear();
+}
+
+}  // namespace bagua

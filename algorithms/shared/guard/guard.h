@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "algorithms/bucket.h"
+#include "algorithms/options.h"
+#include "algorithms/shared/guard/guard_numbers.h"
+
+namespace bagua {
+
+// Watches what coding does to gradients. It warns where that is worse than the codec promises, and with "adapt" it has
+// the parameter coded finer, level by level.
+//
+// An algorithm looks at a sample of some buckets, those that isDue() names, which are the same on all ranks. It lets
+// the numbers that it finds travel with the gradients, and hands over their means. So all ranks come to the same
+// verdicts at the same steps without an exchange of their own. A verdict is given at the begin of the next step.
+class Guard {
+ public:
+  enum class Measure {
+    // What coding loses of a message, as a part of its squared norm without outliers.
+    kCoding,
+    // How far the mean that the ranks got is from the true one, as a part of its squared norm.
+    kMean,
+    // The squared norm of what error feedback holds back, in those of the gradient.
+    kResidual,
+  };
+  static constexpr int kMeasures = 3;
+
+  struct Reading {
+    int64_t parameter = -1;
+    Measure measure = Measure::kCoding;
+    double value = 0;
+    // Up to which it is sound.
+    double limit = 0;
+    // What codes the parameter, and what would be finer: for the log.
+    std::string codec = {};
+    std::string finer = {};
+  };
+  using Read = std::function<std::vector<Reading>(const float* numbers)>;
+
+  // The option of every algorithm that is guarded.
+  static OptionInfo option();
+  enum class Mode { kOff, kWarn, kAdapt };
+  // Throws ValueError for another word.
+  static Mode modeOf(const Options& options);
+
+  explicit Guard(Mode mode) : mode_(mode) {}
+
+  [[nodiscard]] bool isOn() const { return mode_ != Mode::kOff; }
+  [[nodiscard]] bool adapts() const { return mode_ == Mode::kAdapt; }
+  // One bucket of `oneIn`, drawn anew in every step, and each in the first steps from `startStep` on. None that a CUDA
+  // graph captures, which would repeat the look without end.
+  [[nodiscard]] bool isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn = 64) const;
+
+  // Before all else of a bucket: gives the verdicts on earlier steps, once for all buckets of a step. Those of the
+  // bucket's parameters that are coded at another level from now on. Rank 0 says what there is to say.
+  std::vector<int64_t> begin(const Bucket& bucket, int rank);
+  // What a look at a bucket of the step has found; see Read.
+  void note(int64_t step, const at::Tensor& numbers, Read read);
+  // How many times finer than asked a parameter has to be coded.
+  [[nodiscard]] int levelOf(int64_t parameter) const;
+  [[nodiscard]] bool isAnyRaised() const;
+
+  // By position; before the first step, where they are known.
+  void useNames(std::vector<std::string> names);
+
+  struct Report {
+    int64_t looks = 0;
+    int64_t alarms = 0;
+    // By measure, the largest of what was read last of each parameter.
+    std::array<double, kMeasures> worst = {};
+    // Levels above 0, by parameter.
+    std::map<std::string, int64_t> raised;
+  };
+  [[nodiscard]] Report report() const;
+
+  // What a continued run needs to come to the same verdicts; undefined where there is nothing. Between two steps.
+  [[nodiscard]] at::Tensor state();
+  // Throws ValueError for what state() did not make.
+  void load(const at::Tensor& state);
+
+ private:
+  // Of a parameter and a measure.
+  struct Excursion {
+    int64_t over = 0;
+    bool isOut = false;
+    double last = 0;
+  };
+  struct Watched {
+    int64_t level = 0;
+    // When that changed last, and for how many steps it stays at least.
+    int64_t since = 0;
+    int64_t patience = 0;
+    bool isNew = false;
+    std::array<Excursion, kMeasures> excursions;
+  };
+  struct Pending {
+    int64_t step = 0;
+    GuardNumbers numbers;
+    Read read;
+  };
+
+  void settle(int64_t step, bool mayWait);
+  void judge(const Reading& reading, int64_t step);
+  void lower(int64_t step);
+  [[nodiscard]] std::string nameOf(int64_t parameter) const;
+
+  const Mode mode_;
+  mutable std::mutex mutex_;
+  int rank_ = 0;
+  std::vector<std::string> names_;
+  std::deque<Pending> pending_;
+  std::map<int64_t, Watched> watched_;
+  int64_t looks_ = 0;
+  int64_t alarms_ = 0;
+};
+
+}  // namespace bagua

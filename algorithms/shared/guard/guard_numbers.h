@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "backend/stage_clock.h"
+
+namespace bagua {
+
+// A few float32 numbers of a program, for a later step to read: the CPU does not wait for the device that makes them.
+class GuardNumbers {
+ public:
+  // On the thread and stream of the program.
+  explicit GuardNumbers(const at::Tensor& numbers);
+
+  // Whether values() waits for nothing.
+  [[nodiscard]] bool haveCome() const;
+  // On the CPU.
+  [[nodiscard]] at::Tensor values() const;
+
+ private:
+  at::Tensor made_;
+  // The copy that is under way, and when it has ended.
+  at::Tensor copy_;
+  std::optional<Moment> end_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/shared/guard/guard.h"
+
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <optional>
+
+#include "backend/stage_clock.h"
+#include "kernels/device_ways.h"
+
+namespace bagua {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr int64_t kParameter = 1;
+constexpr double kLimit = 0.1;
+
+Bucket bucketAt(int64_t step) {
+  const at::Tensor flat = at::zeros({4});
+  return {.flat = flat, .entries = {{0, flat.narrow(0, 0, 2)}, {kParameter, flat.narrow(0, 2, 2)}}, .step = step};
+}
+
+// A step in which the guard reads `value`.
+std::vector<int64_t> step(Guard& guard, int64_t number, double value, int rank = 1) {
+  auto changed = guard.begin(bucketAt(number), rank);
+  guard.note(number, at::tensor({value}), [](const float* numbers) {
+    return std::vector<Guard::Reading>{{kParameter, Guard::Measure::kCoding, numbers[0], kLimit, "4bit", "int8"}};
+  });
+  return changed;
+}
+
+TEST(Guard, GivesAVerdictWhenTwoLooksInARowFindTheSameAndInTheNextStep) {
+  Guard guard(Guard::Mode::kAdapt);
+  EXPECT_THAT(step(guard, 0, 0.2), IsEmpty());
+  EXPECT_THAT(step(guard, 1, 0.05), IsEmpty());
+  EXPECT_THAT(step(guard, 2, 0.2), IsEmpty());
+  EXPECT_THAT(step(guard, 3, 0.2), IsEmpty());
+  EXPECT_EQ(guard.levelOf(kParameter), 0);
+  EXPECT_THAT(step(guard, 4, 0.05), ElementsAre(kParameter));
+  EXPECT_EQ(guard.levelOf(kParameter), 1);
+  EXPECT_EQ(guard.levelOf(0), 0);
+  EXPECT_THAT(step(guard, 5, 0.05), IsEmpty()) << "it is told once";
+  EXPECT_EQ(guard.report().alarms, 1);
+  EXPECT_EQ(guard.report().looks, 6);
+}
+
+TEST(Guard, RaisesStepByStepAndComesDownByRule) {
+  Guard guard(Guard::Mode::kAdapt);
+  for (int64_t number = 0; number < 4; ++number) step(guard, number, 1);
+  EXPECT_THAT(step(guard, 4, 0.01), ElementsAre(kParameter));
+  EXPECT_EQ(guard.levelOf(kParameter), 2);
+  EXPECT_THAT(step(guard, 1003, 0.01), IsEmpty());
+  EXPECT_THAT(step(guard, 1004, 0.01), ElementsAre(kParameter));
+  EXPECT_EQ(guard.levelOf(kParameter), 1);
+  // It returns, and stays twice as long.
+  step(guard, 1005, 1);
+  step(guard, 1006, 1);
+  EXPECT_THAT(step(guard, 1007, 0.01), ElementsAre(kParameter));
+  EXPECT_THAT(step(guard, 3006, 0.01), IsEmpty());
+  EXPECT_THAT(step(guard, 3007, 0.01), ElementsAre(kParameter));
+}
+
+TEST(Guard, OnlyWarnsIfThatIsAskedForOnceForEachExcursion) {
+  Guard guard(Guard::Mode::kWarn);
+  guard.useNames({"a.weight", "b.weight"});
+  ::testing::internal::CaptureStderr();
+  for (int64_t number = 0; number < 9; ++number) EXPECT_THAT(step(guard, number, 0.3, 0), IsEmpty());
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("'b.weight' at step 1: coding with 4bit loses 0.3"), HasSubstr("up to 0.1 is sound")));
+  EXPECT_EQ(guard.levelOf(kParameter), 0);
+  EXPECT_EQ(guard.report().alarms, 1);
+  EXPECT_NEAR(guard.report().worst[0], 0.3, 1e-6);
+  step(guard, 9, 0.01);
+  for (int64_t number = 10; number < 13; ++number) step(guard, number, 0.3);
+  EXPECT_EQ(guard.report().alarms, 2);
+}
+
+TEST(Guard, SaysNothingOnOtherRanksAndOfWhatIsNotFinite) {
+  Guard guard(Guard::Mode::kWarn);
+  ::testing::internal::CaptureStderr();
+  for (int64_t number = 0; number < 4; ++number) step(guard, number, std::numeric_limits<double>::quiet_NaN(), 0);
+  EXPECT_EQ(guard.report().alarms, 0);
+  for (int64_t number = 4; number < 8; ++number) step(guard, number, 1, 1);
+  EXPECT_EQ(guard.report().alarms, 1);
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+}
+
+TEST(Guard, AContinuedRunComesToTheSameVerdicts) {
+  for (int64_t half = 1; half < 8; ++half) {
+    Guard whole(Guard::Mode::kAdapt);
+    std::optional<Guard> continued(std::in_place, Guard::Mode::kAdapt);
+    for (int64_t number = 0; number < 8; ++number) {
+      if (number == half) {
+        const at::Tensor saved = continued->state();
+        continued.emplace(Guard::Mode::kAdapt);
+        continued->load(saved);
+      }
+      EXPECT_EQ(step(whole, number, 1), step(*continued, number, 1)) << half << " " << number;
+      EXPECT_EQ(whole.levelOf(kParameter), continued->levelOf(kParameter)) << half << " " << number;
+    }
+  }
+  Guard guard(Guard::Mode::kAdapt);
+  EXPECT_THROW(guard.load(at::zeros({3, 2})), c10::ValueError);
+  EXPECT_FALSE(guard.state().defined());
+}
+
+TEST(Guard, LooksAtAFewBucketsOfAllButThoseThatAGraphCaptures) {
+  const Guard guard(Guard::Mode::kWarn);
+  Bucket bucket = bucketAt(0);
+  int64_t looks = 0;
+  for (int64_t number = 10; number < 6410; ++number) {
+    bucket.step = number;
+    bucket.key = bucketKey(0, number, 0);
+    looks += guard.isDue(bucket, 0) ? 1 : 0;
+  }
+  EXPECT_GT(looks, 70);
+  EXPECT_LT(looks, 130);
+  bucket.step = 100;
+  EXPECT_TRUE(guard.isDue(bucket, 100)) << "the first that is coded";
+  bucket.isCaptured = true;
+  EXPECT_FALSE(guard.isDue(bucket, 100));
+  EXPECT_FALSE(Guard(Guard::Mode::kOff).isDue(bucketAt(0), 0));
+}
+
+// Without a clock nobody knows whether a device has come: who adapts waits, who warns does not.
+TEST(Guard, WaitsForADeviceOnlyWhereRanksHaveToDoTheSame) {
+  const AsOnDevice asOnDevice;
+  const StageClock::Scope untimed(StageClock::none());
+  for (const auto mode : {Guard::Mode::kWarn, Guard::Mode::kAdapt}) {
+    Guard guard(mode);
+    for (int64_t number = 0; number < 3; ++number) step(guard, number, 1);
+    EXPECT_EQ(guard.report().alarms, mode == Guard::Mode::kAdapt ? 1 : 0);
+  }
+}
+
+}  // namespace
+}  // namespace bagua

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard finds gradients that a codec does not suit, says which, and has them coded finer; else it is quiet."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from hooked_models import same
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+FLAT: dict[str, Any] = {"hierarchical": False}
+SHAPES = [(200, 64), (200, 64)]
+
+
+class Given(nn.Module):
+    """Its gradients are the tensors that forward() is given."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.layers, gradients, strict=True)]).sum()
+
+
+def _gradients(
+    step: int, rank: int, tails: Sequence[int] = (), shapes: Sequence[tuple[int, int]] = SHAPES
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    for layer in tails:
+        drawn[layer].view(-1)[rank::64] *= 1000
+    return drawn
+
+
+def _step(ddp: DDP, gradients: list[Tensor]) -> list[Tensor]:
+    ddp.zero_grad()
+    ddp(gradients).backward()
+    return [p.grad.detach().clone() for p in ddp.module.parameters() if p.grad is not None]
+
+
+def _off(results: list[Tensor], step: int, tails: Sequence[int]) -> list[float]:
+    """By layer, how far typical values are from the mean of the ranks: the error of those that are no outliers."""
+    ranks = range(dist.get_world_size())
+    means = [
+        torch.stack(of_layer).mean(0) for of_layer in zip(*(_gradients(step, r, tails) for r in ranks), strict=True)
+    ]
+    return [float((result - mean).abs().median()) for result, mean in zip(results, means, strict=True)]
+
+
+def _with_tails(algorithm: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    ddp = DDP(Given(SHAPES))
+    handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, **options)
+    rank = dist.get_rank()
+    for step in range(100):
+        _step(ddp, _gradients(step, rank))
+    assert handle.stats()["guard"]["alarms"] == 0
+    for step in range(100, 700):
+        results = _step(ddp, _gradients(step, rank, [1]))
+    return _off(results, 699, [1]), handle.stats()["guard"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("bytegrad", {}), ("bytegrad", {"codec": "1bit"}), ("quantized_allreduce", {"codec": {"*": "4bit"}})],
+    ids=str,
+)
+def test_heavy_tails_in_one_layer_are_found_and_coded_finer(
+    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any]
+) -> None:
+    [(warned, seen), (warned_too, _)] = rank_pools[2].run(_with_tails, algorithm, options)
+    assert warned == warned_too
+    assert seen["alarms"] >= 1
+    assert seen["raised"] == {}
+    for off, seen in rank_pools[2].run(_with_tails, algorithm, {**options, "guard": "adapt"}):
+        assert set(seen["raised"]) == {"layers.1"}
+        assert off[1] < 1e-5 < 0.1 * warned[1]
+        # Its groups begin elsewhere, now that it travels in a section of its own.
+        assert off[0] == pytest.approx(warned[0], rel=0.05)
+    for off, seen in rank_pools[2].run(_with_tails, algorithm, {**options, "guard": None}):
+        assert off == warned, "to warn changes nothing"
+        assert seen["looks"] == seen["alarms"] == 0
+
+
+def _adapting(algorithm: str, options: dict[str, Any], saved_at: int | None) -> tuple[list[Tensor], dict[str, int]]:
+    shapes = [(200, 64)]
+
+    def make() -> tuple[DDP, bagua.Handle]:
+        ddp = DDP(Given(shapes))
+        return ddp, bagua.register_comm_hook(ddp, algorithm, **FLAT, **options, guard="adapt")
+
+    ddp, handle = make()
+    results = []
+    for step in range(6):
+        if step == saved_at:
+            saved = handle.state_dict()
+            ddp, handle = make()
+            handle.load_state_dict(saved)
+        results += _step(ddp, _gradients(step, dist.get_rank(), [0], shapes))
+    return results, handle.stats()["guard"]["raised"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("bytegrad", {"codec": "4bit"}),
+        ("quantized_allreduce", {"codec": {"*": "4bit"}}),
+        ("quantized_allreduce", {"codec": {"*": "4bit"}, "residuals": "8bit"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("saved_at", [1, 2, 3])
+def test_a_continued_run_adapts_at_the_same_step(
+    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any], saved_at: int
+) -> None:
+    # The first two steps are looked at: what they find holds from the third on.
+    whole = rank_pools[2].run(_adapting, algorithm, options, None)
+    continued = rank_pools[2].run(_adapting, algorithm, options, saved_at)
+    for (results, raised), (others, raised_too) in zip(whole, continued, strict=True):
+        assert raised == raised_too == {"layers.0": 1}
+        assert same(results, others)
+        assert same(results, whole[0][0])
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(50, 32), nn.Flatten(), nn.Linear(32 * 8, 128), nn.LayerNorm(128), nn.ReLU(), nn.Linear(128, 50)
+    )
+
+
+def _trained(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
+    ddp = DDP(_network(), bucket_cap_mb=0.05)
+    handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, **options)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(400):
+        tokens = (torch.randint(50, (16, 1), generator=generator) + torch.arange(9)) % 50
+        loss = nn.functional.cross_entropy(ddp(tokens[:, :8]), tokens[:, 8])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return handle.stats()["guard"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("bytegrad", {}),
+        ("quantized_allreduce", {}),
+        ("quantized_allreduce", {"codec": "2bit"}),
+        ("quantized_allreduce", {"codec": "2bit", "rounding": "stochastic"}),
+    ],
+    ids=str,
+)
+def test_a_training_that_its_codec_suits_is_not_disturbed(
+    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any]
+) -> None:
+    for seen in rank_pools[2].run(_trained, algorithm, options):
+        assert seen["looks"] > 10
+        assert seen["alarms"] == 0
+        assert 0 < seen["coding_loss"] < 3
+
+
+def _fitted(algorithm: str, options: dict[str, Any], rates: tuple[float, float]) -> tuple[float, dict[str, Any]]:
+    """Fit a matrix by SGD with momentum, whose learning rate becomes another one after 40 steps; the last loss."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 48, generator=generator) * torch.linspace(1, 0.1, 48)
+    y = torch.randn(64, 48, generator=generator) @ torch.randn(48, 48, generator=generator) / 8
+    linear = nn.Linear(48, 48, bias=False)
+    nn.init.zeros_(linear.weight)
+    ddp = DDP(linear)
+    handle = bagua.register_comm_hook(ddp, algorithm, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=rates[0], momentum=0.9)
+    own = slice(dist.get_rank(), None, 2)
+    for step in range(160):
+        optimizer.param_groups[0]["lr"] = rates[step >= 40]
+        noise = torch.randn(32, 48, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())) / 10
+        loss = (ddp(x[own] + noise) - y[own]).square().sum() / 64
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float((linear(x) - y).square().mean()), handle.stats()["guard"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "rates"), [(1, (0.02, 0.02)), (4, (0.005, 0.2))], ids=["rank 1", "a jump of the learning rate"]
+)
+def test_a_training_by_factors_that_diverges_is_saved(
+    rank_pools: dict[int, RankPool], rank: int, rates: tuple[float, float]
+) -> None:
+    exact = rank_pools[2].run(_fitted, "gradient_allreduce", {}, rates)[0][0]
+    factors = {"rank": rank, "start_step": 0}
+    lost, seen = rank_pools[2].run(_fitted, "powersgd", factors, rates)[0]
+    assert not lost < 2 * exact
+    assert seen["alarms"] >= 1
+    for saved, seen in rank_pools[2].run(_fitted, "powersgd", {**factors, "guard": "adapt"}, rates):
+        assert seen["raised"] == {"weight": 1}
+        assert saved < 1.1 * exact
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce", "powersgd"])
+def test_another_word_is_refused(algorithm: str) -> None:
+    with pytest.raises(ValueError, match="guard must be None, 'warn' or 'adapt', got 'adopt'"):
+        bagua.comm_hook(algorithm, guard="adopt")
+    bagua.comm_hook(algorithm, guard=None)
