@@ -74,6 +74,14 @@ Options::Options(const std::string& algorithm, const std::vector<OptionInfo>& de
   }
 }
 
+std::optional<int64_t> Options::numberUnlessAuto(const std::string& name) const {
+  const OptionValue& value = values_.at(name);
+  if (const auto* const number = std::get_if<int64_t>(&value)) return *number;
+  TORCH_CHECK_VALUE(std::get<std::string>(value) == "auto", "option '", name, "' takes a number or 'auto', got ",
+                    bagua::toString(value));
+  return std::nullopt;
+}
+
 std::string Options::toString() const {
   std::string text;
   for (const auto& [name, value] : values_) text += (text.empty() ? "" : ", ") + name + "=" + bagua::toString(value);

@@ -43,6 +43,8 @@ class Options {
   [[nodiscard]] const T& get(const std::string& name) const {
     return std::get<T>(values_.at(name));
   }
+  // Of an option that is a whole number or "auto": nothing where it is that. Throws ValueError for another word.
+  [[nodiscard]] std::optional<int64_t> numberUnlessAuto(const std::string& name) const;
   // "hierarchical=True, average=True": the same text on two ranks means the same options.
   [[nodiscard]] std::string toString() const;
   [[nodiscard]] const std::map<std::string, OptionValue>& values() const { return values_; }

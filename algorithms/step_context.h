@@ -57,6 +57,9 @@ class StepContext {
   virtual void countRound() = 0;
   // For the statistics, what the algorithm holds beside the model: what it is -> bytes. Replaces what was noted before.
   virtual void noteMemory(std::map<std::string, int64_t> bytes) = 0;
+  // For the statistics, what the algorithm has chosen for options that were left to it: the option -> its value.
+  // Replaces what was noted before.
+  virtual void noteChosen(std::map<std::string, int64_t> values) = 0;
 };
 
 }  // namespace bagua

@@ -53,6 +53,7 @@ py::dict statsDict(const HookRunner& hook) {
   dict["memory"] = stats.memory;
   dict["reconnections"] = net::reconnections().load();
   dict["guard"] = guardDict(stats.guard);
+  dict["chosen"] = stats.chosen;
   return dict;
 }
 

@@ -41,6 +41,11 @@ void HookLedger::noteMemory(std::map<std::string, int64_t> bytes) {
   stats_.memory = std::move(bytes);
 }
 
+void HookLedger::noteChosen(std::map<std::string, int64_t> values) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stats_.chosen = std::move(values);
+}
+
 HookStats HookLedger::stats() {
   const std::lock_guard<std::mutex> lock(mutex_);
   HookStats stats = stats_;
@@ -51,9 +56,11 @@ HookStats HookLedger::stats() {
 void HookLedger::reset() {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto memory = std::move(stats_.memory);
+  auto chosen = std::move(stats_.chosen);
   stats_ = {};
   seconds_.reset();
   stats_.memory = std::move(memory);
+  stats_.chosen = std::move(chosen);
 }
 
 }  // namespace bagua

@@ -30,6 +30,8 @@ struct HookStats {
   std::map<std::string, int64_t> memory;
   // Since the registration.
   Guard::Report guard;
+  // What it has chosen for options that were left to it.
+  std::map<std::string, int64_t> chosen;
 };
 
 // Counts what a hook's steps and programs cost. Programs in flight hold it, and not the runner: that owns the executor
@@ -44,12 +46,13 @@ class HookLedger {
   void countLogicalBytes(const std::vector<at::Tensor>& tensors);
   // What a program has sent and how long its stages took, which `seconds` no longer holds then.
   void add(const Traffic& traffic, StageSeconds& seconds);
-  // Replaces what was noted before.
+  // These replace what was noted before.
   void noteMemory(std::map<std::string, int64_t> bytes);
+  void noteChosen(std::map<std::string, int64_t> values);
 
   // Without stateBytes and guard, which the algorithm knows.
   [[nodiscard]] HookStats stats();
-  // Counts from zero again; memory stays what it is.
+  // Counts from zero again; memory and what was chosen stay what they are.
   void reset();
 
  private:

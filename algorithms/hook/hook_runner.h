@@ -138,6 +138,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
                                                     Task task) override;
   void countRound() override { ledger_->countRound(); }
   void noteMemory(std::map<std::string, int64_t> bytes) override { ledger_->noteMemory(std::move(bytes)); }
+  void noteChosen(std::map<std::string, int64_t> values) override { ledger_->noteChosen(std::move(values)); }
 
   c10::intrusive_ptr<c10::ivalue::Future> runBucket(c10d::GradBucket& gradients);
   // The members agree, and the algorithm begins anew, if the group has others than before. Throws where it cannot.

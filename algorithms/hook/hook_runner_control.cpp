@@ -99,6 +99,7 @@ void HookRunner::leave(const Belongings& belongings) {
   actsOnWeights_ = false;
   host_.reset();
   noteMemory({});
+  noteChosen({});
   forwards_.clear();
 }
 

@@ -19,7 +19,7 @@ BAGUA_REGISTER_ALGORITHM({
     .create =
         [](const Options& options) {
           return std::make_unique<rounds::Rounds>(
-              rounds::Settings{.schedule = rounds::Schedule(options.get<int64_t>("sync_every"), 1, 0),
+              rounds::Settings{.schedule = {.every = options.get<int64_t>("sync_every"), .fragments = 1, .delay = 0},
                                .hierarchical = options.get<bool>("hierarchical"),
                                .averageBuffers = options.get<bool>("average_buffers")});
         },

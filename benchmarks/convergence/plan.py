@@ -196,7 +196,7 @@ def diloco(
     fragments: int = 1,
     outer: tuple[float, float] | None = None,
 ) -> Row:
-    """With `outer`, a rate and a momentum of the outer optimizer other than its defaults."""
+    """With `outer`, a rate and a momentum of the outer optimizer other than the published 0.7 and 0.9."""
     label = f"diloco, {every} steps"
     if fragments > 1:
         label += f", {fragments} fragments"
@@ -209,7 +209,7 @@ def diloco(
     return Row(label, optimizer, "diloco", options, "rounds")
 
 
-# Rate and momentum of the outer optimizer for few rounds, see OUTER. The defaults of diloco are for hundreds.
+# Rate and momentum of the outer optimizer for few rounds, see OUTER. The published ones are for hundreds.
 FEW_ROUNDS = (0.7, 0.5)
 
 

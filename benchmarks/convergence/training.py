@@ -55,6 +55,8 @@ def _as_recorded(row: Row) -> dict[str, Any]:
     """Return the row's options with what was the default when it was recorded first."""
     if row.algorithm == "quantized_allreduce":
         return {**row.options, "codec": {"*": row.options["codec"]}, "exact": ("1d", "embedding", "small")}
+    if row.algorithm == "diloco":
+        return {"delay": 0, "outer_momentum": 0.9, **row.options}
     return row.options
 
 

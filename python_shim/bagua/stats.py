@@ -46,6 +46,7 @@ class Stats(TypedDict):
         memory: what the algorithm holds beside the model now -> bytes. Of algorithms that hold weights of their own.
         reconnections: connections to other processes that have broken and were replaced, since this process began.
         guard: what the guard has seen. All zeros for algorithms without one.
+        chosen: option -> the value that the algorithm has chosen where that was left to it ("auto").
     """
 
     algorithm: str
@@ -61,6 +62,7 @@ class Stats(TypedDict):
     memory: dict[str, int]
     reconnections: int
     guard: GuardStats
+    chosen: dict[str, int]
 
 
 def means_per_step(now: Stats, last: Stats | None = None) -> dict[str, float]:
@@ -100,6 +102,8 @@ def as_text(stats: Stats) -> str:
     lines += [f"{size:,} bytes of {what}" for what, size in stats["memory"].items()]
     if stats["reconnections"]:
         lines.append(f"{stats['reconnections']:,} connections that have broken and were replaced")
+    if stats["chosen"]:
+        lines.append("chosen: " + ", ".join(f"{option}={value}" for option, value in stats["chosen"].items()))
     if stats["seconds"]:
         lines.append("seconds: " + ", ".join(f"{stage} {time:.3f}" for stage, time in stats["seconds"].items()))
     return "\n".join(f"  {line}" for line in lines)

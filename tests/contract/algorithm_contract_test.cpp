@@ -76,6 +76,8 @@ class AlgorithmContract : public ::testing::TestWithParam<Case> {
     std::map<std::string, OptionValue> given;
     for (const auto& option : info().options) {
       if (option.name == "sync_every") given.emplace(option.name, int64_t{4});
+      if (option.name == "fragments") given.emplace(option.name, int64_t{1});
+      if (option.name == "delay") given.emplace(option.name, int64_t{0});
     }
     return info().create(Options(info().name, info().options, given));
   }

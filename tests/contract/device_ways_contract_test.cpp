@@ -198,6 +198,7 @@ std::vector<Setting> cases() {
                      {{"hierarchical", hierarchical},
                       {"sync_every", int64_t{4}},
                       {"fragments", int64_t{2}},
+                      {"delay", int64_t{0}},
                       {"codec", std::string(codec)}}});
       for (const bool isWarm : {false, true}) {
         all.push_back({"powersgd",

@@ -30,6 +30,8 @@ def _train(algorithm: str, group: dist.ProcessGroup) -> None:
     options: dict[str, Any] = {} if algorithm in ("gradient_allreduce", "async") else {"hierarchical": False}
     if algorithm in ("local_sgd", "diloco"):
         options["sync_every"] = 2
+    if algorithm == "diloco":
+        options |= {"fragments": 1, "delay": 0}
     handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
     for step in range(STEPS):
         data = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))

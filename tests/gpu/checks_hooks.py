@@ -130,7 +130,7 @@ def _compare_with_means(case: Case, found: Differences, gradients: Steps) -> Non
 
 def _compare_with_drift(case: Case, found: Differences, weights: Steps) -> None:
     """However weights are averaged: as a whole they move by the mean gradients."""
-    outer_lr, momentum = (0.7, 0.9) if case.algorithm == "diloco" else (1.0, 0.0)
+    outer_lr, momentum = (0.7, 0.5) if case.algorithm == "diloco" else (1.0, 0.0)
     for index, shape in enumerate(SHAPES):
         outer, velocity = torch.zeros(shape).double(), torch.zeros(shape).double()
         alone = torch.zeros(shape).double()
@@ -234,7 +234,7 @@ CASES = {
     "powersgd.cold": Case("powersgd", {**LOW_RANK, "warm_start": False}, 1.0, beside=CLOSE),
     "powersgd.int8": Case("powersgd", {**LOW_RANK, "codec": "int8"}, 1.0, beside=1e-2),
     "local_sgd": Case("local_sgd", {"sync_every": 2}, 1e-5, "rounds", CLOSE),
-    "diloco": Case("diloco", {"sync_every": 2}, 1e-5, "rounds", CLOSE),
+    "diloco": Case("diloco", {"sync_every": 2, "fragments": 1, "delay": 0}, 1e-5, "rounds", CLOSE),
     "diloco.4bit": Case("diloco", {"sync_every": 4, "fragments": 2, "delay": 1, "codec": "4bit"}, 0.0, "", CLOSE),
 }
 # Of four ranks on two hosts; their own codes are of lanes, so that other lengths are coded together.
@@ -246,7 +246,7 @@ HIERARCHICAL = {
     "low_precision": Case("low_precision_decentralized", ON_HOSTS, 0.03, "drift", CLOSE),
     "qadam": Case("qadam", ON_HOSTS, 0.03, "moments", CLOSE),
     "local_sgd": Case("local_sgd", {"sync_every": 2, **ON_HOSTS}, 1e-5, "rounds", CLOSE),
-    "diloco": Case("diloco", {"sync_every": 2, **ON_HOSTS}, 1e-5, "rounds", CLOSE),
+    "diloco": Case("diloco", {"sync_every": 2, "fragments": 1, "delay": 0, **ON_HOSTS}, 1e-5, "rounds", CLOSE),
 }
 ON_STOCK = ("gradient_allreduce", "bytegrad.int8", "quantized.4bit", "decentralized", "local_sgd")
 

@@ -37,7 +37,7 @@ DETERMINISTIC: dict[str, dict[str, Any]] = {
     "powersgd": {"start_step": 3, "rank": 2, "min_compression": 0.5},
     # An epoch is two rounds: its end has nothing left to synchronise.
     "local_sgd": {"sync_every": STEPS_PER_EPOCH // 2},
-    "diloco": {"sync_every": STEPS_PER_EPOCH // 2, "delay": 1, "outer_momentum": 0.3},
+    "diloco": {"sync_every": STEPS_PER_EPOCH // 2, "fragments": 1, "delay": 1, "outer_momentum": 0.3},
 }
 WEIGHTS_DIFFER = ("decentralized", "low_precision_decentralized")
 

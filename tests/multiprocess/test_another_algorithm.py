@@ -19,7 +19,7 @@ CHANGES: list[tuple[str, str, dict[str, Any]]] = [
     ("decentralized", "local_sgd", {"sync_every": 2}),
     ("local_sgd", "bytegrad", {"hierarchical": False}),
     ("async", "low_precision_decentralized", {"hierarchical": False}),
-    ("diloco", "diloco", {"sync_every": 2}),
+    ("diloco", "diloco", {"sync_every": 2, "fragments": 1, "delay": 0}),
     ("qadam", "qadam", {"hierarchical": False}),
 ]
 MODES: dict[str, dict[str, Any]] = {

@@ -46,7 +46,9 @@ def _growth(algorithm: str, options: dict[str, int], steps: int) -> tuple[float,
 
 
 def test_rounds_hold_no_more_memory_than_is_told() -> None:
-    for grown, told in run_ranks(2, _growth, "diloco", {"sync_every": 4, "fragments": 4}, 64, timeout=120.0):
+    for grown, told in run_ranks(
+        2, _growth, "diloco", {"sync_every": 4, "fragments": 4, "delay": 0}, 64, timeout=120.0
+    ):
         assert told == 2.25
         # Beside it there is what the exchange of a fragment takes, what the allocator keeps of that, and 20 MB for any
         # model: 3 to 4 in all. A thread for each of sixteen fragments in turn would keep six.

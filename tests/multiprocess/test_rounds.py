@@ -315,7 +315,7 @@ def _with_buffers(average: bool) -> list[tuple[Tensor, Tensor]]:
     ddp = DDP(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     handle = bagua.register_comm_hook(
-        ddp, "diloco", optimizer=optimizer, sync_every=4, fragments=2, average_buffers=average
+        ddp, "diloco", optimizer=optimizer, sync_every=4, fragments=2, delay=0, average_buffers=average
     )
     seen = []
     for step in range(1, 9):

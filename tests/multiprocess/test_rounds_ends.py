@@ -89,7 +89,7 @@ ENDS: list[tuple[str, dict[str, Any], str, int]] = [
     for (algorithm, options), call, steps in itertools.product(
         [
             ("diloco", {"sync_every": 6, "fragments": 2, "delay": 2, "mixing": 0.5}),
-            ("diloco", {"sync_every": 5}),
+            ("diloco", {"sync_every": 5, "fragments": 1, "delay": 0}),
             ("local_sgd", {"sync_every": 5}),
         ],
         ["synchronize", "abort", "remove"],

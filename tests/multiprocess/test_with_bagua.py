@@ -77,7 +77,7 @@ def test_both_doors_lead_to_the_same_algorithm(rank_pools: Pools, name: str, opt
 
 HIERARCHICAL_ROUNDS: list[tuple[str, dict[str, Any]]] = [
     ("local_sgd", {"sync_every": 3, "hierarchical": True}),
-    ("diloco", {"sync_every": 4, "hierarchical": True}),
+    ("diloco", {"sync_every": 4, "fragments": 1, "delay": 0, "hierarchical": True}),
 ]
 
 

@@ -31,6 +31,7 @@ class ImmediateSteps final : public StepContext {
   }
   void countRound() override {}
   void noteMemory(std::map<std::string, int64_t> /*bytes*/) override {}
+  void noteChosen(std::map<std::string, int64_t> /*values*/) override {}
 
  private:
   const std::string name_ = "under test";

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a checkpoint keeps of Rounds.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -16,7 +17,7 @@ std::string numbered(const char* name, size_t number) { return std::string(name)
 
 // All that a state can hold.
 std::set<std::string> namesOf(size_t fragments, size_t buckets, size_t buffers) {
-  std::set<std::string> names = {"step", "has_started", "is_paused", "is_in_step"};
+  std::set<std::string> names = {"step", "has_started", "is_paused", "is_in_step", "measured", "chosen_after"};
   const auto add = [&](std::initializer_list<const char*> kinds, size_t count) {
     for (const char* const kind : kinds) {
       for (size_t number = 0; number < count; ++number) names.insert(numbered(kind, number));
@@ -50,6 +51,10 @@ AlgorithmState Rounds::state() const {
       state.emplace(numbered("means", i), fragment.exchange->means[i].clone());
     }
   }
+  if (measured_) {
+    state.emplace("measured", at::tensor({measured_->stepSeconds, measured_->stepsOfExchange}, at::kDouble));
+    state.emplace("chosen_after", counterTensor(chosenAfter_));
+  }
   const FragmentBuckets buckets = allBuckets();
   for (size_t number = 0; number < buckets.size() && hasStarted_; ++number) {
     const FragmentBucket& bucket = *buckets[number];
@@ -70,6 +75,14 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
   const bool isPaused = counterOf(state, "is_paused") != 0;
   // Older checkpoints are of whole steps.
   const bool isInStep = state.contains("is_in_step") && counterOf(state, "is_in_step") != 0;
+  // The run that goes on chooses as the one that has measured.
+  const bool isChosen = !settings_.schedule.isWhole() && state.contains("measured");
+  std::optional<Measured> measured;
+  if (isChosen) {
+    const at::Tensor numbers = tensorOf(state, "measured", at::zeros({2}, at::kDouble));
+    measured = {.stepSeconds = numbers[0].item<double>(), .stepsOfExchange = numbers[1].item<double>()};
+  }
+  const int64_t chosenAfter = isChosen ? counterOf(state, "chosen_after") : 0;
   if (fragments_.empty()) makeFragments(context);
   std::vector<Loaded> loaded;
   const FragmentBuckets buckets = allBuckets();
@@ -98,6 +111,11 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
   for (const auto& fragment : fragments_) {
     if (fragment.exchange && fragment.exchange->work) fragment.exchange->work->wait(kNoTimeout);
   }
+  measurement_.stop();
+  measurement_ = {};
+  if (!settings_.schedule.isWhole()) schedule_.reset();
+  measured_ = measured;
+  chosenAfter_ = chosenAfter;
   step_ = step;
   isPaused_ = isPaused;
   isInStep_ = isInStep;
@@ -110,6 +128,7 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
     bucket.ownerResidual = std::move(loaded[number].ownerResidual);
     allocate(bucket, context.rank());
   }
+  if (measured_) useChoice(context);
   if (hasStarted || !settings_.outer) noteMemory(context);
 }
 

@@ -12,7 +12,8 @@ namespace bagua::rounds {
 namespace {
 
 Settings settings() {
-  return {.schedule = Schedule(4, 2, 0), .outer = OuterOptions{.rate = 0.7, .momentum = 0.9, .nesterov = true}};
+  return {.schedule = {.every = 4, .fragments = 2, .delay = 0},
+          .outer = OuterOptions{.rate = 0.7, .momentum = 0.9, .nesterov = true}};
 }
 
 void takeSteps(Rounds& rounds, StepContext& context, const std::vector<at::Tensor>& weights, int steps) {

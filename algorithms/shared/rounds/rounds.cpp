@@ -70,6 +70,9 @@ Rounds::Rounds(Settings settings) : settings_(std::move(settings)) {
   TORCH_CHECK_VALUE(settings_.mixing >= 0 && settings_.mixing <= 1, "bagua: mixing must be from 0 to 1, got ",
                     settings_.mixing);
   if (settings_.outer) check(*settings_.outer);
+  const ScheduleOptions& schedule = settings_.schedule;
+  check(schedule);
+  if (schedule.isWhole()) schedule_.emplace(*schedule.every, *schedule.fragments, *schedule.delay);
 }
 
 // --- The model -------------------------------------------------------------------------------------------------------
@@ -77,7 +80,11 @@ Rounds::Rounds(Settings settings) : settings_(std::move(settings)) {
 std::vector<std::vector<int64_t>> Rounds::cut(const StepContext& context) const {
   std::vector<int64_t> lengths;
   for (const auto& parameter : context.parameters()) lengths.push_back(parameter.numel());
-  return cutIntoFragments(lengths, context.layers(), settings_.schedule.fragments(), settings_.pattern);
+  // A layer's number is that of its neighbours in the model.
+  const auto& layers = context.layers();
+  int64_t pieces = layers.empty() ? static_cast<int64_t>(lengths.size()) : 1;
+  for (size_t i = 1; i < layers.size(); ++i) pieces += layers[i] != layers[i - 1] ? 1 : 0;
+  return cutIntoFragments(lengths, layers, chooseFragments(settings_.schedule, pieces), settings_.pattern);
 }
 
 void Rounds::useModel(const StepContext& context) {
@@ -240,14 +247,18 @@ void Rounds::beginStep(StepContext& context) {
   if (std::exchange(isInStep_, true)) return;
   prepare(context);
   ++step_;
-  if (isPaused_) return;
-  if (const auto number = settings_.schedule.takenAfter(step_)) take(*number, context);
+  if (isPaused_ || !schedule_) return;
+  if (const auto number = schedule_->takenAfter(step_)) take(*number, context);
 }
 
 void Rounds::afterStep(StepContext& context) {
   beginStep(context);
   isInStep_ = false;
-  if (const auto number = settings_.schedule.synchronisedAfter(step_); number && fragments_[*number].exchange) {
+  if (!schedule_) {
+    if (!isPaused_) chooseAfterStep(context);
+    return;
+  }
+  if (const auto number = schedule_->synchronisedAfter(step_); number && fragments_[*number].exchange) {
     synchronise(*number, context);
   }
 }
@@ -266,7 +277,7 @@ void Rounds::take(int64_t number, StepContext& context) {
     for (const auto& bucket : fragment.buckets) flats.push_back(bucket->weights.pack());
     exchange.means = flats;
   }
-  if (number + 1 == settings_.schedule.fragments()) exchange.buffers = packAll(buffers_);
+  if (number + 1 == static_cast<int64_t>(fragments_.size())) exchange.buffers = packAll(buffers_);
   std::vector<at::Tensor> tensors = flats;
   tensors.insert(tensors.end(), exchange.buffers.begin(), exchange.buffers.end());
   const auto codec = isCoded() ? settings_.codec : nullptr;
@@ -319,10 +330,11 @@ void Rounds::synchronise(int64_t number, StepContext& context) {
 
 void Rounds::synchronize(StepContext& context) {
   prepare(context);
-  for (int64_t number = 0; number < settings_.schedule.fragments(); ++number) {
+  const auto fragments = static_cast<int64_t>(fragments_.size());
+  for (int64_t number = 0; number < fragments; ++number) {
     if (fragments_[number].exchange) synchronise(number, context);
   }
-  for (int64_t number = 0; number < settings_.schedule.fragments(); ++number) {
+  for (int64_t number = 0; number < fragments; ++number) {
     if (fragments_[number].synchronisedAfter == step_) continue;
     take(number, context);
     synchronise(number, context);

@@ -10,15 +10,17 @@
 #include "algorithms/algorithm.h"
 #include "algorithms/algorithm_interfaces.h"
 #include "algorithms/shared/rounds/fragments.h"
+#include "algorithms/shared/rounds/measurement.h"
 #include "algorithms/shared/rounds/outer_step.h"
 #include "algorithms/shared/rounds/schedule.h"
+#include "algorithms/shared/rounds/schedule_choice.h"
 #include "algorithms/shared/weights.h"
 #include "kernels/codec.h"
 
 namespace bagua::rounds {
 
 struct Settings {
-  Schedule schedule;
+  ScheduleOptions schedule;
   Pattern pattern = Pattern::kConsecutive;
   // What a rank keeps of its own weights when its fragment is synchronised.
   double mixing = 0;
@@ -39,7 +41,8 @@ struct Settings {
 // fragment is taken, its program begins: the mean over the ranks of (outer weights - weights), and the outer
 // optimizer's step, all in the background. After the step at which it is synchronised, which waits for the program,
 // the weights become mixing * weights + (1 - mixing) * outer weights. The outer weights and what the outer optimizer
-// holds are the same bits on all ranks.
+// holds are the same bits on all ranks. What is left open of the schedule is chosen after the first steps, in which
+// nothing is exchanged.
 class Rounds final : public Algorithm,
                      public ActsOnWeights,
                      public RunsInBackground,
@@ -112,6 +115,12 @@ class Rounds final : public Algorithm,
   };
 
   [[nodiscard]] std::vector<std::vector<int64_t>> cut(const StepContext& context) const;
+  // Measures until the schedule can be chosen.
+  void chooseAfterStep(StepContext& context);
+  // An exchange like that of the longest fragment, whose result nobody uses.
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> tryLine(StepContext& context) const;
+  // What follows from `measured`, shown in the statistics.
+  void useChoice(StepContext& context);
   void makeFragments(const StepContext& context);
   void prepare(StepContext& context);
   void startOuterWeights(StepContext& context);
@@ -134,6 +143,12 @@ class Rounds final : public Algorithm,
                                     const StepContext& context) const;
 
   const Settings settings_;
+  // None until it is chosen.
+  std::optional<Schedule> schedule_;
+  Measurement measurement_;
+  // What the schedule was chosen by, and after which step; none where the user said all of it.
+  std::optional<Measured> measured_;
+  int64_t chosenAfter_ = 0;
   // The participants as hosts.
   std::optional<HostTopology> topology_;
   GradientScope scope_ = GradientScope::kNone;

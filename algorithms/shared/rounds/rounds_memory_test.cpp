@@ -38,7 +38,8 @@ TEST(RoundsMemory, OnADeviceTheStartTakesLittleMoreThanWhatIsKept) {
   const std::vector<at::Tensor> weights = {at::ones({int64_t{16} << 20})};
   LoneCommunicator communicator;
   testing::ImmediateSteps context(communicator, weights);
-  Rounds rounds({.schedule = Schedule(10, 1, 0), .outer = OuterOptions{.rate = 0.7, .momentum = 0.9}});
+  Rounds rounds(
+      {.schedule = {.every = 10, .fragments = 1, .delay = 0}, .outer = OuterOptions{.rate = 0.7, .momentum = 0.9}});
   rounds.useModel(context);
   const auto allocations = std::make_shared<Allocations>();
   {

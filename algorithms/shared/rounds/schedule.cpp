@@ -7,8 +7,8 @@
 
 namespace bagua::rounds {
 
-Schedule::Schedule(int64_t every, int64_t fragments, int64_t delay)
-    : fragments_(fragments), interval_(every / std::max<int64_t>(fragments, 1)), delay_(delay) {
+Schedule::Schedule(int64_t every, int64_t fragments, int64_t delay, int64_t begin)
+    : fragments_(fragments), interval_(every / std::max<int64_t>(fragments, 1)), delay_(delay), begin_(begin) {
   TORCH_CHECK_VALUE(every >= 1, "bagua: sync_every must be at least 1, got ", every);
   TORCH_CHECK_VALUE(fragments >= 1, "bagua: fragments must be at least 1, got ", fragments);
   TORCH_CHECK_VALUE(every % fragments == 0, "bagua: sync_every must be a multiple of fragments, got sync_every=", every,

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "algorithms/shared/rounds/schedule_choice.h"
+#include "algorithms/step_context.h"
+
+namespace bagua::rounds {
+
+// Finds out in the first steps how long one takes, and how many of them an exchange lasts that begins after some. By
+// steps, not by a clock on another thread or device: what counts is how far the training is when the exchange is over.
+class Measurement {
+ public:
+  using Exchange = std::function<c10::intrusive_ptr<c10d::Work>()>;
+
+  // Called at the end of every step. `begin` starts an exchange. Returns what was found after the last step that it
+  // needs, when all ranks have compared it. Collective.
+  std::optional<Measured> afterStep(StepContext& context, const Exchange& begin);
+  // Waits for the exchange, which may be under way.
+  void stop();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  [[nodiscard]] double stepSeconds() const;
+
+  int64_t steps_ = 0;
+  Clock::time_point lastEnd_{};
+  std::vector<double> seconds_;
+  c10::intrusive_ptr<c10d::Work> exchange_;
+  // How many steps had ended when the exchange was found to be over.
+  std::optional<double> stepsOfExchange_;
+};
+
+}  // namespace bagua::rounds

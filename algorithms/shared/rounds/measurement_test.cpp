@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/shared/rounds/measurement.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "tests/support/immediate_steps.h"
+#include "tests/support/lone_communicator.h"
+
+namespace bagua::rounds {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+// Over at a moment.
+class Timed final : public c10d::Work {
+ public:
+  explicit Timed(Clock::time_point end) : end_(end) {}
+  bool isCompleted() override { return Clock::now() >= end_; }
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    std::this_thread::sleep_until(end_);
+    return true;
+  }
+
+ private:
+  const Clock::time_point end_;
+};
+
+class MeasurementTest : public ::testing::Test {
+ protected:
+  // What was found of an exchange of this length, by steps of 10 ms.
+  Measured measured(Clock::duration exchange) {
+    Measurement measurement;
+    for (int step = 1; step <= 64; ++step) {
+      std::this_thread::sleep_for(10ms);
+      const auto found = measurement.afterStep(context_, [&]() -> c10::intrusive_ptr<c10d::Work> {
+        ++begun_;
+        return c10::make_intrusive<Timed>(Clock::now() + exchange);
+      });
+      if (!found) continue;
+      steps_ = step;
+      return *found;
+    }
+    return {};
+  }
+
+  const at::NoGradGuard noGrad_;
+  const std::vector<at::Tensor> weights_ = {at::ones({4})};
+  LoneCommunicator communicator_;
+  testing::ImmediateSteps context_{communicator_, weights_};
+  int begun_ = 0;
+  int steps_ = 0;
+};
+
+TEST_F(MeasurementTest, AnExchangeLastsAsManyStepsAsEndBeforeItIsOver) {
+  const auto found = measured(25ms);
+  EXPECT_EQ(steps_, 16);
+  EXPECT_EQ(begun_, 1);
+  EXPECT_GE(found.stepSeconds, 0.01);
+  EXPECT_GE(found.stepsOfExchange, 1);
+  EXPECT_LE(found.stepsOfExchange, 3);
+  EXPECT_EQ(measured(0ms).stepsOfExchange, 1);
+}
+
+TEST_F(MeasurementTest, ALongOneIsWaitedFor) {
+  const auto found = measured(400ms);
+  EXPECT_EQ(steps_, 16);
+  // By steps that took longer than they slept.
+  EXPECT_GE(found.stepsOfExchange, 8);
+  EXPECT_NEAR(found.stepsOfExchange * found.stepSeconds, 0.4, 0.2);
+}
+
+}  // namespace
+}  // namespace bagua::rounds
