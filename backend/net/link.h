@@ -55,8 +55,9 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
     bool isComplete = false;
     // The first frame, with the context, has gone.
     bool hasContextGone = false;
-    // The bytes from the beginning that have gone: see release().
+    // The bytes from the beginning that have gone; and of these, those that will not be read again: see release().
     uint64_t gone = 0;
+    uint64_t released = 0;
     // Not empty: the message will never be complete.
     std::string error;
   };

@@ -101,7 +101,7 @@ OutgoingFrame Outbox::cutOff(const std::shared_ptr<Outgoing>& message, Frame::Ki
   message->writing.push_back(message->cut);
   message->cut += frame.header.payloadBytes;
   if (message->cut == message->total) std::erase(queue_, message);
-  if (frame.header.payloadBytes > 0) frame.reader = MessageReader(message);
+  if (frame.header.payloadBytes > 0) frame.reader = MessageReader(message, frame.header.offset);
   if (frame.header.payloadBytes <= kSmallPayload && cell == 0) frame.copyPayload();
   return frame;
 }
