@@ -53,10 +53,10 @@ struct Outgoing {
   // An empty message is a frame too.
   [[nodiscard]] bool hasFrame() const { return cut < sendable() || (!hasBegun && total == 0); }
   [[nodiscard]] bool isUnsolicited() const { return total > 0 && cut >= placed; }
-  // The payload of the next frame.
-  [[nodiscard]] uint32_t payloadBytes() const {
+  // The payload of the next frame, which has room for `most`.
+  [[nodiscard]] uint32_t payloadBytes(uint32_t most) const {
     const uint64_t end = isUnsolicited() ? sendable() : std::min(sendable(), placed);
-    return static_cast<uint32_t>(std::min<uint64_t>(end - cut, kMostPayload));
+    return static_cast<uint32_t>(std::min<uint64_t>(end - cut, most));
   }
   [[nodiscard]] bool isComplete() const { return hasBegun && sent == total; }
   // The bytes from the beginning that have gone.
@@ -129,6 +129,8 @@ class Outbox {
   // the frame waits until a cell is free.
   using ChooseCell = std::function<std::optional<uint32_t>(uint32_t payloadBytes)>;
 
+  // Frames from now on have room for so much: kMostPayload at most, and at first.
+  void limitPayload(uint32_t bytes) { mostPayload_ = bytes; }
   void add(const std::shared_ptr<Outgoing>& message);
   // Frames without a message leave before all others. `chooseCell` may call this.
   void addControl(const Frame& header, std::vector<uint8_t> context = {});
@@ -181,6 +183,7 @@ class Outbox {
   // Places that the receiver has announced for messages that have not been added yet.
   std::map<std::pair<uint64_t, MessageKey>, uint64_t> placesAhead_;
   std::map<uint64_t, Account> accounts_;
+  uint32_t mostPayload_ = kMostPayload;
   // The messages so far.
   uint64_t added_ = 0;
 };
