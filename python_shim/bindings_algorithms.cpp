@@ -180,13 +180,15 @@ void bindHook(py::module& module) {
       .def(
           "reduce_bucket",
           [](HookRunner& self, const at::Tensor& flat, const std::vector<std::pair<int64_t, at::Tensor>>& gradients,
-             bool isFirst, bool isLast) {
+             bool isFirst, bool isLast, bool isUsed) {
             std::vector<BucketEntry> entries;
             entries.reserve(gradients.size());
-            for (const auto& [parameter, gradient] : gradients) entries.push_back({parameter, gradient});
+            for (const auto& [parameter, gradient] : gradients) entries.push_back({parameter, gradient, isUsed});
             return self.reduceBucket(flat, entries, isFirst, isLast);
           },
-          py::arg("flat"), py::arg("gradients"), py::arg("is_first"), py::arg("is_last"), noGil)
+          py::arg("flat"), py::arg("gradients"), py::arg("is_first"), py::arg("is_last"), py::arg("is_used") = true,
+          noGil)
+      .def("end_step", &HookRunner::endStep, noGil)
       .def("after_backward", &HookRunner::afterBackward, noGil)
       .def(
           "agree",

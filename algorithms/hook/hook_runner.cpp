@@ -148,8 +148,12 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
                     "none for ", flat.numel(), " elements on rank ", rank());
   Slots slots;
   slots.reserve(entries.size());
-  for (const auto& entry : entries) slots.push_back({.parameter = entry.parameter, .gradient = entry.gradient});
-  return reduceSlots(flat, std::move(slots), isFirst, isLast, /*tellsUse=*/false);
+  bool tellsUse = false;
+  for (const auto& entry : entries) {
+    slots.push_back({.parameter = entry.parameter, .gradient = entry.gradient, .isUsed = entry.isUsed});
+    tellsUse = tellsUse || !entry.isUsed;
+  }
+  return reduceSlots(flat, std::move(slots), isFirst, isLast, tellsUse);
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, Slots slots, bool isFirst, bool isLast,
@@ -165,13 +169,11 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, S
   }
   if (refusal_) std::rethrow_exception(refusal_);
   auto parts = layouts_.partsOf(slots);
-  layouts_.note(slots, parts, isFirst, isLast);
+  layouts_.note(slots, parts, isFirst);
   if (isFirst) ++step_;
-  const bool travels = reducesGradients();
   ledger_->countBucket();
-  if (isLast) ledger_->countStep();
-  if (isLast && travels) ledger_->countRound();
-  if (!travels) return {};
+  if (isLast) endStep();
+  if (!reducesGradients()) return {};
   // The end of backward waits for it.
   const auto wait = traits_.bucketsMayOverlap ? Wait::kNowInAnyOrder : Wait::kNow;
   auto gradients = layouts_.gradientsOf(parts);
@@ -182,6 +184,12 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, S
         program.run(*algorithm, communicator, seconds);
       },
       std::move(gradients));
+}
+
+void HookRunner::endStep() {
+  layouts_.noteEnd();
+  ledger_->countStep();
+  if (reducesGradients()) ledger_->countRound();
 }
 
 // Before DDP's own end of backward, which is queued after the last bucket; after it in the first step of a static

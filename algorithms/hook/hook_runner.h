@@ -49,9 +49,11 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& gradients);
 
   // The same for gradients of another source than DDP: `isFirst` and `isLast` of a step. No work where the gradients
-  // stay as they are. The end of backward has then to be told through afterBackward().
+  // stay as they are. The end of backward has then to be told through afterBackward(), and endStep() follows the last
+  // bucket where nobody knew that it was the last.
   c10::intrusive_ptr<c10d::Work> reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
                                               bool isFirst, bool isLast);
+  void endStep();
   void afterBackward();
 
   // Has the ranks agree, and the algorithm begin. Collective. Each throws ValueError unless all have registered the

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the gradients of a model that `fully_shard` has sharded come to an algorithm, and go back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bagua._attachment import names_and_roles
+from bagua._native import _C
+from bagua._torch_private import (
+    after_fsdp_backward,
+    at_end_of_backward,
+    fsdp_groups,
+    is_compiled_autograd_on,
+    is_in_backward,
+    is_view_of_buffer,
+    local_gradient,
+    parameters_being_reduced,
+    replica_group,
+    set_replica_group,
+    shape_in_buffer,
+    watch_fsdp_reductions,
+)
+
+
+def _modules_of_fsdp(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that `fully_shard` was called on; refuses what shards in another way."""
+    # To import it takes seconds.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model that fully_shard has sharded, got {type(model).__qualname__}")
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError("FullyShardedDataParallel (FSDP1) has no hook for this: shard the model by fully_shard")
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError("DistributedDataParallel shards nothing: use bagua.register_comm_hook(model, ...)")
+    found: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not found and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "the model's parameters are DTensors, but fully_shard has sharded none of them: wrappers of another kind "
+            "(SimpleFSDP, trainers of graphs) communicate where no hook is called. Shard the model by fully_shard"
+        )
+    if not found:
+        raise ValueError(f"fully_shard has sharded no module of this {type(model).__qualname__}: call it before")
+    if is_compiled_autograd_on():
+        raise ValueError(
+            "compiled_autograd traces what FSDP2 communicates, and calls no hook: switch it off before compress()"
+        )
+    return found
+
+
+class ShardedModel:
+    """The parameters of a model that `fully_shard` has sharded on a mesh of two dimensions.
+
+    Args:
+        model: the model. Its parameters are resharded, if they were left whole.
+
+    Raises:
+        ValueError: it cannot be done right; the message names the setting.
+        RuntimeError: an algorithm is at work on it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = _modules_of_fsdp(model)
+        for module in self.modules:
+            module.reshard()  # type: ignore[operator]
+        self.groups = [group for module in self.modules for group in fsdp_groups(module)]
+        by_tensor = {p.sharded_param: p for group in self.groups for p in group.fsdp_params}
+        self.all_names = [name for name, _ in model.named_parameters()]
+        # FSDP2's parameters, frozen ones too: they may be trained later.
+        self.parameters = [by_tensor[tensor] for tensor in model.parameters() if tensor in by_tensor]
+        tensors: list[Tensor] = [parameter.sharded_param for parameter in self.parameters]
+        if not any(tensor.requires_grad for tensor in tensors):
+            raise ValueError("all parameters that fully_shard has sharded are frozen: there are no gradients to reduce")
+        if any(tensor.is_meta for tensor in tensors):
+            raise ValueError("parameters are on the meta device: call model.to_empty() and initialise them before")
+        self.names_and_roles = names_and_roles(model, tensors)
+        self.device: torch.device = self.groups[0].device
+        self.group = self._replicas()
+
+    def _replicas(self) -> dist.ProcessGroup:
+        """Return the group of ranks that hold the same shards."""
+        found = {replica_group(group) for group in self.groups}
+        if None in found:
+            raise ValueError(
+                "the model is sharded on a mesh of one dimension, where all ranks hold other shards: give fully_shard "
+                "a mesh of two, init_device_mesh(device, (hosts, ranks per host))"
+            )
+        if any(isinstance(group, Replicas) for group in found):
+            raise RuntimeError("compress() is at work on this model already: call handle.remove() first")
+        if len(found) > 1:
+            raise ValueError(
+                "parts of the model are sharded on different meshes: give fully_shard the same mesh for all"
+            )
+        [group] = found
+        assert group is not None
+        return group
+
+    def shapes(self) -> list[Tensor]:
+        """Return tensors of a single element in the shapes that this rank's gradients have when they travel."""
+        return [
+            torch.empty(1, dtype=p.sharded_param.dtype, device=self.device).expand(shape_in_buffer(p))
+            for p in self.parameters
+        ]
+
+    def description(self) -> str:
+        """Return what has to be the same on all ranks that hold the same shards."""
+        return "; ".join(f"{p.sharded_param.dtype}{list(shape_in_buffer(p))}" for p in self.parameters)
+
+
+class Replicas(dist.ProcessGroup):
+    """Stands where FSDP2 all-reduces over the group of ranks with the same shards: an algorithm reduces instead."""
+
+    def __init__(self, stock: dist.ProcessGroup, reduction: ShardReduction) -> None:
+        super().__init__(stock.rank(), stock.size())
+        self.stock = stock
+        self._reduction = reduction
+
+    # torch looks up what it knows of a group, such as its backend for the text of an error.
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.stock
+
+    def __hash__(self) -> int:
+        return hash(self.stock)
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        """Called by `dist.all_reduce`, which waits for what it returns."""
+        [flat] = tensors
+        return self._reduction.start(flat, options.reduceOp)
+
+
+class _Started:
+    """What `dist.all_reduce` waits for; done already, or left to the end of the backward."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _Pending:
+    """An exchange that nobody has waited for."""
+
+    def __init__(self, work: dist.Work, flat: Tensor, parameters: Sequence[Any]) -> None:
+        self._work = work
+        self._flat = flat
+        self._parameters = parameters
+
+    def finish(self) -> None:
+        """Wait, and see to it that the gradients are what has been reduced."""
+        self._work.wait()
+        memory = self._flat.untyped_storage().data_ptr()
+        for parameter in self._parameters:
+            gradient = local_gradient(parameter)
+            if gradient is not None and gradient.numel() and gradient.untyped_storage().data_ptr() != memory:
+                raise RuntimeError(
+                    f"bagua.fsdp: the gradient of a parameter of shape {tuple(gradient.shape)} was copied before it "
+                    "was reduced between the hosts: what copies it has to come after backward()"
+                )
+
+
+class ShardReduction:
+    """Hands what FSDP2 is about to all-reduce to an algorithm, in buckets of one group of parameters each.
+
+    A step is a backward in which something is reduced. Its exchanges are waited for at the end of the backward, unless
+    FSDP2 goes on computing with the result before.
+    """
+
+    def __init__(self, model: ShardedModel, hook: _C.Hook) -> None:
+        self._hook = hook
+        self._model = model
+        self._replicas = Replicas(model.group, self)
+        self._positions: dict[Hashable, int] = {parameter: i for i, parameter in enumerate(model.parameters)}
+        # Of parameters that have been reduced before: with which others, in what dtype.
+        self._buckets: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
+        # Of the step at hand; empty between two steps.
+        self._seen: set[int] = set()
+        self._pending: list[_Pending] = []
+        self._is_ending = False
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        """Take the place of FSDP2's all-reduce."""
+        watch_fsdp_reductions()
+        self._undo = [after_fsdp_backward(module, self._at_end) for module in self._model.modules]
+        for group in self._model.groups:
+            set_replica_group(group, self._replicas)
+
+    def detach(self) -> None:
+        """Leave it again."""
+        for undo in self._undo:
+            undo()
+        for group in self._model.groups:
+            set_replica_group(group, self._replicas.stock)
+
+    def start(self, flat: Tensor, op: Any) -> _Started:
+        """Reduce in place what FSDP2 has put into a flat tensor, over the ranks that hold the same shards."""
+        if not is_in_backward():
+            raise ValueError(
+                "bagua.fsdp: gradients are reduced outside of a backward: set_manual_backward_finalization(True) is "
+                "not supported, leave it off"
+            )
+        parameters = parameters_being_reduced()
+        gradients = self._gradients_in(flat, parameters)
+        positions = [position for position, _ in gradients]
+        if not self._seen.isdisjoint(positions):
+            # Reduced once more in the same backward: an algorithm takes that for another step.
+            self._end_step()
+        is_mean = op == dist.ReduceOp.AVG
+        waits_later = flat.is_cpu and is_mean and all(is_view_of_buffer(p, flat.dtype) for p in parameters)
+        if not waits_later:
+            self._wait()
+        work = self._hook.reduce_bucket(flat, gradients, is_first=not self._seen, is_last=False)
+        assert work is not None  # the algorithm reduces gradients
+        self._seen.update(positions)
+        self._buckets.update(dict.fromkeys(positions, (flat.dtype, tuple(positions))))
+        if waits_later:
+            self._pending.append(_Pending(work, flat, parameters))
+        else:
+            work.wait()
+            if not is_mean:
+                flat.mul_(self._replicas.size())
+        return _Started()
+
+    def _gradients_in(self, flat: Tensor, parameters: Sequence[Any]) -> list[tuple[int, Tensor]]:
+        shapes = [shape_in_buffer(parameter) for parameter in parameters]
+        lengths = [shape.numel() for shape in shapes]
+        if not parameters or sum(lengths) != flat.numel():
+            raise RuntimeError(
+                f"bagua.fsdp: FSDP2 reduces {flat.numel()} elements of {len(parameters)} parameters, which have "
+                f"{sum(lengths)}: this version of torch, {torch.__version__}, is not supported"
+            )
+        if any(parameter not in self._positions for parameter in parameters):
+            raise RuntimeError(
+                "bagua.fsdp: the model has parameters that it did not have at compress(): call handle.remove() and it "
+                "again"
+            )
+        views = [part.view(shape) for part, shape in zip(torch.split(flat, lengths), shapes, strict=True)]
+        return [(self._positions[parameter], view) for parameter, view in zip(parameters, views, strict=True)]
+
+    def _at_end(self) -> None:
+        # Of several parts of the model, each may end the backward for itself.
+        if self._seen and not self._is_ending:
+            self._is_ending = True
+            at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._is_ending = False
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._pass_over_unused()
+        self._wait()
+        self._seen = set()
+        self._hook.end_step()
+
+    def _pass_over_unused(self) -> None:
+        """Tell error feedback of parameters without a gradient in this step: every step goes on from the one before."""
+        if not self._hook.keeps_residuals:
+            return
+        absent = {position for position in self._buckets.keys() - self._seen if self._is_trained(position)}
+        # As they travelled last, so that the same rank owns the same elements.
+        buckets = dict.fromkeys(bucket for position, bucket in self._buckets.items() if position in absent)
+        for bucket in buckets:
+            dtype, positions = bucket
+            left = [position for position in positions if position in absent and self._buckets[position] == bucket]
+            shapes = [shape_in_buffer(self._model.parameters[position]) for position in left]
+            lengths = [shape.numel() for shape in shapes]
+            flat = torch.zeros(sum(lengths), dtype=dtype, device=self._model.device)
+            views = [part.view(shape) for part, shape in zip(torch.split(flat, lengths), shapes, strict=True)]
+            gradients = list(zip(left, views, strict=True))
+            work = self._hook.reduce_bucket(flat, gradients, is_first=False, is_last=False, is_used=False)
+            assert work is not None
+            self._pending.append(_Pending(work, flat, []))
+
+    def _is_trained(self, position: int) -> bool:
+        return bool(self._model.parameters[position].sharded_param.requires_grad)
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, []
+        for exchange in pending:
+            exchange.finish()
