@@ -189,6 +189,52 @@ def set_replica_group(group: Any, replicas: dist.ProcessGroup) -> None:
     group.mesh_info.replicate_process_group = replicas
 
 
+def shard_group(group: Any) -> dist.ProcessGroup:
+    """Return the ranks among which a group's parameters are sharded."""
+    found: dist.ProcessGroup = group.mesh_info.shard_process_group
+    return found
+
+
+_COMMS = {"all_gather": "_all_gather_comm", "reduce_scatter": "_reduce_scatter_comm"}
+
+
+def comm_of_fsdp(group: Any, which: str) -> Any:
+    """Return what communicates a group's "all_gather" or "reduce_scatter"."""
+    return getattr(group, _COMMS[which])
+
+
+def set_comm_of_fsdp(group: Any, which: str, comm: Any) -> None:
+    """Have something else communicate it: what `set_custom_all_gather` does, for modules of several groups, too."""
+    setattr(group, _COMMS[which], comm)
+
+
+def reshards_after_forward(group: Any) -> bool:
+    """Return whether a group's parameters are gathered once more in the backward."""
+    return group.post_forward_mesh_info is not None
+
+
+def reshards_to_another_mesh(group: Any) -> bool:
+    """Return whether they are then gathered among fewer ranks."""
+    return reshards_after_forward(group) and group.post_forward_mesh_info != group.mesh_info
+
+
+def gathered_dtype(parameter: Any) -> torch.dtype:
+    """Return the dtype in which a parameter is gathered."""
+    # Before the first forward only the policy knows it.
+    dtype: torch.dtype | None = getattr(parameter, "param_dtype", parameter.mp_policy.param_dtype)
+    own: torch.dtype = parameter.sharded_param.dtype
+    return own if dtype is None else dtype
+
+
+def shard_moment(parameter: Any) -> tuple[int, int, int]:
+    """Return what differs once a rank's shard of a parameter was replaced, or changed in place.
+
+    Not by operations on many tensors at once, such as those of optimizers.
+    """
+    shard = parameter.sharded_param._local_tensor
+    return shard.data_ptr(), shard._version, parameter.sharded_param._version
+
+
 def shape_in_buffer(parameter: Any) -> torch.Size:
     """Return the shape of this rank's part of a gradient, as it lies in the flat tensor that travels."""
     shape: torch.Size = parameter.padded_sharded_param_size

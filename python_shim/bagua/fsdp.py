@@ -5,12 +5,14 @@
     fully_shard(model, mesh=mesh)
     handle = bagua.fsdp.compress(model, gradients="int8")
 
-Inside a host the model is sharded, in full precision; between hosts the gradients of the shards are averaged, coded.
+Inside a host the model is sharded, in full precision; between hosts the gradients of the shards are averaged, coded. On
+a mesh of one dimension gradients are reduce-scattered, coded, and weights="cache" gathers weights once a step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import torch.distributed as dist
 from torch import nn
@@ -21,31 +23,69 @@ from bagua._executors import executors_for, start
 from bagua._native import _C
 from bagua._registry import available_algorithms, available_codecs, describe
 from bagua._sharded import ShardedModel, ShardReduction
-from bagua._torch_private import default_group
+from bagua._torch_private import default_group, gathered_dtype, reshards_to_another_mesh, shape_in_buffer
+from bagua._weight_cache import CachedGather
 from bagua.handle import Handle, OptionArgument
+from bagua.stats import Stats
 
 __all__ = ["compress"]
 
 _BY_DEFAULT = "quantized_allreduce"
+_logger = logging.getLogger("bagua")
 
 
 class _ShardedHandle(Handle):
     """The handle of an algorithm at work on a sharded model; state and figures are those of this rank's shards."""
 
-    def __init__(self, hook: _C.Hook, reduction: ShardReduction) -> None:
+    def __init__(self, hook: _C.Hook, reduction: ShardReduction, caches: list[CachedGather]) -> None:
         # A checkpoint is this rank's alone, whatever dimension of the mesh it differs in.
         super().__init__(hook, None, None, default_group())
         self._reduction = reduction
+        self._caches = caches
+
+    def stats(self) -> Stats:
+        """See `Handle.stats`; `memory` has what weights="cache" keeps."""
+        stats = super().stats()
+        if self._caches:
+            stats["memory"]["gathered weights"] = sum(cache.bytes for cache in self._caches)
+        return stats
 
     def remove(self) -> None:
         """See `Handle.remove`; `compress` then takes the model again."""
         if not self.is_removed:
             super().remove()
             self._reduction.detach()
+            for cache in self._caches:
+                cache.detach()
+
+
+def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
+    """Return what gathers weights."""
+    if weights is None:
+        return []
+    if weights != "cache":
+        raise ValueError(f"weights={weights!r}: expected None or 'cache'")
+    if sharded.is_hybrid:
+        raise ValueError(
+            "weights='cache' is for a mesh of one dimension between hosts; on this mesh weights are gathered along its "
+            "second dimension, inside a host"
+        )
+    sharded.check_comms("all_gather")
+    if any(reshards_to_another_mesh(group) for group in sharded.groups):
+        raise ValueError(
+            "weights='cache' and reshard_after_forward=<number of ranks> are two ways to the same: leave one out"
+        )
+    if dist.get_rank() == 0:
+        sizes = [shape_in_buffer(p).numel() * gathered_dtype(p).itemsize for p in sharded.parameters]
+        _logger.warning(
+            "weights='cache' keeps a copy of all weights of the model in the memory of each rank's host: %.1f MiB",
+            sharded.group.size() * sum(sizes) / 2**20,
+        )
+    return [CachedGather(group) for group in sharded.groups]
 
 
 def _algorithm_and_options(
-    gradients: str, algorithm: str | None, options: dict[str, OptionArgument]
+    gradients: str, algorithm: str | None, options: dict[str, OptionArgument], *, is_hybrid: bool
 ) -> tuple[str, dict[str, OptionArgument]]:
     """Return which algorithm `gradients` and `algorithm` stand for, and all of its options."""
     if gradients in available_codecs():
@@ -53,7 +93,9 @@ def _algorithm_and_options(
         check_algorithm(name)
         if "codec" not in {option["name"] for option in describe(name)["options"]}:
             raise ValueError(f"algorithm {name!r} takes no codec: write compress(model, gradients={name!r}, ...)")
-        given = {"codec": gradients, **options}
+        # Of what goes to other ranks all residuals are kept: those of the whole model, on each rank.
+        small = {} if is_hybrid or name != _BY_DEFAULT else {"residuals": "8bit"}
+        given = {"codec": gradients, **small, **options}
     else:
         if gradients not in available_algorithms() or algorithm not in (None, gradients):
             raise ValueError(
@@ -83,10 +125,11 @@ def compress(
 ) -> Handle:
     """Let an algorithm average the gradients of a sharded model between hosts. Collective, before the first step.
 
-    The model was sharded by `fully_shard` on a mesh of two dimensions (HSDP): along the second one weights are sharded
-    and gradients reduce-scattered by FSDP2 itself, in full precision; along the first one the shards of gradients are
-    averaged by the algorithm, in the place of FSDP2's all-reduce. Everything else remains FSDP2's: mixed precision,
-    accumulation with `set_requires_gradient_sync` and `set_requires_all_reduce`, divide factors, resharding, clipping.
+    On a mesh of two dimensions (HSDP) weights are sharded along the second one, and gradients reduce-scattered by FSDP2
+    itself, in full precision; along the first one the algorithm averages the shards of gradients, in the place of
+    FSDP2's all-reduce. On a mesh of one dimension it reduce-scatters the gradients. Everything else remains FSDP2's:
+    mixed precision, accumulation with `set_requires_gradient_sync` and `set_requires_all_reduce`, divide factors,
+    resharding, clipping.
 
     On CPU tensors the exchange of a group of parameters goes on while the backward computes the others. It is waited
     for at once where FSDP2 goes on computing with the result: gradients that accumulate in `.grad` or are kept in
@@ -95,13 +138,14 @@ def compress(
     Args:
         model: the module that was given to `fully_shard` last, around all others.
         gradients: the codec of gradients, one of `bagua.available_codecs()`; or the name of an algorithm that reduces
-            gradients, such as "gradient_allreduce" (in full precision) or "powersgd".
-        weights: has to be None: on such a mesh weights are gathered along the second dimension, inside a host.
-        algorithm: which one codes the gradients; by default "quantized_allreduce", with error feedback by shard.
+            gradients, such as "gradient_allreduce" (in full precision) or "powersgd" (on a mesh of two dimensions).
+        weights: "cache", on a mesh of one dimension, to gather weights once a step and frozen ones once ever: each rank
+            keeps a copy of the whole model in host memory. None: FSDP2 gathers them for the forward and the backward.
+        algorithm: which one codes the gradients; by default "quantized_allreduce", with error feedback.
         **options: the algorithm's options, see each algorithm's page.
 
     Returns:
-        A handle as of `register_comm_hook`. `state_dict()` holds what this rank has of its shards.
+        A handle as of `register_comm_hook`. `state_dict()` holds what this rank alone has.
 
     Raises:
         ValueError: a model or a setting that cannot be done right, which the message names; an unknown codec,
@@ -113,23 +157,30 @@ def compress(
     group, device = sharded.group, sharded.device
     executors = executors_for(group, device)
     try:
-        if weights is not None:
-            raise ValueError(
-                f"weights={weights!r} is for a mesh of one dimension between hosts; on this mesh weights are gathered "
-                "along its second dimension, inside a host"
-            )
-        name, complete = _algorithm_and_options(gradients, algorithm, options)
+        caches = _caches(sharded, weights)
+        name, complete = _algorithm_and_options(gradients, algorithm, options, is_hybrid=sharded.is_hybrid)
         _C.check_names(name, complete, sharded.all_names)
         hook = _C.Hook(name, complete, executors, sharded.shapes())
-        hook.use_parameters(sharded.names_and_roles)
+        hook.use_parameters(sharded.names_and_roles * sharded.parts)
+        if not sharded.is_hybrid:
+            sharded.check_comms("reduce_scatter")
+            if not hook.can_reduce_to_parts:
+                raise ValueError(
+                    f"algorithm {name!r} cannot reduce-scatter, which a mesh of one dimension takes: choose a codec, "
+                    "'gradient_allreduce', or a mesh of two dimensions"
+                )
     except Exception:
         # The others may have found nothing wrong, and wait for this rank; its own error is what the user has to see.
         with contextlib.suppress(Exception):
             _C.refuse_registration(executors, str(device))
         raise
-    start(hook, group, device, sharded.description(), "")
+    start(hook, group, device, sharded.description(), f" and weights={weights!r}")
+    if sharded.is_hybrid and hook.keeps_residuals:
+        hook.use_shards(executors_for(sharded.shards, device))
     reduction = ShardReduction(sharded, hook)
     reduction.attach()
+    for cache in caches:
+        cache.attach()
     if dist.get_rank() == 0:
         say_if_nothing_is_coded(hook, group)
-    return _ShardedHandle(hook, reduction)
+    return _ShardedHandle(hook, reduction, caches)

@@ -58,11 +58,20 @@ def made_model() -> Model:
     return Model()
 
 
-def mesh_of_hosts(hosts: int = 2) -> DeviceMesh:
-    """Rank r is on host r // (ranks per host)."""
-    ranks = dist.get_world_size() // hosts
-    with mock.patch.dict(os.environ, BAGUA_HOST_ID=str(dist.get_rank() // ranks)):
-        return init_device_mesh("cpu", (hosts, ranks), mesh_dim_names=("replicate", "shard"))
+# Of four ranks: the shape of a mesh, and how many hosts they are on. Neighbours are on one.
+MESHES = {"hybrid": ((2, 2), 2), "line": ((4,), 2), "line of hosts": ((4,), 4)}
+
+
+def mesh_of(name: str = "hybrid") -> DeviceMesh:
+    shape, hosts = MESHES[name]
+    host = dist.get_rank() * hosts // dist.get_world_size()
+    with mock.patch.dict(os.environ, BAGUA_HOST_ID=str(host)):
+        if len(shape) == 1:
+            # A mesh of all ranks has their group, which knows of one host.
+            group = dist.new_group()
+            assert group is not None
+            return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
@@ -119,6 +128,11 @@ def trained(model: Any, steps: Sequence[int] = range(3), step: Step = plain_step
 def compressed(model: Any, gradients: str = "gradient_allreduce", **options: Any) -> Any:
     bagua.fsdp.compress(model, gradients, **options)
     return model
+
+
+def in_full_precision(model: Any, mesh: DeviceMesh) -> Any:
+    """With all that is exact."""
+    return compressed(model, weights="cache" if mesh.ndim == 1 else None)
 
 
 def check_equal(one: Trained, other: Trained, **tolerances: float) -> None:
