@@ -38,6 +38,8 @@ WAYS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "FSDP2, cached gathers": ("line", "bagua", {"gradients": "gradient_allreduce", "weights": "cache"}),
     "FSDP2, int8 and cached gathers": ("line", "bagua", {"gradients": "int8", "weights": "cache"}),
     "FSDP2, 4bit and cached gathers": ("line", "bagua", {"gradients": "4bit", "weights": "cache"}),
+    "FSDP2, int8, coded gathers": ("line", "bagua", {"gradients": "int8", "weights": "int8"}),
+    "FSDP2, 4bit, coded gathers": ("line", "bagua", {"gradients": "4bit", "weights": "4bit"}),
     "HSDP, gloo": ("hybrid", "gloo", None),
     "HSDP, bagua": ("hybrid", "bagua", None),
     "HSDP, int8": ("hybrid", "bagua", {"gradients": "int8"}),

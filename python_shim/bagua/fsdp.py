@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -63,25 +64,38 @@ def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
     """Return what gathers weights."""
     if weights is None:
         return []
-    if weights != "cache":
-        raise ValueError(f"weights={weights!r}: expected None or 'cache'")
+    if weights != "cache" and weights not in available_codecs():
+        raise ValueError(f"weights={weights!r}: expected None, 'cache' or a codec ({', '.join(available_codecs())})")
     if sharded.is_hybrid:
         raise ValueError(
-            "weights='cache' is for a mesh of one dimension between hosts; on this mesh weights are gathered along its "
-            "second dimension, inside a host"
+            f"weights={weights!r} is for a mesh of one dimension between hosts; on this mesh weights are gathered "
+            "along its second dimension, inside a host"
         )
     sharded.check_comms("all_gather")
     if any(reshards_to_another_mesh(group) for group in sharded.groups):
         raise ValueError(
-            "weights='cache' and reshard_after_forward=<number of ranks> are two ways to the same: leave one out"
+            f"weights={weights!r} and reshard_after_forward=<number of ranks> are two ways to the same: leave one out"
+        )
+    codec = None if weights == "cache" else weights
+    if codec is not None and not all(_is_coded_by(group) for group in sharded.groups):
+        raise ValueError(
+            f"weights={weights!r} takes CPU tensors, and groups of parameters that are gathered in one dtype of "
+            "floating point: choose 'cache'"
         )
     if dist.get_rank() == 0:
         sizes = [shape_in_buffer(p).numel() * gathered_dtype(p).itemsize for p in sharded.parameters]
         _logger.warning(
-            "weights='cache' keeps a copy of all weights of the model in the memory of each rank's host: %.1f MiB",
+            "weights=%r keeps a copy of all weights of the model in the memory of each rank's host: %.1f MiB",
+            weights,
             sharded.group.size() * sum(sizes) / 2**20,
         )
-    return [CachedGather(group) for group in sharded.groups]
+    return [CachedGather(group, codec) for group in sharded.groups]
+
+
+def _is_coded_by(group: Any) -> bool:
+    """Return whether differences of a group's weights can be coded."""
+    dtypes = {gathered_dtype(parameter) for parameter in group.fsdp_params}
+    return group.device.type == "cpu" and len(dtypes) <= 1 and all(dtype.is_floating_point for dtype in dtypes)
 
 
 def _algorithm_and_options(
@@ -140,7 +154,8 @@ def compress(
         gradients: the codec of gradients, one of `bagua.available_codecs()`; or the name of an algorithm that reduces
             gradients, such as "gradient_allreduce" (in full precision) or "powersgd" (on a mesh of two dimensions).
         weights: "cache", on a mesh of one dimension, to gather weights once a step and frozen ones once ever: each rank
-            keeps a copy of the whole model in host memory. None: FSDP2 gathers them for the forward and the backward.
+            keeps a copy of the whole model in host memory. A codec, to gather coded differences to that copy (CPU
+            tensors). None: FSDP2 gathers them for the forward and the backward.
         algorithm: which one codes the gradients; by default "quantized_allreduce", with error feedback.
         **options: the algorithm's options, see each algorithm's page.
 

@@ -91,6 +91,62 @@ def test_weights_that_change_where_nobody_can_know_are_an_error() -> None:
         loss.backward()
 
 
+@contextmanager
+def coded() -> Iterator[list[int]]:
+    """The elements that this rank gives to each gather of coded differences."""
+    gather, sizes = bagua._native._C.compressed_all_gather, []
+
+    def counted(executors: Any, output: torch.Tensor, input: torch.Tensor, *args: Any) -> Any:
+        sizes.append(input.numel())
+        return gather(executors, output, input, *args)
+
+    with mock.patch.object(bagua._native._C, "compressed_all_gather", counted):
+        yield sizes
+
+
+@pytest.mark.parametrize(("codec", "error"), [("int8", 1e-3), ("4bit", 2e-2)])
+@on_ranks(4)
+def test_coded_differences_follow_the_weights_with_the_same_bits_on_all_ranks(codec: str, error: float) -> None:
+    model, mesh = made_model(), mesh_of("line")
+    of_trained, of_frozen = sizes_of(model, trained=True), sizes_of(model, trained=False)
+    ours = compressed(sharded(model, mesh), weights=codec)
+    with gathered() as whole, coded() as sizes:
+        own = trained(ours, range(6))
+        assert sum(whole) == of_trained + of_frozen
+        assert sum(sizes) == 5 * of_trained
+    expected = trained(sharded(model, mesh), range(6))
+    # The first step has gathered the weights themselves.
+    for step, near in zip(own.gradients, expected.gradients, strict=True):
+        for name, gradient in step.items():
+            assert (gradient - near[name]).norm() <= error * near[name].norm() + 1e-6, name
+    with torch.no_grad():
+        outputs = ours(torch.ones(1, 67))
+    twins = [torch.empty_like(outputs) for _ in range(4)]
+    dist.all_gather(twins, outputs)
+    assert all(torch.equal(twin, outputs) for twin in twins)
+
+
+@on_ranks(4)
+def test_without_a_step_of_an_optimizer_no_difference_is_gathered() -> None:
+    ours = compressed(sharded(made_model(), mesh_of("line")), weights="int8")
+    trained(ours)
+    with gathered() as whole, coded() as sizes:
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        for steps in (1, 2):
+            # Of two blocks and the head.
+            loss_of(ours, 3).backward()
+            assert len(sizes) == 3 * steps
+            loss_of(ours, 4).backward()
+            assert len(sizes) == 3 * steps
+            optimizer.step()
+        assert len(whole) == 0
+        loss_of(ours, 5).backward()
+    with torch.no_grad():
+        ours.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="without a step"):
+        loss_of(ours, 5)
+
+
 @on_ranks(4)
 def test_the_memory_that_it_takes_is_said_and_given_back() -> None:
     model, mesh = made_model(), mesh_of("line")
@@ -124,7 +180,7 @@ def test_what_does_not_go_together_with_it_is_refused_with_its_name() -> None:
         return one
 
     cases: list[tuple[Any, str, str]] = [
-        (sharded(model, mesh), "int8", "expected None or 'cache'"),
+        (sharded(model, mesh), "int9", "expected None, 'cache' or a codec"),
         (fully_shard(made_model(), mesh=mesh, reshard_after_forward=2), "cache", "reshard_after_forward"),
         (own_gather(), "cache", "set_custom_all_gather"),
         (sharded(model, mesh_of("hybrid")), "cache", "mesh of one dimension"),
