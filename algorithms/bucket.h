@@ -80,6 +80,8 @@ struct Bucket {
   BucketEntries entries = {};
   // Whether there may be parameters that no rank has used: DDP keeps what comes of their gradients from the optimizer.
   bool tellsUse = false;
+  // Whether it holds a part for each rank, as ReducesToParts has it.
+  bool isInParts = false;
   // Synchronised backwards before this one, in earlier runs too where this one continues a checkpoint.
   int64_t step = 0;
   // For whatever is drawn at random: of the step and the first parameter, the same on all ranks.

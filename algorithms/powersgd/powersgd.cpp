@@ -57,8 +57,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
 
   void reduce(Bucket& bucket, Communicator& communicator) override {
     if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
-    const bool isExact = bucket.step < options_.startStep ||
-                         !compressed::isCoded({.hierarchical = options_.isHierarchical}, communicator.topology());
+    const bool isExact = isExactIn(bucket, communicator);
     if (!isExact) steps_.begin(bucket.step);
     const Division division = isExact ? Division{} : powersgd::divide(bucket, options_.worth);
     if (!division.groups.empty()) return reduceByFactors(bucket, division, communicator);
@@ -78,6 +77,26 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
     return compressed::whyUncoded({.hierarchical = options_.isHierarchical}, topology);
   }
+
+  void passOver(Bucket& bucket, Communicator& communicator) override {
+    if (communicator.size() == 1 || isExactIn(bucket, communicator)) return;
+    steps_.begin(bucket.step);
+    const Division division = powersgd::divide(bucket, options_.worth);
+    if (division.groups.empty()) return;
+    if (options_.hasErrorFeedback) {
+      const at::Tensor residuals = residuals_[steps_.current()].flatFor(bucket, division.matrices);
+      at::Tensor nextResiduals = residuals_[steps_.next()].flatFor(bucket, division.matrices);
+      steps_.restoreIfLost(residuals, nextResiduals);
+      nextResiduals.copy_(residuals);
+    }
+    const auto options = bucket.flat.options().dtype(low_rank::MatrixBatch::factorType(bucket.flat.scalar_type()));
+    for (const auto& group : division.groups) {
+      starts_[steps_.next()].keep(group, startOf(group, bucket, options), *bucket.retained);
+    }
+    steps_.noteWritten();
+  }
+
+  void agreeOnStep(at::Device device, Communicator& communicator) override { steps_.agree(device, communicator); }
 
   // Factors are made orthonormal, so that theirs does not matter.
   void rescale(double factor) override {
@@ -109,6 +128,11 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
   }
 
  private:
+  [[nodiscard]] bool isExactIn(const Bucket& bucket, const Communicator& communicator) const {
+    return bucket.step < options_.startStep ||
+           !compressed::isCoded({.hierarchical = options_.isHierarchical}, communicator.topology());
+  }
+
   // The matrices of one shape at work.
   struct Work {
     const MatrixGroup* group;

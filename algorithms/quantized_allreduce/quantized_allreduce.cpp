@@ -42,7 +42,11 @@ bool areSmall(const std::string& residuals) {
 
 // Mean of the gradients with few bits for most of them, and error feedback. The gradients of a bucket that are to stay
 // exact, or that another codec takes, travel in the same messages.
-class QuantizedAllReduce final : public Algorithm, public KeepsState, public KeepsResiduals, public ReadsNames {
+class QuantizedAllReduce final : public Algorithm,
+                                 public KeepsState,
+                                 public KeepsResiduals,
+                                 public ReducesToParts,
+                                 public ReadsNames {
  public:
   QuantizedAllReduce(Selection selection, const compressed::MeanOptions& options, bool hasFeedback,
                      bool hasSmallResiduals, Rounding rounding)
@@ -66,18 +70,59 @@ class QuantizedAllReduce final : public Algorithm, public KeepsState, public Kee
     if (hasFeedback_) feedback_.beginBucket(bucket.step);
     auto sections = sectionsOf(bucket);
     std::vector<compressed::Sum> sums;
-    for (auto& section : sections) sums.push_back({section.flat, codingOf(bucket, section, communicator)});
+    for (auto& section : sections) sums.push_back({section.flat, codingOf(bucket, section, options_, communicator)});
     const bool tellsUse = hasFeedback_ && bucket.tellsUse && isAnyCoded(sections);
     if (tellsUse) sums.push_back(compressed::sumOfUses(bucket));
     const auto isFinite = compressed::reduceToMeans(sums, options_, bucket.seconds, communicator);
     for (const auto& section : sections) section.scatterTo(bucket.flat);
     if (hasFeedback_) {
-      const bool keepsPlace = sections.front().pieces.empty() && !sections.front().codec.empty();
-      if (keepsPlace) forgetOthers(sections, sums.front(), communicator);
+      forgetOthers(sections, sums.front(), options_, communicator);
       if (tellsUse) keepUnused(bucket, sections, sums, communicator);
-      keepResiduals(bucket, sections, sums, communicator);
+      keepResiduals(bucket, sections, sums, options_, communicator);
       const Stage stage(bucket.seconds, stages::kCheck);
       feedback_.endBucket(bucket.flat, isFinite);
+    }
+  }
+
+  void reduceToParts(Bucket& bucket, at::Tensor& own, Communicator& communicator) override {
+    if (bucket.flat.numel() == 0) return;
+    if (!compressed::isCoded(options_, communicator.topology())) {
+      const Stage stage(bucket.seconds, stages::kReduceScatter);
+      return communicator.reduceScatter(own, bucket.flat, options_.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+    }
+    if (hasFeedback_) feedback_.beginBucket(bucket.step);
+    const auto options = compressed::optionsForParts(options_, communicator);
+    Bucket arranged = inOrder(bucket, compressed::partsInLanes(options, communicator));
+    auto sections = sectionsOf(arranged);
+    std::vector<compressed::Sum> sums;
+    std::vector<at::Tensor> owns;
+    for (const auto& section : sections) {
+      sums.push_back({section.flat, codingOf(arranged, section, options, communicator)});
+      const bool isWhole = section.pieces.empty();
+      owns.push_back(isWhole ? own : at::empty({section.flat.numel() / communicator.size()}, own.options()));
+    }
+    compressed::reduceToParts(sums, owns, options, bucket.seconds, communicator);
+    for (size_t i = 0; i < sections.size(); ++i) sections[i].scatterPartTo(own, owns[i]);
+    if (!hasFeedback_) return;
+    forgetOthers(sections, sums.front(), options, communicator);
+    keepResiduals(arranged, sections, sums, options, communicator);
+    const Stage stage(bucket.seconds, stages::kCheck);
+    feedback_.endBucket(own);
+  }
+
+  void agreeOnStep(at::Device device, Communicator& communicator) override {
+    if (hasFeedback_) feedback_.agreeOnStep(device, communicator);
+  }
+
+  void passOver(Bucket& bucket, Communicator& communicator) override {
+    if (!hasFeedback_ || !compressed::isCoded(options_, communicator.topology())) return;
+    feedback_.beginBucket(bucket.step);
+    const bool isInParts = bucket.isInParts;
+    const auto options = isInParts ? compressed::optionsForParts(options_, communicator) : options_;
+    Bucket arranged = isInParts ? inOrder(bucket, compressed::partsInLanes(options, communicator)) : bucket;
+    for (const auto& section : sectionsOf(arranged)) {
+      if (section.codec.empty()) continue;
+      feedback_.passOver(bucketOf(arranged, section), section.codec, options, communicator);
     }
   }
 
@@ -121,7 +166,39 @@ class QuantizedAllReduce final : public Algorithm, public KeepsState, public Kee
         begin += length;
       }
     }
+    // The same of one part, where the flat tensor has one for each rank.
+    void scatterPartTo(const at::Tensor& part, const at::Tensor& own) const {
+      int64_t begin = 0;
+      for (auto piece = pieces.begin(); piece != pieces.end() && begin < own.numel(); ++piece) {
+        const int64_t length = piece->end - piece->begin;
+        part.narrow(0, piece->begin, length).copy_(own.narrow(0, begin, length));
+        begin += length;
+      }
+    }
   };
+
+  // The bucket with its parts, one for each rank, in another order.
+  static Bucket inOrder(const Bucket& bucket, const std::vector<int>& ranks) {
+    if (std::is_sorted(ranks.begin(), ranks.end())) return bucket;
+    const auto parts = bucket.flat.chunk(static_cast<int64_t>(ranks.size()));
+    const size_t perPart = bucket.entries.size() / ranks.size();
+    std::vector<at::Tensor> arranged;
+    for (const int rank : ranks) arranged.push_back(parts[rank]);
+    Bucket result = bucket;
+    result.flat = at::cat(arranged);
+    result.entries = std::vector<BucketEntry>();
+    int64_t begin = 0;
+    for (const int rank : ranks) {
+      for (size_t i = rank * perPart; i < (rank + 1) * perPart; ++i) {
+        const BucketEntry& entry = bucket.entries[i];
+        const int64_t length = entry.gradient.numel();
+        const at::Tensor place = result.flat.narrow(0, begin, length).view(entry.gradient.sizes());
+        result.entries.push_back({entry.parameter, place, entry.isUsed});
+        begin += length;
+      }
+    }
+    return result;
+  }
 
   // The largest first. It is the bucket's own tensor, with zeros in the places of the others, unless these are many: a
   // copy of all would cost more than a few zeros on the line.
@@ -159,10 +236,13 @@ class QuantizedAllReduce final : public Algorithm, public KeepsState, public Kee
 
   // Zeros in the places of the others may have been coded as something else, which nobody sees: there is nothing to
   // make good.
-  void forgetOthers(const std::vector<Section>& sections, const compressed::Sum& first,
-                    const Communicator& communicator) const {
-    const compressed::CodedLanes coded(options_, first.flat.numel(), communicator);
-    const auto owned = compressed::ownPieces(coded.lanes, communicator.rank());
+  static void forgetOthers(const std::vector<Section>& sections, const compressed::Sum& first,
+                           const compressed::MeanOptions& options, const Communicator& communicator) {
+    const bool keepsPlace = sections.front().pieces.empty() && !sections.front().codec.empty();
+    if (!keepsPlace) return;
+    const compressed::CodedLanes coded(options, first.flat.numel(), communicator);
+    std::vector<Piece> owned;
+    if (!options.isToParts) owned = compressed::ownPieces(coded.lanes, communicator.rank());
     for (size_t i = 1; i < sections.size(); ++i) {
       for (const auto& piece : sections[i].pieces) {
         elementsOf(first.coding.sender.nextResidual, piece).zero_();
@@ -208,21 +288,22 @@ class QuantizedAllReduce final : public Algorithm, public KeepsState, public Kee
     return length;
   }
 
-  compressed::Coding codingOf(const Bucket& bucket, const Section& section, const Communicator& communicator) {
+  compressed::Coding codingOf(const Bucket& bucket, const Section& section, const compressed::MeanOptions& options,
+                              const Communicator& communicator) {
     if (section.codec.empty()) return {.codec = rawCodec(bucket.flat.scalar_type())};
     const auto& codec = CodecRegistry::find(section.codec).codec;
     compressed::Coding coding = compressed::codingOf(codec, bucket.key);
     coding.sender.rounding = coding.owner.rounding = roundingWith(*codec);
-    if (hasFeedback_) feedback_.useFor(bucketOf(bucket, section), section.codec, options_, communicator, coding);
+    if (hasFeedback_) feedback_.useFor(bucketOf(bucket, section), section.codec, options, communicator, coding);
     return coding;
   }
 
   void keepResiduals(Bucket& bucket, const std::vector<Section>& sections, const std::vector<compressed::Sum>& sums,
-                     const Communicator& communicator) {
+                     const compressed::MeanOptions& options, const Communicator& communicator) {
     const Stage stage(bucket.seconds, stages::kKeepResiduals);
     for (size_t i = 0; i < sections.size(); ++i) {
       if (sections[i].codec.empty()) continue;
-      feedback_.keep(bucketOf(bucket, sections[i]), sections[i].codec, options_, communicator, sums[i].coding);
+      feedback_.keep(bucketOf(bucket, sections[i]), sections[i].codec, options, communicator, sums[i].coding);
     }
   }
 

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "algorithms/shared/compressed/collectives.h"
+#include "algorithms/shared/compressed/exchange.h"
 
 namespace bagua::compressed {
 namespace {
@@ -67,6 +68,41 @@ std::optional<bool> reduceToMeans(std::vector<Sum>& sums, const MeanOptions& opt
   const Stage stage(seconds, stages::kGatherInHost);
   for (auto& one : flats) communicator.allGatherInHost(one.flat, one.lanes.partsInHost());
   return std::nullopt;
+}
+
+MeanOptions optionsForParts(const MeanOptions& options, const Communicator& communicator) {
+  MeanOptions forParts = options;
+  forParts.isToParts = true;
+  forParts.hierarchical = options.hierarchical && CodedLanes(options, communicator.size(), communicator).lanes.isEven();
+  return forParts;
+}
+
+std::vector<int> partsInLanes(const MeanOptions& options, const Communicator& communicator) {
+  const CodedLanes coded(options, communicator.size(), communicator);
+  std::vector<int> ranks;
+  for (int lane = 0; lane < coded.lanes.count(); ++lane) {
+    for (const int owner : coded.lanes.owners(lane)) ranks.push_back(owner);
+  }
+  return ranks;
+}
+
+void reduceToParts(std::vector<Sum>& sums, std::vector<at::Tensor>& owns, const MeanOptions& options,
+                   StageSeconds& seconds, Communicator& communicator) {
+  std::vector<std::unique_ptr<CodedLanes>> lanes;
+  std::vector<Section> sections;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    lanes.push_back(std::make_unique<CodedLanes>(options, sums[i].flat.numel(), communicator));
+    sections.push_back({sums[i].flat, owns[i], lanes.back()->lanes, sums[i].coding});
+  }
+  double divisor = options.average ? communicator.size() : 1;
+  if (lanes.front()->lanes.count() > 1) {
+    const Stage stage(seconds, stages::kReduceInHost);
+    for (auto& section : sections) {
+      communicator.reduceScatterInHost(section.flat, section.lanes.partsInHost(), static_cast<int64_t>(divisor));
+    }
+    divisor = 1;
+  }
+  Exchange(sections, false, seconds, communicator).reduce(divisor);
 }
 
 }  // namespace bagua::compressed
