@@ -15,11 +15,12 @@
 // An algorithm is one way to make the ranks of a data-parallel job agree. An instance serves one model.
 //
 // It is a class derived from Algorithm, whose reduce() is straight-line code over a Communicator, and an
-// AlgorithmInfo that registers it by name. If that is all, it is done: gradient_allreduce and bytegrad are no more.
+// AlgorithmInfo that registers it by name. If that is all, it is done.
 // A class that does what few do also derives from interfaces in algorithm_interfaces.h:
 //
 //   KeepsState         remembers something from step to step, which checkpoints hold
 //   KeepsResiduals     remembers gradients in their own scale (error feedback)
+//   ReducesToParts     gives each rank its part of the mean alone, for sharded models
 //   ActsOnWeights      exchanges weights on the thread that trains, beside gradients or in their place
 //   RunsInBackground   communicates beside the steps, and can be stopped
 //   CountsSkippedSteps takes a step also where GradScaler skips the optimizer's

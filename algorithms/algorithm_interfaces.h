@@ -9,9 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/bucket.h"
 #include "algorithms/shared/guard/guard.h"
 #include "algorithms/state.h"
 #include "algorithms/step_context.h"
+#include "backend/communicator.h"
 
 // An algorithm may derive from these besides Algorithm. Unless they say otherwise, methods are called on the thread
 // that trains, never two at a time.
@@ -42,6 +44,23 @@ class KeepsResiduals {
 
   // Multiplies what it remembers. Between two steps.
   virtual void rescale(double factor) = 0;
+  // Called in the place of reduce(), in a step in which no rank has gradients of these parameters: what it remembers of
+  // them stays. The flat tensor holds nothing.
+  virtual void passOver(Bucket& bucket, Communicator& communicator) = 0;
+  // After the last bucket of a step, when all are over, where the ranks of `communicator` hold gradients of different
+  // parameters: they agree on whether the step was lost, of which some may have seen nothing.
+  virtual void agreeOnStep(at::Device device, Communicator& communicator) = 0;
+};
+
+// Can give each rank its part of the mean alone, as sharded models take it.
+class ReducesToParts {
+ public:
+  virtual ~ReducesToParts() = default;
+
+  // As Algorithm::reduce(), but the flat tensor holds a part for each rank, in the order of the ranks, with as many
+  // entries of as many elements as the others. `own` becomes the mean of this rank's part. The flat tensor holds
+  // anything then.
+  virtual void reduceToParts(Bucket& bucket, at::Tensor& own, Communicator& communicator) = 0;
 };
 
 // Between which ranks gradients travel.

@@ -82,6 +82,8 @@ struct Bucket {
   bool tellsUse = false;
   // Whether a CUDA graph captures the program, and will repeat it.
   bool isCaptured = false;
+  // Whether it holds a part for each rank, as ReducesToParts has it.
+  bool isInParts = false;
   // Synchronised backwards before this one, in earlier runs too where this one continues a checkpoint.
   int64_t step = 0;
   // For whatever is drawn at random: of the step and the first parameter, the same on all ranks.

@@ -55,6 +55,7 @@ namespace stages {
 
 // The network, and waiting for the slowest rank.
 inline constexpr const char* kAllReduce = "allreduce";
+inline constexpr const char* kReduceScatter = "reduce_scatter";
 inline constexpr const char* kSparseAllReduce = "sparse_allreduce";
 inline constexpr const char* kReduceInHost = "reduce_in_host";
 inline constexpr const char* kExchange = "exchange";

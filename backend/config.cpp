@@ -84,7 +84,7 @@ std::optional<std::string> masterAddress() { return firstOf({"MASTER_ADDR"}); }
 
 int socketConnections() {
   const auto text = firstOf({"BAGUA_SOCKET_CONNECTIONS"});
-  int count = 8;
+  int count = 32;
   TORCH_CHECK_VALUE(!text || (read(*text, count) && count >= 1 && count <= 64),
                     "bagua: BAGUA_SOCKET_CONNECTIONS is to be a number from 1 to 64, got '", *text, "'");
   return count;

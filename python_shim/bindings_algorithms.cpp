@@ -114,6 +114,16 @@ Executors withOwned(const Executors& executors, py::object owned) {
   return {std::shared_ptr<ExecutorProvider>(executors.provider.get(), std::move(release))};
 }
 
+// By the positions of their parameters.
+using Gradients = std::vector<std::pair<int64_t, at::Tensor>>;
+
+std::vector<BucketEntry> entriesOf(const Gradients& gradients) {
+  std::vector<BucketEntry> entries;
+  entries.reserve(gradients.size());
+  for (const auto& [parameter, gradient] : gradients) entries.push_back({parameter, gradient});
+  return entries;
+}
+
 using HookClass = py::class_<HookRunner, std::shared_ptr<HookRunner>>;
 
 // What the user's handle asks for.
@@ -141,6 +151,7 @@ void bindControl(HookClass& hook) {
       .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), py::arg("step"), noGil)
       .def("rescale", &HookRunner::rescale, py::arg("factor"), noGil)
       .def_property_readonly("keeps_residuals", &HookRunner::keepsResiduals)
+      .def_property_readonly("can_reduce_to_parts", &HookRunner::canReduceToParts)
       .def("stats", &statsDict)
       .def("reset_stats", &HookRunner::resetStats)
       .def_property_readonly("why_uncoded", &HookRunner::whyUncoded)
@@ -171,6 +182,9 @@ void bindHook(py::module& module) {
       .def(
           "use_host", [](HookRunner& self, const Executors& executors) { self.useHost(executors.provider); },
           py::arg("executors"), noGil)
+      .def(
+          "use_shards", [](HookRunner& self, const Executors& executors) { self.useShards(executors.provider); },
+          py::arg("executors"), noGil)
       .def("use_model", &HookRunner::useModel, py::arg("layers"), py::arg("buffers"), noGil)
       .def("watch_use", &HookRunner::watchUse)
       .def("use_optimizer", &HookRunner::useOptimizer, py::arg("is_linear"))
@@ -195,14 +209,22 @@ void bindHook(py::module& module) {
           py::arg("bucket"), noGil)
       .def(
           "reduce_bucket",
-          [](HookRunner& self, const at::Tensor& flat, const std::vector<std::pair<int64_t, at::Tensor>>& gradients,
-             bool isFirst, bool isLast) {
-            std::vector<BucketEntry> entries;
-            entries.reserve(gradients.size());
-            for (const auto& [parameter, gradient] : gradients) entries.push_back({parameter, gradient});
-            return self.reduceBucket(flat, entries, isFirst, isLast);
+          [](HookRunner& self, const at::Tensor& flat, const Gradients& gradients, bool isFirst, bool isLast) {
+            return self.reduceBucket(flat, entriesOf(gradients), isFirst, isLast);
           },
           py::arg("flat"), py::arg("gradients"), py::arg("is_first"), py::arg("is_last"), noGil)
+      .def(
+          "reduce_to_parts",
+          [](HookRunner& self, const at::Tensor& flat, const at::Tensor& own, const Gradients& gradients,
+             bool isFirst) { return self.reduceToParts(flat, own, entriesOf(gradients), isFirst); },
+          py::arg("flat"), py::arg("own"), py::arg("gradients"), py::arg("is_first"), noGil)
+      .def(
+          "pass_over",
+          [](HookRunner& self, const at::Tensor& flat, const Gradients& gradients, bool isInParts) {
+            return self.passOver(flat, entriesOf(gradients), isInParts);
+          },
+          py::arg("flat"), py::arg("gradients"), py::arg("is_in_parts"), noGil)
+      .def("end_step", &HookRunner::endStep, noGil)
       .def("after_backward", &HookRunner::afterBackward, noGil)
       .def(
           "agree",

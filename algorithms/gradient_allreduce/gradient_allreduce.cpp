@@ -1,17 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
 
 namespace bagua {
 namespace {
 
 // Mean of the gradients in full precision: what DistributedDataParallel does by itself.
-class GradientAllReduce final : public Algorithm {
+class GradientAllReduce final : public Algorithm, public ReducesToParts {
  public:
   explicit GradientAllReduce(bool average) : average_(average) {}
 
   void reduce(Bucket& bucket, Communicator& communicator) override {
     const Stage stage(bucket.seconds, stages::kAllReduce);
     communicator.allReduce(bucket.flat, average_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+  }
+
+  void reduceToParts(Bucket& bucket, at::Tensor& own, Communicator& communicator) override {
+    const Stage stage(bucket.seconds, stages::kReduceScatter);
+    communicator.reduceScatter(own, bucket.flat, average_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
   }
 
   [[nodiscard]] ReduceTraits traits() const override {

@@ -129,7 +129,7 @@ std::shared_ptr<const GradientList> BucketLayouts::gradientsOf(const std::vector
   return known;
 }
 
-void BucketLayouts::note(const Slots& bucket, const std::vector<Slots>& parts, bool isFirst, bool isLast) {
+void BucketLayouts::note(const Slots& bucket, const std::vector<Slots>& parts, bool isFirst) {
   if (isFirst) {
     current_.clear();
     isWhole_ = true;
@@ -138,7 +138,9 @@ void BucketLayouts::note(const Slots& bucket, const std::vector<Slots>& parts, b
     if (!part.empty()) current_.push_back(positionsOf(part));
   }
   isWhole_ = isWhole_ && parts.size() == 1 && isSameOrder(parts.front(), bucket);
-  if (!isLast) return;
+}
+
+void BucketLayouts::noteEnd() {
   last_ = current_;
   ++steps_;
   if (isWhole_ && steps_ > unusualSteps_ && last_ == wanted_) wanted_.clear();

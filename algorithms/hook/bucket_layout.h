@@ -55,10 +55,11 @@ class BucketLayouts {
   // known.
   std::shared_ptr<const GradientList> gradientsOf(const std::vector<Slots>& parts);
 
-  // Notes what has travelled together, of a bucket as DDP has it; `isFirst` and `isLast` of a step. Once DDP itself
-  // hands over the wanted layout, and has its final buckets, it is wanted no more: nothing is left to compare bucket by
-  // bucket.
-  void note(const Slots& bucket, const std::vector<Slots>& parts, bool isFirst, bool isLast);
+  // Notes what has travelled together, of a bucket as DDP has it; `isFirst` of a step.
+  void note(const Slots& bucket, const std::vector<Slots>& parts, bool isFirst);
+  // After the last bucket of a step. Once DDP itself hands over the wanted layout, and has its final buckets, it is
+  // wanted no more: nothing is left to compare bucket by bucket.
+  void noteEnd();
   // Of the last complete step; the wanted one until DDP has rebuilt its buckets.
   [[nodiscard]] const BucketLayout& last() const { return steps_ <= unusualSteps_ ? wanted_ : last_; }
   // Throws ValueError unless it holds parameters of this model, each once.

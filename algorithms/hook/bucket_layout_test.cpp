@@ -60,8 +60,9 @@ void takeSteps(BucketLayouts& layouts, const std::vector<std::vector<std::vector
   for (const auto& buckets : steps) {
     for (size_t i = 0; i < buckets.size(); ++i) {
       const Slots slots = layouts.slotsOf(gradBucketOf(buckets[i]));
-      layouts.note(slots, layouts.partsOf(slots), i == 0, i + 1 == buckets.size());
+      layouts.note(slots, layouts.partsOf(slots), i == 0);
     }
+    layouts.noteEnd();
   }
 }
 

@@ -13,13 +13,23 @@ constexpr uint64_t kSeed = 0;
 }  // namespace
 
 void BucketProgram::reduce(Bucket& bucket, int64_t firstParameter, Algorithm& algorithm, Communicator& communicator,
-                           StageSeconds& seconds) const {
+                           StageSeconds& seconds) {
   bucket.step = step;
   bucket.tellsUse = tellsUse;
   bucket.isCaptured = isCaptured;
   bucket.retained = retained;
   bucket.key = bucketKey(kSeed, step, firstParameter);
-  algorithm.reduce(bucket, communicator);
+  bucket.isInParts = isInParts;
+  switch (way) {
+    case Way::kReduce:
+      algorithm.reduce(bucket, communicator);
+      break;
+    case Way::kReduceToParts:
+      algorithm.as<ReducesToParts>()->reduceToParts(bucket, own, communicator);
+      break;
+    case Way::kPassOver:
+      algorithm.as<KeepsResiduals>()->passOver(bucket, communicator);
+  }
   seconds.take(bucket.seconds);
 }
 
@@ -30,7 +40,7 @@ void BucketProgram::run(Algorithm& algorithm, Communicator& communicator, StageS
     if (auto* const keeps = algorithm.as<KeepsState>()) keeps->endSparse(gradients._values(), step);
     return;
   }
-  if (parts.size() == 1 && isSameOrder(parts[0], whole)) {
+  if (way != Way::kReduce || (parts.size() == 1 && isSameOrder(parts[0], whole))) {
     Bucket bucket{.flat = gradients, .entries = BucketEntries([this] { return entriesOf(gradients, whole); })};
     return reduce(bucket, whole.front().parameter, algorithm, communicator, seconds);
   }

@@ -13,6 +13,9 @@ namespace bagua {
 // The gradients that DDP handed over together, on their way through an algorithm. Lives as long as the program that
 // reduces them.
 struct BucketProgram {
+  // What becomes of the gradients, which are in place unless they are in parts: see ReducesToParts.
+  enum class Way : uint8_t { kReduce, kReduceToParts, kPassOver };
+
   at::Tensor gradients;
   Slots whole;
   // What travels apart, as BucketLayouts::partsOf makes them.
@@ -20,6 +23,10 @@ struct BucketProgram {
   int64_t step = 0;
   bool tellsUse = false;
   bool isCaptured = false;
+  Way way = Way::kReduce;
+  // Of gradients in parts, and where this rank's goes.
+  bool isInParts = false;
+  at::Tensor own = {};
   // Bucket::retained of all parts.
   std::shared_ptr<Bucket::Retained> retained = std::make_shared<Bucket::Retained>();
 
@@ -28,7 +35,7 @@ struct BucketProgram {
 
  private:
   void reduce(Bucket& bucket, int64_t firstParameter, Algorithm& algorithm, Communicator& communicator,
-              StageSeconds& seconds) const;
+              StageSeconds& seconds);
 };
 
 }  // namespace bagua

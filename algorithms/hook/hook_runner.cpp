@@ -2,13 +2,13 @@
 #include "algorithms/hook/hook_runner.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <utility>
 
 #include "algorithms/capture.h"
-#include "algorithms/hook/bucket_program.h"
 #include "algorithms/hook/codec_check.h"
 #include "algorithms/hook/profiler_handover.h"
 #include "algorithms/registry.h"
@@ -30,6 +30,13 @@ c10::intrusive_ptr<c10::ivalue::Future> failedFuture() {
   auto failed = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   failed->setError(std::current_exception());
   return failed;
+}
+
+Slots slotsOf(const std::vector<BucketEntry>& entries) {
+  Slots slots;
+  slots.reserve(entries.size());
+  for (const auto& entry : entries) slots.push_back({.parameter = entry.parameter, .gradient = entry.gradient});
+  return slots;
 }
 
 }  // namespace
@@ -161,16 +168,46 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceBucket(const at::Tensor& flat, 
                                                         bool isFirst, bool isLast) {
   TORCH_CHECK_VALUE(flat.is_sparse() || !entries.empty(), "bagua: a bucket of dense gradients must have entries, got ",
                     "none for ", flat.numel(), " elements on rank ", rank());
-  Slots slots;
-  slots.reserve(entries.size());
-  for (const auto& entry : entries) slots.push_back({.parameter = entry.parameter, .gradient = entry.gradient});
-  return reduceSlots(flat, std::move(slots), isFirst, isLast, /*tellsUse=*/false);
+  return reduceSlots(flat, slotsOf(entries), isFirst, isLast, /*tellsUse=*/false);
 }
 
-c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, Slots slots, bool isFirst, bool isLast,
-                                                       bool tellsUse) {
+c10::intrusive_ptr<c10d::Work> HookRunner::reduceToParts(const at::Tensor& flat, const at::Tensor& own,
+                                                         const std::vector<BucketEntry>& entries, bool isFirst) {
+  TORCH_CHECK_VALUE(
+      algorithm_->as<ReducesToParts>() != nullptr, "bagua: algorithm '", name_,
+      "' cannot give each rank a part of the mean: 'quantized_allreduce', 'bytegrad' and 'gradient_allreduce' can");
+  Slots slots = slotsOf(entries);
+  auto parts = beginBucket(flat, slots, isFirst);
+  hasParts_ = true;
+  ledger_->countLogicalBytes({flat});
+  return submitBucket("bagua:reduce_to_parts", {flat, own},
+                      {.gradients = flat,
+                       .whole = std::move(slots),
+                       .parts = std::move(parts),
+                       .step = step_ - 1,
+                       .way = BucketProgram::Way::kReduceToParts,
+                       .isInParts = true,
+                       .own = own});
+}
+
+c10::intrusive_ptr<c10d::Work> HookRunner::passOver(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
+                                                    bool isInParts) {
+  TORCH_INTERNAL_ASSERT(keepsResiduals());
+  Slots slots = slotsOf(entries);
+  std::vector<Slots> parts = {slots};
+  return submitBucket("bagua:pass_over", {flat},
+                      {.gradients = flat,
+                       .whole = std::move(slots),
+                       .parts = std::move(parts),
+                       .step = step_ - 1,
+                       .way = BucketProgram::Way::kPassOver,
+                       .isInParts = isInParts});
+}
+
+std::vector<Slots> HookRunner::beginBucket(const at::Tensor& flat, const Slots& slots, bool isFirst) {
   checkCapture({flat});
   if (isFirst) {
+    awaitAgreement();
     refusal_ = nullptr;
     try {
       followMembers(flat.device());
@@ -180,24 +217,58 @@ c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, S
   }
   if (refusal_) std::rethrow_exception(refusal_);
   auto parts = layouts_.partsOf(slots);
-  layouts_.note(slots, parts, isFirst, isLast);
+  layouts_.note(slots, parts, isFirst);
   if (isFirst) ++step_;
-  const bool travels = reducesGradients();
   ledger_->countBucket();
-  if (isLast) ledger_->countStep();
-  if (isLast && travels) ledger_->countRound();
-  if (!travels) return {};
+  return parts;
+}
+
+c10::intrusive_ptr<c10d::Work> HookRunner::submitBucket(const char* name, const std::vector<at::Tensor>& tensors,
+                                                        BucketProgram program) {
   // The end of backward waits for it.
   const auto wait = traits_.bucketsMayOverlap ? Wait::kNowInAnyOrder : Wait::kNow;
-  auto gradients = layouts_.gradientsOf(parts);
+  program.isCaptured = members_.group().isCapturing(program.gradients.device());
+  auto gradients = layouts_.gradientsOf(program.parts);
   return submitTo(
-      host_ ? *host_ : members_.group(), "bagua:reduce_bucket", {flat}, wait,
-      [algorithm = algorithm_, program = BucketProgram{flat, std::move(slots), std::move(parts), step_ - 1, tellsUse,
-                                                       members_.group().isCapturing(flat.device())}](
-          Communicator& communicator, StageSeconds& seconds) mutable {
+      host_ ? *host_ : members_.group(), name, tensors, wait,
+      [algorithm = algorithm_, program = std::move(program)](Communicator& communicator,
+                                                             StageSeconds& seconds) mutable {
         program.run(*algorithm, communicator, seconds);
       },
       std::move(gradients));
+}
+
+c10::intrusive_ptr<c10d::Work> HookRunner::reduceSlots(const at::Tensor& flat, Slots slots, bool isFirst, bool isLast,
+                                                       bool tellsUse) {
+  auto parts = beginBucket(flat, slots, isFirst);
+  if (isLast) endStep();
+  if (!reducesGradients()) return {};
+  ledger_->countLogicalBytes({flat});
+  return submitBucket("bagua:reduce_bucket", {flat},
+                      {.gradients = flat,
+                       .whole = std::move(slots),
+                       .parts = std::move(parts),
+                       .step = step_ - 1,
+                       .tellsUse = tellsUse});
+}
+
+void HookRunner::endStep() {
+  layouts_.noteEnd();
+  ledger_->countStep();
+  if (reducesGradients()) ledger_->countRound();
+  auto* const keeps = algorithm_->as<KeepsResiduals>();
+  if ((!std::exchange(hasParts_, false) && !shards_) || keeps == nullptr) return;
+  // Nobody waits for it but what comes next of the algorithm.
+  const at::Device device = parameters_.front().device();
+  agreement_ =
+      submitTo(shards_ ? *shards_ : members_.group(), "bagua:agree_on_step", {at::empty({0}, device)}, Wait::kLater,
+               [algorithm = algorithm_, keeps, device](Communicator& communicator, StageSeconds&) {
+                 keeps->agreeOnStep(device, communicator);
+               });
+}
+
+void HookRunner::awaitAgreement() {
+  if (const auto work = std::exchange(agreement_, nullptr)) work->wait(kNoTimeout);
 }
 
 // Before DDP's own end of backward, which is queued after the last bucket; after it in the first step of a static
@@ -258,12 +329,14 @@ void HookRunner::afterBackward() {
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,
                                                   Task task) {
+  ledger_->countLogicalBytes(tensors);
   return submitTo(members_.group(), name, tensors, wait, std::move(task));
 }
 
 c10::intrusive_ptr<c10d::Work> HookRunner::submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
                                                               Task task) {
   TORCH_INTERNAL_ASSERT(background_ != nullptr);
+  ledger_->countLogicalBytes(tensors);
   return submitTo(*background_, name, tensors, Wait::kLater, std::move(task));
 }
 
@@ -273,7 +346,6 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
   const at::Tensor& first = tensors.front();
   int64_t numel = 0;
   for (const auto& tensor : tensors) numel += tensor.numel();
-  ledger_->countLogicalBytes(tensors);
   const auto* const onWeights = algorithm_->as<ActsOnWeights>();
   const int64_t commonStep = onWeights != nullptr ? onWeights->commonStep() : 0;
   const Operation operation{.type = c10d::OpType::ALLREDUCE,

@@ -13,6 +13,7 @@
 #include "algorithms/algorithm_interfaces.h"
 #include "algorithms/hook/agreement.h"
 #include "algorithms/hook/bucket_layout.h"
+#include "algorithms/hook/bucket_program.h"
 #include "algorithms/hook/gradients_left.h"
 #include "algorithms/hook/hook_ledger.h"
 #include "algorithms/hook/hook_members.h"
@@ -49,9 +50,18 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& gradients);
 
   // The same for gradients of another source than DDP: `isFirst` and `isLast` of a step. No work where the gradients
-  // stay as they are. The end of backward has then to be told through afterBackward().
+  // stay as they are. The end of backward has then to be told through afterBackward(), and endStep() follows the last
+  // bucket where nobody knew that it was the last.
   c10::intrusive_ptr<c10d::Work> reduceBucket(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
                                               bool isFirst, bool isLast);
+  void endStep();
+  // The same of a flat tensor with a part for each rank, of which this rank's goes to `own`, see ReducesToParts.
+  c10::intrusive_ptr<c10d::Work> reduceToParts(const at::Tensor& flat, const at::Tensor& own,
+                                               const std::vector<BucketEntry>& entries, bool isFirst);
+  // Of parameters for which no rank has gradients in the step at hand, though they had some before; for algorithms that
+  // keep residuals. `isInParts`: they are reduced to parts.
+  c10::intrusive_ptr<c10d::Work> passOver(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
+                                          bool isInParts);
   void afterBackward();
 
   // Has the ranks agree, and the algorithm begin. Collective. Each throws ValueError unless all have registered the
@@ -71,6 +81,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   }
   // The ranks of this host, where gradients stay inside it, else none. After begin().
   [[nodiscard]] std::vector<int> hostRanks() const;
+  // The ranks that hold the other parts of what this rank has gradients of; before the first step.
+  void useShards(std::shared_ptr<ExecutorProvider> group) { shards_ = std::move(group); }
   // A group of these; before the first step.
   void useHost(std::shared_ptr<ExecutorProvider> group) { host_ = std::move(group); }
   // Whether DDP has to gather the gradients of the step at hand.
@@ -112,6 +124,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   [[nodiscard]] int64_t step() const { return step_; }
   void load(const AlgorithmState& state, BucketLayout layout, int64_t step);
   [[nodiscard]] bool keepsResiduals() const { return algorithm_->as<KeepsResiduals>() != nullptr; }
+  [[nodiscard]] bool canReduceToParts() const { return algorithm_->as<ReducesToParts>() != nullptr; }
   // Multiplies the gradients that the algorithm remembers. Throws where it remembers none.
   void rescale(double factor);
 
@@ -175,6 +188,12 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool findUse(const c10d::GradBucket& gradients, Slots& slots);
   c10::intrusive_ptr<c10d::Work> reduceSlots(const at::Tensor& flat, Slots slots, bool isFirst, bool isLast,
                                              bool tellsUse);
+  // Before all else of a bucket. Returns what of it travels apart.
+  std::vector<Slots> beginBucket(const at::Tensor& flat, const Slots& slots, bool isFirst);
+  c10::intrusive_ptr<c10d::Work> submitBucket(const char* name, const std::vector<at::Tensor>& tensors,
+                                              BucketProgram program);
+  // Ranks that hold gradients of different parameters have agreed on the step before.
+  void awaitAgreement();
   void queueAfterBackward();
 
   const std::string name_;
@@ -182,6 +201,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   HookMembers members_;
   std::shared_ptr<ExecutorProvider> background_;
   std::shared_ptr<ExecutorProvider> host_;
+  std::shared_ptr<ExecutorProvider> shards_;
   const std::vector<at::Tensor> parameters_;
   std::vector<int64_t> layers_;
   std::vector<at::Tensor> buffers_;
@@ -203,6 +223,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   std::vector<ParameterFacts> facts_;
   // See useOptimizer(); nothing where the optimizer is not known.
   std::optional<bool> isOptimizerLinear_;
+  // Whether something of the step at hand is reduced to parts, and the program in which ranks agree on such a step.
+  bool hasParts_ = false;
+  c10::intrusive_ptr<c10d::Work> agreement_;
   int64_t step_ = 0;
   // Guards the pointer, which leave() replaces, for those who call from another thread than the one that trains.
   mutable std::mutex mutex_;

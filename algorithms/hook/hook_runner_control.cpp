@@ -132,6 +132,7 @@ void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t 
   layouts_.check(layout);
   AlgorithmState own = state;
   const bool wasStepSkipped = countsSteps() && own.erase(kStepSkipped) > 0;
+  awaitAgreement();
   auto* const keeps = algorithm_->as<KeepsState>();
   TORCH_CHECK_VALUE(keeps != nullptr || own.empty(), "bagua: algorithm '", name_,
                     "' has no state, the checkpoint holds '", own.begin()->first, "'");
@@ -147,6 +148,7 @@ void HookRunner::rescale(double factor) {
   TORCH_CHECK(residuals != nullptr, "rescale() is for algorithms with error feedback of gradients; '", name_,
               "' remembers no gradients, and needs no rescale() or follow()");
   TORCH_CHECK_VALUE(std::isfinite(factor) && factor > 0, "bagua: rescale() takes a factor above 0, got ", factor);
+  awaitAgreement();
   if (factor != 1) residuals->rescale(factor);
 }
 
@@ -155,6 +157,7 @@ void HookRunner::rescale(double factor) {
 AlgorithmState HookRunner::state() {
   const auto* const keeps = algorithm_->as<KeepsState>();
   if (keeps == nullptr) return {};
+  awaitAgreement();
   lookForSkippedStepAtEnd();
   happen(StepEvent::kCheckpoint);
   AlgorithmState state = keeps->state();

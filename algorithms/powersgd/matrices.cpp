@@ -48,6 +48,15 @@ int64_t elementsIn(const std::vector<Piece>& pieces) {
   return elements;
 }
 
+int64_t placeIn(const std::vector<Piece>& pieces, int64_t element) {
+  int64_t place = 0;
+  for (const auto& piece : pieces) {
+    if (element < piece.end) return place + element - piece.begin;
+    place += piece.end - piece.begin;
+  }
+  TORCH_INTERNAL_ASSERT(false, "no piece has element ", element);
+}
+
 std::pair<int64_t, int64_t> factorElements(const Division& division) {
   int64_t p = 0;
   int64_t q = 0;
@@ -66,6 +75,21 @@ std::vector<at::Tensor> matricesOf(const Bucket& bucket, const MatrixGroup& grou
         bucket.flat.narrow(0, matrix.elements.begin, length).view({group.shape.rows, group.shape.columns}));
   }
   return gradients;
+}
+
+void copyExact(const Bucket& bucket, const Division& division, const at::Tensor& message, bool isOutgoing) {
+  int64_t begin = 0;
+  for (const auto& piece : division.exact) {
+    const int64_t length = piece.end - piece.begin;
+    const at::Tensor gradients = bucket.flat.narrow(0, piece.begin, length);
+    const at::Tensor place = message.narrow(0, begin, length);
+    if (isOutgoing) {
+      place.copy_(gradients);
+    } else {
+      gradients.copy_(place);
+    }
+    begin += length;
+  }
 }
 
 Division divide(const Bucket& bucket, const Worth& worth, const std::function<bool(int64_t parameter)>& isExact) {

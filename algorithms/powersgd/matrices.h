@@ -59,11 +59,16 @@ struct Division {
 };
 
 int64_t elementsIn(const std::vector<Piece>& pieces);
+// Of an element of the bucket, which is in one of `pieces`: among those of all of them.
+int64_t placeIn(const std::vector<Piece>& pieces, int64_t element);
 // Of all P and of all Q.
 std::pair<int64_t, int64_t> factorElements(const Division& division);
 
 // The gradients of a group, as views of the bucket.
 std::vector<at::Tensor> matricesOf(const Bucket& bucket, const MatrixGroup& group);
+
+// The gradients that travel as they are, into the message or from there.
+void copyExact(const Bucket& bucket, const Division& division, const at::Tensor& message, bool isOutgoing);
 
 // Without those that are exact whatever they are worth.
 Division divide(

@@ -63,8 +63,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
 
   void reduce(Bucket& bucket, Communicator& communicator) override {
     if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
-    const bool isExact = bucket.step < options_.startStep ||
-                         !compressed::isCoded({.hierarchical = options_.isHierarchical}, communicator.topology());
+    const bool isExact = isExactIn(bucket, communicator);
     if (!isExact) begin(bucket, communicator);
     const Division division = isExact ? Division{} : divide(bucket);
     if (!division.groups.empty()) return reduceByFactors(bucket, division, communicator);
@@ -84,6 +83,25 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
 
   [[nodiscard]] const Guard& guard() const override { return guard_; }
   void useNames(std::vector<std::string> names) override { guard_.useNames(std::move(names)); }
+  void passOver(Bucket& bucket, Communicator& communicator) override {
+    if (communicator.size() == 1 || isExactIn(bucket, communicator)) return;
+    begin(bucket, communicator);
+    const Division division = divide(bucket);
+    if (division.groups.empty()) return;
+    if (options_.hasErrorFeedback) {
+      const at::Tensor residuals = residuals_[steps_.current()].flatFor(bucket, division.matrices);
+      at::Tensor nextResiduals = residuals_[steps_.next()].flatFor(bucket, division.matrices);
+      steps_.restoreIfLost(residuals, nextResiduals);
+      nextResiduals.copy_(residuals);
+    }
+    const auto options = bucket.flat.options().dtype(low_rank::MatrixBatch::factorType(bucket.flat.scalar_type()));
+    for (const auto& group : division.groups) {
+      starts_[steps_.next()].keep(group, startOf(group, bucket, options), *bucket.retained);
+    }
+    steps_.noteWritten();
+  }
+
+  void agreeOnStep(at::Device device, Communicator& communicator) override { steps_.agree(device, communicator); }
 
   // Factors are made orthonormal, so that theirs does not matter.
   void rescale(double factor) override {
@@ -118,6 +136,11 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
   }
 
  private:
+  [[nodiscard]] bool isExactIn(const Bucket& bucket, const Communicator& communicator) const {
+    return bucket.step < options_.startStep ||
+           !compressed::isCoded({.hierarchical = options_.isHierarchical}, communicator.topology());
+  }
+
   // The matrices of one shape at work.
   struct Work {
     const MatrixGroup* group;
@@ -182,7 +205,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
         low_rank::orthogonalize(work.q);
         work.batch.multiply(work.q, work.p);
       }
-      copyExact(bucket, division, exact, true);
+      powersgd::copyExact(bucket, division, exact, true);
       if (bucket.tellsUse) areUsed.copy_(compressed::usedByThisRank(bucket, first.scalar_type()));
     }
     reduceFirst(first, pElements, bucket, communicator);
@@ -197,7 +220,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     reduceFactors(second, stages::kAllReduceQ, bucket.seconds, communicator);
     areUsable.logical_and_(at::isfinite(second).all());
     const Stage stage(bucket.seconds, stages::kReplace);
-    copyExact(bucket, division, exact, false);
+    powersgd::copyExact(bucket, division, exact, false);
     for (auto& work : works) {
       work.batch.replace(work.p, work.q, areUsable);
       at::Tensor q = at::where(areUsable, work.q, work.start);
@@ -256,7 +279,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
       for (const auto& matrix : group.matrices) {
         const int64_t length = matrix.elements.end - matrix.elements.begin;
         if (!residuals.defined()) continue;
-        const int64_t place = placeIn(division.matrices, matrix.elements.begin);
+        const int64_t place = powersgd::placeIn(division.matrices, matrix.elements.begin);
         ofGradients.push_back(residuals.narrow(0, place, length).view({rows, columns}));
         nextOfGradients.push_back(nextResiduals.narrow(0, place, length).view({rows, columns}));
       }
@@ -285,32 +308,6 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     steps_.restoreIfLost(start, starts_[1 - current].startOf(group, bucket.step, options));
     starts_[current].keep(group, start, *bucket.retained);
     return start;
-  }
-
-  // Of an element of the bucket, among those of `pieces`.
-  static int64_t placeIn(const std::vector<Piece>& pieces, int64_t element) {
-    int64_t place = 0;
-    for (const auto& piece : pieces) {
-      if (element < piece.end) return place + element - piece.begin;
-      place += piece.end - piece.begin;
-    }
-    TORCH_INTERNAL_ASSERT(false, "no matrix has element ", element);
-  }
-
-  // The gradients that travel as they are, into the message or from there.
-  static void copyExact(const Bucket& bucket, const Division& division, const at::Tensor& message, bool isOutgoing) {
-    int64_t begin = 0;
-    for (const auto& piece : division.exact) {
-      const int64_t length = piece.end - piece.begin;
-      const at::Tensor gradients = bucket.flat.narrow(0, piece.begin, length);
-      const at::Tensor place = message.narrow(0, begin, length);
-      if (isOutgoing) {
-        place.copy_(gradients);
-      } else {
-        gradients.copy_(place);
-      }
-      begin += length;
-    }
   }
 
   void reduceFirst(at::Tensor& message, int64_t pElements, Bucket& bucket, Communicator& communicator) const {

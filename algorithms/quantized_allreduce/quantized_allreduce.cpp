@@ -30,7 +30,9 @@ class QuantizedAllReduce final : public compressed::CodedGradients, public Keeps
  public:
   using CodedGradients::CodedGradients;
 
-  void rescale(double factor) override { feedback().rescale(factor); }
+  void rescale(double factor) override { rescaleResiduals(factor); }
+  void passOver(Bucket& bucket, Communicator& communicator) override { passOverResiduals(bucket, communicator); }
+  void agreeOnStep(at::Device device, Communicator& communicator) override { agreeOnResiduals(device, communicator); }
   void useOptimizer(bool isLinear) override { chooseFeedback(isLinear); }
 };
 

@@ -87,6 +87,8 @@ class SocketWire::Call {
     std::vector<uint8_t> context = {};
     std::unique_ptr<net::Group::Sending> sending = nullptr;
     std::unique_ptr<net::Group::Receiving> receiving = nullptr;
+    // Of what has gone, the bytes from the beginning that the caller may change.
+    uint64_t released = 0;
     // Where the message that comes brings the peer's preamble, until that has been compared.
     std::optional<Preamble> uncompared = std::nullopt;
   };
@@ -199,8 +201,8 @@ class SocketWire::Call {
     // Nothing is used of a program that differs. A rank that refuses has to be heard of by all.
     if (hasUncompared()) return false;
     if (refusing_ >= 0) throwRefused(refusing_);
-    for (const auto& transfer : transfers_) {
-      if (transfer.sending && !transfer.exchange->isKept) transfer.sending->release(static_cast<uint64_t>(end));
+    if (pipeline_.afterReceiving || hasForwarded_) {
+      for (const auto& transfer : transfers_) release(transfer, end);
     }
     if (pipeline_.afterReceiving) pipeline_.afterReceiving(used_, end);
     for (auto& transfer : transfers_) {
@@ -215,8 +217,15 @@ class SocketWire::Call {
     return true;
   }
 
+  // The step may change what has been sent up to `end`.
+  static void release(const Transfer& transfer, int64_t end) {
+    if (!transfer.sending || transfer.exchange->isKept) return;
+    const auto changing = static_cast<uint64_t>(std::min(end, transfer.exchange->sent.numel()));
+    if (transfer.released < changing) transfer.sending->release(changing);
+  }
+
   // Whether bytes up to `end` have come and gone.
-  bool has(const Transfer& transfer, int64_t end) {
+  bool has(Transfer& transfer, int64_t end) {
     const auto& exchange = *transfer.exchange;
     if (transfer.receiving) {
       const auto state = transfer.receiving->state();
@@ -234,6 +243,7 @@ class SocketWire::Call {
         throwIfOver(state.error);
         return false;
       }
+      transfer.released = state.released;
     }
     return true;
   }
@@ -245,7 +255,7 @@ class SocketWire::Call {
     if (current_ < transfers_.size() || hasUncompared()) return false;
     if (refusing_ >= 0) throwRefused(refusing_);
     while (currentForwarded_ < forwarded_.size()) {
-      const auto& transfer = forwarded_[currentForwarded_];
+      auto& transfer = forwarded_[currentForwarded_];
       const auto& exchange = *transfer.exchange;
       if (!has(transfer, std::max(exchange.sent.numel(), exchange.incomingBytes()))) return false;
       ++currentForwarded_;
@@ -333,8 +343,8 @@ class SocketWire::Call {
   // For an error: who has not come.
   std::string missing() {
     std::string names;
-    for (const auto* const transfers : {&transfers_, &forwarded_}) {
-      for (const auto& transfer : *transfers) {
+    for (auto* const transfers : {&transfers_, &forwarded_}) {
+      for (auto& transfer : *transfers) {
         const auto& exchange = *transfer.exchange;
         const bool isThere = has(transfer, std::max(exchange.sent.numel(), exchange.incomingBytes()));
         const std::string name = nameOf(exchange.peer);

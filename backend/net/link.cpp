@@ -57,13 +57,16 @@ void Link::makeReady(const std::shared_ptr<Outgoing>& message, uint64_t ready) {
 
 Link::State Link::stateOf(const Outgoing& message) {
   const Lock lock(mutex_);
-  if (message.isComplete()) return {.isComplete = true, .hasContextGone = true, .gone = message.total, .error = ""};
-  return {.hasContextGone = message.hasContextGone(), .gone = message.gone(), .error = error_};
+  const uint64_t released = message.released();
+  if (message.isComplete()) {
+    return {.isComplete = true, .hasContextGone = true, .gone = message.total, .released = released, .error = ""};
+  }
+  return {.hasContextGone = message.hasContextGone(), .gone = message.gone(), .released = released, .error = error_};
 }
 
 void Link::release(const std::shared_ptr<Outgoing>& message, uint64_t end) {
   Lock lock(mutex_);
-  while (message->readers > 0) {
+  while (message->released() < std::min(end, message->cut)) {
     bool isBusy = false;
     for (const auto* const connections : {&connections_, &ended_}) {
       for (const auto& connection : *connections) {
@@ -83,7 +86,7 @@ void Link::giveUp(const std::shared_ptr<Outgoing>& message) {
   {
     const Lock lock(mutex_);
     if (!message->isComplete()) outbox_.cancel(message);
-    if (message->readers == 0) return;
+    if (message->reading.empty()) return;
   }
   try {
     release(message, std::numeric_limits<uint64_t>::max());

@@ -17,6 +17,7 @@
 #include "backend/net/connection.h"
 #include "backend/net/event_loop.h"
 #include "backend/net/inbox.h"
+#include "backend/net/loss_watch.h"
 #include "backend/net/outbox.h"
 #include "backend/net/payload_memory.h"
 #include "backend/net/stream.h"
@@ -55,8 +56,9 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
     bool isComplete = false;
     // The first frame, with the context, has gone.
     bool hasContextGone = false;
-    // The bytes from the beginning that have gone: see release().
+    // The bytes from the beginning that have gone; and of these, those that will not be read again: see release().
     uint64_t gone = 0;
+    uint64_t released = 0;
     // Not empty: the message will never be complete.
     std::string error;
   };
@@ -135,7 +137,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
 
   // --- link_connections.cpp. These are called under the mutex.
   void openWhereNeeded();
-  [[nodiscard]] int neededConnections() const;
+  [[nodiscard]] int neededConnections();
   [[nodiscard]] Line lineOfAll() const;
   void open();
   // Opens a connection where none is on its way: now, or after a while if it is still needed.
@@ -196,6 +198,10 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // Connections of the peer of which it has said the last word before they came.
   std::set<uint64_t> neverComing_;
   uint64_t opened_ = 0;
+  LossWatch lossWatch_;
+  bool hasAskedForBbr_ = false;
+  bool usesBbr_ = false;
+  bool sendsLittle_ = false;
   Outbox outbox_;
   // The peer's number of this link, once it has told it.
   std::optional<uint64_t> peerLink_;

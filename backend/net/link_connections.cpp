@@ -26,6 +26,11 @@ constexpr int kNearConnections = 2;
 // round trip of 10 ms, and 814, 811, 592, 590, 877 and 2211 with 50 ms; a step of 8.4 MB at 100 Mbit/s and 10 ms took
 // 733, 761 and 880 ms with 1, 2 and 4.
 constexpr double kBytesOfConnection = 2e6;
+constexpr int kMostToHold = 8;
+// Of many connections that losses make slow, one that has just lost packets is much slower than the others. What it has
+// taken has to be little, as a message waits for all of it.
+constexpr uint32_t kLittlePayload = 32U << 10U;
+constexpr int kLittleUnsent = 16 << 10;
 // Less backlog is not worth the opening of another connection.
 constexpr uint64_t kBacklogBytes = 512U << 10U;
 // The kernel asks a host again after 1, 2, 4 and more seconds. Where a line was cut for a while, another try is faster.
@@ -49,18 +54,34 @@ Line Link::lineOfAll() const {
     if (connection->isConnecting) continue;
     const Line line = lineOf(connection->socket());
     all.roundTrip = all.roundTrip.count() == 0 ? line.roundTrip : std::min(all.roundTrip, line.roundTrip);
+    // An idle connection remembers the queue of long ago. That of now is seen by all.
+    const bool isFirst = all.roundTripNow.count() == 0;
+    all.roundTripNow = isFirst ? line.roundTripNow : std::min(all.roundTripNow, line.roundTripNow);
     all.bytesPerSecond += line.bytesPerSecond;
+    all.sent += line.sent;
+    all.lost += line.lost;
   }
   return all;
 }
 
-// Returns as many as hold what is on its way when the line is full. Fewer of them show a rate that asks for more.
-int Link::neededConnections() const {
+// Returns as many as hold what is on its way when the line is full, or as overcome its losses. Fewer of them show a
+// rate that asks for more.
+int Link::neededConnections() {
   const Line line = lineOfAll();
   if (line.roundTrip < kDistant) return kNearConnections;
+  if (!usesBbr_) lossWatch_.look(line, static_cast<int>(connections_.size()), Clock::now());
+  if (lossWatch_.hasLoss() && !std::exchange(hasAskedForBbr_, true)) {
+    usesBbr_ = std::all_of(connections_.begin(), connections_.end(),
+                           [](const auto& connection) { return useBbr(connection->socket()); });
+  }
+  if (!usesBbr_ && lossWatch_.worth() > 1 && !std::exchange(sendsLittle_, true)) {
+    outbox_.limitPayload(kLittlePayload);
+    for (const auto& connection : connections_) limitUnsent(connection->socket(), kLittleUnsent);
+  }
   const double underWay =
       static_cast<double>(line.bytesPerSecond) * std::chrono::duration<double>(line.roundTrip).count();
-  return 1 + static_cast<int>(std::min(underWay / kBytesOfConnection, 1e6));
+  const int toHold = std::min(1 + static_cast<int>(std::min(underWay / kBytesOfConnection, 1e6)), kMostToHold);
+  return usesBbr_ ? toHold : std::max(toHold, lossWatch_.worth());
 }
 
 void Link::openWhereNeeded() {
@@ -138,6 +159,8 @@ void Link::open() {
 }
 
 void Link::add(const std::shared_ptr<Connection>& connection, bool wantsWritable) {
+  if (usesBbr_) useBbr(connection->socket());
+  if (sendsLittle_) limitUnsent(connection->socket(), kLittleUnsent);
   loop_->add(connection->socket().number(), connection, wantsWritable);
   connections_.push_back(connection);
   watch();

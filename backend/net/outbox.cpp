@@ -70,14 +70,14 @@ std::optional<OutgoingFrame> Outbox::next(const ChooseCell& chooseCell) {
   }
   if (next == queue_.end()) return std::nullopt;
   const auto message = *next;
-  const auto cell = chooseCell(message->payloadBytes());
+  const auto cell = chooseCell(message->payloadBytes(mostPayload_));
   if (!cell) return std::nullopt;
   return cutOff(message, message->isUnsolicited() ? Frame::Kind::kUnsolicited : Frame::Kind::kData, *cell);
 }
 
 bool Outbox::mayLeave(const Outgoing& message) {
   if (!message.isUnsolicited()) return true;
-  return accounts_[message.group].unsolicited + chargeOf(message.payloadBytes()) <= message.maxUnsolicited;
+  return accounts_[message.group].unsolicited + chargeOf(message.payloadBytes(mostPayload_)) <= message.maxUnsolicited;
 }
 
 void Outbox::letWait(Queue::iterator message) {
@@ -90,7 +90,7 @@ OutgoingFrame Outbox::cutOff(const std::shared_ptr<Outgoing>& message, Frame::Ki
   OutgoingFrame frame{.header = {.kind = kind, .group = message->group, .key = message->key, .total = message->total},
                       .message = message};
   frame.header.offset = message->cut;
-  frame.header.payloadBytes = kind == Frame::Kind::kWaiting ? 0 : message->payloadBytes();
+  frame.header.payloadBytes = kind == Frame::Kind::kWaiting ? 0 : message->payloadBytes(mostPayload_);
   frame.header.cell = cell;
   if (message->cut == 0) frame.context = message->context;
   frame.header.contextBytes = static_cast<uint16_t>(frame.context.size());
@@ -101,7 +101,7 @@ OutgoingFrame Outbox::cutOff(const std::shared_ptr<Outgoing>& message, Frame::Ki
   message->writing.push_back(message->cut);
   message->cut += frame.header.payloadBytes;
   if (message->cut == message->total) std::erase(queue_, message);
-  if (frame.header.payloadBytes > 0) frame.reader = MessageReader(message);
+  if (frame.header.payloadBytes > 0) frame.reader = MessageReader(message, frame.header.offset);
   if (frame.header.payloadBytes <= kSmallPayload && cell == 0) frame.copyPayload();
   return frame;
 }
@@ -160,7 +160,7 @@ void Outbox::grantCredit(uint64_t group, uint64_t bytes) {
   uint64_t planned = account.unsolicited;
   for (auto next = account.waiting.begin(); next != account.waiting.end() && planned < kUnsolicitedBytes;) {
     const Outgoing& message = *next->second;
-    if (planned + chargeOf(message.payloadBytes()) > message.maxUnsolicited) {
+    if (planned + chargeOf(message.payloadBytes(mostPayload_)) > message.maxUnsolicited) {
       ++next;
       continue;
     }

@@ -40,8 +40,9 @@ struct Outgoing {
   std::vector<uint64_t> writing = {};
   // The kernel has so many bytes: a count, as frames overtake each other.
   uint64_t sent = 0;
-  // So many frames may still be read from `data`: those that have gone too, until they are acknowledged.
-  uint32_t readers = 0;
+  // Where those of them begin that may still be read from `data`, in ascending order: those that have gone too, until
+  // they are acknowledged.
+  std::vector<uint64_t> reading = {};
   bool hasBegun = false;
   // The receiver has heard that the message waits.
   bool hasToldOfWaiting = false;
@@ -52,30 +53,40 @@ struct Outgoing {
   // An empty message is a frame too.
   [[nodiscard]] bool hasFrame() const { return cut < sendable() || (!hasBegun && total == 0); }
   [[nodiscard]] bool isUnsolicited() const { return total > 0 && cut >= placed; }
-  // The payload of the next frame.
-  [[nodiscard]] uint32_t payloadBytes() const {
+  // The payload of the next frame, which has room for `most`.
+  [[nodiscard]] uint32_t payloadBytes(uint32_t most) const {
     const uint64_t end = isUnsolicited() ? sendable() : std::min(sendable(), placed);
-    return static_cast<uint32_t>(std::min<uint64_t>(end - cut, kMostPayload));
+    return static_cast<uint32_t>(std::min<uint64_t>(end - cut, most));
   }
   [[nodiscard]] bool isComplete() const { return hasBegun && sent == total; }
   // The bytes from the beginning that have gone.
   [[nodiscard]] uint64_t gone() const { return writing.empty() ? cut : writing.front(); }
+  // The bytes from the beginning that will not be read again.
+  [[nodiscard]] uint64_t released() const { return reading.empty() ? cut : reading.front(); }
   // The frame with the context has gone.
   [[nodiscard]] bool hasContextGone() const { return hasBegun && (writing.empty() || writing.front() > 0); }
 };
 
-// The memory of a message has one reader more for as long as this lives.
+// The frame of a message that begins at `offset`, and was cut off last, is read from its memory for as long as this
+// lives.
 class MessageReader {
  public:
   MessageReader() = default;
-  explicit MessageReader(std::shared_ptr<Outgoing> message) : message_(std::move(message)) { ++message_->readers; }
-  MessageReader(MessageReader&& other) noexcept : message_(std::move(other.message_)) { other.message_ = nullptr; }
+  MessageReader(std::shared_ptr<Outgoing> message, uint64_t offset) : message_(std::move(message)), offset_(offset) {
+    message_->reading.push_back(offset);
+  }
+  MessageReader(MessageReader&& other) noexcept : message_(std::move(other.message_)), offset_(other.offset_) {
+    other.message_ = nullptr;
+  }
   MessageReader& operator=(MessageReader&& other) noexcept {
     std::swap(message_, other.message_);
+    std::swap(offset_, other.offset_);
     return *this;
   }
   ~MessageReader() {
-    if (message_) --message_->readers;
+    if (!message_) return;
+    auto& reading = message_->reading;
+    reading.erase(std::find(reading.begin(), reading.end(), offset_));
   }
   MessageReader(const MessageReader&) = delete;
   MessageReader& operator=(const MessageReader&) = delete;
@@ -84,6 +95,7 @@ class MessageReader {
 
  private:
   std::shared_ptr<Outgoing> message_;
+  uint64_t offset_ = 0;
 };
 
 // A frame on its way out, or kept until it is acknowledged. `message` is null where it carries none.
@@ -117,6 +129,8 @@ class Outbox {
   // the frame waits until a cell is free.
   using ChooseCell = std::function<std::optional<uint32_t>(uint32_t payloadBytes)>;
 
+  // Frames from now on have room for so much: kMostPayload at most, and at first.
+  void limitPayload(uint32_t bytes) { mostPayload_ = bytes; }
   void add(const std::shared_ptr<Outgoing>& message);
   // Frames without a message leave before all others. `chooseCell` may call this.
   void addControl(const Frame& header, std::vector<uint8_t> context = {});
@@ -169,6 +183,7 @@ class Outbox {
   // Places that the receiver has announced for messages that have not been added yet.
   std::map<std::pair<uint64_t, MessageKey>, uint64_t> placesAhead_;
   std::map<uint64_t, Account> accounts_;
+  uint32_t mostPayload_ = kMostPayload;
   // The messages so far.
   uint64_t added_ = 0;
 };

@@ -276,10 +276,10 @@ TEST_F(OutboxTest, AFrameReadsItsMessageUntilItsPayloadIsCopied) {
   std::vector<OutgoingFrame> lost;
   lost.push_back(*next());
   outbox_.sendAgain(std::move(lost));
-  EXPECT_EQ(message->readers, 2);
+  EXPECT_EQ(message->reading.size(), 2);
   first.copyPayload(*message, kMostPayload);
   outbox_.copyPayloads(*message, kMostPayload);
-  EXPECT_EQ(message->readers, 1);
+  EXPECT_EQ(message->reading.size(), 1);
   std::fill(data_.begin(), data_.end(), 2);
   EXPECT_EQ(first.payload()[kMostPayload - 1], 1);
   const auto second = next();
@@ -304,9 +304,9 @@ class SentFramesTest : public OutboxTest {
 TEST_F(SentFramesTest, WhatIsNotAcknowledgedIsSentAgainInItsOrder) {
   const auto message = add(1, 5 * kMostPayload);
   for (int i = 0; i < 5; ++i) write(give());
-  EXPECT_EQ(message->readers, 5);
+  EXPECT_EQ(message->reading.size(), 5);
   EXPECT_TRUE(sent_.acknowledge(2));
-  EXPECT_EQ(message->readers, 3);
+  EXPECT_EQ(message->reading.size(), 3);
   EXPECT_FALSE(sent_.isEmpty());
   // The last word.
   EXPECT_TRUE(sent_.acknowledge(3));
@@ -322,7 +322,7 @@ TEST_F(SentFramesTest, AnAnswerMayComeBeforeTheWriterKnowsThatTheFrameHasGone) {
   EXPECT_TRUE(sent_.acknowledge(1));
   write(std::move(first));
   EXPECT_TRUE(sent_.isEmpty());
-  EXPECT_EQ(message->readers, 0);
+  EXPECT_EQ(message->reading.size(), 0);
   write(give());
   EXPECT_EQ(sent_.takeUnreceived().size(), 1);
 }
@@ -341,7 +341,7 @@ TEST_F(SentFramesTest, TheMemoryOfAMessageIsFreeOnceItsFramesAreCopied) {
   const auto message = add(1, 3 * kMostPayload);
   for (int i = 0; i < 3; ++i) write(give());
   sent_.copyPayloads(*message, kMostPayload + 1);
-  EXPECT_EQ(message->readers, 1) << "the third stays in the message";
+  EXPECT_EQ(message->reading.size(), 1) << "the third stays in the message";
   std::fill(data_.begin(), data_.end(), 2);
   const auto lost = sent_.takeUnreceived();
   EXPECT_EQ(lost[1].payload()[kMostPayload - 1], 1);

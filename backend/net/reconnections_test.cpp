@@ -27,9 +27,6 @@ class Reconnections : public TwoTransports {
     return resetConnections([&](uint16_t own, uint16_t peer) { return isOfOurs(own, peer); });
   }
   static uint16_t portOf(const std::shared_ptr<Transport>& transport) { return transport->address().address.port(); }
-  [[nodiscard]] Place inPieces(Bytes& place) const {
-    return {.data = place.data(), .size = place.size(), .signal = signal_, .tellsProgress = true};
-  }
 };
 
 TEST_F(Reconnections, AnIdleConnectionThatIsResetIsOpenedAgain) {
@@ -116,28 +113,6 @@ TEST_P(ResetAtRandom, MessagesOfAllSizesArriveOnceAndWhole) {
 
 INSTANTIATE_TEST_SUITE_P(SharedMemory, ResetAtRandom, ::testing::Values(false, true));
 
-TEST_F(Reconnections, WhatIsGivenBackInTheMiddleOfAMessageMayChange) {
-  const Bytes sent = pattern(60U << 20U, 1);
-  Bytes memory = sent;
-  Bytes received(sent.size());
-  const auto receiving = groups_[1]->receive(0, 1, 0, inPieces(received));
-  auto message = all(memory);
-  message.tellsProgress = true;
-  const auto sending = groups_[0]->send(1, 1, 0, message);
-  uint64_t released = 0;
-  int resets = 0;
-  while (released < sent.size()) {
-    ASSERT_TRUE(comes(*signal_, [&] { return sending->state().gone > released; })) << sending->state().error;
-    const uint64_t gone = sending->state().gone;
-    sending->release(gone);
-    std::fill(memory.begin() + static_cast<ptrdiff_t>(released), memory.begin() + static_cast<ptrdiff_t>(gone), 0xEE);
-    released = gone;
-    if (++resets % 32 == 0) resetAll();
-  }
-  ASSERT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); })) << receiving->state().error;
-  EXPECT_TRUE(received == sent);
-}
-
 // A process of another kind: this test says what it likes.
 class MadeUpPeer : public ::testing::Test {
  protected:
@@ -172,6 +147,25 @@ class MadeUpPeer : public ::testing::Test {
     setsockopt(connection.number(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
     EXPECT_EQ(recv(connection.number(), &frame, sizeof(frame), MSG_WAITALL), static_cast<ssize_t>(sizeof(frame)));
     return frame;
+  }
+  static void sayBytes(const FileDescriptor& connection, const Bytes& bytes) {
+    EXPECT_EQ(::send(connection.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+  }
+  static Bytes hearBytes(const FileDescriptor& connection, size_t size) {
+    Bytes bytes(size);
+    EXPECT_EQ(recv(connection.number(), bytes.data(), size, MSG_WAITALL), static_cast<ssize_t>(size));
+    return bytes;
+  }
+  // Resets the connection that hello_ was for. Returns the next one, over which both have said of it that nothing came.
+  FileDescriptor replace(const FileDescriptor& connection) {
+    const uint64_t number = hello_.connection;
+    reset(connection);
+    auto next = accept();
+    answer(next, {.from = kPeer, .link = 5});
+    EXPECT_EQ(hear(next).kind, Frame::Kind::kEnded);
+    say(next, {.kind = Frame::Kind::kEnded, .key = {.stream = number}, .total = 0});
+    return next;
   }
   [[nodiscard]] std::string lost(std::chrono::milliseconds within = 5s) const {
     const auto end = std::chrono::steady_clock::now() + within;
@@ -241,6 +235,63 @@ TEST_F(MadeUpPeer, EverySideSaysItsLastWordOfAConnection) {
   EXPECT_EQ(again.kind, Frame::Kind::kUnsolicited);
   EXPECT_EQ(again.payloadBytes, 100);
   EXPECT_FALSE(group_->findLost());
+}
+
+// Whether the message is given up, or only its memory.
+class MemoryGivenBack : public MadeUpPeer, public ::testing::WithParamInterface<bool> {};
+
+TEST_P(MemoryGivenBack, MayChangeThoughTheFrameHasToBeSentAgain) {
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  const Bytes sent = pattern(100'000, 1);
+  Bytes memory = sent;
+  const auto signal = std::make_shared<Signal>();
+  auto sending =
+      group_->send(1, 1, 0, {.data = memory.data(), .size = memory.size(), .ready = memory.size(), .signal = signal});
+  ASSERT_TRUE(comes(*signal, [&] { return sending->state().isComplete; }));
+  EXPECT_EQ(sending->state().released, 0);
+  if (GetParam()) {
+    sending.reset();
+  } else {
+    sending->release(memory.size());
+    EXPECT_EQ(sending->state().released, memory.size());
+  }
+  std::fill(memory.begin(), memory.end(), 0xEE);
+  const auto second = replace(first);
+  const Frame again = hear(second);
+  EXPECT_EQ(again.payloadBytes, sent.size());
+  EXPECT_EQ(hearBytes(second, sent.size()), sent);
+}
+
+INSTANTIATE_TEST_SUITE_P(GivenUp, MemoryGivenBack, ::testing::Values(false, true));
+
+TEST_F(MadeUpPeer, AFrameThatComesAgainBecauseItWasInterruptedIsChargedOnce) {
+  auto connection = accept();
+  answer(connection, {.from = kPeer, .link = 5});
+  // In all as much as one credit is for.
+  Bytes received(kCreditBytes);
+  const auto signal = std::make_shared<Signal>();
+  const auto receiving = group_->receive(1, 1, 0, {.data = received.data(), .size = received.size(), .signal = signal});
+  Frame frame{.kind = Frame::Kind::kUnsolicited,
+              .group = 7,
+              .key = {.stream = 1, .source = 1, .index = 0},
+              .total = received.size(),
+              .payloadBytes = kMostPayload};
+  say(connection, frame);
+  sayBytes(connection, Bytes(kMostPayload / 2));
+  std::this_thread::sleep_for(50ms);
+  connection = replace(connection);
+  uint64_t charge = 0;
+  for (; frame.offset < frame.total; frame.offset += kMostPayload) {
+    say(connection, frame);
+    sayBytes(connection, pattern(kMostPayload, 1));
+    charge += chargeOf(kMostPayload);
+  }
+  ASSERT_TRUE(comes(*signal, [&] { return receiving->state().isComplete(); }));
+  Frame credit = hear(connection);
+  while (credit.kind == Frame::Kind::kReceived) credit = hear(connection);
+  EXPECT_EQ(credit.kind, Frame::Kind::kCredit);
+  EXPECT_EQ(credit.total, charge);
 }
 
 TEST_F(MadeUpPeer, OfAConnectionThatNeverCameNothingHasComeAndItIsNotTakenLater) {

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <string_view>
 #include <system_error>
 
 namespace bagua::net {
@@ -109,7 +110,7 @@ FileDescriptor startConnecting(const SocketAddress& to, int& error) {
 
 void configure(const FileDescriptor& socket) {
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kMostUnsent);
+  limitUnsent(socket, kMostUnsent);
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(socket, IPPROTO_TCP, TCP_KEEPIDLE, kSecondsBeforeProbe);
   set(socket, IPPROTO_TCP, TCP_KEEPINTVL, kSecondsBetweenProbes);
@@ -139,7 +140,17 @@ Line lineOf(const FileDescriptor& socket) {
   constexpr uint32_t kNotYet = std::numeric_limits<uint32_t>::max();
   if (info.tcpi_min_rtt == kNotYet) return {};
   return {.roundTrip = std::chrono::microseconds(info.tcpi_min_rtt),
-          .bytesPerSecond = static_cast<int64_t>(info.tcpi_delivery_rate)};
+          .roundTripNow = std::chrono::microseconds(info.tcpi_rtt),
+          .bytesPerSecond = static_cast<int64_t>(info.tcpi_delivery_rate),
+          .sent = info.tcpi_data_segs_out,
+          .lost = info.tcpi_total_retrans};
+}
+
+void limitUnsent(const FileDescriptor& socket, int bytes) { set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, bytes); }
+
+bool useBbr(const FileDescriptor& socket) {
+  constexpr std::string_view kBbr = "bbr";
+  return setsockopt(socket.number(), IPPROTO_TCP, TCP_CONGESTION, kBbr.data(), kBbr.size()) == 0;
 }
 
 }  // namespace bagua::net

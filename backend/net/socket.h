@@ -67,11 +67,20 @@ int errorOf(const FileDescriptor& socket);
 std::chrono::milliseconds unansweredFor(const FileDescriptor& socket);
 // The kernel has seen this of the line that a connection goes over; zeros where it does not tell.
 struct Line {
-  // The shortest round trip of the last minutes.
+  // The shortest round trip of the last minutes, and that of late.
   std::chrono::microseconds roundTrip{0};
+  std::chrono::microseconds roundTripNow{0};
   // The rate at which bytes arrived at the other end: of late, or the best one while there was little to send.
   int64_t bytesPerSecond = 0;
+  // Packets with data, and those of them that were sent again.
+  uint64_t sent = 0;
+  uint64_t lost = 0;
 };
 Line lineOf(const FileDescriptor& socket);
+// The kernel takes no more while it has so many bytes that it has not sent yet.
+void limitUnsent(const FileDescriptor& socket, int bytes);
+// Has the kernel send by what it measures, whatever is lost (BBR). Returns false where it may not: see
+// net.ipv4.tcp_allowed_congestion_control.
+bool useBbr(const FileDescriptor& socket);
 
 }  // namespace bagua::net

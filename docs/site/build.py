@@ -29,6 +29,7 @@ GUIDE = [
     "algorithms",
     "rounds",
     "compressed",
+    "sharded",
     "several_machines",
     "gpu",
     "measuring",

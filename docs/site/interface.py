@@ -65,7 +65,14 @@ def _public_modules(package: str) -> list[str]:
 def interface_pages() -> dict[str, str]:
     """Return page -> text."""
     described: set[int] = set()
-    modules = ("bagua", "bagua.compressed", "bagua.lightning", "bagua.pytorch_lightning", "bagua.transformers")
+    modules = (
+        "bagua",
+        "bagua.compressed",
+        "bagua.fsdp",
+        "bagua.lightning",
+        "bagua.pytorch_lightning",
+        "bagua.transformers",
+    )
     pages = {name: _page(name, [name], described) for name in modules}
     # What the package re-exports is described where it is defined.
     originals = [module for module in _public_modules("bagua.torch_api") if module != "bagua.torch_api"]

@@ -7,7 +7,7 @@ communication hooks, chosen by name::
     handle = bagua.register_comm_hook(ddp_model, "bytegrad")
 """
 
-from bagua import _native, compressed
+from bagua import _native, compressed, fsdp
 from bagua._native import Options
 from bagua._registry import available_algorithms, available_codecs, describe
 from bagua.handle import Handle
@@ -27,5 +27,6 @@ __all__ = [
     "comm_hook",
     "compressed",
     "describe",
+    "fsdp",
     "register_comm_hook",
 ]

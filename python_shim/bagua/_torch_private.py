@@ -6,6 +6,8 @@ A test sees to it that no other module of the package touches one. `torch_compat
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -163,6 +165,144 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
         return False
     ddp._has_rebuilt_buckets = True
     return True
+
+
+# --- FSDP2: the parameters that fully_shard() has sharded, and what it does with their gradients ----------------------
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """Return the groups of parameters that `fully_shard` has made of a module; torch 2.11 and 2.12 make one or none."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def replica_group(group: Any) -> dist.ProcessGroup | None:
+    """Return where a group's gradients are all-reduced; None where the mesh has one dimension."""
+    found: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
+    return found
+
+
+def set_replica_group(group: Any, replicas: dist.ProcessGroup) -> None:
+    """Have a group's gradients all-reduced by something else."""
+    group.mesh_info.replicate_process_group = replicas
+
+
+def shard_group(group: Any) -> dist.ProcessGroup:
+    """Return the ranks among which a group's parameters are sharded."""
+    found: dist.ProcessGroup = group.mesh_info.shard_process_group
+    return found
+
+
+_COMMS = {"all_gather": "_all_gather_comm", "reduce_scatter": "_reduce_scatter_comm"}
+
+
+def comm_of_fsdp(group: Any, which: str) -> Any:
+    """Return what communicates a group's "all_gather" or "reduce_scatter"."""
+    return getattr(group, _COMMS[which])
+
+
+def set_comm_of_fsdp(group: Any, which: str, comm: Any) -> None:
+    """Have something else communicate it: what `set_custom_all_gather` does, for modules of several groups, too."""
+    setattr(group, _COMMS[which], comm)
+
+
+def reshards_after_forward(group: Any) -> bool:
+    """Return whether a group's parameters are gathered once more in the backward."""
+    return group.post_forward_mesh_info is not None
+
+
+def reshards_to_another_mesh(group: Any) -> bool:
+    """Return whether they are then gathered among fewer ranks."""
+    return reshards_after_forward(group) and group.post_forward_mesh_info != group.mesh_info
+
+
+def gathered_dtype(parameter: Any) -> torch.dtype:
+    """Return the dtype in which a parameter is gathered."""
+    # Before the first forward only the policy knows it.
+    dtype: torch.dtype | None = getattr(parameter, "param_dtype", parameter.mp_policy.param_dtype)
+    own: torch.dtype = parameter.sharded_param.dtype
+    return own if dtype is None else dtype
+
+
+def shard_moment(parameter: Any) -> tuple[int, int, int]:
+    """Return what differs once a rank's shard of a parameter was replaced, or changed in place.
+
+    Not by operations on many tensors at once, such as those of optimizers.
+    """
+    shard = parameter.sharded_param._local_tensor
+    return shard.data_ptr(), shard._version, parameter.sharded_param._version
+
+
+def shape_in_buffer(parameter: Any) -> torch.Size:
+    """Return the shape of this rank's part of a gradient, as it lies in the flat tensor that travels."""
+    shape: torch.Size = parameter.padded_sharded_param_size
+    return shape
+
+
+def is_view_of_buffer(parameter: Any, dtype: torch.dtype) -> bool:
+    """Return whether `.grad` will be a view of the flat tensor of `dtype` that is reduced, and nobody reads it yet."""
+    sharded = parameter.sharded_param
+    kept = getattr(parameter, "sharded_grad_dtype", parameter.orig_dtype)
+    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
+    return sharded.grad is None and not parameter.offload_to_cpu and not hooks and kept in (None, dtype)
+
+
+def local_gradient(parameter: Any) -> Tensor | None:
+    """Return this rank's part of `.grad`."""
+    gradient = parameter.sharded_param.grad
+    return None if gradient is None else gradient._local_tensor
+
+
+_reduced = threading.local()
+
+
+@functools.cache
+def watch_fsdp_reductions() -> None:
+    """Have `parameters_being_reduced` know what FSDP2 reduces: it says so to nothing that communicates for it."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    reduce = _fsdp_param_group.foreach_reduce
+
+    @functools.wraps(reduce)
+    def reduce_and_tell(fsdp_params: list[Any], *args: Any, **kwargs: Any) -> Any:
+        _reduced.parameters = fsdp_params
+        try:
+            return reduce(fsdp_params, *args, **kwargs)
+        finally:
+            _reduced.parameters = []
+
+    _fsdp_param_group.foreach_reduce = reduce_and_tell
+
+
+def after_fsdp_backward(module: Any, function: Callable[[], None]) -> Callable[[], None]:
+    """Call a function whenever FSDP2 ends a backward that began at this module; returns what takes it off again.
+
+    A backward inside another one, as of a reentrant checkpoint, is no backward of its own.
+    """
+    state = module._get_fsdp_state()
+    finish = state._root_post_backward_final_callback
+
+    @functools.wraps(finish)
+    def finish_and_call() -> None:
+        finish()
+        function()
+
+    state._root_post_backward_final_callback = finish_and_call
+    return functools.partial(delattr, state, "_root_post_backward_final_callback")
+
+
+def parameters_being_reduced() -> list[Any]:
+    """Return FSDP2's parameters whose gradients this thread reduces at the moment, in the order of the flat tensor."""
+    return list(getattr(_reduced, "parameters", []))
+
+
+def is_compiled_autograd_on() -> bool:
+    """Return whether backwards are compiled, in which FSDP2's communication is traced and not called."""
+    from torch._dynamo import compiled_autograd, config
+
+    return bool(config.compiled_autograd or getattr(compiled_autograd, "compiled_autograd_enabled", False))
 
 
 # --- Optimizers and schedulers ----------------------------------------------------------------------------------------

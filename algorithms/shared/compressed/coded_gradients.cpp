@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/shared/compressed/coded_gradients.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 
 #include <algorithm>
 #include <map>
 
-#include "algorithms/shared/compressed/coding_look.h"
 #include "algorithms/shared/compressed/collectives.h"
 #include "algorithms/shared/compressed/ladder.h"
 #include "algorithms/shared/compressed/slots.h"
@@ -27,33 +27,19 @@ Bucket bucketOf(const Bucket& whole, const CodecSection& section) {
 
 void CodedGradients::reduce(Bucket& bucket, Communicator& communicator) {
   if (bucket.flat.numel() == 0 || communicator.size() == 1) return;
-  if (bucket.step < options_.startStep || !isCoded(options_.mean, communicator.topology())) {
+  if (isExactIn(bucket, communicator)) {
     return reduceExactly(bucket.flat, options_.mean, bucket.seconds, communicator);
   }
-  // What they hold was coded by another codec.
-  feedback_.forget(guard_.begin(bucket, communicator.rank()), *bucket.retained);
-  auto sections = divide(bucket);
-  // Also of buckets without: a step that any of them spoils leaves no trace in the residuals.
-  if (hasFeedback_) feedback_.beginBucket(bucket.step);
-  std::vector<Sum> sums;
-  for (auto& section : sections) sums.push_back({section.flat, codingOf(bucket, section, communicator)});
-  std::map<size_t, CodingLook> looks;
-  if (guard_.isDue(bucket, options_.startStep)) {
-    const Stage stage(bucket.seconds, stages::kGuard);
-    for (size_t i = 0; i < sections.size(); ++i) {
-      const auto& [codec, flat, entries, pieces] = sections[i];
-      if (codec.empty()) continue;
-      const auto look =
-          looks.emplace(i, CodingLook(flat, entries, codec, sums[i].coding, options_.mean, communicator, bucket.key))
-              .first;
-      sums.push_back({look->second.numbers(), {.codec = rawCodec(at::kFloat)}});
-    }
-  }
+  Coded coded = begin(bucket, communicator);
+  auto& [mean, sections, sums] = coded;
+  addSums(bucket, coded, communicator);
+  const Looks looks = lookAt(bucket, coded, communicator);
+  for (const auto& [i, look] : looks) sums.push_back({look.numbers(), {.codec = rawCodec(at::kFloat)}});
   const bool tellsUse =
       hasFeedback_ && bucket.tellsUse &&
       std::any_of(sections.begin(), sections.end(), [this](const auto& one) { return keepsResidualsOf(one); });
   if (tellsUse) sums.push_back(sumOfUses(bucket));
-  const auto isFinite = reduceToMeans(sums, options_.mean, bucket.seconds, communicator);
+  const auto isFinite = reduceToMeans(sums, mean, bucket.seconds, communicator);
   if (!looks.empty()) {
     const Stage stage(bucket.seconds, stages::kGuard);
     size_t place = sections.size();
@@ -61,12 +47,48 @@ void CodedGradients::reduce(Bucket& bucket, Communicator& communicator) {
   }
   for (const auto& section : sections) section.scatterTo(bucket.flat);
   if (!hasFeedback_) return;
-  const bool keepsPlace = sections.front().pieces.empty();
-  if (keepsPlace && keepsResidualsOf(sections.front())) forgetOthers(sections, sums.front(), communicator);
-  if (tellsUse) keepUnused(bucket, sections, sums, communicator);
-  keepResiduals(bucket, sections, sums, communicator);
+  forgetOthers(coded, communicator);
+  if (tellsUse) keepUnused(bucket, coded, communicator);
+  keepResiduals(bucket, coded, communicator);
   const Stage stage(bucket.seconds, stages::kCheck);
   feedback_.endBucket(bucket.flat, isFinite);
+}
+
+void CodedGradients::reduceToParts(Bucket& bucket, at::Tensor& own, Communicator& communicator) {
+  if (bucket.flat.numel() == 0) return;
+  if (isExactIn(bucket, communicator)) {
+    return reduceExactlyToParts(bucket.flat, own, options_.mean, bucket.seconds, communicator);
+  }
+  Coded coded = begin(bucket, communicator);
+  addSums(bucket, coded, communicator);
+  for (const auto& [i, look] : lookAt(bucket, coded, communicator)) {
+    const Stage stage(bucket.seconds, stages::kGuard);
+    // All ranks need them, and what travels to parts reaches one each.
+    at::Tensor numbers = look.numbers();
+    communicator.allReduce(numbers, c10d::ReduceOp::AVG);
+    look.tell(guard_, bucket.step, coded.sections[i].flat, numbers);
+  }
+  std::vector<at::Tensor> owns;
+  for (const auto& section : coded.sections) {
+    const bool isWhole = section.pieces.empty();
+    owns.push_back(isWhole ? own : at::empty({section.flat.numel() / communicator.size()}, own.options()));
+  }
+  compressed::reduceToParts(coded.sums, owns, coded.mean, bucket.seconds, communicator);
+  for (size_t i = 0; i < owns.size(); ++i) coded.sections[i].scatterPartTo(own, owns[i]);
+  if (!hasFeedback_) return;
+  forgetOthers(coded, communicator);
+  keepResiduals(bucket, coded, communicator);
+  const Stage stage(bucket.seconds, stages::kCheck);
+  feedback_.endBucket(own);
+}
+
+void CodedGradients::passOverResiduals(Bucket& bucket, Communicator& communicator) {
+  if (!hasFeedback_ || bucket.flat.numel() == 0 || isExactIn(bucket, communicator)) return;
+  const Coded coded = begin(bucket, communicator);
+  for (const auto& section : coded.sections) {
+    if (!keepsResidualsOf(section)) continue;
+    feedback_.passOver(bucketOf(bucket, section), section.codec, coded.mean, communicator);
+  }
 }
 
 void CodedGradients::endSparse(const at::Tensor& values, int64_t step) {
@@ -106,32 +128,70 @@ void CodedGradients::load(const AlgorithmState& state, StepContext& context) {
   guard_.load(table);
 }
 
-std::vector<CodecSection> CodedGradients::divide(const Bucket& bucket) const {
+CodedGradients::Coded CodedGradients::begin(Bucket& bucket, const Communicator& communicator) {
+  const MeanOptions mean = bucket.isInParts ? optionsForParts(options_.mean, communicator) : options_.mean;
+  const int parts = bucket.isInParts ? communicator.size() : 1;
+  if (bucket.isInParts) arrangeParts(bucket, partsInLanes(mean, communicator));
+  const auto changed = guard_.begin(bucket, communicator.rank());
+  // What they hold was coded by another codec.
+  if (!changed.empty()) feedback_.forget(inAllParts(changed, bucket.entries, parts), *bucket.retained);
+  // Also of buckets without: a step that any of them spoils leaves no trace in the residuals.
+  if (hasFeedback_) feedback_.beginBucket(bucket.step);
+  return {.mean = mean, .sections = divide(bucket, parts), .sums = {}};
+}
+
+void CodedGradients::addSums(const Bucket& bucket, Coded& coded, const Communicator& communicator) {
+  for (const auto& section : coded.sections) {
+    coded.sums.push_back({section.flat, codingOf(bucket, section, coded.mean, communicator)});
+  }
+}
+
+CodedGradients::Looks CodedGradients::lookAt(Bucket& bucket, const Coded& coded,
+                                             const Communicator& communicator) const {
+  Looks looks;
+  if (!guard_.isDue(bucket, options_.startStep)) return looks;
+  const Stage stage(bucket.seconds, stages::kGuard);
+  for (size_t i = 0; i < coded.sections.size(); ++i) {
+    const auto& [codec, flat, entries, pieces] = coded.sections[i];
+    if (codec.empty()) continue;
+    looks.emplace(i, CodingLook(flat, entries, codec, coded.sums[i].coding, coded.mean, communicator, bucket.key));
+  }
+  return looks;
+}
+
+std::vector<CodecSection> CodedGradients::divide(const Bucket& bucket, int parts) const {
   if (const auto codec = selection_.onlyCodec(); codec && !guard_.isAnyRaised()) {
     return {{.codec = *codec, .flat = bucket.flat, .entries = bucket.entries, .pieces = {}}};
   }
-  return sectionsOf(bucket, [this](const BucketEntry& entry) {
+  const auto codecOf = [this](const BucketEntry& entry) {
     return finerThan(selection_.codecOf(entry.parameter, entry.gradient), guard_.levelOf(entry.parameter));
-  });
+  };
+  return sectionsOf(bucket, codecOf, parts);
 }
 
-Coding CodedGradients::codingOf(const Bucket& bucket, const CodecSection& section, const Communicator& communicator) {
+Coding CodedGradients::codingOf(const Bucket& bucket, const CodecSection& section, const MeanOptions& mean,
+                                const Communicator& communicator) {
   if (section.codec.empty()) return {.codec = rawCodec(bucket.flat.scalar_type())};
   const auto& codec = CodecRegistry::find(section.codec).codec;
   Coding coding = compressed::codingOf(codec, bucket.key);
   coding.sender.rounding = coding.owner.rounding = roundingWith(*codec);
   if (keepsResidualsOf(section)) {
-    feedback_.useFor(bucketOf(bucket, section), section.codec, options_.mean, communicator, coding);
+    feedback_.useFor(bucketOf(bucket, section), section.codec, mean, communicator, coding);
   }
   return coding;
 }
 
 // Zeros in the places of the others may have been coded as something else, which nobody sees: there is nothing to
 // make good.
-void CodedGradients::forgetOthers(const std::vector<CodecSection>& sections, const Sum& first,
-                                  const Communicator& communicator) const {
-  const CodedLanes coded(options_.mean, first.flat.numel(), communicator);
-  const auto owned = ownPieces(coded.lanes, communicator.rank());
+void CodedGradients::forgetOthers(const Coded& coded, const Communicator& communicator) const {
+  const auto& [mean, sections, sums] = coded;
+  const bool keepsPlace = sections.front().pieces.empty();
+  if (!keepsPlace || !keepsResidualsOf(sections.front())) return;
+  const Sum& first = sums.front();
+  const CodedLanes lanes(mean, first.flat.numel(), communicator);
+  std::vector<Piece> owned;
+  // The owner of a part does not code it.
+  if (!mean.isToParts) owned = ownPieces(lanes.lanes, communicator.rank());
   for (size_t i = 1; i < sections.size(); ++i) {
     for (const auto& piece : sections[i].pieces) {
       elementsOf(first.coding.sender.nextResidual, piece).zero_();
@@ -143,8 +203,8 @@ void CodedGradients::forgetOthers(const std::vector<CodecSection>& sections, con
 }
 
 // The last of the sums tells what the ranks have used.
-void CodedGradients::keepUnused(const Bucket& bucket, const std::vector<CodecSection>& sections,
-                                const std::vector<Sum>& sums, const Communicator& communicator) const {
+void CodedGradients::keepUnused(const Bucket& bucket, const Coded& coded, const Communicator& communicator) const {
+  const auto& [mean, sections, sums] = coded;
   const at::Tensor& areUsed = sums.back().flat;
   std::map<int64_t, int64_t> places;
   for (const auto& entry : bucket.entries) places.emplace(entry.parameter, places.size());
@@ -154,18 +214,17 @@ void CodedGradients::keepUnused(const Bucket& bucket, const std::vector<CodecSec
     for (const auto& entry : sections[i].entries) {
       ofEntries.push_back(areUsed.select(0, places.at(entry.parameter)));
     }
-    feedback_.keepUnused(bucketOf(bucket, sections[i]), at::stack(ofEntries), options_.mean, communicator,
-                         sums[i].coding);
+    feedback_.keepUnused(bucketOf(bucket, sections[i]), at::stack(ofEntries), mean, communicator, sums[i].coding);
   }
   clearUnused(bucket, areUsed);
 }
 
-void CodedGradients::keepResiduals(Bucket& bucket, const std::vector<CodecSection>& sections,
-                                   const std::vector<Sum>& sums, const Communicator& communicator) {
+void CodedGradients::keepResiduals(Bucket& bucket, const Coded& coded, const Communicator& communicator) {
   const Stage stage(bucket.seconds, stages::kKeepResiduals);
+  const auto& [mean, sections, sums] = coded;
   for (size_t i = 0; i < sections.size(); ++i) {
     if (!keepsResidualsOf(sections[i])) continue;
-    feedback_.keep(bucketOf(bucket, sections[i]), sections[i].codec, options_.mean, communicator, sums[i].coding);
+    feedback_.keep(bucketOf(bucket, sections[i]), sections[i].codec, mean, communicator, sums[i].coding);
   }
 }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -8,6 +10,7 @@
 
 #include "algorithms/algorithm.h"
 #include "algorithms/algorithm_interfaces.h"
+#include "algorithms/shared/compressed/coding_look.h"
 #include "algorithms/shared/compressed/feedback.h"
 #include "algorithms/shared/compressed/feedback_choice.h"
 #include "algorithms/shared/compressed/mean.h"
@@ -27,8 +30,9 @@ struct CodedGradientsOptions {
 };
 
 // Mean of the gradients with coded messages, under guard. The gradients of a bucket that are to stay exact, or that
-// another codec takes, travel in the same messages.
-class CodedGradients : public Algorithm, public KeepsState, public ReadsNames, public IsGuarded {
+// another codec takes, travel in the same messages. Where a bucket holds a part for each rank, all parts of a gradient
+// are coded alike, and the guard knows them by the first one.
+class CodedGradients : public Algorithm, public KeepsState, public ReducesToParts, public ReadsNames, public IsGuarded {
  public:
   CodedGradients(Selection selection, CodedGradientsOptions options, Guard::Mode guard)
       : guard_(guard),
@@ -43,6 +47,7 @@ class CodedGradients : public Algorithm, public KeepsState, public ReadsNames, p
   void useNames(std::vector<std::string> names) override { guard_.useNames(std::move(names)); }
 
   void reduce(Bucket& bucket, Communicator& communicator) override;
+  void reduceToParts(Bucket& bucket, at::Tensor& own, Communicator& communicator) override;
   void endSparse(const at::Tensor& values, int64_t step) override;
 
   [[nodiscard]] ReduceTraits traits() const override;
@@ -54,7 +59,12 @@ class CodedGradients : public Algorithm, public KeepsState, public ReadsNames, p
   void load(const AlgorithmState& state, StepContext& context) override;
 
  protected:
-  Feedback& feedback() { return feedback_; }
+  // For those that have the interface KeepsResiduals.
+  void rescaleResiduals(double factor) { feedback_.rescale(factor); }
+  void passOverResiduals(Bucket& bucket, Communicator& communicator);
+  void agreeOnResiduals(at::Device device, Communicator& communicator) {
+    if (hasFeedback_) feedback_.agreeOnStep(device, communicator);
+  }
   // See FeedbackChoice; before the first step.
   void chooseFeedback(bool isOptimizerLinear) {
     options_.feedback.useOptimizer(isOptimizerLinear);
@@ -62,14 +72,31 @@ class CodedGradients : public Algorithm, public KeepsState, public ReadsNames, p
   }
 
  private:
-  [[nodiscard]] std::vector<CodecSection> divide(const Bucket& bucket) const;
-  [[nodiscard]] Coding codingOf(const Bucket& bucket, const CodecSection& section, const Communicator& communicator);
-  void forgetOthers(const std::vector<CodecSection>& sections, const Sum& first,
-                    const Communicator& communicator) const;
-  void keepUnused(const Bucket& bucket, const std::vector<CodecSection>& sections, const std::vector<Sum>& sums,
-                  const Communicator& communicator) const;
-  void keepResiduals(Bucket& bucket, const std::vector<CodecSection>& sections, const std::vector<Sum>& sums,
-                     const Communicator& communicator);
+  // The sections of a bucket and how they are coded: a sum for each, and others behind them.
+  struct Coded {
+    // Of the bucket, which may be in parts.
+    MeanOptions mean;
+    std::vector<CodecSection> sections;
+    std::vector<Sum> sums;
+  };
+  // By the place of the section.
+  using Looks = std::map<size_t, CodingLook>;
+
+  [[nodiscard]] bool isExactIn(const Bucket& bucket, const Communicator& communicator) const {
+    return bucket.step < options_.startStep || !isCoded(options_.mean, communicator.topology());
+  }
+  // Before all else of a bucket that is coded, whose parts are in the order of lanes then. No sums yet.
+  Coded begin(Bucket& bucket, const Communicator& communicator);
+  void addSums(const Bucket& bucket, Coded& coded, const Communicator& communicator);
+  [[nodiscard]] Looks lookAt(Bucket& bucket, const Coded& coded, const Communicator& communicator) const;
+  // After the sums have travelled, but for the end of the step.
+  void keepResiduals(Bucket& bucket, const Coded& coded, const Communicator& communicator);
+
+  [[nodiscard]] std::vector<CodecSection> divide(const Bucket& bucket, int parts) const;
+  [[nodiscard]] Coding codingOf(const Bucket& bucket, const CodecSection& section, const MeanOptions& mean,
+                                const Communicator& communicator);
+  void forgetOthers(const Coded& coded, const Communicator& communicator) const;
+  void keepUnused(const Bucket& bucket, const Coded& coded, const Communicator& communicator) const;
 
   [[nodiscard]] bool isFeedbackOnForAny() const;
   [[nodiscard]] bool keepsResidualsOf(const CodecSection& section) const;

@@ -87,26 +87,26 @@ CodingLook::CodingLook(const at::Tensor& flat, const BucketEntries& entries, std
   // Residuals of the lanes of a host are those of another tensor.
   const bool hasResidual = coding.sender.hasFeedback() && coded.lanes.count() == 1;
   const at::Tensor residual = hasResidual ? elementsOf(coding.sender.residual, sample_).to(type) : at::Tensor();
-  parts_ = partsOf(entries);
-  chooseExact(std::clamp(flat.numel() / kCodedOfExact, kFewestExact, kMostExact));
+  seen_ = seenIn(entries, options.isToParts ? entries.size() / communicator.size() : entries.size());
+  if (!options.isToParts) chooseExact(std::clamp(flat.numel() / kCodedOfExact, kFewestExact, kMostExact));
   numbers_ = at::cat({lossesOf(sample, decoded, residual).to(at::kFloat), elementsOf(flat, exact_).to(at::kFloat)});
 }
 
-std::vector<CodingLook::Part> CodingLook::partsOf(const BucketEntries& entries) const {
-  std::vector<Part> parts;
+std::vector<CodingLook::Seen> CodingLook::seenIn(const BucketEntries& entries, size_t perPart) const {
+  std::vector<Seen> seen;
   int64_t begin = 0;
-  for (const auto& entry : entries) {
-    const int64_t end = begin + entry.gradient.numel();
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const int64_t end = begin + entries[i].gradient.numel();
     const Piece within{std::max(begin, sample_.begin) - sample_.begin, std::min(end, sample_.end) - sample_.begin};
     begin = end;
-    if (within.begin < within.end) parts.push_back({entry.parameter, within});
+    if (within.begin < within.end) seen.push_back({entries[i % perPart].parameter, within});
   }
-  return parts;
+  return seen;
 }
 
 void CodingLook::chooseExact(int64_t elements) {
   Piece longest;
-  for (const auto& [parameter, within] : parts_) {
+  for (const auto& [parameter, within] : seen_) {
     const Piece first{within.begin, std::min(within.end, elements)};
     if (first.end - first.begin <= longest.end - longest.begin) continue;
     longest = first;
@@ -119,7 +119,7 @@ void CodingLook::chooseExact(int64_t elements) {
 at::Tensor CodingLook::lossesOf(const at::Tensor& values, const at::Tensor& decoded, const at::Tensor& residual) const {
   const at::Tensor errors = values - decoded;
   std::vector<at::Tensor> losses;
-  for (const auto& [parameter, within] : parts_) {
+  for (const auto& [parameter, within] : seen_) {
     const at::Tensor own = elementsOf(values, within);
     losses.push_back(squared(elementsOf(errors, within)));
     losses.push_back(squaredWithoutOutliers(own));
@@ -130,15 +130,15 @@ at::Tensor CodingLook::lossesOf(const at::Tensor& values, const at::Tensor& deco
 }
 
 void CodingLook::tell(Guard& guard, int64_t step, const at::Tensor& flat, const at::Tensor& numbers) const {
-  const auto losses = kColumns * static_cast<int64_t>(parts_.size());
+  const auto losses = kColumns * static_cast<int64_t>(seen_.size());
   const at::Tensor exact = numbers.narrow(0, losses, exact_.end - exact_.begin);
   const at::Tensor error = squared(elementsOf(flat, exact_).to(at::kFloat) - exact);
   const at::Tensor told = at::cat({numbers.narrow(0, 0, losses), at::stack({error, squared(exact)})});
   guard.note(
-      step, told, [codec = codec_, limit = soundLoss_, parts = parts_, ofMean = exactParameter_](const float* number) {
+      step, told, [codec = codec_, limit = soundLoss_, seen = seen_, ofMean = exactParameter_](const float* number) {
         const std::string finer = finerThan(codec, 1).empty() ? "float32" : finerThan(codec, 1);
         std::vector<Guard::Reading> readings;
-        for (const auto& [parameter, within] : parts) {
+        for (const auto& [parameter, within] : seen) {
           readings.push_back({parameter, Guard::Measure::kCoding, number[0] / number[1], limit, codec, finer});
           readings.push_back(
               {parameter, Guard::Measure::kResidual, number[2] / number[3], kSoundResidual, codec, finer});

@@ -15,7 +15,8 @@
 namespace bagua::compressed {
 
 // A look of the guard at values that are about to travel: a sample of them, at a place that is drawn by a key, is coded
-// here once more, and a few travel in float32 beside the coded ones.
+// here once more, and a few travel in float32 beside the coded ones. None do so where each rank gets a part alone: that
+// is not coded as a mean, and no rank has the others' to compare. All parts of a gradient count as that of the first.
 class CodingLook {
  public:
   // `flat` holds the gradients of `entries`. Before it travels.
@@ -29,15 +30,16 @@ class CodingLook {
 
  private:
   // A parameter that has elements in the sample, and which of it these are.
-  struct Part {
+  struct Seen {
     int64_t parameter = -1;
     Piece within;
   };
 
-  [[nodiscard]] std::vector<Part> partsOf(const BucketEntries& entries) const;
+  // Of what the sample holds; the parameters of `perPart` entries stand for those of all.
+  [[nodiscard]] std::vector<Seen> seenIn(const BucketEntries& entries, size_t perPart) const;
   // The first elements of the sample, but of one parameter, so that their mean tells of that; none if that has few.
   void chooseExact(int64_t elements);
-  // The sample's losses, a row for each part.
+  // The sample's losses, a row for each parameter.
   [[nodiscard]] at::Tensor lossesOf(const at::Tensor& values, const at::Tensor& decoded,
                                     const at::Tensor& residual) const;
 
@@ -46,7 +48,7 @@ class CodingLook {
   const double soundLoss_;
   // Of `flat`: what is coded once more, and what of that travels in float32.
   Piece sample_;
-  std::vector<Part> parts_;
+  std::vector<Seen> seen_;
   Piece exact_;
   int64_t exactParameter_ = -1;
   at::Tensor numbers_;

@@ -22,6 +22,13 @@ void addOrphans(const at::Tensor& residual, const Orphans& current, const Orphan
   if (wasLost.defined()) add(before, wasLost.logical_not());
 }
 
+// What this rank codes as the owner, of which it keeps residuals.
+std::vector<Piece> codedByOwner(const Bucket& bucket, const MeanOptions& options, const Communicator& communicator) {
+  if (options.isToParts) return {};
+  const CodedLanes coded(options, bucket.flat.numel(), communicator);
+  return ownPieces(coded.lanes, communicator.rank());
+}
+
 }  // namespace
 
 template <typename State>
@@ -36,7 +43,7 @@ Feedback::Sets<State>& Feedback::setsOf(SetsByCodec<State>& sets, const std::str
 void Feedback::useFor(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
                       const Communicator& communicator, Coding& coding) {
   const CodedLanes coded(options, bucket.flat.numel(), communicator);
-  const auto pieces = ownPieces(coded.lanes, communicator.rank());
+  const auto pieces = codedByOwner(bucket, options, communicator);
   // Where buckets were rebuilt this rank owns other elements: what it still owes of the mean, it sends as its share.
   const bool dividesLater = options.average && coded.lanes.count() == 1;
   const double orphansFactor = dividesLater ? communicator.size() : 1;
@@ -55,9 +62,11 @@ void Feedback::useWhole(Sets<ParameterState>& sets, const Bucket& bucket, const 
   ParameterState& nextOwner = sets.owner[1 - current];
   coding.sender.residual = sets.sender[current].flatFor(bucket);
   coding.sender.nextResidual = sets.sender[1 - current].flatFor(bucket);
+  coding.sender.wasLost = steps_.wasLost();
+  if (pieces.empty()) return;
   coding.owner.residual = owner.flatFor(bucket, pieces);
   coding.owner.nextResidual = nextOwner.flatFor(bucket, pieces);
-  coding.sender.wasLost = coding.owner.wasLost = steps_.wasLost();
+  coding.owner.wasLost = coding.sender.wasLost;
   // The next ones will be written anew.
   const Orphans orphans = owner.takeOrphans(bucket);
   const Orphans orphansBefore = nextOwner.takeOrphans(bucket);
@@ -87,7 +96,7 @@ void Feedback::useSmall(Sets<SmallResiduals>& sets, const Bucket& bucket, const 
     }
     return residuals.read(bucket, elements);
   };
-  coding.owner.residual = begin(sets.owner, pieces);
+  if (!pieces.empty()) coding.owner.residual = begin(sets.owner, pieces);
   at::Tensor ofSender = begin(sets.sender, all);
   if (!orphans.empty() || !orphansBefore.empty()) {
     addOrphans(ofSender, orphans, orphansBefore, wasLost, orphansFactor);
@@ -96,21 +105,34 @@ void Feedback::useSmall(Sets<SmallResiduals>& sets, const Bucket& bucket, const 
   }
   coding.sender.residual = ofSender;
   // The step writes to where it reads, unless that may be needed again.
-  coding.owner.nextResidual = bucket.tellsUse ? coding.owner.residual.clone() : coding.owner.residual;
   coding.sender.nextResidual = bucket.tellsUse ? ofSender.clone() : ofSender;
+  if (pieces.empty()) return;
+  coding.owner.nextResidual = bucket.tellsUse ? coding.owner.residual.clone() : coding.owner.residual;
 }
 
 void Feedback::keep(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
                     const Communicator& communicator, const Coding& coding) {
   if (!isSmall_) return;
   Sets<SmallResiduals>& sets = setsOf(small_, codec);
-  const CodedLanes coded(options, bucket.flat.numel(), communicator);
+  const auto pieces = codedByOwner(bucket, options, communicator);
   const int current = steps_.current();
   const auto follow = [&](SmallResiduals(&state)[2], const std::vector<Piece>& elements, const at::Tensor& left) {
     state[1 - current].writeBlend(bucket, elements, state[current], 1 - kGain, left, kGain);
   };
   follow(sets.sender, {{0, bucket.flat.numel()}}, coding.sender.nextResidual);
-  follow(sets.owner, ownPieces(coded.lanes, communicator.rank()), coding.owner.nextResidual);
+  if (!pieces.empty()) follow(sets.owner, pieces, coding.owner.nextResidual);
+}
+
+void Feedback::passOver(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
+                        const Communicator& communicator) {
+  Coding coding;
+  useFor(bucket, codec, options, communicator, coding);
+  for (Encoding* const encoding : {&coding.sender, &coding.owner}) {
+    if (!encoding->hasFeedback()) continue;
+    if (encoding->wasLost.defined()) steps_.restoreIfLost(encoding->residual, encoding->nextResidual);
+    encoding->nextResidual.copy_(encoding->residual);
+  }
+  keep(bucket, codec, options, communicator, coding);
 }
 
 void Feedback::keepUnused(const Bucket& bucket, const at::Tensor& areUsed, const MeanOptions& options,

@@ -42,6 +42,10 @@ class Feedback {
   void keep(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
             const Communicator& communicator, const Coding& coding);
 
+  // In the place of both, where nothing travels: the next step goes on from the same residuals.
+  void passOver(const Bucket& bucket, const std::string& codec, const MeanOptions& options,
+                const Communicator& communicator);
+
   // Between the two: of entries that no rank has used nothing has been sent. `areUsed`: a number for each entry of the
   // bucket, which is zero there.
   void keepUnused(const Bucket& bucket, const at::Tensor& areUsed, const MeanOptions& options,
@@ -51,6 +55,9 @@ class Feedback {
   void endBucket(const at::Tensor& result, std::optional<bool> isFinite = {}) {
     isFinite ? steps_.noteWhetherFinite(*isFinite) : steps_.noteResult(result);
   }
+
+  // After the last bucket of a step whose results are not the same on all ranks. Collective.
+  void agreeOnStep(at::Device device, Communicator& communicator) { steps_.agree(device, communicator); }
 
   // Drops what is held of parameters of a bucket, before all else. What a device may still read goes to `retained`.
   void forget(const std::vector<int64_t>& parameters, Bucket::Retained& retained);

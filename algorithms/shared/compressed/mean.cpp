@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "algorithms/shared/compressed/collectives.h"
+#include "algorithms/shared/compressed/exchange.h"
 
 namespace bagua::compressed {
 namespace {
@@ -52,6 +53,12 @@ void reduceExactly(at::Tensor& flat, const MeanOptions& options, StageSeconds& s
   communicator.allReduce(flat, options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
 }
 
+void reduceExactlyToParts(const at::Tensor& flat, at::Tensor& own, const MeanOptions& options, StageSeconds& seconds,
+                          Communicator& communicator) {
+  const Stage stage(seconds, stages::kReduceScatter);
+  communicator.reduceScatter(own, flat, options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+}
+
 int64_t startStepOf(const Options& options) {
   const auto startStep = options.get<int64_t>("start_step");
   TORCH_CHECK_VALUE(startStep >= 0, "bagua: start_step must be at least 0, got ", startStep);
@@ -77,6 +84,41 @@ std::optional<bool> reduceToMeans(std::vector<Sum>& sums, const MeanOptions& opt
   const Stage stage(seconds, stages::kGatherInHost);
   for (auto& one : flats) communicator.allGatherInHost(one.flat, one.lanes.partsInHost());
   return std::nullopt;
+}
+
+MeanOptions optionsForParts(const MeanOptions& options, const Communicator& communicator) {
+  MeanOptions forParts = options;
+  forParts.isToParts = true;
+  forParts.hierarchical = options.hierarchical && CodedLanes(options, communicator.size(), communicator).lanes.isEven();
+  return forParts;
+}
+
+std::vector<int> partsInLanes(const MeanOptions& options, const Communicator& communicator) {
+  const CodedLanes coded(options, communicator.size(), communicator);
+  std::vector<int> ranks;
+  for (int lane = 0; lane < coded.lanes.count(); ++lane) {
+    for (const int owner : coded.lanes.owners(lane)) ranks.push_back(owner);
+  }
+  return ranks;
+}
+
+void reduceToParts(std::vector<Sum>& sums, std::vector<at::Tensor>& owns, const MeanOptions& options,
+                   StageSeconds& seconds, Communicator& communicator) {
+  std::vector<std::unique_ptr<CodedLanes>> lanes;
+  std::vector<Section> sections;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    lanes.push_back(std::make_unique<CodedLanes>(options, sums[i].flat.numel(), communicator));
+    sections.push_back({sums[i].flat, owns[i], lanes.back()->lanes, sums[i].coding});
+  }
+  double divisor = options.average ? communicator.size() : 1;
+  if (lanes.front()->lanes.count() > 1) {
+    const Stage stage(seconds, stages::kReduceInHost);
+    for (auto& section : sections) {
+      communicator.reduceScatterInHost(section.flat, section.lanes.partsInHost(), static_cast<int64_t>(divisor));
+    }
+    divisor = 1;
+  }
+  Exchange(sections, false, seconds, communicator).reduce(divisor);
 }
 
 }  // namespace bagua::compressed

@@ -20,6 +20,8 @@ struct MeanOptions {
   bool hierarchical = true;
   // Mean over the ranks; false: their sum.
   bool average = true;
+  // Each rank gets a part of the mean, which its owner does not code: see reduceToParts().
+  bool isToParts = false;
 };
 
 // Replaces `flat`, on every rank by the same bits, by the mean over the ranks. Nothing is coded on a single rank, nor,
@@ -29,6 +31,9 @@ void reduceToMean(at::Tensor& flat, const MeanOptions& options, const Coding& co
 
 // The same in full precision.
 void reduceExactly(at::Tensor& flat, const MeanOptions& options, StageSeconds& seconds, Communicator& communicator);
+// And of a flat tensor that holds a part for each rank, in the order of the ranks: `own` becomes this rank's.
+void reduceExactlyToParts(const at::Tensor& flat, at::Tensor& own, const MeanOptions& options, StageSeconds& seconds,
+                          Communicator& communicator);
 
 // The option "start_step" of algorithms that code gradients: in full precision before it. Throws ValueError below 0.
 int64_t startStepOf(const Options& options);
@@ -49,6 +54,16 @@ struct Sum {
 // CUDA.
 std::optional<bool> reduceToMeans(std::vector<Sum>& sums, const MeanOptions& options, StageSeconds& seconds,
                                   Communicator& communicator);
+
+// For flat tensors that hold a part for each rank. Lanes cut such a tensor where its parts meet if hosts have equally
+// many ranks and parts lie in partsInLanes(); where the hosts differ, all ranks code, in their own order.
+MeanOptions optionsForParts(const MeanOptions& options, const Communicator& communicator);
+// The ranks in the order in which lanes take their parts.
+std::vector<int> partsInLanes(const MeanOptions& options, const Communicator& communicator);
+// Each of `owns` becomes this rank's part of the mean of what the sum at its place holds, in the same messages. The
+// sums hold anything then.
+void reduceToParts(std::vector<Sum>& sums, std::vector<at::Tensor>& owns, const MeanOptions& options,
+                   StageSeconds& seconds, Communicator& communicator);
 
 // The lanes in which messages are coded. The topology has to outlive them.
 struct CodedLanes {

@@ -30,11 +30,22 @@ void CodecSection::scatterTo(const at::Tensor& whole) const {
   }
 }
 
-std::vector<CodecSection> sectionsOf(const Bucket& bucket, const CodecOf& codecOf) {
-  std::map<std::string, CodecSection> byCodec;
+void CodecSection::scatterPartTo(const at::Tensor& part, const at::Tensor& own) const {
   int64_t begin = 0;
-  for (const auto& entry : bucket.entries) {
-    const std::string codec = codecOf(entry);
+  for (auto piece = pieces.begin(); piece != pieces.end() && begin < own.numel(); ++piece) {
+    const int64_t length = piece->end - piece->begin;
+    elementsOf(part, *piece).copy_(own.narrow(0, begin, length));
+    begin += length;
+  }
+}
+
+std::vector<CodecSection> sectionsOf(const Bucket& bucket, const CodecOf& codecOf, int parts) {
+  std::map<std::string, CodecSection> byCodec;
+  const size_t perPart = bucket.entries.size() / parts;
+  int64_t begin = 0;
+  for (size_t i = 0; i < bucket.entries.size(); ++i) {
+    const BucketEntry& entry = bucket.entries[i];
+    const std::string codec = codecOf(bucket.entries[i % perPart]);
     CodecSection& section = byCodec[codec];
     section.codec = codec;
     section.entries.push_back(entry);
@@ -60,6 +71,36 @@ std::vector<CodecSection> sectionsOf(const Bucket& bucket, const CodecOf& codecO
   first.entries = bucket.entries;
   first.pieces.clear();
   return sections;
+}
+
+void arrangeParts(Bucket& bucket, const std::vector<int>& ranks) {
+  if (std::is_sorted(ranks.begin(), ranks.end())) return;
+  const auto parts = bucket.flat.chunk(static_cast<int64_t>(ranks.size()));
+  const size_t perPart = bucket.entries.size() / ranks.size();
+  std::vector<at::Tensor> arranged;
+  for (const int rank : ranks) arranged.push_back(parts[rank]);
+  bucket.flat = at::cat(arranged);
+  std::vector<BucketEntry> entries;
+  int64_t begin = 0;
+  for (const int rank : ranks) {
+    for (size_t i = rank * perPart; i < (rank + 1) * perPart; ++i) {
+      const auto& [parameter, gradient, isUsed] = bucket.entries[i];
+      entries.push_back({parameter, bucket.flat.narrow(0, begin, gradient.numel()).view(gradient.sizes()), isUsed});
+      begin += gradient.numel();
+    }
+  }
+  bucket.entries = std::move(entries);
+}
+
+std::vector<int64_t> inAllParts(const std::vector<int64_t>& parameters, const BucketEntries& entries, int parts) {
+  const size_t perPart = entries.size() / parts;
+  std::vector<int64_t> all;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const int64_t first = entries[i % perPart].parameter;
+    const bool isMeant = std::find(parameters.begin(), parameters.end(), first) != parameters.end();
+    if (isMeant) all.push_back(entries[i].parameter);
+  }
+  return all;
 }
 
 }  // namespace bagua::compressed

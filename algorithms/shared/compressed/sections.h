@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -22,12 +23,20 @@ struct CodecSection {
 
   // What `flat` holds, back to the bucket.
   void scatterTo(const at::Tensor& whole) const;
+  // Of a bucket in parts: what `own` holds of the section's part, back to the bucket's.
+  void scatterPartTo(const at::Tensor& part, const at::Tensor& own) const;
 };
 
 using CodecOf = std::function<std::string(const BucketEntry& entry)>;
 
 // The largest first. It is the bucket's own tensor, with zeros in the places of the others, unless these are many: a
-// copy of all would cost more than a few zeros on the line.
-std::vector<CodecSection> sectionsOf(const Bucket& bucket, const CodecOf& codecOf);
+// copy of all would cost more than a few zeros on the line. Where the bucket holds several parts, one for each rank,
+// all of them are cut alike: the first says how.
+std::vector<CodecSection> sectionsOf(const Bucket& bucket, const CodecOf& codecOf, int parts = 1);
+
+// Puts the parts of a bucket, one for each rank, in another order.
+void arrangeParts(Bucket& bucket, const std::vector<int>& ranks);
+// Parameters of the first part, and those at the same places of the others.
+std::vector<int64_t> inAllParts(const std::vector<int64_t>& parameters, const BucketEntries& entries, int parts);
 
 }  // namespace bagua::compressed

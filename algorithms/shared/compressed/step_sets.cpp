@@ -2,6 +2,7 @@
 #include "algorithms/shared/compressed/step_sets.h"
 
 #include <ATen/ops/aminmax.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 
 #include "kernels/device_ways.h"
@@ -46,6 +47,16 @@ void StepSets::noteWhetherFinite(bool isFinite) {
   if (isFinite) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   isLost_ = true;
+}
+
+void StepSets::agree(at::Device device, Communicator& communicator) {
+  at::Tensor isLost;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    isLost = lostOnDevice_.defined() ? lostOnDevice_.to(at::kFloat) : at::full({1}, isLost_ ? 1.0F : 0.0F, device);
+  }
+  communicator.allReduce(isLost, c10d::ReduceOp::MAX);
+  noteWhetherFinite(isLost.eq(0).all());
 }
 
 void StepSets::restoreIfLost(const at::Tensor& current, const at::Tensor& before) const {

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <mutex>
 
+#include "backend/communicator.h"
+
 namespace bagua::compressed {
 
 // Which of two sets of state a step reads; it writes the other. The next step goes on from what was written, unless
@@ -25,6 +27,9 @@ class StepSets {
   void noteResult(const at::Tensor& result);
   void noteWhetherFinite(const at::Tensor& isFinite);
   void noteWhetherFinite(bool isFinite);
+
+  // Where ranks see different results: the step at hand is lost on all ranks if it is on one. Collective.
+  void agree(at::Device device, Communicator& communicator);
 
   // On CUDA the CPU does not wait for results, and takes every step for one that counts. There the device tells
   // whether the step before was lost, one bool, which is undefined on the CPU and where there was none: what a step

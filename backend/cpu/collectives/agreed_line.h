@@ -22,7 +22,8 @@ class AgreedLine {
     int rounds = 1;
     bool isInParts = false;
   };
-  // The fastest for `bytes`, by delay, rate and messages. There are `wideBytes` of what is not rounded between rounds.
+  // The fastest for `bytes`, by delay, rate, messages and what each owner reduces. There are `wideBytes` of what is not
+  // rounded between rounds.
   [[nodiscard]] Way wayToReduce(const Halves& owners, int64_t bytes, int64_t wideBytes, bool isDivisible) const;
   // Where no owner sends more for there being more rounds.
   [[nodiscard]] int roundsFor(const Halves& owners) const { return wayToReduce(owners, 0, 0, false).rounds; }
@@ -37,7 +38,7 @@ class AgreedLine {
   void agree(const Proposal& largest);
 
  private:
-  [[nodiscard]] int64_t timeOf(int delays, int messages, int64_t sent) const;
+  [[nodiscard]] int64_t timeOf(int delays, int messages, int64_t sent, int64_t reduced) const;
 
   // The first call has yet to show what the lines are like.
   static constexpr int kCallsBetween = 32;

@@ -39,6 +39,20 @@ TEST(AgreedLine, StaysWhereNobodyKnowsALine) {
   EXPECT_EQ(agreed.roundsFor(owners), before);
 }
 
+TEST(AgreedLine, TwoHaveEachReduceAHalfWhereThatSavesMoreThanTheSecondDelayCosts) {
+  const Halves owners(2);
+  const auto isInParts = [&](const AgreedLine& agreed, int64_t bytes) {
+    return agreed.wayToReduce(owners, bytes, bytes, true).isInParts;
+  };
+  AgreedLine near;
+  near.agree(AgreedLine::proposalOf({{.delay = microseconds(30), .bytesPerSecond = 1'000'000'000}}));
+  EXPECT_FALSE(isInParts(near, 64 << 10));
+  EXPECT_TRUE(isInParts(near, 1 << 20));
+  AgreedLine far;
+  far.agree(AgreedLine::proposalOf({kFar}));
+  EXPECT_FALSE(isInParts(far, 64 << 20));
+}
+
 // Whole numbers, whatever the processor: no rounding that a compiler may do in another order.
 TEST(AgreedLine, FindsAWayForSizesAndRatesWhoseProductIsLarge) {
   AgreedLine agreed;

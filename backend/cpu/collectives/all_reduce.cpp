@@ -32,12 +32,12 @@ void CpuCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
   if (sharedMemory()) gatherParts(flat, lanes.partsInHost());
 }
 
-// Between two ranks, both reduce everything: that sends as many bytes as if each reduced a half and sent the result,
-// and takes one one-way delay instead of two.
+// Between two ranks that are far apart both reduce everything: that sends as many bytes as if each reduced a half and
+// sent the result, and takes one one-way delay instead of two.
 void PartOwners::allReduce(at::Tensor& flat, const ReduceOp& op, AgreedLine& agreed, const LineTo& lineTo) const {
   if (flat.numel() == 0) return;
   const auto bytes = static_cast<int64_t>(flat.nbytes());
-  const bool isDivisible = count() > 2 && flat.numel() >= count();
+  const bool isDivisible = flat.numel() >= count();
   const auto way = agreed.wayToReduce(halves_, bytes, flat.numel() * reduction::wideItemSize(flat), isDivisible);
   reduceAndAgree(way, agreed, lineTo, [&](LineProposals& proposals) {
     if (!way.isInParts) return allReduceInRounds(flat, op, way.rounds, proposals);
@@ -47,7 +47,7 @@ void PartOwners::allReduce(at::Tensor& flat, const ReduceOp& op, AgreedLine& agr
 
 void PartOwners::reduceAndAgree(const AgreedLine::Way& way, AgreedLine& agreed, const LineTo& lineTo,
                                 const std::function<void(LineProposals&)>& reduce) const {
-  const bool isDue = count() > 2 && agreed.isDue();
+  const bool isDue = agreed.isDue();
   LineProposals proposals(isDue ? std::optional(AgreedLine::proposalOf(linesOf(way, lineTo))) : std::nullopt);
   reduce(proposals);
   if (isDue) agreed.agree(*proposals.largest());

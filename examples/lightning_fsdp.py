@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning's ModelParallelStrategy with FSDP2 and 8-bit gradients; the lines marked `bagua` are the change.
+
+torchrun --standalone --nproc-per-node 2 examples/lightning_fsdp.py
+"""
+
+import logging
+
+import bagua
+import lightning
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Sharded(lightning.LightningModule):
+    """A network whose layers fully_shard shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.network:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
+        # hierarchical=False compresses inside a host, too; between machines leave it out.
+        self.handle = bagua.fsdp.compress(self.network, weights="cache", hierarchical=False)  # bagua
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        images, labels = batch
+        loss = cross_entropy(self.network(images), labels)
+        if self.global_rank == 0 and self.global_step % 33 == 0:
+            print(f"step {self.global_step}: loss {loss.item():.3f}")
+        return loss
+
+    def on_train_end(self) -> None:
+        stats = self.handle.stats()
+        if self.global_rank == 0:
+            print(f"{stats['logical_bytes']:,} bytes of gradients, {stats['wire_bytes']:,} bytes sent")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+torch.manual_seed(0)
+images = torch.randn(6400, 64)
+data = DataLoader(TensorDataset(images, images[:, :10].argmax(dim=1)), batch_size=32)
+strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="bagua")  # bagua
+trainer = lightning.Trainer(
+    accelerator="cpu",
+    devices=2,
+    strategy=strategy,
+    max_steps=100,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    logger=False,
+)
+trainer.fit(Sharded(), data)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that `fully_shard` has sharded are gathered over the network once a step, and frozen ones once ever."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from bagua._executors import shared_executors_for
+from bagua._native import _C
+from bagua._torch_private import (
+    comm_of_fsdp,
+    gathered_dtype,
+    is_in_backward,
+    reshards_after_forward,
+    set_comm_of_fsdp,
+    shape_in_buffer,
+    shard_group,
+    shard_moment,
+)
+
+_steps = [0]
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Count the steps of all optimizers, which are as many on all ranks."""
+
+    def count(*_: object) -> None:
+        _steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+def _steps_taken() -> int:
+    return _steps[0]
+
+
+class CachedGather:
+    """FSDP2's all-gather of one group of parameters, which keeps what it has gathered in host memory.
+
+    A gather in a backward is served from that of the forward. In a forward only what is trained is gathered again, as
+    long as nobody has changed a frozen shard. On CPU tensors the memory is that into which FSDP2 gathers.
+
+    With a codec it is the coded difference to what the other ranks hold of a shard that is gathered, and each rank
+    computes with what all hold, its own shard too: what a difference has lost is in the next one. Without a step of an
+    optimizer nothing is gathered.
+
+    Args:
+        group: FSDP2's group of parameters.
+        codec: of differences; None: in full precision.
+    """
+
+    def __init__(self, group: Any, codec: str | None = None) -> None:
+        self._group = group
+        self._codec = codec
+        # This rank's shards as they were when the others got them, and how many steps optimizers had taken then.
+        self._given: Tensor | None = None
+        self._steps = -1
+        self._former = comm_of_fsdp(group, "all_gather")
+        self._cache: Tensor | None = None
+        # Whether it holds the last gather, and of which moments of this rank's shards.
+        self._is_complete = False
+        self._moments: list[tuple[int, int, int]] = []
+        # What it holds in the place of this rank's own shards, where FSDP2 is about to put them as they are now.
+        self._held: Tensor | None = None
+
+    def attach(self) -> None:
+        """Take the place of FSDP2's all-gather. Collective."""
+        if self._codec is not None:
+            _watch_optimizers()
+            shared_executors_for(shard_group(self._group), self._group.device)
+        set_comm_of_fsdp(self._group, "all_gather", self)
+
+    def detach(self) -> None:
+        """Leave it again."""
+        set_comm_of_fsdp(self._group, "all_gather", self._former)
+
+    @property
+    def bytes(self) -> int:
+        """What it keeps."""
+        return 0 if self._cache is None else self._cache.nbytes
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the memory to gather into, for FSDP2."""
+        cache, self._held = self._cache, None
+        if cache is None or cache.dtype != dtype or cache.numel() != torch.Size(size).numel():
+            self._is_complete = False
+            cache = None
+        if cache is None or device.type != "cpu":
+            memory: Tensor = self._former.allocate(size, dtype=dtype, device=device)
+            return memory
+        if self._is_complete:
+            ranks = shard_group(self._group)
+            self._held = cache.chunk(ranks.size())[ranks.rank()].clone()
+        return cache
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill `output_tensor`, of which this rank's part is `input_tensor`. It is full when this returns."""
+        parameters = self._group.fsdp_params
+        moments = [shard_moment(parameter) for parameter in parameters]
+        is_frozen = [not parameter.sharded_param.requires_grad for parameter in parameters]
+        is_known = self._is_complete and all(
+            own == other for own, other, counts in zip(moments, self._moments, is_frozen, strict=True) if counts
+        )
+        columns = self._columns(input_tensor)
+        whole = [(0, input_tensor.numel())]
+        to_gather: list[tuple[int, int]] = []
+        if is_known and is_in_backward():
+            self._check(whole, input_tensor, has_changed=moments != self._moments)
+        elif is_known and self._codec is not None and self._steps == _steps_taken():
+            self._check(whole, input_tensor)
+        elif is_known:
+            to_gather = [column[:2] for column in columns if column[2]]
+            self._check([column[:2] for column in columns if not column[2]], input_tensor)
+        else:
+            to_gather = whole
+        self._is_complete = False
+        if is_known and self._cache is not None and self._cache is not output_tensor:
+            output_tensor.copy_(self._cache, non_blocking=True)
+        given = input_tensor.clone() if self._codec is not None else None
+        if is_known and self._codec is not None and self._held is not None:
+            input_tensor.copy_(self._held)
+            self._gather_differences(output_tensor, given, group, to_gather)
+        else:
+            self._gather(output_tensor, input_tensor, group, to_gather)
+        self._given, self._steps = given, _steps_taken()
+        if any(is_frozen) or reshards_after_forward(self._group) or self._codec is not None:
+            self._keep(output_tensor, has_changed=bool(to_gather))
+            self._is_complete, self._moments = True, moments
+        else:
+            self._cache = None
+
+    def _columns(self, shards: Tensor) -> list[tuple[int, int, bool]]:
+        """Return where each parameter begins in this rank's part, how long it is, and whether it is trained."""
+        parameters = self._group.fsdp_params
+        are_bytes = shards.dtype == torch.uint8
+        sizes = [gathered_dtype(parameter).itemsize if are_bytes else 1 for parameter in parameters]
+        lengths = [shape_in_buffer(p).numel() * size for p, size in zip(parameters, sizes, strict=True)]
+        if sum(lengths) != shards.numel():
+            # Of tensor subclasses that say themselves what is gathered.
+            return [(0, shards.numel(), any(p.sharded_param.requires_grad for p in parameters))]
+        begins = [sum(lengths[:i]) for i in range(len(lengths))]
+        trained = [bool(parameter.sharded_param.requires_grad) for parameter in parameters]
+        return list(zip(begins, lengths, trained, strict=True))
+
+    def _check(self, columns: Sequence[tuple[int, int]], shards: Tensor, *, has_changed: bool = False) -> None:
+        """Refuse shards that are no longer what was gathered: nobody would know of it on the other ranks."""
+        former = self._held if self._given is None else self._given
+        if former is not None:
+            for begin, length in columns:
+                held, now = (one.narrow(0, begin, length).view(torch.uint8) for one in (former, shards))
+                has_changed = has_changed or not torch.equal(held, now)
+        if has_changed:
+            raise RuntimeError(
+                "bagua.fsdp: with weights= a weight was changed between its forward and its backward, a frozen one "
+                "through .data, or a coded one without a step of an optimizer of torch: change frozen weights under "
+                "torch.no_grad() instead"
+            )
+
+    def _gather(
+        self, output: Tensor, shards: Tensor, group: dist.ProcessGroup, columns: Sequence[tuple[int, int]]
+    ) -> None:
+        """Gather these columns of all ranks' parts."""
+        if columns == [(0, shards.numel())]:
+            self._former(output_tensor=output, input_tensor=shards, group=group, async_op=False)
+        elif columns:
+            own = torch.cat([shards.narrow(0, begin, length) for begin, length in columns])
+            ranks = dist.get_world_size(group)
+            gathered = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
+            self._former(output_tensor=gathered, input_tensor=own, group=group, async_op=False)
+            rows, place = output.view(ranks, -1), 0
+            for begin, length in columns:
+                rows.narrow(1, begin, length).copy_(gathered.view(ranks, -1).narrow(1, place, length))
+                place += length
+
+    def _gather_differences(
+        self, output: Tensor, shards: Tensor | None, group: dist.ProcessGroup, columns: Sequence[tuple[int, int]]
+    ) -> None:
+        """Add what these columns of all ranks' shards have become to what all hold of them."""
+        held = self._held
+        if not columns or shards is None or held is None:
+            return
+        own = torch.cat([shards.narrow(0, *column).float() - held.narrow(0, *column).float() for column in columns])
+        ranks = dist.get_world_size(group)
+        gathered = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
+        executors = shared_executors_for(shard_group(self._group), self._group.device)
+        _C.compressed_all_gather(executors, gathered, own, str(self._codec), True).wait()
+        rows, place = output.view(ranks, -1), 0
+        for begin, length in columns:
+            rows.narrow(1, begin, length).add_(gathered.view(ranks, -1).narrow(1, place, length))
+            place += length
+
+    def _keep(self, output: Tensor, *, has_changed: bool) -> None:
+        if output.device.type == "cpu":
+            self._cache = output
+        elif self._cache is None or self._cache.numel() != output.numel() or self._cache.dtype != output.dtype:
+            self._cache = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+            self._cache.copy_(output, non_blocking=True)
+        elif has_changed:
+            self._cache.copy_(output, non_blocking=True)

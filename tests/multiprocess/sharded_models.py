@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that fully_shard shards on a mesh of two emulated hosts, and its trainings. Used inside ranks."""
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+from unittest import mock
+
+import bagua
+import torch
+import torch.distributed as dist
+from devices import randn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+# Of every odd size: no dimension is a multiple of two, one has fewer rows than there are shards.
+WIDTHS = (67, 131, 97, 7)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, wider: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, wider)
+        self.scale = nn.Parameter(torch.ones(1, wider))
+        self.norm = nn.LayerNorm(wider)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(torch.tanh(self.inner(x)) * self.scale)
+        return result
+
+
+class Model(nn.Module):
+    """Of blocks, the middle one frozen but for its norm, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(*widths) for widths in pairwise(WIDTHS[:-1]))
+        self.frozen = nn.Linear(WIDTHS[-2], WIDTHS[-2]).requires_grad_(False)
+        self.head = nn.Linear(WIDTHS[-2], WIDTHS[-1])
+
+    def forward(self, x: Tensor, skipped: int = -1, is_reentrant: bool | None = None) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i == skipped:
+                x = x.new_ones(len(x), WIDTHS[i + 1]) * x.mean()
+            elif is_reentrant is None or i == 0:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=is_reentrant)
+        result: Tensor = self.head(self.frozen(x))
+        return result
+
+
+def made_model() -> Model:
+    torch.manual_seed(5)
+    return Model()
+
+
+# Of four ranks: the shape of a mesh, and how many hosts they are on. Neighbours are on one.
+MESHES = {"hybrid": ((2, 2), 2), "line": ((4,), 2), "line of hosts": ((4,), 4)}
+
+
+def mesh_of(name: str = "hybrid") -> DeviceMesh:
+    shape, hosts = MESHES[name]
+    host = dist.get_rank() * hosts // dist.get_world_size()
+    with mock.patch.dict(os.environ, BAGUA_HOST_ID=str(host)):
+        if len(shape) == 1:
+            # A mesh of all ranks has their group, which knows of one host.
+            group = dist.new_group()
+            assert group is not None
+            return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
+    """A copy of the model, sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = copy.deepcopy(model)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model.frozen, mesh=mesh, **options)  # type: ignore[arg-type]
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def loss_of(model: nn.Module, step: int, part: int = 0, **given: Any) -> Tensor:
+    """Large, so that an error of a codec shows."""
+    loss: Tensor = model(randn(6, WIDTHS[0], seed=100 * step + 10 * part + dist.get_rank()), **given).square().sum()
+    return loss
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's shard."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard.detach().clone()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Trained(NamedTuple):
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+Step = Callable[[Any, int], None]
+
+
+def plain_step(model: Any, step: int) -> None:
+    loss_of(model, step).backward()
+
+
+def trained(model: Any, steps: Sequence[int] = range(3), step: Step = plain_step, rate: float = 1e-3) -> Trained:
+    """The gradients of every step, and the weights after them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    gradients = []
+    for number in steps:
+        optimizer.zero_grad()
+        step(model, number)
+        gradients.append(gradients_of(model))
+        optimizer.step()
+    return Trained(gradients, {name: local(p) for name, p in model.named_parameters()})
+
+
+def compressed(model: Any, gradients: str = "gradient_allreduce", **options: Any) -> Any:
+    bagua.fsdp.compress(model, gradients, **options)
+    return model
+
+
+def in_full_precision(model: Any, mesh: DeviceMesh) -> Any:
+    """With all that is exact."""
+    return compressed(model, weights="cache" if mesh.ndim == 1 else None)
+
+
+def check_equal(one: Trained, other: Trained, **tolerances: float) -> None:
+    """Check gradients and weights, and that there are as many."""
+    for own, expected in zip([*one.gradients, one.weights], [*other.gradients, other.weights], strict=True):
+        assert own.keys() == expected.keys()
+        for name, tensor in own.items():
+            torch.testing.assert_close(
+                tensor, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerances
+            )

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bagua.fsdp.compress: what FSDP2 itself would have computed, within a codec's error."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks, run_ranks
+from reference import named
+from sharded_models import (
+    MESHES,
+    WIDTHS,
+    check_equal,
+    compressed,
+    in_full_precision,
+    loss_of,
+    made_model,
+    mesh_of,
+    plain_step,
+    sharded,
+    trained,
+)
+from torch import nn
+
+
+def accumulated_in_whole(model: Any, step: int) -> None:
+    """Gradients add up whole, and are reduced once."""
+    for part in range(3):
+        model.set_requires_gradient_sync(part == 2)
+        loss_of(model, step, part).backward()
+
+
+def accumulated_in_host(model: Any, step: int) -> None:
+    """They are reduced inside the host every time, and between hosts once."""
+    for part in range(3):
+        model.set_requires_all_reduce(part == 2)
+        loss_of(model, step, part).backward()
+
+
+def accumulated_in_gradients(model: Any, step: int) -> None:
+    """They are reduced every time, and added to those of before."""
+    for part in range(2):
+        loss_of(model, step, part).backward()
+
+
+def clipped(model: Any, step: int) -> None:
+    plain_step(model, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def divided(model: Any, step: int) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_gradient_divide_factor(3.0)
+            module.set_force_sum_reduction_for_comms(True)
+    plain_step(model, step)
+
+
+def skipping(model: Any, step: int) -> None:
+    """One of the blocks has no gradients in every other step."""
+    loss_of(model, step, skipped=step % 2).backward()
+
+
+def checkpointed(model: Any, step: int) -> None:
+    loss_of(model, step, is_reentrant=step % 2 == 1).backward()
+
+
+STEPS = [
+    plain_step,
+    accumulated_in_whole,
+    accumulated_in_host,
+    accumulated_in_gradients,
+    divided,
+    skipping,
+    checkpointed,
+]
+by_name = {"ids": lambda step: step.__name__}
+
+
+on_meshes = pytest.mark.parametrize("mesh_name", MESHES)
+on_two_meshes = pytest.mark.parametrize("mesh_name", ["hybrid", "line"])
+
+
+@on_two_meshes
+@pytest.mark.parametrize("step", STEPS, **by_name)
+@on_ranks(4)
+def test_what_is_exact_is_what_fsdp2_computes(mesh_name: str, step: Any) -> None:
+    computes_as_fsdp2_does(mesh_name, step)
+
+
+def test_clipping_sees_the_norm_of_the_whole() -> None:
+    # On new ranks: what DTensor remembers of a mesh outlives its groups.
+    run_ranks(4, computes_as_fsdp2_does, "hybrid", clipped)
+
+
+def computes_as_fsdp2_does(mesh_name: str, step: Any) -> None:
+    mesh, model = mesh_of(mesh_name), made_model()
+    expected = trained(sharded(model, mesh), step=step)
+    check_equal(trained(in_full_precision(sharded(model, mesh), mesh), step=step), expected, rtol=1e-5, atol=1e-6)
+
+
+def policies() -> dict[str, dict[str, Any]]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    return {
+        "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        "reduced in bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+        "reduced in float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+        "kept whole": {"reshard_after_forward": False},
+        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    }
+
+
+@on_two_meshes
+@pytest.mark.parametrize("name", ["bfloat16", "reduced in bfloat16", "reduced in float16", "kept whole", "offloaded"])
+@on_ranks(4)
+def test_it_does_so_with_every_policy(mesh_name: str, name: str) -> None:
+    mesh, model, policy = mesh_of(mesh_name), made_model(), policies()[name]
+    bits = 2e-2 if "bfloat16" in name else 2e-3 if "float16" in name else 1e-5
+    expected = trained(sharded(model, mesh, **policy))
+    own = trained(in_full_precision(sharded(model, mesh, **policy), mesh))
+    check_equal(own, expected, rtol=bits, atol=bits)
+
+
+CODED = [
+    *(("hybrid", gradients) for gradients in ("int8", "4bit", "bytegrad", "powersgd")),
+    *((mesh, gradients) for mesh in ("line", "line of hosts") for gradients in ("int8", "4bit")),
+    ("line", "bytegrad"),
+]
+
+
+@pytest.mark.parametrize(("mesh_name", "gradients"), CODED)
+@on_ranks(4)
+def test_coded_gradients_are_near_and_the_same_on_all_hosts(mesh_name: str, gradients: str) -> None:
+    mesh, model = mesh_of(mesh_name), made_model()
+    options: dict[str, Any] = {"start_step": 0, "rank": 16} if gradients == "powersgd" else {}
+    options |= {"exact": ()} if gradients in ("int8", "4bit") else {}
+    ours = sharded(model, mesh)
+    handle = bagua.fsdp.compress(ours, gradients, **options)
+    # Weights stay, so that no step inherits the error of another.
+    expected, own = trained(sharded(model, mesh), rate=0), trained(ours, rate=0)
+    for step, others in zip(own.gradients, expected.gradients, strict=True):
+        exact = torch.cat([others[name].flatten() for name in step])
+        error = (torch.cat([gradient.flatten() for gradient in step.values()]) - exact).norm() / exact.norm()
+        assert error < {"int8": 0.015, "bytegrad": 0.015, "4bit": 0.2, "powersgd": 0.5}[gradients], error
+    for gradient in own.gradients[-1].values() if mesh_name == "hybrid" else ():
+        twin = gradient.clone()
+        dist.broadcast(twin, src=dist.get_rank() % 2, group=mesh.get_group("replicate"))
+        assert torch.equal(twin, gradient)
+    stats = handle.stats()
+    assert stats["steps"] == stats["rounds"] == 3
+    # Two blocks and the head: what is frozen is not reduced.
+    assert stats["buckets"] == 9
+    assert stats["wire_bytes_between_hosts"] < 0.6 * stats["logical_bytes"]
+    # On two hosts of a line sums are made inside them; else there is but the agreement on each step.
+    assert (stats["wire_bytes_in_host"] > 1000) == (mesh_name == "line")
+
+
+class Wide(nn.Module):
+    """Large enough for the bytes of headers to count for little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(2))
+        self.frozen = nn.Linear(256, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.frozen(x)
+        return result
+
+
+# What of its gradients in float32 a rank sends to other hosts. On a line its part of the host's sum goes to one of two
+# hosts, or three of four parts to other ones.
+SENT = {"hybrid": 1.0, "line": 0.25, "line of hosts": 0.75}
+
+
+@on_meshes
+@pytest.mark.parametrize(("gradients", "share"), [("gradient_allreduce", 1.0), ("int8", 0.26), ("4bit", 0.14)])
+@on_ranks(4)
+def test_between_hosts_go_the_bytes_of_the_codec_alone(mesh_name: str, gradients: str, share: float) -> None:
+    torch.manual_seed(0)
+    model = sharded(Wide(), mesh_of(mesh_name))
+    unwatched = {} if gradients == "gradient_allreduce" else {"guard": None}
+    handle = bagua.fsdp.compress(model, gradients, **unwatched)
+    model(torch.randn(4, 256)).sum().backward()
+    stats = handle.stats()
+    # Padded to rows for every rank.
+    rows = 2 if mesh_name == "hybrid" else 4
+    whole = 4 * (2 * 256 * 256 + 256 * rows)
+    assert stats["logical_bytes"] == (whole // 2 if mesh_name == "hybrid" else whole)
+    share *= SENT[mesh_name]
+    assert 0.9 * share < stats["wire_bytes_between_hosts"] / stats["logical_bytes"] < 1.05 * share
+    # On two hosts of a line sums are made inside them; else there is but the agreement on each step.
+    assert (stats["wire_bytes_in_host"] > 1000) == (mesh_name == "line")
+
+
+@on_two_meshes
+@on_ranks(4)
+def test_error_feedback_gives_back_what_it_has_kept(mesh_name: str) -> None:
+    """The same gradients again and again: their sums differ by what is held back, and by nothing that grows."""
+    mesh, model = mesh_of(mesh_name), made_model()
+    steps = 16
+    expected = trained(sharded(model, mesh), [0] * steps, rate=0)
+    own = trained(compressed(sharded(model, mesh), "4bit", exact=(), residuals="float32"), [0] * steps, rate=0)
+    for name, gradient in expected.gradients[0].items():
+        total = torch.stack([step[name] for step in own.gradients]).sum(0)
+        # A shard may have no element of a parameter.
+        assert (total - steps * gradient).norm() <= 0.02 * steps * gradient.norm(), name
+
+
+@on_two_meshes
+@on_ranks(4)
+def test_error_feedback_keeps_what_it_has_of_blocks_without_gradients(mesh_name: str) -> None:
+    ours = sharded(made_model(), mesh_of(mesh_name))
+    handle = bagua.fsdp.compress(ours, "4bit", exact=())
+    trained(ours)
+    before = handle.state_dict()["state"]
+    loss_of(ours, 3, skipped=0).backward()
+    after = handle.state_dict()["state"]
+    names = [name for name, _ in ours.named_parameters()]
+    for name, residual in before.items():
+        # Part after part, where gradients travel in parts.
+        parameter = names[int(name.split(".")[2]) % len(names)]
+        is_kept = parameter.startswith("blocks.0") or name.endswith("pieces") or not residual.any()
+        assert torch.equal(after[name], residual) == is_kept, name
+
+
+@on_ranks(4)
+def test_a_backward_inside_a_backward_is_no_step_of_its_own() -> None:
+    ours = sharded(made_model(), mesh_of())
+    handle = bagua.fsdp.compress(ours, "4bit", exact=())
+    trained(ours, step=checkpointed)
+    assert handle.stats()["steps"] == 3
+    assert handle.stats()["buckets"] == 9
+    trained(ours, step=accumulated_in_whole)
+    assert handle.stats()["steps"] == 6
+    trained(ours, step=accumulated_in_gradients)
+    assert handle.stats()["steps"] == 12
+
+
+@on_two_meshes
+@on_ranks(4)
+def test_a_training_that_was_resumed_goes_on_with_the_same_bits(mesh_name: str) -> None:
+    mesh, model = mesh_of(mesh_name), made_model()
+    whole = sharded(model, mesh)
+    handle = bagua.fsdp.compress(whole, "4bit")
+    first = trained(whole, range(3))
+    state, weights = handle.state_dict(), {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    assert state["state"]
+    expected = trained(whole, range(3, 6))
+    other = sharded(model, mesh)
+    other.load_state_dict(weights)
+    resumed = bagua.fsdp.compress(other, "4bit")
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["step"] == 3
+    check_equal(trained(other, range(3, 6)), expected, rtol=0, atol=0)
+    fresh = compressed(sharded(model, mesh), "4bit")
+    fresh.load_state_dict(weights)
+    with pytest.raises(AssertionError):
+        check_equal(trained(fresh, range(3, 6)), expected, rtol=0, atol=0)
+    assert first.gradients
+    with pytest.raises(ValueError, match="rank"):
+        resumed.load_state_dict({**state, "rank": (dist.get_rank() + 1) % 4})
+
+
+@on_two_meshes
+@on_ranks(4)
+def test_fsdp2_reduces_by_itself_after_remove_and_another_algorithm_may_come(mesh_name: str) -> None:
+    mesh, model = mesh_of(mesh_name), made_model()
+    stock, ours = sharded(model, mesh), sharded(model, mesh)
+    handle = bagua.fsdp.compress(ours, "1bit")
+    with pytest.raises(RuntimeError, match="remove"):
+        bagua.fsdp.compress(ours, "int8")
+    handle.remove()
+    before = handle.stats()["buckets"]
+    check_equal(trained(ours), trained(stock), rtol=0, atol=0)
+    assert handle.stats()["buckets"] == before
+    again = bagua.fsdp.compress(ours, "gradient_allreduce")
+    check_equal(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
+    assert again.stats()["steps"] == 3
+
+
+@on_two_meshes
+@on_ranks(4)
+def test_a_step_with_a_lost_gradient_leaves_error_feedback_as_it_was(mesh_name: str) -> None:
+    ours = sharded(made_model(), mesh_of(mesh_name))
+    handle = bagua.fsdp.compress(ours, "4bit")
+    trained(ours)
+    before = handle.state_dict()["state"]
+    spoilt = torch.ones(WIDTHS[-1]).index_fill_(0, torch.tensor([0]), float("nan") if dist.get_rank() == 1 else 1.0)
+
+    # Only the rank that has the first element of the sum sees it.
+    def spoil(head: nn.Module, _: object) -> None:
+        head.bias.register_hook(lambda gradient: gradient * spoilt)  # type: ignore[union-attr,operator]
+
+    ours.head.register_forward_pre_hook(spoil)
+    loss_of(ours, 3).backward()
+    after = handle.state_dict()["state"]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    handle.rescale(2)
+    assert all(
+        torch.equal(handle.state_dict()["state"][name], 2 * value)
+        for name, value in before.items()
+        if value.is_floating_point() and "pieces" not in name
+    )
+
+
+@on_ranks(4)
+def test_what_cannot_be_done_right_is_refused_with_its_name() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, model = mesh_of(), made_model()
+    line = init_device_mesh("cpu", (4,))
+    simple = nn.Linear(4, 4)
+    simple.weight = nn.Parameter(distribute_tensor(simple.weight.detach(), line, [Shard(0)]))
+    mixed = made_model()
+    fully_shard(mixed.blocks[0], mesh=line)
+    frozen = made_model().requires_grad_(False)
+    cases: list[tuple[Any, str, dict[str, Any]]] = [
+        (model, "fully_shard", {}),
+        (nn.parallel.DistributedDataParallel(model), "register_comm_hook", {}),
+        (
+            FullyShardedDataParallel(
+                nn.Linear(4, 4), process_group=mesh.get_group("shard"), device_id=torch.device("cpu")
+            ),
+            "FSDP1",
+            {},
+        ),
+        (simple, "SimpleFSDP", {}),
+        (fully_shard(mixed, mesh=mesh), "different meshes", {}),
+        (sharded(model, line), "cannot reduce-scatter", {"gradients": "powersgd"}),
+        (sharded(frozen, mesh), "frozen", {}),
+        (sharded(model, mesh), "weights=", {"weights": "cache"}),
+        (sharded(model, mesh), "expected a codec", {"gradients": "int9"}),
+        (sharded(model, mesh), "takes no codec", {"algorithm": "gradient_allreduce"}),
+        (sharded(model, mesh), "optimizer", {"gradients": "diloco"}),
+        (sharded(model, mesh), "average", {"average": False}),
+        (sharded(model, mesh), "nonsense", {"nonsense": 1}),
+    ]
+    for given, words, options in cases:
+        with named(words), pytest.raises(ValueError, match=words):
+            bagua.fsdp.compress(given, **options)
+    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(ValueError, match="compiled_autograd"):
+        bagua.fsdp.compress(sharded(model, mesh))
+
+
+@on_ranks(4)
+def test_hosts_that_ask_for_different_codecs_get_an_error() -> None:
+    ours = sharded(made_model(), mesh_of())
+    with pytest.raises(ValueError, match="other options"):
+        bagua.fsdp.compress(ours, "int8" if dist.get_rank() < 2 else "4bit")
+    expected = pytest.raises(ValueError, match="rank 1 could not" if dist.get_rank() < 2 else "expected a codec")
+    with expected if dist.get_rank() < 4 else nullcontext():
+        bagua.fsdp.compress(ours, "int8" if dist.get_rank() < 2 else "no codec")
+
+
+@on_ranks(4)
+def test_gradients_reduced_after_the_backward_are_refused() -> None:
+    ours = compressed(sharded(made_model(), mesh_of()))
+    if not hasattr(ours, "set_manual_backward_finalization"):
+        pytest.skip("torch before 2.15 has no manual finalization")
+    ours.set_manual_backward_finalization(True)
+    loss_of(ours, 0).backward()
+    with pytest.raises(ValueError, match="set_manual_backward_finalization"):
+        ours.finalize_backward()

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""start_step and guard of what codes the gradients of a sharded model: shard by shard, and part by part."""
+
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from sharded_models import MESHES, compressed, local, made_model, mesh_of, sharded, trained
+from torch import nn
+
+on_meshes = pytest.mark.parametrize("mesh_name", MESHES)
+
+
+@on_meshes
+@on_ranks(4)
+def test_before_the_start_step_gradients_are_exact(mesh_name: str) -> None:
+    mesh, model = mesh_of(mesh_name), made_model()
+    expected = trained(sharded(model, mesh), rate=0)
+    own = trained(compressed(sharded(model, mesh), "4bit", start_step=2), rate=0)
+    for number, (step, others) in enumerate(zip(own.gradients, expected.gradients, strict=True)):
+        are_exact = all(torch.allclose(step[name], others[name], rtol=1e-5, atol=1e-6) for name in others)
+        assert are_exact == (number < 2), number
+
+
+class Given(nn.Module):
+    """Its gradients are the tensors that forward() is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Parameter(torch.zeros(256, 64))
+        self.uneven = nn.Parameter(torch.zeros(256, 64))
+
+    def forward(self, even: torch.Tensor, uneven: torch.Tensor) -> torch.Tensor:
+        return (self.even * even).sum() + (self.uneven * uneven).sum()
+
+
+def with_outliers(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    even, uneven = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+    uneven.view(-1)[rank::64] *= 30
+    return even, uneven
+
+
+@on_meshes
+@on_ranks(4)
+def test_a_gradient_that_its_codec_does_not_suit_is_coded_finer_in_all_parts(mesh_name: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of(mesh_name)
+    model: Any = fully_shard(Given(), mesh=mesh)
+    handle = bagua.fsdp.compress(model, "4bit", guard="adapt")
+    shards = mesh["shard"]
+    for step in range(4):
+        model.zero_grad()
+        model(*with_outliers(step, dist.get_rank())).backward()
+        mean = torch.stack([with_outliers(step, rank)[1] for rank in range(4)]).mean(0)
+        own = mean.chunk(shards.size())[shards.get_local_rank()]
+        off = (local(model.uneven.grad) - own).abs().median()
+        # The first two steps are looked at: what they find holds from the third on.
+        assert (off > 0.2) if step < 2 else (off < 0.1), (step, off)
+    assert handle.stats()["guard"]["raised"] == {"uneven": 1}
+    # Nobody has the whole mean of a line.
+    assert (handle.stats()["guard"]["error_of_mean"] > 0) == (mesh_name == "hybrid")
+    assert handle.state_dict()["state"].keys() >= {"guard"}

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""weights="cache" of bagua.fsdp.compress: what is gathered over the network, how often; what may change meanwhile."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from sharded_models import check_equal, compressed, loss_of, made_model, mesh_of, sharded, trained
+
+
+@contextmanager
+def gathered() -> Iterator[list[int]]:
+    """The elements that this rank gives to each gather over the network."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, sizes = getattr(dist, name), []
+
+    def counted(output: torch.Tensor, input: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(input.numel())
+        return gather(output, input, *args, **options)
+
+    with mock.patch.object(dist, name, counted):
+        yield sizes
+
+
+def rows(numel: int, length: int) -> int:
+    """Elements of a rank's part of a parameter, with the rows that even it out."""
+    return -(-length // 4) * (numel // length)
+
+
+def sizes_of(model: Any, *, trained: bool) -> int:
+    return sum(rows(p.numel(), len(p)) for p in model.parameters() if p.requires_grad == trained)
+
+
+@on_ranks(4)
+def test_weights_are_gathered_once_a_step_and_frozen_ones_once_ever() -> None:
+    model, mesh = made_model(), mesh_of("line")
+    of_trained, of_frozen = sizes_of(model, trained=True), sizes_of(model, trained=False)
+    head = sum(rows(p.numel(), len(p)) for p in model.head.parameters())
+    with gathered() as sizes:
+        trained(sharded(model, mesh))
+        # The root, which has the head, stays whole until the backward.
+        assert sum(sizes) == 3 * (2 * (of_trained + of_frozen) - head)
+        sizes.clear()
+        ours = compressed(sharded(model, mesh), weights="cache")
+        trained(ours)
+        assert sum(sizes) == 3 * of_trained + of_frozen
+
+
+@on_ranks(4)
+def test_of_a_group_with_frozen_and_trained_weights_the_trained_ones_are_gathered() -> None:
+    model, mesh = made_model(), mesh_of("line")
+    model.blocks[0].inner.requires_grad_(False)
+    model.blocks[1].norm.requires_grad_(False)
+    of_trained, of_frozen = sizes_of(model, trained=True), sizes_of(model, trained=False)
+    expected = trained(sharded(model, mesh))
+    with gathered() as sizes:
+        own = trained(compressed(sharded(model, mesh), weights="cache"))
+        assert sum(sizes) == 3 * of_trained + of_frozen
+    check_equal(own, expected, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(4)
+def test_frozen_weights_that_were_loaded_are_gathered_again() -> None:
+    model, mesh = made_model(), mesh_of("line")
+    stock, ours = sharded(model, mesh), compressed(sharded(model, mesh), weights="cache")
+    for one in (stock, ours):
+        trained(one)
+        with torch.no_grad():
+            one.frozen.weight.mul_(2)
+    check_equal(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(4)
+def test_weights_that_change_where_nobody_can_know_are_an_error() -> None:
+    mesh = mesh_of("line")
+    ours = compressed(sharded(made_model(), mesh), weights="cache")
+    trained(ours)
+    ours.frozen.weight.to_local().data.mul_(2)
+    with pytest.raises(RuntimeError, match="a frozen one through"):
+        loss_of(ours, 0)
+    ours = compressed(sharded(made_model(), mesh), weights="cache")
+    loss = loss_of(ours, 0)
+    ours.blocks[1].inner.weight.to_local().data.mul_(2)
+    with pytest.raises(RuntimeError, match="between its forward and its backward"):
+        loss.backward()
+
+
+@contextmanager
+def coded() -> Iterator[list[int]]:
+    """The elements that this rank gives to each gather of coded differences."""
+    gather, sizes = bagua._native._C.compressed_all_gather, []
+
+    def counted(executors: Any, output: torch.Tensor, input: torch.Tensor, *args: Any) -> Any:
+        sizes.append(input.numel())
+        return gather(executors, output, input, *args)
+
+    with mock.patch.object(bagua._native._C, "compressed_all_gather", counted):
+        yield sizes
+
+
+@pytest.mark.parametrize(("codec", "error"), [("int8", 1e-3), ("4bit", 2e-2)])
+@on_ranks(4)
+def test_coded_differences_follow_the_weights_with_the_same_bits_on_all_ranks(codec: str, error: float) -> None:
+    model, mesh = made_model(), mesh_of("line")
+    of_trained, of_frozen = sizes_of(model, trained=True), sizes_of(model, trained=False)
+    ours = compressed(sharded(model, mesh), weights=codec)
+    with gathered() as whole, coded() as sizes:
+        own = trained(ours, range(6))
+        assert sum(whole) == of_trained + of_frozen
+        assert sum(sizes) == 5 * of_trained
+    expected = trained(sharded(model, mesh), range(6))
+    # The first step has gathered the weights themselves.
+    for step, near in zip(own.gradients, expected.gradients, strict=True):
+        for name, gradient in step.items():
+            assert (gradient - near[name]).norm() <= error * near[name].norm() + 1e-6, name
+    with torch.no_grad():
+        outputs = ours(torch.ones(1, 67))
+    twins = [torch.empty_like(outputs) for _ in range(4)]
+    dist.all_gather(twins, outputs)
+    assert all(torch.equal(twin, outputs) for twin in twins)
+
+
+@on_ranks(4)
+def test_without_a_step_of_an_optimizer_no_difference_is_gathered() -> None:
+    ours = compressed(sharded(made_model(), mesh_of("line")), weights="int8")
+    trained(ours)
+    with gathered() as whole, coded() as sizes:
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        for steps in (1, 2):
+            # Of two blocks and the head.
+            loss_of(ours, 3).backward()
+            assert len(sizes) == 3 * steps
+            loss_of(ours, 4).backward()
+            assert len(sizes) == 3 * steps
+            optimizer.step()
+        assert len(whole) == 0
+        loss_of(ours, 5).backward()
+    with torch.no_grad():
+        ours.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="without a step"):
+        loss_of(ours, 5)
+
+
+@on_ranks(4)
+def test_the_memory_that_it_takes_is_said_and_given_back() -> None:
+    model, mesh = made_model(), mesh_of("line")
+    ours = sharded(model, mesh)
+    handle = bagua.fsdp.compress(ours, "gradient_allreduce", weights="cache")
+    assert handle.stats()["memory"] == {"gathered weights": 0}
+    trained(ours)
+    whole = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in model.head.parameters())
+    kept = handle.stats()["memory"]["gathered weights"]
+    assert 4 * whole <= kept < 1.1 * 4 * whole
+    handle.remove()
+    with gathered() as sizes:
+        trained(ours, range(1))
+    assert sum(sizes) > sizes_of(model, trained=True) + sizes_of(model, trained=False)
+
+
+@on_ranks(4)
+def test_what_does_not_go_together_with_it_is_refused_with_its_name() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = made_model(), mesh_of("line")
+
+    def own_gather() -> Any:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+        class Own(DefaultAllGather):
+            pass
+
+        one = sharded(model, mesh)
+        one.blocks[0].set_custom_all_gather(Own())
+        return one
+
+    cases: list[tuple[Any, str, str]] = [
+        (sharded(model, mesh), "int9", "expected None, 'cache' or a codec"),
+        (fully_shard(made_model(), mesh=mesh, reshard_after_forward=2), "cache", "reshard_after_forward"),
+        (own_gather(), "cache", "set_custom_all_gather"),
+        (sharded(model, mesh_of("hybrid")), "cache", "mesh of one dimension"),
+    ]
+    for given, weights, words in cases:
+        with pytest.raises(ValueError, match=words):
+            bagua.fsdp.compress(given, weights=weights)
