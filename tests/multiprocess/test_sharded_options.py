@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""start_step and guard of what codes the gradients of a sharded model: shard by shard, and part by part."""
+"""start_step and guard of what codes the gradients of a sharded model, which travel in parts on a line of ranks."""
 
 from typing import Any
 
@@ -39,18 +39,18 @@ class Given(nn.Module):
 
 def with_outliers(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     even, uneven = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(10 * step + rank))
-    uneven.view(-1)[rank::64] *= 30
+    uneven.view(-1)[rank::64] *= 1000
     return even, uneven
 
 
-@on_meshes
+@pytest.mark.parametrize("mesh_name", ["line", "line of hosts"])
 @on_ranks(4)
 def test_a_gradient_that_its_codec_does_not_suit_is_coded_finer_in_all_parts(mesh_name: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh_of(mesh_name)
     model: Any = fully_shard(Given(), mesh=mesh)
-    handle = bagua.fsdp.compress(model, "4bit", guard="adapt")
+    handle = bagua.fsdp.compress(model, "int8", error_feedback=True, guard="adapt")
     shards = mesh["shard"]
     for step in range(4):
         model.zero_grad()
@@ -59,8 +59,11 @@ def test_a_gradient_that_its_codec_does_not_suit_is_coded_finer_in_all_parts(mes
         own = mean.chunk(shards.size())[shards.get_local_rank()]
         off = (local(model.uneven.grad) - own).abs().median()
         # The first two steps are looked at: what they find holds from the third on.
-        assert (off > 0.2) if step < 2 else (off < 0.1), (step, off)
+        assert (off > 0.2) if step < 2 else (off < 1e-5), (step, off)
     assert handle.stats()["guard"]["raised"] == {"uneven": 1}
-    # Nobody has the whole mean of a line.
-    assert (handle.stats()["guard"]["error_of_mean"] > 0) == (mesh_name == "hybrid")
-    assert handle.state_dict()["state"].keys() >= {"guard"}
+    # Nobody has the whole mean.
+    assert handle.stats()["guard"]["error_of_mean"] == 0
+    state = handle.state_dict()["state"]
+    assert "guard" in state
+    # Part after part.
+    assert {int(name.split(".")[2]) % 2 for name in state if name != "guard"} == {0}
