@@ -285,6 +285,40 @@ def test_fsdp2_reduces_by_itself_after_remove_and_another_algorithm_may_come(mes
 
 @on_two_meshes
 @on_ranks(4)
+def test_modules_that_were_sharded_together_are_reduced_once_and_let_go(mesh_name: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of(mesh_name)
+
+    def together() -> Any:
+        model: Any = made_model()
+        fully_shard([model.blocks[1], model.head], mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    stock, ours = together(), together()
+    handle = bagua.fsdp.compress(ours, "gradient_allreduce")
+    check_equal(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
+    handle.remove()
+    check_equal(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
+    bagua.fsdp.compress(ours, "int8").remove()
+
+
+@on_two_meshes
+@on_ranks(4)
+def test_what_only_a_backward_shows_is_refused_there(mesh_name: str) -> None:
+    mesh = mesh_of(mesh_name)
+    part = sharded(made_model(), mesh)
+    bagua.fsdp.compress(part.blocks[0], "int8")
+    with pytest.raises(ValueError, match="outermost module"):
+        loss_of(part, 0).backward()
+    hooked = compressed(sharded(made_model(), mesh))
+    hooked.set_all_reduce_hook(lambda _: None)
+    with pytest.raises(ValueError, match="set_all_reduce_hook"):
+        loss_of(hooked, 0).backward()
+
+
+@on_two_meshes
+@on_ranks(4)
 def test_a_step_with_a_lost_gradient_leaves_error_feedback_as_it_was(mesh_name: str) -> None:
     ours = sharded(made_model(), mesh_of(mesh_name))
     handle = bagua.fsdp.compress(ours, "4bit")
