@@ -80,7 +80,7 @@ struct Bucket {
   BucketEntries entries = {};
   // Whether there may be parameters that no rank has used: DDP keeps what comes of their gradients from the optimizer.
   bool tellsUse = false;
-  // Whether it holds a part for each rank, as ReducesToParts has it.
+  // The flat tensor holds a part for each rank: see ReducesToParts.
   bool isInParts = false;
   // Synchronised backwards before this one, in earlier runs too where this one continues a checkpoint.
   int64_t step = 0;
