@@ -57,8 +57,8 @@ class ReducesToParts {
  public:
   virtual ~ReducesToParts() = default;
 
-  // As Algorithm::reduce(), but the flat tensor holds a part for each rank, in the order of the ranks, with as many
-  // entries of as many elements as the others. `own` becomes the mean of this rank's part. The flat tensor holds
+  // This is Algorithm::reduce() for a flat tensor that holds a part for each rank, in the order of the ranks, with as
+  // many entries of as many elements as the others. `own` becomes the mean of this rank's part. The flat tensor holds
   // anything then.
   virtual void reduceToParts(Bucket& bucket, at::Tensor& own, Communicator& communicator) = 0;
 };

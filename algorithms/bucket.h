@@ -82,7 +82,7 @@ struct Bucket {
   bool tellsUse = false;
   // Whether a CUDA graph captures the program, and will repeat it.
   bool isCaptured = false;
-  // Whether it holds a part for each rank, as ReducesToParts has it.
+  // The flat tensor holds a part for each rank: see ReducesToParts.
   bool isInParts = false;
   // Synchronised backwards before this one, in earlier runs too where this one continues a checkpoint.
   int64_t step = 0;

@@ -13,7 +13,7 @@ namespace bagua {
 // The gradients that DDP handed over together, on their way through an algorithm. Lives as long as the program that
 // reduces them.
 struct BucketProgram {
-  // What becomes of the gradients, which are in place unless they are in parts: see ReducesToParts.
+  // The algorithm does this with the gradients. It leaves the mean in their place, or in `own`: see ReducesToParts.
   enum class Way : uint8_t { kReduce, kReduceToParts, kPassOver };
 
   at::Tensor gradients;
@@ -24,7 +24,7 @@ struct BucketProgram {
   bool tellsUse = false;
   bool isCaptured = false;
   Way way = Way::kReduce;
-  // Of gradients in parts, and where this rank's goes.
+  // The gradients are in parts, of which this rank's mean goes to `own`.
   bool isInParts = false;
   at::Tensor own = {};
   // Bucket::retained of all parts.

@@ -58,8 +58,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // The same of a flat tensor with a part for each rank, of which this rank's goes to `own`, see ReducesToParts.
   c10::intrusive_ptr<c10d::Work> reduceToParts(const at::Tensor& flat, const at::Tensor& own,
                                                const std::vector<BucketEntry>& entries, bool isFirst);
-  // Of parameters for which no rank has gradients in the step at hand, though they had some before; for algorithms that
-  // keep residuals. `isInParts`: they are reduced to parts.
+  // An algorithm that keeps residuals hears of parameters for which no rank has gradients in the step at hand, though
+  // they had some before. `isInParts`: they are reduced to parts.
   c10::intrusive_ptr<c10d::Work> passOver(const at::Tensor& flat, const std::vector<BucketEntry>& entries,
                                           bool isInParts);
   void afterBackward();
@@ -223,7 +223,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   std::vector<ParameterFacts> facts_;
   // See useOptimizer(); nothing where the optimizer is not known.
   std::optional<bool> isOptimizerLinear_;
-  // Whether something of the step at hand is reduced to parts, and the program in which ranks agree on such a step.
+  // The step at hand reduces something to parts, so the ranks agree on it in this program.
   bool hasParts_ = false;
   c10::intrusive_ptr<c10d::Work> agreement_;
   int64_t step_ = 0;

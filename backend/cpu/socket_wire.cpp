@@ -4,46 +4,18 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <optional>
-#include <type_traits>
 #include <utility>
 
+#include "backend/cpu/preamble.h"
 #include "backend/operation/peer_errors.h"
 
 namespace bagua {
 namespace {
 
-// With the first message from one rank to another in a program. A change raises kWireFormat (rendezvous/wire_format.h).
-struct Preamble {
-  ProgramFingerprint program;
-  int64_t sent = 0;
-  int64_t expected = 0;
-  // A rank that has refused its arguments; negative: none.
-  int64_t refusing = -1;
-};
-static_assert(std::is_trivially_copyable_v<Preamble> && sizeof(Preamble) <= net::kMostContext);
-
 // How long a rank that is about to raise what its peers should raise too waits for its preambles to leave.
 constexpr std::chrono::seconds kPartingTime{2};
-
-std::vector<uint8_t> bytesOf(const Preamble& preamble) {
-  const auto* const begin = reinterpret_cast<const uint8_t*>(&preamble);
-  return {begin, begin + sizeof(preamble)};
-}
-
-std::optional<Preamble> preambleOf(const std::vector<uint8_t>& context) {
-  if (context.size() != sizeof(Preamble)) return std::nullopt;
-  Preamble preamble;
-  std::memcpy(&preamble, context.data(), sizeof(preamble));
-  return preamble;
-}
-
-bool fits(const Preamble& own, const Preamble& theirs) {
-  return theirs.refusing < 0 && own.program.hash() == theirs.program.hash() && own.sent == theirs.expected &&
-         own.expected == theirs.sent;
-}
 
 std::string nameOf(int rank) { return "rank " + std::to_string(rank); }
 

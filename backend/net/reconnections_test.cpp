@@ -276,16 +276,18 @@ TEST_F(MadeUpPeer, AFrameThatComesAgainBecauseItWasInterruptedIsChargedOnce) {
               .group = 7,
               .key = {.stream = 1, .source = 1, .index = 0},
               .total = received.size(),
-              .payloadBytes = kMostPayload};
+              .payloadBytes = 100'000};
   say(connection, frame);
-  sayBytes(connection, Bytes(kMostPayload / 2));
+  sayBytes(connection, Bytes(frame.payloadBytes / 2));
   std::this_thread::sleep_for(50ms);
   connection = replace(connection);
   uint64_t charge = 0;
-  for (; frame.offset < frame.total; frame.offset += kMostPayload) {
+  while (frame.offset < frame.total) {
     say(connection, frame);
-    sayBytes(connection, pattern(kMostPayload, 1));
-    charge += chargeOf(kMostPayload);
+    sayBytes(connection, pattern(frame.payloadBytes, 1));
+    charge += chargeOf(frame.payloadBytes);
+    frame.offset += frame.payloadBytes;
+    frame.payloadBytes = static_cast<uint32_t>(std::min<uint64_t>(kMostPayload, frame.total - frame.offset));
   }
   ASSERT_TRUE(comes(*signal, [&] { return receiving->state().isComplete(); }));
   Frame credit = hear(connection);

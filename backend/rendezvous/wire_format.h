@@ -8,7 +8,7 @@ namespace bagua {
 // meaning, or the order in which they are sent, raises it:
 //
 // - frames between processes: backend/net/frame.h
-// - the preamble of an exchange: backend/cpu/socket_wire.cpp, with backend/operation/program_fingerprint.h
+// - the preamble of an exchange: backend/cpu/preamble.h, with backend/operation/program_fingerprint.h
 // - the memory that ranks of one host share: backend/cpu/shared_memory/meeting_room.h, backend/net/payload_memory.h
 // - what ranks agree on about their line: backend/cpu/collectives/agreed_line.h
 // - coded chunks: kernels/codecs/

@@ -19,10 +19,14 @@ from bagua._torch_private import (
     at_end_of_backward,
     comm_of_fsdp,
     fsdp_groups,
+    has_all_reduce_hook,
     is_compiled_autograd_on,
+    is_fsdp_root,
     is_in_backward,
+    is_sharded,
     is_view_of_buffer,
     local_gradient,
+    one_of_each_fsdp_state,
     parameters_being_reduced,
     replica_group,
     set_comm_of_fsdp,
@@ -73,10 +77,15 @@ class ShardedModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = _modules_of_fsdp(model)
-        for module in self.modules:
-            module.reshard()  # type: ignore[operator]
+        self.modules = one_of_each_fsdp_state(_modules_of_fsdp(model))
         self.groups = [group for module in self.modules for group in fsdp_groups(module)]
+        if not all(is_sharded(group) for group in self.groups):
+            raise ValueError(
+                "a part of the model was given to replicate(), which does not shard it: use DistributedDataParallel "
+                "and register_comm_hook"
+            )
+        for module in self.modules:
+            module.reshard()
         by_tensor = {p.sharded_param: p for group in self.groups for p in group.fsdp_params}
         self.all_names = [name for name, _ in model.named_parameters()]
         # FSDP2's parameters, frozen ones too: they may be trained later.
@@ -246,7 +255,7 @@ class ShardReduction:
 
     def detach(self) -> None:
         """Leave it again."""
-        for undo in self._undo:
+        for undo in reversed(self._undo):
             undo()
 
     def start(self, flat: Tensor, result: Tensor, op: Any, factor: float | None = None) -> _Started:
@@ -263,6 +272,8 @@ class ShardReduction:
                 "bagua.fsdp: gradients are reduced outside of a backward: set_manual_backward_finalization(True) is "
                 "not supported, leave it off"
             )
+        if not self._seen:
+            self._begin_step()
         parameters = parameters_being_reduced()
         positions, gradients = self._gradients_in(flat, parameters)
         if not self._seen.isdisjoint(positions):
@@ -311,6 +322,20 @@ class ShardReduction:
         names = [part * count + position for part in range(parts) for position in positions]
         return [(name, view.view(shape)) for name, view, shape in zip(names, views, parts * shapes, strict=True)]
 
+    def _begin_step(self) -> None:
+        # An end that an error has kept from being called is none any more.
+        self._is_ending = False
+        if any(has_all_reduce_hook(group) for group in self._model.groups):
+            raise ValueError(
+                "bagua.fsdp: set_all_reduce_hook() has given the model a hook, which would see gradients before they "
+                "are reduced: remove one of the two"
+            )
+        if not any(is_fsdp_root(module) for module in self._model.modules):
+            raise ValueError(
+                "bagua.fsdp: the model given to compress() is a part of one that fully_shard has sharded as a whole, "
+                "at whose end backwards end: give compress() the outermost module"
+            )
+
     def _at_end(self) -> None:
         # Of several parts of the model, each may end the backward for itself.
         if self._seen and not self._is_ending:
@@ -343,5 +368,11 @@ class ShardReduction:
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []
+        errors = []
         for exchange in pending:
-            exchange.finish()
+            try:
+                exchange.finish()
+            except Exception as error:  # the others write to memory that the caller may free
+                errors.append(error)
+        if errors:
+            raise errors[0]

@@ -189,6 +189,29 @@ def set_replica_group(group: Any, replicas: dist.ProcessGroup) -> None:
     group.mesh_info.replicate_process_group = replicas
 
 
+def one_of_each_fsdp_state(modules: Sequence[Any]) -> list[Any]:
+    """Return the first module of each state: `fully_shard([a, b])` gives both the same."""
+    first: dict[int, Any] = {}
+    for module in modules:
+        first.setdefault(id(module._get_fsdp_state()), module)
+    return list(first.values())
+
+
+def is_fsdp_root(module: Any) -> bool:
+    """Return whether FSDP2 ends backwards at this module; known from the first forward on."""
+    return bool(module._get_fsdp_state()._is_root)
+
+
+def has_all_reduce_hook(group: Any) -> bool:
+    """Return whether `set_all_reduce_hook` has given a group of parameters one."""
+    return group._all_reduce_hook is not None
+
+
+def is_sharded(group: Any) -> bool:
+    """Return whether a group's parameters are sharded, and not only replicated (`replicate`)."""
+    return getattr(group.mesh_info, "shard_process_group", None) is not None
+
+
 def shard_group(group: Any) -> dist.ProcessGroup:
     """Return the ranks among which a group's parameters are sharded."""
     found: dist.ProcessGroup = group.mesh_info.shard_process_group

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -25,21 +26,19 @@ from bagua._torch_private import (
     shard_moment,
 )
 
-_steps = [0]
+_coded: weakref.WeakSet[CachedGather] = weakref.WeakSet()
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Count the steps of all optimizers, which are as many on all ranks."""
+    """Have caches that code differences count the steps of optimizers that hold one of their parameters."""
 
-    def count(*_: object) -> None:
-        _steps[0] += 1
+    def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for cache in _coded:
+            cache.note_step(held)
 
     register_optimizer_step_post_hook(count)
-
-
-def _steps_taken() -> int:
-    return _steps[0]
 
 
 class CachedGather:
@@ -63,11 +62,14 @@ class CachedGather:
         # This rank's shards as they were when the others got them, and how many steps optimizers had taken then.
         self._given: Tensor | None = None
         self._steps = -1
+        self._steps_taken = 0
         self._former = comm_of_fsdp(group, "all_gather")
         self._cache: Tensor | None = None
         # Whether it holds the last gather, and of which moments of this rank's shards.
         self._is_complete = False
         self._moments: list[tuple[int, int, int]] = []
+        # Which were frozen then. The moment of one that was trained since does not tell whether it was changed.
+        self._were_frozen: list[bool] = []
         # What it holds in the place of this rank's own shards, where FSDP2 is about to put them as they are now.
         self._held: Tensor | None = None
 
@@ -75,12 +77,19 @@ class CachedGather:
         """Take the place of FSDP2's all-gather. Collective."""
         if self._codec is not None:
             _watch_optimizers()
+            _coded.add(self)
             shared_executors_for(shard_group(self._group), self._group.device)
         set_comm_of_fsdp(self._group, "all_gather", self)
 
     def detach(self) -> None:
         """Leave it again."""
+        _coded.discard(self)
         set_comm_of_fsdp(self._group, "all_gather", self._former)
+
+    def note_step(self, held: Set[int]) -> None:
+        """Count a step of an optimizer that holds the parameters with these ids; the same ones on all ranks."""
+        if any(id(parameter.sharded_param) in held for parameter in self._group.fsdp_params):
+            self._steps_taken += 1
 
     @property
     def bytes(self) -> int:
@@ -109,14 +118,16 @@ class CachedGather:
         moments = [shard_moment(parameter) for parameter in parameters]
         is_frozen = [not parameter.sharded_param.requires_grad for parameter in parameters]
         is_known = self._is_complete and all(
-            own == other for own, other, counts in zip(moments, self._moments, is_frozen, strict=True) if counts
+            was and own == other
+            for own, other, was, counts in zip(moments, self._moments, self._were_frozen, is_frozen, strict=True)
+            if counts
         )
         columns = self._columns(input_tensor)
         whole = [(0, input_tensor.numel())]
         to_gather: list[tuple[int, int]] = []
         if is_known and is_in_backward():
             self._check(whole, input_tensor, has_changed=moments != self._moments)
-        elif is_known and self._codec is not None and self._steps == _steps_taken():
+        elif is_known and self._codec is not None and self._steps == self._steps_taken:
             self._check(whole, input_tensor)
         elif is_known:
             to_gather = [column[:2] for column in columns if column[2]]
@@ -132,10 +143,10 @@ class CachedGather:
             self._gather_differences(output_tensor, given, group, to_gather)
         else:
             self._gather(output_tensor, input_tensor, group, to_gather)
-        self._given, self._steps = given, _steps_taken()
+        self._given, self._steps = given, self._steps_taken
         if any(is_frozen) or reshards_after_forward(self._group) or self._codec is not None:
             self._keep(output_tensor, has_changed=bool(to_gather))
-            self._is_complete, self._moments = True, moments
+            self._is_complete, self._moments, self._were_frozen = True, moments, is_frozen
         else:
             self._cache = None
 
@@ -160,6 +171,8 @@ class CachedGather:
                 held, now = (one.narrow(0, begin, length).view(torch.uint8) for one in (former, shards))
                 has_changed = has_changed or not torch.equal(held, now)
         if has_changed:
+            # FSDP2 has put the new shards into the cache already. Who tries again gathers everything.
+            self._is_complete = False
             raise RuntimeError(
                 "bagua.fsdp: with weights= a weight was changed between its forward and its backward, a frozen one "
                 "through .data, or a coded one without a step of an optimizer of torch: change frozen weights under "

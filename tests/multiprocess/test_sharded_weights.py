@@ -77,6 +77,20 @@ def test_frozen_weights_that_were_loaded_are_gathered_again() -> None:
 
 
 @on_ranks(4)
+def test_weights_that_are_frozen_after_a_step_are_gathered_once_more() -> None:
+    model, mesh = made_model(), mesh_of("line")
+    losses = []
+    for one in (sharded(model, mesh), compressed(sharded(model, mesh), weights="cache")):
+        # It does not change the version of what it updates.
+        optimizer = torch.optim.SGD(one.parameters(), lr=1e-3, foreach=True)
+        loss_of(one, 0).backward()
+        optimizer.step()
+        one.blocks[0].requires_grad_(False)
+        losses.append(loss_of(one, 1).detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(4)
 def test_weights_that_change_where_nobody_can_know_are_an_error() -> None:
     mesh = mesh_of("line")
     ours = compressed(sharded(made_model(), mesh), weights="cache")

@@ -22,7 +22,7 @@ void addOrphans(const at::Tensor& residual, const Orphans& current, const Orphan
   if (wasLost.defined()) add(before, wasLost.logical_not());
 }
 
-// What this rank codes as the owner, of which it keeps residuals.
+// Returns what this rank codes as the owner, and keeps residuals of.
 std::vector<Piece> codedByOwner(const Bucket& bucket, const MeanOptions& options, const Communicator& communicator) {
   if (options.isToParts) return {};
   const CodedLanes coded(options, bucket.flat.numel(), communicator);

@@ -28,7 +28,7 @@ class StepSets {
   void noteWhetherFinite(const at::Tensor& isFinite);
   void noteWhetherFinite(bool isFinite);
 
-  // Where ranks see different results: the step at hand is lost on all ranks if it is on one. Collective.
+  // Ranks that see different results agree: the step at hand is lost on all of them if it is on one. Collective.
   void agree(at::Device device, Communicator& communicator);
 
   // On CUDA the CPU does not wait for results, and takes every step for one that counts. There the device tells
