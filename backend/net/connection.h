@@ -108,6 +108,8 @@ class Connection final : public EventLoop::Handler, public FrameSink, public std
   bool isBusy = false;
   // Nothing is read or written any more. Set on the loop's thread, or with the end of the link.
   std::atomic<bool> isClosed = false;
+  // The kernel takes no more while it has so many bytes that it has not sent yet.
+  int mostUnsent = kMostUnsent;
   // The other side is to be told at once what has come; it is to tell at once, too.
   bool isToTell = false;
   bool isToAsk = false;

@@ -265,6 +265,7 @@ void Link::close(const std::string& reason) {
 // --- Writing ---------------------------------------------------------------------------------------------------------
 
 bool Link::giveFrame(Connection& connection) {
+  if (!outbox_.isEmpty()) outbox_.limitPayload(payloadFor(connection));
   auto frame = outbox_.next([this](uint32_t payloadBytes) { return chooseCell(payloadBytes); });
   if (!frame) {
     const bool isToAsk = std::exchange(connection.isToAsk, false);

@@ -138,6 +138,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // --- link_connections.cpp. These are called under the mutex.
   void openWhereNeeded();
   [[nodiscard]] int neededConnections();
+  // The payload of the next frame that the connection takes.
+  [[nodiscard]] uint32_t payloadFor(Connection& connection) const;
   [[nodiscard]] Line lineOfAll() const;
   void open();
   // Opens a connection where none is on its way: now, or after a while if it is still needed.
@@ -201,7 +203,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   LossWatch lossWatch_;
   bool hasAskedForBbr_ = false;
   bool usesBbr_ = false;
-  bool sendsLittle_ = false;
+  bool isDistant_ = false;
   Outbox outbox_;
   // The peer's number of this link, once it has told it.
   std::optional<uint64_t> peerLink_;

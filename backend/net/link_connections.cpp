@@ -27,10 +27,12 @@ constexpr int kNearConnections = 2;
 // 733, 761 and 880 ms with 1, 2 and 4.
 constexpr double kBytesOfConnection = 2e6;
 constexpr int kMostToHold = 8;
-// Of many connections that losses make slow, one that has just lost packets is much slower than the others. What it has
-// taken has to be little, as a message waits for all of it.
-constexpr uint32_t kLittlePayload = 32U << 10U;
-constexpr int kLittleUnsent = 16 << 10;
+// Of several connections over a distance, one that is new or has just lost packets is much slower than the others. It
+// takes no more than it sends in a quarter of a round trip, as a message waits for all that has been taken; but at
+// least this, which is worth a header and a call of the kernel.
+constexpr int64_t kShareOfWindow = 4;
+constexpr int64_t kLeastPayload = 32 << 10;
+constexpr int64_t kLeastUnsent = 16 << 10;
 // Less backlog is not worth the opening of another connection.
 constexpr uint64_t kBacklogBytes = 512U << 10U;
 // The kernel asks a host again after 1, 2, 4 and more seconds. Where a line was cut for a while, another try is faster.
@@ -54,9 +56,11 @@ Line Link::lineOfAll() const {
     if (connection->isConnecting) continue;
     const Line line = lineOf(connection->socket());
     all.roundTrip = all.roundTrip.count() == 0 ? line.roundTrip : std::min(all.roundTrip, line.roundTrip);
-    // An idle connection remembers the queue of long ago. That of now is seen by all.
-    const bool isFirst = all.roundTripNow.count() == 0;
-    all.roundTripNow = isFirst ? line.roundTripNow : std::min(all.roundTripNow, line.roundTripNow);
+    // The one that has most under way sees the queue of now best.
+    if (line.roundTripNow.count() > 0 && line.window > all.window) {
+      all.roundTripNow = line.roundTripNow;
+      all.window = line.window;
+    }
     all.bytesPerSecond += line.bytesPerSecond;
     all.sent += line.sent;
     all.lost += line.lost;
@@ -68,20 +72,25 @@ Line Link::lineOfAll() const {
 // rate that asks for more.
 int Link::neededConnections() {
   const Line line = lineOfAll();
-  if (line.roundTrip < kDistant) return kNearConnections;
+  isDistant_ = line.roundTrip >= kDistant;
+  if (!isDistant_) return kNearConnections;
   if (!usesBbr_) lossWatch_.look(line, static_cast<int>(connections_.size()), Clock::now());
   if (lossWatch_.hasLoss() && !std::exchange(hasAskedForBbr_, true)) {
     usesBbr_ = std::all_of(connections_.begin(), connections_.end(),
                            [](const auto& connection) { return useBbr(connection->socket()); });
   }
-  if (!usesBbr_ && lossWatch_.worth() > 1 && !std::exchange(sendsLittle_, true)) {
-    outbox_.limitPayload(kLittlePayload);
-    for (const auto& connection : connections_) limitUnsent(connection->socket(), kLittleUnsent);
-  }
   const double underWay =
       static_cast<double>(line.bytesPerSecond) * std::chrono::duration<double>(line.roundTrip).count();
   const int toHold = std::min(1 + static_cast<int>(std::min(underWay / kBytesOfConnection, 1e6)), kMostToHold);
   return usesBbr_ ? toHold : std::max(toHold, lossWatch_.worth());
+}
+
+uint32_t Link::payloadFor(Connection& connection) const {
+  if (!isDistant_ || connections_.size() == 1) return kMostPayload;
+  const int64_t share = lineOf(connection.socket()).window / kShareOfWindow;
+  const auto unsent = static_cast<int>(std::clamp<int64_t>(share, kLeastUnsent, kMostUnsent));
+  if (std::exchange(connection.mostUnsent, unsent) != unsent) limitUnsent(connection.socket(), unsent);
+  return static_cast<uint32_t>(std::clamp<int64_t>(share, kLeastPayload, kMostPayload));
 }
 
 void Link::openWhereNeeded() {
@@ -160,7 +169,6 @@ void Link::open() {
 
 void Link::add(const std::shared_ptr<Connection>& connection, bool wantsWritable) {
   if (usesBbr_) useBbr(connection->socket());
-  if (sendsLittle_) limitUnsent(connection->socket(), kLittleUnsent);
   loop_->add(connection->socket().number(), connection, wantsWritable);
   connections_.push_back(connection);
   watch();

@@ -34,6 +34,9 @@ class LossWatch {
   // What was sent, and of that lost, while fewer connections were worth having.
   uint64_t sentByFewer_ = 0;
   uint64_t lostByFewer_ = 0;
+  // What is counted after a look before this is of a queue that was full.
+  Clock::time_point lookedAt_;
+  Clock::time_point queueUntil_;
   // More connections did not help.
   Clock::time_point noMoreBefore_;
 };

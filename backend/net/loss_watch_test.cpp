@@ -56,6 +56,17 @@ TEST_F(LossWatchTest, ForgetsALossInTenThousand) {
 
 TEST_F(LossWatchTest, SeesThatALineWithAQueueIsFull) { EXPECT_EQ(after(10, 2000, 5, 70ms), 1); }
 
+TEST_F(LossWatchTest, SeesThatWhatIsSentAgainAfterAQueueWasDroppedByIt) {
+  for (int i = 0; i < 10; ++i) {
+    send(2000, 0, 90ms);
+    // The next message begins after a pause, when the queue has long been empty.
+    send(100, 20);
+  }
+  EXPECT_FALSE(watch_.hasLoss());
+  send(2000, 5);
+  EXPECT_TRUE(watch_.hasLoss());
+}
+
 TEST_F(LossWatchTest, SeesThatConnectionsTakeFromEachOther) {
   send(2000, 2);
   ASSERT_EQ(open_, 2);

@@ -129,7 +129,7 @@ class Outbox {
   // the frame waits until a cell is free.
   using ChooseCell = std::function<std::optional<uint32_t>(uint32_t payloadBytes)>;
 
-  // Frames from now on have room for so much: kMostPayload at most, and at first.
+  // The next frames have room for so much: kMostPayload at most, and at first.
   void limitPayload(uint32_t bytes) { mostPayload_ = bytes; }
   void add(const std::shared_ptr<Outgoing>& message);
   // Frames without a message leave before all others. `chooseCell` may call this.

@@ -19,10 +19,6 @@ namespace {
 
 std::string textOf(int error) { return std::generic_category().message(error); }
 
-// The kernel keeps so much of a connection that it has not sent yet. This is little, so that urgent frames overtake,
-// and connections share a message by how fast they are. With 128 KiB the thread that refills is woken twice as often.
-constexpr int kMostUnsent = 256 << 10;
-
 constexpr int kSecondsBeforeProbe = 9;
 constexpr int kSecondsBetweenProbes = 5;
 constexpr int kProbes = 3;
@@ -139,8 +135,11 @@ Line lineOf(const FileDescriptor& socket) {
   if (size < offsetof(tcp_info, tcpi_delivery_rate) + sizeof(info.tcpi_delivery_rate)) return {};
   constexpr uint32_t kNotYet = std::numeric_limits<uint32_t>::max();
   if (info.tcpi_min_rtt == kNotYet) return {};
+  const bool isIdle =
+      std::chrono::milliseconds(info.tcpi_last_data_sent) > std::chrono::microseconds(info.tcpi_rtt) * 2;
   return {.roundTrip = std::chrono::microseconds(info.tcpi_min_rtt),
-          .roundTripNow = std::chrono::microseconds(info.tcpi_rtt),
+          .roundTripNow = std::chrono::microseconds(isIdle ? 0 : info.tcpi_rtt),
+          .window = int64_t{info.tcpi_snd_cwnd} * info.tcpi_snd_mss,
           .bytesPerSecond = static_cast<int64_t>(info.tcpi_delivery_rate),
           .sent = info.tcpi_data_segs_out,
           .lost = info.tcpi_total_retrans};

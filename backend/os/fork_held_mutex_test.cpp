@@ -21,7 +21,7 @@ namespace {
 
 // Forks while other threads do `work` again and again. The children, which do it once, come to an end.
 void expectChildrenCan(const std::function<void()>& work) {
-  constexpr int kForks = 100;
+  constexpr int kForks = 25;
   work();
   std::atomic<bool> isOver = false;
   const auto loop = [&] {

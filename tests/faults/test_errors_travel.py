@@ -263,7 +263,7 @@ def _errors_of_a_death() -> dict[str, tuple[str, str, str]]:
     dist.barrier()
     if dist.get_rank() == VICTIM:
         die()
-    configuration = "bytegrad(average=True, codec='int8', hierarchical=False)"
+    configuration = "bytegrad(average=True, codec='int8', guard='warn', hierarchical=False, start_step=0)"
     bucket = f"reduce_bucket #NUMBER (Float[49], {configuration}, gradients 1-0)"
     found = {
         everyone.group_name: (
@@ -325,7 +325,7 @@ def test_a_hook_on_a_stock_gloo_group_names_the_rank_in_trouble(sent: signal.Sig
     timeout = 60.0 if sent == signal.SIGKILL else TIMEOUT
     outcomes = run_ranks(SIZE, _train_on_gloo, sent, backend="gloo", group_timeout=timeout, dying={VICTIM})
     cause = cause_of(outcomes)
-    configuration = "bytegrad(average=True, codec='int8', hierarchical=False)"
+    configuration = "bytegrad(average=True, codec='int8', guard='warn', hierarchical=False, start_step=0)"
     bucket = f"reduce_bucket #NUMBER (Float[4160], {configuration}, gradients 1-0)"
     assert re.sub(r"reduce_bucket #\d+", "reduce_bucket #NUMBER", cause).startswith(f"bagua:{bucket}")
     assert (f"the process of rank {VICTIM}" if sent == signal.SIGKILL else f"rank {VICTIM} (does not answer") in cause

@@ -112,7 +112,7 @@ def test_the_bucket_in_which_a_peer_has_died_is_written_and_logged(tmp_path: Pat
         operation = last["bagua_operation"]
         assert re.fullmatch(
             r"bagua:reduce_bucket #\d+ \(Float\[49\], "
-            r"bytegrad\(average=True, codec='int8', hierarchical=False\), gradients 1-0\)",
+            r"bytegrad\(average=True, codec='int8', guard='warn', hierarchical=False, start_step=0\), gradients 1-0\)",
             operation,
         )
         assert last["state"] == "started"
