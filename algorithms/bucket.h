@@ -47,6 +47,7 @@ class BucketEntries {
   [[nodiscard]] size_t size() const { return all().size(); }
   [[nodiscard]] const BucketEntry& front() const { return all().front(); }
   const BucketEntry& operator[](size_t place) const { return all()[place]; }
+  // NOLINTNEXTLINE(readability-identifier-naming): as a vector names it
   void push_back(BucketEntry entry) {
     static_cast<void>(all());
     entries_.push_back(std::move(entry));
