@@ -81,9 +81,9 @@ def codec_errors(loss: Callable[[], Tensor], model: DistributedDataParallel) -> 
     errors = {}
     for codec in bagua.available_codecs():
         decoded = torch.empty(ranks, own.numel())
-        bagua.compressed.all_gather(decoded, own, codec=codec)
+        bagua.compressed.all_gather_into_tensor(decoded, own, codec=codec)
         coded_mean = own.clone()
-        bagua.compressed.all_reduce(coded_mean, codec=codec)
+        bagua.compressed.all_reduce(coded_mean, dist.ReduceOp.AVG, codec=codec)
         once = (decoded[rank] - own).double().square().sum() / own.double().square().sum()
         errors[codec] = {
             "gradient": float(mean_over_ranks(once)),

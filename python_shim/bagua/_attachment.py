@@ -17,6 +17,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from bagua._belongings import Belongings
 from bagua._eager import eager
+from bagua._message_bytes import Parameter, sentence
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._torch_private import divides_by_ranks_at_work, has_step_hooks, is_joining, tree_leaves
@@ -78,6 +79,13 @@ def say_if_nothing_is_coded(hook: _C.Hook, group: dist.ProcessGroup) -> None:
     """Log one line, on rank 0, where the algorithm could compress, but not between the ranks that there are."""
     if dist.get_rank(group) == 0 and hook.why_uncoded:
         _logger.warning("algorithm %r compresses nothing. %s", hook.name, hook.why_uncoded)
+
+
+def say_what_is_sent(hook: _C.Hook, group: dist.ProcessGroup, parameters: list[Parameter]) -> None:
+    """Log, on rank 0, what becomes of the bytes of a model, or that nothing is coded."""
+    say_if_nothing_is_coded(hook, group)
+    if dist.get_rank(group) == 0 and not hook.why_uncoded:
+        _logger.info("%s", sentence(hook, parameters, group))
 
 
 def facts_of(optimizer: Optimizer | None) -> str:

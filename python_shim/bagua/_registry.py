@@ -3,15 +3,28 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+import functools
+from typing import Any, TypedDict
 
 from bagua._native import _C
 
+# What a type is tried with.
+_KINDS = {
+    "bool": True,
+    "int": 1,
+    "float": 0.5,
+    "str": "word",
+    "Sequence[str]": ("word",),
+    "Mapping[str, str]": {"*": "int8"},
+    "None": None,
+}
+
 
 class OptionInfo(TypedDict):
-    """One option of an algorithm: its name, its default, and a sentence on what it does."""
+    """One option of an algorithm: its name, its type, its default, and a sentence on what it does."""
 
     name: str
+    type: str
     default: bool | int | float | str | None
     summary: str
 
@@ -49,7 +62,7 @@ def available_codecs() -> list[str]:
 
 
 def describe(algorithm: str) -> AlgorithmInfo:
-    """Return what an algorithm does, what it needs, and its options with their defaults.
+    """Return what an algorithm does, what it needs, and its options with their types and defaults.
 
     Raises:
         ValueError: no algorithm has this name; the message lists those there are.
@@ -57,4 +70,25 @@ def describe(algorithm: str) -> AlgorithmInfo:
     >>> [option["name"] for option in describe("gradient_allreduce")["options"]]
     ['hierarchical', 'average']
     """
-    return _C.algorithm_info(algorithm)
+    info = _C.algorithm_info(algorithm)
+    for option in info["options"]:
+        option["type"] = _type_of(algorithm, option["name"])
+    return info
+
+
+@functools.cache
+def _type_of(algorithm: str, option: str) -> str:
+    """Return the types that an option takes, as Python writes them, of which the C++ registry is asked."""
+    taken = [kind for kind, value in _KINDS.items() if _takes(algorithm, option, value)]
+    return " | ".join(kind for kind in taken if kind != "int" or "float" not in taken)
+
+
+def _takes(algorithm: str, option: str, value: Any) -> bool:
+    try:
+        _C.check_options(algorithm, {option: value})
+    except TypeError:
+        return False
+    except ValueError:
+        # Of the right type, but another word; a list of words makes one word where lists are not meant.
+        return not isinstance(value, tuple)
+    return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives whose messages are coded into fewer bytes, beside those of torch.distributed::
+"""Collectives whose messages are coded into fewer bytes, with the names, order and defaults of torch.distributed::
 
-    bagua.compressed.all_reduce(tensor)                          # the mean over the ranks, 8 bits per element
-    work = bagua.compressed.all_gather(output, input, codec="4bit", async_op=True)
+    bagua.compressed.all_reduce(tensor)                          # the sum over the ranks, 8 bits per element
+    work = bagua.compressed.all_gather_into_tensor(output, input, async_op=True, codec="4bit")
 
 Every rank of the group calls, with the same operation, codec, dtype and size; otherwise the ranks get an error that
 names both calls. All ranks take part in rank order, wherever they run: each codes what it sends, to ranks of its own
@@ -16,6 +16,7 @@ operation starts after what the current stream has been given, and `wait()` lets
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from bagua._executors import shared_executors_for
 from bagua._native import _C
 from bagua._torch_private import default_group, is_outside
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"]
 
 
 def _averages(op: dist.ReduceOp | dist.ReduceOp.RedOpType, name: str) -> bool:
@@ -61,6 +62,8 @@ def _run(
 
     Where this rank is not in the group, there is a warning like torch's instead.
     """
+    if isinstance(group, str):
+        raise TypeError(f"bagua.compressed.{name}: group must be a process group, got {group!r}: write codec={group!r}")
     if is_outside(group, f"bagua.compressed.{name}"):
         return None
     average = _averages(op, name)
@@ -75,12 +78,13 @@ def _run(
 
 def all_reduce(
     tensor: Tensor,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
-    codec: str = _C.DEFAULT_CODEC,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
+    *,
+    codec: str = _C.DEFAULT_CODEC,
 ) -> dist.Work | None:
-    """Replace `tensor` by its mean or sum over the ranks, with coded messages.
+    """Replace `tensor` by its sum or mean over the ranks, with coded messages.
 
     All ranks end with the same bits. Each element is coded twice, once on the way to the rank that adds up its part
     and once on the way back; the sums in between are of float32 (of float64 for float64). Sends about
@@ -90,10 +94,10 @@ def all_reduce(
         tensor: any shape, contiguous; float32, float64, float16 or bfloat16, on the CPU or on CUDA. Changed in place.
             The flat tensor is cut into n parts of `ceil(numel / n)` elements, the last ones shorter or empty; a codec
             with a range or scale for the whole of what it codes has one for each part.
-        op: `ReduceOp.AVG` (default) or `ReduceOp.SUM`.
-        codec: one of `bagua.available_codecs()`.
+        op: `ReduceOp.SUM` (default) or `ReduceOp.AVG`.
         group: None is the default group.
         async_op: return at once, with a `Work` to wait for.
+        codec: one of `bagua.available_codecs()`.
 
     Returns:
         The `Work` if `async_op`; None otherwise, and on ranks that are not in the group.
@@ -113,15 +117,16 @@ def all_reduce(
     )
 
 
-def reduce_scatter(
+def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
-    codec: str = _C.DEFAULT_CODEC,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
+    *,
+    codec: str = _C.DEFAULT_CODEC,
 ) -> dist.Work | None:
-    """Fill `output` with the mean or sum over the ranks of this rank's part of `input`, with coded messages.
+    """Fill `output` with the sum or mean over the ranks of this rank's part of `input`, with coded messages.
 
     Each element is coded once, on the way to the rank that adds it up; the result is not. Sends about `(n-1)/n` coded
     inputs per rank, for n ranks.
@@ -130,10 +135,10 @@ def reduce_scatter(
         output: any shape, contiguous; dtype and device as in `all_reduce`.
         input: n times as many elements as `output`, contiguous; rank r receives elements
             `[r * output.numel(), (r + 1) * output.numel())` of the flat tensor.
-        op: `ReduceOp.AVG` (default) or `ReduceOp.SUM`.
-        codec: one of `bagua.available_codecs()`. Each rank's part is coded as a unit.
+        op: `ReduceOp.SUM` (default) or `ReduceOp.AVG`.
         group: None is the default group.
         async_op: return at once, with a `Work` to wait for.
+        codec: one of `bagua.available_codecs()`. Each rank's part is coded as a unit.
 
     Returns:
         As `all_reduce`.
@@ -142,13 +147,62 @@ def reduce_scatter(
         As `all_reduce`, and ValueError for sizes that do not fit.
     """
     return _run(
-        "reduce_scatter",
+        "reduce_scatter_tensor",
         lambda executors, average: _C.compressed_reduce_scatter(executors, output, input, codec, average, not async_op),
         {"output": output, "input": input},
         op,
         group,
         async_op,
     )
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    codec: str = _C.DEFAULT_CODEC,
+) -> dist.Work | None:
+    """Fill `output_tensor` with the `input_tensor` of every rank, in rank order, as the coded messages give it.
+
+    All ranks end with the same bits: this rank's own part of it is coded and decoded too. Sends `n - 1` coded
+    inputs per rank, for n ranks.
+
+    Args:
+        output_tensor: n times as many elements as `input_tensor`, contiguous; dtype and device as in `all_reduce`.
+        input_tensor: any shape, contiguous. Coded as a unit.
+        group: None is the default group.
+        async_op: return at once, with a `Work` to wait for.
+        codec: one of `bagua.available_codecs()`.
+
+    Returns:
+        As `all_reduce`.
+
+    Raises:
+        As `all_reduce`, and ValueError for sizes that do not fit.
+    """
+    return _run(
+        "all_gather_into_tensor",
+        lambda executors, _: _C.compressed_all_gather(executors, output_tensor, input_tensor, codec, not async_op),
+        {"input_tensor": input_tensor, "output_tensor": output_tensor},
+        dist.ReduceOp.SUM,
+        group,
+        async_op,
+    )
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
+    codec: str = _C.DEFAULT_CODEC,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Do what `reduce_scatter_tensor` does, in the former order and with the mean by default. It goes after 0.2."""
+    _warn("reduce_scatter", "reduce_scatter_tensor(output, input, op=ReduceOp.AVG, codec=...)")
+    return reduce_scatter_tensor(output, input, op, group, async_op, codec=codec)
 
 
 def all_gather(
@@ -158,29 +212,11 @@ def all_gather(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Fill `output` with the `input` of every rank, in rank order, as the coded messages give it.
+    """Do what `all_gather_into_tensor` does, in the former order. It goes after 0.2."""
+    _warn("all_gather", "all_gather_into_tensor(output, input, codec=...)")
+    return all_gather_into_tensor(output, input, group, async_op, codec=codec)
 
-    All ranks end with the same bits: this rank's own part of `output` is coded and decoded too. Sends `n - 1` coded
-    inputs per rank, for n ranks.
 
-    Args:
-        output: n times as many elements as `input`, contiguous; dtype and device as in `all_reduce`.
-        input: any shape, contiguous. Coded as a unit.
-        codec: one of `bagua.available_codecs()`.
-        group: None is the default group.
-        async_op: return at once, with a `Work` to wait for.
-
-    Returns:
-        As `all_reduce`.
-
-    Raises:
-        As `all_reduce`, and ValueError for sizes that do not fit.
-    """
-    return _run(
-        "all_gather",
-        lambda executors, _: _C.compressed_all_gather(executors, output, input, codec, not async_op),
-        {"input": input, "output": output},
-        dist.ReduceOp.SUM,
-        group,
-        async_op,
-    )
+def _warn(old: str, new: str) -> None:
+    text = f"bagua.compressed.{old} goes after version 0.2: write bagua.compressed.{new}"
+    warnings.warn(text, FutureWarning, stacklevel=3)

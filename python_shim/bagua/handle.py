@@ -82,7 +82,7 @@ class Handle:
         """Write the figures of this rank to TensorBoard or Weights & Biases, for as often as they are to have a point.
 
         Written are, as `bagua/<name>`, `rounds`, `state_bytes` and means over the steps since the last call:
-        `logical_bytes_per_step`, `bytes_sent_per_step`, `bytes_sent_between_hosts_per_step` (bytes), and
+        `logical_bytes_per_step`, `wire_bytes_per_step`, `wire_bytes_between_hosts_per_step` (bytes), and
         `seconds_per_step/<stage>` (seconds). Without a step since the last call nothing is written.
 
         Args:

@@ -22,6 +22,7 @@ from bagua._attachment import (
     names_and_roles,
     refuse_uneven_division,
     say_if_nothing_is_coded,
+    say_what_is_sent,
     scaler_of,
     synchronised_buffers,
     trainable_names,
@@ -31,6 +32,7 @@ from bagua._attachment import (
 from bagua._buckets import BucketSplitter
 from bagua._executors import executors_for, start
 from bagua._layers import layers_of
+from bagua._message_bytes import parameters_of
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._torch_private import comm_hooks, has_python_reducer, has_rebuilt_buckets, listed_groups, name_comm_hook
@@ -155,7 +157,8 @@ def register_comm_hook(
     """Let an algorithm communicate for a DDP model. Collective: every rank calls it, before the first step.
 
     The model's process group may be of backend "bagua" or of a stock one ("gloo", "nccl"). Where the algorithm would
-    compress nothing between the ranks that there are, rank 0 logs one line (logger "bagua") with what to change.
+    compress nothing between the ranks that there are, rank 0 logs one line (logger "bagua") with what to change; else
+    one, of level INFO, with what becomes of the bytes.
 
     Args:
         ddp: the model, wrapped in DistributedDataParallel; or what torch.compile, accelerate's `prepare()` or Fabric's
@@ -222,7 +225,7 @@ def register_comm_hook(
     # What torch's own method does besides: for its logs, and so that a copy of the model is noticed.
     comm_hooks(ddp)[:] = [(_run_hook, handle)]
     name_comm_hook(ddp, f"bagua_{algorithm}")
-    say_if_nothing_is_coded(hook, group)
+    say_what_is_sent(hook, group, parameters_of(parameters, names_and_roles(ddp.module, parameters)))
     return handle
 
 

@@ -69,7 +69,7 @@ def means_per_step(now: Stats, last: Stats | None = None) -> dict[str, float]:
     """Return the means over the steps between `last` (None: the beginning) and `now`; nothing where there are none.
 
     Returns:
-        `logical_bytes_per_step`, `bytes_sent_per_step`, `bytes_sent_between_hosts_per_step` (bytes), and for each
+        `logical_bytes_per_step`, `wire_bytes_per_step`, `wire_bytes_between_hosts_per_step` (bytes), and for each
         stage `seconds_per_step/<stage>` (seconds).
     """
     if last and now["steps"] < last["steps"]:
@@ -79,8 +79,8 @@ def means_per_step(now: Stats, last: Stats | None = None) -> dict[str, float]:
         return {}
     names = {
         "logical_bytes_per_step": now["logical_bytes"] - (last["logical_bytes"] if last else 0),
-        "bytes_sent_per_step": now["wire_bytes"] - (last["wire_bytes"] if last else 0),
-        "bytes_sent_between_hosts_per_step": now["wire_bytes_between_hosts"]
+        "wire_bytes_per_step": now["wire_bytes"] - (last["wire_bytes"] if last else 0),
+        "wire_bytes_between_hosts_per_step": now["wire_bytes_between_hosts"]
         - (last["wire_bytes_between_hosts"] if last else 0),
     }
     means = {name: count / steps for name, count in names.items()}

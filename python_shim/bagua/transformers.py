@@ -46,7 +46,7 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
     """Registers an algorithm on the Trainer's DistributedDataParallel model, and logs what it does.
 
     The algorithm is at work from the beginning to the end of each `train()`. With algorithms whose ranks differ, all
-    ranks hold the same weights at the end. Whenever the Trainer logs a loss, rank 0 logs `bagua/bytes_sent_per_step`
+    ranks hold the same weights at the end. Whenever the Trainer logs a loss, rank 0 logs `bagua/wire_bytes_per_step`
     and the other means of `bagua.stats.means_per_step`, over the steps since the last log, to whatever the Trainer
     reports to.
 

@@ -75,7 +75,7 @@ def test_transformers_logs_what_was_sent_beside_the_loss(tmp_path: Path) -> None
     text, carried = _run(tmp_path, EXAMPLES / "with_transformers.py")
     _check_losses(text)
     _check_compressed(text)
-    sent = [float(figure) for figure in re.findall(r"'bagua/bytes_sent_per_step': '([\d.e+]+)'", text)]
+    sent = [float(figure) for figure in re.findall(r"'bagua/wire_bytes_per_step': '([\d.e+]+)'", text)]
     losses = len(re.findall(r"'loss': ", text))
     assert len(sent) == losses == 6
     gradients = carried[0]["all_reduce"][1] / 64

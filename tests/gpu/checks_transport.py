@@ -102,9 +102,9 @@ def _compressed(codec: str, x: torch.Tensor) -> list[torch.Tensor]:
     size = dist.get_world_size()
     whole, part = x.clone(), torch.zeros(x.numel() // size, dtype=x.dtype)
     joined = torch.zeros(size * x.numel(), dtype=x.dtype)
-    bagua.compressed.all_reduce(whole, codec=codec)
-    bagua.compressed.reduce_scatter(part, x[: size * part.numel()], codec=codec)
-    bagua.compressed.all_gather(joined, x, codec=codec)
+    bagua.compressed.all_reduce(whole, dist.ReduceOp.AVG, codec=codec)
+    bagua.compressed.reduce_scatter_tensor(part, x[: size * part.numel()], dist.ReduceOp.AVG, codec=codec)
+    bagua.compressed.all_gather_into_tensor(joined, x, codec=codec)
     return [whole, part, joined]
 
 

@@ -22,6 +22,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         loss: torch.Tensor = self.network(batch[0]).square().mean()
+        self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """bagua.compressed: values against the definition of the default codec; arguments, groups and mismatches."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import bagua
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,13 +43,13 @@ def _check_values(group: dist.ProcessGroup | None = None) -> None:
                 assert torch.equal(tensor, defined_result(given, op == AVG)), f"{dtype} {length} {op}"
 
             output = torch.empty(size * length, dtype=dtype)
-            assert compressed.all_gather(output, given[rank], group=group) is None
+            assert compressed.all_gather_into_tensor(output, given[rank], group=group) is None
             assert torch.equal(output, torch.cat([coded(each) for each in given])), f"{dtype} {length}"
 
             # The result of a reduction is not coded: gathered exactly and coded then, it is that of all_reduce.
             inputs = _all_given(size * length, dtype)
             part = torch.empty(length, dtype=dtype)
-            assert compressed.reduce_scatter(part, inputs[rank], group=group) is None
+            assert compressed.reduce_scatter_tensor(part, inputs[rank], AVG, group) is None
             parts = [torch.empty_like(part) for _ in range(size)]
             dist.all_gather(parts, part)
             assert torch.equal(torch.cat([coded(each) for each in parts]), defined_result(inputs)), f"{length}"
@@ -59,7 +59,7 @@ def _check_every_codec() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for codec in _C.codec_names():
         given = _all_given(4000)
-        exact = torch.stack(given).mean(0)
+        exact = torch.stack(given).sum(0)
         waited, started = given[rank].clone(), given[rank].clone()
         compressed.all_reduce(waited, codec=codec)
         work = compressed.all_reduce(started, codec=codec, async_op=True)
@@ -74,8 +74,8 @@ def _check_every_codec() -> None:
         assert not torch.equal(waited, exact), codec
 
         part, whole = torch.empty(1000), torch.empty(1000 * size)
-        compressed.reduce_scatter(part, _given(rank, 1000 * size), codec=codec)
-        compressed.all_gather(whole, part, codec=codec)
+        compressed.reduce_scatter_tensor(part, _given(rank, 1000 * size), codec=codec)
+        compressed.all_gather_into_tensor(whole, part, codec=codec)
         tensor = _given(rank, 1000 * size)
         compressed.all_reduce(tensor, codec=codec)
         assert torch.equal(whole, tensor), codec
@@ -89,10 +89,10 @@ def _check_shapes_and_order() -> None:
         given = [_given(each, length).view(shape) for each in range(size)]
         tensor = given[rank].clone().requires_grad_()
         compressed.all_reduce(tensor)
-        expected = defined_result([each.view(-1) for each in given]) if length else given[rank].view(-1)
+        expected = defined_result([each.view(-1) for each in given], False) if length else given[rank].view(-1)
         assert torch.equal(tensor.detach().view(-1), expected)
     output = torch.empty(2 * size, 4)
-    compressed.all_gather(output, _given(rank, 8).view(2, 4))
+    compressed.all_gather_into_tensor(output, _given(rank, 8).view(2, 4))
     assert torch.equal(output.view(-1), torch.cat([coded(each) for each in _all_given(8)]))
     # In one order with the group's other operations, none of which is waited for before the last.
     tensor = torch.full((1000,), float(rank))
@@ -114,19 +114,28 @@ def _check_refusals() -> None:
     size = dist.get_world_size()
     ones = torch.ones(4)
     assert "AVG" in _message(lambda: compressed.all_reduce(ones, op=dist.ReduceOp.MAX), ValueError)
-    assert "SUM" in _message(lambda: compressed.reduce_scatter(ones, ones, op=dist.ReduceOp.MIN), ValueError)
+    assert "SUM" in _message(lambda: compressed.reduce_scatter_tensor(ones, ones, op=dist.ReduceOp.MIN), ValueError)
     assert "minmax_uint8" in _message(lambda: compressed.all_reduce(ones, codec="minmax"), ValueError)
     assert "float32" in _message(lambda: compressed.all_reduce(ones.int()), TypeError)
-    assert "float32" in _message(lambda: compressed.all_gather(torch.ones(4 * size).cfloat(), ones.cfloat()), TypeError)
+    assert "float32" in _message(
+        lambda: compressed.all_gather_into_tensor(torch.ones(4 * size).cfloat(), ones.cfloat()), TypeError
+    )
     assert "contiguous()" in _message(lambda: compressed.all_reduce(torch.ones(4, 3).t()), ValueError)
-    assert "contiguous()" in _message(lambda: compressed.all_gather(torch.ones(8 * size)[::2], ones), ValueError)
+    assert "contiguous()" in _message(
+        lambda: compressed.all_gather_into_tensor(torch.ones(8 * size)[::2], ones), ValueError
+    )
     assert "dense" in _message(lambda: compressed.all_reduce(ones.to_sparse()), ValueError)
-    assert f"{4 * size} elements" in _message(lambda: compressed.all_gather(torch.ones(3), ones), ValueError)
-    assert f"{4 * size} elements" in _message(lambda: compressed.reduce_scatter(ones, torch.ones(3)), ValueError)
-    assert "dtype" in _message(lambda: compressed.all_gather(torch.ones(4 * size).double(), ones), TypeError)
+    assert f"{4 * size} elements" in _message(
+        lambda: compressed.all_gather_into_tensor(torch.ones(3), ones), ValueError
+    )
+    assert f"{4 * size} elements" in _message(lambda: compressed.reduce_scatter_tensor(ones, torch.ones(3)), ValueError)
+    assert "dtype" in _message(
+        lambda: compressed.all_gather_into_tensor(torch.ones(4 * size).double(), ones), TypeError
+    )
+    assert "write codec='4bit'" in _message(lambda: compressed.all_reduce(ones, AVG, "4bit"), TypeError)  # type: ignore[arg-type]
     assert "tensor" in _message(lambda: compressed.all_reduce([ones]), TypeError)  # type: ignore[arg-type]
     # The group is as usable as before.
-    compressed.all_reduce(ones, codec="minmax_uint8")
+    compressed.all_reduce(ones, AVG, codec="minmax_uint8")
     assert torch.equal(ones, torch.ones(4))
 
 
@@ -163,8 +172,8 @@ def _check_one_rank() -> None:
     given = _given(0, 97)
     tensor, output, part = given.clone(), torch.empty(97), torch.empty(97)
     compressed.all_reduce(tensor)
-    compressed.all_gather(output, given)
-    compressed.reduce_scatter(part, given)
+    compressed.all_gather_into_tensor(output, given)
+    compressed.reduce_scatter_tensor(part, given)
     assert all(torch.equal(result, given) for result in (tensor, output, part))
 
 
@@ -201,6 +210,28 @@ def test_ranks_that_do_not_call_the_same_are_told(odd: dict[str, Any]) -> None:
         assert "rank 1" in message
 
 
-def test_the_names_are_public() -> None:
-    assert compressed.__all__ == ["all_gather", "all_reduce", "reduce_scatter"]
-    assert bagua.compressed is compressed
+@pytest.mark.parametrize("name", compressed.__all__)
+def test_names_order_and_defaults_are_those_of_torch(name: str) -> None:
+    ours, theirs = (inspect.signature(getattr(module, name)) for module in (compressed, dist))
+    *common, codec = ours.parameters.values()
+    assert [(p.name, p.default) for p in common] == [(p.name, p.default) for p in theirs.parameters.values()]
+    assert (codec.name, codec.kind, codec.default) == ("codec", inspect.Parameter.KEYWORD_ONLY, "int8")
+
+
+def _check_former_names() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    given = _given(rank, 128 * size)
+    part, expected = torch.empty(128), torch.empty(128)
+    with pytest.warns(FutureWarning, match="reduce_scatter_tensor"):
+        compressed.reduce_scatter(part, given, AVG, "4bit")
+    compressed.reduce_scatter_tensor(expected, given, AVG, codec="4bit")
+    assert torch.equal(part, expected)
+    whole, expected = torch.empty(128 * size), torch.empty(128 * size)
+    with pytest.warns(FutureWarning, match="all_gather_into_tensor"):
+        compressed.all_gather(whole, part, "4bit")
+    compressed.all_gather_into_tensor(expected, part, codec="4bit")
+    assert torch.equal(whole, expected)
+
+
+def test_former_names_warn_and_work(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_check_former_names)

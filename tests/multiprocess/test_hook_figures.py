@@ -78,7 +78,7 @@ def _write_figures(algorithm: str) -> None:
     trained.handle.log_to(writer)
     assert {step for _, _, step in writer.points} == {4}
     figures = {tag: figure for tag, figure, _ in writer.points}
-    assert figures["bagua/bytes_sent_per_step"] == before["wire_bytes"] / 4
+    assert figures["bagua/wire_bytes_per_step"] == before["wire_bytes"] / 4
     assert figures["bagua/rounds"] == before["rounds"]
     assert {f"bagua/seconds_per_step/{stage}" for stage in before["seconds"]} <= figures.keys()
     trained.handle.log_to(run)
@@ -90,7 +90,7 @@ def _write_figures(algorithm: str) -> None:
     trained.handle.log_to(run, step=17)
     # One goes with the next point of the user's own, the other where the user says.
     assert [(step, commit) for _, step, commit in run.logged] == [(None, False), (17, None)]
-    assert run.logged[0][0]["bagua/bytes_sent_per_step"] >= now["wire_bytes"] - before["wire_bytes"]
+    assert run.logged[0][0]["bagua/wire_bytes_per_step"] >= now["wire_bytes"] - before["wire_bytes"]
     with pytest.raises(TypeError, match=r"add_scalar.*got list"):
         trained.handle.log_to([])
     trained.handle.remove()

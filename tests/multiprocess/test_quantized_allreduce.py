@@ -159,7 +159,7 @@ def _in_8_bits(values: Tensor) -> Tensor:
 def _coded(values: Tensor) -> list[Tensor]:
     """What all ranks decode of each rank's values."""
     all_values = torch.empty(dist.get_world_size() * values.numel())
-    bagua.compressed.all_gather(all_values, values, codec="4bit")
+    bagua.compressed.all_gather_into_tensor(all_values, values, codec="4bit")
     return list(all_values.chunk(dist.get_world_size()))
 
 

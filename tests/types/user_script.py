@@ -37,6 +37,7 @@ options: dict[str, bool | int | float | str | None] = handle.options
 optimizer = bagua.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=100)
 bagua.register_comm_hook(model, "qadam", optimizer)
 bagua.register_comm_hook(model, "decentralized", torch.optim.SGD(model.parameters(), lr=0.1), dist.group.WORLD)
+bagua.register_comm_hook(model, "diloco", torch.optim.SGD(model.parameters(), lr=0.1), sync_every=30, delay="auto")
 state, hook = bagua.comm_hook("bytegrad")
 model.register_comm_hook(state, hook)
 
@@ -49,8 +50,8 @@ original.broadcast(torch.ones(2), root=0)
 rank: int = original.get_rank()
 
 # Each of these has to be found: an ignore that is not needed is an error here.
-bagua.register_comm_hook(model, 8)  # type: ignore[arg-type]
-bagua.register_comm_hook(network, "bytegrad")  # type: ignore[arg-type]
+bagua.register_comm_hook(model, 8)  # type: ignore[call-overload]
+bagua.register_comm_hook(network, "bytegrad")  # type: ignore[call-overload]
 bagua.register_comm_hook(model, "bytegrad", hierarchical=b"no")  # type: ignore[arg-type]
 bagua.register_comm_hok(model, "bytegrad")  # type: ignore[attr-defined]
 bagua.Options(high_priority=True)  # type: ignore[call-arg]

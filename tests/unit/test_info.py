@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m bagua.info`: the facts, and the advice for machines that lack something."""
 
+import json
 import os
 import runpy
 import shutil
@@ -211,6 +212,19 @@ def test_ranks_of_torchrun_try_whether_they_reach_each_other() -> None:
     assert "2 ranks on 1 host" in done.stdout
     assert "all ranks reach each other: all_reduce of 1 MiB" in done.stdout
     assert done.stdout.count("algorithms ") == 1  # rank 0 speaks for all
+    done = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert [set(entry) for entry in json.loads(done.stdout)] == [{"host", "facts", "notes"}] * 2
+    assert "all ranks reach each other" in done.stderr
+
+
+def test_json_holds_what_the_table_and_the_notes_say(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["info", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("bagua.info", run_name="__main__")
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out) == {"facts": facts(), "notes": [*advice(facts())]}
 
 
 def test_ranks_that_do_not_reach_each_other_say_so_and_fail(tmp_path: Path) -> None:

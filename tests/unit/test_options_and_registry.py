@@ -3,6 +3,8 @@
 
 import copy
 import pickle
+import runpy
+from pathlib import Path
 from typing import Any
 
 import bagua
@@ -34,6 +36,26 @@ def test_available_codecs_are_those_that_the_library_holds() -> None:
     assert len(set(bagua.available_codecs())) == len(bagua.available_codecs())
     bagua.available_codecs().clear()
     assert bagua.available_codecs()
+
+
+@pytest.mark.parametrize("algorithm", bagua.available_algorithms())
+def test_options_are_described_with_types_that_their_defaults_have(algorithm: str) -> None:
+    for option in bagua.describe(algorithm)["options"]:
+        kind = "None" if option["default"] is None else type(option["default"]).__name__
+        assert kind in option["type"].split(" | "), option
+
+
+def test_options_that_take_several_types_say_so() -> None:
+    kinds = {o["name"]: o["type"] for o in bagua.describe("quantized_allreduce")["options"]}
+    assert kinds["codec"] == "str | Mapping[str, str]"
+    assert kinds["exact"] == "str | Sequence[str]"
+    assert kinds["error_feedback"] == "bool | str"
+    assert kinds["guard"] == "str | None"
+
+
+def test_an_editor_finds_the_options_that_there_are() -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "typed_options.py"))
+    assert script["STUB"].read_text() == script["stub"](), "run scripts/typed_options.py"
 
 
 @pytest.mark.parametrize("name", ["", "byte_grad", "ByteGrad", "bytegrad "])

@@ -21,7 +21,7 @@ class StatsParts(_Base):
 
     To every logger of the Trainer, each time that it logs (`log_every_n_steps`) and at the end of training:
 
-    - `bagua/bytes_sent_per_step`, `bagua/bytes_saved_per_step`: means over the steps since the last time. Saved is what
+    - `bagua/wire_bytes_per_step`, `bagua/bytes_saved_per_step`: means over the steps since the last time. Saved is what
       an allreduce of all gradients in full precision would have sent more; it may be negative.
     - `bagua/bytes_saved`: all that was saved since training began.
     - `bagua/rounds`: how often the ranks have communicated.
@@ -65,14 +65,15 @@ class StatsParts(_Base):
         if not means:
             return
         self._last = now
-        sent = means["bytes_sent_per_step"]
+        sent = means["wire_bytes_per_step"]
         figures: dict[str, float] = {
-            "bytes_sent_per_step": sent,
+            "wire_bytes_per_step": sent,
             "bytes_saved_per_step": self._bytes_of_allreduce - sent,
             "bytes_saved": self._bytes_of_allreduce * (now["steps"] - self._start["steps"])
             - (now["wire_bytes"] - self._start["wire_bytes"]),
             "rounds": now["rounds"],
         }
         figures |= {name: mean for name, mean in means.items() if name.startswith("seconds_per_step/")}
-        for logger in trainer.loggers:
-            logger.log_metrics({f"bagua/{name}": figure for name, figure in figures.items()}, step=trainer.global_step)
+        # At Lightning's own step, which is that of the loss beside it.
+        named: dict[str, Any] = {f"bagua/{name}": figure for name, figure in figures.items()}
+        trainer._logger_connector.log_metrics(named)

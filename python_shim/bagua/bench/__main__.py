@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import sys
 
+from bagua.bench import plan
 from bagua.bench.launch import run
 from bagua.bench.options import parse
 
 if __name__ == "__main__":
-    sys.exit(run(parse(sys.argv[1:])))
+    sys.exit(plan.main(sys.argv[2:]) if sys.argv[1:2] == ["plan"] else run(parse(sys.argv[1:])))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 
@@ -21,10 +22,14 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds that ranks wait for each other (30)")
-    timeout = parser.parse_args().timeout
+    parser.add_argument("--json", action="store_true", help="print facts and notes as JSON, for a report or a program")
+    args = parser.parse_args()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return ranks.report(timeout)
+        return ranks.report(args.timeout, is_json=args.json)
     own = facts()
+    if args.json:
+        print(json.dumps({"facts": own, "notes": [*advice(own)]}, indent=1))
+        return 0
     print(table(own))
     for sentence in advice(own):
         print(f"note: {sentence}")

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -23,8 +25,10 @@ _OF_ONE_HOST = {"host id", "interfaces", "CPU tensors, in a host", "CPU tensors,
 _TRIED_BYTES = 1 << 20
 
 
-def report(timeout: float) -> int:
+def report(timeout: float, *, is_json: bool = False) -> int:
     """Print, on rank 0, what `bagua.info` says of one machine, and then what it takes all ranks to know.
+
+    With `is_json` rank 0 prints the facts and notes of every rank as JSON, and what the trial says goes to stderr.
 
     Returns:
         1 on ranks that could not communicate, else 0.
@@ -37,10 +41,10 @@ def report(timeout: float) -> int:
     store.set(f"bagua.info/{rank}", json.dumps({"host": socket.gethostname(), "facts": own, "notes": [*advice(own)]}))
     if rank == 0:
         everyones = [json.loads(store.get(f"bagua.info/{other}")) for other in range(ranks)]
-        print(table(own))
-        for text in summary(everyones):
-            print(text, flush=True)
-    return _try(dist.PrefixStore("bagua.info/group", store), rank, ranks, limit)
+        said = [json.dumps(everyones, indent=1)] if is_json else [table(own), *summary(everyones)]
+        print("\n".join(said), flush=True)
+    with contextlib.redirect_stdout(sys.stderr if is_json else sys.stdout):
+        return _try(dist.PrefixStore("bagua.info/group", store), rank, ranks, limit)
 
 
 def hosts_of(host_ids: Sequence[str]) -> list[list[int]]:

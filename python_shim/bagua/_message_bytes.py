@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes the messages of an algorithm take, from the shapes of a model's parameters."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from bagua._native import _C
+
+# With the scales of its groups, as kernels/README.md lays them out.
+_BITS = {"int8": 8.125, "4bit": 4.4375, "2bit": 2.125, "1bit": 1.125, "minmax_uint8": 8.0}
+_SMALL = 1024
+_FINER = dict.fromkeys(("embedding", "head", "1d"), "int8")
+_FLOAT = 4
+
+
+class Parameter(NamedTuple):
+    """A parameter: its name, its shape, "embedding", "head" or "" for its role, and the bytes of an element."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: str = ""
+    itemsize: int = _FLOAT
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its gradient."""
+        return self.elements * self.itemsize
+
+    def _is_meant(self, key: str) -> bool:
+        if key == "1d":
+            return len(self.shape) <= 1
+        if key == "small":
+            return self.elements < _SMALL
+        return self.role == key or fnmatch.fnmatchcase(self.name, key)
+
+
+def parameters_of(tensors: Iterable[torch.Tensor], names_and_roles: Iterable[tuple[str, str]]) -> list[Parameter]:
+    """Return the parameters of a model as this module counts them."""
+    pairs = zip(tensors, names_and_roles, strict=True)
+    return [Parameter(name, tuple(tensor.shape), role, tensor.itemsize) for tensor, (name, role) in pairs]
+
+
+def coded_bytes(options: Mapping[str, Any], parameters: Iterable[Parameter]) -> float:
+    """Return the bytes that stand for the gradients, or the weights, in one exchange with these complete options."""
+    if "min_compression" in options:
+        return _FLOAT * sum(_elements_of_factors(parameter, options) for parameter in parameters)
+    exact = _words(options.get("exact"))
+    codecs = [tuple(word.rpartition("=")[::2]) for word in _words(options.get("codec"))]
+    if len(codecs) == 1 and "exact" in options and _BITS[codecs[0][1]] < _BITS["int8"]:
+        codecs = [*_FINER.items(), *codecs]
+    total = 0.0
+    for parameter in parameters:
+        codec = next((codec for key, codec in codecs if not key or parameter._is_meant(key)), None)
+        is_exact = codec is None or any(parameter._is_meant(key) for key in exact)
+        total += parameter.nbytes if codec is None or is_exact else parameter.elements * _BITS[codec] / 8
+    return total
+
+
+def _words(text: Any) -> list[str]:
+    return [word.strip() for word in str(text or "").split(",") if word.strip()]
+
+
+def _elements_of_factors(parameter: Parameter, options: Mapping[str, Any]) -> int:
+    rows = parameter.shape[0] if parameter.shape else 1
+    columns = parameter.elements // max(rows, 1)
+    factors = (rows + columns) * min(options["rank"], rows, columns)
+    is_matrix = len(parameter.shape) > 1 and factors * options["min_compression"] < parameter.elements
+    return factors if is_matrix else parameter.elements
+
+
+def sentence(hook: _C.Hook, parameters: list[Parameter], group: dist.ProcessGroup) -> str:
+    """Return in one line what an algorithm makes of the bytes of a model, for the log."""
+    options = hook.options
+    is_of_weights = "sync_every" in options or "sync_interval_ms" in options or "communication_interval" in options
+    plain = sum(parameter.nbytes for parameter in parameters)
+    coded = coded_bytes(options, parameters)
+    how = str(options.get("codec") or ("factors of rank {rank}" if "rank" in options else "full precision"))
+    when = "a step"
+    if is_of_weights:
+        every = options.get("sync_every", options.get("communication_interval"))
+        when = "a round" if every in (None, "auto") else f"every {every} steps" if every != 1 else when
+    warm_up = f", after {options['start_step']:,} steps in full precision" if options.get("start_step") else ""
+    text = (
+        f"{hook.name}: {how.format(**options)}, {plain / 1e6:,.1f} MB of {'weights' if is_of_weights else 'gradients'}"
+    )
+    text += f" become {coded / 1e6:,.1f} MB {when}{warm_up}; {group.size()} ranks"
+    own = len(hook.host_ranks)
+    return text if own in (0, group.size()) else f"{text}, {own} of them on this host"

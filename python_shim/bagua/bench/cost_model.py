@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step costs on a line, by the rule that benchmarks/hosts/cost_model.py fits and tries.
+
+    step = max(backward + processor, end of the line + processor / 2) + optimizer + delays * round trip / 2
+
+Buckets of gradients are ready one after another during the backward, and the line is busy with them from the first one
+on, at `efficiency` of its rate. The processor's work, a price for each parameter and message, is half hidden by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from bagua._message_bytes import Parameter
+
+# Of a message on both sides, as in backend/cpu/collectives/agreed_line.cpp.
+MESSAGE_SECONDS = 25e-6
+# Of the processor's work, what the line does not hide where cores are free; of delays, what a busy line hides.
+_BEHIND_THE_LINE = 0.5
+_DELAYS_HIDDEN = 0.6
+# Shares of a step's arithmetic.
+_FORWARD, OPTIMIZER = 1 / 3, 0.05
+_BUCKET_BYTES = 4 << 20
+# More hosts than this never speak with each other all at once in an allreduce.
+_MOST_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Line:
+    """What lies between hosts: bits per second that a host can send, seconds of a round trip."""
+
+    hosts: int
+    bits_per_second: float
+    round_trip: float = 0.0
+    # How many ranks wait for each other's core, where emulated hosts share those of one machine.
+    ranks_per_core: float = 1.0
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a way to communicate makes of a line.
+
+    Attributes:
+        efficiency: share of the line's rate that payload gets.
+        delays: times that a byte crosses the line one way, which nothing hides.
+        nanoseconds: of the processor for each parameter.
+    """
+
+    efficiency: float
+    delays: float
+    nanoseconds: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step without communication: when each bucket is ready with its share of the bytes, its parts in seconds."""
+
+    ready: Sequence[tuple[float, float]]
+    backward_end: float
+    optimizer: float
+    elements: int
+
+    @staticmethod
+    def of(parameters: Sequence[Parameter], compute: float) -> Step:
+        """Return that of a model which computes for `compute` seconds.
+
+        Gradients come in the opposite order of the parameters, each after arithmetic in proportion to its size. That of
+        an embedding takes none. Where there are convolutions they take all of it, and equal parts, as images shrink
+        where channels grow.
+        """
+        end = compute * (1 - OPTIMIZER)
+        forward = compute * _FORWARD
+        is_convolutional = any(len(p.shape) > 3 for p in parameters)
+        works = [
+            float(len(p.shape) > 3) if is_convolutional else 0.0 if p.role == "embedding" else p.elements
+            for p in parameters
+        ]
+        work = sum(works) or 1.0
+        total = sum(p.nbytes for p in parameters)
+        ready, done, held = [], 0.0, 0
+        for parameter, own in zip(reversed(parameters), reversed(works), strict=True):
+            done += own
+            held += parameter.nbytes
+            if held >= _BUCKET_BYTES:
+                ready.append((forward + (end - forward) * done / work, held / total))
+                held = 0
+        if held:
+            ready.append((end, held / total))
+        return Step(ready, end, compute - end, sum(p.elements for p in parameters))
+
+    def end_of_line(self, wire: float) -> float:
+        """Return when a line that needs `wire` seconds for all buckets is through with them."""
+        end = 0.0
+        for time, share in self.ready:
+            end = max(end, time) + wire * share
+        return end
+
+
+def _rounds(hosts: int) -> int:
+    """Return the messages of a rank in two rounds between halves of halves."""
+    levels = math.ceil(math.log2(hosts))
+    return (1 << (levels + 1) // 2) + (1 << levels // 2) - 2
+
+
+def _ring(hosts: int) -> int:
+    return 2 * (hosts - 1)
+
+
+def _in_parts(hosts: int) -> int:
+    return _ring(hosts) if hosts <= _MOST_AT_ONCE else 2 * _rounds(hosts)
+
+
+def _coded(hosts: int) -> int:
+    return hosts - 1 + (_rounds(hosts) if hosts > 8 else hosts - 1)
+
+
+def _neighbours(hosts: int) -> int:
+    return min(hosts - 1, 2)
+
+
+def _allreduced(hosts: int) -> float:
+    return 2 * (hosts - 1) / hosts
+
+
+@dataclass(frozen=True)
+class Way:
+    """How bytes go: how often a host sends each of a message's, and in how many messages for a bucket."""
+
+    copies: Callable[[int], float] = _allreduced
+    messages: Callable[[int], int] = _coded
+    is_after_the_step: bool = False
+
+
+WAYS = {
+    "gloo": Way(messages=_ring),
+    "gloo, fp16 hook": Way(messages=_ring),
+    "gradient_allreduce": Way(messages=_in_parts),
+    "bytegrad": Way(),
+    "quantized_allreduce, 4bit": Way(),
+    "powersgd, rank 4": Way(messages=lambda hosts: 2 * _in_parts(hosts)),
+    "qadam": Way(),
+    "low_precision_decentralized": Way(_neighbours, _neighbours, is_after_the_step=True),
+    "decentralized": Way(messages=_in_parts),
+}
+
+
+def step_seconds(way: str, price: Price, step: Step, sent: float, line: Line) -> float:
+    """Return the seconds of a step in which a host's message is `sent` bytes before it goes to several."""
+    kind = WAYS[way]
+    wire = kind.copies(line.hosts) * sent * 8 / (price.efficiency * line.bits_per_second)
+    messages = kind.messages(line.hosts) * len(step.ready) * MESSAGE_SECONDS
+    processor = (messages + 1e-9 * price.nanoseconds * step.elements) * line.ranks_per_core
+    delay = price.delays * line.round_trip / 2
+    delay *= 1 - _DELAYS_HIDDEN * wire / (wire + delay)
+    behind = _BEHIND_THE_LINE if line.ranks_per_core <= 1 else 1.0
+    if kind.is_after_the_step:
+        return step.backward_end + step.optimizer + wire + behind * processor + delay
+    end = step.end_of_line(wire) + behind * processor
+    return max(step.backward_end + processor, end) + step.optimizer + delay
+
+
+def fragment_seconds(line: Line, sent: float, plain: float) -> float:
+    """Return the seconds of a fragment's exchange beside the training, as docs/rounds.md has it."""
+    wire = _allreduced(line.hosts) * sent * 8 / line.bits_per_second
+    window = min(line.bits_per_second * line.round_trip / 8, sent / line.hosts)
+    slow_start = max(math.log2(max(window, 1) / 14e3) - 1, 0.0)
+    coding = 1.6e-9 * plain if sent < plain else 0.0
+    return wire + (2 + slow_start) * line.round_trip + coding
+
+
+def total_bytes(parameters: Iterable[Parameter]) -> int:
+    """Return the bytes of all gradients."""
+    return sum(parameter.nbytes for parameter in parameters)

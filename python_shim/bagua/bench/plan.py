@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bagua.bench plan`: what each algorithm would make of a step of the user's model on the user's line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bagua._message_bytes import Parameter, coded_bytes
+from bagua._native import _C
+from bagua.bench.cost_model import WAYS, Line, Price, Step, fragment_seconds, step_seconds, total_bytes
+from bagua.bench.emulated_hosts import rate_of, time_of
+from bagua.bench.shapes import MODELS, from_file, from_script
+
+PRICES = Path(__file__).with_name("prices.json")
+_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "quantized_allreduce, 4bit": ("quantized_allreduce", {}),
+    "powersgd, rank 4": ("powersgd", {"rank": 4}),
+}
+# More loss than with float32, see docs/convergence.md.
+_LOSSES = {
+    "gloo": "none",
+    "gloo, fp16 hook": "not measured",
+    "gradient_allreduce": "none",
+    "bytegrad": "none seen",
+    "quantized_allreduce, 4bit": "-0.1 to 0.4 %",
+    "powersgd, rank 4": "1 % (transformer), 4 to 8 % (conv)",
+    "qadam": "0 to 3 % (freeze late)",
+    "low_precision_decentralized": "as decentralized",
+    "decentralized": "1 to 3 %",
+    "async": "0 to 3 %",
+    "local_sgd": "0.4 to 3.2 %",
+    "diloco": "0.7 to 2.8 %",
+}
+_FEWEST_STEPS = 30
+_FRAGMENTS = 4
+_PROG = "python -m bagua.bench plan"
+
+
+def options_of_way(way: str) -> tuple[str, dict[str, Any]]:
+    """Return the algorithm, "" for what is torch's, and its options."""
+    return _OPTIONS.get(way, ("" if way.startswith("gloo") else way, {}))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is foretold of a way: seconds of a step, bytes that a host sends in one, and the line to paste."""
+
+    way: str
+    seconds: float
+    sent: float
+    loss: str
+    code: str
+
+
+def rows(parameters: Sequence[Parameter], compute: float, line: Line) -> list[Row]:
+    """Return what is foretold of every way, the fastest first behind DDP over Gloo."""
+    step = Step.of(parameters, compute)
+    plain = total_bytes(parameters)
+    prices = {way: Price(**price) for way, price in json.loads(PRICES.read_text()).items()}
+    found = []
+    for way, kind in WAYS.items():
+        algorithm, options = options_of_way(way)
+        sent = plain / (2 if "fp16" in way else 1)
+        if algorithm:
+            sent = coded_bytes(_C.check_options(algorithm, options), parameters)
+        seconds = step_seconds(way, prices[way], step, sent, line)
+        found.append(Row(way, seconds, kind.copies(line.hosts) * sent, _LOSSES[way], _code(algorithm, options)))
+    found += _in_rounds(parameters, compute, line)
+    stock, *others = found
+    return [stock, *sorted(others, key=lambda row: row.seconds)]
+
+
+def _in_rounds(parameters: Sequence[Parameter], compute: float, line: Line) -> list[Row]:
+    """Return what exchanges weights now and then."""
+    plain = total_bytes(parameters)
+    each_way = 2 * (line.hosts - 1) / line.hosts * plain
+    whole = fragment_seconds(line, plain, plain)
+    found = []
+    every = max(8, math.ceil(whole / compute))
+    found.append(Row("async", compute, each_way / every, _LOSSES["async"], _code("async", {})))
+    steps = max(_FEWEST_STEPS, every)
+    code = _code("local_sgd", {"sync_every": steps})
+    found.append(Row("local_sgd", compute + whole / steps, each_way / steps, _LOSSES["local_sgd"], code))
+    coded = coded_bytes(_C.check_options("diloco", {"codec": "4bit"}), parameters)
+    delay = math.ceil(fragment_seconds(line, coded / _FRAGMENTS, plain / _FRAGMENTS) / compute) + 1
+    steps = max(_FEWEST_STEPS, _FRAGMENTS * (delay + 1))
+    sent = each_way * coded / plain / steps
+    found.append(Row("diloco", compute, sent, _LOSSES["diloco"], _code("diloco", {"codec": "4bit"})))
+    return found
+
+
+def _code(algorithm: str, options: Mapping[str, Any]) -> str:
+    if not algorithm:
+        return ""
+    needed = _C.algorithm_info(algorithm)["optimizer"]
+    words = [repr(algorithm).replace("'", '"'), *(["optimizer=optimizer"] if needed else [])]
+    words += [f"{name}={json.dumps(value)}" for name, value in options.items()]
+    return f"bagua.register_comm_hook(model, {', '.join(words)})"
+
+
+def table(parameters: Sequence[Parameter], compute: float, line: Line, what: str) -> str:
+    """Return the plan as text."""
+    plain = total_bytes(parameters)
+    found = rows(parameters, compute, line)
+    rate = f"{line.bits_per_second / 1e6:,g} Mbit/s, {1e3 * line.round_trip:g} ms round trip"
+    lines = [
+        f"# {what}: {sum(p.elements for p in parameters) / 1e6:,.1f} million parameters, {plain / 1e6:,.1f} MB of "
+        f"gradients, {1e3 * compute:,.0f} ms of arithmetic a step",
+        f"# {line.hosts} hosts, {rate}. Predicted, within 15 % in 5 of 6 cells that were tried. What exchanges weights "
+        "beside the training is taken for free.",
+        f"{'':<30}{'ms a step':>10}{'DDP / this':>12}{'MB a step':>11}  more loss than float32",
+    ]
+    for row in found:
+        name = "DDP over Gloo" + row.way.removeprefix("gloo") if row.way.startswith("gloo") else row.way
+        ratio = found[0].seconds / row.seconds
+        lines.append(f"{name:<30}{1e3 * row.seconds:>10,.0f}{ratio:>12.2f}{row.sent / 1e6:>11,.2f}  {row.loss}")
+    lines += ["", *(f"{row.code}" for row in found if row.code)]
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
+        description="Predicts a training step with every algorithm: time, bytes, price in loss, what to write.",
+        epilog="examples:\n"
+        f"  {_PROG} --model gpt2 --compute 80ms --rate 1G --delay 10ms\n"
+        f"  {_PROG} --script train.py --rate 100M --delay 50ms --hosts 4\n"
+        f"  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m bagua.bench plan "
+        "--model gpt2 --compute 80ms",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", choices=MODELS, help="shapes of a well-known model: %(choices)s")
+    what.add_argument("--sizes", type=Path, metavar="FILE", help="a shape a line, as 768x3072 or 'name 768x3072'")
+    what.add_argument(
+        "--script",
+        metavar="TRAIN.PY",
+        help="a training script, which runs alone until its optimizer has taken a few steps: shapes and arithmetic are "
+        "its own (what comes after -- are its arguments)",
+    )
+    parser.add_argument("--compute", type=time_of, help="arithmetic of a step, as 80ms (with --script it is measured)")
+    parser.add_argument("--rate", type=rate_of, help="what a host can send, as 1G (under torchrun it is measured)")
+    parser.add_argument("--delay", type=time_of, default=0.0, help="round trip between hosts, as 10ms (0)")
+    parser.add_argument("--hosts", type=int, help="how many hosts train together (2)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the plan; under torchrun rank 0 does, once the line is measured."""
+    parser = _parser()
+    mark = [*arguments, "--"].index("--")
+    of_script = arguments[mark + 1 :]
+    args = parser.parse_args(arguments[:mark])
+    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not is_launched and not args.rate:
+        parser.error("the line is unknown: give --rate, and --delay, or start it with torchrun on two hosts")
+    if not args.script and not args.compute:
+        parser.error("the arithmetic is unknown: give --compute, as 80ms, or --script train.py")
+    if args.script:
+        what, (parameters, compute) = args.script, from_script(args.script, of_script)
+        compute = args.compute or compute
+    else:
+        what, compute = args.model or args.sizes.name, args.compute
+        try:
+            parameters = MODELS[args.model]() if args.model else from_file(args.sizes)
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
+    line = Line(args.hosts or 2, args.rate or 1.0, args.delay)
+    if is_launched and not args.rate:
+        from bagua.bench.line import measured
+
+        is_first, line = measured()
+        line = replace(line, hosts=args.hosts or line.hosts)
+        if not is_first:
+            return 0
+    if line.hosts < 2:
+        parser.error("there is nothing to plan on one host: --hosts 2 or more")
+    if args.json:
+        print(json.dumps([vars(row) for row in rows(parameters, compute, line)], indent=1))
+    else:
+        print(table(parameters, compute, line, what))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes of a model: of well-known ones, from a file, or from a training script that runs a few steps alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from bagua._attachment import names_and_roles
+from bagua._message_bytes import Parameter, parameters_of
+
+_STEPS, _SETTLING = 8, 3
+
+
+def _gpt2() -> list[Parameter]:
+    """GPT-2 small, whose head is its embedding."""
+    found = [Parameter("wte", (50257, 768), "embedding"), Parameter("wpe", (1024, 768), "embedding")]
+    for block in range(12):
+        for name, shape in (
+            ("ln_1.weight", (768,)),
+            ("ln_1.bias", (768,)),
+            ("attn.c_attn.weight", (768, 2304)),
+            ("attn.c_attn.bias", (2304,)),
+            ("attn.c_proj.weight", (768, 768)),
+            ("attn.c_proj.bias", (768,)),
+            ("ln_2.weight", (768,)),
+            ("ln_2.bias", (768,)),
+            ("mlp.c_fc.weight", (768, 3072)),
+            ("mlp.c_fc.bias", (3072,)),
+            ("mlp.c_proj.weight", (3072, 768)),
+            ("mlp.c_proj.bias", (768,)),
+        ):
+            found.append(Parameter(f"h.{block}.{name}", shape))
+    return [*found, Parameter("ln_f.weight", (768,)), Parameter("ln_f.bias", (768,))]
+
+
+def _resnet50() -> list[Parameter]:
+    found: list[Parameter] = []
+
+    def layer(name: str, *shape: int) -> None:
+        found.append(Parameter(f"{name}.weight", shape))
+        found.extend(Parameter(f"{name}.norm.{part}", shape[:1]) for part in ("weight", "bias"))
+
+    layer("conv1", 64, 3, 7, 7)
+    inputs = 64
+    for stage, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
+        for block in range(blocks):
+            name = f"layer{stage + 1}.{block}"
+            layer(f"{name}.conv1", width, inputs, 1, 1)
+            layer(f"{name}.conv2", width, width, 3, 3)
+            layer(f"{name}.conv3", 4 * width, width, 1, 1)
+            if block == 0:
+                layer(f"{name}.downsample", 4 * width, inputs, 1, 1)
+            inputs = 4 * width
+    return [*found, Parameter("fc.weight", (1000, 2048), "head"), Parameter("fc.bias", (1000,), "head")]
+
+
+MODELS: dict[str, Callable[[], list[Parameter]]] = {"gpt2": _gpt2, "resnet50": _resnet50}
+
+
+def from_file(path: Path) -> list[Parameter]:
+    """Read a shape a line: 768x3072, or a name before it; one that holds "embed" is taken for an embedding.
+
+    Raises:
+        ValueError: a line that is none.
+    """
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, _, shape = f"parameter{number} {line.strip()}".rpartition(" ")
+        if re.fullmatch(r"\d+(x\d+)*", shape) is None or not math.prod(map(int, shape.split("x"))):
+            raise ValueError(f"{path}, line {number}: {line!r} is not a shape: write 768x3072, or a name before it")
+        name = name.split()[-1]
+        role = "embedding" if "embed" in name else ""
+        found.append(Parameter(name, tuple(map(int, shape.split("x"))), role))
+    return found
+
+
+class _Enough(BaseException):
+    """Ends a script that has taken its steps; no handler of Exception stops it."""
+
+
+def from_script(script: str, arguments: Sequence[str]) -> tuple[list[Parameter], float]:
+    """Run a training script as the only rank, and return its model's shapes and the seconds of a step.
+
+    Raises:
+        RuntimeError: its optimizer took too few steps.
+    """
+    moments: list[float] = []
+    models: list[DistributedDataParallel] = []
+    optimizers: list[Any] = []
+    wrap = DistributedDataParallel.__init__
+
+    def noting(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        wrap(self, *args, **kwargs)
+        models.append(self)
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        optimizers.append(optimizer)
+        moments.append(time.perf_counter())
+        if len(moments) > _STEPS:
+            raise _Enough
+
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    before, sys_argv = dict(os.environ), sys.argv
+    os.environ.update(alone)
+    sys.argv = [script, *arguments]
+    hook = register_optimizer_step_post_hook(after_step)
+    DistributedDataParallel.__init__ = noting  # type: ignore[method-assign]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except _Enough:
+        pass
+    finally:
+        DistributedDataParallel.__init__ = wrap  # type: ignore[method-assign]
+        hook.remove()
+        sys.argv = sys_argv
+        os.environ.clear()
+        os.environ.update(before)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if len(moments) <= _SETTLING + 1:
+        raise RuntimeError(f"{script} ended after {len(moments)} steps of an optimizer: a plan takes {_STEPS + 1}")
+    times = [after - begin for begin, after in itertools.pairwise(moments)]
+    compute = statistics.median(times[_SETTLING:])
+    if models:
+        tensors = [parameter for parameter in models[-1].module.parameters() if parameter.requires_grad]
+        return parameters_of(tensors, names_and_roles(models[-1].module, tensors)), compute
+    tensors = [parameter for group in optimizers[-1].param_groups for parameter in group["params"]]
+    return parameters_of(tensors, [("", "")] * len(tensors)), compute

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bagua.bench plan`: shapes from where the user has them, and the predictions that were published."""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import bagua
+import pytest
+from bagua._message_bytes import Parameter
+from bagua.bench import plan
+from bagua.bench.cost_model import Line
+from bagua.bench.shapes import MODELS, from_file, from_script
+
+ROOT = Path(__file__).parents[2]
+_LINE = ["--rate", "1G", "--delay", "10ms"]
+
+
+def test_well_known_models_have_as_many_parameters_as_everywhere() -> None:
+    counts = {name: sum(p.elements for p in shapes()) for name, shapes in MODELS.items()}
+    assert counts == {"gpt2": 124_439_808, "resnet50": 25_557_032}
+
+
+def test_shapes_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "sizes"
+    file.write_text("# mine\n\nembed 50x8\n8x4\nbias 4\n")
+    expected = [
+        Parameter("embed", (50, 8), "embedding"),
+        Parameter("parameter4", (8, 4)),
+        Parameter("bias", (4,)),
+    ]
+    assert from_file(file) == expected
+    file.write_text("8 by 4\n8xx4\n")
+    with pytest.raises(ValueError, match="line 2"):
+        from_file(file)
+
+
+def test_a_script_tells_its_shapes_and_the_seconds_of_a_step() -> None:
+    arguments = list(sys.argv)
+    parameters, seconds = from_script(str(ROOT / "examples" / "ddp.py"), [])
+    assert [(p.shape, p.role) for p in parameters] == [
+        ((512, 64), ""),
+        ((512,), ""),
+        ((10, 512), "head"),
+        ((10,), "head"),
+    ]
+    assert 0 < seconds < 1
+    assert sys.argv == arguments
+
+
+def test_a_script_without_steps_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("")
+    with pytest.raises(RuntimeError, match="after 0 steps"):
+        from_script(str(script), [])
+
+
+def test_every_algorithm_is_foretold_with_lines_that_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--model", "gpt2", "--compute", "80ms", *_LINE]) == 0
+    text = capsys.readouterr().out
+    names = set(re.findall(r'register_comm_hook\(model, "(\w+)"', text))
+    assert names == set(bagua.available_algorithms())
+    for line in text.splitlines():
+        if line.startswith("bagua.register"):
+            compile(line, "pasted", "eval")
+
+
+def test_a_slower_line_makes_every_step_longer_that_communicates() -> None:
+    model = MODELS["resnet50"]()
+    fast, slow = (
+        {row.way: row.seconds for row in plan.rows(model, 0.2, Line(2, rate, delay))}
+        for rate, delay in ((1e9, 0.0), (1e8, 0.05))
+    )
+    assert all(slow[way] > fast[way] for way in fast.keys() - {"async", "diloco"})
+    assert 5 < slow["gloo"] / fast["gloo"] < 15
+
+
+def test_what_is_unknown_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, asked in (
+        (["--model", "gpt2", "--compute", "1s"], "--rate"),
+        (["--model", "gpt2", *_LINE], "--compute"),
+    ):
+        with pytest.raises(SystemExit):
+            plan.main(given)
+        assert asked in capsys.readouterr().err
+
+
+def test_published_errors_are_those_of_the_prices_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "hosts"))
+    model = runpy.run_path(str(ROOT / "benchmarks" / "hosts" / "cost_model.py"))
+    runs = model["load"](ROOT / "benchmarks" / "results" / "hosts.json")
+    shapes = {scenario.model: model["_model"](scenario.model) for scenario, _ in runs}
+    prices = json.loads(plan.PRICES.read_text())
+    published = (ROOT / "benchmarks" / "results" / "prediction.md").read_text()
+    for way, price in prices.items():
+        for sample in model["samples_of"](way, runs, shapes):
+            error = sample.error(way, plan.Price(**price))
+            assert f"{100 * error:+.0f} ({1e3 * sample.seconds:.0f} ms, n={sample.steps})" in published, sample.scenario

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of the bytes of a model before it trains is what its algorithm then sends."""
+
+import logging
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua._attachment import names_and_roles
+from bagua._message_bytes import coded_bytes, parameters_of
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+_STEPS = 2
+_ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
+    ("gradient_allreduce", {}),
+    ("bytegrad", {"hierarchical": False, "guard": None}),
+    ("bytegrad", {"codec": "minmax_uint8", "hierarchical": False, "guard": None}),
+    ("quantized_allreduce", {"hierarchical": False, "guard": None}),
+    ("quantized_allreduce", {"codec": "1bit", "hierarchical": False, "guard": None}),
+    (
+        "quantized_allreduce",
+        {"codec": {"deep.*": "2bit", "*": "4bit"}, "exact": ("head",), "hierarchical": False, "guard": None},
+    ),
+    ("powersgd", {"rank": 2, "start_step": 0, "guard": None}),
+]
+
+
+class _Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, 64)
+        self.deep = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+        self.head = nn.Linear(64, 100)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = self.head(self.deep(self.table(rows)))
+        return out
+
+
+def _sent_and_foretold(algorithm: str, options: dict[str, Any]) -> tuple[float, float]:
+    torch.manual_seed(7)
+    ddp = DDP(_Network())
+    parameters = parameters_of(ddp.module.parameters(), names_and_roles(ddp.module, [*ddp.module.parameters()]))
+    with bagua.register_comm_hook(ddp, algorithm, **options) as handle:
+        for _ in range(_STEPS):
+            ddp(torch.arange(100)).square().mean().backward()
+        size = dist.get_world_size()
+        foretold = 2 * (size - 1) / size * coded_bytes(handle.options, parameters)
+        return handle.stats()["wire_bytes"] / _STEPS, foretold
+
+
+@pytest.mark.parametrize(("algorithm", "options"), _ALGORITHMS)
+def test_bytes_are_those_that_are_sent(peers: RankPool, algorithm: str, options: dict[str, Any]) -> None:
+    for sent, foretold in peers.run(_sent_and_foretold, algorithm, options):
+        assert sent == pytest.approx(foretold, rel=0.02)
+
+
+def _said(algorithm: str, options: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("bagua")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        bagua.register_comm_hook(DDP(nn.Linear(999, 1000)), algorithm, **options)
+        return [line for line in lines if line.startswith(f"{algorithm}: ")]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
+def test_rank_0_says_what_becomes_of_the_bytes(peers: RankPool) -> None:
+    first, *others = peers.run(_said, "bytegrad", {"hierarchical": False})
+    assert first == [f"bytegrad: int8, 4.0 MB of gradients become 1.0 MB a step; {peers.world_size} ranks"]
+    assert others == [[]] * (peers.world_size - 1)
+    [line] = peers.run(_said, "powersgd", {"rank": 4})[0]
+    assert line.startswith("powersgd: factors of rank 4, 4.0 MB of gradients become 0.0 MB a step, after 1,000 steps")
