@@ -31,8 +31,8 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 21_050, 16_000),
-    "python_shim": Layer({".py"}, 10_500, 8_500),
-    "tests": Layer({".py"}, 26_800, 22_000, counts_tests=True),
+    "python_shim": Layer({".py"}, 10_900, 8_500),
+    "tests": Layer({".py"}, 27_200, 22_000, counts_tests=True),
 }
 
 
