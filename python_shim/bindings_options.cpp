@@ -138,6 +138,12 @@ void bindAlgorithmOptions(py::module& module) {
   module.def("algorithm_names", &AlgorithmRegistry::names);
   module.def("algorithm_info", &infoDict, py::arg("name"));
   module.def("codec_names", &CodecRegistry::names);
+  module.def(
+      "packed_bytes",
+      [](const std::string& codec, int64_t numel) {
+        return CodecRegistry::find(codec).codec->layout().packedBytes(numel);
+      },
+      py::arg("codec"), py::arg("numel"), "What a codec makes of so many elements that are coded together.");
   module.attr("DEFAULT_CODEC") = compressed::kDefaultCodec;
   module.def(
       "check_options",

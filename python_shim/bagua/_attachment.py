@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,8 +117,14 @@ def class_of_optimizer(expected: str) -> str:
     return "bagua.QAdamOptimizer" if expected == "QAdamOptimizer" else "torch.optim.Optimizer"
 
 
-def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str) -> None:
-    """Refuse an optimizer that is missing, of another class than the algorithm needs, or not that of the model."""
+def check_optimizer(trained: Mapping[str, Tensor], optimizer: Any, algorithm: str) -> None:
+    """Refuse an optimizer that is missing, of another class than the algorithm needs, or not that of the model.
+
+    Args:
+        trained: the model's trainable parameters by name.
+        optimizer: what the user has given.
+        algorithm: its name.
+    """
     expected = describe(algorithm)["optimizer"]
     if optimizer is None:
         if expected:
@@ -134,8 +140,7 @@ def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str
             f"algorithm {algorithm!r} cannot work with LBFGS, which takes another number of backwards in each step"
         )
     known = {p for group in optimizer.param_groups for p in group["params"]}
-    names = {p: name for name, p in ddp.module.named_parameters()}
-    missing = [names[p] for p in trainable_parameters(ddp) if p not in known]
+    missing = [name for name, p in trained.items() if p not in known]
     if missing:
         raise ValueError(
             f"the optimizer given to algorithm {algorithm!r} does not hold {len(missing)} of the model's trainable "
@@ -146,12 +151,7 @@ def check_optimizer(ddp: DistributedDataParallel, optimizer: Any, algorithm: str
 
 def check_model(ddp: DistributedDataParallel, algorithm: str, *, is_hierarchical: bool) -> None:
     """Refuse a model whose weights cannot be exchanged, or one that communicates where the algorithm must not."""
-    parameters = trainable_parameters(ddp)
-    if any(p.is_complex() for p in parameters):
-        raise ValueError(f"algorithm {algorithm!r} does not take complex parameters")
-    devices = {p.device for p in parameters}
-    if len(devices) > 1:
-        raise ValueError(f"algorithm {algorithm!r} takes a model on one device, got {sorted(map(str, devices))}")
+    check_weights(trainable_parameters(ddp), algorithm)
     info = describe(algorithm)
     if not info["runs_in_background"]:
         return
@@ -159,6 +159,15 @@ def check_model(ddp: DistributedDataParallel, algorithm: str, *, is_hierarchical
     if (info["steps_may_differ"] or is_hierarchical) and ddp.find_unused_parameters and not ddp.static_graph:
         raise ValueError(f"{reason}, but find_unused_parameters=True communicates in every step: switch it off")
     check_layers(ddp, algorithm)
+
+
+def check_weights(parameters: Sequence[Tensor], algorithm: str) -> None:
+    """Refuse parameters that cannot be exchanged."""
+    if any(p.is_complex() for p in parameters):
+        raise ValueError(f"algorithm {algorithm!r} does not take complex parameters")
+    devices = {p.device for p in parameters}
+    if len(devices) > 1:
+        raise ValueError(f"algorithm {algorithm!r} takes a model on one device, got {sorted(map(str, devices))}")
 
 
 def check_layers(model: nn.Module, algorithm: str) -> None:

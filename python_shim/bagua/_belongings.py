@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bagua._torch_private import local_part
+
 
 class Belongings:
     """An optimizer's state and the gradients that it has not taken yet, as tensors that the ranks can exchange.
 
     Tensors are those of the optimizer itself where they are on the parameters' device. For numbers, and tensors that
-    are elsewhere (Adam counts its steps on the CPU), there are others, which `write_back` copies.
+    are elsewhere (Adam counts its steps on the CPU), there are others, which `write_back` copies. Of DTensors they
+    are this rank's parts.
     """
 
     def __init__(self, optimizer: Optimizer | None, parameters: Sequence[Tensor], *, is_before_step: bool) -> None:
@@ -24,7 +27,7 @@ class Belongings:
         self._numbers: list[tuple[dict[Any, Any], Any]] = []
         self._shapes: list[str] = []
         self._device = parameters[0].device
-        self.gradients = [p.grad for p in parameters if p.grad is not None] if is_before_step else []
+        self.gradients = [local_part(p.grad) for p in parameters if p.grad is not None] if is_before_step else []
         # Where ranks are told apart: what is exchanged has to be the same on all.
         self.moment = "between a backward and its step" if self.gradients else "between two steps"
         if self.gradients:
@@ -48,6 +51,7 @@ class Belongings:
     def _add(self, name: str, state: dict[Any, Any], key: Any) -> None:
         value = state[key]
         if isinstance(value, Tensor):
+            value = local_part(value)
             self._shapes.append(f"{name}: {value.dtype}{list(value.shape)}")
             here = value.to(self._device)
             self.state.append(here)

@@ -3,149 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from bagua._attachment import names_and_roles
 from bagua._native import _C
+from bagua._sharded_model import ShardedModel
 from bagua._torch_private import (
     after_fsdp_backward,
     at_end_of_backward,
     comm_of_fsdp,
-    fsdp_groups,
     has_all_reduce_hook,
-    is_compiled_autograd_on,
     is_fsdp_root,
     is_in_backward,
-    is_sharded,
     is_view_of_buffer,
     local_gradient,
-    one_of_each_fsdp_state,
     parameters_being_reduced,
-    replica_group,
     set_comm_of_fsdp,
     set_replica_group,
     shape_in_buffer,
-    shard_group,
     watch_fsdp_reductions,
 )
-
-
-def _modules_of_fsdp(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that `fully_shard` was called on; refuses what shards in another way."""
-    # To import it takes seconds.
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a model that fully_shard has sharded, got {type(model).__qualname__}")
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise ValueError("FullyShardedDataParallel (FSDP1) has no hook for this: shard the model by fully_shard")
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError("DistributedDataParallel shards nothing: use bagua.register_comm_hook(model, ...)")
-    found: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not found and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError(
-            "the model's parameters are DTensors, but fully_shard has sharded none of them: wrappers of another kind "
-            "(SimpleFSDP, trainers of graphs) communicate where no hook is called. Shard the model by fully_shard"
-        )
-    if not found:
-        raise ValueError(f"fully_shard has sharded no module of this {type(model).__qualname__}: call it before")
-    if is_compiled_autograd_on():
-        raise ValueError(
-            "compiled_autograd traces what FSDP2 communicates, and calls no hook: switch it off before compress()"
-        )
-    return found
-
-
-class ShardedModel:
-    """The parameters of a model that `fully_shard` has sharded.
-
-    Args:
-        model: the model. Its parameters are resharded, if they were left whole.
-
-    Raises:
-        ValueError: it cannot be done right; the message names the setting.
-        RuntimeError: an algorithm is at work on it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = one_of_each_fsdp_state(_modules_of_fsdp(model))
-        self.groups = [group for module in self.modules for group in fsdp_groups(module)]
-        if not all(is_sharded(group) for group in self.groups):
-            raise ValueError(
-                "a part of the model was given to replicate(), which does not shard it: use DistributedDataParallel "
-                "and register_comm_hook"
-            )
-        for module in self.modules:
-            module.reshard()
-        by_tensor = {p.sharded_param: p for group in self.groups for p in group.fsdp_params}
-        self.all_names = [name for name, _ in model.named_parameters()]
-        # FSDP2's parameters, frozen ones too: they may be trained later.
-        self.parameters = [by_tensor[tensor] for tensor in model.parameters() if tensor in by_tensor]
-        tensors: list[Tensor] = [parameter.sharded_param for parameter in self.parameters]
-        if not any(tensor.requires_grad for tensor in tensors):
-            raise ValueError("all parameters that fully_shard has sharded are frozen: there are no gradients to reduce")
-        if any(tensor.is_meta for tensor in tensors):
-            raise ValueError("parameters are on the meta device: call model.to_empty() and initialise them before")
-        self.names_and_roles = names_and_roles(model, tensors)
-        self.device: torch.device = self.groups[0].device
-        # Whether the mesh has a second dimension, of ranks that hold the same shards.
-        self.is_hybrid = any(replica_group(group) is not None for group in self.groups)
-        self.group = self._ranks()
-
-    def _ranks(self) -> dist.ProcessGroup:
-        """Return the ranks among which gradients are exchanged."""
-        replicas = {replica_group(group) for group in self.groups}
-        shards = {shard_group(group) for group in self.groups}
-        if any(isinstance(comm, (Replicas, Scatter)) for comm in (*replicas, *self._comms("reduce_scatter"))):
-            raise RuntimeError("compress() is at work on this model already: call handle.remove() first")
-        if len(replicas) > 1 or (self.is_hybrid and None in replicas) or (not self.is_hybrid and len(shards) > 1):
-            raise ValueError("parts of the model are sharded on different meshes: give all of them the same mesh")
-        [group] = replicas if self.is_hybrid else shards
-        assert group is not None
-        return group
-
-    @property
-    def shards(self) -> dist.ProcessGroup:
-        """The ranks that hold the other shards."""
-        return shard_group(self.groups[0])
-
-    def _comms(self, which: str) -> list[Any]:
-        return [comm_of_fsdp(group, which) for group in self.groups]
-
-    def check_comms(self, which: str) -> None:
-        """Refuse what does not communicate as FSDP2 does by default, but for its memory."""
-        for comm in self._comms(which):
-            if type(comm).__name__ not in ("DefaultAllGather", "DefaultReduceScatter"):
-                raise ValueError(
-                    f"a module's {which} is {type(comm).__name__}: set_custom_{which}(), set_symm_mem_for_comm() and "
-                    "set_allocate_memory_from_process_group_for_comm() do not go together with compress()"
-                )
-
-    @property
-    def parts(self) -> int:
-        """How many parts of a gradient travel in one flat tensor: one for each rank that the others are sharded to."""
-        return 1 if self.is_hybrid else self.group.size()
-
-    def shapes(self) -> list[Tensor]:
-        """Return tensors of a single element in the shapes that gradients have when they travel, part by part."""
-        return [
-            torch.empty(1, dtype=p.sharded_param.dtype, device=self.device).expand(shape_in_buffer(p))
-            for _ in range(self.parts)
-            for p in self.parameters
-        ]
-
-    def description(self) -> str:
-        """Return what has to be the same on all ranks that exchange gradients."""
-        return "; ".join(f"{p.sharded_param.dtype}{list(shape_in_buffer(p))}" for p in self.parameters)
 
 
 class Replicas(dist.ProcessGroup):
@@ -226,11 +108,17 @@ class ShardReduction:
     FSDP2 goes on computing with the result before. On a mesh of two dimensions a bucket is what FSDP2 has
     reduce-scattered, and is reduced in place. On a mesh of one dimension it holds a part for each rank, and the
     algorithm takes what is in each for a gradient of its own.
+
+    Args:
+        model: whose gradients.
+        hook: of the algorithm.
+        after_backward: is called at the end of each such backward.
     """
 
-    def __init__(self, model: ShardedModel, hook: _C.Hook) -> None:
+    def __init__(self, model: ShardedModel, hook: _C.Hook, after_backward: Callable[[], None]) -> None:
         self._hook = hook
         self._model = model
+        self._after_backward = after_backward
         self._positions: dict[Hashable, int] = {parameter: i for i, parameter in enumerate(model.parameters)}
         # Of parameters that have been reduced before: with which others, in what dtype.
         self._buckets: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -287,16 +175,16 @@ class ShardReduction:
             work = self._hook.reduce_bucket(flat, gradients, is_first=not self._seen, is_last=False)
         else:
             work = self._hook.reduce_to_parts(flat, result, gradients, is_first=not self._seen)
-        assert work is not None  # the algorithm reduces gradients
         self._seen.update(positions)
         self._buckets.update(dict.fromkeys(positions, (flat.dtype, tuple(positions))))
-        if waits_later:
+        # Of hosts that train on their own there is no work.
+        if work is not None and waits_later:
             self._pending.append(_Pending(work, result, parameters))
-        else:
+        elif work is not None:
             work.wait()
-            if not is_mean:
-                is_sum = op == dist.ReduceOp.SUM
-                result.mul_(self._model.group.size() / (1 if is_sum or factor is None else factor))
+        if not is_mean:
+            is_sum = op == dist.ReduceOp.SUM
+            result.mul_(self._model.group.size() / (1 if is_sum or factor is None else factor))
         return _Started()
 
     def _gradients_in(self, flat: Tensor, parameters: Sequence[Any]) -> tuple[list[int], list[tuple[int, Tensor]]]:
@@ -345,12 +233,22 @@ class ShardReduction:
     def _end_backward(self) -> None:
         self._is_ending = False
         self._end_step()
+        self._after_backward()
 
     def _end_step(self) -> None:
         self._pass_over_unused()
         self._wait()
         self._seen = set()
         self._hook.end_step()
+
+    @property
+    def buckets(self) -> dict[int, tuple[str, list[int]]]:
+        """Which parameters were reduced before, by position: in what dtype, and with which others. For checkpoints."""
+        return {one: (str(dtype).split(".")[1], list(others)) for one, (dtype, others) in self._buckets.items()}
+
+    @buckets.setter
+    def buckets(self, buckets: Mapping[int, tuple[str, Sequence[int]]]) -> None:
+        self._buckets = {one: (getattr(torch, dtype), tuple(others)) for one, (dtype, others) in buckets.items()}
 
     def _pass_over_unused(self) -> None:
         """Tell error feedback of parameters without a gradient in this step: every step goes on from the one before."""

@@ -264,6 +264,12 @@ def shape_in_buffer(parameter: Any) -> torch.Size:
     return shape
 
 
+def padded_shard(parameter: Any) -> Tensor:
+    """Return this rank's shard of a parameter, with the rows that make all shards as long: the memory itself."""
+    memory: Tensor = parameter._sharded_param_data
+    return memory.detach().view(shape_in_buffer(parameter))
+
+
 def is_view_of_buffer(parameter: Any, dtype: torch.dtype) -> bool:
     """Return whether `.grad` will be a view of the flat tensor of `dtype` that is reduced, and nobody reads it yet."""
     sharded = parameter.sharded_param
@@ -275,7 +281,13 @@ def is_view_of_buffer(parameter: Any, dtype: torch.dtype) -> bool:
 def local_gradient(parameter: Any) -> Tensor | None:
     """Return this rank's part of `.grad`."""
     gradient = parameter.sharded_param.grad
-    return None if gradient is None else gradient._local_tensor
+    return None if gradient is None else local_part(gradient)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the memory of this rank's part of a DTensor; another tensor as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 _reduced = threading.local()

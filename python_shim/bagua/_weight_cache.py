@@ -51,14 +51,22 @@ class CachedGather:
     computes with what all hold, its own shard too: what a difference has lost is in the next one. Without a step of an
     optimizer nothing is gathered.
 
+    What a group with frozen weights gathers depends on whether this rank finds them changed. Ranks that find different
+    things could exchange weights of two groups, where these are as long. So each part ends with the group's number.
+
     Args:
         group: FSDP2's group of parameters.
+        number: which group of the model it is.
         codec: of differences; None: in full precision.
     """
 
-    def __init__(self, group: Any, codec: str | None = None) -> None:
+    def __init__(self, group: Any, number: int, codec: str | None = None) -> None:
         self._group = group
+        self._number = torch.tensor([number], device=group.device)
         self._codec = codec
+        # How often it has gathered, and the bytes of this rank's weights that went into that.
+        self.gathers = 0
+        self.given_bytes = 0
         # This rank's shards as they were when the others got them, and how many steps optimizers had taken then.
         self._given: Tensor | None = None
         self._steps = -1
@@ -129,20 +137,23 @@ class CachedGather:
             self._check(whole, input_tensor, has_changed=moments != self._moments)
         elif is_known and self._codec is not None and self._steps == self._steps_taken:
             self._check(whole, input_tensor)
-        elif is_known:
+        elif is_known and any(is_frozen):
             to_gather = [column[:2] for column in columns if column[2]]
             self._check([column[:2] for column in columns if not column[2]], input_tensor)
         else:
             to_gather = whole
         self._is_complete = False
-        if is_known and self._cache is not None and self._cache is not output_tensor:
+        has_rest = to_gather != whole or self._codec is not None
+        if is_known and has_rest and self._cache is not None and self._cache is not output_tensor:
             output_tensor.copy_(self._cache, non_blocking=True)
         given = input_tensor.clone() if self._codec is not None else None
-        if is_known and self._codec is not None and self._held is not None:
-            input_tensor.copy_(self._held)
-            self._gather_differences(output_tensor, given, group, to_gather)
-        else:
-            self._gather(output_tensor, input_tensor, group, to_gather)
+        base = self._held if is_known and self._codec is not None else None
+        if base is not None:
+            input_tensor.copy_(base)
+        if base is None and to_gather == whole and not any(is_frozen):
+            self._exchange(output_tensor, input_tensor, group, is_coded=False)
+        elif to_gather:
+            self._gather(output_tensor, input_tensor if given is None else given, group, to_gather, base)
         self._given, self._steps = given, self._steps_taken
         if any(is_frozen) or reshards_after_forward(self._group) or self._codec is not None:
             self._keep(output_tensor, has_changed=bool(to_gather))
@@ -180,37 +191,51 @@ class CachedGather:
             )
 
     def _gather(
-        self, output: Tensor, shards: Tensor, group: dist.ProcessGroup, columns: Sequence[tuple[int, int]]
+        self,
+        output: Tensor,
+        shards: Tensor,
+        group: dist.ProcessGroup,
+        columns: Sequence[tuple[int, int]],
+        base: Tensor | None,
     ) -> None:
-        """Gather these columns of all ranks' parts."""
-        if columns == [(0, shards.numel())]:
-            self._former(output_tensor=output, input_tensor=shards, group=group, async_op=False)
-        elif columns:
-            own = torch.cat([shards.narrow(0, begin, length) for begin, length in columns])
-            ranks = dist.get_world_size(group)
-            gathered = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
-            self._former(output_tensor=gathered, input_tensor=own, group=group, async_op=False)
-            rows, place = output.view(ranks, -1), 0
-            for begin, length in columns:
-                rows.narrow(1, begin, length).copy_(gathered.view(ranks, -1).narrow(1, place, length))
-                place += length
-
-    def _gather_differences(
-        self, output: Tensor, shards: Tensor | None, group: dist.ProcessGroup, columns: Sequence[tuple[int, int]]
-    ) -> None:
-        """Add what these columns of all ranks' shards have become to what all hold of them."""
-        held = self._held
-        if not columns or shards is None or held is None:
-            return
-        own = torch.cat([shards.narrow(0, *column).float() - held.narrow(0, *column).float() for column in columns])
-        ranks = dist.get_world_size(group)
-        gathered = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
-        executors = shared_executors_for(shard_group(self._group), self._group.device)
-        _C.compressed_all_gather(executors, gathered, own, str(self._codec), True).wait()
-        rows, place = output.view(ranks, -1), 0
+        """Gather these columns of all ranks' parts, or add what they have become since all ranks had `base` of them."""
+        pieces = [shards.narrow(0, *column) for column in columns]
+        if base is None:
+            pieces.append(self._number.view(shards.dtype))
+        else:
+            pieces = [
+                piece.float() - base.narrow(0, *column).float() for piece, column in zip(pieces, columns, strict=True)
+            ]
+        own = torch.cat(pieces)
+        gathered = torch.empty(group.size() * own.numel(), dtype=own.dtype, device=own.device)
+        self._exchange(gathered, own, group, is_coded=base is not None)
+        parts, rows, place = gathered.view(group.size(), -1), output.view(group.size(), -1), 0
+        # A device would have to be waited for.
+        if (
+            base is None
+            and own.is_cpu
+            and (parts[:, -len(pieces[-1]) :].contiguous().view(torch.int64) != self._number).any()
+        ):
+            raise RuntimeError(
+                "bagua.fsdp: the ranks gather weights of different groups of parameters: frozen weights were changed "
+                "on some of them alone. Change them on all ranks alike"
+            )
         for begin, length in columns:
-            rows.narrow(1, begin, length).add_(gathered.view(ranks, -1).narrow(1, place, length))
+            target, values = rows.narrow(1, begin, length), parts.narrow(1, place, length)
+            target.copy_(values) if base is None else target.add_(values)
             place += length
+
+    def _exchange(self, output: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_coded: bool) -> None:
+        """Gather `own` of all ranks over the network."""
+        self.gathers += 1
+        if is_coded:
+            assert self._codec is not None
+            self.given_bytes += _C.packed_bytes(self._codec, own.numel())
+            executors = shared_executors_for(shard_group(self._group), self._group.device)
+            _C.compressed_all_gather(executors, output, own, self._codec, True).wait()
+        else:
+            self.given_bytes += own.nbytes
+            self._former(output_tensor=output, input_tensor=own, group=group, async_op=False)
 
     def _keep(self, output: Tensor, *, has_changed: bool) -> None:
         if output.device.type == "cpu":

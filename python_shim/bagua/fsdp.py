@@ -13,21 +13,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
-from bagua._argument_checks import check_algorithm
-from bagua._attachment import say_if_nothing_is_coded
+from bagua._argument_checks import check_algorithm, check_optimizer_type
+from bagua._attachment import check_optimizer, is_linear, say_if_nothing_is_coded, scaler_of, unwrapped
 from bagua._executors import executors_for, start
+from bagua._layers import layers_of
 from bagua._native import _C
 from bagua._registry import available_algorithms, available_codecs, describe
-from bagua._sharded import ShardedModel, ShardReduction
+from bagua._sharded import ShardReduction
+from bagua._sharded_model import ShardedModel
+from bagua._sharded_rounds import ShardedRounds, check_rounds, is_in_rounds, scheduled
+from bagua._states import StatesOfAllRanks
 from bagua._torch_private import default_group, gathered_dtype, reshards_to_another_mesh, shape_in_buffer
 from bagua._weight_cache import CachedGather
 from bagua.handle import Handle, OptionArgument
-from bagua.stats import Stats
+from bagua.stats import ShardedStats
 
 __all__ = ["compress"]
 
@@ -38,26 +44,89 @@ _logger = logging.getLogger("bagua")
 class _ShardedHandle(Handle):
     """The handle of an algorithm at work on a sharded model; state and figures are those of this rank's shards."""
 
-    def __init__(self, hook: _C.Hook, reduction: ShardReduction, caches: list[CachedGather]) -> None:
+    def __init__(
+        self, hook: _C.Hook, reduction: ShardReduction, caches: list[CachedGather], rounds: ShardedRounds | None
+    ) -> None:
         # A checkpoint is this rank's alone, whatever dimension of the mesh it differs in.
         super().__init__(hook, None, None, default_group())
         self._reduction = reduction
         self._caches = caches
+        self._rounds = rounds
 
-    def stats(self) -> Stats:
-        """See `Handle.stats`; `memory` has what weights="cache" keeps."""
+    def stats(self) -> ShardedStats:
+        """See `ShardedStats`; `memory` has what weights="cache" keeps."""
         stats = super().stats()
         if self._caches:
             stats["memory"]["gathered weights"] = sum(cache.bytes for cache in self._caches)
-        return stats
+        return {
+            **stats,
+            "gathers": sum(cache.gathers for cache in self._caches),
+            "gathered_bytes": sum(cache.given_bytes for cache in self._caches),
+        }
+
+    def __str__(self) -> str:
+        """See `Handle.__str__`."""
+        stats = self.stats()
+        gathers = f"\n  {stats['gathers']:,} gathers of weights, {stats['gathered_bytes']:,} bytes given to them"
+        return super().__str__() + (gathers if self._caches else "")
+
+    def reset(self) -> None:
+        """See `Handle.reset`."""
+        super().reset()
+        for cache in self._caches:
+            cache.gathers = cache.given_bytes = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Handle.state_dict`; each rank has to save its own."""
+        if self._rounds is not None:
+            self._rounds.show_gradients()
+        return {**super().state_dict(), "buckets": self._reduction.buckets}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Handle.load_state_dict`."""
+        super().load_state_dict(state_dict)
+        self._reduction.buckets = state_dict.get("buckets", {})
+
+    def of_all_ranks(self) -> StatesOfAllRanks:
+        """See `Handle.of_all_ranks`; not of algorithms in rounds, between which hosts have weights of their own."""
+        if self._rounds is not None:
+            raise RuntimeError(
+                f"of_all_ranks() holds no weights, which differ between hosts with algorithm {self.algorithm!r}: save "
+                "model, optimizer and handle.state_dict() on each rank"
+            )
+        return super().of_all_ranks()
+
+    def synchronize(self) -> None:
+        """See `Handle.synchronize`; buffers stay as they are, unless they are averaged."""
+        self._between_steps(super().synchronize)
+
+    def abort(self) -> None:
+        """See `Handle.abort`; buffers stay as they are, unless they are averaged."""
+        self._between_steps(super().abort)
+
+    def _between_steps(self, call: Callable[[], None]) -> None:
+        if self._rounds is None:
+            call()
+        else:
+            self._rounds.show_gradients()
+            self._rounds.changing_weights(call)
 
     def remove(self) -> None:
         """See `Handle.remove`; `compress` then takes the model again."""
-        if not self.is_removed:
+        if self.is_removed:
+            return
+        if self._rounds is None:
             super().remove()
-            self._reduction.detach()
-            for cache in self._caches:
-                cache.detach()
+        else:
+            self._rounds.leave()
+            self._is_removed = True
+        self._reduction.detach()
+        for cache in self._caches:
+            cache.detach()
+
+
+def _nothing() -> None:
+    """Do it."""
 
 
 def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
@@ -89,7 +158,7 @@ def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
             weights,
             sharded.group.size() * sum(sizes) / 2**20,
         )
-    return [CachedGather(group, codec) for group in sharded.groups]
+    return [CachedGather(group, number, codec) for number, group in enumerate(sharded.groups)]
 
 
 def _is_coded_by(group: Any) -> bool:
@@ -118,12 +187,15 @@ def _algorithm_and_options(
                 "'gradient_allreduce' or 'powersgd'"
             )
         name, given = gradients, options
-    if describe(name)["optimizer"]:
+    if describe(name)["optimizer"] and not is_in_rounds(name):
         raise ValueError(
             f"algorithm {name!r} acts on weights and on what the optimizer does, which fully_shard keeps in shards: "
-            "choose one that reduces gradients, such as 'quantized_allreduce', 'bytegrad' or 'powersgd'"
+            "choose one that reduces gradients, such as 'quantized_allreduce', 'bytegrad' or 'powersgd', or one that "
+            "trains in rounds, 'local_sgd' or 'diloco'"
         )
-    complete = _C.check_options(name, given, ["optimizer", "process_group"])
+    complete = _C.check_options(name, given, ["process_group"])
+    if is_in_rounds(name):
+        complete = scheduled(name, complete)
     if complete.get("average") is False:
         raise ValueError("average=False: FSDP2 itself says whether gradients are summed, set_gradient_divide_factor()")
     return name, dict(complete)
@@ -135,6 +207,7 @@ def compress(
     weights: str | None = None,
     *,
     algorithm: str | None = None,
+    optimizer: Optimizer | None = None,
     **options: OptionArgument,
 ) -> Handle:
     """Let an algorithm average the gradients of a sharded model between hosts. Collective, before the first step.
@@ -149,14 +222,20 @@ def compress(
     for at once where FSDP2 goes on computing with the result: gradients that accumulate in `.grad` or are kept in
     another dtype than they are reduced in, CPU offload, hooks on accumulated gradients, float16, and divide factors.
 
+    With "local_sgd" and "diloco", on a mesh of two dimensions, each host trains on its own, and between hosts shards of
+    weights are exchanged every `sync_every` steps of the optimizer.
+
     Args:
         model: the module that was given to `fully_shard` last, around all others.
         gradients: the codec of gradients, one of `bagua.available_codecs()`; or the name of an algorithm that reduces
-            gradients, such as "gradient_allreduce" (in full precision) or "powersgd" (on a mesh of two dimensions).
+            gradients, such as "gradient_allreduce" (in full precision) or "powersgd" (on a mesh of two dimensions); or
+            "local_sgd" or "diloco".
         weights: "cache", on a mesh of one dimension, to gather weights once a step and frozen ones once ever: each rank
             keeps a copy of the whole model in host memory. A codec, to gather coded differences to that copy (CPU
             tensors). None: FSDP2 gathers them for the forward and the backward.
         algorithm: which one codes the gradients; by default "quantized_allreduce", with error feedback where it helps.
+        optimizer: the one that trains the model, made after `fully_shard`: "local_sgd" and "diloco" need it. Others
+            choose by it whether 2 bits have error feedback. The loss scale of accelerate's optimizer is followed.
         **options: the algorithm's options, see each algorithm's page.
 
     Returns:
@@ -168,15 +247,25 @@ def compress(
         TypeError: an option of a wrong type.
         RuntimeError: `compress` is at work on the model already.
     """
+    scaler, optimizer = scaler_of(optimizer), unwrapped(optimizer)
     sharded = ShardedModel(model)
-    group, device = sharded.group, sharded.device
+    group, device, rounds = sharded.group, sharded.device, None
     executors = executors_for(group, device)
     try:
         caches = _caches(sharded, weights)
         name, complete = _algorithm_and_options(gradients, algorithm, options, is_hybrid=sharded.is_hybrid)
         _C.check_names(name, complete, sharded.all_names)
-        hook = _C.Hook(name, complete, executors, sharded.shapes())
+        check_optimizer_type(name, optimizer)
+        if is_in_rounds(name):
+            check_rounds(sharded, model, optimizer, name)
+            rounds = ShardedRounds(model, sharded)
+        hook = _C.Hook(name, complete, executors, sharded.shapes() if rounds is None else rounds.shards)
         hook.use_parameters(sharded.names_and_roles * sharded.parts)
+        if rounds is not None:
+            hook.use_model(layers_of(names for names, _ in sharded.names_and_roles), list(model.buffers()))
+        elif optimizer is not None:
+            check_optimizer(sharded.trained, optimizer, name)
+            hook.use_optimizer(is_linear([optimizer]))
         if not sharded.is_hybrid:
             sharded.check_comms("reduce_scatter")
             if not hook.can_reduce_to_parts:
@@ -192,10 +281,15 @@ def compress(
     start(hook, group, device, sharded.description(), f" and weights={weights!r}")
     if sharded.is_hybrid and hook.keeps_residuals:
         hook.use_shards(executors_for(sharded.shards, device))
-    reduction = ShardReduction(sharded, hook)
+    reduction = ShardReduction(sharded, hook, _nothing if rounds is None else rounds.after_backward)
     reduction.attach()
+    if rounds is not None and optimizer is not None:
+        rounds.attach(hook, optimizer)
     for cache in caches:
         cache.attach()
     if dist.get_rank() == 0:
         say_if_nothing_is_coded(hook, group)
-    return _ShardedHandle(hook, reduction, caches)
+    handle = _ShardedHandle(hook, reduction, caches, rounds)
+    if scaler is not None and handle.keeps_residuals:
+        handle.follow(scaler)
+    return handle

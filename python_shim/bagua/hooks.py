@@ -132,7 +132,7 @@ def _make_hook(
             "requires_grad=True on those to be trained, before the model is wrapped in DistributedDataParallel"
         )
     _C.check_names(algorithm, complete, [name for name, _ in ddp.module.named_parameters()])
-    check_optimizer(ddp, optimizer, algorithm)
+    check_optimizer(dict(zip(trainable_names(ddp), parameters, strict=True)), optimizer, algorithm)
     if describe(algorithm)["optimizer"]:
         check_model(ddp, algorithm, is_hierarchical=bool(complete.get("hierarchical")))
     # The first step of a static graph is unlike the others; it is over where buckets have been rebuilt.

@@ -65,6 +65,19 @@ class Stats(TypedDict):
     chosen: dict[str, int]
 
 
+class ShardedStats(Stats):
+    """The same of a sharded model, whose bytes are those of gradients, with what `weights=` has done besides.
+
+    Attributes:
+        gathers: how often weights were gathered over the network. Nobody counts what FSDP2 gathers without `weights=`.
+        gathered_bytes: bytes of this rank's own weights that went into these gathers, as they travelled. Each other
+            rank gets them once.
+    """
+
+    gathers: int
+    gathered_bytes: int
+
+
 def means_per_step(now: Stats, last: Stats | None = None) -> dict[str, float]:
     """Return the means over the steps between `last` (None: the beginning) and `now`; nothing where there are none.
 

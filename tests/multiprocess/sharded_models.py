@@ -62,10 +62,15 @@ def made_model() -> Model:
 MESHES = {"hybrid": ((2, 2), 2), "line": ((4,), 2), "line of hosts": ((4,), 4)}
 
 
+def on_hosts(name: str) -> Any:
+    """Groups that are made in this block have their ranks on the hosts of a mesh."""
+    host = dist.get_rank() * MESHES[name][1] // dist.get_world_size()
+    return mock.patch.dict(os.environ, BAGUA_HOST_ID=str(host))
+
+
 def mesh_of(name: str = "hybrid") -> DeviceMesh:
-    shape, hosts = MESHES[name]
-    host = dist.get_rank() * hosts // dist.get_world_size()
-    with mock.patch.dict(os.environ, BAGUA_HOST_ID=str(host)):
+    shape, _ = MESHES[name]
+    with on_hosts(name):
         if len(shape) == 1:
             # A mesh of all ranks has their group, which knows of one host.
             group = dist.new_group()
@@ -95,6 +100,16 @@ def local(tensor: Any) -> Tensor:
     """This rank's shard."""
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard.detach().clone()
+
+
+def shards_of(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's shards, also of a model that is whole."""
+    own = {}
+    for name, parameter in model.named_parameters():
+        chunks = parameter.detach().chunk(2) if type(parameter) is nn.Parameter else [local(parameter)] * 2
+        index = dist.get_rank() % 2
+        own[name] = chunks[index].clone() if index < len(chunks) else chunks[0][:0].clone()
+    return own
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

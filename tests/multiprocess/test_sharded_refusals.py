@@ -58,7 +58,7 @@ def test_what_cannot_be_done_right_is_refused_with_its_name() -> None:
         (sharded(model, mesh), "weights=", {"weights": "cache"}),
         (sharded(model, mesh), "expected a codec", {"gradients": "int9"}),
         (sharded(model, mesh), "takes no codec", {"algorithm": "gradient_allreduce"}),
-        (sharded(model, mesh), "optimizer", {"gradients": "diloco"}),
+        (sharded(model, mesh), "optimizer", {"gradients": "decentralized"}),
         (sharded(model, mesh), "average", {"average": False}),
         (sharded(model, mesh), "nonsense", {"nonsense": 1}),
     ]

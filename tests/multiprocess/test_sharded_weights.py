@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from sharded_models import check_equal, compressed, loss_of, made_model, mesh_of, sharded, trained
+from torch import nn
+
+# What a group with frozen weights gathers ends with its number, in float32.
+NUMBER = 2
 
 
 @contextmanager
@@ -49,7 +53,7 @@ def test_weights_are_gathered_once_a_step_and_frozen_ones_once_ever() -> None:
         sizes.clear()
         ours = compressed(sharded(model, mesh), weights="cache")
         trained(ours)
-        assert sum(sizes) == 3 * of_trained + of_frozen
+        assert sum(sizes) == 3 * of_trained + of_frozen + NUMBER
 
 
 @on_ranks(4)
@@ -61,7 +65,8 @@ def test_of_a_group_with_frozen_and_trained_weights_the_trained_ones_are_gathere
     expected = trained(sharded(model, mesh))
     with gathered() as sizes:
         own = trained(compressed(sharded(model, mesh), weights="cache"))
-        assert sum(sizes) == 3 * of_trained + of_frozen
+        # Of three groups with frozen weights: two in each step, and once the third.
+        assert sum(sizes) == 3 * of_trained + of_frozen + NUMBER * 7
     check_equal(own, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -105,6 +110,36 @@ def test_weights_that_change_where_nobody_can_know_are_an_error() -> None:
         loss.backward()
 
 
+class Twins(nn.Module):
+    """Two frozen layers of one size, and one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(8, 8).requires_grad_(False) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.frozen, self.head):
+            x = layer(x)
+        return x
+
+
+@on_ranks(4)
+def test_frozen_weights_that_were_changed_on_some_ranks_alone_are_an_error() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, model = mesh_of("line"), Twins()
+    for layer in model.frozen:
+        fully_shard(layer, mesh=mesh)
+    ours = compressed(fully_shard(model, mesh=mesh), weights="cache")
+    ours(torch.ones(1, 8)).sum().backward()
+    # Each rank gathers one of two layers, which are as long.
+    with torch.no_grad():
+        ours.frozen[0 if dist.get_rank() == 2 else 1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="on some of them alone"):
+        ours(torch.ones(1, 8))
+
+
 @contextmanager
 def coded() -> Iterator[list[int]]:
     """The elements that this rank gives to each gather of coded differences."""
@@ -123,11 +158,20 @@ def coded() -> Iterator[list[int]]:
 def test_coded_differences_follow_the_weights_with_the_same_bits_on_all_ranks(codec: str, error: float) -> None:
     model, mesh = made_model(), mesh_of("line")
     of_trained, of_frozen = sizes_of(model, trained=True), sizes_of(model, trained=False)
-    ours = compressed(sharded(model, mesh), weights=codec)
+    ours = sharded(model, mesh)
+    handle = bagua.fsdp.compress(ours, "gradient_allreduce", weights=codec)
     with gathered() as whole, coded() as sizes:
         own = trained(ours, range(6))
-        assert sum(whole) == of_trained + of_frozen
+        assert sum(whole) == of_trained + of_frozen + NUMBER
         assert sum(sizes) == 5 * of_trained
+        stats = handle.stats()
+        assert stats["gathers"] == len(whole) + len(sizes)
+        bits = 4 if codec == "4bit" else 8
+        assert (
+            0 < stats["gathered_bytes"] - 4 * sum(whole) - sum(sizes) * bits // 8 < 0.1 * sum(sizes) + 100 * len(sizes)
+        )
+        handle.reset()
+        assert handle.stats()["gathered_bytes"] == 0
     expected = trained(sharded(model, mesh), range(6))
     # The first step has gathered the weights themselves.
     for step, near in zip(own.gradients, expected.gradients, strict=True):

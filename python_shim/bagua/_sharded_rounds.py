@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells an algorithm that trains in rounds how far a step of a model that `fully_shard` has sharded has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.functional import pad
+from torch.optim import Optimizer
+
+from bagua._attachment import check_layers, check_optimizer, check_weights
+from bagua._belongings import Belongings
+from bagua._eager import eager
+from bagua._native import _C
+from bagua._registry import describe
+from bagua._sharded_model import ShardedModel
+from bagua._torch_private import local_part, padded_shard, tree_leaves, version_of
+from bagua.handle import OptionValue
+
+
+def is_in_rounds(algorithm: str) -> bool:
+    """Return whether ranks train on their own with an algorithm, and exchange weights every so many steps."""
+    info = describe(algorithm)
+    return info["runs_in_background"] and not info["steps_may_differ"]
+
+
+def check_rounds(sharded: ShardedModel, model: nn.Module, optimizer: Any, algorithm: str) -> None:
+    """Refuse what cannot be trained in rounds, and leave the frozen parameters out of what is exchanged."""
+    if not sharded.is_hybrid:
+        raise ValueError(
+            f"algorithm {algorithm!r} trains each host on its own, which needs all weights on every host: shard the "
+            "model on a mesh of two dimensions, of which the second one is a host"
+        )
+    sharded.leave_frozen_out()
+    if any(padded_shard(parameter).device != sharded.device for parameter in sharded.parameters):
+        raise ValueError(
+            f"algorithm {algorithm!r} does not go together with offload_policy=CPUOffloadPolicy() on a GPU"
+        )
+    check_weights(list(sharded.trained.values()), algorithm)
+    check_layers(model, algorithm)
+    check_optimizer(sharded.trained, optimizer, algorithm)
+
+
+def scheduled(algorithm: str, options: dict[str, OptionValue]) -> dict[str, OptionValue]:
+    """Return the options of rounds with a schedule that all ranks know.
+
+    Only ranks that hold the same shards measure together; ranks of one host would choose different schedules.
+    """
+    if options["sync_every"] == "auto":
+        raise ValueError(
+            f"sync_every='auto' of algorithm {algorithm!r} is measured among ranks with the same shards, and those of "
+            "one host could choose differently: give a number of steps"
+        )
+    simple: dict[str, OptionValue] = {"fragments": 1, "delay": 0}
+    return {name: simple[name] if value == "auto" and name in simple else value for name, value in options.items()}
+
+
+class ShardedRounds:
+    """The hooks on a sharded model and its optimizer, for as long as an algorithm in rounds is at work.
+
+    The algorithm takes this rank's shards of the trained parameters, with the rows that make all shards as long, for
+    the parameters of a model of its own, and exchanges them with the ranks that hold the same shards.
+    """
+
+    def __init__(self, model: nn.Module, sharded: ShardedModel) -> None:
+        self._model = model
+        self._sharded = sharded
+        self.shards: list[Tensor] = [padded_shard(parameter) for parameter in sharded.parameters]
+        # The gradient of each, and its version, when the shard got it.
+        self._shown: list[tuple[Tensor, int] | None] = [None] * len(self.shards)
+        self._is_announced = False
+        self._removable: list[Any] = []
+
+    def attach(self, hook: _C.Hook, optimizer: Optimizer) -> None:
+        """Begin to tell the algorithm."""
+        self._hook = hook
+        self._optimizer = optimizer
+        self._removable = [
+            # Before FSDP2 gathers: weights may change there.
+            self._model.register_forward_pre_hook(self._before_forward, prepend=True),
+            self._model.register_forward_hook(self._after_forward, always_call=True),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @eager
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        now = map(padded_shard, self._sharded.parameters)
+        if any(one.data_ptr() != own.data_ptr() for one, own in zip(now, self.shards, strict=True)):
+            raise RuntimeError(
+                f"bagua.fsdp: weights are no longer in the memory that they were in when algorithm {self._hook.name!r} "
+                "was registered, as after load_state_dict(assign=True) or model.to(): call handle.remove() before, and "
+                "compress() afterwards"
+            )
+        self.show_gradients()
+        self.changing_weights(lambda: self._hook.before_forward([]))
+        self._is_announced = True
+
+    @eager
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self._hook.after_forward(outputs)
+        differentiable = [leaf for leaf in outputs if leaf.requires_grad]
+        if differentiable:
+            register_multi_grad_hook(differentiable, self._at_backward, mode="any")
+
+    @eager
+    def _at_backward(self, gradient: Tensor) -> None:
+        self.show_gradients()
+        self._hook.at_backward(is_bypassed=False)
+
+    def after_backward(self) -> None:
+        """Note the end of a backward in which gradients were reduced."""
+        if not self._is_announced:
+            raise RuntimeError(
+                f"bagua.fsdp: algorithm {self._hook.name!r} has not seen the forward of this backward: call the model "
+                "given to compress() itself, not another of its methods, and in training mode (to freeze parts of it, "
+                "put those in evaluation mode)"
+            )
+        self._is_announced = False
+        self.show_gradients()
+        self._hook.after_backward()
+
+    @eager
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._hook.after_step()
+        # What they were is known, and their memory is the user's.
+        self._shown = [None] * len(self.shards)
+        for shard in self.shards:
+            shard.grad = None
+
+    def show_gradients(self) -> None:
+        """Give the shards the gradients that the parameters have now: by these skipped steps are found.
+
+        One that was changed is another tensor: what changes a DTensor leaves the version of its part as it was.
+        """
+        for place, (parameter, shard) in enumerate(zip(self._sharded.parameters, self.shards, strict=True)):
+            gradient = parameter.sharded_param.grad
+            if gradient is None:
+                shard.grad = self._shown[place] = None
+                continue
+            former, moment = self._shown[place], (gradient, version_of(gradient))
+            if former is not None and former[0] is gradient and former[1] == moment[1]:
+                continue
+            self._shown[place] = moment
+            own = local_part(gradient).detach()
+            if own.shape != shard.shape:
+                own = pad(own, [0, 0] * (own.dim() - 1) + [0, len(shard) - len(own)])
+            shard.grad = own.to(shard.dtype)
+
+    def changing_weights(self, call: Callable[[], Any]) -> Any:
+        """Call what may change shards, and have FSDP2 gather those anew that it still holds whole, as after a test."""
+        before = sum(map(version_of, self.shards))
+        result = call()
+        if sum(map(version_of, self.shards)) != before:
+            for module in self._sharded.modules:
+                module.reshard()
+        return result
+
+    def leave(self) -> None:
+        """Make the hosts equal, and leave the model to FSDP2. Collective."""
+        self.show_gradients()
+        self.changing_weights(self._hook.count_skipped_step)
+        parameters = [parameter.sharded_param for parameter in self._sharded.parameters]
+        belongings = Belongings(self._optimizer, parameters, is_before_step=self._hook.is_before_step)
+        self.changing_weights(
+            lambda: self._hook.leave(belongings.moment, belongings.shapes, belongings.state, belongings.gradients)
+        )
+        belongings.write_back()
+        for handle in self._removable:
+            handle.remove()
