@@ -203,7 +203,6 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   LossWatch lossWatch_;
   bool hasAskedForBbr_ = false;
   bool usesBbr_ = false;
-  bool isDistant_ = false;
   Outbox outbox_;
   // The peer's number of this link, once it has told it.
   std::optional<uint64_t> peerLink_;

@@ -31,7 +31,7 @@ constexpr int kMostToHold = 8;
 // takes no more than it sends in a quarter of a round trip, as a message waits for all that has been taken; but at
 // least this, which is worth a header and a call of the kernel.
 constexpr int64_t kShareOfWindow = 4;
-constexpr int64_t kLeastPayload = 32 << 10;
+constexpr uint32_t kLeastPayload = 32U << 10U;
 constexpr int64_t kLeastUnsent = 16 << 10;
 // Less backlog is not worth the opening of another connection.
 constexpr uint64_t kBacklogBytes = 512U << 10U;
@@ -72,8 +72,7 @@ Line Link::lineOfAll() const {
 // rate that asks for more.
 int Link::neededConnections() {
   const Line line = lineOfAll();
-  isDistant_ = line.roundTrip >= kDistant;
-  if (!isDistant_) return kNearConnections;
+  if (line.roundTrip < kDistant) return kNearConnections;
   if (!usesBbr_) lossWatch_.look(line, static_cast<int>(connections_.size()), Clock::now());
   if (lossWatch_.hasLoss() && !std::exchange(hasAskedForBbr_, true)) {
     usesBbr_ = std::all_of(connections_.begin(), connections_.end(),
@@ -86,8 +85,13 @@ int Link::neededConnections() {
 }
 
 uint32_t Link::payloadFor(Connection& connection) const {
-  if (!isDistant_ || connections_.size() == 1) return kMostPayload;
-  const int64_t share = lineOf(connection.socket()).window / kShareOfWindow;
+  // Nothing less is worth a question to the kernel.
+  if (outbox_.backlog() <= kLeastPayload) return kMostPayload;
+  int64_t share = kMostPayload;
+  if (connections_.size() > 1) {
+    const Line line = lineOf(connection.socket());
+    if (line.roundTrip >= kDistant) share = line.window / kShareOfWindow;
+  }
   const auto unsent = static_cast<int>(std::clamp<int64_t>(share, kLeastUnsent, kMostUnsent));
   if (std::exchange(connection.mostUnsent, unsent) != unsent) limitUnsent(connection.socket(), unsent);
   return static_cast<uint32_t>(std::clamp<int64_t>(share, kLeastPayload, kMostPayload));

@@ -81,11 +81,14 @@ def say_if_nothing_is_coded(hook: _C.Hook, group: dist.ProcessGroup) -> None:
         _logger.warning("algorithm %r compresses nothing. %s", hook.name, hook.why_uncoded)
 
 
-def say_what_is_sent(hook: _C.Hook, group: dist.ProcessGroup, parameters: list[Parameter]) -> None:
+def say_what_is_sent(
+    hook: _C.Hook, group: dist.ProcessGroup, parameters: list[Parameter], optimizer: Optimizer | None
+) -> None:
     """Log, on rank 0, what becomes of the bytes of a model, or that nothing is coded."""
     say_if_nothing_is_coded(hook, group)
     if dist.get_rank(group) == 0 and not hook.why_uncoded:
-        _logger.info("%s", sentence(hook, parameters, group))
+        warm_up = optimizer.warmup_steps if isinstance(optimizer, QAdamOptimizer) else 0
+        _logger.info("%s", sentence(hook, parameters, group, warm_up))
 
 
 def facts_of(optimizer: Optimizer | None) -> str:

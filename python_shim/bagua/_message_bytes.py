@@ -55,10 +55,11 @@ def parameters_of(tensors: Iterable[torch.Tensor], names_and_roles: Iterable[tup
 def coded_bytes(options: Mapping[str, Any], parameters: Iterable[Parameter]) -> float:
     """Return the bytes that stand for the gradients, or the weights, in one exchange with these complete options."""
     if "min_compression" in options:
-        return _FLOAT * sum(_elements_of_factors(parameter, options) for parameter in parameters)
+        return sum(_bytes_of_factors(parameter, options) for parameter in parameters)
     exact = _words(options.get("exact"))
     codecs = [tuple(word.rpartition("=")[::2]) for word in _words(options.get("codec"))]
-    if len(codecs) == 1 and "exact" in options and _BITS[codecs[0][1]] < _BITS["int8"]:
+    is_alone = len(codecs) == 1 and "=" not in options["codec"]
+    if is_alone and "exact" in options and _BITS[codecs[0][1]] < _BITS["int8"]:
         codecs = [*_FINER.items(), *codecs]
     total = 0.0
     for parameter in parameters:
@@ -72,29 +73,33 @@ def _words(text: Any) -> list[str]:
     return [word.strip() for word in str(text or "").split(",") if word.strip()]
 
 
-def _elements_of_factors(parameter: Parameter, options: Mapping[str, Any]) -> int:
+def _bytes_of_factors(parameter: Parameter, options: Mapping[str, Any]) -> float:
     rows = parameter.shape[0] if parameter.shape else 1
     columns = parameter.elements // max(rows, 1)
     factors = (rows + columns) * min(options["rank"], rows, columns)
     is_matrix = len(parameter.shape) > 1 and factors * options["min_compression"] < parameter.elements
-    return factors if is_matrix else parameter.elements
+    bits = _BITS[options["codec"]] if options.get("codec") else 8 * _FLOAT
+    return factors * bits / 8 if is_matrix else parameter.nbytes
 
 
-def sentence(hook: _C.Hook, parameters: list[Parameter], group: dist.ProcessGroup) -> str:
-    """Return in one line what an algorithm makes of the bytes of a model, for the log."""
+def sentence(hook: _C.Hook, parameters: list[Parameter], group: dist.ProcessGroup, warm_up: int = 0) -> str:
+    """Return in one line what an algorithm makes of the bytes of a model, for the log.
+
+    `warm_up`: so many steps of the optimizer want full precision.
+    """
     options = hook.options
     is_of_weights = "sync_every" in options or "sync_interval_ms" in options or "communication_interval" in options
     plain = sum(parameter.nbytes for parameter in parameters)
     coded = coded_bytes(options, parameters)
-    how = str(options.get("codec") or ("factors of rank {rank}" if "rank" in options else "full precision"))
+    factors = f"factors of rank {options['rank']}" if "rank" in options else ""
+    how = ", ".join(filter(None, (factors, str(options.get("codec") or "")))) or "full precision"
     when = "a step"
     if is_of_weights:
         every = options.get("sync_every", options.get("communication_interval"))
         when = "a round" if every in (None, "auto") else f"every {every} steps" if every != 1 else when
-    warm_up = f", after {options['start_step']:,} steps in full precision" if options.get("start_step") else ""
-    text = (
-        f"{hook.name}: {how.format(**options)}, {plain / 1e6:,.1f} MB of {'weights' if is_of_weights else 'gradients'}"
-    )
-    text += f" become {coded / 1e6:,.1f} MB {when}{warm_up}; {group.size()} ranks"
+    exact = options.get("start_step") or options.get("warmup_steps") or warm_up
+    begin = f", after {exact:,} steps in full precision" if exact else ""
+    text = f"{hook.name}: {how}, {plain / 1e6:,.1f} MB of {'weights' if is_of_weights else 'gradients'}"
+    text += f" become {coded / 1e6:,.1f} MB {when}{begin}; {group.size()} ranks"
     own = len(hook.host_ranks)
     return text if own in (0, group.size()) else f"{text}, {own} of them on this host"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives whose messages are coded into fewer bytes, with the names, order and defaults of torch.distributed::
 
-    bagua.compressed.all_reduce(tensor)                          # the sum over the ranks, 8 bits per element
+    bagua.compressed.all_reduce(tensor, op=ReduceOp.SUM)         # the sum over the ranks, 8 bits per element
     work = bagua.compressed.all_gather_into_tensor(output, input, async_op=True, codec="4bit")
 
 Every rank of the group calls, with the same operation, codec, dtype and size; otherwise the ranks get an error that
@@ -29,6 +29,10 @@ from bagua._native import _C
 from bagua._torch_private import default_group, is_outside
 
 __all__ = ["all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"]
+
+
+# What op= is where the caller says nothing.
+_UNSAID = dist.ReduceOp(dist.ReduceOp.SUM)
 
 
 def _averages(op: dist.ReduceOp | dist.ReduceOp.RedOpType, name: str) -> bool:
@@ -78,7 +82,7 @@ def _run(
 
 def all_reduce(
     tensor: Tensor,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = _UNSAID,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
@@ -94,7 +98,8 @@ def all_reduce(
         tensor: any shape, contiguous; float32, float64, float16 or bfloat16, on the CPU or on CUDA. Changed in place.
             The flat tensor is cut into n parts of `ceil(numel / n)` elements, the last ones shorter or empty; a codec
             with a range or scale for the whole of what it codes has one for each part.
-        op: `ReduceOp.SUM` (default) or `ReduceOp.AVG`.
+        op: `ReduceOp.SUM` (default) or `ReduceOp.AVG`. The mean was the default before; until the next release a call
+            without it warns.
         group: None is the default group.
         async_op: return at once, with a `Work` to wait for.
         codec: one of `bagua.available_codecs()`.
@@ -107,6 +112,13 @@ def all_reduce(
         TypeError: another dtype.
         torch.distributed.DistBackendError: ranks that do not call the same, a rank that failed or did not come in time.
     """
+    if op is _UNSAID:
+        warnings.warn(
+            "bagua.compressed.all_reduce without op= gives the sum, as in torch.distributed; it gave the mean before: "
+            "say op=ReduceOp.SUM or op=ReduceOp.AVG",
+            FutureWarning,
+            stacklevel=2,
+        )
     return _run(
         "all_reduce",
         lambda executors, average: _C.compressed_all_reduce(executors, tensor, codec, average, not async_op),

@@ -97,6 +97,9 @@ def means_per_step(now: Stats, last: Stats | None = None) -> dict[str, float]:
         - (last["wire_bytes_between_hosts"] if last else 0),
     }
     means = {name: count / steps for name, count in names.items()}
+    # Their names until the next release.
+    means["bytes_sent_per_step"] = means["wire_bytes_per_step"]
+    means["bytes_sent_between_hosts_per_step"] = means["wire_bytes_between_hosts_per_step"]
     before = last["seconds"] if last else {}
     for stage, seconds in now["seconds"].items():
         means[f"seconds_per_step/{stage}"] = (seconds - before.get(stage, 0.0)) / steps

@@ -50,6 +50,18 @@ def test_a_script_tells_its_shapes_and_the_seconds_of_a_step() -> None:
     assert sys.argv == arguments
 
 
+def test_a_script_imports_what_lies_beside_it_and_is_alone_under_torchrun_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    (tmp_path / "beside_the_script.py").write_text((ROOT / "examples" / "ddp.py").read_text())
+    script = tmp_path / "train.py"
+    script.write_text("import beside_the_script")
+    assert len(from_script(str(script), [])[0]) == 4
+
+
 def test_a_script_without_steps_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("")

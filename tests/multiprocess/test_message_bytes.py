@@ -25,7 +25,9 @@ _ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
         "quantized_allreduce",
         {"codec": {"deep.*": "2bit", "*": "4bit"}, "exact": ("head",), "hierarchical": False, "guard": None},
     ),
+    ("quantized_allreduce", {"codec": {"*": "4bit"}, "exact": (), "hierarchical": False, "guard": None}),
     ("powersgd", {"rank": 2, "start_step": 0, "guard": None}),
+    ("powersgd", {"rank": 2, "codec": "int8", "start_step": 0, "guard": None}),
 ]
 
 

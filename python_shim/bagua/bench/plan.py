@@ -166,7 +166,10 @@ def main(arguments: Sequence[str]) -> int:
     if not args.script and not args.compute:
         parser.error("the arithmetic is unknown: give --compute, as 80ms, or --script train.py")
     if args.script:
-        what, (parameters, compute) = args.script, from_script(args.script, of_script)
+        try:
+            what, (parameters, compute) = args.script, from_script(args.script, of_script)
+        except RuntimeError as error:
+            parser.error(str(error))
         compute = args.compute or compute
     else:
         what, compute = args.model or args.sizes.name, args.compute
@@ -178,10 +181,12 @@ def main(arguments: Sequence[str]) -> int:
     if is_launched and not args.rate:
         from bagua.bench.line import measured
 
-        is_first, line = measured()
-        line = replace(line, hosts=args.hosts or line.hosts)
-        if not is_first:
-            return 0
+        line = measured()
+        if line.hosts < 2:
+            parser.error("there is no line to measure on one host: start it on two, or give --rate and --delay")
+        line = replace(line, hosts=args.hosts or line.hosts, round_trip=args.delay or line.round_trip)
+    if is_launched and os.environ["RANK"] != "0":
+        return 0
     if line.hosts < 2:
         parser.error("there is nothing to plan on one host: --hosts 2 or more")
     if args.json:

@@ -118,7 +118,10 @@ def from_script(script: str, arguments: Sequence[str]) -> tuple[list[Parameter],
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     before, sys_argv = dict(os.environ), sys.argv
     os.environ.update(alone)
+    # With it the script would ask the store of torchrun, which is not where `alone` says.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
     hook = register_optimizer_step_post_hook(after_step)
     DistributedDataParallel.__init__ = noting  # type: ignore[method-assign]
     try:
@@ -129,6 +132,7 @@ def from_script(script: str, arguments: Sequence[str]) -> tuple[list[Parameter],
         DistributedDataParallel.__init__ = wrap  # type: ignore[method-assign]
         hook.remove()
         sys.argv = sys_argv
+        sys.path.remove(str(Path(script).resolve().parent))
         os.environ.clear()
         os.environ.update(before)
         if dist.is_initialized():
