@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.functional import pad
@@ -155,6 +156,22 @@ class ShardedRounds:
                 own = pad(own, [0, 0] * (own.dim() - 1) + [0, len(shard) - len(own)])
             shard.grad = own.to(shard.dtype)
 
+    def show_last_gradients(self) -> None:
+        """Show the gradients of a step after which no forward comes. Collective among the ranks of a host.
+
+        An overflow in one shard makes a scaler skip the step on all of them, so each has to see one of its own.
+        """
+        self.show_gradients()
+        gradients = [shard.grad for shard in self.shards if shard.grad is not None]
+        is_over = torch.tensor(
+            float(not all(bool(one.isfinite().all()) for one in gradients)), device=self._sharded.device
+        )
+        dist.all_reduce(is_over, dist.ReduceOp.MAX, self._sharded.shards)
+        if is_over and gradients:
+            place = next(place for place, shard in enumerate(self.shards) if shard.grad is not None)
+            self._shown[place] = None
+            self.shards[place].grad = torch.full_like(self.shards[place], torch.inf)
+
     def changing_weights(self, call: Callable[[], Any]) -> Any:
         """Call what may change shards, and have FSDP2 gather those anew that it still holds whole, as after a test."""
         before = sum(map(version_of, self.shards))
@@ -166,7 +183,7 @@ class ShardedRounds:
 
     def leave(self) -> None:
         """Make the hosts equal, and leave the model to FSDP2. Collective."""
-        self.show_gradients()
+        self.show_last_gradients()
         self.changing_weights(self._hook.count_skipped_step)
         parameters = [parameter.sharded_param for parameter in self._sharded.parameters]
         belongings = Belongings(self._optimizer, parameters, is_before_step=self._hook.is_before_step)

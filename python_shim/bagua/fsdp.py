@@ -77,9 +77,9 @@ class _ShardedHandle(Handle):
             cache.gathers = cache.given_bytes = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Handle.state_dict`; each rank has to save its own."""
+        """See `Handle.state_dict`; each rank has to save its own. In rounds it is collective among ranks of a host."""
         if self._rounds is not None:
-            self._rounds.show_gradients()
+            self._rounds.show_last_gradients()
         return {**super().state_dict(), "buckets": self._reduction.buckets}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class _ShardedHandle(Handle):
         if self._rounds is None:
             call()
         else:
-            self._rounds.show_gradients()
+            self._rounds.show_last_gradients()
             self._rounds.changing_weights(call)
 
     def remove(self) -> None:

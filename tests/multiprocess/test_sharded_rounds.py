@@ -118,6 +118,24 @@ def mesh_of_hosts() -> dist.ProcessGroup:
 
 
 @on_ranks(4)
+def test_an_overflow_in_one_shard_is_a_skipped_step_of_its_host() -> None:
+    model, handle, optimizer = in_rounds("local_sgd", sync_every=4)
+    plain(model, optimizer, 0)
+    loss_of(model, 1).backward()
+    if dist.get_rank() == 0:
+        next(local(p.grad) for p in model.parameters() if p.grad is not None and local(p.grad).numel()).fill_(torch.inf)
+    if dist.get_rank() > 1:
+        optimizer.step()
+    assert handle.state_dict()["state"].keys() >= ({"is_step_skipped"} if dist.get_rank() < 2 else set())
+    handle.synchronize()
+    assert handle.stats()["steps"] == 2
+    own = shards_of(model)["head.weight"]
+    twins = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(twins, own, group=mesh_of_hosts())
+    assert torch.equal(*twins)
+
+
+@on_ranks(4)
 def test_coded_rounds_send_few_bytes_and_only_when_a_fragment_is_exchanged() -> None:
     model, handle, optimizer = in_rounds("int8", algorithm="diloco", sync_every=3, fragments=1)
     sent = []
