@@ -2,7 +2,7 @@
 """What `make convergence` runs: every algorithm beside plain DistributedDataParallel, on three tasks, by several seeds.
 
 Keeps a record of each run in benchmarks/results/convergence.json and writes, from all that are there, the tables of
-benchmarks/convergence/RESULTS.md and its figures. A run whose record is of the same settings is not trained again, whatever program
+RESULTS.md and its figures. A run whose record is of the same settings is not trained again, whatever program
 and processor made it (both are in the record): `--again REGEX` does so, after a change that matters. A run that is
 trained gets a baseline of the same processor. The order of the runs is such that what is there at any time makes a
 page. By hand:
