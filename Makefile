@@ -114,7 +114,7 @@ bench-gpu: $(SETUP_STAMP)  ## measure what needs a GPU, on those that there are;
 	@scripts/build.sh $(VENV) $(CUDA) $(CUDA_TOOLKIT) bagua _C emulated_network codec_operators
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/gpu/bench_gpu.py $(BENCH_ARGS)
 
-convergence: package  ## train what has no record yet, rewrite docs/convergence.md (all of it: 9 hours on two cores)
+convergence: package  ## train what has no record yet, rewrite benchmarks/convergence/RESULTS.md (all of it: 9 hours on two cores)
 	@PYTHONPATH=examples OMP_NUM_THREADS=1 $(PY) benchmarks/convergence/run.py $(CONVERGENCE_ARGS)
 
 docs: package  ## the documentation site, build/site/index.html

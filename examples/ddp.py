@@ -15,8 +15,8 @@ dist.init_process_group(backend="bagua")  # bagua: in place of "gloo" or "nccl"
 torch.manual_seed(dist.get_rank())
 
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)))
-# bagua: 8-bit gradients. hierarchical=False codes them inside a host too; between machines leave it out.
-handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
+# bagua: 8-bit gradients between machines; inside one nothing is coded, which hierarchical=False would change.
+handle = bagua.register_comm_hook(model, "bytegrad")
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
 for step in range(100):

@@ -31,7 +31,7 @@ model, optimizer, data = accelerator.prepare(network, optimizer, data)
 if "--rounds" in sys.argv:
     handle = bagua.register_comm_hook(model, "local_sgd", optimizer=optimizer, sync_every=10)
 else:
-    handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
+    handle = bagua.register_comm_hook(model, "bytegrad")
 
 for epoch in range(3):
     for x, y in data:

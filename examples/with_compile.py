@@ -15,7 +15,7 @@ dist.init_process_group(backend="bagua")  # bagua
 torch.manual_seed(dist.get_rank())
 
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)))
-handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)  # bagua: on the model that DDP wraps
+handle = bagua.register_comm_hook(model, "bytegrad")  # bagua: on the model that DDP wraps
 compiled = torch.compile(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 

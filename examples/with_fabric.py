@@ -23,7 +23,7 @@ network = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
 optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
 data = fabric.setup_dataloaders(DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True))
 model, optimizer = fabric.setup(network, optimizer)
-handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)  # bagua: on the model that Fabric has wrapped
+handle = bagua.register_comm_hook(model, "bytegrad")  # bagua: on the model that Fabric has wrapped
 
 for epoch in range(3):
     for x, y in data:

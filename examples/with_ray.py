@@ -24,7 +24,7 @@ def train(config: dict) -> None:
     network = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
     model = ray.train.torch.prepare_model(network)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)  # bagua: on the model that Ray has wrapped
+    handle = bagua.register_comm_hook(model, "bytegrad")  # bagua: on the model that Ray has wrapped
     rank = ray.train.get_context().get_world_rank()
 
     first = 0

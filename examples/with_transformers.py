@@ -49,7 +49,7 @@ with tempfile.TemporaryDirectory() as folder:
     if "--rounds" in sys.argv:
         callback = BaguaCallback(trainer, "diloco", sync_every=10, fragments=2, delay=2)
     else:
-        callback = BaguaCallback(trainer, "bytegrad", hierarchical=False)
+        callback = BaguaCallback(trainer, "bytegrad")
     trainer.add_callback(callback)
     trainer.train()
     stats = callback.handle.stats()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/convergence.md and the figures beside it, from the records of all runs that are there."""
+"""The tables of RESULTS.md and the figures beside it, from the records of all runs that are there."""
 
 from __future__ import annotations
 

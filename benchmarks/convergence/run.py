@@ -2,7 +2,7 @@
 """What `make convergence` runs: every algorithm beside plain DistributedDataParallel, on three tasks, by several seeds.
 
 Keeps a record of each run in benchmarks/results/convergence.json and writes, from all that are there, the tables of
-docs/convergence.md and its figures. A run whose record is of the same settings is not trained again, whatever program
+RESULTS.md and its figures. A run whose record is of the same settings is not trained again, whatever program
 and processor made it (both are in the record): `--again REGEX` does so, after a change that matters. A run that is
 trained gets a baseline of the same processor. The order of the runs is such that what is there at any time makes a
 page. By hand:
@@ -32,6 +32,7 @@ import torch.multiprocessing as mp
 import training
 from plan import DICTIONARY, FASHION_MNIST, LICENCES, TORCHS_POWER_SGD, Run, all_runs
 
+HERE = Path(__file__).parent
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 7200  # seconds that a run may take on a machine that has other things to do
 ATTEMPTS = 5  # of torch's hook, which does not survive every run
@@ -157,8 +158,8 @@ def train_all(runs: list[Run], path: Path, again: str) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, default=ROOT / "benchmarks/results/convergence.json")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/convergence.md", help="page that holds the tables")
-    parser.add_argument("--figures", type=Path, default=ROOT / "docs", help="folder of the figures")
+    parser.add_argument("--page", type=Path, default=HERE / "RESULTS.md", help="page that holds the tables")
+    parser.add_argument("--figures", type=Path, default=HERE, help="folder of the figures")
     parser.add_argument(
         "--data", type=Path, default=fashion_mnist.DATA, help="folder with the four files of Fashion-MNIST"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what run.py and time_to_loss.py measured, and what the cost model makes of it: plots.py RESULTS FIGURES."""
+"""Draws what run.py and time_to_loss.py measured, for the pages: plots.py RESULTS FIGURES."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cost_model import TRAFFIC, Network, fit, load, samples_of
+from cost_model import load
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from run import Fragile, Measurement, Scenario
@@ -31,8 +31,6 @@ COLOURS = {
 # Where the colour of a line is too pale for letters.
 TEXT_COLOURS = {"gloo": "#6b7b88", "no communication": "#666666"}
 RATES = {100e6: "100 Mbit/s", 1e9: "1 Gbit/s", 10e9: "10 Gbit/s"}
-# Of the model's figure.
-RATE = 1e9
 Runs = list[tuple[Scenario, list[Measurement]]]
 NAMES = {
     "gloo": "Gloo (DDP as it is)",
@@ -60,7 +58,7 @@ def tidy(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_axisbelow(True)
 
 
-# Five of them, so that each line can carry its name; docs/performance.md has the figures of all.
+# Five of them, so that each line can carry its name; benchmarks/LOG.md has the figures of all.
 STEP_TIME_WAYS = ("gloo", "gloo, fp16 hook", "bytegrad", "quantized_allreduce, 4bit", "no communication")
 
 
@@ -167,30 +165,30 @@ def draw_grid(runs: Runs, tried: dict[Scenario, list[Fragile]], path: Path) -> N
     figure.savefig(path)
 
 
-def draw_model(grid: Runs, others: Runs, path: Path) -> None:
-    """Draw what the model says of runs that it was not fitted on, and of more hosts."""
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    predicted, more = figure.subplots(1, 2)
-    hosts = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-    for way in TRAFFIC:
-        samples = samples_of(way, grid)
-        fitted = fit(way, samples)
-        new = samples_of(way, others)
-        errors = [100 * s.error(fitted) for s in new]
-        predicted.scatter([1e3 * s.seconds for s in new], errors, color=COLOURS[way], s=18)
-        sample = next(s for s in samples if s.scenario.bits_per_second == RATE and not s.scenario.round_trip)
-        times = [
-            1e3 * fitted.step(sample.local, sample.optimizer, sample.parameters, Network(n, RATE, 2e-4)) for n in hosts
-        ]
-        more.plot(hosts, times, marker="o", markersize=3, label=NAMES.get(way, way), color=COLOURS[way])
-    predicted.axhspan(-15, 15, color="#eeeeee", zorder=0)
-    predicted.set_xscale("log")
-    tidy(predicted, "Predictions of runs that took no part in the fit", "ms per step, measured", "error, %")
-    more.set_xscale("log", base=2)
-    more.set_xticks(hosts, [str(n) for n in hosts])
-    more.set_ylim(0, 1500)
-    tidy(more, "MODEL, not measured: 1 Gbit/s, 0.2 ms of round trip", "hosts of one rank", "ms per step")
-    more.legend(frameon=False, fontsize=8)
+# The first picture: what a reader has, and the two ways to begin with.
+BAR_WAYS = ("gloo", "gloo, fp16 hook", "bytegrad", "quantized_allreduce, 4bit")
+BAR_NETWORKS = ((1e9, 0.0), (1e9, 0.05), (100e6, 0.05))
+
+
+def draw_bars(runs: Runs, path: Path) -> None:
+    """Draw a step of four ways on three networks."""
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    names = {**NAMES, "bytegrad": "bytegrad, 8 bits", "quantized_allreduce, 4bit": "quantized_allreduce, 4 bits"}
+    every_axes = figure.subplots(1, len(BAR_NETWORKS))
+    for axes, (rate, round_trip) in zip(every_axes, BAR_NETWORKS, strict=True):
+        measurements = next(ms for n, ms in runs if (n.bits_per_second, n.round_trip) == (rate, round_trip))
+        by_way = {m.way: m for m in measurements}
+        times = [1e3 * by_way[way].median for way in BAR_WAYS]
+        bars = axes.barh(range(len(times)), times, color=[COLOURS[way] for way in BAR_WAYS])
+        axes.bar_label(bars, [f"{time:,.0f} ms" for time in times], padding=3, fontsize=9)
+        axes.set_yticks(
+            range(len(times)), [names[way] for way in BAR_WAYS] if axes is every_axes[0] else [], fontsize=9
+        )
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.35 * max(times))
+        axes.set_xticks([])
+        axes.spines[:].set_visible(False)
+        axes.set_title(f"{RATES[rate]}, {1e3 * round_trip:.0f} ms round trip", fontsize=10, loc="left")
     figure.savefig(path)
 
 
@@ -215,7 +213,7 @@ def main() -> None:
     grid = results / "grid.json"
     if grid.exists():
         draw_grid(load(grid), fragile_of(grid), figures / "grid.svg")
-        draw_model(load(grid), load(results / "hosts.json"), figures / "cost_model.svg")
+        draw_bars(load(grid), figures / "bars.svg")
     lossy = results / "grid_loss.json"
     if lossy.exists():
         draw_grid(load(lossy), fragile_of(lossy), figures / "grid_loss.svg")

@@ -40,6 +40,7 @@ REFERENCE = ["settings", "migration", "torch_api"]
 DEVELOPERS = {
     "architecture": "docs/architecture.md",
     "contributing": "CONTRIBUTING.md",
+    "changes": "CHANGELOG.md",
     "developers/algorithms": "algorithms/README.md",
     "developers/compressed": "algorithms/shared/compressed/README.md",
     "developers/rounds": "algorithms/shared/rounds/README.md",
@@ -49,6 +50,9 @@ DEVELOPERS = {
     "developers/kernels": "kernels/README.md",
     "developers/kernel_benchmarks": "benchmarks/kernels/README.md",
     "developers/gpu_benchmarks": "benchmarks/gpu/README.md",
+    "developers/measurements": "benchmarks/LOG.md",
+    "developers/convergence_runs": "benchmarks/convergence/RESULTS.md",
+    "developers/predictions": "benchmarks/results/prediction.md",
     "developers/tests": "tests/README.md",
 }
 

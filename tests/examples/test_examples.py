@@ -26,7 +26,9 @@ def _output(name: str, *arguments: str) -> str:
     for package in ("accelerate", "transformers", "lightning"):
         if package in name and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install {package}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    # Each rank is a host by itself, between which examples code.
+    command += ["sh", "-c", 'BAGUA_HOST_ID=host-$RANK exec "$0" "$@"', sys.executable]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [*command, str(FOLDER / f"{name}.py"), *arguments],
@@ -39,10 +41,11 @@ def _output(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def _output_of_forked_ranks(name: str, folder: Path) -> str:
+def _output_of_forked_ranks(name: str, folder: Path, *arguments: str) -> str:
     """That of rank 0, for which no rank has imported torch for itself."""
-    script = f"import runpy; runpy.run_path({str(FOLDER / name)!r} + '.py', run_name='__main__')"
-    return run_script(script, 2, folder)[0].output
+    script = "import os, runpy; os.environ['BAGUA_HOST_ID'] = os.environ['RANK']; "
+    script += f"runpy.run_path({str(FOLDER / name)!r} + '.py', run_name='__main__')"
+    return run_script(script, 2, folder, *arguments)[0].output
 
 
 def _losses(text: str) -> list[float]:
@@ -60,6 +63,22 @@ def test_training_with_compressed_gradients(name: str, tmp_path: Path) -> None:
     gradients, sent = (int(figure.replace(",", "")) for figure in figures.groups())
     # Two ranks: a byte for every parameter of four, and a few for the ranges.
     assert 0.25 <= sent / gradients < 0.27
+
+
+def test_a_training_goes_on_from_what_every_rank_has_saved(tmp_path: Path) -> None:
+    first, second = (_output_of_forked_ranks("resume", tmp_path, str(tmp_path)) for _ in range(2))
+    assert "step 50: loss" in first
+    assert "step 100: loss" in second
+    assert _losses(second)[-1] < _losses(first)[-1], first + second
+    assert {file.name for file in tmp_path.glob("rank-*")} == {"rank-0-of-2.pt", "rank-1-of-2.pt"}
+
+
+def test_ranks_evaluate_the_same_weights_between_rounds(tmp_path: Path) -> None:
+    text = _output_of_forked_ranks("rounds", tmp_path)
+    pairs = re.findall(r"held-out loss (\S+) and (\S+)", text)
+    assert len(pairs) == 3
+    assert all(first == second for first, second in pairs), text
+    assert float(pairs[-1][0]) < float(pairs[0][0]), text
 
 
 @pytest.mark.long
@@ -155,5 +174,14 @@ def test_every_example_is_tested() -> None:
     elsewhere = {"demo", "demo_steps", "fashion_mnist", "lightning_fashion_mnist"}
     # In tests/engines.
     engines = {"with_fabric", "with_ray", "with_torchft", "with_deepspeed"}
-    own = {*COMPRESSED, "with_dcp", "with_fsdp", "with_accelerate_fsdp", "lightning_fsdp", "with_device_mesh"}
+    own = {
+        *COMPRESSED,
+        "resume",
+        "rounds",
+        "with_dcp",
+        "with_fsdp",
+        "with_accelerate_fsdp",
+        "lightning_fsdp",
+        "with_device_mesh",
+    }
     assert {path.stem for path in FOLDER.glob("*.py")} == own | elsewhere | engines
