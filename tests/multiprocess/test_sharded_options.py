@@ -25,6 +25,18 @@ def test_before_the_start_step_gradients_are_exact(mesh_name: str) -> None:
         assert are_exact == (number < 2), number
 
 
+@on_ranks(4)
+def test_whether_2_bits_have_error_feedback_goes_by_the_optimizer() -> None:
+    for make, keeps in ((torch.optim.SGD, True), (torch.optim.AdamW, False)):
+        ours = sharded(made_model(), mesh_of())
+        handle = bagua.fsdp.compress(ours, "2bit", exact=(), optimizer=make(ours.parameters(), lr=1e-3))
+        trained(ours, range(1))
+        assert (handle.stats()["state_bytes"] > 0) == keeps
+    optimizer, other = torch.optim.SGD(ours.parameters()), sharded(made_model(), mesh_of())
+    with pytest.raises(ValueError, match="does not hold 12"):
+        bagua.fsdp.compress(other, "2bit", optimizer=optimizer)
+
+
 class Given(nn.Module):
     """Its gradients are the tensors that forward() is given."""
 
