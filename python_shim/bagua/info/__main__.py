@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 
-from bagua.info import ranks
+from bagua.info import nccl_net, ranks
 from bagua.info.facts import advice, facts, table
 
 
@@ -21,7 +21,14 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds that ranks wait for each other (30)")
-    timeout = parser.parse_args().timeout
+    parser.add_argument(
+        "--nccl-net", action="store_true", help="print only what NCCL_NET_PLUGIN is to be for NET/bagua"
+    )
+    options = parser.parse_args()
+    if options.nccl_net:
+        print(nccl_net.path())
+        return 0
+    timeout = options.timeout
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return ranks.report(timeout)
     own = facts()
