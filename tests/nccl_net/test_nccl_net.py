@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import traffic
 from bagua._native import _C
 from bagua.bench.emulated_hosts import Host, Network
 from two_hosts import hosts_over
@@ -197,10 +198,12 @@ def test_a_capture_shows_what_is_sent_only_without_a_secret(secret: str | None, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("secret", [None, pytest.param(_SECRET, marks=needs_openssl)], ids=["plain", "encrypted"])
-def test_one_channel_fills_a_long_line(secret: str | None, tmp_path: Path) -> None:
+def test_one_channel_carries_more_than_a_plain_connection_over_a_long_line(secret: str | None, tmp_path: Path) -> None:
+    size = 256 << 20
     with hosts_over(Network(1e9, 0.05)) as hosts:
-        options = ["--most", str(512 << 20)]
+        plain = size / traffic.stream(hosts, size)["seconds"]
+        options = ["--most", str(2 * size)]
         ranks = _end(_start(tmp_path, "stream", *options, env=_secrets(secret, secret), hosts=hosts))
     assert all(_is_well(found) for found in ranks), ranks
-    share = 8 * ranks[0]["bytes"] / ranks[0]["seconds"] / 1e9
-    assert share > 0.85
+    # A part of the line would say how busy the machine is.
+    assert ranks[0]["bytes"] / ranks[0]["seconds"] > 1.2 * plain
