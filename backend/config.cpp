@@ -112,6 +112,16 @@ int ncclChannels() {
   return channels;
 }
 
+std::optional<bool> ncclNet() {
+  static const std::optional<bool> chosen = []() -> std::optional<bool> {
+    const auto text = firstOf({"BAGUA_NCCL_NET"});
+    TORCH_CHECK_VALUE(!text || *text == "0" || *text == "1", "bagua: BAGUA_NCCL_NET is to be 0 or 1, got '", *text,
+                      "'");
+    return text ? std::optional(*text == "1") : std::nullopt;
+  }();
+  return chosen;
+}
+
 std::optional<std::string> jobSecret() {
   auto secret = filled("BAGUA_JOB_SECRET");
   const auto path = filled("BAGUA_JOB_SECRET_FILE");

@@ -36,6 +36,10 @@ PortRange ports();
 // default, or 2. Throws ValueError for anything else.
 int ncclChannels();
 
+// BAGUA_NCCL_NET: "1" has NCCL send between hosts over our own transport, "0" leaves that to NCCL; none where it is not
+// set. Throws ValueError for anything else.
+std::optional<bool> ncclNet();
+
 // BAGUA_JOB_SECRET, or what is in the file that BAGUA_JOB_SECRET_FILE names, without the end of its last line: what the
 // ranks of a job know and nobody else; none where neither is set. Throws ValueError where both are set, one is set but
 // empty, the file cannot be read, or the secret is shorter than kShortestSecret. The caller overwrites it.

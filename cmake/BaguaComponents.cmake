@@ -42,7 +42,10 @@ function(bagua_import_prebuilt_library)
   add_library(bagua SHARED IMPORTED GLOBAL)
   set_target_properties(bagua PROPERTIES IMPORTED_LOCATION ${BAGUA_PREBUILT_LIBRARY})
   target_link_libraries(bagua INTERFACE bagua_flags)
-  install(FILES ${BAGUA_PREBUILT_LIBRARY} DESTINATION bagua)
+  # And what lies beside it: the libraries that are loaded at need.
+  cmake_path(GET BAGUA_PREBUILT_LIBRARY PARENT_PATH folder)
+  file(GLOB libraries CONFIGURE_DEPENDS ${folder}/lib*.so)
+  install(FILES ${libraries} DESTINATION bagua)
 endfunction()
 
 # Beside an installed bagua/ lie torch/ and, with CUDA, nvidia/. All of them are loaded by `import torch` before us; the

@@ -3,7 +3,7 @@
 # Builds a wheel for each torch and Python, checks what each needs of glibc, and tries it: wheels.sh VENV [FOLDER]
 # TORCHES= and PYTHONS= choose; BAGUA_CUDA_ARCHS= the GPUs; JOBS= the cores. Each wheel is built in an environment that is
 # made for it and removed again. uv, which is in VENV, finds or fetches the interpreters. libbagua.so does not depend on
-# Python: it is built for the first Python of each torch, and the others take that one.
+# Python: it is built for the first Python of each torch, and the others take that one, with the libraries beside it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -61,7 +61,7 @@ for torch in "${TORCHES[@]}"; do
     "$work/venv/bin/python" -m pip install --quiet --no-deps "$FOLDER/$(basename "${wheel%-*}")"-*.whl
     "$work/venv/bin/python" tests/smoke.py
     mkdir -p "${library%/*}"
-    cp "$work"/venv/lib/python*/site-packages/bagua/libbagua.so "$library"
+    cp "$work"/venv/lib/python*/site-packages/bagua/lib*.so "${library%/*}"
     rm -rf "$work"
   done
   rm -rf "${library%/*}"

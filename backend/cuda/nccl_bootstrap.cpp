@@ -32,12 +32,14 @@ void NcclBootstrap::connect(NcclHandle& handle, milliseconds timeout) {
   const auto start = Clock::now();
   const auto deadline = start + timeout;
   try {
+    // Before the first communicator of this process, also where that is of one host.
+    if (usesOwnNet()) loadOwnNet();
     tellOfArrival();
     const Invitation invitation =
         members_.self == 0 ? publishInvitation(handle, deadline) : receiveInvitation(handle, deadline);
     useSockets(invitation.terms);
     handle.init(static_cast<int>(members_.ranks.size()), members_.self, invitation.id, deadline,
-                invitation.terms.maxCtas);
+                invitation.terms.maxCtas, members_.spansHosts && usesOwnNet() ? kOwnNet : nullptr);
   } catch (...) {
     handle.abort();
     TORCH_CHECK_WITH(DistBackendError, false, explain(messageOf(std::current_exception()), elapsed(start)));
@@ -138,6 +140,12 @@ std::string NcclBootstrap::advice() {
   } catch (const std::exception&) {
     return c10::str("The store does not answer either (", messageOf(std::current_exception()),
                     "): check that the process that hosts it, usually rank 0, is alive.");
+  }
+  if (missing.empty() && usesOwnNet()) {
+    return c10::str(
+        "Every rank has come this far. NCCL is to use NET/bagua, and loads it with the first communicator of "
+        "a process: where another backend has made one before, type 'export NCCL_NET_PLUGIN=",
+        ownNetPath(), "' before the program starts. NCCL_DEBUG=INFO says more.");
   }
   if (missing.empty()) {
     return "Every rank has come this far, so the network between them is to be checked: NCCL_SOCKET_IFNAME, firewalls, "

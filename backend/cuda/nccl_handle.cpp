@@ -19,10 +19,11 @@ namespace {
 constexpr int kBusyPolls = 200;
 constexpr auto kPollInterval = std::chrono::microseconds(200);
 
-ncclConfig_t configOf(int maxCtas) {
+ncclConfig_t configOf(int maxCtas, const char* net) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
   config.maxCTAs = maxCtas;
+  config.netName = net;
   return config;
 }
 
@@ -35,14 +36,14 @@ void NcclHandle::checkOpen(const char* what) const {
   TORCH_CHECK_WITH(DistBackendError, comm_ != nullptr, what, ": there is no NCCL communicator");
 }
 
-void NcclHandle::init(int size, int rank, const ncclUniqueId& id, Deadline deadline, int maxCtas) {
+void NcclHandle::init(int size, int rank, const ncclUniqueId& id, Deadline deadline, int maxCtas, const char* net) {
   constexpr const char* kWhat = "ncclCommInitRankConfig";
   ncclResult_t result;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK_WITH(DistBackendError, !isAborted_, kWhat, ": the NCCL communicator has been aborted");
     TORCH_INTERNAL_ASSERT(comm_ == nullptr, "one NcclHandle holds one communicator");
-    ncclConfig_t config = configOf(maxCtas);
+    ncclConfig_t config = configOf(maxCtas, net);
     result = api_.commInitRankConfig(&comm_, size, id, rank, &config);
   }
   finish(kWhat, result, deadline);
@@ -55,7 +56,7 @@ void NcclHandle::split(NcclHandle& parent, int color, int key, Deadline deadline
   auto made = std::make_unique<ncclComm_t>(nullptr);
   try {
     parent.call(kWhat, deadline, [&](ncclComm_t comm) {
-      ncclConfig_t config = configOf(NCCL_CONFIG_UNDEF_INT);
+      ncclConfig_t config = configOf(NCCL_CONFIG_UNDEF_INT, nullptr);
       const ncclResult_t result = api_.commSplit(comm, color, key, made.get(), &config);
       // Success means that it has begun; only the parent's state tells when it has ended.
       return result == ncclSuccess ? ncclInProgress : result;

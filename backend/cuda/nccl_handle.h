@@ -27,7 +27,8 @@ class NcclHandle {
   NcclHandle& operator=(const NcclHandle&) = delete;
 
   // Collective. `maxCtas` as in NcclTerms.
-  void init(int size, int rank, const ncclUniqueId& id, Deadline deadline, int maxCtas = NCCL_CONFIG_UNDEF_INT);
+  void init(int size, int rank, const ncclUniqueId& id, Deadline deadline, int maxCtas = NCCL_CONFIG_UNDEF_INT,
+            const char* net = nullptr);
   // Collective among the ranks of `parent`, no call of which may be under way on the device: those with one color get a
   // communicator, in the order of their keys. It has no limit of CTAs, whatever its parent has.
   void split(NcclHandle& parent, int color, int key, Deadline deadline);

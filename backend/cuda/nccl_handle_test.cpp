@@ -74,6 +74,20 @@ TEST_F(NcclHandleTest, OnlyWhatIsAskedForHasALimitOfCtas) {
   part.split(limited, 0, 0, muchLater());
 }
 
+TEST_F(NcclHandleTest, OnlyWhatIsAskedForTakesANetworkByItsName) {
+  const char* net = "any";
+  ON_CALL(api_, commInitRankConfig).WillByDefault([&](ncclComm_t* comm, auto, auto, auto, ncclConfig_t* config) {
+    *comm = MockNcclApi::kComm;
+    net = config->netName;
+    return ncclSuccess;
+  });
+  open();
+  EXPECT_EQ(net, nullptr);
+  NcclHandle named(api_);
+  named.init(2, 0, ncclUniqueId{}, muchLater(), 2, "bagua");
+  EXPECT_STREQ(net, "bagua");
+}
+
 TEST_F(NcclHandleTest, CallReturnsWhenNcclHasFinishedEnqueueing) {
   open();
   EXPECT_CALL(api_, commGetAsyncError(MockNcclApi::kComm, _))

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/cuda/nccl_network.h"
 
+#include <c10/util/Exception.h>
 #include <c10/util/env.h>
 #include <pwd.h>
 #include <strings.h>
@@ -12,6 +13,10 @@
 #include <filesystem>
 #include <fstream>
 #include <vector>
+
+#include "backend/config.h"
+#include "backend/os/own_folder.h"
+#include "backend/security/job_security.h"
 
 namespace bagua {
 namespace {
@@ -70,7 +75,32 @@ std::optional<std::string> ncclSetting(const char* name) {
   return std::nullopt;
 }
 
+std::string ownNetPath() { return (ownFolder() / "libnccl-net-bagua.so").string(); }
+
+bool usesOwnNet() { return config::ncclNet().value_or(jobSecurity() != nullptr); }
+
+void loadOwnNet() {
+  const std::string path = ownNetPath();
+  const auto check = [](const char* name, const std::string& wanted) {
+    const auto set = ncclSetting(name);
+    std::error_code none;
+    const bool isSame = !set || set->empty() || strcasecmp(set->c_str(), wanted.c_str()) == 0 ||
+                        std::filesystem::equivalent(*set, wanted, none);
+    TORCH_CHECK_VALUE(isSame, "bagua: NCCL is to send between hosts over bagua's transport (",
+                      jobSecurity() ? "a job secret is set" : "BAGUA_NCCL_NET=1", "), but ", name, " is '", *set,
+                      "': unset it, or set it to '", wanted, "'");
+  };
+  check("NCCL_NET", kOwnNet);
+  check("NCCL_NET_PLUGIN", path);
+  // NCCL takes no more of a name, and would then take another network.
+  constexpr size_t kMostOfAPath = 254;
+  TORCH_CHECK_VALUE(path.size() <= kMostOfAPath, "bagua: NCCL cannot load ", path, ", which has more than ",
+                    kMostOfAPath, " characters: install bagua at a shorter path");
+  c10::utils::set_env("NCCL_NET_PLUGIN", path.c_str());
+}
+
 bool goesOverSockets() {
+  if (usesOwnNet()) return false;
   if (const auto net = ncclSetting("NCCL_NET"); net && !net->empty()) return strcasecmp(net->c_str(), "Socket") == 0;
   const auto plugin = ncclSetting("NCCL_NET_PLUGIN");
   if (plugin && !plugin->empty() && *plugin != "none") return false;
@@ -81,8 +111,9 @@ bool wantsRoundTrip() { return goesOverSockets() && !isAnySet(kSocketNames); }
 
 NcclTerms termsBetweenHosts(microseconds roundTrip) {
   NcclTerms terms;
-  if (!goesOverSockets()) return terms;
+  if (!goesOverSockets() && !usesOwnNet()) return terms;
   if (!isAnySet(kChannelNames)) terms.maxCtas = kCtasBetweenHosts;
+  if (usesOwnNet()) return terms;
   const auto divideUp = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t underWay = kBytesPerSecond * roundTrip.count() / 1'000'000;
   const int64_t sockets = std::min(divideUp(underWay, kWindowBytes * kCtasBetweenHosts), kMostSockets);

@@ -25,6 +25,18 @@ struct NcclTerms {
 // home directory; then /etc/nccl.conf).
 std::optional<std::string> ncclSetting(const char* name);
 
+// The name of our own transport among NCCL's networks (NET/bagua), and the library that brings it: backend/nccl_net.
+inline constexpr const char* kOwnNet = "bagua";
+std::string ownNetPath();
+
+// Whether it carries what goes between hosts: with BAGUA_NCCL_NET=1, and with a job secret, which NCCL's own sockets
+// would not keep.
+bool usesOwnNet();
+
+// Has NCCL load it: by an environment variable that NCCL reads with the first communicator of this process. Throws
+// ValueError where the user has chosen another network.
+void loadOwnNet();
+
 // Whether plain TCP carries what goes between hosts: not where there is InfiniBand or RoCE, or a plugin.
 bool goesOverSockets();
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/cuda/nccl_network.h"
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -114,6 +115,19 @@ TEST_F(NcclNetworkTest, SocketsAreChosenOnce) {
   EXPECT_FALSE(wantsRoundTrip());
   useSockets({.maxCtas = 2, .socketThreads = 4, .socketsPerThread = 8});
   EXPECT_EQ(valueOf("NCCL_SOCKET_NTHREADS"), "2");
+}
+
+TEST_F(NcclNetworkTest, OurOwnNetworkIsLoadedUnlessTheUserHasChosenAnother) {
+  EXPECT_FALSE(usesOwnNet());
+  EXPECT_THROW(loadOwnNet(), c10::ValueError) << "NCCL_NET=Socket";
+  EXPECT_EQ(valueOf("NCCL_NET_PLUGIN"), "unset");
+  set("NCCL_NET", "Bagua");
+  loadOwnNet();
+  EXPECT_EQ(valueOf("NCCL_NET_PLUGIN"), ownNetPath());
+  loadOwnNet();
+  set("NCCL_NET_PLUGIN", "aws-ofi");
+  EXPECT_THROW(loadOwnNet(), c10::ValueError);
+  EXPECT_EQ(valueOf("NCCL_NET_PLUGIN"), "aws-ofi");
 }
 
 TEST_F(NcclNetworkTest, WhatNcclReadsFromAFileIsTheUsersChoice) {

@@ -61,7 +61,7 @@ bool Incoming::chargeFor(const Frame& frame, const std::shared_ptr<UnsolicitedBu
 
 void Incoming::accept() {
   isAccepted_ = !place_->accepts || place_->accepts(context_);
-  const bool isWanted = isAccepted_ && !isCancelled_ && *total_ == place_->size;
+  const bool isWanted = isAccepted_ && !isCancelled_ && fits();
   // A frame that is half there is copied too: the bytes that have not come are overwritten when they do.
   if (isWanted && !kept_.empty()) std::memcpy(place_->data, kept_.data(), kept_.size());
   kept_ = {};
@@ -117,7 +117,7 @@ bool Incoming::begin(const Frame& frame, const std::vector<uint8_t>& context,
     const std::lock_guard<std::mutex> lock(mutex_);
     if (total_ && *total_ != frame.total) return false;
     total_ = frame.total;
-    const bool isOtherSize = place_ && place_->size != frame.total;
+    const bool isOtherSize = place_ && !fits();
     // A sender stops there until it hears of a place.
     const uint64_t end = frame.offset + frame.payloadBytes;
     if (end > allowed() && !isOtherSize && !isCancelled_) return false;
@@ -147,7 +147,7 @@ std::pair<uint8_t*, uint64_t> Incoming::placeOf(uint64_t offset) {
     return {kept_.data() + offset, kept_.size() - offset};
   }
   // The receiver reports a message that is not what it expects; none of it is written there.
-  if (!isAccepted_ || place_->size != *total_) return {nullptr, all};
+  if (!isAccepted_ || !fits()) return {nullptr, all};
   const uint64_t begin = place_->room >= *total_ ? offset : offset % place_->room;
   return {place_->data + begin, std::min(all, place_->room - begin)};
 }

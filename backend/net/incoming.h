@@ -20,8 +20,9 @@ namespace bagua::net {
 // A receiver wants a message here.
 struct Place {
   uint8_t* data = nullptr;
-  // The bytes of the message.
+  // The bytes of the message; or the most that it may have, where the receiver does not know how many (`isMost`).
   uint64_t size = 0;
+  bool isMost = false;
   // The bytes at `data`. Where they are fewer than the message has, it goes round: byte i lies at i % room, and the
   // receiver says what it has used (Incoming::use). The room is then at least kEagerBytes, which come unsolicited.
   uint64_t room = 0;
@@ -97,6 +98,8 @@ class Incoming {
   // Returns how many bytes from the beginning the sender may have sent by now.
   [[nodiscard]] uint64_t allowed() const;
   void accept();
+  // Whether the message, which has begun to come, is one that the receiver has the place for.
+  [[nodiscard]] bool fits() const { return place_->isMost ? *total_ <= place_->size : *total_ == place_->size; }
   void merge(uint64_t begin, uint64_t end);
   // Returns where byte `offset` belongs, and how many follow it in one piece.
   [[nodiscard]] std::pair<uint8_t*, uint64_t> placeOf(uint64_t offset);

@@ -60,11 +60,23 @@ std::shared_ptr<Group> Transport::join(uint64_t id, int rank, const std::vector<
       addresses_[process] = address;
       if (const auto link = links_.find(process); link != links_.end()) link->second->learnAddress(address);
     }
-    if (std::exchange(isAnswering_, true)) return group;
+  }
+  answer();
+  return group;
+}
+
+std::shared_ptr<Inbox> Transport::expect(uint64_t id) {
+  answer();
+  return table_.join(id);
+}
+
+void Transport::answer() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(isAnswering_, true)) return;
   }
   const int socket = listening_.number();
   guestLoop_->add(socket, std::make_shared<Listener>(weak_from_this(), guestLoop_, socket), false);
-  return group;
 }
 
 std::shared_ptr<Link> Transport::linkTo(const ProcessId& peer) {

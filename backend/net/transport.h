@@ -24,9 +24,9 @@ namespace bagua::net {
 // to, and the groups whose messages these carry. Any thread may call.
 class Transport final : public Link::Owner, public std::enable_shared_from_this<Transport> {
  public:
-  // Listens at `address`, at one of `ports`, and answers from the first join() on. With `encryption`, it speaks only
-  // with processes that know the secret. A link ends when the peer's kernel has acknowledged nothing for `patience`.
-  // Throws DistNetworkError.
+  // Listens at `address`, at one of `ports`, and answers from the first join() or expect() on. With `encryption`, it
+  // speaks only with processes that know the secret. A link ends when the peer's kernel has acknowledged nothing for
+  // `patience`. Throws DistNetworkError.
   static std::shared_ptr<Transport> listenAt(const std::string& address, int mostConnections,
                                              std::shared_ptr<const Encryption> encryption = nullptr,
                                              std::chrono::milliseconds patience = kPatienceWithSilence,
@@ -38,6 +38,9 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
   // this host. Throws DistNetworkError: see GroupTable::join().
   std::shared_ptr<Group> join(uint64_t id, int rank, const std::vector<ProcessAddress>& ranks,
                               const std::vector<int>& neighbours = {});
+  // This process will join the group when it knows the other ranks: what comes before waits in the result. Throws as
+  // join() does.
+  std::shared_ptr<Inbox> expect(uint64_t id);
   // This process will not join the group any more, if it has not yet: what has come for it is thrown away.
   void abandon(uint64_t group) { table_.abandon(group); }
   // Waits until peers have told that all has come which has been sent to them, but not for long: what is still in the
@@ -51,6 +54,8 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
   friend class Listener;
 
   Transport(FileDescriptor listening, Link::Opening opening);
+  // Lets connections in, from the first call on.
+  void answer();
   // Returns the link over which this process speaks to a peer. It is made where there is none, or only a lost one.
   std::shared_ptr<Link> linkTo(const ProcessId& peer);
   // Returns what there is, also a lost one.

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "backend/config.h"
 #include "backend/cpu/make_cpu_executor.h"
 #include "backend/security/job_security.h"
 #if BAGUA_WITH_CUDA
@@ -60,7 +61,9 @@ std::shared_ptr<MessageExecutor> GroupEpoch::makeExecutor(at::Device device) {
         std::vector<uint64_t>(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end()));
   }
   if (device.is_cpu()) return makeCpuExecutor(identity_, members_, topology_, *health_, options_->isSerial);
-  if (topology_->hostCount() > 1) checkKeepsSecret("NCCL", "Train on CPU tensors, or on one host");
+  if (topology_->hostCount() > 1 && config::ncclNet() == false) {
+    checkKeepsSecret("NCCL, with BAGUA_NCCL_NET=0,", "Unset BAGUA_NCCL_NET on all ranks");
+  }
 #if BAGUA_WITH_CUDA
   const auto log = health_->addLog("cuda");
   auto executor =

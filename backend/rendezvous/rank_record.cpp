@@ -30,6 +30,11 @@ constexpr const char* kSameTorch = "install the same torch, and the bagua built 
 constexpr const char* kSameMachines = "use machines of one byte order";
 constexpr const char* kSameVariable = "set this environment variable to the same value on all ranks";
 
+std::string ncclNet() {
+  const auto chosen = config::ncclNet();
+  return chosen ? std::to_string(static_cast<int>(*chosen)) : "not set";
+}
+
 std::string fingerprintOfSecret() {
   const auto security = jobSecurity();
   return security ? "set to the secret " + security->fingerprint() : "not set";
@@ -52,6 +57,7 @@ const std::array kAgreedFields{
     AgreedField{"BAGUA_TLS_CERTIFICATE", [] { return std::string(config::tlsFiles() ? "set" : "not set"); },
                 "set it, with BAGUA_TLS_KEY and BAGUA_TLS_CA, on all ranks or on none"},
     AgreedField{"BAGUA_NCCL_CHANNELS", [] { return std::to_string(config::ncclChannels()); }, kSameVariable},
+    AgreedField{"BAGUA_NCCL_NET", &ncclNet, kSameVariable},
     AgreedField{"BAGUA_DEFAULT_BUCKET_SIZE", [] { return std::to_string(config::defaultBucketBytes()); },
                 kSameVariable},
 };

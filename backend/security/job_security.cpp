@@ -5,22 +5,15 @@
 #include <dlfcn.h>
 #include <string.h>  // NOLINT(modernize-deprecated-headers): explicit_bzero
 
-#include <filesystem>
 #include <utility>
 
+#include "backend/os/own_folder.h"
 #include "backend/security/openssl/openssl_security.h"
 
 namespace bagua {
 namespace {
 
 constexpr const char* kLibrary = "libbagua_security.so";
-
-std::filesystem::path ownFolder() {
-  Dl_info info{};
-  const bool isKnown = dladdr(reinterpret_cast<const void*>(&jobSecurity), &info) != 0 && info.dli_fname != nullptr;
-  TORCH_INTERNAL_ASSERT(isKnown, "libbagua does not know where it lies");
-  return std::filesystem::path(info.dli_fname).parent_path();
-}
 
 MakeOpenSslSecurity* findMaker() {
   const auto path = ownFolder() / kLibrary;

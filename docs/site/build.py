@@ -32,6 +32,7 @@ GUIDE = [
     "sharded",
     "several_machines",
     "gpu",
+    "nccl_net",
     "measuring",
     "troubleshooting",
 ]

@@ -61,6 +61,11 @@ def _sanitize(tools: Sequence[str], folder: Path) -> Sequence[Program]:
     ]
 
 
+def _nets(folder: Path) -> Sequence[Program]:
+    script = str(Path(__file__).with_name("nccl_nets.py"))
+    return [Program(f"nccl_nets.{size}", [sys.executable, script, str(size)]) for size in (2, 4)]
+
+
 def _bench(part: str, *options: str, env: Sequence[str] = (), name: str = "") -> Programs:
     """A part of `make bench-gpu`, with a line for each thing that it measures."""
 
@@ -125,6 +130,7 @@ PIECES = {
         Stage("failures", 75, "^peer_that_does_not_come_is.*all_reduce|^survivors.*all_reduce.2", least=20),
         Stage("graphs", 60, "^captur|^group_can_be", least=30),
         Stage("training", 45, "^fsdp2|^true_overflow.*bytegrad|^model_compiled_by_inductor.*bytegrad", least=15),
+        Stage("nets", 90, programs=_nets, least=20, is_alone=True),
         Stage("reduce", 40, programs=REDUCE, least=15, is_alone=True),
         Stage("reduce_beside", 40, programs=NON_BLOCKING, is_alone=True),
         Stage("sanitizer_more", 60, programs=BARRIERS),

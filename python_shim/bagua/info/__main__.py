@@ -8,7 +8,7 @@ import json
 import os
 import sys
 
-from bagua.info import ranks
+from bagua.info import nccl_net, ranks
 from bagua.info.facts import advice, facts, table
 
 
@@ -23,7 +23,13 @@ def main() -> int:
     )
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds that ranks wait for each other (30)")
     parser.add_argument("--json", action="store_true", help="print facts and notes as JSON, for a report or a program")
+    parser.add_argument(
+        "--nccl-net", action="store_true", help="print only what NCCL_NET_PLUGIN is to be for NET/bagua"
+    )
     args = parser.parse_args()
+    if args.nccl_net:
+        print(nccl_net.path())
+        return 0
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return ranks.report(args.timeout, is_json=args.json)
     own = facts()

@@ -15,7 +15,7 @@ import torch
 import bagua
 from bagua import _build_info
 from bagua._native import _C
-from bagua.info import congestion, network
+from bagua.info import congestion, nccl_net, network
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Two slots of 512 KiB for each rank of a group.
@@ -45,6 +45,7 @@ def facts() -> dict[str, str]:
         "congestion control": f"{congestion.in_use()} (allowed: {', '.join(congestion.allowed())})",
         "protection between hosts": _protection(),
         "CUDA tensors": "NCCL" if _build_info.CUDA_VERSION and torch.cuda.is_available() else "nothing",
+        "CUDA tensors, between hosts": nccl_net.in_use(),
         "interfaces": ", ".join(f"{name} {at}" for name, at in network.interfaces().items()) or "none",
         "settings": _settings(),
         "host id": _C.local_host_id(),

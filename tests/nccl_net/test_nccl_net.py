@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NCCL's net plugin between processes, driven as NCCL drives it, without NCCL and without a GPU.
+
+`rank.py` is a process; backend/nccl_net has the tests of what one process can see.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traffic
+from bagua._native import _C
+from bagua.bench.emulated_hosts import Host, Network
+from two_hosts import hosts_over
+
+_PLUGIN = Path(_C.__file__).with_name("libnccl-net-bagua.so")
+_SECRET = "a secret of a test, worth nothing"
+_SECONDS = 120
+REMOTE_ERROR = 6
+needs_openssl = pytest.mark.skipif(
+    not _PLUGIN.with_name("libbagua_security.so").exists(),
+    reason="bagua was built without the headers of OpenSSL 3: libssl-dev",
+)
+
+
+def _start(
+    folder: Path,
+    task: str,
+    *options: str,
+    size: int = 2,
+    env: Sequence[dict[str, str]] = (),
+    hosts: Sequence[Host] = (),
+) -> list[subprocess.Popen[str]]:
+    """Start the ranks, each with its own of these environments and on its own of these hosts, if any."""
+    ranks = []
+    for rank in range(size):
+        command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(rank), str(size), str(_PLUGIN)]
+        command += [str(folder), task, *options]
+        base = {key: value for key, value in os.environ.items() if not key.startswith(("BAGUA_", "NCCL_"))}
+        own = {"BAGUA_SOCKET_IFNAME": "lo"} if not hosts else hosts[rank].environment()
+        if hosts:
+            command = hosts[rank].command(command)
+        environment = {**base, **own, **(env[rank] if env else {})}
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    return ranks
+
+
+def _end(ranks: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """Return what each rank has printed at last."""
+    try:
+        return [json.loads(rank.communicate(timeout=_SECONDS)[0].splitlines()[-1]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def _secrets(*secrets: str | None) -> list[dict[str, str]]:
+    return [{"BAGUA_JOB_SECRET": secret} if secret else {} for secret in secrets]
+
+
+def _is_well(found: dict[str, Any]) -> bool:
+    return found["result"] == 0 and not found["warnings"]
+
+
+@pytest.mark.parametrize("secret", [None, pytest.param(_SECRET, marks=needs_openssl)], ids=["plain", "encrypted"])
+def test_all_ranks_exchange_over_several_channels(secret: str | None, tmp_path: Path) -> None:
+    options = ["--channels", "3", "--rounds", "4"]
+    ranks = _end(_start(tmp_path, "exchange", *options, size=3, env=_secrets(*[secret] * 3)))
+    assert all(_is_well(found) for found in ranks), ranks
+    assert [found["messages"] for found in ranks] == [4 * 2 * 3] * 3
+    for found in ranks:
+        (line,) = found["lines"]
+        assert ("encrypted, with the job secret" in line) == (secret is not None)
+        assert ("not encrypted" in line) == (secret is None)
+
+
+def test_a_ring_sums(tmp_path: Path) -> None:
+    ranks = _end(_start(tmp_path, "ring", "--most", "80000", size=4))
+    assert all(_is_well(found) for found in ranks), ranks
+
+
+@pytest.mark.long
+def test_a_gibibyte_arrives(tmp_path: Path) -> None:
+    ranks = _end(_start(tmp_path, "stream", "--most", str(1 << 30)))
+    assert all(_is_well(found) for found in ranks), ranks
+
+
+def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
+    ranks = _start(tmp_path, "die")
+    try:
+        assert ranks[1].stdout is not None
+        assert ranks[1].stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        ranks[1].send_signal(signal.SIGKILL)
+        begin = time.monotonic()
+        found = json.loads(ranks[0].communicate(timeout=_SECONDS)[0])
+        assert time.monotonic() - begin < 5
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert found["result"] == REMOTE_ERROR
+    (line,) = found["warnings"]
+    assert line.startswith("NET/bagua : receiving from 127.0.0.1 port ")
+
+
+@needs_openssl
+@pytest.mark.parametrize("theirs", ["another secret, of the same length", None], ids=["another", "none"])
+def test_a_rank_with_another_secret_or_none_is_not_spoken_with(theirs: str | None, tmp_path: Path) -> None:
+    ranks = _start(tmp_path, "exchange", env=_secrets(_SECRET, theirs))
+    try:
+        found = json.loads(ranks[0].communicate(timeout=_SECONDS)[0])
+    finally:
+        for rank in ranks:
+            rank.kill()
+    # The other one may go on trying: what it finds may be a stranger's.
+    assert '"result": 0' not in ranks[1].communicate()[0]
+    assert found["result"] == REMOTE_ERROR, found
+    assert "cannot connect" in found["warnings"][-1], found
+
+
+@needs_openssl
+def test_a_secret_that_cannot_be_used_lets_nobody_connect(tmp_path: Path) -> None:
+    """And NCCL is not told that the plugin cannot be used, as it would take its own sockets then."""
+    (found, _) = _end(_start(tmp_path, "exchange", "--seconds", "5", env=_secrets("too short", _SECRET)))
+    assert found["function"].startswith("listen")
+    assert "is to have 16 characters or more" in found["warnings"][0]
+
+
+class _Proxy:
+    """Lies on the way to a process, and sees what passes."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.seen = bytearray()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            accepted, _ = self._listening.accept()
+            other = socket.create_connection(("127.0.0.1", self._to))
+            for one, two in ((accepted, other), (other, accepted)):
+                threading.Thread(target=self._pass, args=(one, two), daemon=True).start()
+
+    def _pass(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                self.seen += data
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+
+def _with_port(handle: bytes, port: int) -> bytes:
+    """The handle, with another port in its address "...@127.0.0.1:PORT"."""
+    begin = handle.rindex(b":") + 1
+    return (handle[:begin] + str(port).encode()).ljust(len(handle), b"\0")
+
+
+@pytest.mark.parametrize("secret", [None, pytest.param(_SECRET, marks=needs_openssl)], ids=["plain", "encrypted"])
+def test_a_capture_shows_what_is_sent_only_without_a_secret(secret: str | None, tmp_path: Path) -> None:
+    own, changed = tmp_path / "own", tmp_path / "changed"
+    own.mkdir()
+    changed.mkdir()
+    options = ["--handles", str(changed), "--most", str(8 << 20)]
+    ranks = _start(own, "stream", *options, env=_secrets(secret, secret))
+    proxies = []
+    for name in ("0-1-0", "1-0-0"):
+        while not (own / name).exists():
+            assert all(rank.poll() is None for rank in ranks)
+            time.sleep(0.01)
+        handle = (own / name).read_bytes()
+        port = handle[handle.rindex(b":") + 1 :].rstrip(b"\0")
+        proxies.append(_Proxy(int(port)))
+        (changed / f"{name}.part").write_bytes(_with_port(handle, proxies[-1].port))
+        (changed / f"{name}.part").rename(changed / name)
+    found = _end(ranks)
+    assert all(_is_well(one) for one in found), found
+    seen = b"".join(bytes(proxy.seen) for proxy in proxies)
+    assert len(seen) >= 8 << 20
+    payload = random.Random(0).randbytes(1 << 20)  # that of rank.py
+    pieces = [payload[place : place + 16] for place in range(0, len(payload), 1 << 16)]
+    assert [piece in seen for piece in pieces] == [secret is None] * len(pieces)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("secret", [None, pytest.param(_SECRET, marks=needs_openssl)], ids=["plain", "encrypted"])
+def test_one_channel_carries_more_than_a_plain_connection_over_a_long_line(secret: str | None, tmp_path: Path) -> None:
+    size = 256 << 20
+    with hosts_over(Network(1e9, 0.05)) as hosts:
+        plain = size / traffic.stream(hosts, size)["seconds"]
+        options = ["--most", str(2 * size)]
+        ranks = _end(_start(tmp_path, "stream", *options, env=_secrets(secret, secret), hosts=hosts))
+    assert all(_is_well(found) for found in ranks), ranks
+    # A part of the line would say how busy the machine is.
+    assert ranks[0]["bytes"] / ranks[0]["seconds"] > 1.2 * plain
