@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from bagua._native import _C
 
@@ -58,3 +58,9 @@ def describe(algorithm: str) -> AlgorithmInfo:
     ['hierarchical', 'average']
     """
     return _C.algorithm_info(algorithm)
+
+
+def comparable(options: Any, algorithm: str) -> dict[str, Any]:
+    """Return the options that two parts of a run share: all but the guard. What lacks had its default."""
+    defaults = {option["name"]: option["default"] for option in describe(algorithm)["options"]}
+    return {**defaults, **options, "guard": None}
