@@ -42,6 +42,8 @@ class KeepsResiduals {
  public:
   virtual ~KeepsResiduals() = default;
 
+  // Whether it remembers any, with its options and that optimizer. The same on all ranks.
+  [[nodiscard]] virtual bool keepsAny() const = 0;
   // Multiplies what it remembers. Between two steps.
   virtual void rescale(double factor) = 0;
   // Called in the place of reduce(), in a step in which no rank has gradients of these parameters: what it remembers of
@@ -148,15 +150,12 @@ struct ParameterFacts {
   std::string role;
 };
 
-// Codes gradients under guard.
+// Codes gradients under guard, whose table the hook keeps in checkpoints.
 class IsGuarded {
  public:
   virtual ~IsGuarded() = default;
 
-  // Any thread may ask.
-  [[nodiscard]] virtual const Guard& guard() const = 0;
-  // Before the first step, where they are known: of the parameters, by position.
-  virtual void useNames(std::vector<std::string> names) = 0;
+  [[nodiscard]] virtual Guard& guard() = 0;
 };
 
 // Chooses something by the optimizer.

@@ -72,7 +72,6 @@ inline constexpr const char* kUpdateMomentum = "update_momentum";
 // Factors.
 inline constexpr const char* kMultiply = "multiply";
 inline constexpr const char* kAllReduceP = "allreduce_p";
-inline constexpr const char* kAllReduceExact = "allreduce_exact";
 inline constexpr const char* kMultiplyTransposed = "multiply_transposed";
 inline constexpr const char* kAllReduceQ = "allreduce_q";
 inline constexpr const char* kReplace = "replace";

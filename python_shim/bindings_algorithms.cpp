@@ -148,7 +148,14 @@ void bindControl(HookClass& hook) {
       .def("state", &HookRunner::state, noGil)
       .def("layout", &HookRunner::layout)
       .def("step", &HookRunner::step)
-      .def("load", &HookRunner::load, py::arg("state"), py::arg("layout"), py::arg("step"), noGil)
+      .def("guard_table", &HookRunner::guardTable, noGil)
+      .def(
+          "load",
+          [](HookRunner& self, const AlgorithmState& state, BucketLayout layout, int64_t step,
+             const std::optional<at::Tensor>& guard) {
+            self.load(state, std::move(layout), step, guard.value_or(at::Tensor()));
+          },
+          py::arg("state"), py::arg("layout"), py::arg("step"), py::arg("guard"), noGil)
       .def("rescale", &HookRunner::rescale, py::arg("factor"), noGil)
       .def_property_readonly("keeps_residuals", &HookRunner::keepsResiduals)
       .def_property_readonly("can_reduce_to_parts", &HookRunner::canReduceToParts)

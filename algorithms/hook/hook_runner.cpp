@@ -60,6 +60,7 @@ void HookRunner::take(const std::string& name, const std::map<std::string, Optio
   const Options options(name, info.options, values);
   std::shared_ptr<Algorithm> algorithm = info.create(options);
   traits_ = algorithm->traits();
+  loadedGuardHash_ = 0;
   configuration_ = std::make_shared<const std::string>(name + "(" + options.toString() + ")");
   const std::lock_guard<std::mutex> lock(mutex_);
   // What is replaced ends when nobody looks at it any more.
@@ -83,7 +84,7 @@ void HookRunner::useParameters(const std::vector<ParameterFacts>& facts) {
   if (isGuarded == nullptr) return;
   std::vector<std::string> names;
   for (const auto& one : facts) names.push_back(one.name);
-  isGuarded->useNames(std::move(names));
+  isGuarded->guard().useNames(std::move(names));
 }
 
 void HookRunner::useOptimizer(bool isLinear) {
@@ -229,6 +230,11 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitBucket(const char* name, const 
   const auto wait = traits_.bucketsMayOverlap ? Wait::kNowInAnyOrder : Wait::kNow;
   program.isCaptured = members_.group().isCapturing(program.gradients.device());
   auto gradients = layouts_.gradientsOf(program.parts);
+  // Guards at different levels would code the same gradients in different ways.
+  if (loadedGuardHash_ != 0 && program.step == loadedStep_ && gradients) {
+    gradients = std::make_shared<const GradientList>(
+        GradientList{.text = "guard's levels " + gradients->text, .hash = gradients->hash ^ loadedGuardHash_});
+  }
   return submitTo(
       host_ ? *host_ : members_.group(), name, tensors, wait,
       [algorithm = algorithm_, program = std::move(program)](Communicator& communicator,
@@ -256,15 +262,13 @@ void HookRunner::endStep() {
   layouts_.noteEnd();
   ledger_->countStep();
   if (reducesGradients()) ledger_->countRound();
-  auto* const keeps = algorithm_->as<KeepsResiduals>();
-  if ((!std::exchange(hasParts_, false) && !shards_) || keeps == nullptr) return;
+  if ((!std::exchange(hasParts_, false) && !shards_) || !keepsResiduals()) return;
   // Nobody waits for it but what comes next of the algorithm.
   const at::Device device = parameters_.front().device();
-  agreement_ =
-      submitTo(shards_ ? *shards_ : members_.group(), "bagua:agree_on_step", {at::empty({0}, device)}, Wait::kLater,
-               [algorithm = algorithm_, keeps, device](Communicator& communicator, StageSeconds&) {
-                 keeps->agreeOnStep(device, communicator);
-               });
+  agreement_ = submitTo(shards_ ? *shards_ : members_.group(), "bagua:agree_on_step", {at::empty({0}, device)},
+                        Wait::kLater, [algorithm = algorithm_, device](Communicator& communicator, StageSeconds&) {
+                          algorithm->as<KeepsResiduals>()->agreeOnStep(device, communicator);
+                        });
 }
 
 void HookRunner::awaitAgreement() {

@@ -9,6 +9,7 @@
 #include "algorithms/hook/hook_runner.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/weights.h"
+#include "backend/operation/hash.h"
 
 namespace bagua {
 namespace {
@@ -29,6 +30,12 @@ constexpr AgreementWords kOfAborting{"could not stop its algorithm",
 
 // In a state, beside what is the algorithm's.
 constexpr const char* kStepSkipped = "is_step_skipped";
+
+uint32_t hashOfTable(const at::Tensor& table) {
+  if (!table.defined()) return 0;
+  const at::Tensor bytes = table.cpu().contiguous();
+  return static_cast<uint32_t>(hashOf({static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()}));
+}
 
 }  // namespace
 
@@ -125,11 +132,12 @@ void HookRunner::makeEqual(ActsOnWeights& onWeights, const Belongings& belonging
   broadcastTensors(*this, belongings.state);
 }
 
-void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t step) {
+void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t step, const at::Tensor& guardTable) {
   TORCH_CHECK_VALUE(step >= 0, "bagua: the checkpoint was written after ", step, " steps");
   TORCH_CHECK(!members_.haveChanged(), "bagua: the members of the group have changed, and with the next step the ",
               "algorithm begins anew: load a state before the change, or after that step");
   layouts_.check(layout);
+  Guard::check(guardTable, static_cast<int64_t>(parameters_.size()));
   AlgorithmState own = state;
   const bool wasStepSkipped = countsSteps() && own.erase(kStepSkipped) > 0;
   awaitAgreement();
@@ -137,6 +145,10 @@ void HookRunner::load(const AlgorithmState& state, BucketLayout layout, int64_t 
   TORCH_CHECK_VALUE(keeps != nullptr || own.empty(), "bagua: algorithm '", name_,
                     "' has no state, the checkpoint holds '", own.begin()->first, "'");
   if (keeps != nullptr) keeps->load(own, *this);
+  auto* const isGuarded = algorithm_->as<IsGuarded>();
+  if (isGuarded != nullptr) isGuarded->guard().load(guardTable);
+  loadedGuardHash_ = isGuarded != nullptr && isGuarded->guard().adapts() ? hashOfTable(guardTable) : 0;
+  loadedStep_ = step;
   if (countsSteps()) tracker_.load(wasStepSkipped);
   layouts_.want(std::move(layout));
   step_ = step;
@@ -165,15 +177,20 @@ AlgorithmState HookRunner::state() {
   return state;
 }
 
+at::Tensor HookRunner::guardTable() const {
+  auto* const isGuarded = algorithm_->as<IsGuarded>();
+  return isGuarded != nullptr ? isGuarded->guard().state() : at::Tensor();
+}
+
 HookStats HookRunner::stats() const {
-  std::shared_ptr<const Algorithm> algorithm;
+  std::shared_ptr<Algorithm> algorithm;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     algorithm = algorithm_;
   }
   HookStats stats = ledger_->stats();
   if (const auto* const keeps = algorithm->as<KeepsState>()) stats.stateBytes = keeps->stateBytes();
-  if (const auto* const isGuarded = algorithm->as<IsGuarded>()) stats.guard = isGuarded->guard().report();
+  if (auto* const isGuarded = algorithm->as<IsGuarded>()) stats.guard = isGuarded->guard().report();
   return stats;
 }
 

@@ -70,7 +70,7 @@ std::vector<at::Tensor> matricesOf(const Bucket& bucket, const MatrixGroup& grou
 // The gradients that travel as they are, into the message or from there.
 void copyExact(const Bucket& bucket, const Division& division, const at::Tensor& message, bool isOutgoing);
 
-// Without those that are exact whatever they are worth.
+// Parameters of which `isExact` says so travel as they are, whatever they are worth.
 Division divide(
     const Bucket& bucket, const Worth& worth,
     const std::function<bool(int64_t parameter)>& isExact = [](int64_t) { return false; });

@@ -3,8 +3,10 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <string>
@@ -19,8 +21,11 @@ constexpr int64_t kSample = 1 << 10;
 // How far products may be from the true mean, in its squared norms: little more than zeros would be. Error feedback
 // sends in one step what several have left out, so that single products of a sound training may be further away.
 constexpr double kSoundError = 1.25;
-// Numbers of each matrix.
-constexpr int64_t kColumns = 3;
+// A sampled matrix.
+struct Sampled {
+  int64_t parameter = -1;
+  int64_t length = 0;
+};
 
 // One element of so many, all over the matrix. Odd, lest they all lie in a few columns.
 int64_t strideOf(int64_t elements, int64_t most) { return ((elements + most - 1) / most) | 1; }
@@ -34,7 +39,37 @@ at::Tensor sampleOf(const at::Tensor& matrix, int64_t most) {
   return matrix.flatten().slice(0, 0, std::nullopt, strideOf(matrix.numel(), most)).to(at::kFloat);
 }
 
-at::Tensor squared(const at::Tensor& values) { return values.square().sum(); }
+// `numbers`: those of a look, and behind them of each matrix what its sample has become.
+std::vector<Guard::Reading> readingsOf(const std::vector<Sampled>& all, const std::string& codec,
+                                       const float* numbers) {
+  constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+  const float* exact = numbers + 2 * all.size();
+  const float* product = exact;
+  for (const auto& [parameter, length] : all) product += length;
+  std::vector<double> parts;
+  double error = 0;
+  double norm = 0;
+  for (const auto& [parameter, length] : all) {
+    const double own = squaredDistance(product, exact, length);
+    const double ownNorm = squaredNorm(exact, length);
+    parts.push_back(own / ownNorm);
+    error += own;
+    norm += ownNorm;
+    product += length;
+    exact += length;
+  }
+  std::vector<Guard::Reading> readings;
+  // GradScaler skips such a step, or all gradients were zeros.
+  if (!std::isfinite(error / norm)) return readings;
+  for (size_t i = 0; i < all.size(); ++i) {
+    // A matrix that is far away by itself is nothing to worry about while all together are not.
+    const double far = std::min(parts[i], error / norm);
+    readings.push_back({all[i].parameter, Guard::Measure::kMean, far, kSoundError, codec, "float32"});
+    const double held = numbers[2 * i] / numbers[2 * i + 1];
+    readings.push_back({all[i].parameter, Guard::Measure::kResidual, held, kNoLimit, codec, "float32"});
+  }
+  return readings;
+}
 
 }  // namespace
 
@@ -43,8 +78,9 @@ at::Tensor lookAt(const std::vector<at::Tensor>& gradients, const std::vector<at
   std::vector<at::Tensor> squares;
   std::vector<at::Tensor> all(1);
   for (size_t i = 0; i < gradients.size(); ++i) {
-    squares.push_back(squared(sampleOf(residuals[i], kSample)));
-    squares.push_back(squared(sampleOf(gradients[i], kSample)));
+    const at::Tensor own = sampleOf(gradients[i], kSample).square().sum();
+    squares.push_back(residuals.empty() ? at::zeros_like(own) : sampleOf(residuals[i], kSample).square().sum());
+    squares.push_back(own);
     all.push_back(sampleOf(gradients[i], kExact));
   }
   all.front() = at::stack(squares);
@@ -60,41 +96,18 @@ int64_t elementsOfLook(const Division& division) {
 }
 
 void tell(Guard& guard, int64_t step, const Division& division, int64_t rank, const at::Tensor& look,
-          const std::vector<at::Tensor>& gradients) {
-  std::vector<at::Tensor> numbers;
-  std::vector<int64_t> parameters;
-  auto place = 2 * static_cast<int64_t>(gradients.size());
+          const std::vector<at::Tensor>& products) {
+  std::vector<at::Tensor> told = {look.to(at::kFloat)};
+  std::vector<Sampled> all;
   for (const auto& group : division.groups) {
     for (const auto& matrix : group.matrices) {
-      const auto i = static_cast<int64_t>(parameters.size());
-      const at::Tensor product = sampleOf(gradients[i], kExact);
-      const at::Tensor exact = look.narrow(0, place, product.numel()).to(at::kFloat);
-      place += product.numel();
-      numbers.push_back(squared(product - exact));
-      numbers.push_back(squared(exact));
-      numbers.push_back((look.select(0, 2 * i) / look.select(0, 2 * i + 1)).to(at::kFloat));
-      parameters.push_back(matrix.parameter);
+      told.push_back(sampleOf(products[all.size()], kExact));
+      all.push_back({matrix.parameter, told.back().numel()});
     }
   }
   const std::string codec = "powersgd of rank " + std::to_string(rank);
-  guard.note(step, at::stack(numbers), [parameters = std::move(parameters), codec](const float* number) {
-    constexpr double kNoLimit = std::numeric_limits<double>::infinity();
-    double error = 0;
-    double norm = 0;
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      error += number[kColumns * i];
-      norm += number[kColumns * i + 1];
-    }
-    std::vector<Guard::Reading> readings;
-    for (const int64_t parameter : parameters) {
-      // A matrix that is far away by itself is nothing to worry about while all together are not.
-      const double far = std::min<double>(number[0] / number[1], error / norm);
-      readings.push_back({parameter, Guard::Measure::kMean, far, kSoundError, codec, "float32"});
-      readings.push_back({parameter, Guard::Measure::kResidual, number[2], kNoLimit, codec, "float32"});
-      number += kColumns;
-    }
-    return readings;
-  });
+  guard.note(step, at::cat(told),
+             [all = std::move(all), codec](const float* numbers) { return readingsOf(all, codec, numbers); });
 }
 
 }  // namespace bagua::powersgd

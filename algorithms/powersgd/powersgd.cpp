@@ -31,8 +31,6 @@ namespace {
 using powersgd::Division;
 using powersgd::MatrixGroup;
 
-// In a checkpoint.
-constexpr const char* kGuard = "guard";
 // Buckets of which the guard looks at one: a training that diverges does so in a few steps.
 constexpr uint64_t kLookedAtOneIn = 2;
 
@@ -58,6 +56,10 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     TORCH_CHECK_VALUE(options_.worth.rank >= 1, "bagua: rank must be at least 1, got ", options_.worth.rank);
     TORCH_CHECK_VALUE(options_.worth.minCompression > 0 && std::isfinite(options_.worth.minCompression),
                       "bagua: min_compression must be positive, got ", options_.worth.minCompression);
+    TORCH_CHECK_VALUE(
+        options_.hasErrorFeedback || !guard_.adapts(),
+        "bagua: guard='adapt' of algorithm 'powersgd' needs error_feedback=True: without it no product is "
+        "further from the mean than zeros are, and nothing would ever adapt");
     if (!options_.codec.empty()) coding_ = compressed::Coding{.codec = CodecRegistry::find(options_.codec).codec};
   }
 
@@ -81,8 +83,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     return compressed::whyUncoded({.hierarchical = options_.isHierarchical}, topology);
   }
 
-  [[nodiscard]] const Guard& guard() const override { return guard_; }
-  void useNames(std::vector<std::string> names) override { guard_.useNames(std::move(names)); }
+  [[nodiscard]] Guard& guard() override { return guard_; }
   void passOver(Bucket& bucket, Communicator& communicator) override {
     if (communicator.size() == 1 || isExactIn(bucket, communicator)) return;
     begin(bucket, communicator);
@@ -101,6 +102,8 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     steps_.noteWritten();
   }
 
+  // Also without error feedback it has the factors of the last step.
+  [[nodiscard]] bool keepsAny() const override { return true; }
   void agreeOnStep(at::Device device, Communicator& communicator) override { steps_.agree(device, communicator); }
 
   // Factors are made orthonormal, so that theirs does not matter.
@@ -116,17 +119,14 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     const int set = steps_.betweenSteps();
     AlgorithmState state = residuals_[set].state();
     state.merge(starts_[set].state());
-    if (const at::Tensor table = guard_.state(); table.defined()) state.emplace(kGuard, table);
     return state;
   }
 
   void load(const AlgorithmState& state, StepContext& context) override {
     ParameterState residuals("residual");
     checkThatAllAreTaken(state, [&](const std::string& name) {
-      return residuals.takes(name, state) || powersgd::StartingFactors::isName(name) ||
-             (name == kGuard && guard_.adapts());
+      return residuals.takes(name, state) || powersgd::StartingFactors::isName(name);
     });
-    guard_.load(state.contains(kGuard) ? state.at(kGuard) : at::Tensor());
     residuals.load(state, context.parameters());
     starts_[0].load(state, context.parameters(), options_.worth);
     residuals_[0].load(state, context.parameters());
@@ -162,6 +162,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     const auto changed = guard_.begin(bucket, communicator.rank());
     if (changed.empty()) return;
     for (auto& residuals : residuals_) residuals.forget(changed, *bucket.retained);
+    for (auto& starts : starts_) starts.forget(changed, *bucket.retained);
   }
 
   [[nodiscard]] Division divide(const Bucket& bucket) const {
@@ -187,14 +188,14 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     // P, behind it the gradients that travel as they are, and which parameters are used.
     const int64_t exactElements = powersgd::elementsIn(division.exact);
     const auto uses = bucket.tellsUse ? static_cast<int64_t>(bucket.entries.size()) : 0;
-    const bool isLookedAt = options_.hasErrorFeedback && guard_.isDue(bucket, options_.startStep, kLookedAtOneIn);
-    const int64_t looks = isLookedAt ? powersgd::elementsOfLook(division) : 0;
-    at::Tensor first = at::empty({pElements + exactElements + uses + looks}, options);
+    const bool isLookedAt = guard_.isDue(bucket, options_.startStep, kLookedAtOneIn);
+    const int64_t lookElements = isLookedAt ? powersgd::elementsOfLook(division) : 0;
+    at::Tensor first = at::empty({pElements + exactElements + uses + lookElements}, options);
     const at::Tensor exact = first.narrow(0, pElements, exactElements);
     const at::Tensor areUsed = first.narrow(0, pElements + exactElements, uses);
-    const at::Tensor looked = first.narrow(0, pElements + exactElements + uses, looks);
+    const at::Tensor looked = first.narrow(0, pElements + exactElements + uses, lookElements);
     at::Tensor second = at::empty({qElements}, options);
-    std::vector<Work> works = begin(bucket, division, first, second);
+    std::vector<Work> works = worksOf(bucket, division, first, second);
     if (isLookedAt) {
       const Stage stage(bucket.seconds, stages::kGuard);
       looked.copy_(powersgd::lookAt(gradientsOf(works), residualsOf(works)));
@@ -209,7 +210,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
       if (bucket.tellsUse) areUsed.copy_(compressed::usedByThisRank(bucket, first.scalar_type()));
     }
     reduceFirst(first, pElements, bucket, communicator);
-    at::Tensor areUsable = at::isfinite(first.narrow(0, 0, first.numel() - looks)).all();
+    at::Tensor areUsable = at::isfinite(first.narrow(0, 0, first.numel() - lookElements)).all();
     {
       const Stage stage(bucket.seconds, stages::kMultiplyTransposed);
       for (auto& work : works) {
@@ -219,17 +220,21 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     }
     reduceFactors(second, stages::kAllReduceQ, bucket.seconds, communicator);
     areUsable.logical_and_(at::isfinite(second).all());
-    const Stage stage(bucket.seconds, stages::kReplace);
-    powersgd::copyExact(bucket, division, exact, false);
-    for (auto& work : works) {
-      work.batch.replace(work.p, work.q, areUsable);
-      at::Tensor q = at::where(areUsable, work.q, work.start);
-      if (bucket.tellsUse) keepUnused(bucket, areUsed, work, q);
-      starts_[steps_.next()].keep(*work.group, q, *bucket.retained);
+    {
+      const Stage stage(bucket.seconds, stages::kReplace);
+      powersgd::copyExact(bucket, division, exact, false);
+      for (auto& work : works) {
+        work.batch.replace(work.p, work.q, areUsable);
+        at::Tensor q = at::where(areUsable, work.q, work.start);
+        if (bucket.tellsUse) keepUnused(bucket, areUsed, work, q);
+        starts_[steps_.next()].keep(*work.group, q, *bucket.retained);
+      }
     }
     if (isLookedAt) {
+      const Stage stage(bucket.seconds, stages::kGuard);
       powersgd::tell(guard_, bucket.step, division, options_.worth.rank, looked, gradientsOf(works));
     }
+    const Stage stage(bucket.seconds, stages::kReplace);
     if (bucket.tellsUse) compressed::clearUnused(bucket, areUsed);
     steps_.noteWritten();
     noteResult(bucket, areUsable, second);
@@ -257,8 +262,8 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     }
   }
 
-  std::vector<Work> begin(const Bucket& bucket, const Division& division, const at::Tensor& first,
-                          const at::Tensor& second) {
+  std::vector<Work> worksOf(const Bucket& bucket, const Division& division, const at::Tensor& first,
+                            const at::Tensor& second) {
     const int current = steps_.current();
     at::Tensor residuals;
     at::Tensor nextResiduals;
@@ -313,15 +318,9 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
   void reduceFirst(at::Tensor& message, int64_t pElements, Bucket& bucket, Communicator& communicator) const {
     at::Tensor factors = message.narrow(0, 0, coding_ ? pElements : message.numel());
     at::Tensor rest = message.narrow(0, factors.numel(), message.numel() - factors.numel());
-    if (coding_ && bucket.tellsUse) {
-      std::vector<compressed::Sum> sums = {{factors, *coding_}, {rest, {.codec = rawCodec(rest.scalar_type())}}};
-      static_cast<void>(compressed::reduceToMeans(sums, meanOptions(communicator), bucket.seconds, communicator));
-      return;
-    }
-    reduceFactors(factors, stages::kAllReduceP, bucket.seconds, communicator);
-    if (rest.numel() == 0) return;
-    const Stage stage(bucket.seconds, stages::kAllReduceExact);
-    communicator.allReduce(rest, c10d::ReduceOp::AVG);
+    if (rest.numel() == 0) return reduceFactors(factors, stages::kAllReduceP, bucket.seconds, communicator);
+    std::vector<compressed::Sum> sums = {{factors, *coding_}, {rest, {.codec = rawCodec(rest.scalar_type())}}};
+    static_cast<void>(compressed::reduceToMeans(sums, meanOptions(communicator), bucket.seconds, communicator));
   }
 
   static compressed::MeanOptions meanOptions(const Communicator& communicator) {
@@ -336,8 +335,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     communicator.allReduce(factors, c10d::ReduceOp::AVG);
   }
 
-  // Gives verdicts when it is asked for its state.
-  mutable Guard guard_;
+  Guard guard_;
   const PowerSgdOptions options_;
   std::optional<compressed::Coding> coding_;
   compressed::StepSets steps_;

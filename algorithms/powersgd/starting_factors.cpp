@@ -87,6 +87,16 @@ void StartingFactors::keep(const MatrixGroup& group, const at::Tensor& q, Bucket
   }
 }
 
+void StartingFactors::forget(const std::vector<int64_t>& parameters, Bucket::Retained& retained) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const int64_t parameter : parameters) {
+    const auto kept = kept_.find(parameter);
+    if (kept == kept_.end()) continue;
+    if (!worksOnCpu(kept->second)) retained.push_back(kept->second);
+    kept_.erase(kept);
+  }
+}
+
 bool StartingFactors::isName(const std::string& name) { return positionIn(name) >= 0; }
 
 int64_t StartingFactors::bytes() const {

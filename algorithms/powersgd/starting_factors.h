@@ -26,6 +26,8 @@ class StartingFactors {
   at::Tensor startOf(const MatrixGroup& group, int64_t step, const at::TensorOptions& options);
   // What the next step starts from. What it takes the place of goes to `retained`, see Bucket.
   void keep(const MatrixGroup& group, const at::Tensor& q, Bucket::Retained& retained);
+  // These parameters start anew.
+  void forget(const std::vector<int64_t>& parameters, Bucket::Retained& retained);
 
   [[nodiscard]] int64_t bytes() const;
 

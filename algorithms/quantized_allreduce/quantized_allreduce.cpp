@@ -30,6 +30,7 @@ class QuantizedAllReduce final : public compressed::CodedGradients, public Keeps
  public:
   using CodedGradients::CodedGradients;
 
+  [[nodiscard]] bool keepsAny() const override { return hasFeedback(); }
   void rescale(double factor) override { rescaleResiduals(factor); }
   void passOver(Bucket& bucket, Communicator& communicator) override { passOverResiduals(bucket, communicator); }
   void agreeOnStep(at::Device device, Communicator& communicator) override { agreeOnResiduals(device, communicator); }

@@ -42,7 +42,8 @@ std::string adviceFor(const ProgramFingerprint& lower, const ProgramFingerprint&
           << ": all ranks have to take the same number of steps. ";
   }
   if (loadedAlike.hash() == lower.hash() && lower.gradientsHash != higher.gradientsHash) {
-    found << "Their bucket layouts differ: the gradients travel in another order, or others of them together. ";
+    found << "Their bucket layouts differ: the gradients travel in another order, others of them together, or at other "
+             "levels of the guard. ";
   }
   if (found.str().empty()) {
     return "All ranks have to make the same calls in the same order, with the same sizes, dtypes, roots and reductions";

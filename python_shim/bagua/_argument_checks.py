@@ -93,6 +93,7 @@ def check_group_type(algorithm: str, process_group: Any, call: str) -> None:
 def check_checkpoint(state_dict: Mapping[str, Any]) -> None:
     """Refuse the checkpoint of a handle whose parts are not of the types that `Handle.state_dict` gives them."""
     state, layout, step = state_dict["state"], state_dict["layout"], state_dict.get("step", 0)
+    guard = state_dict.get("guard")
     is_state = isinstance(state, Mapping) and all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     )
@@ -103,6 +104,7 @@ def check_checkpoint(state_dict: Mapping[str, Any]) -> None:
         ("state", state, is_state, "a dict of names and tensors"),
         ("layout", layout, is_layout, "a list of lists of parameters' numbers"),
         ("step", step, _is_number(step), "a number of steps"),
+        ("guard", guard, guard is None or isinstance(guard, Tensor), "a tensor or None"),
     ):
         if not is_valid:
             raise TypeError(

@@ -92,3 +92,9 @@ def _takes(algorithm: str, option: str, value: Any) -> bool:
         # Of the right type, but another word; a list of words makes one word where lists are not meant.
         return not isinstance(value, tuple)
     return True
+
+
+def comparable(options: Any, algorithm: str) -> dict[str, Any]:
+    """Return the options that two parts of a run share: all but the guard. What lacks had its default."""
+    defaults = {option["name"]: option["default"] for option in describe(algorithm)["options"]}
+    return {**defaults, **options, "guard": None}

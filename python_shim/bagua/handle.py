@@ -15,7 +15,7 @@ import torch.distributed as dist
 from bagua._argument_checks import check_checkpoint
 from bagua._attachment import PICKLE_ADVICE, Attachment
 from bagua._native import _C
-from bagua._registry import describe
+from bagua._registry import comparable, describe
 from bagua._states import StatesOfAllRanks
 from bagua.stats import Stats, as_text, means_per_step
 
@@ -115,7 +115,7 @@ class Handle:
             writer.log(named, step=step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint of this rank needs: the algorithm, its options, bucket layout, steps and state.
+        """Return what a checkpoint of this rank needs: algorithm, options, layout, steps, state and the guard's levels.
 
         Every rank has its own. Call it between two steps, and save model and optimizer at the same time.
         """
@@ -127,6 +127,8 @@ class Handle:
             "step": self._hook.step(),
             "rank": self._group.rank(),
             "ranks": self._group.size(),
+            # The same on all ranks, unlike the state.
+            "guard": self._hook.guard_table(),
             "state": self._hook.state(),
         }
 
@@ -142,6 +144,8 @@ class Handle:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict()` returned on the same rank.
 
+        Options that the checkpoint lacks had their defaults. `guard` may be another than it was.
+
         Raises:
             ValueError: the state is of another algorithm, of other options or of another model, or incomplete.
             TypeError: it, or a part of it, is of another type than what `state_dict()` returns.
@@ -155,14 +159,14 @@ class Handle:
                 f"the checkpoint lacks {', '.join(missing)}: pass what the state_dict() of this rank's handle has "
                 "returned, not that of the model or the optimizer"
             )
-        own = {"algorithm": self.algorithm, "options": self.options}
-        for key, value in own.items():
-            if state_dict[key] != value:
-                raise ValueError(f"the checkpoint was written with {key} {state_dict[key]!r}, this hook has {value!r}")
+        for key, own in (("algorithm", self.algorithm), ("options", self.options)):
+            saved, name = state_dict[key], self.algorithm
+            if saved != own and (key == "algorithm" or comparable(saved, name) != comparable(own, name)):
+                raise ValueError(f"the checkpoint was written with {key} {saved!r}, this hook has {own!r}")
         check_checkpoint(state_dict)
         self._check_rank(state_dict)
         # A checkpoint from before steps were counted begins with the first.
-        self._hook.load(state_dict["state"], state_dict["layout"], state_dict.get("step", 0))
+        self._hook.load(state_dict["state"], state_dict["layout"], state_dict.get("step", 0), state_dict.get("guard"))
         if self._attachment is not None:
             self._attachment.state_loaded()
 

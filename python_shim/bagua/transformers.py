@@ -131,8 +131,8 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
         dist.all_gather_object(are_there, file.is_file())
         if not all(are_there):
             lacking = [str(rank) for rank, is_there in enumerate(are_there) if not is_there]
-            keeps_something = self._handle.keeps_residuals or not describe(self._algorithm)["is_exact"]
-            if self._begins_anew or not keeps_something:
+            keeps_something = self._handle.keeps_residuals or self._handle.options.get("guard") == "adapt"
+            if self._begins_anew or (describe(self._algorithm)["is_exact"] and not keeps_something):
                 return
             raise ValueError(
                 f"{checkpoint} holds no state of algorithm {self._algorithm!r} for rank {', '.join(lacking)} of "

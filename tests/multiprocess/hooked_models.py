@@ -20,14 +20,22 @@ Register = Callable[[DDP], Any]
 
 
 class Leaves(nn.Module):
-    """Its gradients are the tensors that forward() is given, whatever its weights are."""
+    """Its gradients are the tensors that forward() is given, whatever its weights are; without one they are unused."""
 
-    def __init__(self, *lengths: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        *shapes: int | Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
         super().__init__()
-        self.leaves = nn.ParameterList(torch.zeros(length, dtype=dtype) for length in lengths)
+        zeros = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        # Only images have channels.
+        self.leaves = nn.ParameterList(z.to(memory_format=memory_format) if z.dim() == 4 else z for z in zeros)
 
-    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
-        return torch.stack([(leaf * given).sum() for leaf, given in zip(self.leaves, gradients, strict=True)]).sum()
+    def forward(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        pairs = zip(self.leaves, gradients, strict=True)
+        return torch.stack([(leaf * given).sum() for leaf, given in pairs if given is not None]).sum()
 
 
 def random_gradient(length: int, rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,10 +92,6 @@ def train(
 
 def with_hook(name: str, **options: Any) -> Register:
     return lambda ddp: bagua.register_comm_hook(ddp, name, **options)
-
-
-def with_two_argument_hook(name: str, **options: Any) -> Register:
-    return lambda ddp: ddp.register_comm_hook(*bagua.comm_hook(name, **options))
 
 
 class Spy:

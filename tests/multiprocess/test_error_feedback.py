@@ -8,7 +8,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import same
+from hooked_models import Leaves, same
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,25 +28,13 @@ Given = list[Tensor | None]
 Totals = list[Tensor]
 
 
-class Model(nn.Module):
-    """Its gradients are the tensors that forward() is given; parameters that are given none are unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
-
-    def forward(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        pairs = zip(self.parts, gradients, strict=True)
-        return torch.stack([(p * g).sum() for p, g in pairs if g is not None]).sum()
-
-
 def gradients_of(step: int, rank: int) -> Given:
     generator = torch.Generator().manual_seed(977 * step + 31 * rank + 5)
     return [torch.randn(shape, generator=generator) * (1 + i) + 0.2 for i, shape in enumerate(SHAPES)]
 
 
 def _hooked(options: dict[str, Any], **ddp_options: Any) -> tuple[DDP, bagua.Handle]:
-    ddp = DDP(Model(), **{**SMALL_BUCKETS, **ddp_options})
+    ddp = DDP(Leaves(*SHAPES), **{**SMALL_BUCKETS, **ddp_options})
     return ddp, bagua.register_comm_hook(ddp, **options)
 
 
@@ -194,7 +182,7 @@ def test_nothing_is_owed_to_a_parameter_that_a_static_graph_never_uses(
 
 
 def _in_two_arguments(options: dict[str, Any], has_model: bool) -> list[Tensor]:
-    ddp = DDP(Model(), **SMALL_BUCKETS, find_unused_parameters=True)
+    ddp = DDP(Leaves(*SHAPES), **SMALL_BUCKETS, find_unused_parameters=True)
     if has_model:
         bagua.register_comm_hook(ddp, **options)
     else:
@@ -223,7 +211,7 @@ class Embedded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.dense = Model()
+        self.dense = Leaves(*SHAPES)
         self.embedding = nn.Embedding(50, 8, sparse=True)
 
     def forward(self, gradients: Given, factor: float) -> Tensor:
@@ -232,7 +220,7 @@ class Embedded(nn.Module):
 
 
 def _lost(options: dict[str, Any], is_sparse: bool) -> None:
-    ddp = DDP(Embedded() if is_sparse else Model(), **SMALL_BUCKETS)
+    ddp = DDP(Embedded() if is_sparse else Leaves(*SHAPES), **SMALL_BUCKETS)
     handle = bagua.register_comm_hook(ddp, **options)
     dense = ddp.module.dense if is_sparse else ddp.module
     seen, true = _zeros(), _zeros()

@@ -8,24 +8,13 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import same
+from hooked_models import Leaves, emulated_hosts, same
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 FLAT: dict[str, Any] = {"hierarchical": False}
 SHAPES = [(200, 64), (200, 64)]
-
-
-class Given(nn.Module):
-    """Its gradients are the tensors that forward() is given."""
-
-    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
-        super().__init__()
-        self.layers = nn.ParameterList(torch.zeros(shape) for shape in shapes)
-
-    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
-        return torch.stack([(p * g).sum() for p, g in zip(self.layers, gradients, strict=True)]).sum()
 
 
 def _gradients(
@@ -54,7 +43,7 @@ def _off(results: list[Tensor], step: int, tails: Sequence[int]) -> list[float]:
 
 
 def _with_tails(algorithm: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    ddp = DDP(Given(SHAPES))
+    ddp = DDP(Leaves(*SHAPES))
     handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, **options)
     rank = dist.get_rank()
     for step in range(100):
@@ -78,7 +67,7 @@ def test_heavy_tails_in_one_layer_are_found_and_coded_finer(
     assert seen["alarms"] >= 1
     assert seen["raised"] == {}
     for off, seen in rank_pools[2].run(_with_tails, algorithm, {**options, "guard": "adapt"}):
-        assert set(seen["raised"]) == {"layers.1"}
+        assert set(seen["raised"]) == {"leaves.1"}
         assert off[1] < 1e-5 < 0.1 * warned[1]
         # Its groups begin elsewhere, now that it travels in a section of its own.
         assert off[0] == pytest.approx(warned[0], rel=0.05)
@@ -87,44 +76,100 @@ def test_heavy_tails_in_one_layer_are_found_and_coded_finer(
         assert seen["looks"] == seen["alarms"] == 0
 
 
-def _adapting(algorithm: str, options: dict[str, Any], saved_at: int | None) -> tuple[list[Tensor], dict[str, int]]:
-    shapes = [(200, 64)]
+FOUR_BITS: dict[str, Any] = {"algorithm": "quantized_allreduce", "codec": {"*": "4bit"}}
 
-    def make() -> tuple[DDP, bagua.Handle]:
-        ddp = DDP(Given(shapes))
-        return ddp, bagua.register_comm_hook(ddp, algorithm, **FLAT, **options, guard="adapt")
 
-    ddp, handle = make()
-    results = []
-    for step in range(6):
-        if step == saved_at:
-            saved = handle.state_dict()
-            ddp, handle = make()
+def _steps(options: dict[str, Any], length: int = 3, saved: dict[str, Any] | None = None, hosts: str = "hh") -> Any:
+    """Take steps, from the first or from `saved` on; the state then, what came of the gradients, and what is raised."""
+    with emulated_hosts(hosts) as group:
+        ddp = DDP(Leaves(*SHAPES[:1]), process_group=group)
+        handle = bagua.register_comm_hook(ddp, **{**FLAT, "guard": "adapt", **options})
+        if saved is not None:
             handle.load_state_dict(saved)
-        results += _step(ddp, _gradients(step, dist.get_rank(), [0], shapes))
-    return results, handle.stats()["guard"]["raised"]
+        first, rank = handle.state_dict()["step"], dist.get_rank()
+        results = [_step(ddp, _gradients(step, rank, [0], SHAPES[:1]))[0] for step in range(first, first + length)]
+        return handle.state_dict(), results, handle.stats()["guard"]["raised"]
+
+
+def _adapting(options: dict[str, Any], saved_at: int) -> tuple[list[Tensor], dict[str, int]]:
+    saved, before, _ = _steps(options, saved_at)
+    _, results, raised = _steps(options, 6 - saved_at, saved if saved_at else None)
+    return before + results, raised
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options"),
-    [
-        ("bytegrad", {"codec": "4bit"}),
-        ("quantized_allreduce", {"codec": {"*": "4bit"}}),
-        ("quantized_allreduce", {"codec": {"*": "4bit"}, "residuals": "8bit"}),
-    ],
-    ids=str,
+    "options", [{"algorithm": "bytegrad", "codec": "4bit"}, FOUR_BITS, {**FOUR_BITS, "residuals": "8bit"}], ids=str
 )
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
 def test_a_continued_run_adapts_at_the_same_step(
-    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any], saved_at: int
+    rank_pools: dict[int, RankPool], options: dict[str, Any], saved_at: int
 ) -> None:
     # The first two steps are looked at: what they find holds from the third on.
-    whole = rank_pools[2].run(_adapting, algorithm, options, None)
-    continued = rank_pools[2].run(_adapting, algorithm, options, saved_at)
+    whole = rank_pools[2].run(_adapting, options, 0)
+    continued = rank_pools[2].run(_adapting, options, saved_at)
     for (results, raised), (others, raised_too) in zip(whole, continued, strict=True):
-        assert raised == raised_too == {"layers.0": 1}
+        assert raised == raised_too == {"leaves.0": 1}
         assert same(results, others)
         assert same(results, whole[0][0])
+
+
+def _joined_by_a_new_rank() -> tuple[list[Tensor], dict[str, int]]:
+    saved = _steps(FOUR_BITS)[0]
+    return _steps(FOUR_BITS, saved={**saved, "state": {}} if dist.get_rank() else saved)[1:]
+
+
+def test_a_new_rank_codes_as_the_others_do(rank_pools: dict[int, RankPool]) -> None:
+    (results, raised), (others, raised_too) = rank_pools[2].run(_joined_by_a_new_rank)
+    assert raised == raised_too == {"leaves.0": 1}
+    assert same(results, others)
+
+
+def _at_other_levels() -> str:
+    saved = _steps(FOUR_BITS, hosts="AB")[0]
+    with pytest.raises(RuntimeError) as error:
+        _steps(FOUR_BITS, hosts="AB", saved={**saved, "guard": None} if dist.get_rank() else saved)
+    return str(error.value)
+
+
+def test_ranks_whose_guards_go_on_from_other_levels_are_told(rank_pools: dict[int, RankPool]) -> None:
+    for message in rank_pools[2].run(_at_other_levels):
+        assert "levels of the guard. Load the handle's state_dict on all ranks" in message
+
+
+def _under_another_guard() -> None:
+    saved = _steps({**FOUR_BITS, "guard": "warn"}, 0)[0]
+    del saved["options"]["start_step"], saved["options"]["guard"]  # of a time when there was none
+    went_on, _, raised = _steps(FOUR_BITS, saved=saved)
+    assert raised == {"leaves.0": 1}
+    with pytest.raises(ValueError, match="the checkpoint was written with options"):
+        _steps({**FOUR_BITS, "codec": "1bit"}, saved=saved)
+    handle = bagua.register_comm_hook(DDP(Leaves(*SHAPES[:1])), **FLAT, **FOUR_BITS, guard="adapt")
+    of_another_model = went_on["guard"] + torch.eye(1, went_on["guard"].shape[1], dtype=torch.long)
+    with pytest.raises(ValueError, match="'guard' of the checkpoint has parameter 1, this model has 1"):
+        handle.load_state_dict({**went_on, "guard": of_another_model})
+    assert handle.state_dict()["state"] == {}
+
+
+def test_a_run_may_go_on_under_another_guard(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(_under_another_guard)
+
+
+def _figures() -> list[float]:
+    figures = []
+    for options in ({"algorithm": "bytegrad", **FLAT}, {"algorithm": "powersgd", "start_step": 0}):
+        ddp = DDP(Leaves((256, 257)))
+        handle = bagua.register_comm_hook(ddp, **options)
+        for step in range(3):
+            _step(ddp, _gradients(step, dist.get_rank(), shapes=[(256, 257)]))
+        figures.append(handle.stats()["guard"]["error_of_mean"])
+    return figures
+
+
+def test_ranks_on_unlike_processors_come_to_the_same_figures() -> None:
+    with RankPool(2, env={"ATEN_CPU_CAPABILITY": ["default", "avx2"]}, spawned=True) as pool:
+        one, other = pool.run(_figures)
+    assert 0 not in one
+    assert one == other
 
 
 def _network() -> nn.Module:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import here, randn
-from hooked_models import SMALL_BUCKETS, emulated_hosts, same
+from hooked_models import SMALL_BUCKETS, Leaves, emulated_hosts, same
 from powersgd_reference import Reference, matrix_shape, torch_hooks_draws
 from ranks import RankPool, run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -23,21 +23,6 @@ Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(40, 30), (17,), (40, 30), (8, 3, 5, 5), (3, 4), (0, 7), (31, 64), (40, 30), (1, 50)]
 STEPS = 6
 Step = list[Tensor]
-
-
-class Given(nn.Module):
-    """Its gradients are the tensors that forward() is given."""
-
-    def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(
-            # Only images have channels.
-            torch.zeros(shape, dtype=dtype).to(**(options if len(shape) == 4 else {}))
-            for shape in shapes
-        )
-
-    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
-        return torch.stack([(w * g).sum() for w, g in zip(self.weights, gradients, strict=True)]).sum()
 
 
 def gradients_of(rank: int, step: int, shapes: Sequence[Shape] = SHAPES, dtype: torch.dtype = torch.float32) -> Step:
@@ -65,7 +50,7 @@ def _step(ddp: DDP, gradients: Step) -> Step:
 
 def _train(plan: Plan) -> tuple[list[Step], dict[str, Tensor], dict[str, Any]]:
     with emulated_hosts(plan.hosts or "h" * dist.get_world_size()) as group:
-        model = Given(plan.shapes, plan.dtype, memory_format=plan.memory_format)
+        model = Leaves(*plan.shapes, dtype=plan.dtype, memory_format=plan.memory_format)
         ddp = DDP(model, process_group=group, **(plan.ddp_options or {}))
         handle = bagua.register_comm_hook(ddp, "powersgd", **{"start_step": 0, **plan.options})
         rank = dist.get_rank()
@@ -148,7 +133,7 @@ class Stock(NamedTuple):
 
 
 def _train_with_torchs_hook(stock: Stock, shapes: Sequence[Shape]) -> list[Step]:
-    ddp = DDP(Given(shapes))
+    ddp = DDP(Leaves(*shapes))
     state = torch_hook.PowerSGDState(
         dist.group.WORLD,
         matrix_approximation_rank=stock.rank,
@@ -162,7 +147,7 @@ def _train_with_torchs_hook(stock: Stock, shapes: Sequence[Shape]) -> list[Step]
 
 
 def _train_from_its_factors(stock: Stock, shapes: Sequence[Shape]) -> list[Step]:
-    ddp = DDP(Given(shapes))
+    ddp = DDP(Leaves(*shapes))
     handle = bagua.register_comm_hook(
         ddp, "powersgd", rank=stock.rank, start_step=TORCH_STEPS, error_feedback=stock.use_error_feedback
     )
@@ -210,7 +195,7 @@ def test_other_buckets_change_no_bit(rank_pools: dict[int, RankPool], hosts: str
 
 
 def _load_on_one_rank() -> str:
-    ddp = DDP(Given(SHAPES))
+    ddp = DDP(Leaves(*SHAPES))
     handle = bagua.register_comm_hook(ddp, "powersgd", start_step=2)
     if dist.get_rank() == 0:
         handle.load_state_dict({**handle.state_dict(), "step": 7})
@@ -227,7 +212,7 @@ def test_a_checkpoint_on_one_rank_alone_is_found_out() -> None:
 
 def _nan_on_one_rank() -> tuple[bool, bool, bool]:
     # In several buckets: the others, too, go on from where they were.
-    ddp = DDP(Given(SHAPES), **SMALL_BUCKETS)
+    ddp = DDP(Leaves(*SHAPES), **SMALL_BUCKETS)
     handle = bagua.register_comm_hook(ddp, "powersgd", start_step=0)
     rank = dist.get_rank()
     for step in range(3):
@@ -268,6 +253,7 @@ def test_factors_in_8_bits_take_a_quarter_of_the_bytes_and_vectors_stay_exact(pe
     expected = 2 * (peers.world_size - 1) / peers.world_size * (factors + 4 * 64) * plan.steps
     for history, _, stats in peers.run(_train, plan):
         assert stats["wire_bytes"] == pytest.approx(expected, rel=0.1)
+        assert not any(stage.startswith("allreduce") for stage in stats["seconds"]), "vectors take no message more"
         for step, gradients in enumerate(history):
             mean = torch.stack([own[3] for own in _of_all(peers.world_size, step, plan)]).mean(0)
             assert_close([gradients[3]], [mean], 1e-6)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """quantized_allreduce: nothing is lost but what the residuals hold, and what is exact is exact."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import emulated_hosts, same
+from hooked_models import Leaves, emulated_hosts, same
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -19,17 +18,6 @@ SHAPES = [(40, 130), (40,), (64, 70), (7, 5), (50, 90)]
 EXACT = [1, 3]
 FLAT: dict[str, Any] = {"hierarchical": False}
 FEEDBACK: dict[str, Any] = {"error_feedback": True}
-
-
-class Given(nn.Module):
-    """Its gradients are the tensors that forward() is given, whatever its weights are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
-
-    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
-        return torch.stack([(p * g).sum() for p, g in zip(self.parts, gradients, strict=True)]).sum()
 
 
 def gradients_of(step: int, rank: int, part: int = 0) -> list[Tensor]:
@@ -43,7 +31,7 @@ class Trained(NamedTuple):
 
 
 def _make(group: dist.ProcessGroup, **options: Any) -> Trained:
-    ddp = DDP(Given(), process_group=group, bucket_cap_mb=0.03)
+    ddp = DDP(Leaves(*SHAPES), process_group=group, bucket_cap_mb=0.03)
     return Trained(ddp, bagua.register_comm_hook(ddp, "quantized_allreduce", **options))
 
 
@@ -242,8 +230,8 @@ def _continues(hosts: str, options: dict[str, Any]) -> None:
     [
         {"codec": "4bit"},
         {"codec": "2bit", "rounding": "stochastic"},
-        {"codec": {"parts.0": "1bit", "*": "4bit"}, "residuals": "8bit"},
-        {"codec": {"parts.0": "1bit", "parts.2": "int8", "*": "4bit"}, "exact": ("1d", "parts.4")},
+        {"codec": {"leaves.0": "1bit", "*": "4bit"}, "residuals": "8bit"},
+        {"codec": {"leaves.0": "1bit", "leaves.2": "int8", "*": "4bit"}, "exact": ("1d", "leaves.4")},
     ],
     ids=str,
 )
@@ -281,7 +269,7 @@ def test_on_another_number_of_ranks_what_their_residuals_hold_is_still_owed(
 
 def _exact_by_pattern() -> None:
     with emulated_hosts("h" * dist.get_world_size()) as group:
-        trained = _make(group, **FLAT, exact=["parts.[02]"], error_feedback=False)
+        trained = _make(group, **FLAT, exact=["leaves.[02]"], error_feedback=False)
         size = dist.get_world_size()
         results = _take(trained.ddp, [gradients_of(0, dist.get_rank())])
         means = [sum(parts) / size for parts in zip(*(gradients_of(0, r) for r in range(size)), strict=True)]
@@ -295,7 +283,7 @@ def test_patterns_choose_what_stays_exact(peers: RankPool) -> None:
 
 
 def _kept(options: dict[str, Any], optimizer: type[torch.optim.Optimizer] | None, codecs: set[str]) -> None:
-    ddp = DDP(Given(), bucket_cap_mb=0.03)
+    ddp = DDP(Leaves(*SHAPES), bucket_cap_mb=0.03)
     given = optimizer(ddp.parameters(), lr=0.1) if optimizer else None
     handle = bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=given, **FLAT, **options)
     for step in range(2):
@@ -313,7 +301,7 @@ def _kept(options: dict[str, Any], optimizer: type[torch.optim.Optimizer] | None
         ({"codec": "2bit"}, torch.optim.SGD, {"2bit"}),
         ({"codec": "1bit"}, torch.optim.SGD, set()),
         ({"codec": "int8"}, torch.optim.SGD, set()),
-        ({"codec": {"parts.0": "int8", "parts.2": "2bit", "*": "4bit"}}, torch.optim.AdamW, {"4bit"}),
+        ({"codec": {"leaves.0": "int8", "leaves.2": "2bit", "*": "4bit"}}, torch.optim.AdamW, {"4bit"}),
         ({"codec": "1bit", "error_feedback": True}, torch.optim.AdamW, {"1bit"}),
         ({"error_feedback": False}, torch.optim.SGD, set()),
     ],
@@ -326,7 +314,7 @@ def test_by_default_feedback_goes_by_bits_and_optimizer(
 
 
 def _other_optimizers() -> None:
-    ddp = DDP(Given())
+    ddp = DDP(Leaves(*SHAPES))
     kind = torch.optim.SGD if dist.get_rank() else torch.optim.AdamW
     with pytest.raises(ValueError, match="such as SGD"):
         bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=kind(ddp.parameters(), lr=0.1), codec="2bit")
@@ -337,13 +325,13 @@ def test_ranks_whose_optimizers_are_of_other_kinds_are_refused(rank_pools: dict[
 
 
 def _exact_until(algorithm: str, start: int) -> None:
-    ddp = DDP(Given(), bucket_cap_mb=0.03)
+    ddp = DDP(Leaves(*SHAPES), bucket_cap_mb=0.03)
     handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, codec="4bit", start_step=start)
     ranks = range(dist.get_world_size())
     for step in range(start + 2):
         if step == 2:  # the number of a step is that of the whole training
             saved = handle.state_dict()
-            ddp = DDP(Given(), bucket_cap_mb=0.03)
+            ddp = DDP(Leaves(*SHAPES), bucket_cap_mb=0.03)
             handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, codec="4bit", start_step=start)
             handle.load_state_dict(saved)
         results = _take(ddp, [gradients_of(step, dist.get_rank())])
@@ -374,7 +362,7 @@ def test_4bit_sends_less_than_15_percent_of_float32(peers: RankPool) -> None:
 
 def _wrong(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        bagua.register_comm_hook(DDP(Given()), "quantized_allreduce", **options)
+        bagua.register_comm_hook(DDP(Leaves(*SHAPES)), "quantized_allreduce", **options)
 
 
 @pytest.mark.parametrize(

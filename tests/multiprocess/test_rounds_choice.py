@@ -20,8 +20,8 @@ from rounds_training import momentum_sgd, three_layers
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-# Eight steps are timed, and eight more beside an exchange.
-FIRST_STEPS = 16
+# Eight steps are timed, and eight more beside an exchange; the ranks compare what they have found before the next.
+FIRST_STEPS = 17
 
 
 class Training:
@@ -33,13 +33,14 @@ class Training:
         self.handle = bagua.register_comm_hook(self.ddp, "diloco", optimizer=self.optimizer, **options)
         self.steps = 0
 
-    def train(self, steps: int, seconds: float = 0.0) -> None:
+    def train(self, steps: int, seconds: float = 0.0, *, skips: bool = False) -> None:
         for _ in range(steps):
             self.steps += 1
             time.sleep(seconds)
             self.optimizer.zero_grad()
             sim.batch_loss(self.ddp, self.steps, dist.get_rank()).backward()
-            self.optimizer.step()
+            if not skips:
+                self.optimizer.step()
 
     def weights(self) -> Tensor:
         return sim.flat(self.ddp.parameters())
@@ -47,10 +48,10 @@ class Training:
 
 def _by_itself(options: dict[str, Any]) -> tuple[dict[str, int], int, Tensor]:
     training = Training(**options)
-    training.train(FIRST_STEPS - 1)
-    assert training.handle.stats()["chosen"] == {}
     # Ranks whose steps take different times choose the same.
-    training.train(1, 0.05 * dist.get_rank())
+    training.train(FIRST_STEPS - 1, 0.01 * dist.get_rank())
+    assert training.handle.stats()["chosen"] == {}
+    training.train(1)
     assert training.handle.stats()["rounds"] == 0
     chosen = training.handle.stats()["chosen"]
     training.train(chosen["sync_every"])
@@ -86,7 +87,7 @@ def test_ranks_choose_the_same_schedule_and_follow_it(
 
 
 def _broken(break_after: int) -> tuple[dict[str, int], Tensor]:
-    """Train, and go on in another run from a checkpoint; a second time with what was chosen said from the start."""
+    """Train, and go on in another run from a checkpoint beside the first."""
     training = Training(mixing=0.5)
     training.train(break_after)
     chosen = dict(training.handle.stats()["chosen"])
@@ -123,6 +124,20 @@ def _goes_on_before_the_choice() -> dict[str, int]:
 
 def test_a_run_that_goes_on_from_before_the_choice_measures_anew(rank_pools: dict[int, RankPool]) -> None:
     chosen = rank_pools[2].run(_goes_on_before_the_choice)
+    assert chosen[0] == chosen[1] != {}
+
+
+def _skips_the_last_measured_step() -> dict[str, int]:
+    training = Training()
+    training.train(FIRST_STEPS - 2)
+    training.train(1, skips=dist.get_rank() == 0)
+    dist.all_reduce(torch.ones(1))
+    training.train(1)
+    return dict(training.handle.stats()["chosen"])
+
+
+def test_no_rank_waits_in_its_optimizer_for_one_that_skips_the_step(rank_pools: dict[int, RankPool]) -> None:
+    chosen = rank_pools[2].run(_skips_the_last_measured_step, timeout=30.0)
     assert chosen[0] == chosen[1] != {}
 
 

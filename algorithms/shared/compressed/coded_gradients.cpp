@@ -16,9 +16,6 @@
 namespace bagua::compressed {
 namespace {
 
-// In a checkpoint.
-constexpr const char* kGuard = "guard";
-
 Bucket bucketOf(const Bucket& whole, const CodecSection& section) {
   return {.flat = section.flat, .entries = section.entries, .tellsUse = whole.tellsUse, .retained = whole.retained};
 }
@@ -110,24 +107,6 @@ ReduceTraits CodedGradients::traits() const {
           .averagesSparse = options_.mean.average};
 }
 
-AlgorithmState CodedGradients::state() const {
-  AlgorithmState state = feedback_.state();
-  const at::Tensor table = guard_.state();
-  if (table.defined()) state.emplace(kGuard, table);
-  return state;
-}
-
-void CodedGradients::load(const AlgorithmState& state, StepContext& context) {
-  AlgorithmState residuals = state;
-  at::Tensor table;
-  if (const auto entry = residuals.find(kGuard); entry != residuals.end() && guard_.adapts()) {
-    table = entry->second;
-    residuals.erase(entry);
-  }
-  feedback_.load(residuals, context.parameters());
-  guard_.load(table);
-}
-
 CodedGradients::Coded CodedGradients::begin(Bucket& bucket, const Communicator& communicator) {
   const MeanOptions mean = bucket.isInParts ? optionsForParts(options_.mean, communicator) : options_.mean;
   const int parts = bucket.isInParts ? communicator.size() : 1;
@@ -153,7 +132,7 @@ CodedGradients::Looks CodedGradients::lookAt(Bucket& bucket, const Coded& coded,
   const Stage stage(bucket.seconds, stages::kGuard);
   for (size_t i = 0; i < coded.sections.size(); ++i) {
     const auto& [codec, flat, entries, pieces] = coded.sections[i];
-    if (codec.empty()) continue;
+    if (codec.empty() || flat.numel() == 0) continue;
     looks.emplace(i, CodingLook(flat, entries, codec, coded.sums[i].coding, coded.mean, communicator, bucket.key));
   }
   return looks;
@@ -230,8 +209,12 @@ void CodedGradients::keepResiduals(Bucket& bucket, const Coded& coded, const Com
 
 bool CodedGradients::isFeedbackOnForAny() const {
   const auto codecs = selection_.codecs();
-  return std::any_of(codecs.begin(), codecs.end(),
-                     [this](const auto* codec) { return options_.feedback.isOnFor(*codec); });
+  return std::any_of(codecs.begin(), codecs.end(), [this](const auto* codec) {
+    for (std::string name = codec->name; !name.empty(); name = guard_.adapts() ? finerThan(name, 1) : "") {
+      if (options_.feedback.isOnFor(CodecRegistry::find(name))) return true;
+    }
+    return false;
+  });
 }
 
 bool CodedGradients::keepsResidualsOf(const CodecSection& section) const {

@@ -22,7 +22,7 @@ namespace bagua::compressed {
 
 struct CodedGradientsOptions {
   MeanOptions mean;
-  // In full precision before it.
+  // Gradients travel in full precision before it.
   int64_t startStep = 0;
   Rounding rounding = Rounding::kNearest;
   FeedbackChoice feedback = FeedbackChoice(false);
@@ -43,8 +43,7 @@ class CodedGradients : public Algorithm, public KeepsState, public ReducesToPart
 
   void useParameters(const std::vector<ParameterFacts>& facts) override { selection_.useParameters(facts); }
   void checkNames(const std::optional<std::vector<std::string>>& names) const override { selection_.checkNames(names); }
-  [[nodiscard]] const Guard& guard() const override { return guard_; }
-  void useNames(std::vector<std::string> names) override { guard_.useNames(std::move(names)); }
+  [[nodiscard]] Guard& guard() override { return guard_; }
 
   void reduce(Bucket& bucket, Communicator& communicator) override;
   void reduceToParts(Bucket& bucket, at::Tensor& own, Communicator& communicator) override;
@@ -55,11 +54,12 @@ class CodedGradients : public Algorithm, public KeepsState, public ReducesToPart
     return compressed::whyUncoded(options_.mean, topology);
   }
   [[nodiscard]] int64_t stateBytes() const override { return feedback_.bytes(); }
-  [[nodiscard]] AlgorithmState state() const override;
-  void load(const AlgorithmState& state, StepContext& context) override;
+  [[nodiscard]] AlgorithmState state() const override { return feedback_.state(); }
+  void load(const AlgorithmState& state, StepContext& context) override { feedback_.load(state, context.parameters()); }
 
  protected:
   // For those that have the interface KeepsResiduals.
+  [[nodiscard]] bool hasFeedback() const { return hasFeedback_; }
   void rescaleResiduals(double factor) { feedback_.rescale(factor); }
   void passOverResiduals(Bucket& bucket, Communicator& communicator);
   void agreeOnResiduals(at::Device device, Communicator& communicator) {
@@ -98,14 +98,14 @@ class CodedGradients : public Algorithm, public KeepsState, public ReducesToPart
   void forgetOthers(const Coded& coded, const Communicator& communicator) const;
   void keepUnused(const Bucket& bucket, const Coded& coded, const Communicator& communicator) const;
 
+  // Also for those to which the guard may raise a gradient.
   [[nodiscard]] bool isFeedbackOnForAny() const;
   [[nodiscard]] bool keepsResidualsOf(const CodecSection& section) const;
   [[nodiscard]] Rounding roundingWith(const Codec& codec) const {
     return codec.canRoundStochastically() ? options_.rounding : Rounding::kNearest;
   }
 
-  // Gives verdicts when it is asked for its state.
-  mutable Guard guard_;
+  Guard guard_;
   Selection selection_;
   CodedGradientsOptions options_;
   Feedback feedback_;

@@ -44,7 +44,7 @@ Piece chunkToLookAt(const HostLanes& lanes, uint64_t key) {
 }
 
 // A part of the chunk that begins where a group does.
-Piece sampleOf(const Piece& chunk, int64_t groupElements, uint64_t key) {
+Piece placeOfSample(const Piece& chunk, int64_t groupElements, uint64_t key) {
   const int64_t length = chunk.end - chunk.begin;
   const int64_t longest = kSample / groupElements * groupElements;
   if (length <= longest) return {0, length};
@@ -73,7 +73,7 @@ CodingLook::CodingLook(const at::Tensor& flat, const BucketEntries& entries, std
   const auto layout = coding.codec->layout();
   const Piece whole{0, chunk.end - chunk.begin};
   // A device takes chunks whole.
-  const Piece part = worksOnCpu(flat) ? sampleOf(chunk, layout.groupElements, key) : whole;
+  const Piece part = worksOnCpu(flat) ? placeOfSample(chunk, layout.groupElements, key) : whole;
   sample_ = {chunk.begin + part.begin, chunk.begin + part.end};
   const at::Tensor values = elementsOf(flat, chunk);
   at::Tensor packed = scratchTensor({layout.packedBytes(values.numel())}, flat.options().dtype(at::kByte));
@@ -130,23 +130,23 @@ at::Tensor CodingLook::lossesOf(const at::Tensor& values, const at::Tensor& deco
 }
 
 void CodingLook::tell(Guard& guard, int64_t step, const at::Tensor& flat, const at::Tensor& numbers) const {
-  const auto losses = kColumns * static_cast<int64_t>(seen_.size());
-  const at::Tensor exact = numbers.narrow(0, losses, exact_.end - exact_.begin);
-  const at::Tensor error = squared(elementsOf(flat, exact_).to(at::kFloat) - exact);
-  const at::Tensor told = at::cat({numbers.narrow(0, 0, losses), at::stack({error, squared(exact)})});
-  guard.note(
-      step, told, [codec = codec_, limit = soundLoss_, seen = seen_, ofMean = exactParameter_](const float* number) {
-        const std::string finer = finerThan(codec, 1).empty() ? "float32" : finerThan(codec, 1);
-        std::vector<Guard::Reading> readings;
-        for (const auto& [parameter, within] : seen) {
-          readings.push_back({parameter, Guard::Measure::kCoding, number[0] / number[1], limit, codec, finer});
-          readings.push_back(
-              {parameter, Guard::Measure::kResidual, number[2] / number[3], kSoundResidual, codec, finer});
-          number += kColumns;
-        }
-        readings.push_back({ofMean, Guard::Measure::kMean, number[0] / number[1], kErrorsOfMean * limit, codec, finer});
-        return readings;
-      });
+  // Behind the exact elements come the same ones of the mean that was coded.
+  const at::Tensor told = at::cat({numbers, elementsOf(flat, exact_).to(at::kFloat)});
+  guard.note(step, told,
+             [codec = codec_, limit = soundLoss_, seen = seen_, ofMean = exactParameter_,
+              count = exact_.end - exact_.begin](const float* number) {
+               const std::string finer = finerThan(codec, 1).empty() ? "float32" : finerThan(codec, 1);
+               std::vector<Guard::Reading> readings;
+               for (const auto& [parameter, within] : seen) {
+                 readings.push_back({parameter, Guard::Measure::kCoding, number[0] / number[1], limit, codec, finer});
+                 readings.push_back(
+                     {parameter, Guard::Measure::kResidual, number[2] / number[3], kSoundResidual, codec, finer});
+                 number += kColumns;
+               }
+               const double far = squaredDistance(number + count, number, count) / squaredNorm(number, count);
+               readings.push_back({ofMean, Guard::Measure::kMean, far, kErrorsOfMean * limit, codec, finer});
+               return readings;
+             });
 }
 
 }  // namespace bagua::compressed

@@ -14,11 +14,11 @@
 namespace bagua {
 namespace {
 
-// Steps in which all are.
+// In so many steps, from the first that is coded on, the guard looks at every bucket.
 constexpr int64_t kFirstSteps = 2;
 // Looks in a row that have to find the same: a single one may be a step that is unlike the others.
 constexpr int64_t kLooks = 2;
-// Steps that a level stays, at first; each return doubles them.
+// A level stays for so many steps at first. Each return doubles them.
 constexpr int64_t kPatience = 1000;
 // More than there are codecs to be finer than.
 constexpr int64_t kHighestLevel = 100;
@@ -74,7 +74,8 @@ bool Guard::isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn) const
 }
 
 std::vector<int64_t> Guard::begin(const Bucket& bucket, int rank) {
-  if (!isOn()) return {};
+  // While a graph is captured nobody may ask what a device has done.
+  if (!isOn() || bucket.isCaptured) return {};
   const std::lock_guard<std::mutex> lock(mutex_);
   rank_ = rank;
   settle(bucket.step, adapts());
@@ -103,7 +104,7 @@ void Guard::settle(int64_t step, bool mayWait) {
 }
 
 void Guard::judge(const Reading& reading, int64_t step) {
-  // Of a step that GradScaler skips, or of a gradient of zeros.
+  // GradScaler skips such a step, or the gradient was zeros.
   if (!std::isfinite(reading.value)) return;
   Watched& watched = watched_[reading.parameter];
   Excursion& excursion = watched.excursions[static_cast<int>(reading.measure)];
@@ -145,6 +146,8 @@ void Guard::lower(int64_t step) {
 
 void Guard::note(int64_t step, const at::Tensor& numbers, Read read) {
   GuardNumbers kept(numbers);
+  // Those of later steps would wait behind it forever.
+  if (!adapts() && !kept.tellWhenTheyCome()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   ++looks_;
   pending_.push_back({step, std::move(kept), std::move(read)});
@@ -203,29 +206,38 @@ at::Tensor Guard::state() {
   return table;
 }
 
-void Guard::load(const at::Tensor& state) {
-  std::map<int64_t, Watched> loaded;
-  if (state.defined()) {
-    TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.dim() == 2 && state.size(1) == kColumns,
-                      "bagua: 'guard' of the checkpoint must be a table of ", kColumns, " columns, got ",
-                      state.scalar_type(), " ", state.sizes());
-    const at::Tensor table = state.cpu().contiguous();
-    const auto* cell = table.const_data_ptr<int64_t>();
-    for (int64_t row = 0; row < table.size(0); ++row) {
-      const int64_t parameter = *cell++;
-      Watched& watched = loaded[parameter];
-      watched.level = *cell++;
-      watched.since = *cell++;
-      watched.patience = *cell++;
-      watched.isNew = *cell++ != 0;
-      TORCH_CHECK_VALUE(watched.level >= 0 && watched.level <= kHighestLevel && watched.patience >= 0,
-                        "bagua: 'guard' of the checkpoint has level ", watched.level, " of parameter ", parameter);
-      for (auto& excursion : watched.excursions) {
-        excursion.over = *cell++;
-        excursion.isOut = *cell++ != 0;
-      }
+Guard::WatchedByParameter Guard::parsed(const at::Tensor& state, int64_t parameters) {
+  WatchedByParameter all;
+  if (!state.defined()) return all;
+  TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.dim() == 2 && state.size(1) == kColumns,
+                    "bagua: 'guard' of the checkpoint must be a table of ", kColumns, " columns, got ",
+                    state.scalar_type(), " ", state.sizes());
+  const at::Tensor table = state.cpu().contiguous();
+  const auto* cell = table.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < table.size(0); ++row) {
+    const int64_t parameter = *cell++;
+    TORCH_CHECK_VALUE(parameter >= 0 && (parameters == 0 || parameter < parameters),
+                      "bagua: 'guard' of the checkpoint has parameter ", parameter, ", this model has ", parameters,
+                      " trainable parameters");
+    Watched& watched = all[parameter];
+    watched.level = *cell++;
+    watched.since = *cell++;
+    watched.patience = *cell++;
+    watched.isNew = *cell++ != 0;
+    TORCH_CHECK_VALUE(watched.level >= 0 && watched.level <= kHighestLevel && watched.patience >= 0,
+                      "bagua: 'guard' of the checkpoint has level ", watched.level, " of parameter ", parameter);
+    for (auto& excursion : watched.excursions) {
+      excursion.over = *cell++;
+      excursion.isOut = *cell++ != 0;
     }
   }
+  return all;
+}
+
+void Guard::check(const at::Tensor& state, int64_t parameters) { static_cast<void>(parsed(state, parameters)); }
+
+void Guard::load(const at::Tensor& state) {
+  auto loaded = adapts() ? parsed(state, 0) : WatchedByParameter();
   const std::lock_guard<std::mutex> lock(mutex_);
   watched_ = std::move(loaded);
   pending_.clear();

@@ -40,7 +40,7 @@ class Guard {
     int64_t parameter = -1;
     Measure measure = Measure::kCoding;
     double value = 0;
-    // Up to which it is sound.
+    // The largest value that is sound.
     double limit = 0;
     // What codes the parameter, and what would be finer: for the log.
     std::string codec = {};
@@ -84,9 +84,12 @@ class Guard {
   };
   [[nodiscard]] Report report() const;
 
-  // What a continued run needs to come to the same verdicts; undefined where there is nothing. Between two steps.
+  // What a continued run needs to come to the same verdicts, the same on all ranks; undefined where there is nothing.
+  // Between two steps.
   [[nodiscard]] at::Tensor state();
-  // Throws ValueError for what state() did not make.
+  // Throws ValueError for what state() did not make, or of parameters beyond so many; 0: it is not known how many.
+  static void check(const at::Tensor& state, int64_t parameters);
+  // Replaces all by what check() has let pass. A guard that does not adapt takes no notice of it.
   void load(const at::Tensor& state);
 
  private:
@@ -104,12 +107,14 @@ class Guard {
     bool isNew = false;
     std::array<Excursion, kMeasures> excursions;
   };
+  using WatchedByParameter = std::map<int64_t, Watched>;
   struct Pending {
     int64_t step = 0;
     GuardNumbers numbers;
     Read read;
   };
 
+  static WatchedByParameter parsed(const at::Tensor& state, int64_t parameters);
   void settle(int64_t step, bool mayWait);
   void judge(const Reading& reading, int64_t step);
   void lower(int64_t step);
@@ -120,7 +125,7 @@ class Guard {
   int rank_ = 0;
   std::vector<std::string> names_;
   std::deque<Pending> pending_;
-  std::map<int64_t, Watched> watched_;
+  WatchedByParameter watched_;
   int64_t looks_ = 0;
   int64_t alarms_ = 0;
 };

@@ -6,6 +6,21 @@
 #include "kernels/device_ways.h"
 
 namespace bagua {
+namespace {
+
+// Each square is exact in float64, so that it does not matter whether the compiler fuses it with the sum, whose order
+// is that of the numbers.
+template <typename ValueAt>
+double sumOfSquares(int64_t count, ValueAt&& valueAt) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = valueAt(i);
+    sum += static_cast<double>(value) * static_cast<double>(value);
+  }
+  return sum;
+}
+
+}  // namespace
 
 GuardNumbers::GuardNumbers(const at::Tensor& numbers) : made_(numbers.to(at::kFloat)) {
   if (worksOnCpu(made_)) return;
@@ -19,6 +34,14 @@ bool GuardNumbers::haveCome() const { return !copy_.defined() || (end_ && end_->
 at::Tensor GuardNumbers::values() const {
   if (copy_.defined() && haveCome()) return copy_;
   return made_.cpu();
+}
+
+double squaredNorm(const float* values, int64_t count) {
+  return sumOfSquares(count, [values](int64_t i) { return values[i]; });
+}
+
+double squaredDistance(const float* values, const float* others, int64_t count) {
+  return sumOfSquares(count, [values, others](int64_t i) { return values[i] - others[i]; });
 }
 
 }  // namespace bagua

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <optional>
 
 #include "backend/stage_clock.h"
@@ -15,6 +16,8 @@ class GuardNumbers {
   // On the thread and stream of the program.
   explicit GuardNumbers(const at::Tensor& numbers);
 
+  // Whether haveCome() will tell: a program that no clock times knows nothing of its device.
+  [[nodiscard]] bool tellWhenTheyCome() const { return !copy_.defined() || end_; }
   // Whether values() waits for nothing.
   [[nodiscard]] bool haveCome() const;
   // On the CPU.
@@ -26,5 +29,9 @@ class GuardNumbers {
   at::Tensor copy_;
   std::optional<Moment> end_;
 };
+
+// Sums of squares that have the same bits on every machine: each rank sums by itself what it bases a verdict on.
+double squaredNorm(const float* values, int64_t count);
+double squaredDistance(const float* values, const float* others, int64_t count);
 
 }  // namespace bagua

@@ -108,9 +108,27 @@ TEST(Guard, AContinuedRunComesToTheSameVerdicts) {
       EXPECT_EQ(whole.levelOf(kParameter), continued->levelOf(kParameter)) << half << " " << number;
     }
   }
+  EXPECT_FALSE(Guard(Guard::Mode::kAdapt).state().defined());
+}
+
+TEST(Guard, RefusesATableThatItHasNotMadeOrOfAnotherModel) {
   Guard guard(Guard::Mode::kAdapt);
-  EXPECT_THROW(guard.load(at::zeros({3, 2})), c10::ValueError);
-  EXPECT_FALSE(guard.state().defined());
+  for (int64_t number = 0; number < 3; ++number) step(guard, number, 1);
+  const at::Tensor table = guard.state();
+  Guard::check(table, kParameter + 1);
+  EXPECT_THROW(Guard::check(table, kParameter), c10::ValueError);
+  EXPECT_THROW(Guard::check(at::zeros({3, 2}), 0), c10::ValueError);
+}
+
+TEST(Guard, ABucketThatAGraphCapturesSettlesNothing) {
+  Guard guard(Guard::Mode::kWarn);
+  for (int64_t number = 0; number < 2; ++number) step(guard, number, 1);
+  Bucket bucket = bucketAt(2);
+  bucket.isCaptured = true;
+  guard.begin(bucket, 1);
+  EXPECT_EQ(guard.report().alarms, 0);
+  guard.begin(bucketAt(3), 1);
+  EXPECT_EQ(guard.report().alarms, 1);
 }
 
 TEST(Guard, LooksAtAFewBucketsOfAllButThoseThatAGraphCaptures) {
@@ -131,14 +149,19 @@ TEST(Guard, LooksAtAFewBucketsOfAllButThoseThatAGraphCaptures) {
   EXPECT_FALSE(Guard(Guard::Mode::kOff).isDue(bucketAt(0), 0));
 }
 
-// Without a clock nobody knows whether a device has come: who adapts waits, who warns does not.
+// Without a clock nobody knows whether a device has come: who adapts waits, who warns does without the look.
 TEST(Guard, WaitsForADeviceOnlyWhereRanksHaveToDoTheSame) {
   const AsOnDevice asOnDevice;
-  const StageClock::Scope untimed(StageClock::none());
   for (const auto mode : {Guard::Mode::kWarn, Guard::Mode::kAdapt}) {
     Guard guard(mode);
-    for (int64_t number = 0; number < 3; ++number) step(guard, number, 1);
-    EXPECT_EQ(guard.report().alarms, mode == Guard::Mode::kAdapt ? 1 : 0);
+    {
+      const StageClock::Scope untimed(StageClock::none());
+      for (int64_t number = 0; number < 3; ++number) step(guard, number, 1);
+    }
+    const int64_t before = mode == Guard::Mode::kAdapt ? 1 : 0;
+    EXPECT_EQ(guard.report().alarms, before);
+    for (int64_t number = 3; number < 6; ++number) step(guard, number, 1);
+    EXPECT_EQ(guard.report().alarms, before + 1) << "later looks are read all the same";
   }
 }
 

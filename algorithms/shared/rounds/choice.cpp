@@ -13,7 +13,7 @@
 namespace bagua::rounds {
 namespace {
 
-// Beyond it the ranks go too far apart.
+// In longer rounds the ranks go too far apart.
 constexpr int64_t kLongestRound = 500;
 
 int64_t elementsOf(const auto& fragment) {
@@ -24,7 +24,7 @@ int64_t elementsOf(const auto& fragment) {
 
 }  // namespace
 
-void Rounds::chooseAfterStep(StepContext& context) {
+void Rounds::chooseInStep(StepContext& context) {
   measured_ = measurement_.afterStep(context, [&] { return tryLine(context); });
   if (!measured_) return;
   chosenAfter_ = step_;

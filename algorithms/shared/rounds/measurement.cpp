@@ -2,6 +2,7 @@
 #include "algorithms/shared/rounds/measurement.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <thread>
@@ -26,20 +27,11 @@ void waitUntilOver(c10d::Work& work) {
   work.wait(kNoTimeout);
 }
 
-// Every rank takes the longest step that one had, and the shortest exchange: the last to come has not waited for
-// others.
-Measured agreed(const Measured& own, StepContext& context) {
-  at::Tensor numbers = at::empty({2}, context.parameters().front().options().dtype(at::kDouble).requires_grad(false));
-  numbers[0].fill_(own.stepsOfExchange);
-  numbers[1].fill_(-own.stepSeconds);
-  context
-      .submitInBackground("bagua:agree_on_schedule", {numbers},
-                          [numbers](Communicator& communicator, StageSeconds& seconds) mutable {
-                            const Stage stage(seconds, stages::kAgreeOnSchedule);
-                            communicator.allReduce(numbers, c10d::ReduceOp::MIN);
-                          })
-      ->wait(kNoTimeout);
-  return {.stepSeconds = -numbers[1].item<double>(), .stepsOfExchange = numbers[0].item<double>()};
+// Where the training only enqueues, a step is over when the device is done with it. The exchange is on another stream.
+void awaitDevice(const StepContext& context) {
+  const at::Device device = context.parameters().front().device();
+  if (device.is_cpu()) return;
+  c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
 }
 
 }  // namespace
@@ -51,29 +43,49 @@ double Measurement::stepSeconds() const {
 }
 
 std::optional<Measured> Measurement::afterStep(StepContext& context, const Exchange& begin) {
-  const double taken = secondsSince(std::exchange(lastEnd_, Clock::now()));
-  ++steps_;
   constexpr int64_t kBegin = kSettling + kTimed;
+  if (++steps_ >= kSettling) awaitDevice(context);
+  const double taken = secondsSince(std::exchange(lastEnd_, Clock::now()));
   if (steps_ > kSettling && steps_ <= kBegin) seconds_.push_back(taken);
-  if (steps_ < kBegin) return std::nullopt;
-  if (steps_ == kBegin) {
-    exchange_ = begin();
-    return std::nullopt;
+  if (steps_ == kBegin) exchange_ = begin();
+  if (steps_ <= kBegin) return std::nullopt;
+  if (exchange_ && exchange_->isCompleted()) {
+    stepsOfExchange_ = static_cast<double>(steps_ - kBegin);
+    // An error of the exchange comes out here.
+    std::exchange(exchange_, {})->wait(kNoTimeout);
   }
-  if (!stepsOfExchange_ && exchange_->isCompleted()) stepsOfExchange_ = static_cast<double>(steps_ - kBegin);
   if (steps_ < kBegin + kBesideExchange) return std::nullopt;
-  if (!stepsOfExchange_) {
+  if (agreement_) {
+    stop();
+    return Measured{.stepSeconds = -agreed_[1].item<double>(), .stepsOfExchange = agreed_[0].item<double>()};
+  }
+  if (exchange_) {
     const auto waiting = Clock::now();
-    waitUntilOver(*exchange_);
+    waitUntilOver(*std::exchange(exchange_, {}));
     stepsOfExchange_ = kBesideExchange + secondsSince(waiting) / std::max(stepSeconds(), 1e-6);
   }
-  // An error of the exchange comes out here.
-  stop();
-  return agreed({.stepSeconds = stepSeconds(), .stepsOfExchange = *stepsOfExchange_}, context);
+  beginAgreement(context);
+  return std::nullopt;
+}
+
+// Every rank takes the longest step that one had, and the shortest exchange: the last to come has not waited for
+// others.
+void Measurement::beginAgreement(StepContext& context) {
+  agreed_ = at::empty({2}, context.parameters().front().options().dtype(at::kDouble).requires_grad(false));
+  agreed_[0].fill_(*stepsOfExchange_);
+  agreed_[1].fill_(-stepSeconds());
+  agreement_ =
+      context.submitInBackground("bagua:agree_on_schedule", {agreed_},
+                                 [numbers = agreed_](Communicator& communicator, StageSeconds& seconds) mutable {
+                                   const Stage stage(seconds, stages::kAgreeOnSchedule);
+                                   communicator.allReduce(numbers, c10d::ReduceOp::MIN);
+                                 });
 }
 
 void Measurement::stop() {
-  if (exchange_) std::exchange(exchange_, {})->wait(kNoTimeout);
+  for (auto* const work : {&exchange_, &agreement_}) {
+    if (*work) std::exchange(*work, {})->wait(kNoTimeout);
+  }
 }
 
 }  // namespace bagua::rounds

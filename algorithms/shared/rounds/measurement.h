@@ -17,16 +17,18 @@ class Measurement {
  public:
   using Exchange = std::function<c10::intrusive_ptr<c10d::Work>()>;
 
-  // Called at the end of every step. `begin` starts an exchange. Returns what was found after the last step that it
-  // needs, when all ranks have compared it. Collective.
+  // Called at the end of every step. `begin` starts an exchange. Returns what all ranks have found in the step after
+  // the last that it needs. They compare it in between: a rank whose optimizer skips that step takes part only when its
+  // next forward begins, and until then no other rank waits for it. Collective.
   std::optional<Measured> afterStep(StepContext& context, const Exchange& begin);
-  // Waits for the exchange, which may be under way.
+  // Waits for what is under way.
   void stop();
 
  private:
   using Clock = std::chrono::steady_clock;
 
   [[nodiscard]] double stepSeconds() const;
+  void beginAgreement(StepContext& context);
 
   int64_t steps_ = 0;
   Clock::time_point lastEnd_{};
@@ -34,6 +36,9 @@ class Measurement {
   c10::intrusive_ptr<c10d::Work> exchange_;
   // How many steps had ended when the exchange was found to be over.
   std::optional<double> stepsOfExchange_;
+  c10::intrusive_ptr<c10d::Work> agreement_;
+  // What it makes the same on all ranks: see beginAgreement().
+  at::Tensor agreed_;
 };
 
 }  // namespace bagua::rounds

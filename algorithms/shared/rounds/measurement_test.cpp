@@ -5,6 +5,7 @@
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
+#include <stdexcept>
 #include <thread>
 
 #include "tests/support/immediate_steps.h"
@@ -28,6 +29,12 @@ class Timed final : public c10d::Work {
 
  private:
   const Clock::time_point end_;
+};
+
+class Failed final : public c10d::Work {
+ public:
+  bool isCompleted() override { return true; }
+  bool wait(std::chrono::milliseconds /*timeout*/) override { throw std::runtime_error("a peer has gone"); }
 };
 
 class MeasurementTest : public ::testing::Test {
@@ -58,7 +65,8 @@ class MeasurementTest : public ::testing::Test {
 
 TEST_F(MeasurementTest, AnExchangeLastsAsManyStepsAsEndBeforeItIsOver) {
   const auto found = measured(25ms);
-  EXPECT_EQ(steps_, 16);
+  // Ranks compare what they have found after 16 steps, and none of them waits for that before the next one.
+  EXPECT_EQ(steps_, 17);
   EXPECT_EQ(begun_, 1);
   EXPECT_GE(found.stepSeconds, 0.01);
   EXPECT_GE(found.stepsOfExchange, 1);
@@ -68,10 +76,19 @@ TEST_F(MeasurementTest, AnExchangeLastsAsManyStepsAsEndBeforeItIsOver) {
 
 TEST_F(MeasurementTest, ALongOneIsWaitedFor) {
   const auto found = measured(400ms);
-  EXPECT_EQ(steps_, 16);
+  EXPECT_EQ(steps_, 17);
   // By steps that took longer than they slept.
   EXPECT_GE(found.stepsOfExchange, 8);
   EXPECT_NEAR(found.stepsOfExchange * found.stepSeconds, 0.4, 0.2);
+}
+
+TEST_F(MeasurementTest, AnErrorOfTheExchangeComesOutInTheStepThatFindsItOver) {
+  Measurement measurement;
+  const auto step = [&] {
+    measurement.afterStep(context_, []() -> c10::intrusive_ptr<c10d::Work> { return c10::make_intrusive<Failed>(); });
+  };
+  for (int i = 0; i < 8; ++i) step();
+  EXPECT_THROW(step(), std::runtime_error);
 }
 
 }  // namespace

@@ -247,17 +247,15 @@ void Rounds::beginStep(StepContext& context) {
   if (std::exchange(isInStep_, true)) return;
   prepare(context);
   ++step_;
-  if (isPaused_ || !schedule_) return;
+  if (isPaused_) return;
+  if (!schedule_) return chooseInStep(context);
   if (const auto number = schedule_->takenAfter(step_)) take(*number, context);
 }
 
 void Rounds::afterStep(StepContext& context) {
   beginStep(context);
   isInStep_ = false;
-  if (!schedule_) {
-    if (!isPaused_) chooseAfterStep(context);
-    return;
-  }
+  if (!schedule_) return;
   if (const auto number = schedule_->synchronisedAfter(step_); number && fragments_[*number].exchange) {
     synchronise(*number, context);
   }

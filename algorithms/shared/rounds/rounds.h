@@ -115,8 +115,8 @@ class Rounds final : public Algorithm,
   };
 
   [[nodiscard]] std::vector<std::vector<int64_t>> cut(const StepContext& context) const;
-  // Measures until the schedule can be chosen.
-  void chooseAfterStep(StepContext& context);
+  // Measures until the schedule can be chosen. Steps that are skipped count, as ranks wait for each other here.
+  void chooseInStep(StepContext& context);
   // An exchange like that of the longest fragment, whose result nobody uses.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> tryLine(StepContext& context) const;
   // What follows from `measured`, shown in the statistics.

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from bagua._registry import comparable
 from bagua._torch_private import tree_map_only
 from bagua.handle import Handle
 
@@ -34,7 +35,7 @@ def add_states_of_all_ranks(checkpoint: dict[str, Any], state: dict[str, Any], *
         with_weights: whether weights and optimizers of the other ranks are kept too.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    own = {part: state[part] for part in ("state", "layout", "step")}
+    own = {part: state[part] for part in ("state", "layout", "step", "guard")}
     if with_weights and rank != 0:
         own |= {part: checkpoint[part] for part in _PARTS_OF_A_RANK}
     everyones: list[Any] | None = [None] * ranks if rank == 0 else None
@@ -50,7 +51,7 @@ def why_not_exact(checkpoint: dict[str, Any], handle: Handle) -> str:
         return "holds no state of an algorithm"
     if entry["algorithm"] != handle.algorithm:
         return f"was written with algorithm {entry['algorithm']!r}"
-    if entry["options"] != handle.options:
+    if comparable(entry["options"], handle.algorithm) != comparable(handle.options, handle.algorithm):
         return f"was written with the options {entry['options']}"
     if len(entry["ranks"]) != dist.get_world_size():
         return f"was written by {len(entry['ranks'])} ranks"
@@ -63,5 +64,5 @@ def of_this_rank(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     own = entry["ranks"][dist.get_rank()]
     state = {"algorithm": entry["algorithm"], "options": entry["options"]}
     # A checkpoint from before steps were counted begins with the first.
-    state |= {"state": own["state"], "layout": own["layout"], "step": own.get("step", 0)}
+    state |= {"state": own["state"], "layout": own["layout"], "step": own.get("step", 0), "guard": own.get("guard")}
     return {**checkpoint, **{part: own[part] for part in _PARTS_OF_A_RANK if part in own}}, state

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from bagua.torch_api._coalescing import flattened
-
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite tensors by those of the group's first rank. Collective."""
@@ -24,15 +22,6 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
         if travelling.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(travelling)
-
-
-def broadcast_small_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """As `broadcast_tensors`, with one message per dtype and device. Collective."""
-    for alike in flattened(tensors):
-        flat = alike.join()
-        broadcast_tensors([flat], group)
-        with torch.no_grad():
-            alike.take_from(flat)
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
