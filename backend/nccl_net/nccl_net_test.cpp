@@ -152,8 +152,8 @@ TEST_F(NcclNet, ManyConnectionsOfManyCommunicatorsWorkAtOnce) {
   constexpr int kChannels = 8;
   struct Way {
     Ends ends;
-    Bytes sent;
-    Bytes received;
+    Bytes sent = {};
+    Bytes received = {};
     void* send = nullptr;
     void* receive = nullptr;
   };
