@@ -31,9 +31,9 @@ NcclBootstrap::NcclBootstrap(NcclApi& api, c10::intrusive_ptr<c10d::Store> store
 void NcclBootstrap::connect(NcclHandle& handle, milliseconds timeout) {
   const auto start = Clock::now();
   const auto deadline = start + timeout;
+  // Before the first communicator of this process, also where that is of one host.
+  if (usesOwnNet()) loadOwnNet(members_.spansHosts);
   try {
-    // Before the first communicator of this process, also where that is of one host.
-    if (usesOwnNet()) loadOwnNet();
     tellOfArrival();
     const Invitation invitation =
         members_.self == 0 ? publishInvitation(handle, deadline) : receiveInvitation(handle, deadline);

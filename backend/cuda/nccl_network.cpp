@@ -38,6 +38,8 @@ constexpr std::array kSocketNames = {"NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHR
 constexpr std::array kChannelNames = {"NCCL_MAX_CTAS",      "NCCL_MIN_CTAS",   "NCCL_MAX_NCHANNELS",
                                       "NCCL_MIN_NCHANNELS", "NCCL_MAX_NRINGS", "NCCL_MIN_NRINGS"};
 
+constexpr const char* kKeepsPlugin = "NCCL_NET_PLUGIN_REF_COUNT";
+
 bool isAnySet(const auto& names) {
   return std::ranges::any_of(names, [](const char* name) { return ncclSetting(name).has_value(); });
 }
@@ -79,24 +81,32 @@ std::string ownNetPath() { return (ownFolder() / "libnccl-net-bagua.so").string(
 
 bool usesOwnNet() { return config::ncclNet().value_or(jobSecurity() != nullptr); }
 
-void loadOwnNet() {
+void loadOwnNet(bool spansHosts) {
   const std::string path = ownNetPath();
-  const auto check = [](const char* name, const std::string& wanted) {
+  const std::string why = jobSecurity() ? "a job secret is set" : "BAGUA_NCCL_NET=1";
+  const auto allows = [&](const char* name, const std::string& wanted) {
     const auto set = ncclSetting(name);
     std::error_code none;
     const bool isSame = !set || set->empty() || strcasecmp(set->c_str(), wanted.c_str()) == 0 ||
                         std::filesystem::equivalent(*set, wanted, none);
-    TORCH_CHECK_VALUE(isSame, "bagua: NCCL is to send between hosts over bagua's transport (",
-                      jobSecurity() ? "a job secret is set" : "BAGUA_NCCL_NET=1", "), but ", name, " is '", *set,
-                      "': unset it, or set it to '", wanted, "'");
+    TORCH_CHECK_VALUE(isSame || !spansHosts, "bagua: NCCL is to send between hosts over bagua's transport (", why,
+                      "), but ", name, " is '", *set, "': unset it, or set it to '", wanted, "'");
+    return isSame;
   };
-  check("NCCL_NET", kOwnNet);
-  check("NCCL_NET_PLUGIN", path);
-  // NCCL takes no more of a name, and would then take another network.
+  // On one host the user's choice carries nothing.
+  if (!allows("NCCL_NET", kOwnNet) || !allows("NCCL_NET_PLUGIN", path)) return;
+  // NVLink between hosts goes past every network, in the clear.
+  if (jobSecurity() && allows("NCCL_MNNVL_ENABLE", "0")) c10::utils::set_env("NCCL_MNNVL_ENABLE", "0");
+  // NCCL takes no more of a name, and divides it at commas. It would then take another network.
   constexpr size_t kMostOfAPath = 254;
-  TORCH_CHECK_VALUE(path.size() <= kMostOfAPath, "bagua: NCCL cannot load ", path, ", which has more than ",
-                    kMostOfAPath, " characters: install bagua at a shorter path");
+  TORCH_CHECK_VALUE(path.size() <= kMostOfAPath && path.find(',') == std::string::npos, "bagua: NCCL cannot load ",
+                    path, ", which has a comma or more than ", kMostOfAPath,
+                    " characters: install bagua at another path");
+  TORCH_CHECK_VALUE(std::filesystem::exists(path), "bagua: NCCL is to send between hosts over bagua's transport (", why,
+                    "), but there is no ", path, ": install bagua again");
   c10::utils::set_env("NCCL_NET_PLUGIN", path.c_str());
+  // NCCL 2.28 forgets the plugin with its last communicator, unless it is told to keep it.
+  if (!ncclSetting(kKeepsPlugin)) c10::utils::set_env(kKeepsPlugin, "1");
 }
 
 bool goesOverSockets() {

@@ -33,9 +33,9 @@ std::string ownNetPath();
 // would not keep.
 bool usesOwnNet();
 
-// Has NCCL load it: by an environment variable that NCCL reads with the first communicator of this process. Throws
-// ValueError where the user has chosen another network.
-void loadOwnNet();
+// Has NCCL load it: by environment variables that NCCL reads with the first communicator of this process. Throws
+// ValueError where that cannot be; where the user has chosen another network, only if ranks are on several hosts.
+void loadOwnNet(bool spansHosts);
 
 // Whether plain TCP carries what goes between hosts: not where there is InfiniBand or RoCE, or a plugin.
 bool goesOverSockets();

@@ -13,9 +13,17 @@ namespace {
 
 using std::chrono::microseconds;
 
-constexpr const char* kNames[] = {"NCCL_NET",           "NCCL_NET_PLUGIN",      "NCCL_IB_DISABLE",
-                                  "NCCL_CONF_FILE",     "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD",
-                                  "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS",        "NCCL_MAX_CTAS"};
+constexpr const char* kNames[] = {"NCCL_NET",
+                                  "NCCL_NET_PLUGIN",
+                                  "NCCL_IB_DISABLE",
+                                  "NCCL_CONF_FILE",
+                                  "NCCL_SOCKET_NTHREADS",
+                                  "NCCL_NSOCKS_PERTHREAD",
+                                  "NCCL_MAX_NCHANNELS",
+                                  "NCCL_MIN_CTAS",
+                                  "NCCL_MAX_CTAS",
+                                  "NCCL_MNNVL_ENABLE",
+                                  "NCCL_NET_PLUGIN_REF_COUNT"};
 
 // Begins with nothing set but sockets, and leaves the environment as it was.
 class NcclNetworkTest : public ::testing::Test {
@@ -119,14 +127,17 @@ TEST_F(NcclNetworkTest, SocketsAreChosenOnce) {
 
 TEST_F(NcclNetworkTest, OurOwnNetworkIsLoadedUnlessTheUserHasChosenAnother) {
   EXPECT_FALSE(usesOwnNet());
-  EXPECT_THROW(loadOwnNet(), c10::ValueError) << "NCCL_NET=Socket";
-  EXPECT_EQ(valueOf("NCCL_NET_PLUGIN"), "unset");
+  EXPECT_THROW(loadOwnNet(true), c10::ValueError) << "NCCL_NET=Socket";
+  loadOwnNet(false);
+  EXPECT_EQ(valueOf("NCCL_NET_PLUGIN"), "unset") << "on one host the choice stays";
   set("NCCL_NET", "Bagua");
-  loadOwnNet();
+  loadOwnNet(true);
   EXPECT_EQ(valueOf("NCCL_NET_PLUGIN"), ownNetPath());
-  loadOwnNet();
+  EXPECT_EQ(valueOf("NCCL_NET_PLUGIN_REF_COUNT"), "1");
+  EXPECT_EQ(valueOf("NCCL_MNNVL_ENABLE"), "unset") << "there is no secret";
+  loadOwnNet(true);
   set("NCCL_NET_PLUGIN", "aws-ofi");
-  EXPECT_THROW(loadOwnNet(), c10::ValueError);
+  EXPECT_THROW(loadOwnNet(true), c10::ValueError);
   EXPECT_EQ(valueOf("NCCL_NET_PLUGIN"), "aws-ofi");
 }
 

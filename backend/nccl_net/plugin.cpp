@@ -51,9 +51,21 @@ Result devices(int* count) {
   return Result::kSuccess;
 }
 
+// As begin() does, this succeeds where there is no network, and listen() fails.
+const Network::Device& ownDevice() {
+  static const Network::Device unknown;
+  try {
+    // NCCL keeps the pointer to the name.
+    static const auto* const device = new Network::Device(Network::device());  // NOLINT
+    return *device;
+  } catch (const std::exception& error) {
+    warn(error.what());
+    return unknown;
+  }
+}
+
 void describe(PropertiesV10& properties) {
-  // NCCL keeps the pointer.
-  static const auto* const device = new Network::Device(Network::device());  // NOLINT
+  const auto* const device = &ownDevice();
   properties = {};
   properties.name = const_cast<char*>(device->interface.c_str());  // NOLINT(cppcoreguidelines-pro-type-const-cast)
   properties.ptrSupport = kPtrHost;

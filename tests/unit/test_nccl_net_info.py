@@ -28,8 +28,9 @@ def test_the_command_prints_a_library_that_exists_and_nothing_else() -> None:
         ({"NCCL_NET_PLUGIN": str(nccl_net.path())}, "NET/bagua, by NCCL_NET_PLUGIN"),
         ({"NCCL_NET_PLUGIN": str(nccl_net.path()), "NCCL_NET": "Socket"}, "NCCL's own network"),
         ({"NCCL_NET_PLUGIN": "aws-ofi"}, "NCCL's own network"),
+        ({"BAGUA_NCCL_NET": "1", "NCCL_NET": "Socket"}, "nothing: NET/bagua is to, and NCCL_NET='Socket'"),
     ],
-    ids=["nothing", "switch", "plugin", "another network", "another plugin"],
+    ids=["nothing", "switch", "plugin", "another network", "another plugin", "switch against another network"],
 )
 def test_it_is_said_what_carries_cuda_tensors(
     env: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
