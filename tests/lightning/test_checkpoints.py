@@ -50,7 +50,7 @@ def _holds_what_differs(path: str) -> None:
     checkpoint = torch.load(path, weights_only=True)
     runs.assert_same_bits(checkpoint["state_dict"], weights[0])
     first, second = checkpoint["bagua"]["ranks"]
-    assert first.keys() == {"state", "layout", "step"}
+    assert first.keys() == {"state", "layout", "step", "guard"}
     runs.assert_same_bits(second["state_dict"], weights[1])
     assert any(name.startswith("replica.") for name in second["state"])
 
@@ -62,7 +62,7 @@ def test_checkpoint_holds_weights_of_every_rank_where_they_differ(pair: RankPool
 def _holds_no_copies(path: str) -> None:
     runs.fit("qadam").save_checkpoint(path)
     ranks = torch.load(path, weights_only=True)["bagua"]["ranks"]
-    assert [rank.keys() for rank in ranks] == [{"state", "layout", "step"}] * 2
+    assert [rank.keys() for rank in ranks] == [{"state", "layout", "step", "guard"}] * 2
 
 
 def test_checkpoint_holds_one_copy_of_weights_that_are_the_same(pair: RankPool, tmp_path: Path) -> None:

@@ -356,13 +356,13 @@ def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
 def _error_of_nccl() -> str:
     group = dist.group.WORLD
     assert group is not None
-    with pytest.raises(ValueError, match="NCCL would send data") as refused:
+    with pytest.raises(ValueError, match="NCCL, with BAGUA_NCCL_NET=0, would send data") as refused:
         group._get_backend(torch.device("cpu")).eager_connect_single_device(torch.device("cuda:0"))
     return str(refused.value)
 
 
-def test_nccl_between_hosts_is_refused() -> None:
-    for error in run_ranks(2, _error_of_nccl, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}):
+def test_nccl_between_hosts_is_refused_over_its_own_sockets() -> None:
+    for error in run_ranks(2, _error_of_nccl, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET, "BAGUA_NCCL_NET": "0"}):
         assert "unset BAGUA_JOB_SECRET on all ranks" in error
 
 

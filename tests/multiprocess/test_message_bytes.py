@@ -58,7 +58,8 @@ def _sent_and_foretold(algorithm: str, options: dict[str, Any]) -> tuple[float, 
 @pytest.mark.parametrize(("algorithm", "options"), _ALGORITHMS)
 def test_bytes_are_those_that_are_sent(peers: RankPool, algorithm: str, options: dict[str, Any]) -> None:
     for sent, foretold in peers.run(_sent_and_foretold, algorithm, options):
-        assert sent == pytest.approx(foretold, rel=0.02)
+        # The ends of messages are filled up, which is more than a fiftieth where factors are all that is sent.
+        assert sent == pytest.approx(foretold, rel=0.02, abs=700)
 
 
 def _said(algorithm: str, options: dict[str, Any]) -> list[str]:
