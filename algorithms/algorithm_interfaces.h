@@ -42,7 +42,7 @@ class KeepsResiduals {
  public:
   virtual ~KeepsResiduals() = default;
 
-  // Whether it remembers any, with its options and that optimizer. The same on all ranks.
+  // It remembers some, with its options and that optimizer. All ranks say the same.
   [[nodiscard]] virtual bool keepsAny() const = 0;
   // Multiplies what it remembers. Between two steps.
   virtual void rescale(double factor) = 0;

@@ -81,7 +81,7 @@ struct Bucket {
   BucketEntries entries = {};
   // Whether there may be parameters that no rank has used: DDP keeps what comes of their gradients from the optimizer.
   bool tellsUse = false;
-  // Whether a CUDA graph captures the program, and will repeat it.
+  // A CUDA graph captures the program, and will repeat it.
   bool isCaptured = false;
   // The flat tensor holds a part for each rank: see ReducesToParts.
   bool isInParts = false;

@@ -19,7 +19,8 @@ struct OptionInfo {
   std::string summary;
   // Whether Python may give a mapping, which becomes the text "a=b, c=d".
   bool takesMapping = false;
-  // What is taken beside the default's type: None, which is an empty string, or any value of the type of this one.
+  // The option takes this beside values of the default's type: None, which is an empty string, or any value of this
+  // type.
   std::optional<OptionValue> alsoTakes = {};
 };
 
@@ -43,7 +44,7 @@ class Options {
   [[nodiscard]] const T& get(const std::string& name) const {
     return std::get<T>(values_.at(name));
   }
-  // Of an option that is a whole number or "auto": nothing where it is that. Throws ValueError for another word.
+  // The option is a whole number, or "auto", which gives nothing. Throws ValueError for another word.
   [[nodiscard]] std::optional<int64_t> numberUnlessAuto(const std::string& name) const;
   // "hierarchical=True, average=True": the same text on two ranks means the same options.
   [[nodiscard]] std::string toString() const;

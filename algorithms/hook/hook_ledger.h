@@ -30,7 +30,7 @@ struct HookStats {
   std::map<std::string, int64_t> memory;
   // Since the registration.
   Guard::Report guard;
-  // What it has chosen for options that were left to it.
+  // The algorithm has chosen these for options that were left to it.
   std::map<std::string, int64_t> chosen;
 };
 
@@ -50,7 +50,7 @@ class HookLedger {
   void noteMemory(std::map<std::string, int64_t> bytes);
   void noteChosen(std::map<std::string, int64_t> values);
 
-  // Without stateBytes and guard, which the algorithm knows.
+  // The ledger leaves out stateBytes and guard, which the algorithm knows.
   [[nodiscard]] HookStats stats();
   // Counts from zero again; memory and what was chosen stay what they are.
   void reset();

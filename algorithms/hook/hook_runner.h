@@ -122,7 +122,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   [[nodiscard]] const BucketLayout& layout() const { return layouts_.last(); }
   // Synchronised backwards so far, in this run and in those that it continues.
   [[nodiscard]] int64_t step() const { return step_; }
-  // What a guard needs to go on with the same verdicts, see Guard::state(); undefined where there is nothing.
+  // The guard goes on from this with the same verdicts, see Guard::state(); undefined where there is nothing.
   [[nodiscard]] at::Tensor guardTable() const;
   // A state that is refused changes nothing. The ranks compare the table of the guard in the step that follows.
   void load(const AlgorithmState& state, BucketLayout layout, int64_t step, const at::Tensor& guardTable = {});
@@ -233,7 +233,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool hasParts_ = false;
   c10::intrusive_ptr<c10d::Work> agreement_;
   int64_t step_ = 0;
-  // Of the guard's table that was loaded, 0 where it holds nothing, and the step before which it was.
+  // The guard's table has this hash, 0 where it holds nothing, and was loaded before this step.
   uint32_t loadedGuardHash_ = 0;
   int64_t loadedStep_ = 0;
   // Guards the pointer, which leave() replaces, for those who call from another thread than the one that trains.

@@ -207,12 +207,7 @@ TEST_F(NcclNet, TheOlderInterfaceIsTheSameNetwork) {
   }
   ASSERT_TRUE(ends.sending && ends.receiving);
   EXPECT_EQ(older->transfer.closeListen(listening), Result::kSuccess);
-  const Bytes sent = pattern(1000, 1);
-  Bytes place(1000);
-  void* const request = send(ends.sending, sent);
-  ASSERT_EQ(finish(receive(ends.receiving, place)), Result::kSuccess);
-  EXPECT_EQ(place, sent);
-  EXPECT_EQ(finish(request), Result::kSuccess);
+  ASSERT_NO_FATAL_FAILURE(expectAMessageArrives(ends));
   close(ends);
 }
 

@@ -65,11 +65,11 @@ const Network::Device& ownDevice() {
 }
 
 void describe(PropertiesV10& properties) {
-  const auto* const device = &ownDevice();
+  const Network::Device& device = ownDevice();
   properties = {};
-  properties.name = const_cast<char*>(device->interface.c_str());  // NOLINT(cppcoreguidelines-pro-type-const-cast)
+  properties.name = const_cast<char*>(device.interface.c_str());  // NOLINT(cppcoreguidelines-pro-type-const-cast)
   properties.ptrSupport = kPtrHost;
-  properties.speed = device->speed;
+  properties.speed = device.speed;
   // Each rank chooses algorithms by the latency, and all have to choose the same: what one has measured is nothing to
   // choose by. NCCL adds its own estimate.
   properties.latency = 0;

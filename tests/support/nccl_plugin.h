@@ -130,4 +130,14 @@ inline Result finish(void* request, int* sizes = nullptr) {
   return Result::kSuccess;
 }
 
+// A message goes over a connection.
+inline void expectAMessageArrives(const Ends& ends) {
+  const Bytes sent = pattern(1000, 1);
+  Bytes place(1000);
+  void* const request = send(ends.sending, sent);
+  ASSERT_EQ(finish(receive(ends.receiving, place)), Result::kSuccess);
+  EXPECT_EQ(place, sent);
+  EXPECT_EQ(finish(request), Result::kSuccess);
+}
+
 }  // namespace bagua::nccl_net
