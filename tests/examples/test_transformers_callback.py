@@ -175,7 +175,7 @@ for algorithm, options in (
     continued, _ = trained(algorithm, options, 6, 13, f"FOLDER/{algorithm}")
     assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), continued.parameters())), algorithm
 accelerator.free_memory()
-options = {"hierarchical": False, "exact": ()}
+options = {"codec": {"*": "2bit"}, "exact": (), "error_feedback": True, "hierarchical": False}
 half = trained("quantized_allreduce", options, 0, 3, whole=True)
 accelerator.save_state("FOLDER/one")
 dist.barrier()
