@@ -20,7 +20,7 @@ std::optional<std::string> socketInterface();
 // MASTER_ADDR, torch's: it tells the network between hosts.
 std::optional<std::string> masterAddress();
 
-// BAGUA_SOCKET_CONNECTIONS: the most connections to a process on another host, 8 by default. Throws ValueError unless
+// BAGUA_SOCKET_CONNECTIONS: the most connections to a process on another host, 32 by default. Throws ValueError unless
 // it is a number from 1 to 64.
 int socketConnections();
 

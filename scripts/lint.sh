@@ -24,11 +24,13 @@ check() {  # check NAME command...
   if "$@"; then echo "lint: $name is clean"; else echo "lint: $name FAILED"; status=1; fi
 }
 
-# A tree of its own, configured and not built: clang cannot read the precompiled headers that GCC makes. The stable_sort
-# of libstdc++ 12 uses what that deprecates; GCC still warns of ours.
+# A tree of its own, configured and not built: clang cannot read the precompiled headers that GCC makes. Most of the
+# time goes into torch's headers, which a unity build reads once for several sources. The stable_sort of libstdc++ 12 uses
+# what that deprecates; GCC still warns of ours.
 clang_tidy() {
-  cmake -S . -B $BUILD -G Ninja -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DPython_EXECUTABLE="$BIN/python" \
-    -DBAGUA_BUILD_TESTS=ON -DBAGUA_CUDA_WHEELS_DIR="${BIN%/bin}/cuda-toolkit" --log-level=WARNING >/dev/null || return 1
+  cmake -S . -B $BUILD -G Ninja -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=ON \
+    -DPython_EXECUTABLE="$BIN/python" -DBAGUA_BUILD_TESTS=ON -DBAGUA_CUDA_WHEELS_DIR="${BIN%/bin}/cuda-toolkit" \
+    --log-level=WARNING >/dev/null || return 1
   python -c 'import json, sys; print(*(entry["file"] for entry in json.load(sys.stdin)), sep="\0", end="")' \
     <$BUILD/compile_commands.json |
     xargs -0 -n 1 -P "${JOBS:-$(scripts/cores.sh)}" clang-tidy --quiet -p $BUILD --extra-arg=-Wno-unknown-warning-option \

@@ -44,8 +44,6 @@ DEVELOPERS = {
     "changes": "CHANGELOG.md",
     "developers/algorithms": "algorithms/README.md",
     "developers/compressed": "algorithms/shared/compressed/README.md",
-    "developers/rounds": "algorithms/shared/rounds/README.md",
-    "developers/weight_exchanges": "algorithms/shared/weight_exchanges/README.md",
     "developers/backend": "backend/README.md",
     "developers/nccl": "backend/cuda/README.md",
     "developers/kernels": "kernels/README.md",

@@ -79,6 +79,12 @@ def test_every_algorithm_is_foretold_with_lines_that_can_be_pasted(capsys: pytes
             compile(line, "pasted", "eval")
 
 
+@pytest.mark.parametrize(("hosts", "is_said"), [(2, False), (4, True)])
+def test_a_plan_for_more_than_two_hosts_says_how_far_off_it_may_be(hosts: int, is_said: bool) -> None:
+    text = plan.table(MODELS["resnet50"](), 0.2, Line(hosts, 1e9, 0.0), "resnet50")
+    assert ("up to 27 % off" in text) == is_said
+
+
 def test_a_slower_line_makes_every_step_longer_that_communicates() -> None:
     model = MODELS["resnet50"]()
     fast, slow = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch scripts that docs/several_machines.md shows, on a Slurm cluster of two nodes with networks of their own."""
+"""The batch scripts that docs/several_machines.md names, on a Slurm cluster of two nodes with networks of their own."""
 
 import os
 import sys

@@ -118,6 +118,8 @@ def table(parameters: Sequence[Parameter], compute: float, line: Line, what: str
         "beside the training is taken for free.",
         f"{'':<30}{'ms a step':>10}{'DDP / this':>12}{'MB a step':>11}  more loss than float32",
     ]
+    if line.hosts > 2:
+        lines.insert(2, "# With more than 2 hosts the times may be up to 27 % off.")
     for row in found:
         name = "DDP over Gloo" + row.way.removeprefix("gloo") if row.way.startswith("gloo") else row.way
         ratio = found[0].seconds / row.seconds
