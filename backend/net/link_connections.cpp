@@ -27,8 +27,8 @@ constexpr int kNearConnections = 2;
 // 733, 761 and 880 ms with 1, 2 and 4.
 constexpr double kBytesOfConnection = 2e6;
 constexpr int kMostToHold = 8;
-// Over a long way, a connection that is opened once the line is full leaves the kernel's slow start at the first queue,
-// and stays slow for seconds. So many begin together.
+// Where one connection has half of that under way over a long way, so many begin together: one that begins once the
+// line is full leaves the kernel's slow start at the first queue, and stays slow for seconds.
 constexpr std::chrono::microseconds kFar{20000};
 constexpr int kFarConnections = 4;
 // Of several connections over a distance, one that is new or has just lost packets is much slower than the others. It
@@ -84,7 +84,7 @@ int Link::neededConnections() {
   }
   const double underWay =
       static_cast<double>(line.bytesPerSecond) * std::chrono::duration<double>(line.roundTrip).count();
-  const int least = line.roundTrip < kFar ? 1 : kFarConnections;
+  const int least = line.roundTrip < kFar || underWay < kBytesOfConnection / 2 ? 1 : kFarConnections;
   const int toHold = std::clamp(1 + static_cast<int>(std::min(underWay / kBytesOfConnection, 1e6)), least, kMostToHold);
   return usesBbr_ ? toHold : std::max(toHold, lossWatch_.worth());
 }
