@@ -3,10 +3,13 @@
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <fstream>
+#include <iostream>
 #include <map>
+#include <string>
 
 namespace bagua {
 namespace {
@@ -23,7 +26,10 @@ constexpr const char* kNames[] = {"NCCL_NET",
                                   "NCCL_MIN_CTAS",
                                   "NCCL_MAX_CTAS",
                                   "NCCL_MNNVL_ENABLE",
-                                  "NCCL_NET_PLUGIN_REF_COUNT"};
+                                  "NCCL_NET_PLUGIN_REF_COUNT",
+                                  "BAGUA_NCCL_NET",
+                                  "BAGUA_JOB_SECRET",
+                                  "BAGUA_JOB_SECRET_FILE"};
 
 // Begins with nothing set but sockets, and leaves the environment as it was.
 class NcclNetworkTest : public ::testing::Test {
@@ -151,6 +157,53 @@ TEST_F(NcclNetworkTest, WhatNcclReadsFromAFileIsTheUsersChoice) {
   set("NCCL_SOCKET_NTHREADS", "1");
   EXPECT_EQ(ncclSetting("NCCL_SOCKET_NTHREADS"), "1");
   std::remove(path.c_str());
+}
+
+// Settings of our own are read once in a process: each case has one, which tells what NCCL finds in its environment.
+class NcclNetworkDeathTest : public NcclNetworkTest {
+ protected:
+  NcclNetworkDeathTest() {
+    GTEST_FLAG_SET(death_test_style, "threadsafe");
+    unsetenv("NCCL_NET");
+  }
+  [[noreturn]] static void tellWhatNcclFinds(const std::map<std::string, std::string>& settings) {
+    for (const auto& [name, value] : settings) set(name.c_str(), value);
+    std::string found = usesOwnNet() ? "our own;" : "NCCL's;";
+    try {
+      if (usesOwnNet()) loadOwnNet(true);
+    } catch (const c10::Error& error) {
+      found += error.what_without_backtrace();
+    }
+    found += goesOverSockets() ? " over sockets," : " over no sockets,";
+    for (const char* name : {"NCCL_NET_PLUGIN", "NCCL_NET_PLUGIN_REF_COUNT", "NCCL_MNNVL_ENABLE", "NCCL_NET"}) {
+      found += std::string(" ") + name + "=" + valueOf(name);
+    }
+    std::cerr << found << std::endl;
+    _exit(0);
+  }
+  const ::testing::ExitedWithCode ends_{0};
+  static constexpr const char* kSecret = "a secret of a test, worth nothing";
+};
+
+TEST_F(NcclNetworkDeathTest, TheSwitchHasNcclFindOurNetwork) {
+  EXPECT_EXIT(tellWhatNcclFinds({{"BAGUA_NCCL_NET", "1"}}), ends_,
+              "our own; over no sockets, NCCL_NET_PLUGIN=.*libnccl-net-bagua.so NCCL_NET_PLUGIN_REF_COUNT=1 "
+              "NCCL_MNNVL_ENABLE=unset NCCL_NET=unset");
+  EXPECT_EXIT(tellWhatNcclFinds({{"BAGUA_NCCL_NET", "1"}, {"NCCL_NET_PLUGIN_REF_COUNT", "3"}}), ends_,
+              "NCCL_NET_PLUGIN_REF_COUNT=3");
+  EXPECT_EXIT(tellWhatNcclFinds({{"BAGUA_NCCL_NET", "1"}, {"NCCL_NET", "Socket"}}), ends_,
+              "is to send between hosts over bagua's transport .BAGUA_NCCL_NET=1., but NCCL_NET is 'Socket'.* "
+              "NCCL_NET_PLUGIN=unset");
+}
+
+TEST_F(NcclNetworkDeathTest, AJobSecretHasNcclFindOurNetworkAndNoNvlinkBetweenHosts) {
+  EXPECT_EXIT(tellWhatNcclFinds({{"BAGUA_JOB_SECRET", kSecret}}), ends_,
+              "our own; .*NCCL_NET_PLUGIN=.*libnccl-net-bagua.so NCCL_NET_PLUGIN_REF_COUNT=1 NCCL_MNNVL_ENABLE=0");
+  EXPECT_EXIT(tellWhatNcclFinds({{"BAGUA_JOB_SECRET", kSecret}, {"NCCL_MNNVL_ENABLE", "1"}}), ends_,
+              "but NCCL_MNNVL_ENABLE is '1'.* NCCL_NET_PLUGIN=unset");
+  EXPECT_EXIT(tellWhatNcclFinds({{"BAGUA_JOB_SECRET", kSecret}, {"BAGUA_NCCL_NET", "0"}}), ends_,
+              "NCCL's; .* NCCL_NET_PLUGIN=unset");
+  EXPECT_EXIT(tellWhatNcclFinds({}), ends_, "NCCL's; .* NCCL_NET_PLUGIN=unset .* NCCL_MNNVL_ENABLE=unset");
 }
 
 }  // namespace

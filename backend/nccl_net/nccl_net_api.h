@@ -29,7 +29,7 @@ using ProfilerCallback = Result (*)(void** event, int type, void* parent, int64_
 
 inline constexpr size_t kHandleBytes = 128;
 inline constexpr int kPtrHost = 1;
-// Requests of a connection that NCCL may have under way, for each receive that may be grouped.
+// Requests of a comm that NCCL may have under way, for each receive that may be grouped.
 inline constexpr int kMostRequests = 32;
 inline constexpr size_t kMostBytes = size_t{1} << 40U;
 inline constexpr int kMostDevicesOfANic = 4;
@@ -75,10 +75,9 @@ struct DeviceHandle;
 // The functions that are alike in both versions, in their order.
 struct Transfer {
   Result (*accept)(void* listening, void** receiving, DeviceHandle** device);
-  Result (*regMr)(void* connection, void* data, size_t size, int type, void** registration);
-  Result (*regMrDmaBuf)(void* connection, void* data, size_t size, int type, uint64_t offset, int file,
-                        void** registration);
-  Result (*deregMr)(void* connection, void* registration);
+  Result (*regMr)(void* comm, void* data, size_t size, int type, void** registration);
+  Result (*regMrDmaBuf)(void* comm, void* data, size_t size, int type, uint64_t offset, int file, void** registration);
+  Result (*deregMr)(void* comm, void* registration);
   Result (*isend)(void* sending, void* data, size_t size, int tag, void* registration, void* profile, void** request);
   Result (*irecv)(void* receiving, int count, void** data, size_t* sizes, int* tags, void** registrations,
                   void** profiles, void** request);
@@ -87,7 +86,7 @@ struct Transfer {
   Result (*closeSend)(void* sending);
   Result (*closeRecv)(void* receiving);
   Result (*closeListen)(void* listening);
-  Result (*getDeviceMr)(void* connection, void* registration, void** device);
+  Result (*getDeviceMr)(void* comm, void* registration, void** device);
   Result (*irecvConsumed)(void* receiving, int count, void* request);
   Result (*makeVDevice)(int* device, VirtualDevice* properties);
 };

@@ -54,37 +54,42 @@ TEST_F(NcclNet, ASenderHearsOfAReceiverThatHasClosed) {
   EXPECT_EQ(finish(request), Result::kRemoteError);
   EXPECT_NE(lastWarning().find("sending to "), std::string::npos) << lastWarning();
   EXPECT_EQ(transfer().closeSend(ends.sending), Result::kSuccess);
+  const Ends small = connect();
+  EXPECT_EQ(transfer().closeRecv(small.receiving), Result::kSuccess);
+  EXPECT_EQ(sendInVain(small.sending), Result::kRemoteError);
+  EXPECT_EQ(transfer().closeSend(small.sending), Result::kSuccess);
 }
 
 TEST_F(NcclNet, AConnectionThatIsGivenUpHalfWayHindersNoOther) {
-  std::array<char, kHandleBytes> handle{};
-  void* listening = nullptr;
-  void* sending = nullptr;
-  // A listener to which nobody comes, and one whose sender comes and is not let in.
-  ASSERT_EQ(plugin().listen(context_, 0, handle.data(), &listening), Result::kSuccess);
+  Handle handle{};
+  // A listener to which nobody comes, one whose sender comes and is not let in, and one whose sender comes too late.
+  void* listening = listen(context_, handle);
   void* receiving = &receiving;
   EXPECT_EQ(transfer().accept(listening, &receiving, nullptr), Result::kSuccess);
   EXPECT_EQ(receiving, nullptr);
   EXPECT_EQ(transfer().closeListen(listening), Result::kSuccess);
-  ASSERT_EQ(plugin().listen(context_, 0, handle.data(), &listening), Result::kSuccess);
-  for (int i = 0; i < 1000 && sending == nullptr; ++i) {
-    EXPECT_EQ(plugin().connect(context_, 0, handle.data(), &sending, nullptr), Result::kSuccess);
-    std::this_thread::sleep_for(1ms);
+  for (const bool isLate : {false, true}) {
+    listening = listen(context_, handle);
+    if (isLate) {
+      EXPECT_EQ(transfer().closeListen(listening), Result::kSuccess);
+    }
+    void* const sending = dial(context_, handle);
+    ASSERT_NE(sending, nullptr);
+    std::this_thread::sleep_for(100ms);
+    if (!isLate) {
+      EXPECT_EQ(transfer().closeListen(listening), Result::kSuccess);
+    }
+    EXPECT_EQ(sendInVain(sending), Result::kRemoteError);
+    EXPECT_NE(lastWarning().find("it has closed its end"), std::string::npos) << lastWarning();
+    EXPECT_EQ(transfer().closeSend(sending), Result::kSuccess);
   }
-  ASSERT_NE(sending, nullptr);
-  std::this_thread::sleep_for(100ms);
-  EXPECT_EQ(transfer().closeListen(listening), Result::kSuccess);
-  // More than leaves without a place for it.
-  const Bytes large(64 << 20);
-  EXPECT_EQ(finish(send(sending, large)), Result::kRemoteError);
-  EXPECT_EQ(transfer().closeSend(sending), Result::kSuccess);
   const Ends ends = connect();
   ASSERT_NO_FATAL_FAILURE(expectAMessageArrives(ends));
   close(ends);
 }
 
 TEST_F(NcclNet, TheHandleOfAnotherNetworkIsRefusedWithAdvice) {
-  std::array<char, kHandleBytes> handle{};
+  Handle handle{};
   void* sending = nullptr;
   EXPECT_EQ(plugin().connect(context_, 0, handle.data(), &sending, nullptr), Result::kInvalidUsage);
   EXPECT_EQ(sending, nullptr);

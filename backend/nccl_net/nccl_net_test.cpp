@@ -195,7 +195,7 @@ TEST_F(NcclNet, TheOlderInterfaceIsTheSameNetwork) {
   PropertiesV10 properties;
   ASSERT_EQ(older->getProperties(0, &properties), Result::kSuccess);
   EXPECT_EQ(properties.ptrSupport, kPtrHost);
-  std::array<char, kHandleBytes> handle{};
+  Handle handle{};
   void* listening = nullptr;
   Ends ends;
   CommConfig config{.trafficClass = -1};

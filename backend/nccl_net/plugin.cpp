@@ -6,18 +6,30 @@
 #include <limits>
 #include <utility>
 
+#include "backend/nccl_net/context.h"
+#include "backend/nccl_net/device.h"
 #include "backend/nccl_net/log.h"
-#include "backend/nccl_net/network.h"
+#include "backend/net/process_transport.h"
 #include "backend/operation/operation.h"
+#include "backend/os/process_mark.h"
 #include "backend/security/job_security.h"
 
 namespace bagua::nccl_net {
 namespace {
 
+// Whether NCCL has called this library first in a process that this one was forked from.
+bool isForkedChild() {
+  static const ProcessMark mark;
+  return mark.isFromParent();
+}
+
 // No exception passes into NCCL, which is C: it is a line of the log and an error.
 template <class Function>
 Result guarded(const Function& function) {
   try {
+    TORCH_CHECK_VALUE(!isForkedChild(),
+                      "this process was forked from one that uses NCCL, and has none of the threads that serve its "
+                      "connections: start processes with the method spawn");
     return function();
   } catch (const c10::ValueError&) {
     warn(messageOf(std::current_exception()));
@@ -31,12 +43,12 @@ Result guarded(const Function& function) {
   }
 }
 
-// Where there is no transport, this succeeds nevertheless, and listen() fails: if NCCL cannot initialise a plugin, it
-// takes its own sockets, which do not encrypt.
+// Where there is no transport, or it is a parent's, this succeeds nevertheless, and listen() fails: if NCCL cannot
+// initialise a plugin, it takes its own sockets, which do not encrypt.
 Result begin(Logger logger) {
   ncclLog = logger;
   static_cast<void>(guarded([] {
-    const auto address = Network::ofProcess().transport()->address().address;
+    const auto address = net::processTransport()->address().address;
     const auto security = jobSecurity();
     const std::string protection =
         security ? "encrypted, with the job secret " + security->fingerprint() : "not encrypted: no job secret is set";
@@ -51,21 +63,8 @@ Result devices(int* count) {
   return Result::kSuccess;
 }
 
-// As begin() does, this succeeds where there is no network, and listen() fails.
-const Network::Device& ownDevice() {
-  static const Network::Device unknown;
-  try {
-    // NCCL keeps the pointer to the name.
-    static const auto* const device = new Network::Device(Network::device());  // NOLINT
-    return *device;
-  } catch (const std::exception& error) {
-    warn(error.what());
-    return unknown;
-  }
-}
-
 void describe(PropertiesV10& properties) {
-  const Network::Device& device = ownDevice();
+  const Device& device = ownDevice();
   properties = {};
   properties.name = const_cast<char*>(device.interface.c_str());  // NOLINT(cppcoreguidelines-pro-type-const-cast)
   properties.ptrSupport = kPtrHost;
@@ -80,27 +79,24 @@ void describe(PropertiesV10& properties) {
   properties.maxCollBytes = kMostBytes;
 }
 
+// As begin() does, these always succeed.
 Result getPropertiesV10(int, PropertiesV10* properties) {
-  return guarded([&] {
-    describe(*properties);
-    return Result::kSuccess;
-  });
+  describe(*properties);
+  return Result::kSuccess;
 }
 
 Result getPropertiesV11(int, PropertiesV11* properties) {
-  return guarded([&] {
-    describe(properties->common);
-    properties->maxMultiRequestSize = 1;
-    return Result::kSuccess;
-  });
+  describe(properties->common);
+  properties->maxMultiRequestSize = 1;
+  return Result::kSuccess;
 }
 
-Result listen(void*, int, void* handle, void** listening) {
+Result listen(void* context, int, void* handle, void** listening) {
   return guarded([&] {
-    auto listener = std::make_unique<Listener>(Network::ofProcess().transport());
-    const Handle own = listener->handle();
+    ListenComm& made = static_cast<Context*>(context)->listen();
+    const Handle own = made.handle();
     std::memcpy(handle, &own, sizeof(own));
-    *listening = listener.release();
+    *listening = &made;
     return Result::kSuccess;
   });
 }
@@ -110,14 +106,14 @@ Result connect(void* context, int, void* handle, void** sending, DeviceHandle**)
     Handle peer;
     std::memcpy(&peer, handle, sizeof(peer));
     Result result = Result::kSuccess;
-    *sending = Network::ofProcess().connect(context, peer, result).release();
+    *sending = static_cast<Context*>(context)->connect(peer, result).release();
     return result;
   });
 }
 
 Result accept(void* listening, void** receiving, DeviceHandle**) {
   return guarded([&] {
-    *receiving = static_cast<Listener*>(listening)->accept().release();
+    *receiving = static_cast<ListenComm*>(listening)->accept().release();
     return Result::kSuccess;
   });
 }
@@ -125,17 +121,17 @@ Result accept(void* listening, void** receiving, DeviceHandle**) {
 Result regMr(void*, void* data, size_t size, int type, void** registration) {
   if (type != kPtrHost) return Result::kInvalidUsage;
   return guarded([&] {
-    *registration = new Connection::Range{.data = static_cast<const uint8_t*>(data), .size = size};  // NOLINT
+    *registration = new Comm::Range{.data = static_cast<const uint8_t*>(data), .size = size};  // NOLINT
     return Result::kSuccess;
   });
 }
 
 Result regMrDmaBuf(void*, void*, size_t, int, uint64_t, int, void**) { return Result::kInvalidUsage; }
 
-Result deregMr(void* connection, void* registration) {
+Result deregMr(void* comm, void* registration) {
   return guarded([&] {
-    const std::unique_ptr<Connection::Range> range(static_cast<Connection::Range*>(registration));
-    if (range) static_cast<Connection*>(connection)->forget(*range);
+    const std::unique_ptr<Comm::Range> range(static_cast<Comm::Range*>(registration));
+    if (range) static_cast<Comm*>(comm)->forget(*range);
     return Result::kSuccess;
   });
 }
@@ -144,8 +140,8 @@ Result isend(void* sending, void* data, size_t size, int tag, void*, void*, void
   // NCCL counts received bytes in an int.
   if (size > std::numeric_limits<int>::max()) return Result::kInvalidArgument;
   return guarded([&] {
-    Connection::Request* made = nullptr;
-    const Result result = static_cast<Connection*>(sending)->send({static_cast<const uint8_t*>(data), size}, tag, made);
+    Comm::Request* made = nullptr;
+    const Result result = static_cast<Comm*>(sending)->send({static_cast<const uint8_t*>(data), size}, tag, made);
     *request = made;
     return result;
   });
@@ -155,10 +151,10 @@ Result isend(void* sending, void* data, size_t size, int tag, void*, void*, void
 Result irecv(void* receiving, int count, void** data, size_t* sizes, int* tags, void**, void**, void** request) {
   if (count < 1 || count > kMostGrouped) return Result::kInvalidArgument;
   return guarded([&] {
-    std::vector<Connection::Part> parts;
+    std::vector<Comm::Part> parts;
     for (int i = 0; i < count; ++i) parts.push_back({static_cast<uint8_t*>(data[i]), sizes[i], tags[i]});
-    Connection::Request* made = nullptr;
-    const Result result = static_cast<Connection*>(receiving)->receive(parts, made);
+    Comm::Request* made = nullptr;
+    const Result result = static_cast<Comm*>(receiving)->receive(parts, made);
     *request = made;
     return result;
   });
@@ -172,36 +168,48 @@ Result iflush(void*, int, void**, int*, void**, void** request) {
 
 Result test(void* request, int* isDone, int* sizes) {
   return guarded([&] {
-    auto& tested = *static_cast<Connection::Request*>(request);
+    auto& tested = *static_cast<Comm::Request*>(request);
     bool isComplete = false;
-    const Result result = tested.connection().test(tested, isComplete, sizes);
+    const Result result = tested.comm().test(tested, isComplete, sizes);
     *isDone = isComplete ? 1 : 0;
     return result;
   });
 }
 
-Result closeConnection(void* connection) {
+Result closeComm(void* comm) {
   return guarded([&] {
-    delete static_cast<Connection*>(connection);  // NOLINT(cppcoreguidelines-owning-memory)
+    delete static_cast<Comm*>(comm);  // NOLINT(cppcoreguidelines-owning-memory)
     return Result::kSuccess;
   });
 }
 
 Result closeListen(void* listening) {
   return guarded([&] {
-    delete static_cast<Listener*>(listening);  // NOLINT(cppcoreguidelines-owning-memory)
+    const auto& closed = *static_cast<ListenComm*>(listening);
+    closed.context().close(closed);
     return Result::kSuccess;
   });
 }
 
-Result initV10(Logger logger, ProfilerCallback) { return begin(logger); }
-Result listenV10(int device, void* handle, void** listening) { return listen(nullptr, device, handle, listening); }
-Result connectV10(int device, CommConfig*, void* handle, void** sending, DeviceHandle** sendDevice) {
-  return connect(nullptr, device, handle, sending, sendDevice);
+// All communicators have one. NCCL does not say when one ends, and initialises again only when there is none.
+Context& contextOfV10() {
+  static auto* const context = new Context;  // NOLINT(cppcoreguidelines-owning-memory)
+  return *context;
 }
-
-// One for each communicator. It is a name, and nothing else.
-struct Context {};
+Result initV10(Logger logger, ProfilerCallback) {
+  begin(logger);
+  static_cast<void>(guarded([] {
+    contextOfV10().clear();
+    return Result::kSuccess;
+  }));
+  return Result::kSuccess;
+}
+Result listenV10(int device, void* handle, void** listening) {
+  return listen(&contextOfV10(), device, handle, listening);
+}
+Result connectV10(int device, CommConfig*, void* handle, void** sending, DeviceHandle** sendDevice) {
+  return connect(&contextOfV10(), device, handle, sending, sendDevice);
+}
 
 Result initV11(void** context, uint64_t, CommConfig*, Logger logger, ProfilerCallback) {
   *context = new Context;  // NOLINT(cppcoreguidelines-owning-memory)
@@ -209,8 +217,7 @@ Result initV11(void** context, uint64_t, CommConfig*, Logger logger, ProfilerCal
 }
 Result finalizeV11(void* context) {
   return guarded([&] {
-    const std::unique_ptr<Context> owned(static_cast<Context*>(context));
-    Network::ofProcess().forget(context);
+    delete static_cast<Context*>(context);  // NOLINT(cppcoreguidelines-owning-memory)
     return Result::kSuccess;
   });
 }
@@ -223,8 +230,8 @@ constexpr Transfer kTransfer{.accept = accept,
                              .irecv = irecv,
                              .iflush = iflush,
                              .test = test,
-                             .closeSend = closeConnection,
-                             .closeRecv = closeConnection,
+                             .closeSend = closeComm,
+                             .closeRecv = closeComm,
                              .closeListen = closeListen,
                              .getDeviceMr = nullptr,
                              .irecvConsumed = nullptr,

@@ -91,6 +91,9 @@ struct Frame {
     kReceived = 10,
     // The connection key.stream has ended, and has brought `total` frames.
     kEnded = 11,
+    // The answer to whoever sends for a group that the process of the other side has left, or will not join, without
+    // having spoken with it: it takes nothing for the group, and sends nothing.
+    kAbsent = 12,
   };
   uint32_t magic = kMagic;
   Kind kind = Kind::kData;
@@ -144,7 +147,7 @@ inline bool isControl(const Frame& frame) {
   return frame.kind == Frame::Kind::kPlace || frame.kind == Frame::Kind::kLeave || frame.kind == Frame::Kind::kMemory ||
          frame.kind == Frame::Kind::kCells || frame.kind == Frame::Kind::kCredit ||
          frame.kind == Frame::Kind::kWelcome || frame.kind == Frame::Kind::kReceived ||
-         frame.kind == Frame::Kind::kEnded;
+         frame.kind == Frame::Kind::kEnded || frame.kind == Frame::Kind::kAbsent;
 }
 
 // Returns whether a frame is kept until it is acknowledged.

@@ -20,7 +20,13 @@ Group::Group(std::shared_ptr<Transport> transport, uint64_t id, int rank, std::v
       inbox_(std::move(inbox)),
       links_(ranks_.size()) {}
 
-Group::~Group() { transport_->leave(id_); }
+Group::~Group() {
+  std::vector<uint64_t> links;
+  for (const auto& link : links_) {
+    if (link) links.push_back(link->id());
+  }
+  transport_->leave(id_, std::move(links));
+}
 
 std::shared_ptr<Link> Group::linkTo(int peer) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -89,6 +95,16 @@ void Group::leave() {
   for (const auto& link : links) {
     if (link) link->leave(id_, static_cast<uint32_t>(rank_));
   }
+}
+
+void Group::onAbsent(const ProcessId& process) {
+  for (uint32_t peer = 0; peer < ranks_.size(); ++peer) {
+    if (ranks_[peer].process == process) inbox_->noteLeave(peer, 0, leaveOf(peer));
+  }
+}
+
+std::string Group::leaveOf(uint32_t rank) {
+  return c10::str("Connection closed by peer: rank ", rank, " has left the group");
 }
 
 void Group::onLost(const Link& link, const ProcessId& process, const std::string& error) {

@@ -61,6 +61,10 @@ class Group {
   void leave();
   // Returns the first peer whose connection was lost before it left, in words.
   std::optional<std::string> findLost();
+  // `process` takes nothing for this group, and sends nothing.
+  void onAbsent(const ProcessId& process);
+  // Returns what waiters get to hear of a rank that has left.
+  static std::string leaveOf(uint32_t rank);
   // The transport has lost `link`, which led to `process`. A group that has not used it goes on over another one.
   void onLost(const Link& link, const ProcessId& process, const std::string& error);
 

@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace bagua::net {
@@ -43,10 +44,10 @@ void GroupTable::add(uint64_t group, const std::shared_ptr<Group>& joined) {
   groups_[group] = joined;
 }
 
-std::shared_ptr<Inbox> GroupTable::remove(uint64_t group) {
+std::shared_ptr<Inbox> GroupTable::remove(uint64_t group, std::vector<uint64_t> links) {
   std::erase(unjoined_, group);
   groups_.erase(group);
-  if (left_.insert(group).second) leftInOrder_.push_back(group);
+  if (left_.emplace(group, std::move(links)).second) leftInOrder_.push_back(group);
   if (leftInOrder_.size() > kMostLeft) {
     left_.erase(leftInOrder_.front());
     leftInOrder_.pop_front();
@@ -55,19 +56,32 @@ std::shared_ptr<Inbox> GroupTable::remove(uint64_t group) {
   if (found == inboxes_.end()) return nullptr;
   auto inbox = std::move(found->second);
   inboxes_.erase(found);
+  inbox->close();
   return inbox;
 }
 
-void GroupTable::leave(uint64_t group) {
-  std::shared_ptr<Inbox> removed;
+std::shared_ptr<Inbox> GroupTable::leave(uint64_t group, std::vector<uint64_t> links) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  removed = remove(group);
+  return remove(group, std::move(links));
 }
 
-void GroupTable::abandon(uint64_t group) {
-  std::shared_ptr<Inbox> removed;
+std::shared_ptr<Inbox> GroupTable::abandon(uint64_t group) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!groups_.contains(group)) removed = remove(group);
+  return groups_.contains(group) ? nullptr : remove(group);
+}
+
+bool GroupTable::isToHear(uint64_t group, uint64_t link) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto left = left_.find(group);
+  if (left == left_.end() || std::ranges::find(left->second, link) != left->second.end()) return false;
+  left->second.push_back(link);
+  return true;
+}
+
+std::shared_ptr<Group> GroupTable::find(uint64_t group) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto joined = groups_.find(group);
+  return joined == groups_.end() ? nullptr : joined->second.lock();
 }
 
 std::vector<std::shared_ptr<Group>> GroupTable::groups() {

@@ -110,6 +110,12 @@ void Inbox::failAllOf(uint32_t source, const std::string& error) {
   for (const auto& signal : woken) signal->notify();
 }
 
+bool Inbox::hasHeardFrom(const FlowControl& sender) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(sources_.begin(), sources_.end(),
+                     [&](const auto& entry) { return entry.second.sender == &sender; });
+}
+
 void Inbox::failAllOver(const FlowControl& sender, const std::string& error) {
   std::vector<uint32_t> failed;
   {

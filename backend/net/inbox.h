@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -45,6 +46,11 @@ class Inbox {
   void noteLeave(uint32_t source, uint64_t frames, const std::string& error);
   // A data frame of `source` has come to its end.
   void noteFrame(uint32_t source);
+  // The group was left. Of a frame that is just coming, hasHeardFrom() after this or isClosed() after begin() tells.
+  void close() { isClosed_ = true; }
+  [[nodiscard]] bool isClosed() const { return isClosed_; }
+  // Returns whether something has come over `sender`.
+  [[nodiscard]] bool hasHeardFrom(const FlowControl& sender);
 
  private:
   struct Source {
@@ -69,6 +75,7 @@ class Inbox {
   uint64_t retiredBelow_ = 0;
   std::set<uint64_t> retired_;
   std::vector<std::weak_ptr<Signal>> watchers_;
+  std::atomic<bool> isClosed_ = false;
 };
 
 // A frame goes to these: its message, which is null where the frame is refused, and the inbox that counts it; that is

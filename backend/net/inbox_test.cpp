@@ -139,6 +139,23 @@ TEST(GroupTable, OnlySoManyGroupsHaveWhatCameBeforeTheyWereJoined) {
   EXPECT_THROW(table.join(0), c10::DistNetworkError);
 }
 
+// The frames that it was told of over those others may still be on their way.
+TEST(GroupTable, APeerIsToHearOnceThatAGroupWasLeftAndNotWhereItHasBeenTold) {
+  constexpr uint64_t kGroup = 1;
+  constexpr uint64_t kTold = 5;
+  constexpr uint64_t kOther = 6;
+  GroupTable table;
+  EXPECT_FALSE(table.isToHear(kGroup, kOther)) << "nobody has left";
+  const auto inbox = table.join(kGroup);
+  EXPECT_FALSE(table.isToHear(kGroup, kOther));
+  EXPECT_FALSE(inbox->isClosed());
+  EXPECT_EQ(table.leave(kGroup, {kTold}), inbox);
+  EXPECT_TRUE(inbox->isClosed());
+  EXPECT_FALSE(table.isToHear(kGroup, kTold));
+  EXPECT_TRUE(table.isToHear(kGroup, kOther));
+  EXPECT_FALSE(table.isToHear(kGroup, kOther));
+}
+
 TEST(GroupTable, AnAbandonedGroupKeepsNothingUnlessItWasJoined) {
   GroupTable table;
   const std::weak_ptr<Inbox> unused = table.inboxOf(1);
@@ -149,7 +166,7 @@ TEST(GroupTable, AnAbandonedGroupKeepsNothingUnlessItWasJoined) {
   table.add(2, nullptr);
   table.abandon(2);
   EXPECT_EQ(table.inboxOf(2), inbox);
-  table.leave(2);
+  table.leave(2, {});
   EXPECT_FALSE(table.inboxOf(2));
 }
 

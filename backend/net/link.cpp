@@ -183,6 +183,9 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
     }
     case Frame::Kind::kEnded:
       return onEnded(connection, frame.key.stream, frame.total);
+    case Frame::Kind::kAbsent:
+      if (const auto owner = owner_.lock()) owner->onAbsent(*this, frame.group);
+      return true;
     default:
       if (const auto owner = owner_.lock()) owner->onLeave(frame);
       return true;

@@ -44,11 +44,13 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
     Owner(const Owner&) = delete;
     Owner& operator=(const Owner&) = delete;
 
-    // See FrameSink. `sender` is the link.
+    // See FrameSink.
     virtual Delivery begin(const Frame& frame, const std::vector<uint8_t>& context,
-                           const std::shared_ptr<FlowControl>& sender) = 0;
+                           const std::shared_ptr<Link>& link) = 0;
     // A rank has left a group, after so many data frames.
     virtual void onLeave(const Frame& frame) = 0;
+    // The peer takes nothing for a group, and has sent nothing for it over this link.
+    virtual void onAbsent(const Link& link, uint64_t group) = 0;
     // The link has ended, with what was under way on it.
     virtual void onLost(const Link& link, const std::string& error) = 0;
   };
@@ -94,6 +96,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void grantCredit(uint64_t group, uint64_t bytes) override;
   // Gives up what is still to be sent for a group, and tells the peer that no more will come from rank `source`.
   void leave(uint64_t group, uint32_t source);
+  // Tells the peer that this process has no part in a group, for which it has sent nothing over this link.
+  void tellAbsence(uint64_t group) { sendControl({.kind = Frame::Kind::kAbsent, .group = group}); }
 
   // Takes a connection that the peer has opened. Returns false where that belongs to another link than so far: the peer
   // has lost the one that this is the end of.

@@ -12,6 +12,7 @@
 #include <ctime>
 #include <filesystem>
 #include <future>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -123,6 +124,34 @@ TEST_F(TwoTransports, WhatCameForAGroupThatIsNeverJoinedIsThrownAway) {
   // What comes later is, too.
   for (uint32_t i = 12; i < 24; ++i) sending.push_back(group->send(1, 1, i, all(sent)));
   EXPECT_TRUE(comes(*signal_, allLeave));
+}
+
+// What has come before the end of a membership is told of, and what comes after it.
+TEST_F(TwoTransports, WhoeverSendsForAGroupThatThePeerHasLeftHearsOfIt) {
+  const std::vector<ProcessAddress> addresses{first_->address(), second_->address()};
+  const Bytes sent = pattern(10, 1);
+  for (const bool isJoined : {true, false}) {
+    for (const bool isEarly : {true, false}) {
+      const uint64_t id = 8 + (isJoined ? 2 : 0) + (isEarly ? 1 : 0);
+      const auto group = first_->join(id, 0, addresses);
+      const auto receiving = group->receive(1, 1, 0, {.signal = signal_});
+      std::optional<Membership> membership(std::in_place, second_, id);
+      auto joined = isJoined ? second_->join(id, 1, addresses) : nullptr;
+      std::unique_ptr<Group::Sending> sending;
+      if (isEarly) {
+        sending = group->send(1, 1, 0, all(sent));
+        std::this_thread::sleep_for(100ms);
+        EXPECT_EQ(receiving->state().error, "");
+      }
+      joined.reset();
+      membership.reset();
+      if (!isEarly) sending = group->send(1, 1, 0, all(sent));
+      ASSERT_TRUE(comes(*signal_, [&] { return !receiving->state().error.empty(); })) << isJoined << isEarly;
+      EXPECT_NE(receiving->state().error.find("rank 1 has left the group"), std::string::npos);
+      EXPECT_NE(group->errorOf(1), "");
+    }
+  }
+  EXPECT_TRUE(arrives(1, sent)) << "another group";
 }
 
 // Both processes open connections whose other ends this test can stop.

@@ -46,10 +46,10 @@ void finishSending() {
 
 }  // namespace
 
-std::shared_ptr<Transport> newTransport() {
+std::shared_ptr<Transport> newTransport(config::PortRange ports) {
   const auto security = jobSecurity();
   return Transport::listenAt(localAddress(), config::socketConnections(), security ? security->encryption() : nullptr,
-                             kPatienceWithSilence, config::ports());
+                             kPatienceWithSilence, ports);
 }
 
 std::shared_ptr<Transport> processTransport() {

@@ -11,6 +11,6 @@ namespace bagua::net {
 // Throws DistNetworkError or ValueError. A forked child gets one of its own.
 std::shared_ptr<Transport> processTransport();
 // Makes another one at the same address, for a rank that is not alone in its process.
-std::shared_ptr<Transport> newTransport();
+std::shared_ptr<Transport> newTransport(config::PortRange ports = config::ports());
 
 }  // namespace bagua::net

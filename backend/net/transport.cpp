@@ -146,11 +146,26 @@ void Transport::finish() {
   }
 }
 
-Delivery Transport::begin(const Frame& frame, const std::vector<uint8_t>& context,
-                          const std::shared_ptr<FlowControl>& sender) {
-  if (auto inbox = table_.inboxOf(frame.group)) return {inbox->begin(frame, context, sender), inbox};
+void Transport::tellSenders(uint64_t group, const std::shared_ptr<Inbox>& inbox) {
+  if (!inbox) return;
+  for (const auto& link : allLinks()) {
+    if (inbox->hasHeardFrom(*link)) tellSender(group, *link);
+  }
+}
+
+void Transport::tellSender(uint64_t group, Link& link) {
+  if (table_.isToHear(group, link.id())) link.tellAbsence(group);
+}
+
+Delivery Transport::begin(const Frame& frame, const std::vector<uint8_t>& context, const std::shared_ptr<Link>& link) {
+  if (auto inbox = table_.inboxOf(frame.group)) {
+    Delivery delivery{inbox->begin(frame, context, link), inbox};
+    if (inbox->isClosed()) tellSender(frame.group, *link);
+    return delivery;
+  }
+  tellSender(frame.group, *link);
   auto unwanted = Incoming::unwanted();
-  const auto budget = std::make_shared<UnsolicitedBudget>(sender, frame.group);
+  const auto budget = std::make_shared<UnsolicitedBudget>(link, frame.group);
   if (!unwanted->begin(frame, context, budget)) return {};
   budget->grantCredit();
   return {std::move(unwanted), nullptr};
@@ -159,8 +174,11 @@ Delivery Transport::begin(const Frame& frame, const std::vector<uint8_t>& contex
 void Transport::onLeave(const Frame& frame) {
   const auto inbox = table_.inboxOf(frame.group);
   if (!inbox) return;
-  inbox->noteLeave(frame.key.source, frame.total,
-                   c10::str("Connection closed by peer: rank ", frame.key.source, " has left the group"));
+  inbox->noteLeave(frame.key.source, frame.total, Group::leaveOf(frame.key.source));
+}
+
+void Transport::onAbsent(const Link& link, uint64_t group) {
+  if (const auto joined = table_.find(group)) joined->onAbsent(link.peer());
 }
 
 void Transport::onLost(const Link& link, const std::string& error) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/net/event_loop.h"
@@ -41,8 +42,9 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
   // This process will join the group when it knows the other ranks: what comes before waits in the result. Throws as
   // join() does.
   std::shared_ptr<Inbox> expect(uint64_t id);
-  // This process will not join the group any more, if it has not yet: what has come for it is thrown away.
-  void abandon(uint64_t group) { table_.abandon(group); }
+  // This process will not join the group any more, if it has not yet: what has come for it is thrown away, and whoever
+  // sends for it hears of that as of a leave.
+  void abandon(uint64_t group) { tellSenders(group, table_.abandon(group)); }
   // Waits until peers have told that all has come which has been sent to them, but not for long: what is still in the
   // kernel when a process ends can be lost.
   void finish();
@@ -65,11 +67,15 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
   void welcome(const Hello& hello, Stream stream);
   // Tells whoever has opened a connection that this is no end of its link.
   void refuse(const Hello& hello, Stream stream);
-  void leave(uint64_t group) { table_.leave(group); }
+  // A group ends, which has spoken with its peers over these links.
+  void leave(uint64_t group, std::vector<uint64_t> links) { tellSenders(group, table_.leave(group, std::move(links))); }
+  // Tells those from whom something has come for a group that was left, and who do not know of that.
+  void tellSenders(uint64_t group, const std::shared_ptr<Inbox>& inbox);
+  void tellSender(uint64_t group, Link& link);
 
-  Delivery begin(const Frame& frame, const std::vector<uint8_t>& context,
-                 const std::shared_ptr<FlowControl>& sender) override;
+  Delivery begin(const Frame& frame, const std::vector<uint8_t>& context, const std::shared_ptr<Link>& link) override;
   void onLeave(const Frame& frame) override;
+  void onAbsent(const Link& link, uint64_t group) override;
   void onLost(const Link& link, const std::string& error) override;
 
   const Link::Opening opening_;

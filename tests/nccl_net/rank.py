@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import json
+import os
 import random
+import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from plugin import Net, NetError
+
+sys.path.append(str(Path(__file__).parents[1] / "faults"))
+from reset_connections import reset_connections
 
 # What NCCL has under way of a channel with its buffers of 4 MiB: so many messages of so many bytes.
 WINDOW = 4
@@ -32,7 +40,8 @@ class _Rank:
     def connect(self) -> None:
         """Connect to every other rank, with so many channels in each direction."""
         options = self.options
-        peers = [peer for peer in range(options.size) if peer != options.rank]
+        # A rank that is alone connects to itself.
+        peers = [peer for peer in range(options.size) if peer != options.rank or options.size == 1]
         listeners = {}
         for peer in peers:
             for channel in range(options.channels):
@@ -105,15 +114,68 @@ class _Rank:
             raise AssertionError("the sum is wrong")
         return {"numbers": size * count}
 
+    def tree(self) -> dict[str, Any]:
+        """A sum of all ranks' 64-bit numbers up a binary tree, and its way down, several times."""
+        rank, size = self.options.rank, self.options.size
+        children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
+        parent = (rank - 1) // 2
+        count = self.options.most // 8
+        for number in range(self.options.rounds):
+            own = (ctypes.c_int64 * count)(*((rank + 1) * (i + number) for i in range(count)))
+            places = [(ctypes.c_int64 * count)() for _ in children]
+            self.net.wait(
+                self.net.receive(self.receivers[child, 0], [place], [8 * count], [0])
+                for child, place in zip(children, places, strict=True)
+            )
+            total = (ctypes.c_int64 * count)(*map(sum, zip(own, *places, strict=True)))
+            if rank > 0:
+                self.net.wait([self.net.send(self.senders[parent, 0], total, 8 * count)])
+                self.net.wait([self.net.receive(self.receivers[parent, 0], [total], [8 * count], [1])])
+            self.net.wait([self.net.send(self.senders[child, 0], total, 8 * count, 1) for child in children])
+            ranks = size * (size + 1) // 2
+            if list(total) != [ranks * (i + number) for i in range(count)]:
+                raise AssertionError("the sum is wrong")
+        return {"numbers": self.options.rounds * count}
+
+    def sizes(self) -> dict[str, Any]:
+        """Around a ring, messages from 0 bytes to --most: what has come is sent on until it is back."""
+        rank, size = self.options.rank, self.options.size
+        sending, receiving = self.senders[(rank + 1) % size, 0], self.receivers[(rank - 1) % size, 0]
+        found = []
+        for bytes_ in (0, 1, 4 << 10, 1 << 20, 64 << 20, 1 << 30):
+            if bytes_ > self.options.most:
+                break
+            data, place = _numbered_blocks(bytes_, rank), bytearray(bytes_)
+            sent_digest = hashlib.sha256(data).digest()
+            for _ in range(size):
+                came = ctypes.c_int(-1)
+                request = self.net.receive(receiving, [_memory_of(place)], [bytes_], [0])
+                sent = self.net.send(sending, _memory_of(data), bytes_)
+                while not self.net.is_done(request, ctypes.byref(came)):
+                    time.sleep(0.0001)
+                self.net.wait([sent])
+                if came.value != bytes_:
+                    raise AssertionError(f"{came.value} bytes have come instead of {bytes_}")
+                data, place = place, data
+            if hashlib.sha256(data).digest() != sent_digest:
+                raise AssertionError(f"{bytes_} bytes have changed on their way")
+            found.append(bytes_)
+        return {"sizes": found}
+
     def stream(self) -> dict[str, Any]:
-        """From rank 0 to rank 1 on one channel, with what NCCL has under way; seconds until the receiver has it all."""
+        """From rank 0 to rank 1 on one channel, with what NCCL has under way.
+
+        Returns the seconds until the receiver has it all, and those of the last half.
+        """
         count = self.options.most // MESSAGE
         is_sender = self.options.rank == 0
         other = 1 - self.options.rank
         buffers = [ctypes.create_string_buffer(random.Random(i).randbytes(MESSAGE), MESSAGE) for i in range(WINDOW)]
-        begin = time.monotonic()
+        begin = half = time.monotonic()
         requests: list[ctypes.c_void_p] = []
         for number in range(count):
+            if number == count // 2:
+                half = time.monotonic()
             if len(requests) == WINDOW:
                 self.net.wait([requests.pop(0)])
             buffer = buffers[number % WINDOW]
@@ -128,21 +190,92 @@ class _Rank:
             self.net.wait([self.net.receive(self.receivers[other, 0], [word], [1], [0])])
         else:
             self.net.wait([self.net.send(self.senders[other, 0], word, 1)])
-        return {"bytes": count * MESSAGE, "seconds": time.monotonic() - begin}
+        end = time.monotonic()
+        return {"bytes": count * MESSAGE, "seconds": end - begin, "last_half": end - half}
 
-    def die(self) -> dict[str, Any]:
+    def wait_for_the_other(self) -> dict[str, Any]:
         """Rank 0 waits for rank 1, which says that it is there and does nothing more."""
-        if self.options.rank == 1:
-            print("ready", flush=True)
-            time.sleep(self.options.seconds)
+        self._say_that_it_is_there()
         place = ctypes.create_string_buffer(1)
         self.net.wait([self.net.receive(self.receivers[1, 0], [place], [1], [0])])
         return {}
+
+    def send_to_the_other(self) -> dict[str, Any]:
+        """Rank 0 sends to rank 1, which says that it is there and does nothing more."""
+        self._say_that_it_is_there()
+        byte = ctypes.create_string_buffer(1)
+        while True:
+            self.net.wait([self.net.send(self.senders[1, 0], byte, 1)])
+            time.sleep(0.001)
+
+    def _say_that_it_is_there(self) -> None:
+        if self.options.rank == 1:
+            print("ready", flush=True)
+            time.sleep(self.options.seconds)
+
+    # --- What happens meanwhile ---------------------------------------------------------------------------------------
+
+    def among_resets(self, task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run a task while this rank resets connections of its own at random moments."""
+        is_over = threading.Event()
+        resets = 0
+
+        def trouble() -> None:
+            nonlocal resets
+            chance = random.Random(self.options.rank)
+            while not is_over.wait(chance.uniform(0.0, 0.06)):
+                resets += reset_connections(lambda _own, _peer: chance.random() < 0.5)
+
+        thread = threading.Thread(target=trouble)
+        thread.start()
+        try:
+            found = task()
+        finally:
+            is_over.set()
+            thread.join()
+        return {**found, "resets": resets}
+
+
+def _numbered_blocks(size: int, rank: int) -> bytearray:
+    """Random bytes, no two MiB of which are the same."""
+    block = random.Random(rank).randbytes(1 << 20)
+    data = bytearray(block * (size >> 20)) + block[: size & ((1 << 20) - 1)]
+    for begin in range(0, size - 7, 1 << 20):
+        data[begin : begin + 8] = begin.to_bytes(8, "little")
+    return data
+
+
+def _memory_of(data: bytearray) -> Any:
+    return (ctypes.c_char * len(data)).from_buffer(data)
 
 
 def payload(most: int, *seed: int) -> bytes:
     source = random.Random(repr(seed))
     return source.randbytes(source.choice([0, 1, 8, 4096, most // 2, most]))
+
+
+def _join_group(options: argparse.Namespace) -> None:
+    """Sum over all ranks with backend bagua, and so have its transport listen."""
+    import bagua  # noqa: F401
+    import torch
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(options.folder / "store"), options.size)
+    dist.init_process_group("bagua", store=store, rank=options.rank, world_size=options.size)
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor)
+    assert tensor.eq(options.size).all()
+
+
+def _listening_ports() -> list[int]:
+    """Return the ports at which this process listens over IPv4."""
+    sockets = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing itself
+            sockets.add(os.readlink(entry))
+    listens = "0A"
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == listens and f"socket:[{row[9]}]" in sockets]
 
 
 def _main() -> None:
@@ -153,22 +286,27 @@ def _main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("task")
     parser.add_argument("--handles", type=Path, help="where those of the others are, if not in FOLDER")
+    parser.add_argument("--resets", action="store_true", help="reset connections at random moments meanwhile")
+    parser.add_argument("--group", action="store_true", help="be a rank of a process group of CPU tensors as well")
     for name, default in (("channels", 1), ("rounds", 3), ("most", 300_000), ("seconds", 60)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     options.handles = options.handles or options.folder
+    if options.group:
+        _join_group(options)
     rank = _Rank(options)
     task: Callable[[], dict[str, Any]] = getattr(rank, options.task)
     found: dict[str, Any] = {"result": 0}
     try:
         rank.connect()
-        found.update(task())
+        found.update(rank.among_resets(task) if options.resets else task())
         rank.close()
     except NetError as error:
         found.update(result=error.result, function=str(error))
     except TimeoutError as error:
         found.update(result=-1, function=str(error))
-    print(json.dumps({**found, "warnings": rank.net.warnings, "lines": rank.net.lines}), flush=True)
+    found.update(warnings=rank.net.warnings, lines=rank.net.lines, ports=_listening_ports())
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +86,60 @@ def test_all_ranks_exchange_over_several_channels(secret: str | None, tmp_path: 
         assert ("not encrypted" in line) == (secret is None)
 
 
-def test_a_ring_sums(tmp_path: Path) -> None:
-    ranks = _end(_start(tmp_path, "ring", "--most", "80000", size=4))
+@pytest.mark.parametrize("task", ["ring", "tree"])
+def test_sums_are_right(task: str, tmp_path: Path) -> None:
+    ranks = _end(_start(tmp_path, task, "--most", "80000", size=4))
     assert all(_is_well(found) for found in ranks), ranks
 
 
-@pytest.mark.long
-def test_a_gibibyte_arrives(tmp_path: Path) -> None:
-    ranks = _end(_start(tmp_path, "stream", "--most", str(1 << 30)))
+@pytest.mark.parametrize("most", [1 << 20, pytest.param(1 << 30, marks=pytest.mark.long)], ids=["1 MiB", "1 GiB"])
+def test_messages_of_all_sizes_go_around_a_ring(most: int, tmp_path: Path) -> None:
+    ranks = _end(_start(tmp_path, "sizes", "--most", str(most)))
     assert all(_is_well(found) for found in ranks), ranks
+    assert ranks[0]["sizes"] == [size for size in (0, 1, 4 << 10, 1 << 20, 64 << 20, 1 << 30) if size <= most]
 
 
-def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
-    ranks = _start(tmp_path, "die")
+@pytest.mark.parametrize("secret", [None, pytest.param(_SECRET, marks=needs_openssl)], ids=["plain", "encrypted"])
+def test_resets_of_connections_leave_the_bits_as_they_are(secret: str | None, tmp_path: Path) -> None:
+    options = ["--most", "40000", "--rounds", "20", "--resets"]
+    ranks = _end(_start(tmp_path, "tree", *options, size=3, env=_secrets(*[secret] * 3)))
+    assert all(_is_well(found) for found in ranks), ranks
+    assert sum(found["resets"] for found in ranks) >= 10, ranks
+
+
+def test_a_port_is_enough_for_a_process(tmp_path: Path) -> None:
+    """Also where CPU tensors go over the transport as well; and it may connect to itself."""
+    ports = _free_ports(2)
+    env = [{"BAGUA_PORT": str(port), "BAGUA_HOST_ID": str(port)} for port in ports]
+    ranks = _end(_start(tmp_path, "exchange", "--group", env=env))
+    assert all(_is_well(found) for found in ranks), ranks
+    assert [found["ports"] for found in ranks] == [[port] for port in ports]
+    (found,) = _end(_start(tmp_path, "exchange", size=1, env=env))
+    assert _is_well(found), found
+    assert ports[0] in found["ports"]
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    (port,) = _free_ports(1)
+    with socket.create_server(("127.0.0.1", port)):
+        (found,) = _end(_start(tmp_path, "exchange", size=1, env=[{"BAGUA_PORT": str(port)}]))
+    assert found["function"].startswith("listen")
+    assert f"all ports of BAGUA_PORT={port}-{port} are taken. Each process of a host needs one" in found["warnings"][-1]
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
+
+
+@pytest.mark.parametrize(
+    ("task", "doing"),
+    [("wait_for_the_other", "receiving from"), ("send_to_the_other", "sending to")],
+    ids=["receiver", "sender"],
+)
+def test_whoever_speaks_with_a_killed_rank_hears_of_it_at_once(task: str, doing: str, tmp_path: Path) -> None:
+    ranks = _start(tmp_path, task)
     try:
         assert ranks[1].stdout is not None
         assert ranks[1].stdout.readline() == "ready\n"
@@ -113,7 +154,7 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
             rank.wait()
     assert found["result"] == REMOTE_ERROR
     (line,) = found["warnings"]
-    assert line.startswith("NET/bagua : receiving from 127.0.0.1 port ")
+    assert line.startswith(f"NET/bagua : {doing} 127.0.0.1 port ")
 
 
 @needs_openssl

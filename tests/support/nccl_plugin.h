@@ -52,6 +52,8 @@ inline void* symbol(const char* name) {
 inline const NetV11& plugin() { return *static_cast<const NetV11*>(symbol("ncclNetPlugin_v11")); }
 inline const Transfer& transfer() { return plugin().transfer; }
 
+using Handle = std::array<char, kHandleBytes>;
+
 // Two ends of a connection; and a communicator of NCCL's, for which they are made.
 struct Ends {
   void* sending = nullptr;
@@ -62,22 +64,29 @@ class NcclNet : public ::testing::Test {
  protected:
   void SetUp() override {
     setenv("BAGUA_SOCKET_IFNAME", "lo", 0);
-    CommConfig config{.trafficClass = -1};
     ASSERT_NE(symbol("ncclNetPlugin_v11"), nullptr) << dlerror();
-    ASSERT_EQ(plugin().init(&context_, 1, &config, &log, nullptr), Result::kSuccess);
+    context_ = newContext();
     const std::lock_guard<std::mutex> lock(logMutex);
     warnings.clear();
   }
   void TearDown() override { EXPECT_EQ(plugin().finalize(context_), Result::kSuccess); }
 
-  Ends connect() {
+  // As for a communicator that begins.
+  static void* newContext() {
+    void* context = nullptr;
+    CommConfig config{.trafficClass = -1};
+    EXPECT_EQ(plugin().init(&context, 1, &config, &log, nullptr), Result::kSuccess);
+    return context;
+  }
+
+  Ends connect() { return connect(context_); }
+  static Ends connect(void* context) {
     Ends ends;
-    std::array<char, kHandleBytes> handle{};
-    void* listening = nullptr;
-    EXPECT_EQ(plugin().listen(context_, 0, handle.data(), &listening), Result::kSuccess);
+    Handle handle{};
+    void* const listening = listen(context, handle);
     for (const auto end = std::chrono::steady_clock::now() + 20s; !ends.sending || !ends.receiving;) {
       if (!ends.sending) {
-        EXPECT_EQ(plugin().connect(context_, 0, handle.data(), &ends.sending, nullptr), Result::kSuccess);
+        EXPECT_EQ(plugin().connect(context, 0, handle.data(), &ends.sending, nullptr), Result::kSuccess);
       }
       if (!ends.receiving) {
         EXPECT_EQ(transfer().accept(listening, &ends.receiving, nullptr), Result::kSuccess);
@@ -89,6 +98,20 @@ class NcclNet : public ::testing::Test {
     }
     EXPECT_EQ(transfer().closeListen(listening), Result::kSuccess);
     return ends;
+  }
+  static void* listen(void* context, Handle& handle) {
+    void* listening = nullptr;
+    EXPECT_EQ(plugin().listen(context, 0, handle.data(), &listening), Result::kSuccess);
+    return listening;
+  }
+  // A sender that has that handle, as soon as it may send; null after long, or where that is an error.
+  static void* dial(void* context, Handle& handle) {
+    void* sending = nullptr;
+    for (const auto end = std::chrono::steady_clock::now() + 20s; !sending && std::chrono::steady_clock::now() < end;) {
+      if (plugin().connect(context, 0, handle.data(), &sending, nullptr) != Result::kSuccess) break;
+      std::this_thread::sleep_for(1ms);
+    }
+    return sending;
   }
   static void close(const Ends& ends) {
     EXPECT_EQ(transfer().closeSend(ends.sending), Result::kSuccess);
@@ -126,6 +149,20 @@ inline Result finish(void* request, int* sizes = nullptr) {
     }
     // The transport's thread is to have the core.
     if (isDone == 0) std::this_thread::sleep_for(20us);
+  }
+  return Result::kSuccess;
+}
+
+// What a sender hears at last that sends one small message after another, which nobody takes.
+inline Result sendInVain(void* sending) {
+  Bytes byte(1);
+  for (const auto end = std::chrono::steady_clock::now() + 10s; std::chrono::steady_clock::now() < end;) {
+    void* request = nullptr;
+    const Result result = transfer().isend(sending, byte.data(), 1, 0, nullptr, nullptr, &request);
+    if (result != Result::kSuccess) return result;
+    const Result sent = finish(request);
+    if (sent != Result::kSuccess) return sent;
+    std::this_thread::sleep_for(1ms);
   }
   return Result::kSuccess;
 }

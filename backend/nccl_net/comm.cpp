@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "backend/nccl_net/connection.h"
+#include "backend/nccl_net/comm.h"
 
 #include <c10/util/StringUtil.h>
 
@@ -28,17 +28,17 @@ std::string withoutRanks(std::string text) {
   return text;
 }
 
-bool overlaps(const Connection::Range& one, const Connection::Range& other) {
+bool overlaps(const Comm::Range& one, const Comm::Range& other) {
   return one.data < other.data + other.size && other.data < one.data + one.size;
 }
 
 }  // namespace
 
-net::MessageKey Connection::greetingKey() {
+net::MessageKey Comm::greetingKey() {
   return {.stream = kGreeting, .source = static_cast<uint32_t>(End::kSender), .index = 0};
 }
 
-Connection::Connection(std::shared_ptr<net::Transport> transport, uint64_t id, End end, const net::ProcessAddress& peer)
+Comm::Comm(std::shared_ptr<net::Transport> transport, uint64_t id, End end, const net::ProcessAddress& peer)
     : transport_(std::move(transport)), end_(end), peer_(peer.address) {
   const int self = static_cast<int>(end);
   std::vector<net::ProcessAddress> members(2, transport_->address());
@@ -55,7 +55,7 @@ Connection::Connection(std::shared_ptr<net::Transport> transport, uint64_t id, E
   greeting_ = group_->send(other(), kGreeting, 0, {.context = {address.begin(), address.end()}, .signal = signal_});
 }
 
-Connection::~Connection() {
+Comm::~Comm() {
   // What has gone before stays on its way; the rest is given up.
   requests_.clear();
   greeting_.reset();
@@ -63,7 +63,7 @@ Connection::~Connection() {
   group_->leave();
 }
 
-bool Connection::isOpen(Result& result) {
+bool Comm::isOpen(Result& result) {
   const std::lock_guard<std::mutex> lock(mutex_);
   result = failure_;
   if (!greeting_ || failure_ != Result::kSuccess) return failure_ == Result::kSuccess;
@@ -74,12 +74,12 @@ bool Connection::isOpen(Result& result) {
   return state.isComplete;
 }
 
-std::pair<uint64_t, uint32_t> Connection::nextKey(int tag) {
+std::pair<uint64_t, uint32_t> Comm::nextKey(int tag) {
   const uint64_t count = counts_[tag]++;
   return {(uint64_t{static_cast<uint32_t>(tag)} << 32U) | count >> 32U, static_cast<uint32_t>(count)};
 }
 
-Connection::Request* Connection::takeRequest() {
+Comm::Request* Comm::takeRequest() {
   if (free_.empty()) {
     if (requests_.size() == static_cast<size_t>(kMostRequests * kMostGrouped)) return nullptr;
     requests_.push_back(std::make_unique<Request>(*this));
@@ -92,15 +92,17 @@ Connection::Request* Connection::takeRequest() {
   return request;
 }
 
-void Connection::giveBack(Request& request) {
+void Comm::giveBack(Request& request) {
   request.messages_.clear();
   request.isUsed_ = false;
   free_.push_back(&request);
 }
 
-Result Connection::send(Range data, int tag, Request*& request) {
+Result Comm::send(Range data, int tag, Request*& request) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (failure_ != Result::kSuccess) return failure_;
+  // Small messages leave, whether anybody takes them or not.
+  if (const auto state = farewell_->state(); !state.error.empty()) return fail(Result::kRemoteError, state.error);
   request = takeRequest();
   if (request == nullptr) return Result::kSuccess;
   const auto [stream, index] = nextKey(tag);
@@ -110,7 +112,7 @@ Result Connection::send(Range data, int tag, Request*& request) {
   return Result::kSuccess;
 }
 
-Result Connection::receive(const std::vector<Part>& parts, Request*& request) {
+Result Comm::receive(const std::vector<Part>& parts, Request*& request) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (failure_ != Result::kSuccess) return failure_;
   request = takeRequest();
@@ -124,7 +126,7 @@ Result Connection::receive(const std::vector<Part>& parts, Request*& request) {
   return Result::kSuccess;
 }
 
-Result Connection::test(Request& request, bool& isComplete, int* sizes) {
+Result Comm::test(Request& request, bool& isComplete, int* sizes) {
   isComplete = false;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (failure_ != Result::kSuccess) return failure_;
@@ -164,7 +166,7 @@ Result Connection::test(Request& request, bool& isComplete, int* sizes) {
   return Result::kSuccess;
 }
 
-void Connection::forget(const Range& range) {
+void Comm::forget(const Range& range) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& request : requests_) {
     for (auto& message : request->messages_) {
@@ -175,13 +177,13 @@ void Connection::forget(const Range& range) {
   }
 }
 
-bool Connection::isPeerGone() {
+bool Comm::isPeerGone() {
   if (farewell_->state().error.empty()) return false;
   if (!leftAt_) leftAt_ = Clock::now();
   return Clock::now() - *leftAt_ > kGraceAfterLeave;
 }
 
-Result Connection::fail(Result result, const std::string& why) {
+Result Comm::fail(Result result, const std::string& why) {
   failure_ = result;
   warn(c10::str(end_ == End::kSender ? "sending to " : "receiving from ", peer_.text(), ": ", withoutRanks(why)));
   return result;

@@ -20,19 +20,19 @@ namespace bagua::nccl_net {
 // Receives that NCCL may group in one request.
 inline constexpr int kMostGrouped = 8;
 
-// What NCCL calls a comm: messages in one direction, from one process to another. It is a group of two of the
-// transport, so that all that go between two processes share one link. NCCL asks it over and over whether something is
-// complete; only what the transport has notified of is looked at. Any thread may call.
-class Connection {
+// A send comm or a receive comm of NCCL's: messages in one direction, from one process to another. It is a group of two
+// of the transport, so that all that go between two processes share one link. NCCL asks it over and over whether
+// something is complete; only what the transport has notified of is looked at. Any thread may call.
+class Comm {
  public:
   enum class End : int { kReceiver = 0, kSender = 1 };
   class Request;
 
   // `id` is that of the pair. The sender says at once who it is.
-  Connection(std::shared_ptr<net::Transport> transport, uint64_t id, End end, const net::ProcessAddress& peer);
-  ~Connection();
-  Connection(const Connection&) = delete;
-  Connection& operator=(const Connection&) = delete;
+  Comm(std::shared_ptr<net::Transport> transport, uint64_t id, End end, const net::ProcessAddress& peer);
+  ~Comm();
+  Comm(const Comm&) = delete;
+  Comm& operator=(const Comm&) = delete;
 
   // Whether the first bytes have gone to the receiver, which has then proved what it has to. `result` is an error where
   // they never will.
@@ -52,7 +52,7 @@ class Connection {
   Result receive(const std::vector<Part>& parts, Request*& request);
   // `sizes`, if it is not null, has as many numbers as the request has parts. A request that is complete is no more.
   Result test(Request& request, bool& isComplete, int* sizes);
-  // Nothing in the range is read or written any more: NCCL frees memory before it closes a connection.
+  // Nothing in the range is read or written any more: NCCL frees memory before it closes a comm.
   void forget(const Range& range);
 
   // The first message of a pair, without bytes: its context is the sender's address.
@@ -88,13 +88,13 @@ class Connection {
 };
 
 // What NCCL waits for: a message, or several that are received together.
-class Connection::Request {
+class Comm::Request {
  public:
-  explicit Request(Connection& connection) : connection_(connection) {}
-  [[nodiscard]] Connection& connection() const { return connection_; }
+  explicit Request(Comm& comm) : comm_(comm) {}
+  [[nodiscard]] Comm& comm() const { return comm_; }
 
  private:
-  friend class Connection;
+  friend class Comm;
   // One of `sending` and `receiving`; neither where the memory was given up.
   struct Message {
     Range range;
@@ -104,7 +104,7 @@ class Connection::Request {
     uint64_t size = 0;
   };
 
-  Connection& connection_;
+  Comm& comm_;
   bool isUsed_ = false;
   // The count of the signal when the messages were last looked at.
   std::optional<uint64_t> seen_;
