@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_110, 16_000),
-    "python_shim": Layer({".py"}, 11_730, 8_500),
-    "tests": Layer({".py"}, 28_230, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_226, 16_000),
+    "python_shim": Layer({".py"}, 12_575, 8_500),
+    "tests": Layer({".py"}, 28_730, 22_000, counts_tests=True),
 }
 
 
