@@ -21,7 +21,10 @@ from bagua._fresh_store import fresh_part, new_name
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua._registry import describe
-from bagua._torch_private import backend_of, default_group, timeout_of
+from bagua._torch_private import backend_of, default_group, set_timeout, timeout_of
+
+# How long members that have just met wait for each other to make a further group: one that dies in between is not seen.
+_MEETING = timedelta(seconds=10)
 
 
 def _private_group(
@@ -40,8 +43,11 @@ def _private_group(
     ranks = [everybody[member] for member in members]
     # Of several groups at once, each has its own part of the store.
     store = dist.PrefixStore(f"bagua_private_group/{ranks[0]}", changed or group.get_group_store())
-    unique = new_name(store, list(members).index(group.rank()), len(ranks), timeout)
-    return new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, timeout, changed and store)
+    limit = min(timeout, _MEETING) if changed else timeout
+    unique = new_name(store, list(members).index(group.rank()), len(ranks), limit)
+    private = new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, limit, changed and store)
+    set_timeout(backend_of(private, device).options, timeout)
+    return private
 
 
 def ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], dist.Store | None]:

@@ -99,7 +99,9 @@ def _train(algorithm: str, deaths: int, seed: int) -> dict[str, Any]:
         moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in network.parameters()])
         state = {"weights": weights, "moments": moments, "step": training.step, "joined_at": joined_at}
         if killer is not None:
-            is_as_before = wait_for(lambda: _is_no_more_than(killer.held[0]))
+            # Before and after the first death: some threads start with the first exchange.
+            before = [max(counts) for counts in zip(*killer.held[:2], strict=True)]
+            is_as_before = wait_for(lambda: _is_no_more_than(before))
             state["grown"] = [] if is_as_before else [killer.held, [len(kind) for kind in holdings()]]
         return state
 
@@ -123,8 +125,8 @@ def _go_through(algorithm: str, deaths: int, transport: str) -> list[dict[str, A
     ("algorithm", "deaths", "transport"),
     [
         ("bytegrad", 3, "between-hosts"),
-        pytest.param("quantized_allreduce", 10, "in-host", marks=pytest.mark.long),
-        pytest.param("diloco", 10, "between-hosts", marks=pytest.mark.long),
+        pytest.param("quantized_allreduce", 4, "in-host", marks=pytest.mark.long),
+        pytest.param("diloco", 4, "between-hosts", marks=pytest.mark.long),
         pytest.param("bytegrad", 50, "between-hosts", marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
 )
