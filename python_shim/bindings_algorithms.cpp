@@ -132,6 +132,10 @@ void bindControl(HookClass& hook) {
   hook.def("after_step", &HookRunner::afterStep, noGil)
       .def("at_backward", &HookRunner::atBackward, py::arg("is_bypassed"), noGil)
       .def("synchronize", &HookRunner::synchronize, noGil)
+      .def_property_readonly("have_members_changed", &HookRunner::haveMembersChanged)
+      .def("meet_again", &HookRunner::meetAgain, noGil)
+      .def("shared", &HookRunner::shared, noGil)
+      .def("begin_again", &HookRunner::beginAgain, py::arg("shared"), noGil)
       .def("abort", &HookRunner::abort, noGil)
       .def("resume", &HookRunner::resume, noGil)
       .def("end_within", &HookRunner::endWithin, py::arg("limit"), noGil)
@@ -275,6 +279,8 @@ void bindAlgorithms(py::module& module) {
       py::arg("reducer"), py::arg("hook"), "Returns the place where another hook can take over later.");
   module.def("split_buckets", &splitBuckets, py::arg("reducer"), py::arg("logger"), py::arg("parameters"),
              py::arg("most_bytes"), "Cuts DDP's buckets into smaller ones, between two steps.");
+  module.def("lay_out_buckets", &layOutBuckets, py::arg("reducer"), py::arg("layout"), py::arg("count"),
+             "Has DDP's buckets hold what another rank's hold, between two steps.");
 }
 
 }  // namespace bagua

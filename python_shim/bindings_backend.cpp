@@ -64,6 +64,7 @@ void bindProcessGroup(py::module& module) {
                              [](ProcessGroupBagua& self) {
                                return c10::static_intrusive_pointer_cast<GroupOptions>(self.getBackendOptions());
                              })
+      .def_property_readonly("epoch", &ProcessGroupBagua::epoch, "Another number once the group has other members.")
       .def_property_readonly("reconfigured_store", &ProcessGroupBagua::reconfiguredStore,
                              "Where the members since the last reconfigure have met; None before the first one.")
       // torch calls this on the ranks that are left out of a split. Ours needs nothing of them.

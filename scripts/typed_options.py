@@ -8,6 +8,7 @@ A test compares the two. Run it when options have changed, with the package that
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import bagua
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bagua._managed import Manager
 from bagua.handle import Handle, OptionArgument
 from bagua.hooks import HookState
 from bagua.optimizers import QAdamOptimizer
@@ -34,18 +36,21 @@ _ANY = """\
 def {call}(
     {model}algorithm: str,
     {more}process_group: dist.ProcessGroup | None = None,
-    **options: OptionArgument,
+    {last}**options: OptionArgument,
 ) -> {result}: ...
 """
+
+
+_MANAGER = "manager: Manager | None = None,"
 
 
 def _literal(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def _overload(call: str, info: AlgorithmInfo, first: list[str], result: str) -> str:
+def _overload(call: str, info: AlgorithmInfo, first: list[str], result: str, last: Sequence[str] = ()) -> str:
     options = [f"{o['name']}: {o['type']} = {_literal(o['default'])}," for o in info["options"]]
-    lines = [*first, "process_group: dist.ProcessGroup | None = None,", "*,", *options]
+    lines = [*first, "process_group: dist.ProcessGroup | None = None,", *last, "*,", *options]
     text = [info["summary"], "", "Args:"]
     for option in info["options"]:
         sentence = f"{option['name']}: {option['summary']}"
@@ -62,16 +67,17 @@ def stub() -> str:
     for info in infos:
         optimizer = f"optimizer: {info['optimizer']}," if info["optimizer"] else "optimizer: Optimizer | None = None,"
         first = ["ddp: DistributedDataParallel,", f'algorithm: Literal["{info["name"]}"],', optimizer]
-        parts.append(_overload("register_comm_hook", info, first, "Handle"))
+        # Which algorithms that act on the optimizer cannot have.
+        last = [] if info["optimizer"] else [_MANAGER]
+        parts.append(_overload("register_comm_hook", info, first, "Handle", last))
     more = "optimizer: Optimizer | None = None,\n    "
-    parts.append(
-        _ANY.format(call="register_comm_hook", model="ddp: DistributedDataParallel,\n    ", more=more, result="Handle")
-    )
+    model, last = "ddp: DistributedDataParallel,\n    ", f"{_MANAGER}\n    "
+    parts.append(_ANY.format(call="register_comm_hook", model=model, more=more, last=last, result="Handle"))
     result = "tuple[HookState, Any]"
     for info in infos:
         if not info["optimizer"]:
             parts.append(_overload("comm_hook", info, [f'algorithm: Literal["{info["name"]}"],'], result))
-    parts.append(_ANY.format(call="comm_hook", model="", more="", result=result))
+    parts.append(_ANY.format(call="comm_hook", model="", more="", last="", result=result))
     return "\n".join(parts).replace("...\n\n@", "...\n@")
 
 

@@ -84,7 +84,8 @@ class AsyncModelAverage final : public Algorithm, public ActsOnWeights, public R
   }
 
   [[nodiscard]] int64_t stateBytes() const override { return 0; }
-  [[nodiscard]] AlgorithmState state() const override {
+  [[nodiscard]] AlgorithmState state() const override { return shared(); }
+  [[nodiscard]] AlgorithmState shared() const override {
     const auto left = std::chrono::duration_cast<milliseconds>(nextRound_ - Clock::now());
     return {{"step", counterTensor(step_)},
             {"has_started", counterTensor(hasStarted_ ? 1 : 0)},

@@ -64,7 +64,8 @@ class Decentralized final : public Algorithm, public ActsOnWeights, public Keeps
   void synchronize(StepContext& context) override { averageWeights(context); }
 
   [[nodiscard]] int64_t stateBytes() const override { return 0; }
-  [[nodiscard]] AlgorithmState state() const override {
+  [[nodiscard]] AlgorithmState state() const override { return shared(); }
+  [[nodiscard]] AlgorithmState shared() const override {
     return {{"step", counterTensor(step_)}, {"exchanges", counterTensor(exchanges_)}};
   }
 

@@ -3,6 +3,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <set>
+#include <utility>
+
 namespace bagua {
 
 void splitBuckets(c10d::Reducer& reducer, c10d::Logger& logger, const std::vector<at::Tensor>& parameters,
@@ -27,6 +30,22 @@ void splitBuckets(c10d::Reducer& reducer, c10d::Logger& logger, const std::vecto
   }
   TORCH_CHECK(covered == parameters.size(), "bagua: DDP reduces ", covered, " parameters, the hook was registered for ",
               parameters.size(), ": register it again on a new DistributedDataParallel");
+  reducer.initialize_buckets(std::move(buckets));
+}
+
+void layOutBuckets(c10d::Reducer& reducer, const std::vector<std::vector<int64_t>>& layout, int64_t count) {
+  std::vector<std::vector<size_t>> buckets;
+  std::set<int64_t> held;
+  for (const auto& bucket : layout) {
+    buckets.emplace_back(bucket.begin(), bucket.end());
+    for (const int64_t position : bucket) {
+      TORCH_CHECK_VALUE(position >= 0 && position < count && held.insert(position).second,
+                        "bagua: another rank has a bucket with parameter ", position, ", of which this model, with ",
+                        count, " trainable parameters, has none or has had it before");
+    }
+  }
+  TORCH_CHECK_VALUE(static_cast<int64_t>(held.size()) == count, "bagua: the buckets of another rank hold ", held.size(),
+                    " parameters, this model has ", count, " trainable ones");
   reducer.initialize_buckets(std::move(buckets));
 }
 

@@ -19,4 +19,8 @@ namespace bagua {
 void splitBuckets(c10d::Reducer& reducer, c10d::Logger& logger, const std::vector<at::Tensor>& parameters,
                   int64_t mostBytes);
 
+// Has each bucket hold the parameters of these positions, all of the model's `count`: as another rank has them, which
+// made them where other ranks were. At such a moment, too.
+void layOutBuckets(c10d::Reducer& reducer, const std::vector<std::vector<int64_t>>& layout, int64_t count);
+
 }  // namespace bagua

@@ -26,13 +26,20 @@ class HookMembers {
   }
 
   // Throws ValueError on all ranks unless all come with the same `own`, and with the same `arithmetic` where it is not
-  // empty. What was agreed on is remembered. Collective.
+  // empty. What was agreed on first is remembered. Collective.
   void agree(Registration own, std::string arithmetic, at::Device device);
   // Returns whether the group has other members than those that have agreed.
   [[nodiscard]] bool haveChanged() const { return group_->epoch() != epoch_; }
-  // The members that there are now agree on what this rank has agreed on before, or else on `text`. Returns the largest
-  // `step` of them, which is that of those that have been at work; a newcomer's is behind. Collective.
-  int64_t meetAgain(int64_t step, const std::string& text, at::Device device);
+  // Who of the members that there are now has come furthest, the lowest rank of several. A newcomer is behind.
+  struct Furthest {
+    int64_t step = 0;
+    int rank = 0;
+  };
+  // These members agree on what this rank has agreed on before, or else on `text`; each tells its `step`. Changes
+  // nothing: follow() does, once what follows from it is done. Collective.
+  [[nodiscard]] Furthest meetAgain(int64_t step, const std::string& text, at::Device device);
+  // From now on the hook works with those that have met last.
+  void follow();
   // Nothing is left to agree on.
   void dissolve() { isDissolved_ = true; }
 
@@ -45,6 +52,9 @@ class HookMembers {
 
   const std::shared_ptr<ExecutorProvider> group_;
   uint64_t epoch_;
+  // Of the members that have met last.
+  uint64_t nextEpoch_ = epoch_;
+  std::shared_ptr<const HostTopology> nextTopology_;
   std::optional<Agreed> agreed_;
   bool isDissolved_ = false;
   mutable std::mutex mutex_;

@@ -98,6 +98,7 @@ void HookRunner::useOptimizer(bool isLinear) {
 // The first program connects the ranks, for which they wait for each other: here and not in a training step.
 void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
   background_ = std::move(group);
+  backgroundExecutor_ = background_->executorFor(parameters_.front().device());
   submitInBackground("bagua:connect", {parameters_.front()}, [](Communicator& communicator, StageSeconds&) {
     communicator.barrier();
   })->wait(kNoTimeout);
@@ -278,7 +279,15 @@ void HookRunner::awaitAgreement() {
 // Before DDP's own end of backward, which is queued after the last bucket; after it in the first step of a static
 // graph.
 void HookRunner::queueAfterBackward() {
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->afterBackward(); });
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  engine.queue_callback([&engine, self = shared_from_this()] {
+    try {
+      self->afterBackward();
+    } catch (...) {
+      // DDP can be used again only when it has ended this backward, too.
+      engine.queue_callback([error = std::current_exception()] { std::rethrow_exception(error); });
+    }
+  });
 }
 
 void HookRunner::atBackward(bool isBypassed) {

@@ -41,7 +41,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // For DDP models that keep from the optimizer what no rank has used; before the ranks agree.
   void watchUse() { use_.emplace(parameters_); }
   [[nodiscard]] bool watchesUse() const { return use_.has_value(); }
-  // For algorithms that declare runsInBackground, before the first step. Collective.
+  // For algorithms that declare runsInBackground, before the first step, and among other members. Collective.
   void useBackground(std::shared_ptr<ExecutorProvider> group);
 
   // Called by DDP for every bucket of every step, on an autograd thread. The future holds the tensor that DDP copies
@@ -70,6 +70,14 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
              const std::string& arithmetic);
   // Once the ranks have agreed; when they do so again, nothing is left to do.
   void begin();
+  // Where the algorithm acts on weights, its members may change between two steps like this, on all of them: they meet,
+  // the furthest rank tells the others its shared(), all begin again with that, and make the groups that it needs.
+  // Until then, and where one of these throws, the next forward is refused. meetAgain() ends what is on its way among
+  // the former members; it returns the furthest rank. Collective.
+  [[nodiscard]] bool haveMembersChanged() const { return members_.haveChanged() || hasToBegin_; }
+  int meetAgain();
+  [[nodiscard]] AlgorithmState shared() const;
+  void beginAgain(const AlgorithmState& shared);
   // Before the first step, where they are known.
   void useParameters(const std::vector<ParameterFacts>& facts);
   // The same; see ReadsOptimizer. The ranks compare it where the algorithm goes by it.
@@ -163,8 +171,10 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // The members agree, and the algorithm begins anew, if the group has others than before. Throws where it cannot.
   // Collective.
   void followMembers(at::Device device);
-  // Throws where the algorithm cannot follow.
+  // Throws where the algorithm has not begun again.
   void checkMembers() const;
+  // The algorithm anew, with what is known of the model.
+  void takeAgain();
   // Puts an algorithm to work, which begins anew.
   void take(const std::string& name, const std::map<std::string, OptionValue>& values);
   [[nodiscard]] GradientScope scope() const;
@@ -206,6 +216,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   const Options options_;
   HookMembers members_;
   std::shared_ptr<ExecutorProvider> background_;
+  // What runs there.
+  std::shared_ptr<Executor> backgroundExecutor_;
   std::shared_ptr<ExecutorProvider> host_;
   std::shared_ptr<ExecutorProvider> shards_;
   const std::vector<at::Tensor> parameters_;
@@ -233,6 +245,10 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool hasParts_ = false;
   c10::intrusive_ptr<c10d::Work> agreement_;
   int64_t step_ = 0;
+  // Whether the algorithm could not begin again among other members.
+  bool hasToBegin_ = false;
+  // Of the furthest member when they last met.
+  int64_t furthestStep_ = 0;
   // The guard's table has this hash, 0 where it holds nothing, and was loaded before this step.
   uint32_t loadedGuardHash_ = 0;
   int64_t loadedStep_ = 0;

@@ -40,20 +40,65 @@ uint32_t hashOfTable(const at::Tensor& table) {
 }  // namespace
 
 void HookRunner::checkMembers() const {
-  // The algorithm remembers weights of the former members, and the groups of its own consist of them.
-  TORCH_CHECK(!actsOnWeights_ || !members_.haveChanged(), "bagua: algorithm '", name_, "' cannot go on on rank ",
-              rank(), " of ", size(),
-              ", whose group has other members now: call handle.remove() and register it again");
+  // It remembers weights of the former members, and the groups of its own consist of them.
+  TORCH_CHECK(!actsOnWeights_ || !haveMembersChanged(), "bagua: algorithm '", name_, "' cannot go on on rank ", rank(),
+              " of ", size(),
+              ", whose group has other members now, with which it begins again at the next forward of its model: "
+              "where that fails, call handle.remove(), and register another one");
 }
 
 void HookRunner::followMembers(at::Device device) {
   if (!members_.haveChanged()) return;
   checkMembers();
-  step_ = members_.meetAgain(step_, *configuration_, device);
-  if (hasLeft_) return;
+  step_ = members_.meetAgain(step_, *configuration_, device).step;
+  if (!hasLeft_) takeAgain();
+  members_.follow();
+}
+
+void HookRunner::takeAgain() {
   take(name_, options_.values());
   useParameters(facts_);
   if (isOptimizerLinear_) useOptimizer(*isOptimizerLinear_);
+}
+
+int HookRunner::meetAgain() {
+  const at::NoGradGuard noGrad;
+  // What is under way among living members ends; what a dead one has a part in fails. Both leave the weights alone.
+  if (backgroundExecutor_) backgroundExecutor_->shutdown();
+  const auto furthest = members_.meetAgain(step_, *configuration_, parameters_.front().device());
+  furthestStep_ = furthest.step;
+  return furthest.rank;
+}
+
+AlgorithmState HookRunner::shared() const {
+  const auto* const onWeights = algorithm_->as<ActsOnWeights>();
+  return onWeights != nullptr ? onWeights->shared() : AlgorithmState();
+}
+
+void HookRunner::beginAgain(const AlgorithmState& shared) {
+  const at::NoGradGuard noGrad;
+  const std::shared_ptr<Algorithm> former = algorithm_;
+  members_.follow();
+  step_ = furthestStep_;
+  // A backward that no step has followed counts on no rank: some may have had none.
+  tracker_.load(/*owesSkippedStep=*/false);
+  // Its members may share a host no more.
+  host_.reset();
+  hasToBegin_ = true;
+  takeAgain();
+  try {
+    if (auto* const onWeights = algorithm_->as<ActsOnWeights>()) onWeights->useModel(*this);
+    if (!shared.empty()) algorithm_->as<KeepsState>()->load(shared, *this);
+  } catch (...) {
+    // It can still make the weights equal, in leave(), where all are at the same step.
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      algorithm_ = former;
+    }
+    if (!shared.empty()) algorithm_->as<KeepsState>()->load(shared, *this);
+    throw;
+  }
+  hasToBegin_ = false;
 }
 
 void HookRunner::checkWeightsAreFree(const char* call) const {

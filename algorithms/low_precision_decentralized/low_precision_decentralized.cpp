@@ -68,8 +68,10 @@ class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, 
 
   [[nodiscard]] int64_t stateBytes() const override { return stateBytes_; }
 
+  // Replicas start from the weights that the new neighbours have.
+  [[nodiscard]] AlgorithmState shared() const override { return {{"step", counterTensor(step_)}}; }
   [[nodiscard]] AlgorithmState state() const override {
-    AlgorithmState state{{"step", counterTensor(step_)}};
+    AlgorithmState state = shared();
     for (size_t i = 0; i < replicas_.size(); ++i) {
       for (const auto& [name, member] : kReplicas)
         state.emplace(name + std::to_string(i), (replicas_[i].*member).clone());

@@ -28,9 +28,10 @@ bool hasError(const GroupEpoch::Executors& executors) {
 }  // namespace
 
 GroupEpoch::GroupEpoch(StorePtr store, GroupIdentity identity, c10::intrusive_ptr<GroupOptions> options,
-                       std::chrono::milliseconds timeout)
+                       std::vector<uint64_t> globalRanks, std::chrono::milliseconds timeout)
     : store_(std::move(store)),
       options_(std::move(options)),
+      globalRanks_(std::move(globalRanks)),
       members_(exchangeRecords(*store_, identity.rank, identity.size, timeout)),
       topology_(std::make_shared<const HostTopology>(members_.topology)),
       identity_(std::move(identity)),
@@ -57,8 +58,7 @@ std::shared_ptr<MessageExecutor> GroupEpoch::makeExecutor(at::Device device) {
   if (!health_) {
     // Below the epoch's id: no failure of an earlier group of that name is found.
     health_ = std::make_unique<GroupHealth>(
-        identity_, c10::make_intrusive<c10d::PrefixStore>(c10::str(members_.id), store_),
-        std::vector<uint64_t>(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end()));
+        identity_, c10::make_intrusive<c10d::PrefixStore>(c10::str(members_.id), store_), globalRanks_);
   }
   if (device.is_cpu()) return makeCpuExecutor(identity_, members_, topology_, *health_, options_->isSerial);
   if (topology_->hostCount() > 1 && config::ncclNet() == false) {

@@ -29,8 +29,9 @@ class GroupEpoch {
 
   // Collective: returns when all `size` ranks have met in `store`, in which nothing is left of another meeting. Throws
   // as exchangeRecords(), after `timeout`.
+  // `options` are the group's, of all its epochs: what changes there counts here. `globalRanks` are for messages.
   GroupEpoch(StorePtr store, GroupIdentity identity, c10::intrusive_ptr<GroupOptions> options,
-             std::chrono::milliseconds timeout);
+             std::vector<uint64_t> globalRanks, std::chrono::milliseconds timeout);
   // In a forked child it leaves the parent's epoch alone.
   ~GroupEpoch();
   GroupEpoch(const GroupEpoch&) = delete;
@@ -67,6 +68,7 @@ class GroupEpoch {
   const ProcessMark mark_;
   const StorePtr store_;
   const c10::intrusive_ptr<GroupOptions> options_;
+  const std::vector<uint64_t> globalRanks_;
   const GroupMembers members_;
   const std::shared_ptr<const HostTopology> topology_;
 

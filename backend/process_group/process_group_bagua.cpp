@@ -14,8 +14,9 @@ ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::in
     : Backend(rank, size), options_(std::move(options)) {
   options_->timeout = limitedTimeout(options_->timeout);
   if (!options_->waitsForReconfigure) {
+    const auto& ranks = options_->global_ranks_in_group;
     current_ = std::make_shared<GroupEpoch>(std::move(store), GroupIdentity{options_->group_name, rank, size}, options_,
-                                            options_->timeout);
+                                            std::vector<uint64_t>(ranks.begin(), ranks.end()), options_->timeout);
   }
   init();
 }
@@ -167,8 +168,14 @@ c10d::ErrorType ProcessGroupBagua::getError() {
   return present && present->hasFailed() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
+void ProcessGroupBagua::endAttempt(const char* how) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (attempt_) attempt_->end(how);
+}
+
 void ProcessGroupBagua::abort() {
   if (mark_.isFromParent()) return;
+  endAttempt("was aborted");
   if (const auto present = currentOrNull()) present->abort("was aborted");
 }
 
@@ -178,6 +185,7 @@ void ProcessGroupBagua::shutdown() {
     const std::lock_guard<std::mutex> lock(mutex_);
     isShutDown_ = true;
   }
+  endAttempt("was shut down");
   if (const auto present = currentOrNull()) present->shutdown();
 }
 

@@ -8,6 +8,7 @@
 #include "backend/message_executor.h"
 #include "backend/os/process_mark.h"
 #include "backend/process_group/argument_checks.h"
+#include "backend/process_group/change_attempt.h"
 #include "backend/process_group/group_epoch.h"
 #include "backend/process_group/group_options.h"
 #include "backend/torch_compat.h"
@@ -94,8 +95,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   c10d::ReconfigureHandle get_reconfigure_handle() const override;
   // Collective over those whose handles are given: returns when all of them have met at the first one's store, with no
   // regard of earlier members or of what became of their operations, which fail. Throws ValueError for handles that
-  // make no group, RuntimeError for a uuid that was used before, DistBackendError where a member does not come in time;
-  // then this group is what it was.
+  // make no group, RuntimeError for a uuid that was used before, DistBackendError where a member does not come in time,
+  // or abort() or shutdown() are called meanwhile; then this group is what it was.
   WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
 
@@ -104,7 +105,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
 
   // COMM_ERROR where an operation has failed since the last reconfigure(); an abort() is no failure.
   c10d::ErrorType getError() override;
-  // Fails everything in flight; the group is unusable until it is reconfigured. Callable from any thread.
+  // Fails everything in flight, a reconfigure() that waits for members, too; the group is unusable until it is
+  // reconfigured. Callable from any thread.
   void abort() override;
   void shutdown() override;
 
@@ -139,6 +141,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   // The same, and where there is no epoch yet.
   [[nodiscard]] std::shared_ptr<GroupEpoch> current() const;
   [[nodiscard]] std::shared_ptr<GroupEpoch> currentOrNull() const;
+  // Of a reconfigure() that waits.
+  void endAttempt(const char* how);
   c10::intrusive_ptr<Options> optionsOf(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
 
   const ProcessMark mark_;
@@ -149,6 +153,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   std::shared_ptr<GroupEpoch> current_;
   bool isShutDown_ = false;
   bool isReconfigured_ = false;
+  // Of the reconfigure() that waits for other members; else that of an earlier one, or null.
+  std::shared_ptr<ChangeAttempt> attempt_;
 
   // One call of reconfigure() at a time.
   std::mutex reconfiguring_;

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "backend/operation/timeouts.h"
+#include "backend/process_group/change_attempt.h"
 #include "backend/rendezvous/member_handle.h"
-#include "backend/security/sealed_store.h"
 
 namespace bagua {
 namespace {
@@ -22,12 +22,6 @@ namespace {
 using Handles = std::vector<c10d::ReconfigureHandle>;
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
-
-// Not 0, which a store takes for no limit.
-std::chrono::milliseconds leftUntil(Deadline deadline) {
-  using std::chrono::milliseconds;
-  return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline - Clock::now()));
-}
 
 // By rank. A set has no order: then it is that of the texts, which is the same everywhere.
 Handles orderedHandles(const c10d::ReconfigureOptions& opts) {
@@ -52,13 +46,15 @@ std::vector<uint64_t> firstRanks(const std::vector<MemberHandle>& members) {
 }
 
 // Members that were told different ones would wait for each other until the timeout.
-void checkThatHandlesAgree(c10d::Store& store, const Handles& handles, int rank, std::chrono::milliseconds timeout) {
+void checkThatHandlesAgree(c10d::Store& store, const Handles& handles, int rank, std::chrono::milliseconds timeout,
+                           const ChangeAttempt& attempt) {
   const std::string own = c10::Join(" ", handles);
   const std::string key = "handles";
   if (rank == 0) return store.set(key, std::vector<uint8_t>(own.begin(), own.end()));
   try {
     store.wait({key}, timeout);
   } catch (const std::exception&) {
+    attempt.check();
     TORCH_CHECK_WITH(DistBackendError, false, "bagua:reconfigure: rank ", rank, " of the new ", handles.size(),
                      " waited ", timeout.count(), " ms for its rank 0, ", handles.front(),
                      ", which lives but did not call reconfigure() with the same uuid");
@@ -71,7 +67,7 @@ void checkThatHandlesAgree(c10d::Store& store, const Handles& handles, int rank,
 
 // All members begin, or none: a member that comes when others have given up finds what they left in the store, and
 // would go on alone.
-void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline) {
+void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline, const ChangeAttempt& attempt) {
   constexpr std::chrono::milliseconds kPause{2};
   const std::string met = "met";
   const std::string left = "left";
@@ -80,12 +76,13 @@ void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline) {
   if (rank == 0) {
     const auto haveMet = [&] { return store.add(met, 0) >= size && store.add(left, 0) == 0; };
     bool isComplete = haveMet();
-    while (!isComplete && Clock::now() < deadline) {
+    while (!isComplete && Clock::now() < deadline && !attempt.hasEnded()) {
       std::this_thread::sleep_for(kPause);
       isComplete = haveMet();
     }
     const std::string word = isComplete ? "yes" : "no";
     store.set(begun, std::vector<uint8_t>(word.begin(), word.end()));
+    if (!isComplete) attempt.check();
     TORCH_CHECK_WITH(DistBackendError, isComplete, "bagua:reconfigure: only ", store.add(met, 0), " of the new ", size,
                      " members, without ", store.add(left, 0), " who gave up, have come in time");
     return;
@@ -94,6 +91,7 @@ void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline) {
     store.wait({begun}, leftUntil(deadline));
   } catch (const std::exception&) {
     store.add(left, 1);
+    attempt.check();
     TORCH_CHECK_WITH(DistBackendError, false, "bagua:reconfigure: rank ", rank, " of the new ", size,
                      " did not hear in time that all members have come");
   }
@@ -138,24 +136,26 @@ ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::Reconfigur
 
   const auto rank = static_cast<int>(own - handles.begin());
   const auto size = static_cast<int>(handles.size());
+  const auto attempt = std::make_shared<ChangeAttempt>();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK_WITH(DistBackendError, !isShutDown_, "bagua:reconfigure: group '", options_->group_name,
                      "' has been shut down");
+    attempt_ = attempt;
   }
   const Deadline deadline = Clock::now() + timeout;
-  const auto store = sealedPart(members.front().connect(leftUntil(deadline)),
-                                c10::str("epoch/", members.front().token, "/", opts.uuid));
-  checkThatHandlesAgree(*store, handles, rank, leftUntil(deadline));
-  auto options = c10::make_intrusive<Options>(*options_);
-  options->global_ranks_in_group = firstRanks(members);
-  auto next = std::make_shared<GroupEpoch>(store, GroupIdentity{options_->group_name, rank, size}, std::move(options),
-                                           leftUntil(deadline));
-  beginTogether(*store, rank, size, deadline);
+  const auto store = c10::make_intrusive<ChangeStore>(c10::str("epoch/", members.front().token, "/", opts.uuid),
+                                                      connectTo(members.front(), deadline, *attempt), attempt);
+  checkThatHandlesAgree(*store, handles, rank, leftUntil(deadline), *attempt);
+  auto next = std::make_shared<GroupEpoch>(store, GroupIdentity{options_->group_name, rank, size}, options_,
+                                           firstRanks(members), leftUntil(deadline));
+  beginTogether(*store, rank, size, deadline, *attempt);
   bool isShutDown = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     isShutDown = isShutDown_;
+    // What is called from here on is about the new epoch, in whose store others may wait later.
+    attempt_.reset();
     if (!isShutDown) {
       std::swap(current_, next);
       isReconfigured_ = true;

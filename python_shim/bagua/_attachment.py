@@ -17,6 +17,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from bagua._belongings import Belongings
 from bagua._eager import eager
+from bagua._executors import begin_again
 from bagua._message_bytes import Parameter, sentence
 from bagua._native import _C
 from bagua._registry import describe
@@ -77,7 +78,7 @@ def refuse_uneven_division(ddp: nn.Module, args: Any) -> None:
 
 def say_if_nothing_is_coded(hook: _C.Hook, group: dist.ProcessGroup) -> None:
     """Log one line, on rank 0, where the algorithm could compress, but not between the ranks that there are."""
-    if dist.get_rank(group) == 0 and hook.why_uncoded:
+    if group.rank() == 0 and hook.why_uncoded:
         _logger.warning("algorithm %r compresses nothing. %s", hook.name, hook.why_uncoded)
 
 
@@ -86,7 +87,7 @@ def say_what_is_sent(
 ) -> None:
     """Log, on rank 0, what becomes of the bytes of a model, or that nothing is coded."""
     say_if_nothing_is_coded(hook, group)
-    if dist.get_rank(group) == 0 and not hook.why_uncoded:
+    if group.rank() == 0 and not hook.why_uncoded:
         warm_up = optimizer.warmup_steps if isinstance(optimizer, QAdamOptimizer) else 0
         _logger.info("%s", sentence(hook, parameters, group, warm_up))
 
@@ -189,8 +190,11 @@ def _why_nobody_waits(algorithm: str) -> str:
 class Attachment:
     """The hooks on one model and its optimizer, for as long as the algorithm is at work."""
 
-    def __init__(self, hook: _C.Hook, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+    def __init__(
+        self, hook: _C.Hook, ddp: DistributedDataParallel, optimizer: Optimizer, group: dist.ProcessGroup
+    ) -> None:
         self._hook = hook
+        self._group = group
         # Not the model itself, which holds us.
         self._ddp = weakref.ref(ddp)
         self._parameters = trainable_parameters(ddp)
@@ -239,6 +243,9 @@ class Attachment:
         optimizer, is_synchronised = self._momentum_optimizer, bool(ddp.require_backward_grad_sync)
         momenta = [] if optimizer is None else optimizer.momenta(self._parameters, is_synchronised=is_synchronised)
         if is_synchronised:
+            if self._hook.have_members_changed:
+                begin_again(self._hook, self._group, self._parameters[0].device)
+                self._is_first_forward = True
             self._check_first_forward()
             self._hook.before_forward(momenta)
             # In the first backward of a static graph DDP would reduce all the same.
@@ -295,10 +302,9 @@ class Attachment:
         ddp = self._ddp()
         if ddp is None or not (self._runs_in_background and self._broadcasts_buffers):
             return
-        root = dist.get_global_rank(ddp.process_group, 0)
         for name, buffer in ddp.module.named_buffers():
             if name not in ddp.parameters_to_ignore:
-                dist.broadcast(buffer, root, group=ddp.process_group)
+                dist.broadcast(buffer, group=ddp.process_group, group_src=0)
 
     def detach(self) -> None:
         """Take all hooks off again."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bagua._attachment import trainable_parameters
 from bagua._eager import eager
 from bagua._native import _C
 from bagua._torch_private import has_rebuilt_buckets, is_joining, rebuild_buckets
@@ -44,3 +45,22 @@ class BucketSplitter:
         if torch.is_grad_enabled() and not is_joining(ddp) and (has_rebuilt_buckets(ddp) or rebuild_buckets(ddp)):
             self._split(ddp)
             self._removable.remove()
+
+
+def settle_buckets(ddp: DistributedDataParallel) -> None:
+    """Have DDP build its final buckets, on a rank that is alone, before it has a hook; cut as `BucketSplitter` does.
+
+    DDP builds them after the first backward otherwise, for which all ranks have to be there.
+    """
+    parameters = trainable_parameters(ddp)
+    if not ddp.find_unused_parameters and not ddp.static_graph:
+        gradients = [p.grad for p in parameters]
+        with torch.enable_grad():
+            ddp.reducer.prepare_for_forward()
+            ddp.reducer.prepare_for_backward([])
+            torch.autograd.backward(torch.stack([p.sum().real.float() for p in parameters]).sum())
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        rebuild_buckets(ddp)
+    if ddp.bucket_bytes_cap_default and ddp.logger is not None and parameters[0].is_cpu and not ddp.static_graph:
+        _C.split_buckets(ddp.reducer, ddp.logger, parameters, MOST_BYTES)

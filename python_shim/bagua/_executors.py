@@ -21,7 +21,10 @@ from bagua._fresh_store import fresh_part, new_name
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua._registry import describe
-from bagua._torch_private import backend_of, default_group, timeout_of
+from bagua._torch_private import backend_of, default_group, set_timeout, timeout_of
+
+# How long members that have just met wait for each other to make a further group: one that dies in between is not seen.
+_MEETING = timedelta(seconds=10)
 
 
 def _private_group(
@@ -35,17 +38,20 @@ def _private_group(
     name = "bagua" if device.type == "cpu" else dist.get_backend(group)
     if ":" in name:
         name = dict(pair.split(":") for pair in name.split(","))[device.type]
-    everybody, changed = _ranks_and_store(group, device)
+    everybody, changed = ranks_and_store(group, device)
     members = range(len(everybody)) if members is None else members
     ranks = [everybody[member] for member in members]
     # Of several groups at once, each has its own part of the store.
     store = dist.PrefixStore(f"bagua_private_group/{ranks[0]}", changed or group.get_group_store())
-    unique = new_name(store, list(members).index(dist.get_rank(group)), len(ranks), timeout)
-    return new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, timeout, changed and store)
+    limit = min(timeout, _MEETING) if changed else timeout
+    unique = new_name(store, list(members).index(group.rank()), len(ranks), limit)
+    private = new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, limit, changed and store)
+    set_timeout(backend_of(private, device).options, timeout)
+    return private
 
 
-def _ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], dist.Store | None]:
-    """Return the global ranks of a group, and the store in which they have met if its members have changed.
+def ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], dist.Store | None]:
+    """Return the global ranks of a group, and the store in which they have met, if its members have changed.
 
     torch goes on listing the ranks that the group was made with.
     """
@@ -54,15 +60,16 @@ def _ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[li
         return dist.get_process_group_ranks(group), None
     if group is not default_group():
         raise ValueError(
-            "an algorithm that runs in the background needs a group of its own, which can only be made for the "
-            f"members of the default group once they have changed; the hook is on group {group.group_name!r}"
+            f"the members of group {group.group_name!r} have changed, and torch knows the ranks of none of its groups "
+            "but the default one then: a further group of them, such as an algorithm that runs in the background "
+            "needs, can only be made of the members of the default group"
         )
-    return list(range(dist.get_world_size(group))), store
+    return list(range(group.size())), store
 
 
 def _records_of(group: dist.ProcessGroup, timeout: timedelta) -> list[str]:
     """Return what each rank says of itself. Collective."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = group.rank(), group.size()
     if not _C.job_secret_fingerprint():
         records: list[str] = [""] * size
         dist.all_gather_object(records, _C.own_record(), group=group)
@@ -155,8 +162,34 @@ def start(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device, paramet
         optimizer: one on the optimizer.
     """
     hook.agree(parameters, optimizer, str(device), arithmetic_of(device))
+    _make_groups(hook, group, device)
+    if describe(hook.name)["runs_in_background"]:
+        _at_exit.end_with(group, hook)
+
+
+def begin_again(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Have an algorithm that acts on weights go on among the members that its group has now. Collective."""
+    furthest = hook.meet_again()
+    tensors: list[torch.Tensor] = []
+    names: list[Any] = [None]
+    if group.rank() == furthest:
+        shared = hook.shared()
+        tensors = list(shared.values())
+        names = [[(name, tensor.shape, tensor.dtype, tensor.is_cpu) for name, tensor in shared.items()]]
+    dist.broadcast_object_list(names, group=group, group_src=furthest)
+    if group.rank() != furthest:
+        tensors = [
+            torch.empty(shape, dtype=dtype, device="cpu" if is_cpu else device) for _, shape, dtype, is_cpu in names[0]
+        ]
+    for tensor in tensors:
+        dist.broadcast(tensor, group=group, group_src=furthest)
+    hook.begin_again({name: tensor for (name, *_), tensor in zip(names[0], tensors, strict=True)})
+    _make_groups(hook, group, device)
+
+
+def _make_groups(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the groups that an algorithm needs besides that of its model."""
     if describe(hook.name)["runs_in_background"]:
         hook.use_background(background_executors_for(group, device))
-        _at_exit.end_with(group, hook)
     if hook.host_ranks:
         hook.use_host(host_executors_for(group, device, hook.host_ranks))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bagua._managed import Manager
 from bagua.handle import Handle, OptionArgument
 from bagua.hooks import HookState
 from bagua.optimizers import QAdamOptimizer
@@ -17,6 +18,7 @@ def register_comm_hook(
     algorithm: Literal["gradient_allreduce"],
     optimizer: Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
+    manager: Manager | None = None,
     *,
     hierarchical: bool = False,
     average: bool = True,
@@ -34,6 +36,7 @@ def register_comm_hook(
     algorithm: Literal["bytegrad"],
     optimizer: Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
+    manager: Manager | None = None,
     *,
     hierarchical: bool = True,
     average: bool = True,
@@ -138,6 +141,7 @@ def register_comm_hook(
     algorithm: Literal["powersgd"],
     optimizer: Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
+    manager: Manager | None = None,
     *,
     rank: int = 4,
     start_step: int = 1000,
@@ -172,6 +176,7 @@ def register_comm_hook(
     algorithm: Literal["quantized_allreduce"],
     optimizer: Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
+    manager: Manager | None = None,
     *,
     codec: str | Mapping[str, str] = "4bit",
     error_feedback: bool | str = "auto",
@@ -273,6 +278,7 @@ def register_comm_hook(
     algorithm: str,
     optimizer: Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
+    manager: Manager | None = None,
     **options: OptionArgument,
 ) -> Handle: ...
 @overload

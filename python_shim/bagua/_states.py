@@ -36,9 +36,8 @@ class StatesOfAllRanks:
         if self._attachment is not None:
             own["module"], own["optimizer"] = self._attachment.states()
         own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), own)
-        is_first = dist.get_rank(self._group) == 0
-        everyones: list[Any] | None = [None] * dist.get_world_size(self._group) if is_first else None
-        dist.gather_object(own, everyones, dst=dist.get_global_rank(self._group, 0), group=self._group)
+        everyones: list[Any] | None = [None] * self._group.size() if self._group.rank() == 0 else None
+        dist.gather_object(own, everyones, group=self._group, group_dst=0)
         return {"ranks": everyones or []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -48,13 +47,13 @@ class StatesOfAllRanks:
             ValueError: it holds the states of another number of ranks, or what `Handle.load_state_dict` refuses.
         """
         ranks = state_dict.get("ranks", [])
-        size = dist.get_world_size(self._group)
+        size = self._group.size()
         if len(ranks) != size:
             raise ValueError(
                 f"the checkpoint holds the states of {len(ranks)} ranks of algorithm {self._handle.algorithm!r}, the "
                 f"group has {size}: resume with as many ranks, or register the hook without its state"
             )
-        own = ranks[dist.get_rank(self._group)]
+        own = ranks[self._group.rank()]
         if self._attachment is not None:
             self._attachment.load_states(own["module"], own["optimizer"])
         self._handle.load_state_dict(own["handle"])

@@ -46,6 +46,29 @@ def waits_for_reconfigure(options: BackendOptions) -> bool:
     return bool(getattr(options, "enable_reconfigure", False))
 
 
+def can_reconfigure() -> bool:
+    """Whether torch can change the members of a group, as it can from 2.14 on."""
+    return hasattr(dist, "_reconfigure")
+
+
+def reconfigure_handle() -> str:
+    """Return what others need to make this process a member of the default group."""
+    handle: str = dist._get_reconfigure_handle()  # type: ignore[attr-defined]
+    return handle
+
+
+def reconfigure(uuid: int, handles: Sequence[str]) -> None:
+    """Have the default group consist of these, in the order of ranks. Collective."""
+    dist._reconfigure(uuid, list(handles)).wait()  # type: ignore[attr-defined]
+
+
+def barrier(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Wait for all ranks of a group, as long as `limit` says: `dist.barrier` takes no timeout."""
+    options = distributed_c10d.BarrierOptions()
+    options.timeout = limit
+    group.barrier(options).wait()
+
+
 def default_group() -> dist.ProcessGroup:
     """Return the default group, or raise torch's own error; `dist.group.WORLD` is None before there is one."""
     return distributed_c10d._get_default_group()

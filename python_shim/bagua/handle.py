@@ -69,6 +69,11 @@ class Handle:
         """Whether error feedback is at work, which `follow` has to tell of changes of a loss scale."""
         return self._hook.keeps_residuals
 
+    @property
+    def layout(self) -> list[list[int]]:
+        """Which gradients travel together, by the positions of their parameters; empty in the first steps."""
+        return self._hook.layout()
+
     def stats(self) -> Stats:
         """Return what this rank has done so far; see `Stats` for keys and units."""
         return cast("Stats", self._hook.stats())

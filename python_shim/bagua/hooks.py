@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bagua import _managed as managed
 from bagua._argument_checks import check_algorithm, check_group_type, check_optimizer_type
 from bagua._attachment import (
     PICKLE_ADVICE,
@@ -103,6 +104,12 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
             "this model already has a communication hook; DistributedDataParallel takes one. Where it is one of "
             "bagua's, call handle.remove() first"
         )
+    former = removed_handle(ddp)
+    if former is not None and former.place is None:
+        raise RuntimeError(
+            "this model has had an algorithm under a Manager, in whose place no other can come: wrap the module in "
+            "DistributedDataParallel anew"
+        )
 
 
 def removed_handle(ddp: DistributedDataParallel) -> Handle | None:
@@ -152,6 +159,7 @@ def register_comm_hook(
     algorithm: str,
     optimizer: Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
+    manager: managed.Manager | None = None,
     **options: OptionArgument,
 ) -> Handle:
     """Let an algorithm communicate for a DDP model. Collective: every rank calls it, before the first step.
@@ -170,6 +178,8 @@ def register_comm_hook(
             "quantized_allreduce" chooses by it whether 2 bits have error feedback, and the loss scale of accelerate's
             optimizer is followed (see `Handle.follow`).
         process_group: where to communicate; by default the model's own group.
+        manager: torchft's Manager over that group, which decides who takes part in a step. Errors are reported to it
+            and not raised. For algorithms without an optimizer.
         **options: the algorithm's options, see each algorithm's page.
 
     Raises:
@@ -198,6 +208,9 @@ def register_comm_hook(
     group = process_group if isinstance(process_group, dist.ProcessGroup) else ddp.process_group
     main = executors_for(group, device)
     try:
+        if manager is not None:
+            _check_ddp(ddp)
+            managed.prepare(ddp, algorithm, group)
         hook = _make_hook(ddp, algorithm, options, optimizer, process_group, main)
     except Exception:
         _refuse(main, device)
@@ -205,7 +218,10 @@ def register_comm_hook(
     text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
     start(hook, group, device, text, facts_of(optimizer))
     former = removed_handle(ddp)
-    if former is None:
+    if manager is not None:
+        place = None
+        ddp.register_comm_hook(managed.ManagedHook(hook, group, manager), managed.run_managed)
+    elif former is None:
         place = _C.register_hook(ddp.reducer, hook)
     else:
         assert former.place is not None  # of a DDP model
@@ -216,7 +232,7 @@ def register_comm_hook(
     attachment = None
     if describe(algorithm)["optimizer"]:
         assert optimizer is not None
-        attachment = Attachment(hook, ddp, optimizer)
+        attachment = Attachment(hook, ddp, optimizer, group)
     else:
         ddp.register_forward_pre_hook(refuse_uneven_division)
     handle = Handle(hook, attachment, place, group)

@@ -119,7 +119,7 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
         if self._handle is not None:
             self._handle.remove()
         wrapped: Any = trainer.model_wrapped
-        self._handle = register_comm_hook(wrapped, self._algorithm, kwargs["optimizer"], None, **self._options)
+        self._handle = register_comm_hook(wrapped, self._algorithm, kwargs["optimizer"], None, None, **self._options)
         if self._resumed_from is not None:
             self._restore(self._resumed_from, wrapped, kwargs["optimizer"])
         self._last = None

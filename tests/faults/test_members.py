@@ -3,19 +3,19 @@
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import bagua
 import pytest
 import torch
 import torch.distributed as dist
 from holdings import holdings, wait_for
+from members import HOOKS, Members, Training
 from ranks import run_ranks
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TRANSPORTS, die, store
+from torch import Tensor
+from trouble import TRANSPORTS, die
 
 SIZE = 3
 LAST = SIZE - 1
@@ -23,40 +23,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on; before, init_process_group refuses"
 )
 EVERYWHERE = pytest.mark.parametrize("transport", TRANSPORTS)
-
-
-class _Members:
-    """A group that each rank makes alone, and the handles of all."""
-
-    def __init__(self) -> None:
-        self.me, size, shared = dist.get_rank(), dist.get_world_size(), store()
-        dist.destroy_process_group()
-        dist.init_process_group(
-            "bagua",
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
-            timeout=timedelta(seconds=30),
-            enable_reconfigure=True,
-        )
-        self.shared = shared
-        self._number = 0
-        shared.set(f"handle/{self.me}", dist._get_reconfigure_handle())
-        self.handles = [shared.get(f"handle/{rank}").decode() for rank in range(size)]
-
-    def become(self, *who: int, seconds: float = 30.0, unordered: bool = False) -> None:
-        """Make the group consist of these; the same calls on all of them."""
-        self._number += 1
-        self.reconfigure([self.handles[rank] for rank in who], (self._number, *who), seconds, unordered=unordered)
-
-    def reconfigure(self, handles: Sequence[str], uuid: object, seconds: float, *, unordered: bool = False) -> None:
-        given: Any = set(handles) if unordered else list(handles)
-        dist._reconfigure(hash(uuid) % 2**31, given, timeout=timedelta(seconds=seconds)).wait()
-
-    def wait_for_all(self, name: str, size: int = SIZE) -> None:
-        self.shared.add(name, 1)
-        while self.shared.add(name, 0) < size:
-            pass
 
 
 def _sum() -> tuple[int, int, float]:
@@ -72,7 +38,7 @@ def _held() -> list[int]:
 
 
 def _change_often() -> list[Any]:
-    members = _Members()
+    members = Members()
     assert dist._supports_reconfigure()
     with pytest.raises(RuntimeError, match=r"no members before the first reconfigure\(\)"):
         dist.barrier()
@@ -129,7 +95,7 @@ def test_a_group_changes_its_members_in_any_order_and_after_an_abort_or_a_failur
 
 
 def _refuse() -> None:
-    members = _Members()
+    members = Members()
     own, other = members.handles[members.me], members.handles[1 - members.me]
     wrong: Mapping[str, tuple[Sequence[str], type[Exception]]] = {
         "is not among the 1 given": ([other], ValueError),
@@ -151,64 +117,22 @@ def test_handles_that_make_no_group_are_refused_and_so_is_a_uuid_that_was_used()
     run_ranks(2, _refuse)
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
-
-
-class _Training:
-    """A model with a hook, made in a world of one, as a replica that may join others has to."""
-
-    def __init__(self, members: _Members, register: Callable[[DDP, torch.optim.Optimizer], Any]) -> None:
-        members.become(members.me)
-        self.ddp = DDP(_model(), bucket_cap_mb=0.001)
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), 0.05)
-        self.handle = register(self.ddp, self.optimizer)
-        for _ in range(2):  # DDP lays its buckets out after the first
-            self.backward(0)
-        self.optimizer.zero_grad()
-
-    def backward(self, number: int) -> None:
-        generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
-        self.optimizer.zero_grad()
-        self.ddp(torch.randn(4, 8, generator=generator)).square().mean().backward()
-
-    def step(self, number: int) -> None:
-        self.backward(number)
-        self.optimizer.step()
-
-    def heal(self) -> None:
-        """Take what the first member has."""
-        for parameter in self.ddp.parameters():
-            dist.broadcast(parameter.data, 0)
-
-    def weights(self) -> Tensor:
-        return torch.cat([parameter.detach().flatten() for parameter in self.ddp.parameters()])
-
-
-HOOKS: dict[str, dict[str, Any]] = {
-    "gradient_allreduce": {},
-    "bytegrad": {"hierarchical": False},
-    "quantized_allreduce": {"hierarchical": False},
-    "powersgd": {"hierarchical": False, "start_step": 2, "min_compression": 1e-6},
-}
-
-
 def _lose_one(algorithm: str) -> tuple[Tensor, list[int]]:
-    members = _Members()
-    training = _Training(members, lambda ddp, _: bagua.register_comm_hook(ddp, algorithm, **HOOKS[algorithm]))
+    members = Members()
+    training = Training(members, algorithm)
     sizes = []
     # The first member, in whose store the others meet, is the one that goes.
     members.become(LAST, 0, 1)
-    training.heal()
     for number in range(4):
         training.step(number)
     if members.me == LAST:
         first = next(training.ddp.parameters())
         first.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    # What waits for the dead rank may be a later step.
     with pytest.raises(RuntimeError):
-        training.step(4)
+        training.steps_until_one_fails()
     members.become(0, 1)
+    training.heal()
     for number in range(5, 9):
         training.step(number)
         sizes.append(dist.get_world_size())
@@ -227,44 +151,52 @@ def test_survivors_go_on_with_the_same_model_and_hook_when_the_member_that_all_m
     assert sizes == [2] * 4
 
 
-def _grow(algorithm: str) -> tuple[Tensor, list[float]]:
-    members = _Members()
-    training = _Training(members, lambda ddp, _: bagua.register_comm_hook(ddp, algorithm, **HOOKS[algorithm]))
+# What of a state is the same on all ranks.
+SHARED = ("step", "exchanges", "outer_weights", "outer_momentum")
+
+
+def _grow(algorithm: str) -> tuple[Tensor, list[float], dict[str, list[float]]]:
+    members = Members()
+    training = Training(members, algorithm)
     if members.me != LAST:
         members.become(0, 1)
-        training.heal()
-        for number in range(3):
+        for number in range(5):
             training.step(number)
     else:
         members._number += 1
+        with torch.no_grad():
+            next(training.ddp.parameters()).fill_(7.0)
     members.become(0, 1, LAST)
     training.heal()
-    for number in range(3, 7):
+    for number in range(5, 11):
         training.step(number)
+    state = training.handle.state_dict()["state"]
+    shared = {name: tensor.flatten().tolist() for name, tensor in state.items() if name.split(".")[0] in SHARED}
+    training.handle.synchronize()
+    weights = training.weights().clone()
     # What a mean over three is, which all have.
-    training.backward(7)
-    gradient = next(training.ddp.parameters()).grad
-    assert gradient is not None
-    own = torch.cat([p.grad.flatten() for p in training.ddp.parameters() if p.grad is not None])
-    return training.weights(), own[:4].tolist()
+    training.handle.remove()
+    training.backward(11)
+    return weights, [p.grad.sum().item() for p in training.ddp.parameters() if p.grad is not None], shared
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce"])
+@pytest.mark.parametrize("algorithm", HOOKS)
 def test_a_newcomer_trains_on_with_the_others(algorithm: str) -> None:
     results = run_ranks(SIZE, _grow, algorithm, env=TRANSPORTS["between-hosts"])
-    for weights, gradient in results[1:]:
+    for weights, gradients, shared in results[1:]:
         assert torch.equal(weights, results[0][0])
-        assert gradient == results[0][1]
+        assert gradients == results[0][1]
+        if algorithm != "async":  # whose ranks count for themselves
+            assert shared == results[0][2]
+    assert results[0][0].abs().max() < 3, "the newcomer has brought weights of its own"
+    if algorithm == "diloco":
+        assert any(results[0][2]["outer_momentum.0"])
 
 
 def _remembers_the_optimizer() -> set[str]:
-    members = _Members()
-    options = {"codec": "2bit", "hierarchical": False}
-    training = _Training(
-        members, lambda ddp, it: bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=it, **options)
-    )
+    members = Members()
+    training = Training(members, "quantized_allreduce")
     members.become(0, 1, LAST)
-    training.heal()
     for number in range(2):
         training.step(number)
     return {name.split(".")[1] for name in training.handle.state_dict()["state"]}
@@ -275,11 +207,9 @@ def test_among_other_members_error_feedback_goes_by_the_same_optimizer() -> None
 
 
 def _join_with_another() -> None:
-    members = _Members()
-    name = "bytegrad" if members.me == LAST else "gradient_allreduce"
-    training = _Training(members, lambda ddp, _: bagua.register_comm_hook(ddp, name))
+    members = Members()
+    training = Training(members, "bytegrad" if members.me == LAST else "gradient_allreduce")
     members.become(0, 1, 2)
-    training.heal()
     with pytest.raises(ValueError, match="registered another algorithm or other options than rank 0"):
         training.backward(0)
 
@@ -288,27 +218,50 @@ def test_members_whose_hooks_differ_are_told_at_their_first_bucket() -> None:
     run_ranks(SIZE, _join_with_another)
 
 
-def _refuse_to_follow() -> None:
-    members = _Members()
-    training = _Training(
-        members, lambda ddp, optimizer: bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer, sync_every=2)
-    )
-    members.become(0, 1, 2)
+def _lose_its_pair() -> Tensor:
+    members = Members()
+    training = Training(members, "decentralized", hierarchical=False, peer_selection_mode="shift_one")
+    if members.me != LAST:
+        members.become(0, 1)
+        for number in range(3):
+            training.step(number)
+    else:
+        members._number += 1
+    members.become(0, 1, LAST)
     training.heal()
-    with pytest.raises(RuntimeError, match=r"'local_sgd' cannot go on .* call handle.remove\(\) and register it again"):
-        training.backward(0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="needs an even number of them, got 3"):
+            training.backward(3)
     training.handle.remove()
-    training.handle = bagua.register_comm_hook(training.ddp, "local_sgd", optimizer=training.optimizer, sync_every=2)
-    for number in range(4):
-        training.step(number)
-    everywhere = [torch.empty(0)] * SIZE
-    dist.all_gather_object(everywhere, training.weights())
-    assert all(torch.equal(weights, everywhere[0]) for weights in everywhere)
-    training.handle.remove()
+    return training.weights()
 
 
-def test_an_algorithm_that_knows_its_peers_says_how_to_go_on() -> None:
-    run_ranks(SIZE, _refuse_to_follow)
+def test_where_an_algorithm_cannot_go_on_all_members_say_so_and_are_equal_once_it_is_removed() -> None:
+    first, *others = run_ranks(SIZE, _lose_its_pair)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def _wait_in_vain() -> tuple[float, float]:
+    members = Members()
+    members.become(members.me)
+    if members.me == 0:
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        threading.Timer(0.3, backend.abort).start()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"the group was aborted while it waited for other members"):
+            members.reconfigure([members.handles[0], members.handles[1]], "waits", 60.0)
+        ended = time.monotonic() - begin
+        members.reconfigure([members.handles[0]], "alone", 5.0)
+        members.wait_for_all("over", 2)
+        return ended, _sum()[2]
+    members.wait_for_all("over", 2)
+    return 0.0, 1.0
+
+
+def test_an_abort_ends_a_change_that_waits_for_members() -> None:
+    (seconds, total), _ = run_ranks(2, _wait_in_vain)
+    assert seconds < 10
+    assert total == 1.0
 
 
 def _shrink() -> tuple[int, int, float]:

@@ -31,7 +31,7 @@ std::set<std::string> namesOf(size_t fragments, size_t buckets, size_t buffers) 
 
 }  // namespace
 
-AlgorithmState Rounds::state() const {
+AlgorithmState Rounds::shared() const {
   AlgorithmState state{{"step", counterTensor(step_)},
                        {"has_started", counterTensor(hasStarted_ ? 1 : 0)},
                        {"is_paused", counterTensor(isPaused_ ? 1 : 0)},
@@ -40,15 +40,6 @@ AlgorithmState Rounds::state() const {
     const Fragment& fragment = fragments_[number];
     if (fragment.synchronisedAfter >= 0) {
       state.emplace(numbered("synchronised_after", number), counterTensor(fragment.synchronisedAfter));
-    }
-    if (!fragment.exchange) continue;
-    if (fragment.exchange->work) fragment.exchange->work->wait(kNoTimeout);
-    state.emplace(numbered("on_its_way", number), counterTensor(1));
-    for (size_t i = 0; i < fragment.exchange->buffers.size(); ++i) {
-      state.emplace(numbered("buffers", i), fragment.exchange->buffers[i].clone());
-    }
-    for (size_t i = 0; i < fragment.exchange->means.size(); ++i) {
-      state.emplace(numbered("means", i), fragment.exchange->means[i].clone());
     }
   }
   if (measured_) {
@@ -60,10 +51,32 @@ AlgorithmState Rounds::state() const {
     const FragmentBucket& bucket = *buckets[number];
     state.emplace(numbered("outer_weights", number), bucket.outer.weights.clone());
     if (bucket.outer.hasMomentum) state.emplace(numbered("outer_momentum", number), bucket.outer.momentum.clone());
-    if (bucket.residual.defined()) {
-      state.emplace(numbered("residual", number), bucket.residual.clone());
-      state.emplace(numbered("owner_residual", number), bucket.ownerResidual.clone());
+  }
+  return state;
+}
+
+AlgorithmState Rounds::state() const {
+  // It writes to the outer weights.
+  for (const auto& fragment : fragments_) {
+    if (fragment.exchange && fragment.exchange->work) fragment.exchange->work->wait(kNoTimeout);
+  }
+  AlgorithmState state = shared();
+  for (size_t number = 0; number < fragments_.size(); ++number) {
+    const auto& exchange = fragments_[number].exchange;
+    if (!exchange) continue;
+    state.emplace(numbered("on_its_way", number), counterTensor(1));
+    for (size_t i = 0; i < exchange->buffers.size(); ++i) {
+      state.emplace(numbered("buffers", i), exchange->buffers[i].clone());
     }
+    for (size_t i = 0; i < exchange->means.size(); ++i) {
+      state.emplace(numbered("means", i), exchange->means[i].clone());
+    }
+  }
+  const FragmentBuckets buckets = allBuckets();
+  for (size_t number = 0; number < buckets.size() && hasStarted_; ++number) {
+    if (!buckets[number]->residual.defined()) continue;
+    state.emplace(numbered("residual", number), buckets[number]->residual.clone());
+    state.emplace(numbered("owner_residual", number), buckets[number]->ownerResidual.clone());
   }
   return state;
 }

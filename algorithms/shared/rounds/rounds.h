@@ -74,6 +74,8 @@ class Rounds final : public Algorithm,
   bool resume(StepContext& context) override;
 
   [[nodiscard]] int64_t stateBytes() const override { return stateBytes_; }
+  // Outer weights and their momentum; fragments on their way are dropped, and residuals with them.
+  [[nodiscard]] AlgorithmState shared() const override;
   // Waits for what is on its way.
   [[nodiscard]] AlgorithmState state() const override;
   void load(const AlgorithmState& state, StepContext& context) override;

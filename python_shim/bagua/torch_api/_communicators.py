@@ -30,8 +30,6 @@ class Communicator:
     def __init__(self, torch_group: dist.ProcessGroup) -> None:
         # torch keeps a group alive until it is destroyed; then we have to let it go, too.
         self._torch_group = weakref.ref(torch_group)
-        self._rank = dist.get_rank(torch_group)
-        self._nranks = dist.get_world_size(torch_group)
         self._is_aborted = False
 
     @property
@@ -41,11 +39,11 @@ class Communicator:
 
     def rank(self) -> int:
         """This process's rank, from 0."""
-        return self._rank
+        return self.torch_group.rank()
 
     def nranks(self) -> int:
         """The number of ranks."""
-        return self._nranks
+        return self.torch_group.size()
 
     def device_id(self) -> int:
         """The index of this process's current CUDA device; -1 where there is none."""
@@ -76,7 +74,8 @@ class Communicator:
             torch.cuda.current_stream(tensor.device).synchronize()
 
     def __repr__(self) -> str:
-        return f"Communicator(rank={self._rank}, nranks={self._nranks})"
+        group = self._torch_group()
+        return "Communicator()" if group is None else f"Communicator(rank={group.rank()}, nranks={group.size()})"
 
 
 Comm = Communicator | CommMember | None

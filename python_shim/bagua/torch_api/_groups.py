@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bagua._executors import ranks_and_store
+from bagua._fresh_store import new_name
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua._torch_private import backend_of, device_types, timeout_of
@@ -25,17 +27,27 @@ class BaguaProcessGroup:
     `get_global_communicator()` never waits for other ranks. The other two make a torch group of the communicator's
     ranks at their first call. Every rank of that communicator has to make this call, no other needs to, and in any
     order; ranks outside get `CommMember.NON_COMM_MEMBER` at once. Where a peer never makes the call, an error is
-    raised after the group's timeout.
+    raised after the group's timeout. When the group has other members (torch's reconfigure), ask for them again.
     """
 
     def __init__(self, torch_group: dist.ProcessGroup | None, ranks: Sequence[int], group_name: str = "") -> None:
-        self.ranks = list(ranks)
+        self._ranks = list(ranks)
         self.group_name = group_name
         self._torch_group = None if torch_group is None else weakref.ref(torch_group)
         self._communicators: dict[str, Communicator | CommMember] = {}
-        if torch_group is not None:
+        # Of the members that these are for.
+        self._epoch = 0
+        if torch_group is not None and _changed_store(torch_group) is None:
             store = _hosts_of(torch_group)
-            store.set(str(dist.get_rank(torch_group)), _C.local_host_id())
+            store.set(str(torch_group.rank()), _C.local_host_id())
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks of the members."""
+        group = None if self._torch_group is None else self._torch_group()
+        if group is None or _changed_store(group) is None:
+            return self._ranks
+        return ranks_and_store(group, device_types(group)[0])[0]
 
     @property
     def torch_group(self) -> dist.ProcessGroup:
@@ -59,6 +71,11 @@ class BaguaProcessGroup:
     def _communicator(self, kind: str) -> Communicator | CommMember:
         if self._torch_group is None:
             return CommMember.NON_COMM_MEMBER
+        group = self.torch_group
+        epoch = getattr(backend_of(group, device_types(group)[0]), "epoch", 0)
+        if epoch != self._epoch:
+            self._communicators.clear()
+            self._epoch = epoch
         if kind not in self._communicators:
             self._communicators[kind] = self._make_communicator(kind)
         return self._communicators[kind]
@@ -68,20 +85,23 @@ class BaguaProcessGroup:
         if kind == "global":
             return Communicator(group)
         ranks = self._intra_ranks() if kind == "intra" else self._inter_ranks()
-        if dist.get_rank(group) not in ranks:
+        if group.rank() not in ranks:
             return CommMember.NON_COMM_MEMBER
+        name = f"{group.group_name}_bagua_{kind}_{ranks[0]}"
+        store = _changed_store(group)
+        if store is not None:
+            store = dist.PrefixStore(f"bagua_torch_api/{kind}/{ranks[0]}", store)
+            name += f"_{new_name(store, ranks.index(group.rank()), len(ranks), _timeout_of(group))}"
+        global_ranks = self.ranks
         made = new_named_group(
-            f"{group.group_name}_bagua_{kind}_{ranks[0]}",
-            [self.ranks[rank] for rank in ranks],
-            dist.get_backend(group),
-            _timeout_of(group),
+            name, [global_ranks[rank] for rank in ranks], dist.get_backend(group), _timeout_of(group), store
         )
         destroy_with(group, made)
         return Communicator(made)
 
     def _intra_ranks(self) -> list[int]:
         hosts = self._host_ids()
-        mine = hosts[dist.get_rank(self.torch_group)]
+        mine = hosts[self.torch_group.rank()]
         return [rank for rank, host in enumerate(hosts) if host == mine]
 
     def _inter_ranks(self) -> list[int]:
@@ -89,13 +109,28 @@ class BaguaProcessGroup:
         return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
 
     def _host_ids(self) -> list[str]:
-        store = _hosts_of(self.torch_group)
-        return [store.get(str(rank)).decode() for rank in range(len(self.ranks))]
+        group = self.torch_group
+        changed = _changed_store(group)
+        if changed is not None:
+            return [_host_in(changed.get(f"host/{rank}").decode()) for rank in range(group.size())]
+        store = _hosts_of(group)
+        return [store.get(str(rank)).decode() for rank in range(group.size())]
 
 
 # The groups live as long as torch's.
 _groups_over: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = weakref.WeakKeyDictionary()
 _default_torch_group: weakref.ref[dist.ProcessGroup] | None = None
+
+
+def _changed_store(group: dist.ProcessGroup) -> dist.Store | None:
+    """Return where the members have met, if they are not those that the group was made with."""
+    store: dist.Store | None = getattr(backend_of(group, device_types(group)[0]), "reconfigured_store", None)
+    return store
+
+
+def _host_in(record: str) -> str:
+    """Return the host that a rank has told the others when they met."""
+    return next(line for line in record.splitlines() if line.startswith("host="))
 
 
 def _hosts_of(group: dist.ProcessGroup) -> dist.Store:

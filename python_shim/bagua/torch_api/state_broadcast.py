@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from bagua._tensors_apart import with_tensors, without_tensors
+
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite tensors by those of the group's first rank. Collective."""
-    root = dist.get_global_rank(group, 0)
     for tensor in tensors:
         # Not every backend takes what is not contiguous, such as weights in channels_last.
         travelling = tensor.detach().contiguous()
-        dist.broadcast(travelling, root, group=group)
+        dist.broadcast(travelling, group=group, group_src=0)
         if travelling.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(travelling)
@@ -32,16 +33,16 @@ def broadcast_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup) ->
     """
     if isinstance(optimizer, LBFGS):
         raise ValueError("the state of LBFGS cannot be broadcast: use another optimizer")
-    if dist.get_world_size(group) == 1:
+    if group.size() == 1:
         return
-    is_root = dist.get_rank(group) == 0
+    is_root = group.rank() == 0
     tensors: list[Tensor] = []
     # The state with a place in `tensors` for each tensor, and what it takes to make an empty one.
     message: list[Any] = [None]
     if is_root:
-        skeleton = _without_tensors(optimizer.state_dict(), tensors)
+        skeleton = without_tensors(optimizer.state_dict(), tensors)
         message = [(skeleton, [(tuple(t.shape), t.dtype, t.device.type) for t in tensors])]
-    dist.broadcast_object_list(message, dist.get_global_rank(group, 0), group=group)
+    dist.broadcast_object_list(message, group=group, group_src=0)
     skeleton, kinds = message[0]
     device = _device_of(optimizer)
     if not is_root:
@@ -53,32 +54,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup) ->
         broadcast_tensors([travelling], group)
         tensors[i] = travelling.to(tensor.device)
     if not is_root:
-        optimizer.load_state_dict(_with_tensors(skeleton, tensors))
-
-
-class _Place(int):
-    """Where a tensor was taken out."""
-
-
-def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-    if isinstance(value, dict):
-        return {key: _without_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_without_tensors(item, tensors) for item in value)
-    return value
-
-
-def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value]
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_with_tensors(item, tensors) for item in value)
-    return value
+        optimizer.load_state_dict(with_tensors(skeleton, tensors))
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:

@@ -143,4 +143,4 @@ class AlgorithmImpl:
         """
         group = self.process_group.torch_group
         dist.all_reduce(gradient, group=group)
-        gradient.div_(dist.get_world_size(group))
+        gradient.div_(group.size())

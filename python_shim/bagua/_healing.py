@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives ranks that have joined, or have missed a step, what a rank has that has come further: bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from bagua._attachment import trainable_parameters
+from bagua._native import _C
+from bagua._tensors_apart import with_tensors, without_tensors
+from bagua._torch_private import barrier
+from bagua.handle import Handle
+
+# What travels at a time: a large tensor, whole, could take longer than an operation may.
+_PIECE_BYTES = 16 << 20
+
+
+class _Said(NamedTuple):
+    step: int
+    model: str
+
+
+class Belongings:
+    """All that makes one rank go on where another is: model, optimizer, buckets, and whatever else has a state.
+
+    Args:
+        ddp: the model.
+        optimizer: its optimizer.
+        handle: of the algorithm at work on the model. What that remembers goes over by itself, at the next forward.
+        others: have `state_dict` and `load_state_dict`: schedulers, scalers, data loaders.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, optimizer: Optimizer, handle: Handle | None, others: Sequence[Any]
+    ) -> None:
+        self._ddp = ddp
+        self._optimizer = optimizer
+        self._handle = handle
+        self._others = others
+
+    def heal(self, step: int, limit: timedelta) -> int:
+        """Give all ranks that are behind what the furthest one has, and return its step. Collective.
+
+        Args:
+            step: how many steps this rank's optimizer has taken; -1: its weights are not those of the others yet.
+            limit: for all of it.
+
+        Raises:
+            ValueError: models of different shapes, on all ranks.
+        """
+        group = self._ddp.process_group
+        own = _Said(step, self._shapes())
+        said: list[Any] = [None] * group.size()
+        dist.all_gather_object(said, own, group=group)
+        different = [rank for rank, other in enumerate(said) if other.model != said[0].model]
+        if different:
+            raise ValueError(
+                f"ranks 0 and {different[0]} cannot train together. Rank 0 has {said[0].model[:400]}; "
+                f"rank {different[0]} has {said[different[0]].model[:400]}"
+            )
+        furthest: int = max(other.step for other in said)
+        source = next(rank for rank, other in enumerate(said) if other.step == furthest)
+        behind = [rank for rank, other in enumerate(said) if other.step < furthest or (furthest < 0 and rank != source)]
+        if group.rank() == source and behind:
+            self._send(behind, group)
+        elif group.rank() in behind:
+            self._receive(source, group)
+        if behind:
+            # The others wait here, and not in their next step, which has less time.
+            barrier(group, limit)
+        return max(furthest, 0)
+
+    def _shapes(self) -> str:
+        named = self._ddp.module.state_dict().items()
+        shapes = [f"{name}: {value.dtype}{list(value.shape)}" for name, value in named if isinstance(value, Tensor)]
+        return f"{type(self._optimizer).__qualname__}, {', '.join(shapes)}"
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "module": self._ddp.module.state_dict(),
+            "buffers": self._unsaved_buffers(),
+            "optimizer": self._optimizer.state_dict(),
+            "layout": [] if self._handle is None else self._handle.layout,
+            "others": [other.state_dict() for other in self._others],
+        }
+
+    def _unsaved_buffers(self) -> dict[str, Tensor]:
+        saved = self._ddp.module.state_dict().keys()
+        return {name: buffer for name, buffer in self._ddp.module.named_buffers() if name not in saved}
+
+    def _send(self, behind: Sequence[int], group: dist.ProcessGroup) -> None:
+        tensors: list[Tensor] = []
+        skeleton = without_tensors(self._state(), tensors)
+        kinds = [(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in tensors]
+        for rank in behind:
+            dist.send_object_list([(skeleton, kinds)], group=group, group_dst=rank)
+        for tensor in tensors:
+            for piece in _pieces(tensor.detach().contiguous()):
+                works = [dist.isend(piece, group=group, group_dst=rank) for rank in behind]
+                for work in works:
+                    assert work is not None
+                    work.wait()
+
+    def _receive(self, source: int, group: dist.ProcessGroup) -> None:
+        message: list[Any] = [None]
+        dist.recv_object_list(message, group=group, group_src=source)
+        skeleton, kinds = message[0]
+        device = trainable_parameters(self._ddp)[0].device
+        tensors = []
+        for shape, dtype, is_cpu in kinds:
+            tensors.append(torch.empty(shape, dtype=dtype, device="cpu" if is_cpu else device))
+            for piece in _pieces(tensors[-1]):
+                dist.recv(piece, group=group, group_src=source)
+        # Only when all is here: what was received in part is dropped.
+        self._load(with_tensors(skeleton, tensors))
+
+    @torch.no_grad()
+    def _load(self, state: dict[str, Any]) -> None:
+        module: nn.Module = self._ddp.module
+        module.load_state_dict(state["module"])
+        for name, buffer in self._unsaved_buffers().items():
+            buffer.copy_(state["buffers"][name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._restore_dtypes(state["optimizer"]["state"])
+        if state["layout"] and self._handle is not None and state["layout"] != self._handle.layout:
+            _C.lay_out_buckets(self._ddp.reducer, state["layout"], len(trainable_parameters(self._ddp)))
+        for other, its_state in zip(self._others, state["others"], strict=True):
+            other.load_state_dict(its_state)
+
+    def _restore_dtypes(self, states: dict[int, dict[str, Any]]) -> None:
+        """Take what an optimizer keeps in another dtype than the weights, which torch converts to theirs."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for index, state in states.items():
+            own = self._optimizer.state[parameters[index]]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and own[key].dtype != value.dtype:
+                    own[key] = value.to(own[key].device)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    return torch.split(tensor.view(-1).view(torch.uint8), _PIECE_BYTES) if tensor.numel() else []

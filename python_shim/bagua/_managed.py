@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gradient's way where torchft's Manager says who takes part in a step."""
+# No `from __future__ import annotations` here: torch compares the annotations of a hook with the types themselves.
+
+import logging
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from bagua._buckets import settle_buckets
+from bagua._native import _C
+from bagua._registry import describe
+
+_logger = logging.getLogger("bagua")
+
+
+class Manager(Protocol):
+    """What is needed of torchft's Manager."""
+
+    def wait_quorum(self) -> None:
+        """Return when the members of this step are known, and the group consists of them."""
+
+    def num_participants(self) -> int:
+        """Return how many of them take part with gradients."""
+
+    def is_participating(self) -> bool:
+        """Return whether this one does; not while it heals."""
+
+    def errored(self) -> Any:
+        """Return what was reported in this step, or None."""
+
+    def report_error(self, e: Exception) -> None:
+        """Have the step not be taken."""
+
+
+def prepare(ddp: DistributedDataParallel, algorithm: str, group: dist.ProcessGroup) -> None:
+    """Refuse what cannot work under a Manager, and have DDP do by itself nothing that needs the other members."""
+    if describe(algorithm)["optimizer"]:
+        raise ValueError(
+            f"algorithm {algorithm!r} acts on what the optimizer does, before a Manager knows whether the step counts: "
+            "with manager= only those that reduce gradients work"
+        )
+    if group.size() != 1:
+        raise ValueError(
+            f"manager= needs a group that is alone until the manager brings the replicas together, this one has "
+            f"{group.size()} ranks: make it with world_size=1 and enable_reconfigure=True"
+        )
+    if ddp.static_graph:
+        raise ValueError("manager= does not work with static_graph=True: a replica that joins has to lay out buckets")
+    if ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()):
+        _logger.warning(
+            "manager= switches DDP's broadcast_buffers off, as members change while a forward runs: each replica keeps "
+            "running statistics of its own"
+        )
+    ddp.broadcast_buffers = False
+    settle_buckets(ddp)
+
+
+class ManagedHook:
+    """Runs an algorithm on the members of the step, and reports errors in the place of raising them."""
+
+    def __init__(self, hook: _C.Hook, group: dist.ProcessGroup, manager: Manager) -> None:
+        self._hook = hook
+        self._group = group
+        self._manager = manager
+
+    def run(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the reduction of one bucket; after an error the gradients stay as they are."""
+        gradients = bucket.buffer()
+        try:
+            if bucket.index() == 0:
+                self._manager.wait_quorum()
+            if self._manager.errored() is not None:
+                return _completed(gradients)
+            if not self._manager.is_participating():
+                gradients.zero_()
+            # The algorithm's mean is over all members, also those that heal; a sum has no divisor.
+            is_mean = self._hook.options.get("average", True)
+            factor = self._group.size() / max(1, self._manager.num_participants()) if is_mean else 1
+            future = self._hook.run(bucket)
+        except Exception as error:
+            self._manager.report_error(error)
+            return _completed(gradients)
+
+        def finish(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            try:
+                mean = done.value()[0]
+                return mean if factor == 1 else mean.mul_(factor)
+            except Exception as error:
+                self._manager.report_error(error)
+                return gradients
+
+        return future.then(finish)
+
+
+def run_managed(state: ManagedHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Run what `ManagedHook` holds, as DDP calls it."""
+    return state.run(bucket)
+
+
+def _completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future

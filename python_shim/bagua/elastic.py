@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training that goes on when processes die, and takes in those that join, without a restart.
+
+    with bagua.elastic.Members(store) as members:
+        training = members.train(DDP(network), optimizer, "bytegrad")
+        while training.step < 1000:
+            with training.attempt():
+                train_one_step(training.step)
+
+`docs/members.md` has the rules. `python -m bagua.elastic` serves a store to meet in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from bagua._buckets import settle_buckets
+from bagua._healing import Belongings
+from bagua._members import MemberGroup
+from bagua._registry import describe
+from bagua._torch_private import can_reconfigure
+from bagua.handle import Handle, OptionArgument
+from bagua.hooks import register_comm_hook
+
+__all__ = ["Members", "Training", "heal"]
+
+_logger = logging.getLogger("bagua")
+# How often the members meet in vain before that is an error: each time one has died meanwhile.
+_MOST_MEETINGS = 100
+
+
+def heal(
+    ddp: DistributedDataParallel,
+    optimizer: Optimizer,
+    handle: Handle | None = None,
+    others: Sequence[Any] = (),
+    *,
+    step: int,
+    limit: timedelta = timedelta(hours=1),
+) -> int:
+    """Give ranks that are behind what a rank has that has come furthest, bit for bit. Collective.
+
+    They take over weights, buffers, the state of the optimizer and of `others`, and the layout of DDP's buckets. What
+    the algorithm remembers follows at the next forward. The training waits meanwhile.
+
+    Args:
+        ddp: the model. On a rank that joins, DDP has built its final buckets.
+        optimizer: its optimizer.
+        handle: what `register_comm_hook` has returned for it.
+        others: what else has `state_dict` and `load_state_dict`, in the same order on all ranks.
+        step: how many steps this rank has taken. Those with the most have the same weights; -1 has none of its own.
+        limit: for all of it.
+
+    Returns:
+        The step of the furthest rank.
+
+    Raises:
+        ValueError: models of different shapes, on all ranks.
+    """
+    return Belongings(ddp, optimizer, handle, others).heal(step, limit)
+
+
+class Members:
+    """Makes the default process group, of this process alone at first, and joins those that train already.
+
+    Args:
+        store: where processes agree on who the members are; served by one that outlives them.
+        at_least: how many there have to be. With fewer, those that live wait for others.
+        timeout: of the group's operations.
+        patience: how long a member that lives, but does not come, is waited for when another has died. It may join
+            again later.
+
+    Raises:
+        RuntimeError: a torch before 2.14, or a default process group that is there already.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        at_least: int = 1,
+        timeout: timedelta = timedelta(minutes=10),
+        patience: timedelta = timedelta(seconds=30),
+    ) -> None:
+        if not can_reconfigure():
+            raise RuntimeError(f"bagua.elastic needs torch 2.14 or later, this is {torch.__version__}")
+        if dist.is_initialized():
+            raise RuntimeError("bagua.elastic.Members makes the default process group, and there is one already")
+        self._group = MemberGroup(store, at_least, timeout, patience)
+
+    def train(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizer,
+        algorithm: str = "gradient_allreduce",
+        others: Sequence[Any] = (),
+        **options: OptionArgument,
+    ) -> Training:
+        """Register an algorithm, join the other members, and take over what they have come to.
+
+        Args:
+            ddp: the model, made after this object, without a hook.
+            optimizer: its optimizer.
+            algorithm: one of `available_algorithms()` whose ranks take the same steps.
+            others: what else has `state_dict` and `load_state_dict`: schedulers, scalers, data loaders.
+            **options: the algorithm's.
+
+        Raises:
+            ValueError: what `register_comm_hook` refuses, and "async".
+        """
+        if describe(algorithm)["steps_may_differ"]:
+            raise ValueError(f"bagua.elastic trains in steps that all members take alike; {algorithm!r} does not")
+        settle_buckets(ddp)
+        given: Any = options
+        handle = register_comm_hook(ddp, algorithm, optimizer=optimizer, **given)
+        return Training(self._group, ddp, optimizer, handle, others)
+
+    def close(self) -> None:
+        """Leave the other members, which go on, and destroy the process group."""
+        self._group.close()
+
+    def __enter__(self) -> Members:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Training:
+    """The steps that the members take together. `Members.train` makes it."""
+
+    def __init__(
+        self,
+        group: MemberGroup,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizer,
+        handle: Handle,
+        others: Sequence[Any],
+    ) -> None:
+        self.ddp = ddp
+        self.handle = handle
+        # It has nothing in common with the others yet.
+        self.step = -1
+        self._group = group
+        self._optimizer = optimizer
+        self._belongings = Belongings(ddp, optimizer, handle, others)
+        self._meet()
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Try one step: forward, backward, and the optimizer's step.
+
+        If a member dies meanwhile, the block ends with no error and the step may count or not: `step` says. Members
+        that have missed it take it over from one that has not. Gradients are dropped.
+        """
+        flag, work = self._ask()
+        try:
+            yield
+            self.step += 1
+            work.wait()
+        except dist.DistError as error:
+            self._go_on(error)
+        else:
+            if flag.item():
+                self._meet()
+
+    def _ask(self) -> tuple[Tensor, dist.Work]:
+        while True:
+            try:
+                return self._group.ask()
+            except dist.DistError as error:
+                self._go_on(error)
+
+    def _go_on(self, error: Exception) -> None:
+        _logger.warning("a step has failed; those who live go on: %s", str(error).split("\n")[0])
+        self._optimizer.zero_grad()
+        self._meet()
+
+    def _meet(self) -> None:
+        for _ in range(_MOST_MEETINGS):
+            try:
+                self._group.meet()
+                self.step = self._belongings.heal(self.step, timedelta(hours=1))
+            except dist.DistError as error:
+                _logger.warning("a member has died while they met: %s", str(error).split("\n")[0])
+                continue
+            return
+        raise RuntimeError(f"bagua.elastic: the members have met {_MOST_MEETINGS} times in vain")
+
+
+def _serve() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bagua.elastic", description="Serve a store for members to meet in")
+    parser.add_argument("--host", default="0.0.0.0", help="where to listen")
+    parser.add_argument("--port", type=int, default=29510)
+    given = parser.parse_args()
+    store = dist.TCPStore(given.host, given.port, is_master=True, wait_for_workers=False)
+    print(f"serving a store at {given.host} port {store.port}", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    _serve()

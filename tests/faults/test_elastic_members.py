@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bagua.elastic: a training goes on when members die, and those that join take over what it has come to."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.elastic import Members, heal
+from holdings import holdings, wait_for
+from members import HOOKS, model
+from members import Members as Changing
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from trouble import store
+
+pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
+# So many are at work, once those who have died are replaced.
+SIZE = 3
+
+
+def _meeting_store(me: int, shared: dist.Store) -> dist.Store:
+    """Return one that outlives those who die: rank 0 serves it."""
+    if me == 0:
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared.set("port", str(served.port))
+        return served
+    return dist.TCPStore("127.0.0.1", int(shared.get("port")))
+
+
+def _die_when_told(me: int, meeting: dist.Store, seed: int) -> None:
+    moment = random.Random(seed + me).uniform(0, 0.2)
+    while not meeting.check([f"die/{me}"]):
+        time.sleep(0.01)
+    time.sleep(moment)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Killer:
+    """Rank 0's: one after another dies, and another one comes in its place."""
+
+    def __init__(self, meeting: dist.Store, deaths: int) -> None:
+        self._meeting = meeting
+        self._deaths = deaths
+        self._victim = 1
+        self._is_dying = False
+        self.held: list[list[int]] = []
+
+    def look(self, step: int) -> None:
+        size = dist.get_world_size()
+        if size == SIZE and not self._is_dying and self._victim <= self._deaths:
+            self.held.append(_counts())
+            self._meeting.set(f"die/{self._victim}", "")
+            self._is_dying = True
+        elif size < SIZE and self._is_dying:
+            self._meeting.set(f"start/{self._victim + SIZE - 1}", "")
+            self._is_dying = False
+            self._victim += 1
+        elif size == SIZE and self._victim > self._deaths and not self._meeting.check(["stop"]):
+            self._meeting.set("stop", str(step + 20))
+
+
+def _train(algorithm: str, deaths: int, seed: int) -> dict[str, Any]:
+    me, shared = dist.get_rank(), store()
+    dist.destroy_process_group()
+    meeting = _meeting_store(me, shared)
+    if me >= SIZE:
+        assert wait_for(lambda: meeting.check([f"start/{me}"]), 1000)
+    threading.Thread(target=_die_when_told, args=(me, meeting, seed), daemon=True).start()
+    killer = _Killer(meeting, deaths) if me == 0 else None
+    torch.manual_seed(me)
+    with Members(meeting, at_least=2) as members:
+        network = model(seed=me)
+        optimizer = torch.optim.AdamW(network.parameters(), 0.01)
+        training = members.train(DDP(network), optimizer, algorithm, **HOOKS[algorithm])
+        joined_at = training.step
+        while not (meeting.check(["stop"]) and training.step >= int(meeting.get("stop"))):
+            with training.attempt():
+                generator = torch.Generator().manual_seed(100 * training.step + dist.get_rank())
+                optimizer.zero_grad()
+                training.ddp(torch.randn(4, 8, generator=generator)).square().mean().backward()
+                optimizer.step()
+                time.sleep(0.01)
+            if killer is not None:
+                killer.look(training.step)
+        training.handle.synchronize()
+        weights = torch.cat([p.detach().flatten() for p in network.parameters()])
+        moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in network.parameters()])
+        state = {"weights": weights, "moments": moments, "step": training.step, "joined_at": joined_at}
+        if killer is not None:
+            is_as_before = wait_for(lambda: _is_no_more_than(killer.held[0]))
+            state["grown"] = [] if is_as_before else [killer.held, *holdings()]
+        return state
+
+
+def _counts() -> list[int]:
+    """Count threads, files, ports, segments and mappings."""
+    threads, *others = holdings()
+    # A group between hosts has up to sixteen of these, which start when they are needed; a background group has one.
+    communicating = max(17, threads.count("bagua_comm"))
+    return [communicating + sum(name != "bagua_comm" for name in threads), *map(len, others)]
+
+
+def _is_no_more_than(before: list[int]) -> bool:
+    # A connection, and the thread of one, may come late; what each death leaves behind would be more.
+    return all(now <= then + 2 for now, then in zip(_counts(), before, strict=True))
+
+
+def _go_through(algorithm: str, deaths: int, transport: str) -> list[dict[str, Any]]:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    ranks = SIZE + deaths
+    env = {"BAGUA_HOST_ID": [f"host-{rank}" for rank in range(ranks)]} if transport == "between-hosts" else {}
+    dying = set(range(1, deaths + 1))
+    results = run_ranks(ranks, _train, algorithm, deaths, seed, env=env, dying=dying, timeout=60.0 + 20.0 * deaths)
+    return [result for result in results if result is not None]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "deaths", "transport"),
+    [
+        ("bytegrad", 3, "between-hosts"),
+        pytest.param("quantized_allreduce", 4, "in-host", marks=pytest.mark.long),
+        pytest.param("diloco", 4, "between-hosts", marks=pytest.mark.long),
+        pytest.param("bytegrad", 50, "between-hosts", marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_deaths_at_random_moments_and_newcomers_leave_equal_weights_and_nothing_else(
+    algorithm: str, deaths: int, transport: str
+) -> None:
+    first, *others = _go_through(algorithm, deaths, transport)
+    assert len(others) == SIZE - 1
+    for other in others:
+        assert torch.equal(other["weights"], first["weights"])
+        assert torch.equal(other["moments"], first["moments"]) or algorithm == "diloco"
+        assert other["step"] == first["step"]
+        assert other["joined_at"] > 0
+    assert first["grown"] == [], str(first["grown"])
+
+
+class _Own(torch.optim.Optimizer):
+    """Keeps more digits than the weights have, and a number that is no tensor."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(exact=p.float(), count=0)
+                state["exact"] -= group["lr"] * p.grad.float() * 1.001
+                state["count"] += 1
+                p.copy_(state["exact"])
+
+
+def _heal() -> tuple[list[Tensor], dict[str, Any], Any, int]:
+    changing = Changing()
+    changing.become(changing.me)
+    torch.manual_seed(changing.me)
+    network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).bfloat16()
+    network.register_buffer("unsaved", torch.rand(3), persistent=False)
+    ddp = DDP(network)
+    optimizer = _Own(network.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    handle = bagua.register_comm_hook(ddp, "gradient_allreduce")
+    steps = 0 if changing.me == 1 else 3
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8).bfloat16()).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    changing.become(1, 0)
+    steps = heal(ddp, optimizer, handle, [schedule], step=steps)
+    tensors = [*network.state_dict().values(), network.unsaved]
+    states = [optimizer.state[p] for p in network.parameters()]
+    assert all(state["exact"].dtype == torch.float32 for state in states)
+    tensors += [state["exact"] for state in states]
+    numbers = {"counts": [state["count"] for state in states], "lr": optimizer.param_groups[0]["lr"]}
+    return tensors, numbers, schedule.state_dict(), steps
+
+
+def test_healing_gives_all_that_a_rank_has_bit_for_bit() -> None:
+    (first, numbers, schedule, steps), (others, *rest) = run_ranks(2, _heal)
+    assert all(torch.equal(one, other) for one, other in zip(first, others, strict=True))
+    assert rest == [numbers, schedule, steps]
+    assert (steps, numbers["counts"][0], numbers["lr"]) == (3, 3, 0.5**4)
+
+
+def _heal_another() -> None:
+    changing = Changing()
+    changing.become(changing.me)
+    ddp = DDP(nn.Linear(8, 4 + changing.me))
+    changing.become(0, 1)
+    with pytest.raises(ValueError, match=r"cannot train together.*\[4, 8\].*\[5, 8\]"):
+        heal(ddp, torch.optim.SGD(ddp.parameters(), 0.1), step=changing.me)
+
+
+def test_a_newcomer_with_another_model_is_refused_on_all_ranks() -> None:
+    run_ranks(2, _heal_another)
+
+
+_SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"
+# What takes its time is imported beforehand.
+_HELD = f"""
+import runpy, sys, torch, bagua.elastic
+print("ready", flush=True)
+input()
+runpy.run_path({str(_SCRIPT)!r}, run_name="__main__")
+"""
+
+
+def _started(port: int, log: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _HELD, "127.0.0.1", str(port), "300"],
+        stdin=subprocess.PIPE,
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _let_go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.close()
+
+
+@pytest.mark.long
+def test_the_example_goes_on_without_one_that_is_killed_and_with_one_that_comes(tmp_path: Path) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    logs = [tmp_path / name for name in ("stays", "dies", "comes")]
+    processes = [_started(server.port, log) for log in logs]
+    stays, dies, comes = processes
+
+    def says(index: int, what: str) -> bool:
+        return wait_for(lambda: what in logs[index].read_text(), 120)
+
+    try:
+        assert all(says(index, "ready") for index in range(3))
+        _let_go(stays)
+        _let_go(dies)
+        assert says(0, ": 2 members"), logs[0].read_text()
+        dies.kill()
+        dies.wait()
+        before = len(logs[0].read_text())
+        assert wait_for(lambda: ": 1 members" in logs[0].read_text()[before:], 60), logs[0].read_text()
+        _let_go(comes)
+        assert [process.wait(120) for process in (stays, comes)] == [0, 0], [log.read_text() for log in logs]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert ": 2 members" in logs[2].read_text()
+    ends = [re.findall(r"^weights (\S+)", logs[index].read_text(), re.M) for index in (0, 2)]
+    assert ends[0] == ends[1] != []
