@@ -31,6 +31,7 @@ GUIDE = [
     "compressed",
     "sharded",
     "several_machines",
+    "members",
     "gpu",
     "nccl_net",
     "measuring",
