@@ -189,6 +189,8 @@ def test_a_newcomer_trains_on_with_the_others(algorithm: str) -> None:
         if algorithm != "async":  # whose ranks count for themselves
             assert shared == results[0][2]
     assert results[0][0].abs().max() < 3, "the newcomer has brought weights of its own"
+    # Five without the newcomer, and six with it.
+    assert results[0][2].get("step", [11])[0] >= 11
     if algorithm == "diloco":
         assert any(results[0][2]["outer_momentum.0"])
 
