@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_400, 16_000),
-    "python_shim": Layer({".py"}, 12_600, 8_500),
-    "tests": Layer({".py"}, 29_000, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_360, 16_000),
+    "python_shim": Layer({".py"}, 12_590, 8_500),
+    "tests": Layer({".py"}, 28_940, 22_000, counts_tests=True),
 }
 
 

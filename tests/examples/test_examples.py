@@ -171,7 +171,8 @@ def test_the_demo_gains_time_between_hosts_also_where_others_compute(tmp_path: P
 
 
 def test_every_example_is_tested() -> None:
-    elsewhere = {"demo", "demo_steps", "fashion_mnist", "lightning_fashion_mnist"}
+    # `elastic` in tests/faults.
+    elsewhere = {"demo", "demo_steps", "elastic", "fashion_mnist", "lightning_fashion_mnist"}
     # In tests/engines.
     engines = {"with_fabric", "with_ray", "with_torchft", "with_deepspeed"}
     own = {
