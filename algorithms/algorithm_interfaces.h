@@ -97,9 +97,9 @@ class ActsOnWeights {
   // The end of the optimizer's step.
   virtual void afterStep(StepContext& /*context*/) {}
 
-  // What it counts and remembers that is the same on all ranks: what KeepsState::load() takes, without what belongs to
-  // one rank and what is on its way. When the group has other members, all of them go on from that of the rank that has
-  // come furthest, with a new object whose useModel() knows them.
+  // Returns what is the same on all ranks of what it counts and remembers: as for KeepsState::load(), without what
+  // belongs to one rank and what is on its way. When the group has other members, all of them go on from that of the
+  // rank that has come furthest, with a new object whose useModel() knows them.
   [[nodiscard]] virtual AlgorithmState shared() const = 0;
 
   // Gives all ranks the same weights, from which plain averaging of gradients could go on, and goes on. Collective.

@@ -52,7 +52,7 @@ class HookMembers {
 
   const std::shared_ptr<ExecutorProvider> group_;
   uint64_t epoch_;
-  // Of the members that have met last.
+  // These two are of the members that have met last.
   uint64_t nextEpoch_ = epoch_;
   std::shared_ptr<const HostTopology> nextTopology_;
   std::optional<Agreed> agreed_;

@@ -70,7 +70,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
              const std::string& arithmetic);
   // Once the ranks have agreed; when they do so again, nothing is left to do.
   void begin();
-  // Where the algorithm acts on weights, its members may change between two steps like this, on all of them: they meet,
+  // An algorithm that acts on weights may get other members between two steps like this, on all of them: they meet,
   // the furthest rank tells the others its shared(), all begin again with that, and make the groups that it needs.
   // Until then, and where one of these throws, the next forward is refused. meetAgain() ends what is on its way among
   // the former members; it returns the furthest rank. Collective.
@@ -216,7 +216,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   const Options options_;
   HookMembers members_;
   std::shared_ptr<ExecutorProvider> background_;
-  // What runs there.
+  // This executor runs what is in the background.
   std::shared_ptr<Executor> backgroundExecutor_;
   std::shared_ptr<ExecutorProvider> host_;
   std::shared_ptr<ExecutorProvider> shards_;
@@ -245,9 +245,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool hasParts_ = false;
   c10::intrusive_ptr<c10d::Work> agreement_;
   int64_t step_ = 0;
-  // Whether the algorithm could not begin again among other members.
+  // The algorithm could not begin again among other members.
   bool hasToBegin_ = false;
-  // Of the furthest member when they last met.
+  // The furthest member was at this step when they last met.
   int64_t furthestStep_ = 0;
   // The guard's table has this hash, 0 where it holds nothing, and was loaded before this step.
   uint32_t loadedGuardHash_ = 0;

@@ -63,7 +63,7 @@ void HookRunner::takeAgain() {
 
 int HookRunner::meetAgain() {
   const at::NoGradGuard noGrad;
-  // What is under way among living members ends; what a dead one has a part in fails. Both leave the weights alone.
+  // An exchange among living members ends, one in which a dead one has a part fails. Both leave the weights alone.
   if (backgroundExecutor_) backgroundExecutor_->shutdown();
   const auto furthest = members_.meetAgain(step_, *configuration_, parameters_.front().device());
   furthestStep_ = furthest.step;

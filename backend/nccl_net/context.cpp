@@ -14,7 +14,7 @@
 namespace bagua::nccl_net {
 namespace {
 
-// Of another version of the wire, it is another number.
+// Each version of the wire has a number of its own here.
 constexpr uint64_t kMagic = 0x4E'4C43'434E'4742 + (uint64_t{kWireFormat} << 56U);  // "BGNCCLN"
 
 uint64_t randomNumber() {
