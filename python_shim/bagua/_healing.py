@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +23,30 @@ from bagua.handle import Handle
 
 # What travels at a time: a large tensor, whole, could take longer than an operation may.
 _PIECE_BYTES = 16 << 20
+_logger = logging.getLogger("bagua")
+
+
+class Stage(IntEnum):
+    """How far a rank is with the block of code around its last step, the furthest last."""
+
+    # The algorithm may still have something to do, or has failed at it. What follows the step has not begun.
+    IN_STEP = 0
+    # What follows the step, such as a scheduler's, may have been done or not.
+    AFTER_STEP = 1
+    DONE = 2
+
+
+class Progress(NamedTuple):
+    """Which weights a rank has: those after so many steps of the optimizer; -1: none that the others could share."""
+
+    step: int
+    stage: Stage
 
 
 class _Said(NamedTuple):
-    step: int
+    progress: Progress
     model: str
+    weights: int
 
 
 class Belongings:
@@ -45,43 +66,53 @@ class Belongings:
         self._optimizer = optimizer
         self._handle = handle
         self._others = others
+        # Always that of the weights that are there, also when a transfer has failed.
+        self.progress = Progress(-1, Stage.DONE)
 
-    def heal(self, step: int, limit: timedelta) -> int:
-        """Give all ranks that are behind what the furthest one has, and return its step. Collective.
+    def heal(self, progress: Progress, limit: timedelta, *, are_weights_equal: bool = False) -> Progress:
+        """Give all ranks that are behind what the furthest one has, and return its progress. Collective.
 
         Args:
-            step: how many steps this rank's optimizer has taken; -1: its weights are not those of the others yet.
+            progress: this rank's.
             limit: for all of it.
+            are_weights_equal: whether ranks of the same progress have the same weights, to the bit; those that have not
+                are healed, too, and a warning says so.
 
         Raises:
             ValueError: models of different shapes, on all ranks.
         """
+        self.progress = progress
         group = self._ddp.process_group
-        own = _Said(step, self._shapes())
+        own = _Said(progress, "\n".join(self.shapes()), self._digest() if are_weights_equal else 0)
         said: list[Any] = [None] * group.size()
         dist.all_gather_object(said, own, group=group)
-        different = [rank for rank, other in enumerate(said) if other.model != said[0].model]
-        if different:
-            raise ValueError(
-                f"ranks 0 and {different[0]} cannot train together. Rank 0 has {said[0].model[:400]}; "
-                f"rank {different[0]} has {said[different[0]].model[:400]}"
-            )
-        furthest: int = max(other.step for other in said)
-        source = next(rank for rank, other in enumerate(said) if other.step == furthest)
-        behind = [rank for rank, other in enumerate(said) if other.step < furthest or (furthest < 0 and rank != source)]
+        _refuse_other_models(said)
+        furthest: Progress = max(other.progress for other in said)
+        source = next(rank for rank, other in enumerate(said) if other.progress == furthest)
+        behind = [rank for rank, other in enumerate(said) if rank != source and _differs(other, said[source])]
         if group.rank() == source and behind:
             self._send(behind, group)
         elif group.rank() in behind:
-            self._receive(source, group)
+            self._receive(source, group, furthest)
         if behind:
             # The others wait here, and not in their next step, which has less time.
             barrier(group, limit)
-        return max(furthest, 0)
+        self.progress = Progress(max(furthest.step, 0), Stage.DONE)
+        return self.progress
 
-    def _shapes(self) -> str:
+    def shapes(self) -> list[str]:
+        """Return what has to be the same of all ranks, a sentence each."""
         named = self._ddp.module.state_dict().items()
         shapes = [f"{name}: {value.dtype}{list(value.shape)}" for name, value in named if isinstance(value, Tensor)]
-        return f"{type(self._optimizer).__qualname__}, {', '.join(shapes)}"
+        groups = [len(group["params"]) for group in self._optimizer.param_groups]
+        others = [type(other).__qualname__ for other in self._others]
+        return [f"an optimizer {type(self._optimizer).__qualname__} of {groups} parameters", f"others {others}", *shapes]
+
+    def _digest(self) -> int:
+        """Return a number by which weights that differ are told apart, all but certainly."""
+        weights = trainable_parameters(self._ddp)
+        digests = [torch.hash_tensor(p.detach()).item() for p in weights if p.numel() > 0]
+        return hash(tuple(digests))
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -109,7 +140,7 @@ class Belongings:
                     assert work is not None
                     work.wait()
 
-    def _receive(self, source: int, group: dist.ProcessGroup) -> None:
+    def _receive(self, source: int, group: dist.ProcessGroup, furthest: Progress) -> None:
         message: list[Any] = [None]
         dist.recv_object_list(message, group=group, group_src=source)
         skeleton, kinds = message[0]
@@ -120,7 +151,9 @@ class Belongings:
             for piece in _pieces(tensors[-1]):
                 dist.recv(piece, group=group, group_src=source)
         # Only when all is here: what was received in part is dropped.
+        self.progress = Progress(-1, Stage.DONE)
         self._load(with_tensors(skeleton, tensors))
+        self.progress = Progress(furthest.step, Stage.DONE)
 
     @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
@@ -143,6 +176,27 @@ class Belongings:
             for key, value in state.items():
                 if isinstance(value, Tensor) and own[key].dtype != value.dtype:
                     own[key] = value.to(own[key].device)
+
+
+def _refuse_other_models(said: Sequence[_Said]) -> None:
+    different = [rank for rank, other in enumerate(said) if other.model != said[0].model]
+    if different:
+        raise ValueError(
+            f"ranks 0 and {different[0]} cannot train together. Rank 0 has {said[0].model[:400]}; "
+            f"rank {different[0]} has {said[different[0]].model[:400]}"
+        )
+
+
+def _differs(own: _Said, furthest: _Said) -> bool:
+    """Whether a rank needs what the furthest one has."""
+    if own.progress != furthest.progress:
+        return True
+    if own.progress.step < 0 or own.progress.stage is Stage.AFTER_STEP:
+        return True
+    if own.weights != furthest.weights:
+        _logger.warning("weights of ranks differ after %d steps; one rank's are taken by all", own.progress.step)
+        return True
+    return False
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:

@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bagua._attachment import unwrapped
 from bagua._buckets import settle_buckets
-from bagua._healing import Belongings
+from bagua._healing import Belongings, Progress, Stage
 from bagua._members import MemberGroup
 from bagua._registry import describe
 from bagua._torch_private import can_reconfigure
@@ -40,6 +41,8 @@ __all__ = ["Members", "Training", "heal"]
 _logger = logging.getLogger("bagua")
 # How often the members meet in vain before that is an error: each time one has died meanwhile.
 _MOST_MEETINGS = 100
+# How many blocks may fail one after another while the members stay the same, before the failure is raised.
+_MOST_FRUITLESS = 3
 
 
 def heal(
@@ -70,7 +73,7 @@ def heal(
     Raises:
         ValueError: models of different shapes, on all ranks.
     """
-    return Belongings(ddp, optimizer, handle, others).heal(step, limit)
+    return Belongings(ddp, optimizer, handle, others).heal(Progress(step, Stage.DONE), limit).step
 
 
 class Members:
@@ -100,6 +103,8 @@ class Members:
         if dist.is_initialized():
             raise RuntimeError("bagua.elastic.Members makes the default process group, and there is one already")
         self._group = MemberGroup(store, at_least, timeout, patience)
+        self._training: Training | None = None
+        self._is_closed = False
 
     def train(
         self,
@@ -119,17 +124,33 @@ class Members:
             **options: the algorithm's.
 
         Raises:
-            ValueError: what `register_comm_hook` refuses, and "async".
+            ValueError: what `register_comm_hook` refuses, "async", a model with static_graph=True, or one of another
+                shape, or other options, than the members that train already.
+            RuntimeError: a second call; or a process that cannot reach all other members, or not the store.
         """
         if describe(algorithm)["steps_may_differ"]:
             raise ValueError(f"bagua.elastic trains in steps that all members take alike; {algorithm!r} does not")
+        if ddp.static_graph:
+            raise ValueError("bagua.elastic does not work with static_graph=True: who joins has to lay out buckets")
+        if self._training is not None:
+            raise RuntimeError("bagua.elastic.Members trains one model, and train() has been called already")
         settle_buckets(ddp)
+        count = _StepCount(optimizer)
         given: Any = options
         handle = register_comm_hook(ddp, algorithm, optimizer=optimizer, **given)
-        return Training(self._group, ddp, optimizer, handle, others)
+        count.watch_end()
+        name = f"the algorithm {algorithm}({', '.join(f'{key}={value!r}' for key, value in handle.options.items())})"
+        belongings = Belongings(ddp, optimizer, handle, others)
+        self._training = Training(self._group, ddp, handle, belongings, count, name)
+        return self._training
 
     def close(self) -> None:
-        """Leave the other members, which go on, and destroy the process group."""
+        """Leave the other members at once, which go on, and destroy the process group."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._training is not None:
+            self._training.stop_counting()
         self._group.close()
 
     def __enter__(self) -> Members:
@@ -138,28 +159,73 @@ class Members:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        """Wait for the other members to come to the end, too, and leave. After an error this leaves at once."""
+        try:
+            if error is None and self._training is not None and not self._is_closed:
+                self._training.wait_for_end()
+        finally:
+            self.close()
+
+
+class _StepCount:
+    """Counts the steps of an optimizer, and sees whether all that happens in them has ended.
+
+    It is made before the algorithm registers what that does after a step, which may fail. The weights have changed then.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = unwrapped(optimizer)
+        self.progress = Progress(-1, Stage.DONE)
+        self._hooks = [self._optimizer.register_step_post_hook(self._begin)]
+
+    def watch_end(self) -> None:
+        """See the end of a step from now on: the algorithm has registered what it does."""
+        self._hooks.append(self._optimizer.register_step_post_hook(self._end))
+
+    def stop(self) -> None:
+        """Count no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self.progress = Progress(self.progress.step + 1, Stage.IN_STEP)
+
+    def _end(self, *_: Any) -> None:
+        self.progress = self.progress._replace(stage=Stage.AFTER_STEP)
 
 
 class Training:
-    """The steps that the members take together. `Members.train` makes it."""
+    """The steps that the members take together. `Members.train` makes it.
+
+    Attributes:
+        ddp: the model.
+        handle: of the algorithm.
+    """
 
     def __init__(
         self,
         group: MemberGroup,
         ddp: DistributedDataParallel,
-        optimizer: Optimizer,
         handle: Handle,
-        others: Sequence[Any],
+        belongings: Belongings,
+        count: _StepCount,
+        algorithm: str,
     ) -> None:
         self.ddp = ddp
         self.handle = handle
-        # It has nothing in common with the others yet.
-        self.step = -1
         self._group = group
-        self._optimizer = optimizer
-        self._belongings = Belongings(ddp, optimizer, handle, others)
+        self._belongings = belongings
+        self._count = count
+        self._contract = [algorithm, *belongings.shapes()]
+        self._are_weights_equal = describe(handle.algorithm)["is_exact"]
+        # How many blocks have failed one after another while the members stayed the same.
+        self._fruitless = 0
         self._meet()
+
+    @property
+    def step(self) -> int:
+        """How many steps of the optimizer the weights have behind them, here as on all members."""
+        return self._count.progress.step
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -167,17 +233,35 @@ class Training:
 
         If a member dies meanwhile, the block ends with no error and the step may count or not: `step` says. Members
         that have missed it take it over from one that has not. Gradients are dropped.
+
+        Raises:
+            DistError: one that comes again and again, though no member dies.
         """
         flag, work = self._ask()
         try:
             yield
-            self.step += 1
+            self._count.progress = self._count.progress._replace(stage=Stage.DONE)
             work.wait()
         except dist.DistError as error:
             self._go_on(error)
         else:
+            self._fruitless = 0
             if flag.item():
                 self._meet()
+
+    def wait_for_end(self) -> None:
+        """Return when all members have come to their last step: one that has missed it takes it over."""
+        while True:
+            try:
+                self._group.wait_for_all()
+            except dist.DistError as error:
+                self._go_on(error)
+            else:
+                return
+
+    def stop_counting(self) -> None:
+        """Leave the optimizer as it was."""
+        self._count.stop()
 
     def _ask(self) -> tuple[Tensor, dist.Work]:
         while True:
@@ -188,19 +272,32 @@ class Training:
 
     def _go_on(self, error: Exception) -> None:
         _logger.warning("a step has failed; those who live go on: %s", str(error).split("\n")[0])
-        self._optimizer.zero_grad()
+        self._group.fail()
+        self.ddp.zero_grad()
+        members = self._group.members
         self._meet()
+        self._fruitless = self._fruitless + 1 if self._group.members == members else 0
+        if self._fruitless >= _MOST_FRUITLESS:
+            raise error
 
     def _meet(self) -> None:
         for _ in range(_MOST_MEETINGS):
             try:
-                self._group.meet()
-                self.step = self._belongings.heal(self.step, timedelta(hours=1))
+                self._group.meet(self._contract)
+                self._heal()
             except dist.DistError as error:
                 _logger.warning("a member has died while they met: %s", str(error).split("\n")[0])
+                self._group.fail()
                 continue
             return
         raise RuntimeError(f"bagua.elastic: the members have met {_MOST_MEETINGS} times in vain")
+
+    def _heal(self) -> None:
+        try:
+            limit = timedelta(hours=1)
+            self._belongings.heal(self._count.progress, limit, are_weights_equal=self._are_weights_equal)
+        finally:
+            self._count.progress = self._belongings.progress
 
 
 def _serve() -> None:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""By what members see whether a process lives: a connection that its kernel holds, and a count that it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import selectors
+import socket
+import threading
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+# Seconds within which a host answers that is there.
+_PROBE = 3.0
+# Who knocks while the process is stopped, or has no file descriptor left, waits in the kernel.
+_BACKLOG = 1024
+_MOST_PROBES = 32
+# A host that is cut off is noticed after idle + count * interval seconds.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 4}
+
+
+class Pulse:
+    """A port at which this process is seen to live: connections to it end when the process does, and not before.
+
+    The kernel takes them for a process that is stopped, too, and nothing is said in them. The port of a reconfigure
+    handle does not serve: its server does not get over connections without a word.
+    """
+
+    def __init__(self, handle: str) -> None:
+        address = handle.split(":", 4)[4]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        # A member's name: where its pulse is felt, and its handle.
+        self.name = f"{self._listener.getsockname()[1]}:{handle}"
+        self._held: set[socket.socket] = set()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bagua_pulse", daemon=True)
+        self._thread.start()
+        _pulses.add(self)
+
+    def stop(self) -> None:
+        """Let the others see that this member has gone."""
+        self._is_over.set()
+        # It wakes the thread.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets: in a process that was forked from the member they would outlive it."""
+        for held in [self._listener, *self._held]:
+            held.close()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._is_over.is_set():
+                for key, _ in selector.select():
+                    assert isinstance(key.fileobj, socket.socket)
+                    if key.fileobj is self._listener:
+                        self._take(selector)
+                    else:
+                        # Its other end has gone, or is a stranger's, who talks.
+                        selector.unregister(key.fileobj)
+                        self._held.discard(key.fileobj)
+                        key.fileobj.close()
+
+    def _take(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            # The process has no file descriptor left, perhaps for a moment only.
+            self._is_over.wait(0.1)
+            return
+        self._held.add(connection)
+        selector.register(connection, selectors.EVENT_READ)
+
+
+_pulses: weakref.WeakSet[Pulse] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for pulse in _pulses:
+        pulse.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Sign(enum.Enum):
+    """What is seen of another process from here."""
+
+    LIVES = "a connection to it stands"
+    ENDED = "its host answers, and nobody listens"
+    SILENT = "nothing answers"
+
+
+class Feeler:
+    """Connections to the pulses of others, made when they are first asked for, and held until it is closed."""
+
+    def __init__(self) -> None:
+        self._connections: dict[str, socket.socket] = {}
+
+    def close(self) -> None:
+        """End all connections."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def __enter__(self) -> Feeler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def signs(self, members: Iterable[str]) -> dict[str, Sign]:
+        """Return what is seen of each member. A host that does not answer takes seconds, several at once do too."""
+        found = {}
+        unknown = []
+        for member in members:
+            if member in self._connections and self._stands(member):
+                found[member] = Sign.LIVES
+            else:
+                unknown.append(member)
+        if unknown:
+            with ThreadPoolExecutor(min(len(unknown), _MOST_PROBES)) as pool:
+                found.update(zip(unknown, pool.map(self._connect, unknown), strict=True))
+        return found
+
+    def _stands(self, member: str) -> bool:
+        connection = self._connections[member]
+        try:
+            if connection.recv(1, socket.MSG_PEEK):
+                return True
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        self._connections.pop(member).close()
+        return False
+
+    def _connect(self, member: str) -> Sign:
+        port, _, _, _, _, address = member.split(":", 5)
+        try:
+            connection = socket.create_connection((address, int(port)), _PROBE)
+        except ConnectionRefusedError:
+            return Sign.ENDED
+        except OSError:
+            return Sign.SILENT
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._connections[member] = connection
+        return Sign.LIVES

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bagua.elastic: members hold the same weights whatever fails and wherever, and an error of one's own is told."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _healing
+from bagua._healing import Belongings, Progress, Stage
+from bagua.elastic import Members, Training
+from members import Members as Changing
+from members import model
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from trouble import die, store
+
+pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
+SIZE = 3
+LAST = SIZE - 1
+
+
+def _joined(at_least: int = SIZE) -> tuple[int, dist.Store, Members]:
+    me, shared = dist.get_rank(), store()
+    dist.destroy_process_group()
+    if me == 0:
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared.set("port", str(served.port))
+    else:
+        served = dist.TCPStore("127.0.0.1", int(shared.get("port")))
+    return me, shared, Members(served, at_least=at_least, timeout=timedelta(seconds=60))
+
+
+def _weights(training: Training) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in training.ddp.parameters()])
+
+
+def _train(steps: int, within: Callable[[Training, int, dist.Store], None], algorithm: str = "bytegrad") -> Any:
+    """Return the weights after so many steps; `within` is called after the optimizer's step in each attempt."""
+    me, shared, members = _joined()
+    with members:
+        network = model(seed=me)
+        optimizer = torch.optim.AdamW(network.parameters(), 0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        training = members.train(DDP(network), optimizer, algorithm, [schedule])
+        members._group._meetings.at_least = 1
+        while training.step < steps:
+            with training.attempt():
+                generator = torch.Generator().manual_seed(100 * training.step + dist.get_rank())
+                optimizer.zero_grad()
+                training.ddp(torch.randn(4, 8, generator=generator)).square().mean().backward()
+                optimizer.step()
+                within(training, me, shared)
+                schedule.step()
+    counts = [int(optimizer.state[p]["step"]) for p in network.parameters()]
+    return _weights(training), counts, optimizer.param_groups[0]["lr"], schedule.state_dict()
+
+
+def _die_before_a_message(training: Training, me: int, shared: dist.Store) -> None:
+    if training.step == 5 and me == LAST:
+        die(shared)
+    # It fails here after its weights have changed, and the other one does not.
+    if training.step == 5 and me == 0:
+        dist.recv(torch.zeros(1), LAST)
+
+
+@pytest.mark.parametrize("steps", [8, 5])
+def test_a_death_after_the_step_of_the_optimizer_leaves_equal_weights(steps: int) -> None:
+    results = run_ranks(SIZE, _train, steps, _die_before_a_message, dying={LAST})
+    (first, counts, *more), (second, *others), _ = results
+    assert torch.equal(first, second)
+    assert others == [counts, *more]
+    assert set(counts) == {steps}
+
+
+def _fail_once_alone(training: Training, me: int, shared: dist.Store) -> None:
+    if training.step == 5 and me == 1 and shared.add("failed", 1) == 1:
+        raise dist.DistBackendError("of this rank alone")
+
+
+def test_an_error_of_one_rank_alone_costs_a_step_and_not_the_timeout() -> None:
+    (first, *others), *results = run_ranks(SIZE, _train, 8, _fail_once_alone, timeout=30.0)
+    for weights, *rest in results:
+        assert torch.equal(weights, first)
+        assert rest == others
+
+
+def _fail_always(training: Training, me: int, shared: dist.Store) -> None:
+    if training.step >= 5:
+        raise dist.DistBackendError("of the user's code")
+
+
+def _fails() -> None:
+    with pytest.raises(dist.DistBackendError, match="of the user's code"):
+        _train(1000, _fail_always)
+
+
+def test_an_error_that_comes_again_and_again_without_a_death_is_raised() -> None:
+    run_ranks(SIZE, _fails)
+
+
+def _another_comes() -> Any:
+    me, shared, members = _joined(at_least=1 if dist.get_rank() == LAST else LAST)
+    with members:
+        network = model(seed=me)
+        optimizer = torch.optim.SGD(network.parameters(), 0.01)
+        if me == LAST:
+            shared.get("train")
+            with pytest.raises(ValueError, match=r"They have the algorithm bytegrad.*; this one has the algorithm gr"):
+                members.train(DDP(network), optimizer, "gradient_allreduce")
+            shared.set("refused", "")
+            return None
+        training = members.train(DDP(network), optimizer, "bytegrad")
+        shared.set("train", "")
+        is_over = torch.zeros(1)
+        while not is_over:
+            assert training.step < 2000
+            with training.attempt():
+                optimizer.zero_grad()
+                training.ddp(torch.ones(4, 8)).square().mean().backward()
+                optimizer.step()
+                is_over = torch.tensor([int(shared.check(["refused"]))])
+                dist.all_reduce(is_over, dist.ReduceOp.MIN)
+        return _weights(training), dist.get_world_size()
+
+
+def test_a_newcomer_of_another_algorithm_is_told_so_and_the_members_go_on() -> None:
+    (first, size), (second, _), _ = run_ranks(SIZE, _another_comes, timeout=60.0)
+    assert torch.equal(first, second)
+    assert size == SIZE - 1
+
+
+def _half_healed() -> list[Progress]:
+    changing = Changing()
+    changing.become(changing.me)
+    ddp = DDP(model(seed=changing.me))
+    belongings = Belongings(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
+    changing.become(0, 1)
+    before = Progress(5 if changing.me == 0 else 3, Stage.DONE)
+    found = []
+
+    def fail(*_: Any) -> None:
+        raise dist.DistBackendError("fails here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_healing, "barrier", fail)
+        with pytest.raises(dist.DistBackendError, match="fails here"):
+            belongings.heal(before, timedelta(seconds=20))
+    found.append(belongings.progress)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp.module, "load_state_dict", fail)
+        if changing.me == 1:
+            with pytest.raises(dist.DistBackendError, match="fails here"):
+                belongings.heal(before, timedelta(seconds=20))
+        else:
+            patch.setattr(_healing, "barrier", lambda *_: None)
+            belongings.heal(before, timedelta(seconds=20))
+    found.append(belongings.progress)
+    return found
+
+
+def test_after_a_transfer_that_failed_a_rank_counts_the_steps_of_the_weights_that_it_has() -> None:
+    assert run_ranks(2, _half_healed) == [
+        [Progress(5, Stage.DONE), Progress(5, Stage.DONE)],
+        [Progress(5, Stage.DONE), Progress(-1, Stage.DONE)],
+    ]
+
+
+def _heal_unequal() -> Tensor:
+    changing = Changing()
+    changing.become(changing.me)
+    ddp = DDP(model(seed=changing.me))
+    belongings = Belongings(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
+    changing.become(0, 1)
+    belongings.heal(Progress(3, Stage.DONE), timedelta(seconds=20), are_weights_equal=True)
+    return torch.cat([p.detach().flatten() for p in ddp.parameters()])
+
+
+def test_weights_that_differ_after_the_same_steps_are_made_equal() -> None:
+    first, second = run_ranks(2, _heal_unequal)
+    assert torch.equal(first, second)
+
+
+def _refused() -> None:
+    _, _, members = _joined(at_least=1)
+    with members:
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), 0.01)
+        with pytest.raises(ValueError, match="static_graph"):
+            members.train(DDP(network, static_graph=True), optimizer)
+        members.train(DDP(network), optimizer)
+        with pytest.raises(RuntimeError, match="train.. has been called already"):
+            members.train(DDP(model()), optimizer)
+    # A hook of the optimizer would count on.
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_what_cannot_go_on_with_other_members_is_refused() -> None:
+    run_ranks(1, _refused)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meetings of bagua.elastic: whoever dies, is cut off or differs, those who go on are one group, and nobody else is."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from bagua import _meetings
+from bagua._meeting_store import BEAT, beat_key
+from bagua._meetings import Meetings
+from bagua._pulse import Sign
+from holdings import wait_for
+
+PATIENCE = 1.0
+_asking = threading.local()
+
+
+class _World:
+    """Who lives and who reaches whom; each process is a thread with a connection to the store of its own."""
+
+    def __init__(self, server: dist.TCPStore) -> None:
+        self.port = server.port
+        self.ended: set[str] = set()
+        self.stopped: set[str] = set()
+        # What the first sees of the second.
+        self.seen: dict[tuple[str, str], Sign] = {}
+        self._pool = ThreadPoolExecutor(16)
+        self._is_over = threading.Event()
+        self._counters: list[threading.Thread] = []
+
+    def sign(self, of: str) -> Sign:
+        if of in self.ended:
+            return Sign.ENDED
+        return self.seen.get((_asking.name, of), Sign.LIVES)
+
+    def cut(self, one: str, other: str, sign: Sign) -> None:
+        self.seen[one, other] = self.seen[other, one] = sign
+
+    def process(self, name: str, **options: Any) -> "_Process":
+        return _Process(self, name, **options)
+
+    def start(self, call: Callable[[], Any]) -> Future[Any]:
+        return self._pool.submit(call)
+
+    def count(self, name: str) -> None:
+        def run() -> None:
+            store = dist.PrefixStore("bagua_elastic", self.store())
+            while not self._is_over.wait(BEAT) and name not in self.ended:
+                if name not in self.stopped:
+                    store.add(beat_key(name), 1)
+
+        self._counters.append(threading.Thread(target=run))
+        self._counters[-1].start()
+
+    def store(self) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", self.port, timeout=timedelta(seconds=20))
+
+    def end(self) -> None:
+        self._is_over.set()
+        for counter in self._counters:
+            counter.join()
+        self._pool.shutdown(cancel_futures=True)
+
+
+class _Process:
+    def __init__(self, world: _World, name: str, at_least: int = 1) -> None:
+        self.name = f"1:bagua:0:0:0:{name}"
+        self._world = world
+        self.meetings = Meetings(
+            world.store(), self.name, at_least, timedelta(seconds=PATIENCE), limit=timedelta(seconds=10)
+        )
+        world.count(self.name)
+
+    def comes(self, contract: str = "a model", unreached: tuple[str, ...] = ()) -> Future[Any]:
+        def meet() -> list[str]:
+            _asking.name = self.name
+            return self.meetings.meet(["something", contract], unreached)[1]
+
+        return self._world.start(meet)
+
+
+class _Feeler:
+    """In the place of connections: what the world says."""
+
+    world: _World
+
+    def signs(self, members: Any) -> dict[str, Sign]:
+        return {member: self.world.sign(member) for member in members}
+
+    def __enter__(self) -> "_Feeler":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _Feeler.world = _World(server)
+    monkeypatch.setattr(_meetings, "Feeler", _Feeler)
+    yield _Feeler.world
+    _Feeler.world.end()
+
+
+def _members(world: _World, *names: str) -> list[_Process]:
+    """Return processes that are members together."""
+    processes = [world.process(name, at_least=len(names)) for name in names]
+    coming = [process.comes() for process in processes]
+    agreed = [sorted(one.result(10)) for one in coming]
+    assert agreed == [sorted(process.name for process in processes)] * len(names)
+    for process in processes:
+        process.meetings.at_least = 1
+    return processes
+
+
+def test_those_who_live_go_on_at_once_when_one_has_died(world: _World) -> None:
+    a, b, c = _members(world, "a", "b", "c")
+    world.ended.add(c.name)
+    begin = time.monotonic()
+    coming = [a.comes(), b.comes()]
+    assert [set(one.result(10)) for one in coming] == [{a.name, b.name}] * 2
+    assert time.monotonic() - begin < PATIENCE
+
+
+def test_a_silent_host_that_does_not_count_is_dead(world: _World) -> None:
+    a, b, c = _members(world, "a", "b", "c")
+    world.ended.add(c.name)
+    world.sign = lambda of: Sign.SILENT if of == c.name else Sign.LIVES  # type: ignore[method-assign]
+    coming = [a.comes(), b.comes()]
+    assert [set(one.result(10)) for one in coming] == [{a.name, b.name}] * 2
+
+
+def test_one_that_is_stopped_is_waited_for_and_joins_later(world: _World) -> None:
+    a, b = _members(world, "a", "b")
+    world.stopped.add(b.name)
+    begin = time.monotonic()
+    assert a.comes().result(10) == [a.name]
+    assert PATIENCE <= time.monotonic() - begin < PATIENCE + 3
+    again = b.comes()
+    assert wait_for(a.meetings.is_needed)
+    assert [one.result(10) for one in (a.comes(), again)] == [[a.name, b.name]] * 2
+
+
+@pytest.mark.parametrize("sign", [Sign.SILENT, Sign.ENDED])
+def test_of_two_members_that_do_not_reach_each_other_one_goes_on_and_the_other_is_told(
+    world: _World, sign: Sign
+) -> None:
+    a, b = _members(world, "a", "b")
+    world.cut(a.name, b.name, sign)
+    coming = {process.name: process.comes() for process in (a, b)}
+    going_on: list[str] = []
+    # The one that goes on meets the other one when that has come.
+    while len(coming) == 2:
+        for process in (a, b):
+            if coming[process.name].done() and coming[process.name].exception() is None:
+                going_on = coming[process.name].result()
+                assert going_on == [process.name]
+                if process.meetings.is_needed():
+                    coming[process.name] = process.comes()
+            elif coming[process.name].done():
+                error = coming.pop(process.name).exception()
+                assert isinstance(error, RuntimeError)
+                assert "both reach the store" in str(error)
+                assert "(a port 1)" in str(error)
+                assert "(b port 1)" in str(error)
+        time.sleep(0.01)
+    (rest,) = coming.values()
+    assert rest.result(10) == [*coming]
+
+
+def test_one_who_reaches_only_some_members_leaves_the_others_together(world: _World) -> None:
+    a, b, c = _members(world, "a", "b", "c")
+    # As a's connection to both is well, who decides knows from b alone.
+    world.cut(b.name, c.name, Sign.SILENT)
+    order = [a.comes(), b.comes(unreached=(c.name,))]
+    third = c.comes(unreached=(b.name,))
+    results = {0: set(order[0].result(10))}
+    assert len(results[0]) == 2
+    assert a.name in results[0]
+    refused = third if b.name in results[0] else order[1]
+    with pytest.raises(RuntimeError, match="but not each other"):
+        refused.result(10)
+
+
+def test_a_newcomer_that_cannot_reach_the_members_does_not_train_alone(world: _World) -> None:
+    a, b = _members(world, "a", "b")
+    newcomer = world.process("new")
+    for member in (a, b):
+        world.cut(newcomer.name, member.name, Sign.ENDED)
+    coming = newcomer.comes()
+    assert wait_for(a.meetings.is_needed)
+    time.sleep(3)
+    assert not coming.done()
+    members = [a.comes(), b.comes()]
+    with pytest.raises(RuntimeError, match="this process .new port 1. and a member .* but not each other"):
+        coming.result(10)
+    assert [set(one.result(10)) for one in members] == [{a.name, b.name}] * 2
+
+
+def test_a_newcomer_with_another_contract_is_refused_and_the_members_go_on(world: _World) -> None:
+    a, b = _members(world, "a", "b")
+    coming = world.process("new").comes("another model")
+    assert wait_for(a.meetings.is_needed)
+    members = [a.comes(), b.comes()]
+    with pytest.raises(ValueError, match="They have a model; this one has another model"):
+        coming.result(10)
+    assert [set(one.result(10)) for one in members] == [{a.name, b.name}] * 2
+
+
+def test_a_job_that_has_ended_altogether_does_not_keep_another_one_from_the_store(world: _World) -> None:
+    for process in _members(world, "a", "b"):
+        world.ended.add(process.name)
+    new = world.process("new")
+    assert new.comes("another model").result(10) == [new.name]
+
+
+def test_a_store_served_anew_without_its_keys_does_not_part_members_and_newcomers(world: _World) -> None:
+    a, b = _members(world, "a", "b")
+    again = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world.port = again.port
+    # One who comes before the members have noticed trains alone until they have.
+    early = world.process("early")
+    assert early.comes().result(10) == [early.name]
+    for process in (a, b):
+        process.meetings.store = type(process.meetings.store)(world.store())
+        world.count(process.name)
+    assert a.meetings.is_needed()
+    late = world.process("late")
+    coming = [process.comes() for process in (a, b, late)]
+    assert wait_for(early.meetings.is_needed)
+    coming.append(early.comes())
+    everybody = {process.name for process in (a, b, early, late)}
+    assert [set(one.result(10)) for one in coming] == [everybody] * 4
+
+
+def test_a_store_served_anew_learns_who_the_members_are(world: _World) -> None:
+    (a,) = _members(world, "a")
+    a.comes().result(10)
+    again = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world.port = again.port
+    a.meetings.store = type(a.meetings.store)(world.store())
+    world.count(a.name)
+    assert not a.meetings.is_needed()
+    late = world.process("late")
+    coming = late.comes()
+    assert wait_for(a.meetings.is_needed)
+    assert [one.result(10) for one in (coming, a.comes())] == [[a.name, late.name]] * 2
+
+
+def test_a_store_is_asked_again_at_its_place_until_it_is_served_again() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    asked = _meetings.MeetingStore(dist.TCPStore("127.0.0.1", port))
+    asked.ask(lambda store: store.set("key", "one"), timedelta(seconds=1))
+    del server
+    with pytest.raises(RuntimeError, match="does not answer"):
+        asked.ask(lambda store: store.get("key"), timedelta(seconds=1))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: asked.ask(lambda store: store.add("count", 1), timedelta(seconds=20)))
+        time.sleep(1)
+        server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        assert answer.result(20) == 1
+    assert server.check(["bagua_elastic/count"])
