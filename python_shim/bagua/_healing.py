@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bagua._attachment import trainable_parameters
+from bagua._gradual_transfer import GradualTransfer, travels_later
 from bagua._native import _C
 from bagua._tensors_apart import with_tensors, without_tensors
 from bagua._torch_private import barrier
@@ -47,6 +48,9 @@ class _Said(NamedTuple):
     progress: Progress
     model: str
     weights: int
+    # What can travel beside the training, and how much of it in a step; zero if all has to travel now.
+    later_bytes: int
+    step_bytes: int
 
 
 class Belongings:
@@ -68,8 +72,12 @@ class Belongings:
         self._others = others
         # Always that of the weights that are there, also when a transfer has failed.
         self.progress = Progress(-1, Stage.DONE)
+        # What is still to travel, on all ranks, after heal().
+        self.transfer: GradualTransfer | None = None
 
-    def heal(self, progress: Progress, limit: timedelta, *, are_weights_equal: bool = False) -> Progress:
+    def heal(
+        self, progress: Progress, limit: timedelta, *, are_weights_equal: bool = False, step_bytes: int = 0
+    ) -> Progress:
         """Give all ranks that are behind what the furthest one has, and return its progress. Collective.
 
         Args:
@@ -77,27 +85,37 @@ class Belongings:
             limit: for all of it.
             are_weights_equal: whether ranks of the same progress have the same weights, to the bit; those that have not
                 are healed, too, and a warning says so.
+            step_bytes: how much of a newcomer's weights and optimizer state may travel in a training step, where that
+                is possible; 0 has all travel now.
 
         Raises:
             ValueError: models of different shapes, on all ranks.
         """
         self.progress = progress
         group = self._ddp.process_group
-        own = _Said(progress, "\n".join(self.shapes()), self._digest() if are_weights_equal else 0)
+        later = sum(tensor.nbytes for tensor in travels_later(self._ddp, self._optimizer)) if step_bytes else 0
+        digest = self._digest() if are_weights_equal else 0
+        own = _Said(progress, "\n".join(self.shapes()), digest, later, step_bytes)
         said: list[Any] = [None] * group.size()
         dist.all_gather_object(said, own, group=group)
         _refuse_other_models(said)
         furthest: Progress = max(other.progress for other in said)
         source = next(rank for rank, other in enumerate(said) if other.progress == furthest)
         behind = [rank for rank, other in enumerate(said) if rank != source and _differs(other, said[source])]
+        is_gradual = _can_be_gradual(said, source, behind)
         if group.rank() == source and behind:
-            self._send(behind, group)
+            self._send(behind, group, is_gradual=is_gradual)
         elif group.rank() in behind:
             self._receive(source, group, furthest)
         if behind:
             # The others wait here, and not in their next step, which has less time.
             barrier(group, limit)
         self.progress = Progress(max(furthest.step, 0), Stage.DONE)
+        self.transfer = None
+        if is_gradual:
+            is_mean = self._handle is None or bool(self._handle.options.get("average", True))
+            sizes = said[source].step_bytes, said[source].later_bytes
+            self.transfer = GradualTransfer(self._ddp, self._optimizer, source, behind, *sizes, is_mean=is_mean)
         return self.progress
 
     def shapes(self) -> list[str]:
@@ -106,7 +124,11 @@ class Belongings:
         shapes = [f"{name}: {value.dtype}{list(value.shape)}" for name, value in named if isinstance(value, Tensor)]
         groups = [len(group["params"]) for group in self._optimizer.param_groups]
         others = [type(other).__qualname__ for other in self._others]
-        return [f"an optimizer {type(self._optimizer).__qualname__} of {groups} parameters", f"others {others}", *shapes]
+        return [
+            f"an optimizer {type(self._optimizer).__qualname__} of {groups} parameters",
+            f"others {others}",
+            *shapes,
+        ]
 
     def _digest(self) -> int:
         """Return a number by which weights that differ are told apart, all but certainly."""
@@ -127,10 +149,12 @@ class Belongings:
         saved = self._ddp.module.state_dict().keys()
         return {name: buffer for name, buffer in self._ddp.module.named_buffers() if name not in saved}
 
-    def _send(self, behind: Sequence[int], group: dist.ProcessGroup) -> None:
+    def _send(self, behind: Sequence[int], group: dist.ProcessGroup, *, is_gradual: bool) -> None:
         tensors: list[Tensor] = []
         skeleton = without_tensors(self._state(), tensors)
-        kinds = [(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in tensors]
+        later = {tensor.data_ptr() for tensor in travels_later(self._ddp, self._optimizer)} if is_gradual else set()
+        kinds = [(tensor.shape, tensor.dtype, tensor.is_cpu, tensor.data_ptr() in later) for tensor in tensors]
+        tensors = [tensor for tensor in tensors if tensor.data_ptr() not in later]
         for rank in behind:
             dist.send_object_list([(skeleton, kinds)], group=group, group_dst=rank)
         for tensor in tensors:
@@ -146,9 +170,9 @@ class Belongings:
         skeleton, kinds = message[0]
         device = trainable_parameters(self._ddp)[0].device
         tensors = []
-        for shape, dtype, is_cpu in kinds:
-            tensors.append(torch.empty(shape, dtype=dtype, device="cpu" if is_cpu else device))
-            for piece in _pieces(tensors[-1]):
+        for shape, dtype, is_cpu, is_later in kinds:
+            tensors.append(torch.zeros(shape, dtype=dtype, device="cpu" if is_cpu else device))
+            for piece in [] if is_later else _pieces(tensors[-1]):
                 dist.recv(piece, group=group, group_src=source)
         # Only when all is here: what was received in part is dropped.
         self.progress = Progress(-1, Stage.DONE)
@@ -197,6 +221,14 @@ def _differs(own: _Said, furthest: _Said) -> bool:
         _logger.warning("weights of ranks differ after %d steps; one rank's are taken by all", own.progress.step)
         return True
     return False
+
+
+def _can_be_gradual(said: Sequence[_Said], source: int, behind: Sequence[int]) -> bool:
+    """Whether newcomers can train while weights are on their way: only they are behind, and it would take long."""
+    are_new = all(said[rank].progress.step < 0 for rank in behind)
+    has_trained = said[source].progress.step >= 0 and said[source].progress.stage is Stage.DONE
+    is_much = said[source].later_bytes > said[source].step_bytes
+    return bool(behind) and are_new and has_trained and is_much and all(one.later_bytes > 0 for one in said)
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:

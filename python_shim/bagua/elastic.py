@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from bagua._attachment import unwrapped
 from bagua._buckets import settle_buckets
+from bagua._gradual_transfer import GradualTransfer
 from bagua._healing import Belongings, Progress, Stage
 from bagua._members import MemberGroup
 from bagua._registry import describe
@@ -43,6 +44,8 @@ _logger = logging.getLogger("bagua")
 _MOST_MEETINGS = 100
 # How many blocks may fail one after another while the members stay the same, before the failure is raised.
 _MOST_FRUITLESS = 3
+# A message has a cost of its own.
+_LEAST_STEP_BYTES = 1 << 16
 
 
 def heal(
@@ -85,6 +88,8 @@ class Members:
         timeout: of the group's operations.
         patience: how long a member that lives, but does not come, is waited for when another has died. It may join
             again later.
+        share: how much of a newcomer's weights and optimizer state travels in each training step, as a share of what
+            the step itself sends. 0 has all travel at once, while the others wait.
 
     Raises:
         RuntimeError: a torch before 2.14, or a default process group that is there already.
@@ -97,12 +102,14 @@ class Members:
         at_least: int = 1,
         timeout: timedelta = timedelta(minutes=10),
         patience: timedelta = timedelta(seconds=30),
+        share: float = 0.1,
     ) -> None:
         if not can_reconfigure():
             raise RuntimeError(f"bagua.elastic needs torch 2.14 or later, this is {torch.__version__}")
         if dist.is_initialized():
             raise RuntimeError("bagua.elastic.Members makes the default process group, and there is one already")
         self._group = MemberGroup(store, at_least, timeout, patience)
+        self._share = share
         self._training: Training | None = None
         self._is_closed = False
 
@@ -141,7 +148,8 @@ class Members:
         count.watch_end()
         name = f"the algorithm {algorithm}({', '.join(f'{key}={value!r}' for key, value in handle.options.items())})"
         belongings = Belongings(ddp, optimizer, handle, others)
-        self._training = Training(self._group, ddp, handle, belongings, count, name)
+        share = 0.0 if describe(algorithm)["optimizer"] else self._share
+        self._training = Training(self._group, ddp, handle, belongings, count, name, share)
         return self._training
 
     def close(self) -> None:
@@ -210,6 +218,7 @@ class Training:
         belongings: Belongings,
         count: _StepCount,
         algorithm: str,
+        share: float,
     ) -> None:
         self.ddp = ddp
         self.handle = handle
@@ -217,6 +226,8 @@ class Training:
         self._belongings = belongings
         self._count = count
         self._contract = [algorithm, *belongings.shapes()]
+        self._share = share
+        self._transfer: GradualTransfer | None = None
         self._are_weights_equal = describe(handle.algorithm)["is_exact"]
         # How many blocks have failed one after another while the members stayed the same.
         self._fruitless = 0
@@ -226,6 +237,11 @@ class Training:
     def step(self) -> int:
         """How many steps of the optimizer the weights have behind them, here as on all members."""
         return self._count.progress.step
+
+    @property
+    def is_healing(self) -> bool:
+        """Whether some of this member's weights have not come yet. Its outputs mean nothing then, and do no harm."""
+        return self._transfer is not None and self._transfer.is_newcomer
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -239,21 +255,35 @@ class Training:
         """
         flag, work = self._ask()
         try:
+            if self._transfer is not None:
+                self._transfer.begin_part()
             yield
             self._count.progress = self._count.progress._replace(stage=Stage.DONE)
             work.wait()
+            if self._transfer is not None:
+                self._transfer.end_part()
+                if self._transfer.is_over:
+                    self._stop_transfer()
+                    self._heal()
         except dist.DistError as error:
             self._go_on(error)
         else:
             self._fruitless = 0
-            if flag.item():
+            # Who waits comes after the newcomers that heal now.
+            if flag.item() and self._transfer is None:
                 self._meet()
 
     def wait_for_end(self) -> None:
-        """Return when all members have come to their last step: one that has missed it takes it over."""
+        """Return when all members have come to their last step, and have all its weights. Collective.
+
+        The end of the block `with members` does this.
+        """
         while True:
             try:
                 self._group.wait_for_all()
+                if self._transfer is not None:
+                    self._stop_transfer()
+                    self._heal(step_bytes=0)
             except dist.DistError as error:
                 self._go_on(error)
             else:
@@ -281,6 +311,7 @@ class Training:
             raise error
 
     def _meet(self) -> None:
+        self._stop_transfer()
         for _ in range(_MOST_MEETINGS):
             try:
                 self._group.meet(self._contract)
@@ -292,12 +323,32 @@ class Training:
             return
         raise RuntimeError(f"bagua.elastic: the members have met {_MOST_MEETINGS} times in vain")
 
-    def _heal(self) -> None:
+    def _stop_transfer(self) -> None:
+        if self._transfer is None:
+            return
+        self._transfer.stop()
+        if self._transfer.is_newcomer and not self._transfer.is_over:
+            self._count.progress = Progress(-1, Stage.DONE)
+        self._transfer = None
+
+    def _heal(self, step_bytes: int | None = None) -> None:
+        step_bytes = self._step_bytes() if step_bytes is None else step_bytes
+        limit, progress = timedelta(hours=1), self._count.progress
         try:
-            limit = timedelta(hours=1)
-            self._belongings.heal(self._count.progress, limit, are_weights_equal=self._are_weights_equal)
+            self._belongings.heal(progress, limit, are_weights_equal=self._are_weights_equal, step_bytes=step_bytes)
         finally:
             self._count.progress = self._belongings.progress
+        self._transfer = self._belongings.transfer
+
+    def _step_bytes(self) -> int:
+        """How much of a newcomer's weights travels in a step."""
+        if self._share == 0:
+            return 0
+        stats = self.handle.stats()
+        is_known = stats["steps"] > 0 and stats["wire_bytes"] > 0
+        gradients = sum(p.nbytes for p in self.ddp.parameters() if p.requires_grad)
+        in_step = stats["wire_bytes"] // stats["steps"] if is_known else gradients
+        return max(_LEAST_STEP_BYTES, int(in_step * self._share))
 
 
 def _serve() -> None:

@@ -10,37 +10,23 @@ import torch
 import torch.distributed as dist
 from bagua import _healing
 from bagua._healing import Belongings, Progress, Stage
-from bagua.elastic import Members, Training
+from bagua.elastic import Training
+from elastic_ranks import join, weights_of
 from members import Members as Changing
 from members import model
 from ranks import run_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import die, store
+from trouble import die
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 SIZE = 3
 LAST = SIZE - 1
 
 
-def _joined(at_least: int = SIZE) -> tuple[int, dist.Store, Members]:
-    me, shared = dist.get_rank(), store()
-    dist.destroy_process_group()
-    if me == 0:
-        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        shared.set("port", str(served.port))
-    else:
-        served = dist.TCPStore("127.0.0.1", int(shared.get("port")))
-    return me, shared, Members(served, at_least=at_least, timeout=timedelta(seconds=60))
-
-
-def _weights(training: Training) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in training.ddp.parameters()])
-
-
 def _train(steps: int, within: Callable[[Training, int, dist.Store], None], algorithm: str = "bytegrad") -> Any:
     """Return the weights after so many steps; `within` is called after the optimizer's step in each attempt."""
-    me, shared, members = _joined()
+    me, shared, members = join(at_least=SIZE)
     with members:
         network = model(seed=me)
         optimizer = torch.optim.AdamW(network.parameters(), 0.01)
@@ -56,15 +42,16 @@ def _train(steps: int, within: Callable[[Training, int, dist.Store], None], algo
                 within(training, me, shared)
                 schedule.step()
     counts = [int(optimizer.state[p]["step"]) for p in network.parameters()]
-    return _weights(training), counts, optimizer.param_groups[0]["lr"], schedule.state_dict()
+    return weights_of(training), counts, optimizer.param_groups[0]["lr"], schedule.state_dict()
 
 
 def _die_before_a_message(training: Training, me: int, shared: dist.Store) -> None:
     if training.step == 5 and me == LAST:
+        shared.set("rank", str(dist.get_rank()))
         die(shared)
     # It fails here after its weights have changed, and the other one does not.
     if training.step == 5 and me == 0:
-        dist.recv(torch.zeros(1), LAST)
+        dist.recv(torch.zeros(1), int(shared.get("rank")))
 
 
 @pytest.mark.parametrize("steps", [8, 5])
@@ -103,7 +90,7 @@ def test_an_error_that_comes_again_and_again_without_a_death_is_raised() -> None
 
 
 def _another_comes() -> Any:
-    me, shared, members = _joined(at_least=1 if dist.get_rank() == LAST else LAST)
+    me, shared, members = join(at_least=1 if dist.get_rank() == LAST else LAST)
     with members:
         network = model(seed=me)
         optimizer = torch.optim.SGD(network.parameters(), 0.01)
@@ -124,7 +111,7 @@ def _another_comes() -> Any:
                 optimizer.step()
                 is_over = torch.tensor([int(shared.check(["refused"]))])
                 dist.all_reduce(is_over, dist.ReduceOp.MIN)
-        return _weights(training), dist.get_world_size()
+        return weights_of(training), dist.get_world_size()
 
 
 def test_a_newcomer_of_another_algorithm_is_told_so_and_the_members_go_on() -> None:
@@ -185,7 +172,7 @@ def test_weights_that_differ_after_the_same_steps_are_made_equal() -> None:
 
 
 def _refused() -> None:
-    _, _, members = _joined(at_least=1)
+    _, _, members = join(at_least=1)
     with members:
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), 0.01)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks of a test become members of bagua.elastic."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from bagua.elastic import Members, Training
+from torch import Tensor
+from trouble import store
+
+
+def join(at_least: int) -> tuple[int, dist.Store, Members]:
+    """Return who this process is, a store that all share, and what makes it a member; rank 0 serves their store."""
+    me, shared = dist.get_rank(), store()
+    dist.destroy_process_group()
+    if me == 0:
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared.set("port", str(served.port))
+    else:
+        served = dist.TCPStore("127.0.0.1", int(shared.get("port")))
+    return me, shared, Members(served, at_least=at_least, timeout=timedelta(seconds=60))
+
+
+def weights_of(training: Training) -> Tensor:
+    """Return all weights in a row."""
+    return torch.cat([p.detach().flatten() for p in training.ddp.parameters()])

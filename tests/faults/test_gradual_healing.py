@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bagua.elastic: a newcomer gets weights and optimizer state in parts while the others train on as before."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua._gradual_transfer import travels_later
+from bagua.elastic import Training
+from elastic_ranks import join, weights_of
+from holdings import wait_for
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from trouble import die
+
+pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
+SIZE = 3
+LAST = SIZE - 1
+# The newcomer comes after the first of these, and has all long before the last.
+BEGIN, END = 5, 60
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.002, amsgrad=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9, weight_decay=0.01),
+}
+
+
+def _network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 64, bias=False))
+
+
+def _train(algorithm: str, optimizer_name: str, *, with_newcomer: bool) -> dict[str, Any]:
+    me, shared, members = join(at_least=1 if dist.get_rank() == LAST else LAST)
+    found: dict[str, Any] = {}
+    if me == LAST:
+        shared.get("come")
+    with members:
+        network = _network(seed=me)
+        optimizer = OPTIMIZERS[optimizer_name](network.parameters())
+        training = members.train(DDP(network), optimizer, algorithm)
+        found["joined_at"] = training.step
+        found["healed"] = []
+        while training.step < END:
+            if training.step == BEGIN and with_newcomer:
+                shared.set("come", "")
+            if training.step >= BEGIN and with_newcomer:
+                # The step in which the newcomer is seen is another one each time, what follows from it is not.
+                _wait_for_newcomer(training)
+            with training.attempt():
+                if training.is_healing:
+                    found["healed"].append(training.step)
+                _step(training, optimizer, me)
+        training.wait_for_end()
+        state = [value for p in network.parameters() for value in optimizer.state[p].values()]
+        state = [value for value in state if isinstance(value, Tensor)]
+        return {**found, "weights": weights_of(training), "state": state}
+
+
+def _wait_for_newcomer(training: Training) -> None:
+    while dist.get_world_size() < SIZE and training.step == BEGIN:
+        with training.attempt():
+            pass
+
+
+def _step(training: Training, optimizer: torch.optim.Optimizer, me: int) -> None:
+    generator = torch.Generator().manual_seed(100 * training.step + me)
+    optimizer.zero_grad()
+    # A newcomer's part of a batch does not count while it is healed: afterwards it is that of another member.
+    inputs = torch.randn(16, 64, generator=generator)
+    (training.ddp(inputs) - inputs).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 0.5)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("algorithm", "optimizer"), [("gradient_allreduce", "AdamW"), ("bytegrad", "SGD")])
+def test_a_newcomer_is_healed_beside_the_training_bit_for_bit(algorithm: str, optimizer: str) -> None:
+    first, second, newcomer = run_ranks(SIZE, _train_all, algorithm, optimizer)
+    assert newcomer["joined_at"] >= BEGIN
+    # It has taken many steps with weights of which some were still to come.
+    assert len(newcomer["healed"]) >= 5
+    assert max(newcomer["healed"]) < END - 10
+    assert first["healed"] == second["healed"] == []
+    for other in (second, newcomer):
+        assert torch.equal(first["weights"], other["weights"])
+        assert all(torch.equal(one, another) for one, another in zip(first["state"], other["state"], strict=True))
+
+
+def _train_all(algorithm: str, optimizer: str) -> dict[str, Any]:
+    return _train(algorithm, optimizer, with_newcomer=True)
+
+
+def _until_healed(is_alone: bool) -> Tensor:
+    """Return weights after steps in all of which the newcomer, if there is one, has no part in the mean."""
+    me, shared, members = join(at_least=LAST)
+    if me == LAST:
+        if is_alone:
+            members.close()
+            return torch.zeros(0)
+        shared.get("come")
+    with members:
+        network = _network(seed=0)
+        optimizer = OPTIMIZERS["SGD"](network.parameters())
+        training = members.train(DDP(network), optimizer)
+        while training.step < BEGIN + 8:
+            if training.step == BEGIN and not is_alone:
+                shared.set("come", "")
+                _wait_for_newcomer(training)
+                assert training.is_healing == (me == LAST)
+            with training.attempt():
+                _step(training, optimizer, me)
+        return weights_of(training)
+
+
+def test_the_others_train_on_as_if_the_newcomer_were_not_there() -> None:
+    alone, _, _ = run_ranks(SIZE, _until_healed, True)
+    first, second, _ = run_ranks(SIZE, _until_healed, False)
+    assert torch.equal(first, second)
+    # The mean of two, taken of three with a zero, is rounded elsewhere.
+    torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-5)
+
+
+def _source_dies() -> Tensor:
+    # Rank 0 only serves the store, the next one is the source, and the last one the newcomer.
+    me, shared, members = join(at_least=1 if dist.get_rank() == SIZE else 2)
+    if me == 0:
+        members.close()
+        shared.get("end")
+        return torch.zeros(0)
+    if me == 2:
+        wait_for(lambda: members._group._meetings.store._store.check(["0/came/1"]))
+    if me == SIZE:
+        shared.get("come")
+    with members:
+        network = _network(seed=me)
+        optimizer = OPTIMIZERS["AdamW"](network.parameters())
+        training = members.train(DDP(network), optimizer)
+        members._group._meetings.at_least = 1
+        while training.step < END:
+            if training.step == BEGIN:
+                shared.set("come", "")
+                _wait_for_newcomer(training)
+            with training.attempt():
+                if training.step == BEGIN + 4 and me == 1:
+                    die(shared)
+                _step(training, optimizer, me)
+        training.wait_for_end()
+        shared.set("end", "")
+        return weights_of(training)
+
+
+def test_a_newcomer_whose_source_dies_gets_all_from_another_member() -> None:
+    _, _, member, newcomer = run_ranks(SIZE + 1, _source_dies, dying={1})
+    assert torch.equal(member, newcomer)
+
+
+def test_what_does_not_treat_each_number_by_itself_has_to_be_there_before_the_first_step() -> None:
+    network = _network(0)
+    assert travels_later(_Bare(network), torch.optim.Adam(network.parameters()))  # type: ignore[arg-type]
+    assert not travels_later(_Bare(network), torch.optim.Adafactor(network.parameters()))  # type: ignore[arg-type]
+    assert not travels_later(_Bare(network), _Derived(network.parameters()))  # type: ignore[arg-type]
+
+
+class _Derived(torch.optim.Adam):
+    """May do something else in its steps."""
+
+
+class _Bare:
+    """As much of a DDP model as is asked for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.parameters_to_ignore: set[str] = set()
