@@ -91,9 +91,10 @@ class GradualTransfer:
         has_tensors = self.is_newcomer or self._is_source
         self._tensors = travels_later(ddp, optimizer) if has_tensors else []
         self._device = trainable_parameters(ddp)[0].device
-        weight = 0.0 if self.is_newcomer else size / (size - len(newcomers)) if is_mean else 1.0
+        weight = size / (size - len(newcomers)) if is_mean else 1.0
         change: Callable[[Tensor], Tensor] = torch.zeros_like if self.is_newcomer else lambda g: g * weight
-        self._hooks: list[Any] = [p.register_hook(change) for p in trainable_parameters(ddp)]
+        parameters: list[Any] = trainable_parameters(ddp)
+        self._hooks: list[Any] = [p.register_hook(change) for p in parameters]
         # What has come must be there before the optimizer changes it.
         self._hooks.append(unwrapped(optimizer).register_step_pre_hook(lambda *_: self.end_part()))
 

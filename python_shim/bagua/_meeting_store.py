@@ -51,8 +51,8 @@ class MeetingStore:
             except dist.DistError as error:
                 if time.monotonic() >= deadline:
                     raise RuntimeError(
-                        "bagua.elastic: the store in which the members agree on who they are does not answer. Let it be "
-                        f"served by a process that outlives them, such as `python -m bagua.elastic`: {error}"
+                        "bagua.elastic: the store in which the members agree on who they are does not answer. Let it "
+                        f"be served by a process that outlives them, such as `python -m bagua.elastic`: {error}"
                     ) from error
                 if not has_waited:
                     _logger.warning("the store of the members does not answer, and is asked again: %s", error)

@@ -106,7 +106,7 @@ class MemberGroup:
                     return
 
     def _count(self) -> None:
-        """Let the others see that this process reaches the store; the first member looks there whether someone waits."""
+        """Let the others see that this process reaches the store; the first member looks whether someone waits."""
         is_away = False
         while not self._is_over.wait(BEAT):
             try:

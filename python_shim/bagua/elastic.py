@@ -178,7 +178,7 @@ class Members:
 class _StepCount:
     """Counts the steps of an optimizer, and sees whether all that happens in them has ended.
 
-    It is made before the algorithm registers what that does after a step, which may fail. The weights have changed then.
+    It is made before the algorithm registers what that does after a step, which may fail when weights have changed.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -179,7 +179,7 @@ def _refused() -> None:
         with pytest.raises(ValueError, match="static_graph"):
             members.train(DDP(network, static_graph=True), optimizer)
         members.train(DDP(network), optimizer)
-        with pytest.raises(RuntimeError, match="train.. has been called already"):
+        with pytest.raises(RuntimeError, match=r"train\(\) has been called already"):
             members.train(DDP(model()), optimizer)
     # A hook of the optimizer would count on.
     assert not optimizer._optimizer_step_post_hooks

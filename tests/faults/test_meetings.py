@@ -198,7 +198,7 @@ def test_a_newcomer_that_cannot_reach_the_members_does_not_train_alone(world: _W
     time.sleep(3)
     assert not coming.done()
     members = [a.comes(), b.comes()]
-    with pytest.raises(RuntimeError, match="this process .new port 1. and a member .* but not each other"):
+    with pytest.raises(RuntimeError, match=r"this process .new port 1. and a member .* but not each other"):
         coming.result(10)
     assert [set(one.result(10)) for one in members] == [{a.name, b.name}] * 2
 
