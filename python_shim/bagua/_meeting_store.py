@@ -3,41 +3,43 @@
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 _logger = logging.getLogger("bagua")
 _PREFIX = "bagua_elastic"
 _Answer = TypeVar("_Answer")
-# Seconds.
+# Seconds. An answer takes a round trip; a store whose process is stopped, or whose host is silent, gives none.
 _PAUSE = 0.5
-_CONNECT = timedelta(seconds=2)
+_ANSWER = 5.0
+_MOST_ANSWER = 30.0
 # A member that lives and reaches the store counts so often, and is seen to have stopped counting after so long.
 BEAT = 0.25
 _MISSED = 1.5
 
 
 class MeetingStore:
-    """Asks a store again while it does not answer, over a connection of its own where that is possible.
+    """Asks a store again while it does not answer, over new connections of its own.
 
     Args:
-        store: the user's. A TCPStore is connected to anew; another kind answers or fails.
+        store: the user's. One that cannot be cloned answers or fails.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._given = store
-        self._store: dist.Store = dist.PrefixStore(_PREFIX, store)
         self._lock = threading.Lock()
+        self._line = _Line(lambda: store)
 
     def ask(self, question: Callable[[dist.Store], _Answer], limit: timedelta) -> _Answer:
-        """Return what the question finds, asked for as long as `limit` says. It may be asked twice.
+        """Return what the question finds, asked for as long as `limit` says, or a few seconds. It may be asked twice.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -45,51 +47,91 @@ class MeetingStore:
         deadline = time.monotonic() + limit.total_seconds()
         has_waited = False
         while True:
-            asked = self._store
+            line = self._line
+            seconds = min(max(deadline - time.monotonic(), _ANSWER), _MOST_ANSWER)
             try:
-                return question(asked)
-            except dist.DistError as error:
+                return line.ask(question, seconds)
+            except (dist.DistError, concurrent.futures.TimeoutError) as error:
+                self._replace(line)
                 if time.monotonic() >= deadline:
                     raise RuntimeError(
                         "bagua.elastic: the store in which the members agree on who they are does not answer. Let it "
-                        f"be served by a process that outlives them, such as `python -m bagua.elastic`: {error}"
+                        f"be served by a process that outlives them, such as `python -m bagua.elastic`: {error!r}"
                     ) from error
                 if not has_waited:
-                    _logger.warning("the store of the members does not answer, and is asked again: %s", error)
+                    _logger.warning("the store of the members does not answer, and is asked again: %r", error)
                     has_waited = True
                 time.sleep(_PAUSE)
-                self.connect_again(asked)
 
-    def connect_again(self, failed: dist.Store | None = None) -> None:
-        """Make a new connection in the place of one that has failed, if the store can be reached."""
-        if not isinstance(self._given, dist.TCPStore):
-            return
-        with self._lock, contextlib.suppress(dist.DistError):
-            if failed is None or failed is self._store:
-                again = dist.TCPStore(
-                    self._given.host, self._given.port, is_master=False, wait_for_workers=False, timeout=_CONNECT
-                )
-                self._store = dist.PrefixStore(_PREFIX, again)
+    def close(self) -> None:
+        """End the thread that asks, unless the store keeps it waiting."""
+        self._line.close()
+
+    def _replace(self, failed: _Line) -> None:
+        with self._lock:
+            if failed is self._line:
+                failed.close()
+                self._line = _Line(self._given.clone)
+
+
+class _Line:
+    """A connection with a thread of its own, which can be given up while the store does not answer."""
+
+    def __init__(self, connect: Callable[[], dist.Store]) -> None:
+        self._connect = connect
+        self._asked: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], concurrent.futures.Future[Any]] | None]
+        self._asked = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="bagua_store", daemon=True).start()
+
+    def ask(self, question: Callable[[dist.Store], _Answer], seconds: float) -> _Answer:
+        answer: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
+        self._asked.put((question, answer))
+        return answer.result(seconds)
+
+    def close(self) -> None:
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        store: dist.Store | None = None
+        while (asked := self._asked.get()) is not None:
+            question, answer = asked
+            try:
+                if store is None:
+                    store = dist.PrefixStore(_PREFIX, self._connect())
+                answer.set_result(question(store))
+            except Exception as error:
+                answer.set_exception(error)
+
+
+class _Seen(NamedTuple):
+    count: int
+    # When it was first seen, and when last.
+    since: float
+    last: float
+    # Whether another count had been seen before.
+    has_grown: bool
 
 
 class Beats:
     """What is seen of the counts that members keep in the store."""
 
     def __init__(self) -> None:
-        # The last count of each, when it was first seen, and whether another one had been seen before.
-        self._seen: dict[str, tuple[int, float, bool]] = {}
+        self._seen: dict[str, _Seen] = {}
 
-    def counts(self, store: dist.Store, member: str) -> bool | None:
+    def is_counting(self, store: dist.Store, member: str) -> bool | None:
         """Whether a member has counted lately; None as long as that cannot be said."""
         now = time.monotonic()
         count = store.add(beat_key(member), 0)
-        last, since, has_counted = self._seen.get(member, (count, now, False))
-        if count != last:
-            since, has_counted = now, True
-        self._seen[member] = (count, since, has_counted)
-        if now - since >= _MISSED:
+        seen = self._seen.get(member)
+        if seen is None or now - seen.last > _MISSED + _PAUSE:
+            # Nothing is known of the time in between.
+            seen = _Seen(count, now, now, has_grown=False)
+        elif count != seen.count:
+            seen = _Seen(count, now, now, has_grown=True)
+        self._seen[member] = seen = seen._replace(last=now)
+        if now - seen.since >= _MISSED:
             return False
-        return True if has_counted else None
+        return True if seen.has_grown else None
 
 
 def beat_key(member: str) -> str:

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import itertools
 import json
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -16,25 +16,23 @@ from typing import NamedTuple, TypedDict
 import torch.distributed as dist
 
 from bagua._meeting_store import Beats, MeetingStore
-from bagua._pulse import Feeler, Sign
+from bagua._pulse import Feeler, Sign, address_of
 
-# Seconds.
+_logger = logging.getLogger("bagua")
+# Seconds between two looks of the process that decides, and of the others.
 _PAUSE = 0.02
+_LONG_PAUSE = 0.1
 # Those who start at the same moment come within this time.
 _SETTLE = 0.3
+# So few may look as often as the one that decides.
+_FEW = 8
+# After this time a process says what it waits for.
+_PATIENCE_OF_USERS = 10.0
 
 
 class _Decision(TypedDict):
     uuid: int
     members: list[str]
-    refused: dict[str, _Refusal]
-
-
-class _Refusal(NamedTuple):
-    """Why one who has come cannot be a member."""
-
-    is_for_contract: bool
-    reason: str
 
 
 class _Came(NamedTuple):
@@ -45,37 +43,30 @@ class _Came(NamedTuple):
     unreached: list[str]
 
 
-class _State(enum.Enum):
-    REACHED = enum.auto()
-    # It lives and reaches the store.
-    CUT_OFF = enum.auto()
-    GONE = enum.auto()
-    NOT_KNOWN_YET = enum.auto()
-
-
 class Meetings:
     """Meetings are numbered. Whoever wants a change comes to the first that has not ended.
 
     A process that joins does, and all members once they know of it, or of a death. The first of those who have come
-    decides, once all former members have come that live, and writes down who goes on. If it dies meanwhile the next one
-    does. A member that is stopped is waited for as long as `patience` says, from when another one has come; it may join
-    later.
+    decides, once all former members have come that live, and writes down who goes on. If it dies or stops meanwhile the
+    next one does. A member that is stopped is waited for as long as `patience` says, from when another one has come; it
+    may join later.
 
-    Nobody trains apart from the others. A process is taken for dead if it cannot be reached and does not count in the
-    store. Two that live and do not reach each other cannot both be members: one of them is refused, and told so. One
-    who was no member decides only when no former member counts.
+    A process is taken for dead if it cannot be reached and does not count in the store. Two that live and do not reach
+    each other cannot both be members: one of them is refused, and told so. One who was no member decides only when no
+    former member counts.
     """
 
     def __init__(self, store: dist.Store, own: str, at_least: int, patience: timedelta, limit: timedelta) -> None:
         """Take part under the name `own`; `limit` is how long a store is waited for that does not answer."""
         self.store = MeetingStore(store)
+        self.beats = Beats()
+        self.own = own
         self.at_least = at_least
         self.patience = patience.total_seconds()
         self.limit = limit
-        self._own = own
         # Of the next meeting, as far as this process knows, and what the last one has come to.
         self._number = 0
-        self._last: _Decision = {"uuid": 0, "members": [], "refused": {}}
+        self._last: _Decision = {"uuid": 0, "members": []}
 
     def meet(self, contract: Sequence[str], unreached: Iterable[str] = ()) -> tuple[int, list[str]]:
         """Return a number that no other meeting has, and the members, this process among them.
@@ -92,15 +83,10 @@ class Meetings:
         digest = hashlib.sha256(text.encode()).hexdigest()
         while True:
             with Feeler() as feeler:
-                signs = feeler.signs(unreached)
-                still = [member for member, sign in signs.items() if sign is not Sign.LIVES]
-                own = _Came(self._own, digest, still)
+                own = _Came(self.own, digest, self._still_unreached(feeler, list(unreached)))
                 decision = _Meeting(self, own, text, feeler).decision()
-            if self._own in decision["members"]:
+            if self.own in decision["members"]:
                 return decision["uuid"], decision["members"]
-            if self._own in decision["refused"]:
-                is_for_contract, reason = decision["refused"][self._own]
-                raise (ValueError if is_for_contract else RuntimeError)(reason)
 
     def is_needed(self) -> bool:
         """Whether someone waits for the members, or others have met without this one. Asks the store once.
@@ -110,15 +96,11 @@ class Meetings:
 
         def look(store: dist.Store) -> bool:
             number, uuid = self._latest(store)
-            # Of the same number is a meeting in a store that was served anew, of those who came first.
-            has_met_apart = number > self._number or (number == self._number and uuid != self._last["uuid"])
-            return has_met_apart or store.check([f"{self._number}/came/1"])
+            # In a store that was served anew others may have met who knew nothing of the members.
+            have_others_met = number > self._number or (number == self._number and uuid != self._last["uuid"])
+            return have_others_met or store.check([f"{self._number}/came/1"])
 
         return self._number > 0 and self.store.ask(look, timedelta(0))
-
-    def leave(self) -> None:
-        """Tell the others that this process goes, though it lives."""
-        self.store.ask(lambda store: store.set(f"left/{self._own}", ""), timedelta(0))
 
     def come(self, store: dist.Store, own: _Came, contract: str) -> tuple[int, int, list[str]]:
         """Go to the first meeting that has not ended: return its number, the place there, and the former members."""
@@ -137,6 +119,19 @@ class Meetings:
     def take(self, number: int, decision: _Decision) -> None:
         """Know what a meeting has come to."""
         self._number, self._last = number + 1, decision
+
+    def _still_unreached(self, feeler: Feeler, unreached: list[str]) -> list[str]:
+        """Return those who live and cannot be reached, after half of the time that others wait for this process."""
+        deadline = time.monotonic() + self.patience / 2
+        while unreached and time.monotonic() < deadline:
+            signs = feeler.signs(unreached)
+            silent = [member for member in unreached if signs[member] is not Sign.LIVES]
+            unreached = self.store.ask(lambda store: self._counting(store, silent), self.limit)
+            time.sleep(_LONG_PAUSE)
+        return unreached
+
+    def _counting(self, store: dist.Store, members: Sequence[str]) -> list[str]:
+        return [member for member in members if self.beats.is_counting(store, member) is not False]
 
     def _latest(self, store: dist.Store) -> tuple[int, int]:
         """Return the number of the next meeting, and what that of the last decision is.
@@ -157,7 +152,9 @@ class _Meeting:
         self._own = own
         self._contract = contract
         self._feeler = feeler
-        self._beats = Beats()
+        self._beats = meetings.beats
+        self._waits_for = ""
+        self._is_up_to_this = False
         meetings.store.ask(self._come, meetings.limit)
 
     def _come(self, store: dist.Store) -> None:
@@ -169,14 +166,25 @@ class _Meeting:
 
     def decision(self) -> _Decision:
         """Wait for it, and make it if that is up to this process."""
-        while True:
-            decision = self._meetings.store.ask(self._look, self._meetings.limit)
-            if decision is not None:
-                self._meetings.take(self._number, decision)
-                return decision
-            time.sleep(_PAUSE)
+        has_said = False
+        while (decision := self._meetings.store.ask(self._look, self._meetings.limit)) is None:
+            if self._is_up_to_this:
+                # Outside of a question to the store, as a host that does not answer takes seconds.
+                signs = self._feeler.signs(member for member in self._concerned if member != self._own.member)
+                self._meetings.store.ask(lambda store, seen=signs: self._decide(store, seen), self._meetings.limit)
+            if not has_said and time.monotonic() - self._since > _PATIENCE_OF_USERS:
+                has_said = True
+                _logger.warning("bagua.elastic waits for %s", self._waits_for)
+            time.sleep(_PAUSE if len(self._came) < _FEW or self._is_up_to_this else _LONG_PAUSE)
+        self._meetings.take(self._number, decision)
+        return decision
 
     def _look(self, store: dist.Store) -> _Decision | None:
+        """See what was decided, who has come, and whether it is up to this process to decide."""
+        # A refusal is written before the decision.
+        if store.check([self._refusal(self._own.member)]):
+            is_for_contract, reason = json.loads(store.get(self._refusal(self._own.member)))
+            raise (ValueError if is_for_contract else RuntimeError)(reason)
         if store.check([f"{self._number}/decision"]):
             decision: _Decision = json.loads(store.get(f"{self._number}/decision"))
             return decision
@@ -184,18 +192,27 @@ class _Meeting:
             # The store has been served anew meanwhile.
             self._come(store)
         self._see_who_came(store)
-        came = {one.member: one for one in self._came.values()}
-        missing = [m for m in self._former if m not in came and not store.check([f"left/{m}"])]
-        states = self._states(store, list(came), missing)
-        earlier = {one.member for place, one in self._came.items() if place < self._place} - {self._own.member}
-        if any(states[member] is not _State.GONE for member in earlier):
-            # It is up to them.
-            return None
-        decided = self._decide(store, came, missing, states)
-        if decided is not None:
-            _write(store, self._number, decided)
-        # The next look finds it, or another one's who had been faster.
+        before = [self._came[place].member for place in sorted(self._came) if place < self._place]
+        decides = next((m for m in before if m != self._own.member and self._is_at_work(store, m)), None)
+        self._is_up_to_this = decides is None
+        if decides is not None:
+            self._waits_for = f"the decision of the process at {_place(decides)}"
+        # To see whether they count on while they are felt.
+        for member in self._concerned if self._is_up_to_this else []:
+            self._beats.is_counting(store, member)
         return None
+
+    def _is_at_work(self, store: dist.Store, member: str) -> bool:
+        """Whether one who has come may decide. One that counts no more is dead, stopped, or without the store."""
+        return self._beats.is_counting(store, member) is not False and not store.check([self._refusal(member)])
+
+    def _refusal(self, member: str) -> str:
+        return f"{self._number}/refused/{member}"
+
+    @property
+    def _concerned(self) -> list[str]:
+        """All who have come, and the former members."""
+        return list(dict.fromkeys([*self._former, *(one.member for one in self._came.values())]))
 
     def _see_who_came(self, store: dist.Store) -> None:
         for place in range(1, store.add(f"{self._number}/count", 0) + 1):
@@ -206,56 +223,61 @@ class _Meeting:
                 if self._former_since is None and self._came[place].member in self._former:
                     self._former_since = self._last_came
 
-    def _states(self, store: dist.Store, came: Sequence[str], missing: Sequence[str]) -> dict[str, _State]:
-        others = [member for member in [*came, *missing] if member != self._own.member]
-        states = {self._own.member: _State.REACHED}
-        for member in missing:
-            # To see below, after a host has not answered for seconds, whether it has counted meanwhile.
-            self._beats.counts(store, member)
-        for member, sign in self._feeler.signs(others).items():
-            # Who was no member must not take the members for dead where only it cannot reach them.
-            has_surely_ended = sign is Sign.ENDED and member in missing and self._own.member in self._former
-            counts = None if sign is Sign.LIVES or has_surely_ended else self._beats.counts(store, member)
-            if sign is Sign.LIVES:
-                states[member] = _State.REACHED
-            elif has_surely_ended or counts is False:
-                states[member] = _State.GONE
-            else:
-                states[member] = _State.NOT_KNOWN_YET if counts is None else _State.CUT_OFF
-        return states
-
-    def _decide(
-        self, store: dist.Store, came: dict[str, _Came], missing: Sequence[str], states: dict[str, _State]
-    ) -> _Decision | None:
-        """Return who goes on, the former members first, once nobody is waited for."""
+    def _decide(self, store: dist.Store, signs: dict[str, Sign]) -> None:
+        """Write down who goes on, the former members first, once nobody is waited for."""
         now = time.monotonic()
-        if _State.NOT_KNOWN_YET in states.values():
-            return None
+        came = {one.member: one for one in self._came.values()}
+        counting = {member: self._beats.is_counting(store, member) for member in signs}
         is_patient = self._former_since is None or now - self._former_since < self._meetings.patience
-        if is_patient and any(states[member] is not _State.GONE for member in missing):
-            return None
-        cut_off = [member for member in came if states[member] is _State.CUT_OFF]
-        if cut_off and now - self._since < self._meetings.patience:
-            return None
+        for member in self._former:
+            if member != self._own.member and self._is_waited_for(
+                signs[member], counting[member], is_patient=is_patient, is_missing=member not in came
+            ):
+                self._waits_for = f"the member at {_place(member)}"
+                return
         present = [m for m in self._former if m in came] + [m for m in came if m not in self._former]
-        present = [member for member in present if states[member] is not _State.GONE]
-        apart = [{self._own.member, member} for member in cut_off]
+        present = [m for m in present if m == self._own.member or counting[m] is not False]
+        # A newcomer of whom nothing has been seen but that it came may come again.
+        present = [m for m in present if m == self._own.member or counting[m] or signs[m] is Sign.LIVES]
+        apart = [{self._own.member, m} for m in present if m != self._own.member and signs[m] is not Sign.LIVES]
         apart += [{one.member, other} for one in came.values() for other in one.unreached]
         refused = _refuse_the_cut_off(present, apart)
         for member in present:
             if came[member].contract != came[present[0]].contract:
                 refused[member] = _difference(store, (present[0], came[present[0]]), (member, came[member]))
+        for member, refusal in refused.items():
+            store.set(self._refusal(member), json.dumps(refusal))
         members = [member for member in present if member not in refused]
+        if len(members) < self._meetings.at_least:
+            self._waits_for = f"more members than {len(members)}: at_least={self._meetings.at_least}"
+            return
         are_new = any(member not in self._former for member in members)
-        if len(members) < self._meetings.at_least or (are_new and now - self._last_came < _SETTLE):
-            return None
-        return {"uuid": secrets.randbits(62), "members": members, "refused": refused}
+        if not (are_new and now - self._last_came < _SETTLE):
+            _write(store, self._number, {"uuid": secrets.randbits(62), "members": members})
+
+    def _is_waited_for(self, sign: Sign, is_counting: bool | None, *, is_patient: bool, is_missing: bool) -> bool:
+        """Whether nobody may go on yet for the sake of a former member."""
+        # Who was no member must not take members for dead where only it cannot reach them.
+        if is_missing and sign is Sign.ENDED and self._own.member in self._former:
+            return False
+        if is_counting is None and sign is not Sign.LIVES:
+            return True
+        is_well = not is_missing and sign is Sign.LIVES and is_counting is not False
+        is_dead = sign is not Sign.LIVES and is_counting is False
+        return is_patient and not is_well and not is_dead
 
 
 def _write(store: dist.Store, number: int, decision: _Decision) -> None:
     # Another one may have decided, where this process seemed to be dead.
     decided = json.loads(store.compare_set(f"{number}/decision", "", json.dumps(decision)))
     store.set("latest", json.dumps([number + 1, decided["uuid"]]))
+
+
+class _Refusal(NamedTuple):
+    """Why one who has come cannot be a member."""
+
+    is_for_contract: bool
+    reason: str
 
 
 def _refuse_the_cut_off(present: list[str], apart: Sequence[set[str]]) -> dict[str, _Refusal]:
@@ -266,7 +288,7 @@ def _refuse_the_cut_off(present: list[str], apart: Sequence[set[str]]) -> dict[s
         other = next(iter(next(pair for pair in pairs if worst in pair) - {worst}))
         present.remove(worst)
         reason = (
-            f"bagua.elastic: this process ({_address(worst)}) and a member ({_address(other)}) both reach the store in "
+            f"bagua.elastic: this process ({_place(worst)}) and a member ({_place(other)}) both reach the store in "
             "which the members meet, but not each other"
         )
         refused[worst] = _Refusal(is_for_contract=False, reason=reason)
@@ -278,12 +300,12 @@ def _difference(store: dist.Store, first: tuple[str, _Came], other: tuple[str, _
     lines = itertools.zip_longest(*contracts, fillvalue="nothing more")
     expected, got = next((one, another) for one, another in lines if one != another)
     reason = (
-        f"bagua.elastic: this process ({_address(other[0])}) cannot train together with the members "
-        f"({_address(first[0])}). They have {expected}; this one has {got}"
+        f"bagua.elastic: this process ({_place(other[0])}) cannot train together with the members "
+        f"({_place(first[0])}). They have {expected}; this one has {got}"
     )
     return _Refusal(is_for_contract=True, reason=reason)
 
 
-def _address(member: str) -> str:
-    port, _, _, _, _, address = member.split(":", 5)
+def _place(member: str) -> str:
+    address, port = address_of(member)
     return f"{address} port {port}"

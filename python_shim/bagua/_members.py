@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
@@ -16,12 +15,13 @@ from torch import Tensor
 
 from bagua._meeting_store import BEAT, beat_key
 from bagua._meetings import Meetings
-from bagua._pulse import Feeler, Pulse, Sign
+from bagua._pulse import Feeler, Pulse, Sign, handle_of
 from bagua._torch_private import barrier, default_group, reconfigure, reconfigure_handle
 
 _logger = logging.getLogger("bagua")
-# Seconds.
+# Seconds. A thread that asks a store which does not answer is left behind.
 _LOOK = 0.2
+_END = 1.0
 
 
 class MemberGroup:
@@ -32,13 +32,15 @@ class MemberGroup:
             "bagua", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, enable_reconfigure=True
         )
         self._pulse = Pulse(reconfigure_handle())
-        # Whom this process could not reach at the last change.
+        # This process could not reach these at the last change.
         self._unreached: list[str] = []
+        # Those that there are, and the number of the meeting that has made them the members.
         self.members: list[str] = []
+        self.uuid = 0
         self._become(secrets.randbits(62), [self._pulse.name])
         self._timeout = timeout
         self._meetings = Meetings(store, self._pulse.name, at_least, patience, timeout)
-        self._someone = threading.Event()
+        self._is_someone_waiting = threading.Event()
         self._is_over = threading.Event()
         self._counter = threading.Thread(target=self._count, name="bagua_elastic", daemon=True)
         self._counter.start()
@@ -55,16 +57,17 @@ class MemberGroup:
             RuntimeError: it cannot reach one of the others, or not the store.
         """
         uuid, members = self._meetings.meet(contract, self._unreached)
-        self._someone.clear()
+        self._is_someone_waiting.clear()
         self._become(uuid, members)
+        self.uuid = uuid
 
-    def fail(self) -> None:
+    def abort(self) -> None:
         """Have the operations fail in which others wait for this process, as one has failed here."""
         default_group().abort()
 
     def ask(self) -> tuple[Tensor, dist.Work]:
         """Begin to tell each other whether someone waits: the first member looks, and all learn of it in one step."""
-        flag = torch.tensor([int(self._someone.is_set())], device="cpu")
+        flag = torch.tensor([int(self._is_someone_waiting.is_set())], device="cpu")
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
         assert work is not None
         return flag, work
@@ -74,36 +77,36 @@ class MemberGroup:
         barrier(default_group(), self._timeout)
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the others, also where the store does not answer."""
         self._is_over.set()
-        self._counter.join()
-        # Without it the others take a process for dead that is gone.
-        with contextlib.suppress(RuntimeError):
-            self._meetings.leave()
         dist.destroy_process_group()
         self._pulse.stop()
+        self._counter.join(_END)
+        self._meetings.store.close()
 
     def _become(self, uuid: int, members: Sequence[str]) -> None:
         has_met = threading.Event()
         self._unreached = []
+        self.members = list(members)
         watch = threading.Thread(target=self._watch, args=(members, has_met), daemon=True)
         watch.start()
         try:
-            reconfigure(uuid, [member.partition(":")[2] for member in members])
+            reconfigure(uuid, [handle_of(member) for member in members])
         finally:
             has_met.set()
             watch.join()
-        self.members = list(members)
 
     def _watch(self, members: Sequence[str], has_met: threading.Event) -> None:
         """End a change that waits for one who cannot be reached."""
-        with Feeler() as feeler:
-            while not has_met.wait(_LOOK):
-                signs = feeler.signs(members)
-                self._unreached = [member for member in members if signs[member] is not Sign.LIVES]
-                if self._unreached and not has_met.is_set():
-                    default_group().abort()
-                    return
+        try:
+            with Feeler() as feeler:
+                while not has_met.wait(_LOOK) and not self._unreached:
+                    signs = feeler.signs(members)
+                    self._unreached = [member for member in members if signs[member] is not Sign.LIVES]
+        finally:
+            # After an error of its own, too: nobody would end the change.
+            if not has_met.is_set():
+                default_group().abort()
 
     def _count(self) -> None:
         """Let the others see that this process reaches the store; the first member looks whether someone waits."""
@@ -111,12 +114,12 @@ class MemberGroup:
         while not self._is_over.wait(BEAT):
             try:
                 self._meetings.store.ask(lambda store: store.add(beat_key(self._pulse.name), 1), timedelta(0))
-                if dist.get_rank() == 0 and not self._someone.is_set() and self._meetings.is_needed():
-                    self._someone.set()
+                is_first = dist.is_initialized() and dist.get_rank() == 0
+                if is_first and not self._is_someone_waiting.is_set() and self._meetings.is_needed():
+                    self._is_someone_waiting.set()
                 is_away = False
-            except RuntimeError as error:
+            except Exception as error:
                 # The training goes on, with the members that there are.
-                if not is_away:
+                if not is_away and not self._is_over.is_set():
                     _logger.warning("%s", error)
                 is_away = True
-                self._meetings.store.connect_again()

@@ -34,7 +34,7 @@ class Pulse:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
-        # A member's name: where its pulse is felt, and its handle.
+        # A member's name, from which handle_of and address_of take what they return.
         self.name = f"{self._listener.getsockname()[1]}:{handle}"
         self._held: set[socket.socket] = set()
         self._is_over = threading.Event()
@@ -79,8 +79,26 @@ class Pulse:
             # The process has no file descriptor left, perhaps for a moment only.
             self._is_over.wait(0.1)
             return
+        _keep_alive(connection)
         self._held.add(connection)
         selector.register(connection, selectors.EVENT_READ)
+
+
+def handle_of(member: str) -> str:
+    """Return the reconfigure handle in a member's name."""
+    return member.partition(":")[2]
+
+
+def address_of(member: str) -> tuple[str, int]:
+    """Return where a member's pulse is felt: an address and a port."""
+    port, _, _, _, _, address = member.split(":", 5)
+    return address, int(port)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 _pulses: weakref.WeakSet[Pulse] = weakref.WeakSet()
@@ -147,16 +165,13 @@ class Feeler:
         return False
 
     def _connect(self, member: str) -> Sign:
-        port, _, _, _, _, address = member.split(":", 5)
         try:
-            connection = socket.create_connection((address, int(port)), _PROBE)
+            connection = socket.create_connection(address_of(member), _PROBE)
         except ConnectionRefusedError:
             return Sign.ENDED
         except OSError:
             return Sign.SILENT
         connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        _keep_alive(connection)
         self._connections[member] = connection
         return Sign.LIVES

@@ -32,17 +32,19 @@ class _World:
         self._pool = ThreadPoolExecutor(16)
         self._is_over = threading.Event()
         self._counters: list[threading.Thread] = []
+        self._processes: list[_Process] = []
 
-    def sign(self, of: str) -> Sign:
+    def sign(self, one: str, of: str) -> Sign:
         if of in self.ended:
             return Sign.ENDED
-        return self.seen.get((_asking.name, of), Sign.LIVES)
+        return self.seen.get((one, of), Sign.LIVES)
 
     def cut(self, one: str, other: str, sign: Sign) -> None:
         self.seen[one, other] = self.seen[other, one] = sign
 
     def process(self, name: str, **options: Any) -> "_Process":
-        return _Process(self, name, **options)
+        self._processes.append(_Process(self, name, **options))
+        return self._processes[-1]
 
     def start(self, call: Callable[[], Any]) -> Future[Any]:
         return self._pool.submit(call)
@@ -64,6 +66,10 @@ class _World:
         self._is_over.set()
         for counter in self._counters:
             counter.join()
+        # Those who still wait for others go on alone.
+        self.ended.update(process.name for process in self._processes)
+        for process in self._processes:
+            process.meetings.at_least = 1
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -89,8 +95,11 @@ class _Feeler:
 
     world: _World
 
+    def __init__(self) -> None:
+        self._name = _asking.name
+
     def signs(self, members: Any) -> dict[str, Sign]:
-        return {member: self.world.sign(member) for member in members}
+        return {member: self.world.sign(self._name, member) for member in members}
 
     def __enter__(self) -> "_Feeler":
         return self
@@ -131,7 +140,7 @@ def test_those_who_live_go_on_at_once_when_one_has_died(world: _World) -> None:
 def test_a_silent_host_that_does_not_count_is_dead(world: _World) -> None:
     a, b, c = _members(world, "a", "b", "c")
     world.ended.add(c.name)
-    world.sign = lambda of: Sign.SILENT if of == c.name else Sign.LIVES  # type: ignore[method-assign]
+    world.sign = lambda _, of: Sign.SILENT if of == c.name else Sign.LIVES  # type: ignore[method-assign]
     coming = [a.comes(), b.comes()]
     assert [set(one.result(10)) for one in coming] == [{a.name, b.name}] * 2
 
@@ -205,12 +214,51 @@ def test_a_newcomer_that_cannot_reach_the_members_does_not_train_alone(world: _W
 
 def test_a_newcomer_with_another_contract_is_refused_and_the_members_go_on(world: _World) -> None:
     a, b = _members(world, "a", "b")
-    coming = world.process("new").comes("another model")
+    new = world.process("new")
+    # Who is refused is told so also where the others go on waiting.
+    for member in (a, b, new):
+        member.meetings.at_least = 3
+    coming = new.comes("another model")
     assert wait_for(a.meetings.is_needed)
     members = [a.comes(), b.comes()]
     with pytest.raises(ValueError, match="They have a model; this one has another model"):
         coming.result(10)
-    assert [set(one.result(10)) for one in members] == [{a.name, b.name}] * 2
+    assert not any(one.done() for one in members)
+    other = world.process("other")
+    everybody = {a.name, b.name, other.name}
+    assert [set(one.result(10)) for one in (*members, other.comes())] == [everybody] * 3
+
+
+def test_a_newcomer_that_stops_when_it_has_come_holds_nobody(world: _World) -> None:
+    a, b = _members(world, "a", "b")
+    newcomer = world.process("new")
+    newcomer.meetings.at_least = 4  # so that it decides nothing
+    newcomer.comes()
+    assert wait_for(a.meetings.is_needed)
+    world.stopped.add(newcomer.name)
+    begin = time.monotonic()
+    assert [set(one.result(10)) for one in (a.comes(), b.comes())] == [{a.name, b.name}] * 2
+    assert time.monotonic() - begin < 4
+
+
+def test_a_member_that_stops_when_it_has_come_is_waited_for(world: _World) -> None:
+    a, b, c = _members(world, "a", "b", "c")
+    a.meetings.at_least = 4
+    a.comes()
+    assert wait_for(b.meetings.is_needed)
+    world.stopped.add(a.name)
+    begin = time.monotonic()
+    assert [set(one.result(10)) for one in (b.comes(), c.comes())] == [{b.name, c.name}] * 2
+    assert PATIENCE <= time.monotonic() - begin < PATIENCE + 4
+
+
+def test_a_cut_that_is_over_before_the_patience_is_refuses_nobody(world: _World) -> None:
+    a, b = _members(world, "a", "b")
+    world.cut(a.name, b.name, Sign.SILENT)
+    coming = [a.comes(unreached=(b.name,)), b.comes(unreached=(a.name,))]
+    time.sleep(PATIENCE / 4)
+    world.seen.clear()
+    assert [set(one.result(10)) for one in coming] == [{a.name, b.name}] * 2
 
 
 def test_a_job_that_has_ended_altogether_does_not_keep_another_one_from_the_store(world: _World) -> None:
