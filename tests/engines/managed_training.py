@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica under torchft's Manager, as a user writes it: stock DDP, and one of bagua's algorithms on it.
+"""A replica under torchft's Manager, as a user writes it: stock DDP with ALGORITHM on it, or torchft's own DDP.
 
 After each step that counts it prints which it was, with how many replicas, and a digest of weights and momenta.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import bagua
 import torch
 import torch.distributed as dist
+import torchft
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -54,8 +55,11 @@ manager = Manager(
     timeout=timedelta(seconds=float(os.environ.get("TIMEOUT", "20"))),
 )
 # Several buckets.
-model = DDP(network, bucket_cap_mb=0.1)
-bagua.register_comm_hook(model, os.environ["ALGORITHM"], manager=manager)
+if "ALGORITHM" in os.environ:
+    model = DDP(network, bucket_cap_mb=0.1)
+    bagua.register_comm_hook(model, os.environ["ALGORITHM"], manager=manager)
+else:
+    model = torchft.DistributedDataParallel(manager, network, bucket_cap_mb=0.1)
 optimizer = Optimizer(manager, sgd)
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`register_comm_hook(manager=)` under torchft's own Manager: three replicas, of which one is lost and comes back."""
+"""`register_comm_hook(manager=)` under torchft's own Manager: three replicas, of which one is lost and comes back.
+
+The same with torchft's own DDP, over a bagua group alone.
+"""
 
 import re
 import signal
@@ -42,10 +45,10 @@ def _check_weights(replicas: Sequence[Replica], steps: int) -> None:
     assert {step for step, different in digests.items() if len(different) > 1} == set(), _logs(replicas)
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-def test_a_replica_dies_in_a_backward_and_comes_back(algorithm: str, lighthouse: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", [{"ALGORITHM": "gradient_allreduce"}, {"ALGORITHM": "bytegrad"}, {}], ids=str)
+def test_a_replica_dies_in_a_backward_and_comes_back(hook: dict[str, str], lighthouse: str, tmp_path: Path) -> None:
     steps = 150
-    environment = {"ALGORITHM": algorithm, "STEPS": str(steps)}
+    environment = {"STEPS": str(steps), **hook}
     replicas = [Replica(SCRIPT, i, lighthouse, tmp_path / f"{i}", **environment) for i in range(2)]
     replicas.append(Replica(SCRIPT, 2, lighthouse, tmp_path / "2", DIES_AFTER=str(DIES_AFTER), **environment))
     replicas.append(Replica(SCRIPT, 2, lighthouse, tmp_path / "healed", **environment))
