@@ -12,7 +12,7 @@ std::shared_ptr<HookLedger> HookLedger::lend() {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++lent_;
   }
-  return {this, [self = shared_from_this()](HookLedger*) {
+  return {this, [self = shared_from_this()](HookLedger* /*lent*/) {
             {
               const std::lock_guard<std::mutex> lock(self->mutex_);
               --self->lent_;
