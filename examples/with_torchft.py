@@ -7,18 +7,20 @@ TORCHFT_LIGHTHOUSE=http://localhost:29510 REPLICA=1 python examples/with_torchft
 
 Kill one and start it again: it takes its weights from the other. For torchft's nightly version and torch 2.14 or later;
 torchft 0.2, or an earlier torch, takes `bagua.torchft.ProcessGroupBagua(timeout=timedelta(seconds=5))` in place of the
-group.
+group, and its own DistributedDataParallel.
 """
 
 import os
 import time
 from datetime import timedelta
 
+import bagua  # bagua
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torchft import DistributedDataParallel, Manager, Optimizer
+from torch.nn.parallel import DistributedDataParallel
+from torchft import Manager, Optimizer
 
 replica = int(os.environ["REPLICA"])
 steps = int(os.environ.get("STEPS", "100"))
@@ -31,7 +33,6 @@ dist.init_process_group(
     store=dist.HashStore(),
     rank=0,
     world_size=1,
-    timeout=timedelta(seconds=5),
     enable_reconfigure=True,
 )
 
@@ -58,7 +59,8 @@ manager = Manager(
     world_size=1,
     timeout=timedelta(seconds=10),
 )
-model = DistributedDataParallel(manager, network)
+model = DistributedDataParallel(network)
+bagua.register_comm_hook(model, "bytegrad", manager=manager)  # bagua: in place of torchft's DistributedDataParallel
 optimizer = Optimizer(manager, adam)
 
 while manager.current_step() < steps:

@@ -163,6 +163,7 @@ void bindControl(HookClass& hook) {
       .def("rescale", &HookRunner::rescale, py::arg("factor"), noGil)
       .def_property_readonly("keeps_residuals", &HookRunner::keepsResiduals)
       .def_property_readonly("can_reduce_to_parts", &HookRunner::canReduceToParts)
+      .def("wait_for_programs", &HookRunner::waitForPrograms, py::arg("limit"), noGil)
       .def("stats", &statsDict)
       .def("reset_stats", &HookRunner::resetStats)
       .def_property_readonly("why_uncoded", &HookRunner::whyUncoded)

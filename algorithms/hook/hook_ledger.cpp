@@ -7,6 +7,25 @@
 
 namespace bagua {
 
+std::shared_ptr<HookLedger> HookLedger::lend() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++lent_;
+  }
+  return {this, [self = shared_from_this()](HookLedger* /*lent*/) {
+            {
+              const std::lock_guard<std::mutex> lock(self->mutex_);
+              --self->lent_;
+            }
+            self->returned_.notify_all();
+          }};
+}
+
+bool HookLedger::waitForPrograms(std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return returned_.wait_for(lock, limit, [this] { return lent_ == 0; });
+}
+
 void HookLedger::countBucket() {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++stats_.buckets;

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -36,8 +39,12 @@ struct HookStats {
 
 // Counts what a hook's steps and programs cost. Programs in flight hold it, and not the runner: that owns the executor
 // that they run on. Any thread may call.
-class HookLedger {
+class HookLedger : public std::enable_shared_from_this<HookLedger> {
  public:
+  // A program holds this as long as it may touch a tensor, which can be longer than its Work takes to fail.
+  [[nodiscard]] std::shared_ptr<HookLedger> lend();
+  // Returns whether all programs have let go of it.
+  [[nodiscard]] bool waitForPrograms(std::chrono::milliseconds limit);
   void countBucket();
   // The end of a synchronised backward. Lets go of what programs of earlier steps have used to time themselves.
   void countStep();
@@ -57,6 +64,8 @@ class HookLedger {
 
  private:
   std::mutex mutex_;
+  std::condition_variable returned_;
+  int64_t lent_ = 0;
   HookStats stats_;
   StageSeconds seconds_;
 };

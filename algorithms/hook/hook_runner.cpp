@@ -372,7 +372,7 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
                             .gradients = std::move(gradients),
                             .step = static_cast<uint32_t>(traits_.sendsByStep ? step_ : commonStep)};
   const auto handover = wait != Wait::kLater ? ProfilerHandover::ofThisThread() : ProfilerHandover();
-  auto program = [ledger = ledger_, handover, task = std::move(task)](Communicator& communicator) {
+  auto program = [ledger = ledger_->lend(), handover, task = std::move(task)](Communicator& communicator) {
     const ProfilerHandover::Scope profiled(handover);
     const Traffic before = communicator.traffic();
     StageSeconds seconds;

@@ -62,6 +62,19 @@ TEST(HookRunner, AnAlgorithmOutlivesAThreadThatAsksForItsFigures) {
   EXPECT_EQ(runner.stats().stateBytes, 0) << "of plain averaging, which took over";
 }
 
+TEST(HookLedger, IsLentAsLongAsAProgramLives) {
+  constexpr std::chrono::milliseconds kSoon{10};
+  const auto ledger = std::make_shared<HookLedger>();
+  EXPECT_TRUE(ledger->waitForPrograms(kSoon));
+  auto program = ledger->lend();
+  auto copy = program;
+  program.reset();
+  EXPECT_FALSE(ledger->waitForPrograms(kSoon));
+  std::thread other([&] { copy.reset(); });
+  EXPECT_TRUE(ledger->waitForPrograms(std::chrono::seconds(20)));
+  other.join();
+}
+
 }  // namespace
 
 BAGUA_REGISTER_ALGORITHM({

@@ -69,7 +69,8 @@ def create_backend(dist_backend_opts: BackendOptions, pg_options: Any) -> Any:
     with _uncounted_if_it_fails(dist_backend_opts.group_id):
         timeout = _limited(dist_backend_opts.timeout, rank, size)
         set_timeout(options, timeout)
-        options._waits_for_reconfigure = waits_for_reconfigure(dist_backend_opts)
+        # A group made for one rank needs nobody: it is alone at once, so a model can be wrapped before others come.
+        options._waits_for_reconfigure = waits_for_reconfigure(dist_backend_opts) and size > 1
         if options._waits_for_reconfigure:
             # Its members are not known yet, and will meet at one of themselves.
             return _C.ProcessGroupBagua(dist_backend_opts.store, rank, size, options)

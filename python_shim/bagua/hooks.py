@@ -241,7 +241,8 @@ def register_comm_hook(
     # What torch's own method does besides: for its logs, and so that a copy of the model is noticed.
     comm_hooks(ddp)[:] = [(_run_hook, handle)]
     name_comm_hook(ddp, f"bagua_{algorithm}")
-    say_what_is_sent(hook, group, parameters_of(parameters, names_and_roles(ddp.module, parameters)), optimizer)
+    if manager is None:  # with one the group is alone yet
+        say_what_is_sent(hook, group, parameters_of(parameters, names_and_roles(ddp.module, parameters)), optimizer)
     return handle
 
 

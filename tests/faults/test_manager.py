@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`register_comm_hook(manager=)`: an algorithm on stock DDP where a Manager, as torchft's, decides who takes part."""
 
+import threading
+import time
+from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._managed import ManagedHook
 from members import HOOKS, Members, model
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TRANSPORTS, die
+from trouble import SLACK_SECONDS, TRANSPORTS, die
 
 SIZE = 3
 LAST = SIZE - 1
@@ -20,8 +25,9 @@ pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch
 class _Manager:
     """Does what is said beforehand; has the methods of torchft's that a hook needs, with its meanings."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, seconds: float = 60.0) -> None:
         self._members = members
+        self._seconds = seconds
         self._quorum: tuple[int, ...] = ()
         self._participants = 0
         self.is_healing = False
@@ -50,6 +56,32 @@ class _Manager:
 
     def report_error(self, e: Exception) -> None:
         self.reported.append(e)
+
+    def wrap_future(self, fut: torch.futures.Future[Any], default: Any) -> torch.futures.Future[Any]:
+        wrapped: torch.futures.Future[Any] = torch.futures.Future()
+        lock = threading.Lock()
+
+        def end(error: Exception | None) -> None:
+            with lock:
+                if wrapped.done():
+                    return
+                if error is not None:
+                    self.report_error(error)
+                wrapped.set_result(default)
+
+        def end_with(ended: torch.futures.Future[Any]) -> None:
+            timer.cancel()
+            try:
+                ended.value()
+            except Exception as error:
+                end(error)
+            else:
+                end(None)
+
+        timer = threading.Timer(self._seconds, end, [TimeoutError("the manager's time is over")])
+        timer.start()
+        fut.add_done_callback(end_with)
+        return wrapped
 
 
 def _gradients(ddp: DDP, number: int) -> torch.Tensor:
@@ -103,13 +135,149 @@ def test_errors_are_reported_and_the_mean_is_over_those_who_take_part(algorithm:
         assert result["reported_after"] == []
 
 
+def _one_is_late(has_changed: bool) -> dict[str, Any]:
+    members = Members()
+    manager = _Manager(members, seconds=3.0)
+    ddp = DDP(model(), bucket_cap_mb=0.001)
+    bagua.register_comm_hook(ddp, "bytegrad", manager=manager, **HOOKS["bytegrad"])
+    manager.start_quorum(0, 1, 2)
+    _gradients(ddp, 1)
+    manager.start_quorum(*((1, 2, 0) if has_changed else ()))
+    manager._participants = SIZE
+    if members.me == LAST:
+        manager.wait_quorum()
+        while members.shared.add("has given up", 0) < SIZE - 1:
+            time.sleep(0.01)
+    began = time.monotonic()
+    _gradients(ddp, 2)
+    took = time.monotonic() - began
+    reported = [str(error) for error in manager.reported]
+    members.shared.add("has given up", 1)
+    manager.start_quorum(2, 0, 1)
+    return {"took": took, "reported": reported, "after": _gradients(ddp, 3), "reported_after": manager.reported}
+
+
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_a_replica_that_is_late_is_waited_for_no_longer_than_the_manager_says(has_changed: bool) -> None:
+    # The group's own timeout is 30 s. Where members have changed, the first wait is for their agreement.
+    results = run_ranks(SIZE, _one_is_late, has_changed, env=TRANSPORTS["between-hosts"])
+    for result in results:
+        assert result["reported"]
+        assert result["took"] < 3.0 + SLACK_SECONDS
+        assert result["reported_after"] == []
+        assert torch.equal(result["after"], results[0]["after"])
+    assert any("the manager's time is over" in text for result in results for text in result["reported"])
+
+
+def _one_knows_better() -> dict[str, Any]:
+    members = Members()
+    manager = _Manager(members)
+    ddp = DDP(model(), bucket_cap_mb=0.001)
+    bagua.register_comm_hook(ddp, "bytegrad", manager=manager, **HOOKS["bytegrad"])
+    manager.start_quorum(0, 1, 2)
+    _gradients(ddp, 1)
+    manager.start_quorum()
+    manager._participants = SIZE
+    if members.me == LAST:
+        manager.report_error(RuntimeError("the state of the others did not come"))
+    began = time.monotonic()
+    _gradients(ddp, 2)
+    return {"took": time.monotonic() - began, "reported": len(manager.reported)}
+
+
+def test_a_replica_that_leaves_a_step_out_tells_those_who_wait_for_it() -> None:
+    for result in run_ranks(SIZE, _one_knows_better, env=TRANSPORTS["between-hosts"]):
+        assert result["reported"] >= 1
+        assert result["took"] < SLACK_SECONDS
+
+
+def _backward_goes_on() -> list[Any]:
+    members = Members()
+    manager = _Manager(members, seconds=10.0)
+    network = model()
+    ddp = DDP(network, bucket_cap_mb=0.001)
+    bagua.register_comm_hook(ddp, "bytegrad", manager=manager, **HOOKS["bytegrad"])
+    manager.start_quorum(0, 1)
+    _gradients(ddp, 1)
+    if members.me == 0:
+        # The other one has given nothing yet: this one's first bucket, of the last layers, is on its way.
+        network[0].register_forward_hook(
+            lambda _module, _inputs, output: output.register_hook(lambda _: members.shared.set("is there", "")) and None
+        )
+    else:
+        members.shared.wait(["is there"], timedelta(seconds=20))
+    _gradients(ddp, 2)
+    return manager.reported
+
+
+def test_the_backward_goes_on_while_buckets_travel() -> None:
+    assert run_ranks(2, _backward_goes_on, env=TRANSPORTS["between-hosts"]) == [[], []]
+
+
+def test_a_failed_bucket_goes_back_when_nothing_can_write_into_it_any_more() -> None:
+    gradients = torch.ones(3)
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    events: list[str] = []
+
+    class Everything:
+        """Hook, group, manager and bucket at once."""
+
+        options = MappingProxyType({"average": True})
+
+        def buffer(self) -> torch.Tensor:
+            return gradients
+
+        def index(self) -> int:
+            return 1
+
+        def errored(self) -> None:
+            return None
+
+        def is_participating(self) -> bool:
+            return True
+
+        def num_participants(self) -> int:
+            return 2
+
+        def size(self) -> int:
+            return 2
+
+        def run(self, bucket: Any) -> torch.futures.Future[Any]:
+            return future
+
+        def wrap_future(self, fut: torch.futures.Future[Any], default: Any) -> torch.futures.Future[Any]:
+            fut.add_done_callback(lambda _: events.append("reported"))
+            return torch.futures.Future()
+
+        def abort(self) -> None:
+            events.append("aborted")
+
+        def wait_for_programs(self, limit: timedelta) -> bool:
+            assert not result.done()
+            events.append("waited")
+            return True
+
+    everything: Any = Everything()
+    result = ManagedHook(everything, everything, everything).run(everything)
+    future.set_exception(RuntimeError("a replica has died"))
+    assert events == ["reported", "aborted", "waited"]
+    assert result.done()
+    assert result.value() is gradients
+
+
 def _refused() -> None:
+    alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    manager: Any = object()
+    with pytest.raises(ValueError, match="needs a group of backend 'bagua'"):
+        bagua.register_comm_hook(DDP(model(), process_group=alone), "bytegrad", manager=manager)
     members = Members()
     members.become(members.me)
     manager = _Manager(members)
     ddp = DDP(model())
     with pytest.raises(ValueError, match="'local_sgd' acts on what the optimizer does"):
         bagua.register_comm_hook(ddp, "local_sgd", torch.optim.SGD(ddp.parameters(), 0.1), manager=manager)
+    with pytest.raises(ValueError, match="does not work with find_unused_parameters=True"):
+        bagua.register_comm_hook(DDP(model(), find_unused_parameters=True), "bytegrad", manager=manager)
     members.become(0, 1)
     with pytest.raises(ValueError, match="alone until the manager brings the replicas together"):
         bagua.register_comm_hook(ddp, "bytegrad", manager=manager)

@@ -40,8 +40,7 @@ def _held() -> list[int]:
 def _change_often() -> list[Any]:
     members = Members()
     assert dist._supports_reconfigure()
-    with pytest.raises(RuntimeError, match=r"no members before the first reconfigure\(\)"):
-        dist.barrier()
+    assert _sum() == (0, 1, 1.0)  # alone at first
     seen: list[Any] = []
     members.become(0, 1, 2)
     seen.append(_sum())
@@ -92,6 +91,17 @@ def test_a_group_changes_its_members_in_any_order_and_after_an_abort_or_a_failur
         assert seen[3:-1] == ([(0, 1, 1.0)] if me == LAST else [(1 - me, 2, 11.0)] * 2)
         assert seen[-1] == (me, 3, 111.0)
     assert {seen[2][0] for seen in results} == {0, 1, 2}
+
+
+def _have_no_members() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=2, enable_reconfigure=True)
+    with pytest.raises(RuntimeError, match=r"no members before the first reconfigure\(\)"):
+        dist.barrier()
+
+
+def test_a_group_for_several_ranks_waits_for_reconfigure() -> None:
+    run_ranks(1, _have_no_members)
 
 
 def _refuse() -> None:
