@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import pickle
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
@@ -24,6 +27,8 @@ from bagua.handle import Handle
 
 # What travels at a time: a large tensor, whole, could take longer than an operation may.
 _PIECE_BYTES = 16 << 20
+# Of which sums are taken, so that what has the same bytes elsewhere differs.
+_DIGEST_BYTES = 4096
 _logger = logging.getLogger("bagua")
 
 
@@ -46,8 +51,12 @@ class Progress(NamedTuple):
 
 class _Said(NamedTuple):
     progress: Progress
+    # Which group its steps were taken in. Zero is that of nobody, and differs from no other.
+    group: int
     model: str
     weights: int
+    others: str
+    first_step: int
     # What can travel beside the training, and how much of it in a step; zero if all has to travel now.
     later_bytes: int
     step_bytes: int
@@ -76,13 +85,23 @@ class Belongings:
         self.transfer: GradualTransfer | None = None
 
     def heal(
-        self, progress: Progress, limit: timedelta, *, are_weights_equal: bool = False, step_bytes: int = 0
+        self,
+        progress: Progress,
+        limit: timedelta,
+        *,
+        former_group: int = 0,
+        first_step: int = 0,
+        are_weights_equal: bool = False,
+        step_bytes: int = 0,
     ) -> Progress:
         """Give all ranks that are behind what the furthest one has, and return its progress. Collective.
 
         Args:
             progress: this rank's.
             limit: for all of it.
+            former_group: a number of the group that this rank has taken its steps in; the steps of ranks from another
+                group than the furthest one's are dropped, and a warning says so.
+            first_step: which step its weights are of where no rank has taken any.
             are_weights_equal: whether ranks of the same progress have the same weights, to the bit; those that have not
                 are healed, too, and a warning says so.
             step_bytes: how much of a newcomer's weights and optimizer state may travel in a training step, where that
@@ -93,30 +112,49 @@ class Belongings:
         """
         self.progress = progress
         group = self._ddp.process_group
-        later = sum(tensor.nbytes for tensor in travels_later(self._ddp, self._optimizer)) if step_bytes else 0
-        digest = self._digest() if are_weights_equal else 0
-        own = _Said(progress, "\n".join(self.shapes()), digest, later, step_bytes)
+        if progress.step < 0:
+            former_group = 0
+        own = _Said(
+            progress=progress,
+            group=former_group,
+            model="\n".join(self.shapes()),
+            weights=_digest(trainable_parameters(self._ddp)) if are_weights_equal else 0,
+            others=self._digest_of_others(),
+            first_step=first_step,
+            later_bytes=sum(t.nbytes for t in travels_later(self._ddp, self._optimizer)) if step_bytes else 0,
+            step_bytes=step_bytes,
+        )
         said: list[Any] = [None] * group.size()
         dist.all_gather_object(said, own, group=group)
         _refuse_other_models(said)
-        furthest: Progress = max(other.progress for other in said)
-        source = next(rank for rank, other in enumerate(said) if other.progress == furthest)
-        behind = [rank for rank, other in enumerate(said) if rank != source and _differs(other, said[source])]
+        source = max(range(len(said)), key=lambda rank: (said[rank].progress, said[rank].first_step, -rank))
+        behind = [rank for rank, other in enumerate(said) if rank != source and _differs(rank, other, said[source])]
+        without = [
+            rank for rank, other in enumerate(said) if rank not in behind and other.others != said[source].others
+        ]
         is_gradual = _can_be_gradual(said, source, behind)
-        if group.rank() == source and behind:
-            self._send(behind, group, is_gradual=is_gradual)
+        if group.rank() == source:
+            self._send(behind, group, self._state(), is_gradual=is_gradual)
+            self._send(without, group, self._state_of_others(), is_gradual=False)
         elif group.rank() in behind:
-            self._receive(source, group, furthest)
-        if behind:
+            self._receive(source, group, said[source].progress)
+        elif group.rank() in without:
+            self._receive(source, group, progress)
+        if behind or without:
             # The others wait here, and not in their next step, which has less time.
             barrier(group, limit)
-        self.progress = Progress(max(furthest.step, 0), Stage.DONE)
+        step = said[source].progress.step if said[source].progress.step >= 0 else said[source].first_step
+        self.progress = Progress(step, Stage.DONE)
         self.transfer = None
         if is_gradual:
             is_mean = self._handle is None or bool(self._handle.options.get("average", True))
             sizes = said[source].step_bytes, said[source].later_bytes
             self.transfer = GradualTransfer(self._ddp, self._optimizer, source, behind, *sizes, is_mean=is_mean)
         return self.progress
+
+    def check(self) -> None:
+        """Raise what this rank's own state would raise when others needed it: it cannot be made, or not be pickled."""
+        pickle.dumps(without_tensors(self._state(), []))
 
     def shapes(self) -> list[str]:
         """Return what has to be the same of all ranks, a sentence each."""
@@ -130,11 +168,11 @@ class Belongings:
             *shapes,
         ]
 
-    def _digest(self) -> int:
-        """Return a number by which weights that differ are told apart, all but certainly."""
-        weights = trainable_parameters(self._ddp)
-        digests = [torch.hash_tensor(p.detach()).item() for p in weights if p.numel() > 0]
-        return hash(tuple(digests))
+    def _digest_of_others(self) -> str:
+        """Return a text by which states of `others` that differ are told apart."""
+        tensors: list[Tensor] = []
+        skeleton = pickle.dumps(without_tensors(self._state_of_others(), tensors))
+        return f"{hashlib.sha256(skeleton).hexdigest()} {_digest(tensors)}"
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -142,16 +180,23 @@ class Belongings:
             "buffers": self._unsaved_buffers(),
             "optimizer": self._optimizer.state_dict(),
             "layout": [] if self._handle is None else self._handle.layout,
-            "others": [other.state_dict() for other in self._others],
+            **self._state_of_others(),
         }
+
+    def _state_of_others(self) -> dict[str, Any]:
+        return {"others": [other.state_dict() for other in self._others]}
 
     def _unsaved_buffers(self) -> dict[str, Tensor]:
         saved = self._ddp.module.state_dict().keys()
         return {name: buffer for name, buffer in self._ddp.module.named_buffers() if name not in saved}
 
-    def _send(self, behind: Sequence[int], group: dist.ProcessGroup, *, is_gradual: bool) -> None:
+    def _send(
+        self, behind: Sequence[int], group: dist.ProcessGroup, state: dict[str, Any], *, is_gradual: bool
+    ) -> None:
+        if not behind:
+            return
         tensors: list[Tensor] = []
-        skeleton = without_tensors(self._state(), tensors)
+        skeleton = without_tensors(state, tensors)
         later = {tensor.data_ptr() for tensor in travels_later(self._ddp, self._optimizer)} if is_gradual else set()
         kinds = [(tensor.shape, tensor.dtype, tensor.is_cpu, tensor.data_ptr() in later) for tensor in tensors]
         tensors = [tensor for tensor in tensors if tensor.data_ptr() not in later]
@@ -175,8 +220,12 @@ class Belongings:
             for piece in [] if is_later else _pieces(tensors[-1]):
                 dist.recv(piece, group=group, group_src=source)
         # Only when all is here: what was received in part is dropped.
+        state = with_tensors(skeleton, tensors)
         self.progress = Progress(-1, Stage.DONE)
-        self._load(with_tensors(skeleton, tensors))
+        if "module" in state:
+            self._load(state)
+        for other, its_state in zip(self._others, state["others"], strict=True):
+            other.load_state_dict(its_state)
         self.progress = Progress(furthest.step, Stage.DONE)
 
     @torch.no_grad()
@@ -189,8 +238,6 @@ class Belongings:
         self._restore_dtypes(state["optimizer"]["state"])
         if state["layout"] and self._handle is not None and state["layout"] != self._handle.layout:
             _C.lay_out_buckets(self._ddp.reducer, state["layout"], len(trainable_parameters(self._ddp)))
-        for other, its_state in zip(self._others, state["others"], strict=True):
-            other.load_state_dict(its_state)
 
     def _restore_dtypes(self, states: dict[int, dict[str, Any]]) -> None:
         """Take what an optimizer keeps in another dtype than the weights, which torch converts to theirs."""
@@ -211,16 +258,32 @@ def _refuse_other_models(said: Sequence[_Said]) -> None:
         )
 
 
-def _differs(own: _Said, furthest: _Said) -> bool:
+def _differs(rank: int, own: _Said, furthest: _Said) -> bool:
     """Whether a rank needs what the furthest one has."""
+    if own.group and furthest.group and own.group != furthest.group:
+        _logger.warning("%d steps of rank %d are dropped: they were taken in another group", own.progress.step, rank)
+        return True
     if own.progress != furthest.progress:
         return True
     if own.progress.step < 0 or own.progress.stage is Stage.AFTER_STEP:
         return True
     if own.weights != furthest.weights:
-        _logger.warning("weights of ranks differ after %d steps; one rank's are taken by all", own.progress.step)
+        _logger.warning("weights of rank %d differ after %d steps, and are healed", rank, own.progress.step)
         return True
     return False
+
+
+def _digest(tensors: Sequence[Tensor]) -> int:
+    """Return a number by which tensors that differ are told apart, all but certainly, and fast."""
+    found = 0
+    for tensor in tensors:
+        # A copy begins where words do.
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8).clone() if tensor.numel() else tensor
+        whole = flat.numel() // _DIGEST_BYTES * _DIGEST_BYTES
+        sums = flat[:whole].view(torch.int64).view(-1, _DIGEST_BYTES // 8).sum(1) if whole else flat[:0]
+        for part in (sums, flat[whole:]):
+            found = zlib.crc32(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
+    return found
 
 
 def _can_be_gradual(said: Sequence[_Said], source: int, behind: Sequence[int]) -> bool:

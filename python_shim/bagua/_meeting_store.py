@@ -104,7 +104,7 @@ class _Line:
 
 
 class _Seen(NamedTuple):
-    count: int
+    beats: int
     # When it was first seen, and when last.
     since: float
     last: float
@@ -126,7 +126,7 @@ class Beats:
         if seen is None or now - seen.last > _MISSED + _PAUSE:
             # Nothing is known of the time in between.
             seen = _Seen(count, now, now, has_grown=False)
-        elif count != seen.count:
+        elif count != seen.beats:
             seen = _Seen(count, now, now, has_grown=True)
         self._seen[member] = seen = seen._replace(last=now)
         if now - seen.since >= _MISSED:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -41,6 +42,8 @@ class _Came(NamedTuple):
     contract: str
     # Members of the last decision to whom this one has no way.
     unreached: list[str]
+    # How many members it asks for.
+    at_least: int
 
 
 class Meetings:
@@ -83,7 +86,7 @@ class Meetings:
         digest = hashlib.sha256(text.encode()).hexdigest()
         while True:
             with Feeler() as feeler:
-                own = _Came(self.own, digest, self._still_unreached(feeler, list(unreached)))
+                own = _Came(self.own, digest, self._still_unreached(feeler, list(unreached)), self.at_least)
                 decision = _Meeting(self, own, text, feeler).decision()
             if self.own in decision["members"]:
                 return decision["uuid"], decision["members"]
@@ -126,11 +129,11 @@ class Meetings:
         while unreached and time.monotonic() < deadline:
             signs = feeler.signs(unreached)
             silent = [member for member in unreached if signs[member] is not Sign.LIVES]
-            unreached = self.store.ask(lambda store: self._counting(store, silent), self.limit)
+            unreached = self.store.ask(functools.partial(self._counting, silent), self.limit)
             time.sleep(_LONG_PAUSE)
         return unreached
 
-    def _counting(self, store: dist.Store, members: Sequence[str]) -> list[str]:
+    def _counting(self, members: Sequence[str], store: dist.Store) -> list[str]:
         return [member for member in members if self.beats.is_counting(store, member) is not False]
 
     def _latest(self, store: dist.Store) -> tuple[int, int]:
@@ -171,7 +174,7 @@ class _Meeting:
             if self._is_up_to_this:
                 # Outside of a question to the store, as a host that does not answer takes seconds.
                 signs = self._feeler.signs(member for member in self._concerned if member != self._own.member)
-                self._meetings.store.ask(lambda store, seen=signs: self._decide(store, seen), self._meetings.limit)
+                self._meetings.store.ask(functools.partial(self._decide, signs), self._meetings.limit)
             if not has_said and time.monotonic() - self._since > _PATIENCE_OF_USERS:
                 has_said = True
                 _logger.warning("bagua.elastic waits for %s", self._waits_for)
@@ -223,7 +226,7 @@ class _Meeting:
                 if self._former_since is None and self._came[place].member in self._former:
                     self._former_since = self._last_came
 
-    def _decide(self, store: dist.Store, signs: dict[str, Sign]) -> None:
+    def _decide(self, signs: dict[str, Sign], store: dist.Store) -> None:
         """Write down who goes on, the former members first, once nobody is waited for."""
         now = time.monotonic()
         came = {one.member: one for one in self._came.values()}
@@ -248,8 +251,9 @@ class _Meeting:
         for member, refusal in refused.items():
             store.set(self._refusal(member), json.dumps(refusal))
         members = [member for member in present if member not in refused]
-        if len(members) < self._meetings.at_least:
-            self._waits_for = f"more members than {len(members)}: at_least={self._meetings.at_least}"
+        at_least = max((came[member].at_least for member in members), default=1)
+        if len(members) < at_least:
+            self._waits_for = f"more members than {len(members)}: at_least={at_least}"
             return
         are_new = any(member not in self._former for member in members)
         if not (are_new and now - self._last_came < _SETTLE):

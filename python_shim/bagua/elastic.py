@@ -40,8 +40,6 @@ from bagua.hooks import register_comm_hook
 __all__ = ["Members", "Training", "heal"]
 
 _logger = logging.getLogger("bagua")
-# How often the members meet in vain before that is an error: each time one has died meanwhile.
-_MOST_MEETINGS = 100
 # How many blocks may fail one after another while the members stay the same, before the failure is raised.
 _MOST_FRUITLESS = 3
 # A message has a cost of its own.
@@ -119,6 +117,8 @@ class Members:
         optimizer: Optimizer,
         algorithm: str = "gradient_allreduce",
         others: Sequence[Any] = (),
+        *,
+        step: int = 0,
         **options: OptionArgument,
     ) -> Training:
         """Register an algorithm, join the other members, and take over what they have come to.
@@ -127,7 +127,9 @@ class Members:
             ddp: the model, made after this object, without a hook.
             optimizer: its optimizer.
             algorithm: one of `available_algorithms()` whose ranks take the same steps.
-            others: what else has `state_dict` and `load_state_dict`: schedulers, scalers, data loaders.
+            others: what else has `state_dict` and `load_state_dict`, and the same state on all members: schedulers,
+                scalers.
+            step: how many steps the weights have behind them, of a checkpoint. It counts where nobody trains yet.
             **options: the algorithm's.
 
         Raises:
@@ -143,13 +145,17 @@ class Members:
             raise RuntimeError("bagua.elastic.Members trains one model, and train() has been called already")
         settle_buckets(ddp)
         count = _StepCount(optimizer)
-        given: Any = options
-        handle = register_comm_hook(ddp, algorithm, optimizer=optimizer, **given)
-        count.watch_end()
-        name = f"the algorithm {algorithm}({', '.join(f'{key}={value!r}' for key, value in handle.options.items())})"
-        belongings = Belongings(ddp, optimizer, handle, others)
-        share = 0.0 if describe(algorithm)["optimizer"] else self._share
-        self._training = Training(self._group, ddp, handle, belongings, count, name, share)
+        try:
+            given: Any = options
+            handle = register_comm_hook(ddp, algorithm, optimizer=optimizer, **given)
+            count.watch_end()
+            belongings = Belongings(ddp, optimizer, handle, others)
+            belongings.check()
+            share = 0.0 if describe(algorithm)["optimizer"] else self._share
+            self._training = Training(self._group, ddp, handle, belongings, count, step=step, share=share)
+        except BaseException:
+            count.stop()
+            raise
         return self._training
 
     def close(self) -> None:
@@ -217,7 +223,8 @@ class Training:
         handle: Handle,
         belongings: Belongings,
         count: _StepCount,
-        algorithm: str,
+        *,
+        step: int,
         share: float,
     ) -> None:
         self.ddp = ddp
@@ -225,11 +232,13 @@ class Training:
         self._group = group
         self._belongings = belongings
         self._count = count
-        self._contract = [algorithm, *belongings.shapes()]
+        self._first_step = step
         self._share = share
         self._transfer: GradualTransfer | None = None
+        # The meeting since which this member has taken its steps.
+        self._met = 0
         self._are_weights_equal = describe(handle.algorithm)["is_exact"]
-        # How many blocks have failed one after another while the members stayed the same.
+        # How many blocks or meetings have failed one after another while the members stayed the same.
         self._fruitless = 0
         self._meet()
 
@@ -300,28 +309,41 @@ class Training:
             except dist.DistError as error:
                 self._go_on(error)
 
-    def _go_on(self, error: Exception) -> None:
+    def _go_on(self, error: dist.DistError) -> None:
         _logger.warning("a step has failed; those who live go on: %s", str(error).split("\n")[0])
-        self._group.fail()
         self.ddp.zero_grad()
-        members = self._group.members
-        self._meet()
-        self._fruitless = self._fruitless + 1 if self._group.members == members else 0
-        if self._fruitless >= _MOST_FRUITLESS:
+        self._meet(error)
+
+    def _meet(self, error: dist.DistError | None = None) -> None:
+        """Go on with those who live, from what the furthest has; after an error with those who are left by it."""
+        self._stop_transfer()
+        while True:
+            members = self._group.members
+            if error is not None:
+                self._group.abort()
+            try:
+                self._group.meet(self._contract())
+                self._heal()
+            except dist.DistError as another:
+                _logger.warning("a member has died while they met: %s", str(another).split("\n")[0])
+                self._count_failure(another, members)
+                error = another
+                continue
+            if error is not None:
+                self._count_failure(error, members)
+            return
+
+    def _count_failure(self, error: dist.DistError, former: Sequence[str]) -> None:
+        """Raise an error that comes again and again though nobody leaves, on the newest member first."""
+        self._fruitless = self._fruitless + 1 if self._group.members == former else 0
+        # The others try as often once more without that member.
+        are_newer = len(former) - 1 - dist.get_rank()
+        if self._fruitless >= _MOST_FRUITLESS + are_newer:
             raise error
 
-    def _meet(self) -> None:
-        self._stop_transfer()
-        for _ in range(_MOST_MEETINGS):
-            try:
-                self._group.meet(self._contract)
-                self._heal()
-            except dist.DistError as error:
-                _logger.warning("a member has died while they met: %s", str(error).split("\n")[0])
-                self._group.fail()
-                continue
-            return
-        raise RuntimeError(f"bagua.elastic: the members have met {_MOST_MEETINGS} times in vain")
+    def _contract(self) -> list[str]:
+        options = ", ".join(f"{key}={value!r}" for key, value in self.handle.options.items())
+        return [f"the algorithm {self.handle.algorithm}({options})", *self._belongings.shapes()]
 
     def _stop_transfer(self) -> None:
         if self._transfer is None:
@@ -335,10 +357,18 @@ class Training:
         step_bytes = self._step_bytes() if step_bytes is None else step_bytes
         limit, progress = timedelta(hours=1), self._count.progress
         try:
-            self._belongings.heal(progress, limit, are_weights_equal=self._are_weights_equal, step_bytes=step_bytes)
+            self._belongings.heal(
+                progress,
+                limit,
+                former_group=self._met,
+                first_step=self._first_step,
+                are_weights_equal=self._are_weights_equal,
+                step_bytes=step_bytes,
+            )
         finally:
             self._count.progress = self._belongings.progress
         self._transfer = self._belongings.transfer
+        self._met = self._group.uuid
 
     def _step_bytes(self) -> int:
         """How much of a newcomer's weights travels in a step."""

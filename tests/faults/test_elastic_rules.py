@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """bagua.elastic: members hold the same weights whatever fails and wherever, and an error of one's own is told."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,14 +15,15 @@ import torch
 import torch.distributed as dist
 from bagua import _healing
 from bagua._healing import Belongings, Progress, Stage
-from bagua.elastic import Training
+from bagua.elastic import Members, Training
 from elastic_ranks import join, weights_of
+from holdings import wait_for
 from members import Members as Changing
 from members import model
 from ranks import run_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import die
+from trouble import die, store
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 SIZE = 3
@@ -81,8 +87,12 @@ def _fail_always(training: Training, me: int, shared: dist.Store) -> None:
 
 
 def _fails() -> None:
+    me, shared = dist.get_rank(), store()
     with pytest.raises(dist.DistBackendError, match="of the user's code"):
         _train(1000, _fail_always)
+    # The newest member is the first to give up, and the others need the store, which the first rank serves.
+    shared.add("over", 1)
+    assert me != 0 or wait_for(lambda: shared.add("over", 0) == SIZE, 30)
 
 
 def test_an_error_that_comes_again_and_again_without_a_death_is_raised() -> None:
@@ -187,3 +197,143 @@ def _refused() -> None:
 
 def test_what_cannot_go_on_with_other_members_is_refused() -> None:
     run_ranks(1, _refused)
+
+
+class _Count:
+    """A state beside model and optimizer."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "tensor": torch.full((3,), self.count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["tensor"], torch.full((3,), state["count"]))
+        self.count = state["count"]
+
+
+def _heal_others(former_group: int) -> tuple[Tensor, int]:
+    changing = Changing()
+    changing.become(changing.me)
+    ddp = DDP(model(seed=changing.me))
+    count = _Count(changing.me)
+    belongings = Belongings(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [count])
+    changing.become(0, 1)
+    progress = Progress(3, Stage.DONE)
+    group = former_group + changing.me if former_group else 0
+    assert belongings.heal(progress, timedelta(seconds=20), former_group=group) == progress
+    return torch.cat([p.detach().flatten() for p in ddp.parameters()]), count.count
+
+
+def test_states_beside_the_model_are_made_equal_and_weights_of_the_same_group_are_left() -> None:
+    (first, count), (second, other_count) = run_ranks(2, _heal_others, 0)
+    assert count == other_count == 0
+    assert not torch.equal(first, second)
+
+
+def test_steps_that_were_taken_in_another_group_are_dropped() -> None:
+    (first, _), (second, _) = run_ranks(2, _heal_others, 7)
+    assert torch.equal(first, second)
+
+
+def test_what_cannot_be_told_apart_by_its_numbers_has_another_digest() -> None:
+    tensors = [
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([2.0, 1.0]),
+        torch.zeros(2),
+        torch.zeros(2, 0),
+        torch.tensor(1 - 2j),
+    ]
+    tensors += [torch.zeros(5000), torch.cat([torch.zeros(4999), torch.ones(1)]), torch.ones(3, dtype=torch.bfloat16)]
+    tensors += [torch.cat([torch.ones(1), torch.zeros(4999)]), torch.ones(7, dtype=torch.float8_e5m2)]
+    digests = [_healing._digest([tensor]) for tensor in tensors]
+    assert len(set(digests)) == len(tensors)
+
+
+def _unpicklable() -> None:
+    _, _, members = join(at_least=1)
+    with members:
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), 0.01)
+        others = [torch.optim.lr_scheduler.StepLR(optimizer, 1), _Count(lambda: 0)]  # type: ignore[arg-type]
+        with pytest.raises(Exception, match=r"full\(\)"):
+            members.train(DDP(network), optimizer, others=others)
+
+
+def test_a_state_that_others_could_not_be_given_is_an_error_before_they_need_it() -> None:
+    run_ranks(1, _unpicklable)
+
+
+def _fail_while_the_store_is_stopped(members: Members, port: int) -> None:
+    with members:
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), 0.01)
+        training = members.train(DDP(network), optimizer)
+        os.kill(int(dist.TCPStore("127.0.0.1", port).get("pid")), signal.SIGSTOP)
+        time.sleep(1)
+        with training.attempt():
+            raise KeyError(time.monotonic())
+
+
+def _fails_while_the_store_is_stopped(port: int) -> float:
+    dist.destroy_process_group()
+    members = Members(dist.TCPStore("127.0.0.1", port), timeout=timedelta(seconds=60))
+    with pytest.raises(KeyError) as raised:
+        _fail_while_the_store_is_stopped(members, port)
+    return time.monotonic() - float(raised.value.args[0])
+
+
+_SERVER = """
+import os, time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store.set("pid", str(os.getpid()))
+print(store.port, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_an_error_of_the_user_arrives_also_while_the_store_does_not_answer() -> None:
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            (seconds,) = run_ranks(1, _fails_while_the_store_is_stopped, int(server.stdout.readline()), timeout=30.0)
+        finally:
+            server.kill()
+    assert seconds < 5
+
+
+def _odd_newcomer() -> Any:
+    me, shared, members = join(at_least=1 if dist.get_rank() == LAST else LAST)
+    with members:
+        network = model(seed=me)
+        optimizer = torch.optim.SGD(network.parameters(), 0.01)
+        if me == LAST:
+            shared.get("train")
+        training = members.train(DDP(network), optimizer)
+        shared.set("train", "")
+        is_over = False
+        while not is_over:
+            with training.attempt():
+                optimizer.zero_grad()
+                training.ddp(torch.ones(4, 8)).square().mean().backward()
+                if me == LAST:
+                    dist.all_reduce(torch.zeros(3))
+                optimizer.step()
+            is_over = shared.check(["odd"]) and training.step > 100 and dist.get_world_size() == LAST
+        return weights_of(training)
+
+
+def _odd_newcomer_is_told() -> Any:
+    if dist.get_rank() != LAST:
+        return _odd_newcomer()
+    shared = store()
+    with pytest.raises(dist.DistError, match="do not make the same call"):
+        _odd_newcomer()
+    shared.set("odd", "")
+    return None
+
+
+def test_a_newcomer_that_makes_other_calls_gives_up_and_the_members_go_on() -> None:
+    first, second, _ = run_ranks(SIZE, _odd_newcomer_is_told, timeout=60.0)
+    assert torch.equal(first, second)

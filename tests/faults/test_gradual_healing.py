@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """bagua.elastic: a newcomer gets weights and optimizer state in parts while the others train on as before."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -129,7 +130,8 @@ def _source_dies() -> Tensor:
         shared.get("end")
         return torch.zeros(0)
     if me == 2:
-        wait_for(lambda: members._group._meetings.store._store.check(["0/came/1"]))
+        meetings = members._group._meetings.store
+        wait_for(lambda: meetings.ask(lambda store: store.check(["0/came/1"]), timedelta(0)))
     if me == SIZE:
         shared.get("come")
     with members:

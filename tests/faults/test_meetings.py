@@ -68,8 +68,7 @@ class _World:
             counter.join()
         # Those who still wait for others go on alone.
         self.ended.update(process.name for process in self._processes)
-        for process in self._processes:
-            process.meetings.at_least = 1
+        self.stopped.clear()
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -80,6 +79,14 @@ class _Process:
         self.meetings = Meetings(
             world.store(), self.name, at_least, timedelta(seconds=PATIENCE), limit=timedelta(seconds=10)
         )
+        ask = self.meetings.store.ask
+
+        def ask_unless_stopped(question: Any, limit: timedelta) -> Any:
+            while self.name in world.stopped:
+                time.sleep(0.01)
+            return ask(question, limit)
+
+        self.meetings.store.ask = ask_unless_stopped  # type: ignore[method-assign]
         world.count(self.name)
 
     def comes(self, contract: str = "a model", unreached: tuple[str, ...] = ()) -> Future[Any]:
@@ -151,6 +158,7 @@ def test_one_that_is_stopped_is_waited_for_and_joins_later(world: _World) -> Non
     begin = time.monotonic()
     assert a.comes().result(10) == [a.name]
     assert PATIENCE <= time.monotonic() - begin < PATIENCE + 3
+    world.stopped.discard(b.name)
     again = b.comes()
     assert wait_for(a.meetings.is_needed)
     assert [one.result(10) for one in (a.comes(), again)] == [[a.name, b.name]] * 2
@@ -232,7 +240,6 @@ def test_a_newcomer_with_another_contract_is_refused_and_the_members_go_on(world
 def test_a_newcomer_that_stops_when_it_has_come_holds_nobody(world: _World) -> None:
     a, b = _members(world, "a", "b")
     newcomer = world.process("new")
-    newcomer.meetings.at_least = 4  # so that it decides nothing
     newcomer.comes()
     assert wait_for(a.meetings.is_needed)
     world.stopped.add(newcomer.name)
@@ -243,7 +250,6 @@ def test_a_newcomer_that_stops_when_it_has_come_holds_nobody(world: _World) -> N
 
 def test_a_member_that_stops_when_it_has_come_is_waited_for(world: _World) -> None:
     a, b, c = _members(world, "a", "b", "c")
-    a.meetings.at_least = 4
     a.comes()
     assert wait_for(b.meetings.is_needed)
     world.stopped.add(a.name)
