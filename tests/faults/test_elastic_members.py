@@ -28,6 +28,8 @@ from trouble import store
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 # So many are at work, once those who have died are replaced.
 SIZE = 3
+# These have tests of their own below; ranks of the last take different steps.
+TAKEN = ("bytegrad", "quantized_allreduce", "diloco", "async")
 
 
 def _meeting_store(me: int, shared: dist.Store) -> dist.Store:
@@ -82,7 +84,10 @@ def _train(algorithm: str, deaths: int, seed: int) -> dict[str, Any]:
     torch.manual_seed(me)
     with Members(meeting, at_least=2) as members:
         network = model(seed=me)
-        optimizer = torch.optim.AdamW(network.parameters(), 0.01)
+        if algorithm == "qadam":
+            optimizer: torch.optim.Optimizer = bagua.QAdamOptimizer(network.parameters(), 0.01, 2, eps=0.1)
+        else:
+            optimizer = torch.optim.AdamW(network.parameters(), 0.01)
         training = members.train(DDP(network), optimizer, algorithm, **HOOKS[algorithm])
         joined_at = training.step
         while not (meeting.check(["stop"]) and training.step >= int(meeting.get("stop"))):
@@ -94,12 +99,13 @@ def _train(algorithm: str, deaths: int, seed: int) -> dict[str, Any]:
                 time.sleep(0.01)
             if killer is not None:
                 killer.look(training.step)
+        training.wait_for_end()
         training.handle.synchronize()
         weights = torch.cat([p.detach().flatten() for p in network.parameters()])
         moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in network.parameters()])
         state = {"weights": weights, "moments": moments, "step": training.step, "joined_at": joined_at}
         if killer is not None:
-            is_as_before = wait_for(lambda: _is_no_more_than(killer.held[0]))
+            is_as_before = wait_for(lambda: _is_no_more_than(killer.held[:4]))
             state["grown"] = [] if is_as_before else [killer.held, *holdings()]
         return state
 
@@ -112,9 +118,11 @@ def _counts() -> list[int]:
     return [communicating + sum(name != "bagua_comm" for name in threads), *map(len, others)]
 
 
-def _is_no_more_than(before: list[int]) -> bool:
-    # A connection, and the thread of one, may come late; what each death leaves behind would be more.
-    return all(now <= then + 2 for now, then in zip(_counts(), before, strict=True))
+def _is_no_more_than(before: list[list[int]]) -> bool:
+    """Whether there is no more than there ever was at the first deaths: connections come and go with what is sent."""
+    # One, and the thread of one, may come late; what each death leaves behind would be more.
+    most = [max(counts) for counts in zip(*before, strict=True)]
+    return all(now <= then + 2 for now, then in zip(_counts(), most, strict=True))
 
 
 def _go_through(algorithm: str, deaths: int, transport: str) -> list[dict[str, Any]]:
@@ -133,6 +141,7 @@ def _go_through(algorithm: str, deaths: int, transport: str) -> list[dict[str, A
         ("bytegrad", 3, "between-hosts"),
         pytest.param("quantized_allreduce", 4, "in-host", marks=pytest.mark.long),
         pytest.param("diloco", 4, "between-hosts", marks=pytest.mark.long),
+        *(pytest.param(name, 3, "between-hosts", marks=pytest.mark.long) for name in HOOKS if name not in TAKEN),
         pytest.param("bytegrad", 50, "between-hosts", marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
 )
@@ -143,7 +152,7 @@ def test_deaths_at_random_moments_and_newcomers_leave_equal_weights_and_nothing_
     assert len(others) == SIZE - 1
     for other in others:
         assert torch.equal(other["weights"], first["weights"])
-        assert torch.equal(other["moments"], first["moments"]) or algorithm == "diloco"
+        assert torch.equal(other["moments"], first["moments"]) or not bagua.describe(algorithm)["is_exact"]
         assert other["step"] == first["step"]
         assert other["joined_at"] > 0
     assert first["grown"] == [], str(first["grown"])
@@ -205,7 +214,7 @@ def _heal_another() -> None:
     changing.become(changing.me)
     ddp = DDP(nn.Linear(8, 4 + changing.me))
     changing.become(0, 1)
-    with pytest.raises(ValueError, match=r"cannot train together.*\[4, 8\].*\[5, 8\]"):
+    with pytest.raises(ValueError, match=r"(?s)cannot train together.*\[4, 8\].*\[5, 8\]"):
         heal(ddp, torch.optim.SGD(ddp.parameters(), 0.1), step=changing.me)
 
 
