@@ -2,12 +2,17 @@
 #include "backend/process_group/change_attempt.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/thread_name.h>
 
 #include <algorithm>
+#include <future>
+#include <map>
+#include <mutex>
 #include <thread>
 #include <utility>
 
-#include "backend/security/sealed_store.h"
+#include "backend/os/fork_held_mutex.h"
+#include "backend/os/process_mark.h"
 
 namespace bagua {
 namespace {
@@ -15,16 +20,44 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// Between two looks into the store.
+// Between two looks into the store, or at the attempt.
 constexpr milliseconds kShortestPause{1};
 constexpr milliseconds kLongestPause{20};
-// How long one try to connect may take, which nothing can interrupt: several round trips of a long line.
-constexpr milliseconds kOneTry{3000};
+// A thread that is answered ends by itself in this time, with an error that says more, and tells the other members.
+constexpr milliseconds kGrace{250};
+// A new connection may get an answer that a broken one waits for, but each of those costs a thread.
+constexpr size_t kMostGivenUp = 4;
+
+// Threads that were given up, by the address they wait for an answer from. Each holds its mark to its very end.
+struct GivenUp {
+  ForkHeldMutex mutex;
+  std::multimap<std::string, std::weak_ptr<const ProcessMark>> byAddress;
+
+  bool hasRoom(const std::string& address) {
+    const std::lock_guard lock(mutex);
+    std::erase_if(byAddress, [](const auto& entry) {
+      const auto mark = entry.second.lock();
+      return !mark || mark->isFromParent();
+    });
+    return byAddress.count(address) < kMostGivenUp;
+  }
+  void add(const std::string& address, std::weak_ptr<const ProcessMark> mark) {
+    const std::lock_guard lock(mutex);
+    byAddress.emplace(address, std::move(mark));
+  }
+};
+// Never destroyed, as a process may end during a change. Made when the library is loaded, as a process may fork, too.
+GivenUp& givenUp = *new GivenUp;  // NOLINT(cppcoreguidelines-owning-memory)
 
 }  // namespace
 
 milliseconds leftUntil(Clock::time_point deadline) {
   return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline - Clock::now()));
+}
+
+void ChangeAttempt::end(const char* how) {
+  const char* none = nullptr;
+  ended_.compare_exchange_strong(none, how);
 }
 
 void ChangeAttempt::check() const {
@@ -35,7 +68,7 @@ void ChangeAttempt::check() const {
 
 ChangeStore::ChangeStore(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,
                          std::shared_ptr<const ChangeAttempt> attempt)
-    : PrefixStore(name, sealedStore(store)), attempt_(std::move(attempt)) {}
+    : PrefixStore(name, store), attempt_(std::move(attempt)) {}
 
 void ChangeStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
   const auto deadline = Clock::now() + timeout;
@@ -47,17 +80,38 @@ void ChangeStore::wait(const std::vector<std::string>& keys, const milliseconds&
   }
 }
 
-c10::intrusive_ptr<c10d::Store> connectTo(const MemberHandle& member, Clock::time_point deadline,
-                                          const ChangeAttempt& attempt) {
-  while (true) {
+Meeting meetInTime(std::function<Meeting()> meet, const MemberHandle& first, milliseconds timeout,
+                   Clock::time_point deadline, ChangeAttempt& attempt) {
+  const auto throwIfOver = [&] {
     attempt.check();
-    const auto left = leftUntil(deadline);
-    try {
-      return member.connect(std::min(left, kOneTry));
-    } catch (const c10::DistBackendError&) {
-      if (left <= kOneTry) throw;
+    TORCH_CHECK_WITH(DistBackendError, Clock::now() < deadline + kGrace,
+                     "bagua:reconfigure: the first member of the new group, ", first.toString(),
+                     ", has not answered within ", timeout.count(),
+                     " ms. Is its process stopped, or its host cut off?");
+  };
+  const std::string address = c10::str(first.address, " ", first.port);
+  for (; !givenUp.hasRoom(address); std::this_thread::sleep_for(kLongestPause)) throwIfOver();
+  std::packaged_task<Meeting()> task(std::move(meet));
+  auto met = task.get_future();
+  auto mark = std::make_shared<const ProcessMark>();
+  const std::weak_ptr<const ProcessMark> running = mark;
+  // The mark is captured first, so that it goes last.
+  std::thread([mark = std::move(mark), task = std::move(task)]() mutable {
+    c10::setThreadName("bagua_change");
+    task();
+  }).detach();
+  const auto hasMet = [&](milliseconds limit) { return met.wait_for(limit) == std::future_status::ready; };
+  try {
+    while (!hasMet(kLongestPause)) throwIfOver();
+  } catch (const c10::DistBackendError&) {
+    // From here on the thread does not begin the new epoch. If it just has, so has this member.
+    attempt.end("did not hear in time");
+    if (!hasMet(kGrace)) {
+      givenUp.add(address, running);
+      throw;
     }
   }
+  return met.get();
 }
 
 }  // namespace bagua

@@ -3,20 +3,22 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
 #include "backend/rendezvous/member_handle.h"
+#include "backend/rendezvous/rank_record.h"
 
 namespace bagua {
 
 // One call of reconfigure() while it waits for other members. abort() and shutdown() end it from another thread.
 class ChangeAttempt {
  public:
-  // `how` is a literal: "was aborted".
-  void end(const char* how) { ended_ = how; }
+  // `how` is a literal: "was aborted". The first one counts.
+  void end(const char* how);
   [[nodiscard]] bool hasEnded() const { return ended_ != nullptr; }
   // Throws DistBackendError once it has been ended.
   void check() const;
@@ -38,9 +40,19 @@ class ChangeStore final : public c10d::PrefixStore {
   const std::shared_ptr<const ChangeAttempt> attempt_;
 };
 
-// The store that `member` serves. Throws DistBackendError at the deadline, or when the attempt ends.
-c10::intrusive_ptr<c10d::Store> connectTo(const MemberHandle& member, std::chrono::steady_clock::time_point deadline,
-                                          const ChangeAttempt& attempt);
+// What the members of a new epoch have found when they met.
+struct Meeting {
+  // Where they met.
+  c10::intrusive_ptr<c10d::Store> store;
+  GroupMembers members;
+};
+
+// Returns what `meet` returns, and throws what it throws, in time: a store whose process is stopped, or whose host is
+// cut off, neither answers nor breaks, and nothing ends a call of it. So `meet` runs on a thread of its own, which is
+// given up with a DistBackendError a moment after the deadline or the end of the attempt. The thread ends when its
+// connection does. It may do so after the group, of which `meet` must hold nothing but the attempt.
+Meeting meetInTime(std::function<Meeting()> meet, const MemberHandle& first, std::chrono::milliseconds timeout,
+                   std::chrono::steady_clock::time_point deadline, ChangeAttempt& attempt);
 
 // Not 0, which a store takes for no limit.
 std::chrono::milliseconds leftUntil(std::chrono::steady_clock::time_point deadline);

@@ -27,12 +27,12 @@ bool hasError(const GroupEpoch::Executors& executors) {
 
 }  // namespace
 
-GroupEpoch::GroupEpoch(StorePtr store, GroupIdentity identity, c10::intrusive_ptr<GroupOptions> options,
-                       std::vector<uint64_t> globalRanks, std::chrono::milliseconds timeout)
+GroupEpoch::GroupEpoch(StorePtr store, GroupMembers members, GroupIdentity identity,
+                       c10::intrusive_ptr<GroupOptions> options, std::vector<uint64_t> globalRanks)
     : store_(std::move(store)),
       options_(std::move(options)),
       globalRanks_(std::move(globalRanks)),
-      members_(exchangeRecords(*store_, identity.rank, identity.size, timeout)),
+      members_(std::move(members)),
       topology_(std::make_shared<const HostTopology>(members_.topology)),
       identity_(std::move(identity)),
       executors_(deviceOrder) {}

@@ -27,11 +27,10 @@ class GroupEpoch {
   using Executors =
       std::map<at::Device, std::shared_ptr<MessageExecutor>, bool (*)(const at::Device&, const at::Device&)>;
 
-  // Collective: returns when all `size` ranks have met in `store`, in which nothing is left of another meeting. Throws
-  // as exchangeRecords(), after `timeout`.
+  // `members` have met in `store`, in which nothing is left of another meeting.
   // `options` are the group's, of all its epochs: what changes there counts here. `globalRanks` are for messages.
-  GroupEpoch(StorePtr store, GroupIdentity identity, c10::intrusive_ptr<GroupOptions> options,
-             std::vector<uint64_t> globalRanks, std::chrono::milliseconds timeout);
+  GroupEpoch(StorePtr store, GroupMembers members, GroupIdentity identity, c10::intrusive_ptr<GroupOptions> options,
+             std::vector<uint64_t> globalRanks);
   // In a forked child it leaves the parent's epoch alone.
   ~GroupEpoch();
   GroupEpoch(const GroupEpoch&) = delete;

@@ -15,6 +15,7 @@
 #include "backend/operation/timeouts.h"
 #include "backend/process_group/change_attempt.h"
 #include "backend/rendezvous/member_handle.h"
+#include "backend/security/sealed_store.h"
 
 namespace bagua {
 namespace {
@@ -72,14 +73,16 @@ void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline, co
   const std::string met = "met";
   const std::string left = "left";
   const std::string begun = "begun";
+  // Who has given up is not to be counted, if only for a moment.
+  if (rank != 0) attempt.check();
   store.add(met, 1);
   if (rank == 0) {
+    const auto isInTime = [&] { return Clock::now() < deadline && !attempt.hasEnded(); };
     const auto haveMet = [&] { return store.add(met, 0) >= size && store.add(left, 0) == 0; };
     bool isComplete = haveMet();
-    while (!isComplete && Clock::now() < deadline && !attempt.hasEnded()) {
-      std::this_thread::sleep_for(kPause);
-      isComplete = haveMet();
-    }
+    for (; !isComplete && isInTime(); isComplete = haveMet()) std::this_thread::sleep_for(kPause);
+    // If this process was stopped, others have given up without being able to say so.
+    isComplete = isComplete && isInTime();
     const std::string word = isComplete ? "yes" : "no";
     store.set(begun, std::vector<uint8_t>(word.begin(), word.end()));
     if (!isComplete) attempt.check();
@@ -144,12 +147,19 @@ ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::Reconfigur
     attempt_ = attempt;
   }
   const Deadline deadline = Clock::now() + timeout;
-  const auto store = c10::make_intrusive<ChangeStore>(c10::str("epoch/", members.front().token, "/", opts.uuid),
-                                                      connectTo(members.front(), deadline, *attempt), attempt);
-  checkThatHandlesAgree(*store, handles, rank, leftUntil(deadline), *attempt);
-  auto next = std::make_shared<GroupEpoch>(store, GroupIdentity{options_->group_name, rank, size}, options_,
-                                           firstRanks(members), leftUntil(deadline));
-  beginTogether(*store, rank, size, deadline, *attempt);
+  const auto meet = [handles, first = members.front(), uuid = opts.uuid, rank, size, deadline, attempt] {
+    const std::string name = c10::str("epoch/", first.token, "/", uuid);
+    const auto store = sealedStore(first.connect(leftUntil(deadline)));
+    ChangeStore part(name, store, attempt);
+    checkThatHandlesAgree(part, handles, rank, leftUntil(deadline), *attempt);
+    auto met = exchangeRecords(part, rank, size, leftUntil(deadline));
+    beginTogether(part, rank, size, deadline, *attempt);
+    return Meeting{.store = c10::make_intrusive<c10d::PrefixStore>(name, store), .members = std::move(met)};
+  };
+  auto meeting = meetInTime(meet, members.front(), timeout, deadline, *attempt);
+  auto next =
+      std::make_shared<GroupEpoch>(std::move(meeting.store), std::move(meeting.members),
+                                   GroupIdentity{options_->group_name, rank, size}, options_, firstRanks(members));
   bool isShutDown = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
