@@ -23,6 +23,9 @@ using std::chrono::milliseconds;
 // Between two looks into the store, or at the attempt.
 constexpr milliseconds kShortestPause{1};
 constexpr milliseconds kLongestPause{20};
+// How long one try to connect may take, and so its clones' as the epoch goes on: several round trips of a long line.
+// Where a member is dead, whoever waits for the connection is to end soon after everybody else has given it up.
+constexpr milliseconds kOneTry{3000};
 // A thread that is answered ends by itself in this time, with an error that says more, and tells the other members.
 constexpr milliseconds kGrace{250};
 // A new connection may get an answer that a broken one waits for, but each of those costs a thread.
@@ -77,6 +80,19 @@ void ChangeStore::wait(const std::vector<std::string>& keys, const milliseconds&
     // Throws torch's own error.
     if (Clock::now() >= deadline) return PrefixStore::wait(keys, kShortestPause);
     std::this_thread::sleep_for(pause);
+  }
+}
+
+c10::intrusive_ptr<c10d::Store> connectTo(const MemberHandle& member, Clock::time_point deadline,
+                                          const ChangeAttempt& attempt) {
+  while (true) {
+    attempt.check();
+    const auto left = leftUntil(deadline);
+    try {
+      return member.connect(std::min(left, kOneTry));
+    } catch (const c10::DistBackendError&) {
+      if (left <= kOneTry) throw;
+    }
   }
 }
 

@@ -40,6 +40,10 @@ class ChangeStore final : public c10d::PrefixStore {
   const std::shared_ptr<const ChangeAttempt> attempt_;
 };
 
+// The store that `member` serves. Throws DistBackendError at the deadline, or when the attempt ends.
+c10::intrusive_ptr<c10d::Store> connectTo(const MemberHandle& member, std::chrono::steady_clock::time_point deadline,
+                                          const ChangeAttempt& attempt);
+
 // What the members of a new epoch have found when they met.
 struct Meeting {
   // Where they met.
