@@ -2,13 +2,13 @@
 """Gives newcomers weights and optimizer state while all train: a part in each step, which later steps keep right.
 
 An optimizer that treats each number by itself changes what has come as it does on the other ranks, as all have the same
-gradients. It changes what has not come yet to no purpose. Newcomers give zeros to the mean of the gradients, and the
-others so much more that it stays theirs.
+gradients: a weight has to come together with its state. It changes what has not come yet to no purpose. Newcomers give
+zeros to the mean of the gradients, and the others so much more that it stays theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,23 +34,35 @@ _ELEMENTWISE = (
 )
 
 
-def travels_later(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[Tensor]:
-    """Return what need not be there before a newcomer's first step, in the same order on all ranks that have it.
+def can_be_gradual(ddp: DistributedDataParallel, optimizer: Optimizer) -> bool:
+    """Whether weights can come one after another: the optimizer treats each by itself, and has all of them."""
+    optimizer = unwrapped(optimizer)
+    optimized = {p for group in optimizer.param_groups for p in group["params"]}
+    parameters = trainable_parameters(ddp)
+    return type(optimizer) in _ELEMENTWISE and all(p in optimized and p.is_contiguous() for p in parameters)
 
-    Empty where all has to be there: of another optimizer, or of tensors that are not dense.
+
+def gradual_parameters(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[int]:
+    """Return which of the trainable parameters need not be there before a newcomer's first step.
+
+    One whose state has yet to be made has to be: that would be made from a weight that is not there.
     """
     optimizer = unwrapped(optimizer)
-    if type(optimizer) not in _ELEMENTWISE:
-        return []
-    parameters = trainable_parameters(ddp)
-    tensors = [p.detach() for p in parameters]
-    for p in parameters:
-        state = optimizer.state.get(p, {})
-        tensors += [
-            state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].shape == p.shape
-        ]
-    tensors = [tensor for tensor in tensors if tensor.dim() > 0 and tensor.numel() > 0]
-    return tensors if all(tensor.is_contiguous() for tensor in tensors) else []
+    keeps_none = type(optimizer) is optim.SGD and all(group["momentum"] == 0 for group in optimizer.param_groups)
+    chosen = []
+    for index, p in enumerate(trainable_parameters(ddp)):
+        tensors = tensors_of(p, optimizer)
+        is_dense = p.dim() > 0 and p.numel() > 0 and all(tensor.is_contiguous() for tensor in tensors)
+        if is_dense and (keeps_none or len(tensors) > 1):
+            chosen.append(index)
+    return chosen
+
+
+def tensors_of(parameter: Tensor, optimizer: Optimizer) -> list[Tensor]:
+    """Return a parameter and what its optimizer keeps for each number of it, in the same order on all ranks."""
+    state = unwrapped(optimizer).state.get(parameter, {})
+    kept = [state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].dim() > 0]
+    return [parameter.detach(), *(tensor for tensor in kept if tensor.shape == parameter.shape)]
 
 
 class GradualTransfer:
@@ -61,8 +73,9 @@ class GradualTransfer:
         optimizer: its optimizer.
         source: the rank that has everything.
         newcomers: the ranks that have not.
-        step_bytes: how many bytes travel in a step.
-        total_bytes: of what `travels_later` returns on the source.
+        parameters: which of the trainable parameters travel; empty on ranks that are neither.
+        step_numbers: how many numbers of them, with their state, travel in a step.
+        total_numbers: how many there are.
         is_mean: whether gradients are averaged, and not added.
     """
 
@@ -72,29 +85,30 @@ class GradualTransfer:
         optimizer: Optimizer,
         source: int,
         newcomers: Sequence[int],
-        step_bytes: int,
-        total_bytes: int,
+        parameters: Sequence[int],
         *,
+        step_numbers: int,
+        total_numbers: int,
         is_mean: bool,
     ) -> None:
         self._group = ddp.process_group
         self._source = source
         self._newcomers = newcomers
-        self._step_bytes = step_bytes
-        self._total = total_bytes
+        self._step = step_numbers
+        self._total = total_numbers
         self._at = 0
         self._part = torch.empty(0)
         self._works: list[dist.Work] | None = None
         rank, size = self._group.rank(), self._group.size()
         self.is_newcomer = rank in newcomers
         self._is_source = rank == source
-        has_tensors = self.is_newcomer or self._is_source
-        self._tensors = travels_later(ddp, optimizer) if has_tensors else []
-        self._device = trainable_parameters(ddp)[0].device
+        trained: list[Any] = trainable_parameters(ddp)
+        self._tensors = [tensors_of(trained[index], optimizer) for index in parameters]
+        if self._is_source or self.is_newcomer:
+            assert sum(tensors[0].numel() for tensors in self._tensors) == total_numbers
         weight = size / (size - len(newcomers)) if is_mean else 1.0
         change: Callable[[Tensor], Tensor] = torch.zeros_like if self.is_newcomer else lambda g: g * weight
-        parameters: list[Any] = trainable_parameters(ddp)
-        self._hooks: list[Any] = [p.register_hook(change) for p in parameters]
+        self._hooks: list[Any] = [p.register_hook(change) for p in trained]
         # What has come must be there before the optimizer changes it.
         self._hooks.append(unwrapped(optimizer).register_step_pre_hook(lambda *_: self.end_part()))
 
@@ -103,19 +117,23 @@ class GradualTransfer:
         """Whether all is there."""
         return self._at == self._total
 
+    @torch.no_grad()
     def begin_part(self) -> None:
         """Send what this step has room for, before its forward."""
         self._works = []
-        if not (self._is_source or self.is_newcomer):
+        places = list(self._places())
+        if not places:
             return
-        self._part = torch.empty(self._bytes_of_part(), dtype=torch.uint8, device=self._device)
         if self._is_source:
-            self._copy(lambda part, tensor: part.copy_(tensor))
+            self._part = torch.cat(places)
             works = [dist.isend(self._part, group=self._group, group_dst=rank) for rank in self._newcomers]
         else:
+            size = sum(place.numel() for place in places)
+            self._part = torch.empty(size, dtype=torch.uint8, device=places[0].device)
             works = [dist.irecv(self._part, group=self._group, group_src=self._source)]
         self._works = [work for work in works if work is not None]
 
+    @torch.no_grad()
     def end_part(self) -> None:
         """Have what has come: before the optimizer's step, or at the end of a block without one."""
         if self._works is None:
@@ -123,25 +141,26 @@ class GradualTransfer:
         for work in self._works:
             work.wait()
         if self.is_newcomer:
-            self._copy(lambda part, tensor: tensor.copy_(part))
+            places = list(self._places())
+            for place, came in zip(places, torch.split(self._part, [place.numel() for place in places]), strict=True):
+                place.copy_(came)
         self._works = None
-        self._at += self._bytes_of_part()
+        self._at += self._numbers_of_part()
 
     def stop(self) -> None:
         """Leave gradients and optimizer as they were."""
         for hook in self._hooks:
             hook.remove()
 
-    def _bytes_of_part(self) -> int:
-        return min(self._step_bytes, self._total - self._at)
+    def _numbers_of_part(self) -> int:
+        return min(self._step, self._total - self._at)
 
-    @torch.no_grad()
-    def _copy(self, copy: Callable[[Tensor, Tensor], Any]) -> None:
-        """Copy between the part and the places of its bytes."""
+    def _places(self) -> Iterator[Tensor]:
+        """Where the bytes of the part at hand are, each weight's together with those of its state."""
         begin = -self._at
-        for tensor in self._tensors:
-            flat = tensor.view(-1).view(torch.uint8)
-            first, last = max(0, -begin), min(flat.numel(), self._part.numel() - begin)
+        for tensors in self._tensors:
+            count = tensors[0].numel()
+            first, last = max(0, -begin), min(count, self._numbers_of_part() - begin)
             if first < last:
-                copy(self._part[begin + first : begin + last], flat[first:last])
-            begin += flat.numel()
+                yield from (tensor.view(-1)[first:last].view(torch.uint8) for tensor in tensors)
+            begin += count

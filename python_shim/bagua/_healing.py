@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import pickle
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bagua._attachment import trainable_parameters
-from bagua._gradual_transfer import GradualTransfer, travels_later
+from bagua._gradual_transfer import GradualTransfer, can_be_gradual, gradual_parameters, tensors_of
 from bagua._native import _C
 from bagua._tensors_apart import with_tensors, without_tensors
 from bagua._torch_private import barrier
@@ -43,10 +44,16 @@ class Stage(IntEnum):
 
 
 class Progress(NamedTuple):
-    """Which weights a rank has: those after so many steps of the optimizer; -1: none that the others could share."""
+    """Which weights a rank has: those after so many steps of the optimizer.
+
+    -1: none that the others could share. A_PART: some of those of the others, and some that mean nothing.
+    """
 
     step: int
     stage: Stage
+
+
+A_PART = Progress(-2, Stage.DONE)
 
 
 class _Said(NamedTuple):
@@ -57,9 +64,10 @@ class _Said(NamedTuple):
     weights: int
     others: str
     first_step: int
-    # What can travel beside the training, and how much of it in a step; zero if all has to travel now.
-    later_bytes: int
-    step_bytes: int
+    # Whether weights can come while the training goes on, how many numbers can, and how many of them in a step.
+    is_gradual: bool
+    later_numbers: int
+    step_numbers: int
 
 
 class Belongings:
@@ -81,6 +89,8 @@ class Belongings:
         self._others = others
         # Always that of the weights that are there, also when a transfer has failed.
         self.progress = Progress(-1, Stage.DONE)
+        # Forwards with weights that were not there have changed them.
+        self._are_buffers_due = False
         # What is still to travel, on all ranks, after heal().
         self.transfer: GradualTransfer | None = None
 
@@ -114,43 +124,64 @@ class Belongings:
         group = self._ddp.process_group
         if progress.step < 0:
             former_group = 0
+        later = gradual_parameters(self._ddp, self._optimizer)
+        numbers, size = self._size_of(later)
         own = _Said(
             progress=progress,
             group=former_group,
             model="\n".join(self.shapes()),
             weights=_digest(trainable_parameters(self._ddp)) if are_weights_equal else 0,
-            others=self._digest_of_others(),
-            first_step=first_step,
-            later_bytes=sum(t.nbytes for t in travels_later(self._ddp, self._optimizer)) if step_bytes else 0,
-            step_bytes=step_bytes,
+            others="buffers are due" if self._are_buffers_due else self._digest_of_others(),
+            first_step=first_step if progress.step < 0 else 0,
+            is_gradual=step_bytes > 0 and can_be_gradual(self._ddp, self._optimizer),
+            later_numbers=numbers,
+            step_numbers=max(1, step_bytes * numbers // max(1, size)),
         )
         said: list[Any] = [None] * group.size()
         dist.all_gather_object(said, own, group=group)
         _refuse_other_models(said)
         source = max(range(len(said)), key=lambda rank: (said[rank].progress, said[rank].first_step, -rank))
+        if said[source].progress.step < 0 and any(other.progress == A_PART for other in said):
+            raise RuntimeError("all members that had all weights have died: start again from a checkpoint")
         behind = [rank for rank, other in enumerate(said) if rank != source and _differs(rank, other, said[source])]
-        without = [
-            rank for rank, other in enumerate(said) if rank not in behind and other.others != said[source].others
-        ]
+        odd = [rank for rank, other in enumerate(said) if rank not in behind and other.others != said[source].others]
         is_gradual = _can_be_gradual(said, source, behind)
         if group.rank() == source:
-            self._send(behind, group, self._state(), is_gradual=is_gradual)
-            self._send(without, group, self._state_of_others(), is_gradual=False)
+            self._send(behind, group, self._state(), later if is_gradual else [])
+            self._send(odd, group, self._state_of_others(), [])
         elif group.rank() in behind:
-            self._receive(source, group, said[source].progress)
-        elif group.rank() in without:
+            later = self._receive(source, group, said[source].progress)
+        elif group.rank() in odd:
             self._receive(source, group, progress)
-        if behind or without:
+        if behind or odd:
             # The others wait here, and not in their next step, which has less time.
             barrier(group, limit)
         step = said[source].progress.step if said[source].progress.step >= 0 else said[source].first_step
-        self.progress = Progress(step, Stage.DONE)
+        whole = Progress(step, Stage.DONE)
         self.transfer = None
+        self._are_buffers_due = is_gradual and group.rank() in behind
+        self.progress = A_PART if self._are_buffers_due else whole
         if is_gradual:
-            is_mean = self._handle is None or bool(self._handle.options.get("average", True))
-            sizes = said[source].step_bytes, said[source].later_bytes
-            self.transfer = GradualTransfer(self._ddp, self._optimizer, source, behind, *sizes, is_mean=is_mean)
-        return self.progress
+            self.transfer = GradualTransfer(
+                self._ddp,
+                self._optimizer,
+                source,
+                behind,
+                later if group.rank() in [source, *behind] else [],
+                step_numbers=said[source].step_numbers,
+                total_numbers=said[source].later_numbers,
+                is_mean=self._handle is None or bool(self._handle.options.get("average", True)),
+            )
+        return whole
+
+    def forget_step(self) -> None:
+        """Drop what a step that has failed leaves behind: gradients, and what a GradScaler has noted of them."""
+        self._ddp.zero_grad()
+        for other in self._others:
+            if isinstance(other, torch.amp.GradScaler) and other.is_enabled():
+                # It refuses before it has scaled anything, when there is nothing to forget.
+                with contextlib.suppress(AssertionError):
+                    other.update(other.get_scale())
 
     def check(self) -> None:
         """Raise what this rank's own state would raise when others needed it: it cannot be made, or not be pickled."""
@@ -171,37 +202,44 @@ class Belongings:
     def _digest_of_others(self) -> str:
         """Return a text by which states of `others` that differ are told apart."""
         tensors: list[Tensor] = []
-        skeleton = pickle.dumps(without_tensors(self._state_of_others(), tensors))
+        states = [other.state_dict() for other in self._others]
+        skeleton = pickle.dumps(without_tensors(states, tensors))
         return f"{hashlib.sha256(skeleton).hexdigest()} {_digest(tensors)}"
 
     def _state(self) -> dict[str, Any]:
         return {
             "module": self._ddp.module.state_dict(),
-            "buffers": self._unsaved_buffers(),
             "optimizer": self._optimizer.state_dict(),
             "layout": [] if self._handle is None else self._handle.layout,
             **self._state_of_others(),
         }
 
     def _state_of_others(self) -> dict[str, Any]:
-        return {"others": [other.state_dict() for other in self._others]}
+        return {
+            "others": [other.state_dict() for other in self._others],
+            "buffers": dict(self._ddp.module.named_buffers()),
+        }
 
-    def _unsaved_buffers(self) -> dict[str, Tensor]:
-        saved = self._ddp.module.state_dict().keys()
-        return {name: buffer for name, buffer in self._ddp.module.named_buffers() if name not in saved}
+    def _size_of(self, parameters: Sequence[int]) -> tuple[int, int]:
+        """Return how many numbers parameters have, and how many bytes these are with their state."""
+        trained = trainable_parameters(self._ddp)
+        groups = [tensors_of(trained[index], self._optimizer) for index in parameters]
+        return sum(group[0].numel() for group in groups), sum(tensor.nbytes for group in groups for tensor in group)
 
     def _send(
-        self, behind: Sequence[int], group: dist.ProcessGroup, state: dict[str, Any], *, is_gradual: bool
+        self, behind: Sequence[int], group: dist.ProcessGroup, state: dict[str, Any], parameters: Sequence[int]
     ) -> None:
+        """Send all of a state but these parameters, which travel later, and what the optimizer keeps of them."""
         if not behind:
             return
+        trained = trainable_parameters(self._ddp)
+        later = {t.data_ptr() for index in parameters for t in tensors_of(trained[index], self._optimizer)}
         tensors: list[Tensor] = []
         skeleton = without_tensors(state, tensors)
-        later = {tensor.data_ptr() for tensor in travels_later(self._ddp, self._optimizer)} if is_gradual else set()
         kinds = [(tensor.shape, tensor.dtype, tensor.is_cpu, tensor.data_ptr() in later) for tensor in tensors]
         tensors = [tensor for tensor in tensors if tensor.data_ptr() not in later]
         for rank in behind:
-            dist.send_object_list([(skeleton, kinds)], group=group, group_dst=rank)
+            dist.send_object_list([(skeleton, kinds, parameters)], group=group, group_dst=rank)
         for tensor in tensors:
             for piece in _pieces(tensor.detach().contiguous()):
                 works = [dist.isend(piece, group=group, group_dst=rank) for rank in behind]
@@ -209,10 +247,11 @@ class Belongings:
                     assert work is not None
                     work.wait()
 
-    def _receive(self, source: int, group: dist.ProcessGroup, furthest: Progress) -> None:
+    def _receive(self, source: int, group: dist.ProcessGroup, furthest: Progress) -> list[int]:
+        """Take what is sent, and return which parameters travel later."""
         message: list[Any] = [None]
         dist.recv_object_list(message, group=group, group_src=source)
-        skeleton, kinds = message[0]
+        skeleton, kinds, parameters = message[0]
         device = trainable_parameters(self._ddp)[0].device
         tensors = []
         for shape, dtype, is_cpu, is_later in kinds:
@@ -221,19 +260,26 @@ class Belongings:
                 dist.recv(piece, group=group, group_src=source)
         # Only when all is here: what was received in part is dropped.
         state = with_tensors(skeleton, tensors)
-        self.progress = Progress(-1, Stage.DONE)
+        self.progress = A_PART
         if "module" in state:
+            # Until a weight comes its own does less harm than a zero.
+            late = {id(tensor) for tensor, (*_, is_later) in zip(tensors, kinds, strict=True) if is_later}
+            own = self._ddp.module.state_dict()
+            state["module"] = {name: own[name] if id(t) in late else t for name, t in state["module"].items()}
             self._load(state)
+        with torch.no_grad():
+            for name, buffer in self._ddp.module.named_buffers():
+                buffer.copy_(state["buffers"][name])
         for other, its_state in zip(self._others, state["others"], strict=True):
             other.load_state_dict(its_state)
-        self.progress = Progress(furthest.step, Stage.DONE)
+        if not parameters:
+            self.progress = Progress(furthest.step, Stage.DONE)
+        return list(parameters)
 
     @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
         module: nn.Module = self._ddp.module
         module.load_state_dict(state["module"])
-        for name, buffer in self._unsaved_buffers().items():
-            buffer.copy_(state["buffers"][name])
         self._optimizer.load_state_dict(state["optimizer"])
         self._restore_dtypes(state["optimizer"]["state"])
         if state["layout"] and self._handle is not None and state["layout"] != self._handle.layout:
@@ -290,8 +336,8 @@ def _can_be_gradual(said: Sequence[_Said], source: int, behind: Sequence[int]) -
     """Whether newcomers can train while weights are on their way: only they are behind, and it would take long."""
     are_new = all(said[rank].progress.step < 0 for rank in behind)
     has_trained = said[source].progress.step >= 0 and said[source].progress.stage is Stage.DONE
-    is_much = said[source].later_bytes > said[source].step_bytes
-    return bool(behind) and are_new and has_trained and is_much and all(one.later_bytes > 0 for one in said)
+    is_much = said[source].later_numbers > said[source].step_numbers
+    return bool(behind) and are_new and has_trained and is_much and all(one.is_gradual for one in said)
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:

@@ -21,6 +21,7 @@ _Answer = TypeVar("_Answer")
 _PAUSE = 0.5
 _ANSWER = 5.0
 _MOST_ANSWER = 30.0
+_MOST_LEFT = 4
 # A member that lives and reaches the store counts so often, and is seen to have stopped counting after so long.
 BEAT = 0.25
 _MISSED = 1.5
@@ -37,6 +38,8 @@ class MeetingStore:
         self._given = store
         self._lock = threading.Lock()
         self._line = _Line(lambda: store)
+        # Those that were given up, of which each has a thread as long as the store keeps its connection.
+        self._left: list[_Line] = []
 
     def ask(self, question: Callable[[dist.Store], _Answer], limit: timedelta) -> _Answer:
         """Return what the question finds, asked for as long as `limit` says, or a few seconds. It may be asked twice.
@@ -69,8 +72,10 @@ class MeetingStore:
 
     def _replace(self, failed: _Line) -> None:
         with self._lock:
-            if failed is self._line:
+            self._left = [line for line in self._left if line.is_stuck()]
+            if failed is self._line and len(self._left) < _MOST_LEFT:
                 failed.close()
+                self._left.append(failed)
                 self._line = _Line(self._given.clone)
 
 
@@ -81,20 +86,30 @@ class _Line:
         self._connect = connect
         self._asked: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], concurrent.futures.Future[Any]] | None]
         self._asked = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="bagua_store", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="bagua_store", daemon=True)
+        self._thread.start()
 
     def ask(self, question: Callable[[dist.Store], _Answer], seconds: float) -> _Answer:
         answer: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
         self._asked.put((question, answer))
-        return answer.result(seconds)
+        try:
+            return answer.result(seconds)
+        finally:
+            # What was given up before it began is not to be done later.
+            answer.cancel()
 
     def close(self) -> None:
         self._asked.put(None)
+
+    def is_stuck(self) -> bool:
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         store: dist.Store | None = None
         while (asked := self._asked.get()) is not None:
             question, answer = asked
+            if not answer.set_running_or_notify_cancel():
+                continue
             try:
                 if store is None:
                     store = dist.PrefixStore(_PREFIX, self._connect())

@@ -11,12 +11,13 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import NamedTuple, TypedDict
 
 import torch.distributed as dist
 
-from bagua._meeting_store import Beats, MeetingStore
+from bagua._meeting_store import BEAT, Beats, MeetingStore
 from bagua._pulse import Feeler, Sign, address_of
 
 _logger = logging.getLogger("bagua")
@@ -28,7 +29,7 @@ _SETTLE = 0.3
 # So few may look as often as the one that decides.
 _FEW = 8
 # After this time a process says what it waits for.
-_PATIENCE_OF_USERS = 10.0
+_SILENCE = 10.0
 
 
 class _Decision(TypedDict):
@@ -55,8 +56,8 @@ class Meetings:
     may join later.
 
     A process is taken for dead if it cannot be reached and does not count in the store. Two that live and do not reach
-    each other cannot both be members: one of them is refused, and told so. One who was no member decides only when no
-    former member counts.
+    each other cannot both be members: one of them is refused, and told so. One who was no member decides with the
+    former members, or when none of them counts.
     """
 
     def __init__(self, store: dist.Store, own: str, at_least: int, patience: timedelta, limit: timedelta) -> None:
@@ -123,11 +124,19 @@ class Meetings:
         """Know what a meeting has come to."""
         self._number, self._last = number + 1, decision
 
+    def feel(self, feeler: Feeler, members: list[str]) -> dict[str, Sign]:
+        """Return what is seen of members, and see meanwhile whether they count: a silent host takes seconds."""
+        with ThreadPoolExecutor(1) as pool:
+            felt = pool.submit(feeler.signs, members)
+            while not wait([felt], BEAT).done:
+                self.store.ask(functools.partial(self._counting, members), self.limit)
+            return felt.result()
+
     def _still_unreached(self, feeler: Feeler, unreached: list[str]) -> list[str]:
         """Return those who live and cannot be reached, after half of the time that others wait for this process."""
         deadline = time.monotonic() + self.patience / 2
         while unreached and time.monotonic() < deadline:
-            signs = feeler.signs(unreached)
+            signs = self.feel(feeler, unreached)
             silent = [member for member in unreached if signs[member] is not Sign.LIVES]
             unreached = self.store.ask(functools.partial(self._counting, silent), self.limit)
             time.sleep(_LONG_PAUSE)
@@ -172,10 +181,10 @@ class _Meeting:
         has_said = False
         while (decision := self._meetings.store.ask(self._look, self._meetings.limit)) is None:
             if self._is_up_to_this:
-                # Outside of a question to the store, as a host that does not answer takes seconds.
-                signs = self._feeler.signs(member for member in self._concerned if member != self._own.member)
+                others = [member for member in self._concerned if member != self._own.member]
+                signs = self._meetings.feel(self._feeler, others)
                 self._meetings.store.ask(functools.partial(self._decide, signs), self._meetings.limit)
-            if not has_said and time.monotonic() - self._since > _PATIENCE_OF_USERS:
+            if not has_said and time.monotonic() - self._since > _SILENCE:
                 has_said = True
                 _logger.warning("bagua.elastic waits for %s", self._waits_for)
             time.sleep(_PAUSE if len(self._came) < _FEW or self._is_up_to_this else _LONG_PAUSE)
@@ -200,9 +209,6 @@ class _Meeting:
         self._is_up_to_this = decides is None
         if decides is not None:
             self._waits_for = f"the decision of the process at {_place(decides)}"
-        # To see whether they count on while they are felt.
-        for member in self._concerned if self._is_up_to_this else []:
-            self._beats.is_counting(store, member)
         return None
 
     def _is_at_work(self, store: dist.Store, member: str) -> bool:
@@ -232,6 +238,13 @@ class _Meeting:
         came = {one.member: one for one in self._came.values()}
         counting = {member: self._beats.is_counting(store, member) for member in signs}
         is_patient = self._former_since is None or now - self._former_since < self._meetings.patience
+        if self._own.member not in self._former:
+            # The members go on without a newcomer that does not reach all of them.
+            cut_off = (m for m in self._former if m in came and counting[m] and signs[m] is not Sign.LIVES)
+            other = next(cut_off, None)
+            if other is not None:
+                store.set(self._refusal(self._own.member), json.dumps(_apart(self._own.member, other)))
+                return
         for member in self._former:
             if member != self._own.member and self._is_waited_for(
                 signs[member], counting[member], is_patient=is_patient, is_missing=member not in came
@@ -251,7 +264,9 @@ class _Meeting:
         for member, refusal in refused.items():
             store.set(self._refusal(member), json.dumps(refusal))
         members = [member for member in present if member not in refused]
-        at_least = max((came[member].at_least for member in members), default=1)
+        # A newcomer does not stop those who train with fewer.
+        asking = [member for member in members if member in self._former] or members
+        at_least = max((came[member].at_least for member in asking), default=1)
         if len(members) < at_least:
             self._waits_for = f"more members than {len(members)}: at_least={at_least}"
             return
@@ -291,12 +306,16 @@ def _refuse_the_cut_off(present: list[str], apart: Sequence[set[str]]) -> dict[s
         worst = max(reversed(present), key=lambda member: sum(member in pair for pair in pairs))
         other = next(iter(next(pair for pair in pairs if worst in pair) - {worst}))
         present.remove(worst)
-        reason = (
-            f"bagua.elastic: this process ({_place(worst)}) and a member ({_place(other)}) both reach the store in "
-            "which the members meet, but not each other"
-        )
-        refused[worst] = _Refusal(is_for_contract=False, reason=reason)
+        refused[worst] = _apart(worst, other)
     return refused
+
+
+def _apart(member: str, other: str) -> _Refusal:
+    reason = (
+        f"bagua.elastic: this process ({_place(member)}) and a member ({_place(other)}) both reach the store in which "
+        "the members meet, but not each other"
+    )
+    return _Refusal(is_for_contract=False, reason=reason)
 
 
 def _difference(store: dist.Store, first: tuple[str, _Came], other: tuple[str, _Came]) -> _Refusal:

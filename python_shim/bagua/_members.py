@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
@@ -22,6 +23,7 @@ _logger = logging.getLogger("bagua")
 # Seconds. A thread that asks a store which does not answer is left behind.
 _LOOK = 0.2
 _END = 1.0
+_TURNS = 20
 
 
 class MemberGroup:
@@ -44,6 +46,11 @@ class MemberGroup:
         self._is_over = threading.Event()
         self._counter = threading.Thread(target=self._count, name="bagua_elastic", daemon=True)
         self._counter.start()
+
+    @property
+    def name(self) -> str:
+        """What this process is called among the members."""
+        return self._pulse.name
 
     def meet(self, contract: Sequence[str]) -> None:
         """Go on with those who live. Collective.
@@ -111,11 +118,13 @@ class MemberGroup:
     def _count(self) -> None:
         """Let the others see that this process reaches the store; the first member looks whether someone waits."""
         is_away = False
+        turns = itertools.cycle(range(_TURNS))
         while not self._is_over.wait(BEAT):
             try:
                 self._meetings.store.ask(lambda store: store.add(beat_key(self._pulse.name), 1), timedelta(0))
-                is_first = dist.is_initialized() and dist.get_rank() == 0
-                if is_first and not self._is_someone_waiting.is_set() and self._meetings.is_needed():
+                # The first one looks often, the others in case that it does not reach the store.
+                looks = dist.is_initialized() and (dist.get_rank() == 0 or next(turns) == 0)
+                if looks and not self._is_someone_waiting.is_set() and self._meetings.is_needed():
                     self._is_someone_waiting.set()
                 is_away = False
             except Exception as error:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from bagua._attachment import unwrapped
 from bagua._buckets import settle_buckets
 from bagua._gradual_transfer import GradualTransfer
-from bagua._healing import Belongings, Progress, Stage
+from bagua._healing import A_PART, Belongings, Progress, Stage
 from bagua._members import MemberGroup
 from bagua._registry import describe
 from bagua._torch_private import can_reconfigure
@@ -235,6 +235,8 @@ class Training:
         self._first_step = step
         self._share = share
         self._transfer: GradualTransfer | None = None
+        # Steps and bytes at the last change.
+        self._sent = (0, 0)
         # The meeting since which this member has taken its steps.
         self._met = 0
         self._are_weights_equal = describe(handle.algorithm)["is_exact"]
@@ -299,7 +301,8 @@ class Training:
                 return
 
     def stop_counting(self) -> None:
-        """Leave the optimizer as it was."""
+        """Leave optimizer and gradients as they were."""
+        self._stop_transfer()
         self._count.stop()
 
     def _ask(self) -> tuple[Tensor, dist.Work]:
@@ -311,7 +314,7 @@ class Training:
 
     def _go_on(self, error: dist.DistError) -> None:
         _logger.warning("a step has failed; those who live go on: %s", str(error).split("\n")[0])
-        self.ddp.zero_grad()
+        self._belongings.forget_step()
         self._meet(error)
 
     def _meet(self, error: dist.DistError | None = None) -> None:
@@ -335,10 +338,13 @@ class Training:
 
     def _count_failure(self, error: dist.DistError, former: Sequence[str]) -> None:
         """Raise an error that comes again and again though nobody leaves, on the newest member first."""
-        self._fruitless = self._fruitless + 1 if self._group.members == former else 0
+        if self._group.members != former:
+            self._fruitless = 0
+            return
+        self._fruitless += 1
         # The others try as often once more without that member.
-        are_newer = len(former) - 1 - dist.get_rank()
-        if self._fruitless >= _MOST_FRUITLESS + are_newer:
+        newer = len(former) - 1 - former.index(self._group.name)
+        if self._fruitless >= _MOST_FRUITLESS + newer:
             raise error
 
     def _contract(self) -> list[str]:
@@ -350,14 +356,14 @@ class Training:
             return
         self._transfer.stop()
         if self._transfer.is_newcomer and not self._transfer.is_over:
-            self._count.progress = Progress(-1, Stage.DONE)
+            self._count.progress = A_PART
         self._transfer = None
 
     def _heal(self, step_bytes: int | None = None) -> None:
         step_bytes = self._step_bytes() if step_bytes is None else step_bytes
         limit, progress = timedelta(hours=1), self._count.progress
         try:
-            self._belongings.heal(
+            self._count.progress = self._belongings.heal(
                 progress,
                 limit,
                 former_group=self._met,
@@ -365,8 +371,9 @@ class Training:
                 are_weights_equal=self._are_weights_equal,
                 step_bytes=step_bytes,
             )
-        finally:
+        except BaseException:
             self._count.progress = self._belongings.progress
+            raise
         self._transfer = self._belongings.transfer
         self._met = self._group.uuid
 
@@ -375,9 +382,12 @@ class Training:
         if self._share == 0:
             return 0
         stats = self.handle.stats()
-        is_known = stats["steps"] > 0 and stats["wire_bytes"] > 0
+        sent = stats["steps"], stats["wire_bytes"]
+        # Of the steps with those members that there were last.
+        steps, wire_bytes = (now - before for now, before in zip(sent, self._sent, strict=True))
+        self._sent = sent
         gradients = sum(p.nbytes for p in self.ddp.parameters() if p.requires_grad)
-        in_step = stats["wire_bytes"] // stats["steps"] if is_known else gradients
+        in_step = wire_bytes // steps if steps > 0 and wire_bytes > 0 else gradients
         return max(_LEAST_STEP_BYTES, int(in_step * self._share))
 
 

@@ -162,8 +162,23 @@ def _half_healed() -> list[Progress]:
 def test_after_a_transfer_that_failed_a_rank_counts_the_steps_of_the_weights_that_it_has() -> None:
     assert run_ranks(2, _half_healed) == [
         [Progress(5, Stage.DONE), Progress(5, Stage.DONE)],
-        [Progress(5, Stage.DONE), Progress(-1, Stage.DONE)],
+        [Progress(5, Stage.DONE), _healing.A_PART],
     ]
+
+
+def _only_a_part() -> None:
+    changing = Changing()
+    changing.become(changing.me)
+    ddp = DDP(model(seed=changing.me))
+    belongings = Belongings(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
+    changing.become(0, 1)
+    progress = _healing.A_PART if changing.me == 0 else Progress(-1, Stage.DONE)
+    with pytest.raises(RuntimeError, match="all members that had all weights have died"):
+        belongings.heal(progress, timedelta(seconds=20))
+
+
+def test_where_only_parts_of_the_weights_are_left_nobody_trains_on_from_them() -> None:
+    run_ranks(2, _only_a_part)
 
 
 def _heal_unequal() -> Tensor:

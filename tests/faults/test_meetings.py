@@ -17,6 +17,8 @@ from bagua._pulse import Sign
 from holdings import wait_for
 
 PATIENCE = 1.0
+# As long as a host takes that does not answer.
+SILENCE = 3.0
 _asking = threading.local()
 
 
@@ -27,6 +29,8 @@ class _World:
         self.port = server.port
         self.ended: set[str] = set()
         self.stopped: set[str] = set()
+        # How many seconds it takes to see that a host does not answer.
+        self.silence = 0.0
         # What the first sees of the second.
         self.seen: dict[tuple[str, str], Sign] = {}
         self._pool = ThreadPoolExecutor(16)
@@ -106,7 +110,10 @@ class _Feeler:
         self._name = _asking.name
 
     def signs(self, members: Any) -> dict[str, Sign]:
-        return {member: self.world.sign(self._name, member) for member in members}
+        seen = {member: self.world.sign(self._name, member) for member in members}
+        if Sign.SILENT in seen.values():
+            time.sleep(self.world.silence)
+        return seen
 
     def __enter__(self) -> "_Feeler":
         return self
@@ -147,6 +154,7 @@ def test_those_who_live_go_on_at_once_when_one_has_died(world: _World) -> None:
 def test_a_silent_host_that_does_not_count_is_dead(world: _World) -> None:
     a, b, c = _members(world, "a", "b", "c")
     world.ended.add(c.name)
+    world.silence = SILENCE
     world.sign = lambda _, of: Sign.SILENT if of == c.name else Sign.LIVES  # type: ignore[method-assign]
     coming = [a.comes(), b.comes()]
     assert [set(one.result(10)) for one in coming] == [{a.name, b.name}] * 2
@@ -205,11 +213,13 @@ def test_one_who_reaches_only_some_members_leaves_the_others_together(world: _Wo
         refused.result(10)
 
 
-def test_a_newcomer_that_cannot_reach_the_members_does_not_train_alone(world: _World) -> None:
+@pytest.mark.parametrize("sign", [Sign.SILENT, Sign.ENDED])
+def test_a_newcomer_that_cannot_reach_the_members_does_not_train_alone(world: _World, sign: Sign) -> None:
     a, b = _members(world, "a", "b")
     newcomer = world.process("new")
+    world.silence = SILENCE
     for member in (a, b):
-        world.cut(newcomer.name, member.name, Sign.ENDED)
+        world.cut(newcomer.name, member.name, sign)
     coming = newcomer.comes()
     assert wait_for(a.meetings.is_needed)
     time.sleep(3)
