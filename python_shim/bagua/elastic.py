@@ -209,12 +209,7 @@ class _StepCount:
 
 
 class Training:
-    """The steps that the members take together. `Members.train` makes it.
-
-    Attributes:
-        ddp: the model.
-        handle: of the algorithm.
-    """
+    """The steps that the members take together, of the model `ddp` with the algorithm of `handle`."""
 
     def __init__(
         self,
