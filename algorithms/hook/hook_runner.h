@@ -142,7 +142,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Multiplies the gradients that the algorithm remembers. Throws where it remembers none.
   void rescale(double factor);
 
-  // Whether no program of this hook is left that could touch a bucket: after a failure some may run on for a moment.
+  // Returns whether no program of this hook could touch a bucket any more: some may run on for a moment after a failure.
   [[nodiscard]] bool waitForPrograms(std::chrono::milliseconds limit) const { return ledger_->waitForPrograms(limit); }
   [[nodiscard]] HookStats stats() const;
   // Counts from zero again. What is under way counts when it is over.

@@ -24,7 +24,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kShortestPause{1};
 constexpr milliseconds kLongestPause{20};
 // How long one try to connect may take, and so its clones' as the epoch goes on: several round trips of a long line.
-// Where a member is dead, whoever waits for the connection is to end soon after everybody else has given it up.
+// One try ends after this time, so that nobody waits long for a member that the others have given up as dead.
 constexpr milliseconds kOneTry{3000};
 // A thread that is answered ends by itself in this time, with an error that says more, and tells the other members.
 constexpr milliseconds kGrace{250};

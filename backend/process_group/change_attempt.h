@@ -44,9 +44,9 @@ class ChangeStore final : public c10d::PrefixStore {
 c10::intrusive_ptr<c10d::Store> connectTo(const MemberHandle& member, std::chrono::steady_clock::time_point deadline,
                                           const ChangeAttempt& attempt);
 
-// What the members of a new epoch have found when they met.
+// A Meeting holds what the members of a new epoch have found when they met.
 struct Meeting {
-  // Where they met.
+  // They met here.
   c10::intrusive_ptr<c10d::Store> store;
   GroupMembers members;
 };

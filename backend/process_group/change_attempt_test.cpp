@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// Where nobody else waits for answers: one address for each test.
+// Each test takes an address of its own, as threads that were given up are counted by address.
 MemberHandle memberAt(uint16_t port) {
   return {.rank = 3, .token = "0123456789abcdef", .address = "10.0.0.1", .port = port};
 }
@@ -36,7 +36,7 @@ struct SilentStore {
       return meetingAt(store);
     };
   }
-  // What the threads hold, beside this object.
+  // The threads hold so many references beside this object.
   [[nodiscard]] size_t others() const { return store.use_count() - 1; }
 };
 
