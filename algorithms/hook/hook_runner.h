@@ -142,7 +142,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Multiplies the gradients that the algorithm remembers. Throws where it remembers none.
   void rescale(double factor);
 
-  // Returns whether no program of this hook could touch a bucket any more: some may run on for a moment after a failure.
+  // Returns whether no program of this hook can touch a bucket any more: after a failure some may run on for a moment.
   [[nodiscard]] bool waitForPrograms(std::chrono::milliseconds limit) const { return ledger_->waitForPrograms(limit); }
   [[nodiscard]] HookStats stats() const;
   // Counts from zero again. What is under way counts when it is over.
