@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options and fixtures shared by all Python tests."""
 
+import faulthandler
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 
 import gpus
@@ -42,6 +43,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if marker := item.get_closest_marker("cpu_only"):
             item.add_marker(pytest.mark.skip(reason=f"not on CUDA tensors: {marker.args[0]}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """End a process whose test does not let go. After a failure pytest-timeout does not watch a teardown any more."""
+    faulthandler.dump_traceback_later(300, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -234,8 +234,12 @@ class _Meeting:
 
     def _decide(self, signs: dict[str, Sign], store: dist.Store) -> None:
         """Write down who goes on, the former members first, once nobody is waited for."""
+        # Others may have come while a silent host was waited for.
+        self._see_who_came(store)
         now = time.monotonic()
         came = {one.member: one for one in self._came.values()}
+        if not came.keys() <= {self._own.member, *signs}:
+            return  # Nothing is known yet of a newcomer.
         counting = {member: self._beats.is_counting(store, member) for member in signs}
         is_patient = self._former_since is None or now - self._former_since < self._meetings.patience
         if self._own.member not in self._former:

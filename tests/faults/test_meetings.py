@@ -34,9 +34,9 @@ class _World:
         # What the first sees of the second.
         self.seen: dict[tuple[str, str], Sign] = {}
         self._pool = ThreadPoolExecutor(16)
-        self._is_over = threading.Event()
+        # Those who still wait for others then give up.
+        self.is_over = threading.Event()
         self._counters: list[threading.Thread] = []
-        self._processes: list[_Process] = []
 
     def sign(self, one: str, of: str) -> Sign:
         if of in self.ended:
@@ -47,8 +47,7 @@ class _World:
         self.seen[one, other] = self.seen[other, one] = sign
 
     def process(self, name: str, **options: Any) -> "_Process":
-        self._processes.append(_Process(self, name, **options))
-        return self._processes[-1]
+        return _Process(self, name, **options)
 
     def start(self, call: Callable[[], Any]) -> Future[Any]:
         return self._pool.submit(call)
@@ -56,7 +55,7 @@ class _World:
     def count(self, name: str) -> None:
         def run() -> None:
             store = dist.PrefixStore("bagua_elastic", self.store())
-            while not self._is_over.wait(BEAT) and name not in self.ended:
+            while not self.is_over.wait(BEAT) and name not in self.ended:
                 if name not in self.stopped:
                     store.add(beat_key(name), 1)
 
@@ -67,11 +66,9 @@ class _World:
         return dist.TCPStore("127.0.0.1", self.port, timeout=timedelta(seconds=20))
 
     def end(self) -> None:
-        self._is_over.set()
+        self.is_over.set()
         for counter in self._counters:
             counter.join()
-        # Those who still wait for others go on alone.
-        self.ended.update(process.name for process in self._processes)
         self.stopped.clear()
         self._pool.shutdown(cancel_futures=True)
 
@@ -88,6 +85,8 @@ class _Process:
         def ask_unless_stopped(question: Any, limit: timedelta) -> Any:
             while self.name in world.stopped:
                 time.sleep(0.01)
+            if world.is_over.is_set():
+                raise RuntimeError("the test has ended")
             return ask(question, limit)
 
         self.meetings.store.ask = ask_unless_stopped  # type: ignore[method-assign]
@@ -156,7 +155,10 @@ def test_a_silent_host_that_does_not_count_is_dead(world: _World) -> None:
     world.ended.add(c.name)
     world.silence = SILENCE
     world.sign = lambda _, of: Sign.SILENT if of == c.name else Sign.LIVES  # type: ignore[method-assign]
-    coming = [a.comes(), b.comes()]
+    coming = [a.comes()]
+    # The second one comes while the first one waits for an answer of the silent host.
+    time.sleep(SILENCE / 4)
+    coming.append(b.comes())
     assert [set(one.result(10)) for one in coming] == [{a.name, b.name}] * 2
 
 
