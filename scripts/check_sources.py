@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_460, 16_000),
     "python_shim": Layer({".py"}, 13_740, 8_500),
-    "tests": Layer({".py"}, 30_430, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 30_600, 22_000, counts_tests=True),
 }
 
 
