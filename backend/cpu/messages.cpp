@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "backend/cpu/peer_loss.h"
 #include "backend/operation/peer_errors.h"
 #include "backend/operation/timeouts.h"
 
@@ -85,7 +86,7 @@ class Messages::Sent final : public Message {
 
   bool advance() override {
     const auto state = sending_->state();
-    if (!state.error.empty()) BAGUA_THROW(PeerLeftError, state.error);
+    throwIfLost(group(), peer_, state.error);
     // The caller may change the tensor now.
     if (state.isComplete) sending_->release(static_cast<uint64_t>(bytes_.numel()));
     return state.isComplete;
@@ -94,12 +95,14 @@ class Messages::Sent final : public Message {
  private:
   void send(int peer, uint64_t stream, uint32_t index) {
     const auto size = static_cast<uint64_t>(bytes_.numel());
+    peer_ = peer;
     sending_ = group().send(
         peer, stream, index,
         {.data = data(), .size = size, .ready = size, .signal = signal_, .maxUnsolicited = kMaxUnsolicited});
   }
 
   std::unique_ptr<net::Group::Sending> sending_;
+  int peer_ = -1;
 };
 
 class Messages::Received final : public Message {
@@ -124,7 +127,7 @@ class Messages::Received final : public Message {
                   ", where this rank has a place for ", size, ". A receive has to be as large as its send");
     }
     if (state.isComplete()) return true;
-    if (!state.error.empty()) BAGUA_THROW(PeerLeftError, state.error);
+    throwIfLost(group(), peer_, state.error);
     return false;
   }
 
@@ -149,20 +152,24 @@ class Messages::Received final : public Message {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     std::vector<net::MessageKey> keys;
     std::string lost;
+    int lostPeer = -1;
     bool isAnybodyLeft = false;
     for (int peer = 0; peer < group().size(); ++peer) {
       if (peer == group().rank()) continue;
       keys.push_back({streamOf(tag_), static_cast<uint32_t>(peer), state_->received[peer].of(tag_)});
       const std::string error = group().errorOf(peer);
       if (error.empty()) isAnybodyLeft = true;
-      if (lost.empty()) lost = error;
+      if (lost.empty()) {
+        lost = error;
+        lostPeer = peer;
+      }
     }
     const auto begun = group().firstBegun(keys, signal_);
     if (begun) {
       expectFrom(static_cast<int>(begun->source));
       return true;
     }
-    if (!isAnybodyLeft && !lost.empty()) BAGUA_THROW(PeerLeftError, lost);
+    if (!isAnybodyLeft && lostPeer >= 0) throwIfLost(group(), lostPeer, lost);
     return false;
   }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "backend/cpu/peer_loss.h"
 #include "backend/cpu/preamble.h"
 #include "backend/operation/peer_errors.h"
 
@@ -203,7 +204,7 @@ class SocketWire::Call {
       const auto state = transfer.receiving->state();
       const auto wanted = static_cast<uint64_t>(std::min(end, exchange.incomingBytes()));
       if (!state.hasContext || state.arrived < wanted) {
-        throwIfOver(state.error);
+        throwIfOver(transfer, state.error);
         return false;
       }
     }
@@ -212,7 +213,7 @@ class SocketWire::Call {
       const auto wanted = static_cast<uint64_t>(std::min(end, exchange.sent.numel()));
       const auto all = static_cast<uint64_t>(exchange.sent.numel());
       if (wanted == all ? !state.isComplete : state.gone < wanted) {
-        throwIfOver(state.error);
+        throwIfOver(transfer, state.error);
         return false;
       }
       transfer.released = state.released;
@@ -248,7 +249,7 @@ class SocketWire::Call {
       const auto state = transfer.receiving->state();
       if (!state.hasContext) {
         // Also where this rank waits for another first.
-        throwIfOver(state.error);
+        throwIfOver(transfer, state.error);
         continue;
       }
       compare(*transfer.uncompared, transfer);
@@ -308,8 +309,8 @@ class SocketWire::Call {
     }
   }
 
-  static void throwIfOver(const std::string& error) {
-    if (!error.empty()) BAGUA_THROW(PeerLeftError, error);
+  void throwIfOver(const Transfer& transfer, const std::string& error) {
+    throwIfLost(*wire_.group_, transfer.exchange->peer, error);
   }
 
   // For an error: who has not come.

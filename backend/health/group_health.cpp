@@ -19,9 +19,10 @@ std::vector<uint64_t> orAll(std::vector<uint64_t> ranks, int size) {
 }  // namespace
 
 GroupHealth::GroupHealth(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store,
-                         std::vector<uint64_t> globalRanks, std::chrono::milliseconds storePatience)
+                         std::vector<uint64_t> globalRanks, std::chrono::milliseconds storePatience,
+                         bool survivesDeaths)
     : thread_(std::make_shared<HealthThread>(group, std::move(store), orAll(std::move(globalRanks), group.size),
-                                             storePatience)) {}
+                                             storePatience, survivesDeaths)) {}
 
 GroupHealth::~GroupHealth() {
   // In a forked child there is no thread.

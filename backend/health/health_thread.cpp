@@ -19,9 +19,10 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 HealthThread::HealthThread(GroupIdentity group, c10::intrusive_ptr<c10d::Store> store,
-                           std::vector<uint64_t> globalRanks, milliseconds storePatience)
+                           std::vector<uint64_t> globalRanks, milliseconds storePatience, bool survivesDeaths)
     : group_(std::move(group)),
       globalRank_(globalRanks.at(group_.rank)),
+      survivesDeaths_(survivesDeaths),
       recorderGroup_(FlightRecorder::instance().addGroup(
           {.name = group_.name, .rank = group_.rank, .size = group_.size, .globalRanks = std::move(globalRanks)})),
       warnAfter_(config::warnAfter()),
@@ -96,10 +97,12 @@ std::exception_ptr HealthThread::explain(const std::exception_ptr& error, const 
       changed_.notify_all();
     }
     const auto isSettled = [&] { return failure_ || hasEnded_ || link_.isGivenUp(); };
-    const auto end = Clock::now() + kAgreementTime;
+    const auto patience = !survivesDeaths_ ? kAgreementTime : isSymptom(error) ? kGoneTime : milliseconds(0);
+    const auto end = Clock::now() + patience;
     while (!isSettled() && !link_.isStuck() && Clock::now() < end) changed_.wait_for(lock, kTick);
   }
   if (failure_) return withContext(makeBackendError(messageOfFailure()), operation, group_);
+  if (survivesDeaths_) return own;
   return makeBackendError(c10::str(messageOf(own), " (The other ranks could not be told: ", whyCutOff(), ")"));
 }
 
@@ -226,7 +229,7 @@ void HealthThread::passOnReport() {
     }
   }
   const Failure first = link_.board()->report(message);
-  if (!due->isAbort && first.rank == group_.rank) std::this_thread::sleep_for(kReadingTime);
+  if (!due->isAbort) letOthersRead(first);
   setFailure(first);
 }
 
@@ -260,8 +263,12 @@ void HealthThread::giveUpStore(const std::string& why) {
 
 void HealthThread::tell(const std::string& message) {
   const Failure first = link_.board()->report(message);
-  if (first.rank == group_.rank) std::this_thread::sleep_for(kReadingTime);
+  letOthersRead(first);
   setFailure(first);
+}
+
+void HealthThread::letOthersRead(const Failure& first) const {
+  if (first.rank == group_.rank && !survivesDeaths_) std::this_thread::sleep_for(kReadingTime);
 }
 
 void HealthThread::failAlone(const std::string& message) {

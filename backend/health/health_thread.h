@@ -26,7 +26,7 @@ namespace bagua {
 class HealthThread : public std::enable_shared_from_this<HealthThread> {
  public:
   HealthThread(GroupIdentity group, c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks,
-               std::chrono::milliseconds storePatience);
+               std::chrono::milliseconds storePatience, bool survivesDeaths);
   ~HealthThread();
   HealthThread(const HealthThread&) = delete;
   HealthThread& operator=(const HealthThread&) = delete;
@@ -77,6 +77,8 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
   void setFailure(const Failure& failure);
   // The other ranks.
   void tell(const std::string& message);
+  // Has them read what this rank has reported, before its own callers learn of it.
+  void letOthersRead(const Failure& first) const;
   // Where there is no store to agree in.
   void failAlone(const std::string& message);
   // Under the mutex.
@@ -85,6 +87,7 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
 
   const GroupIdentity group_;
   const uint64_t globalRank_;
+  const bool survivesDeaths_;
   const uint64_t recorderGroup_;
   const std::chrono::milliseconds warnAfter_;
   const std::chrono::milliseconds busyLook_;

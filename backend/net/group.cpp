@@ -117,12 +117,23 @@ void Group::onLost(const Link& link, const ProcessId& process, const std::string
       used = links_[peer];
     }
     if (used.get() != &link && !inbox_->uses(link, source)) continue;
+    if (link.hasPeerDied()) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      died_.insert(static_cast<int>(peer));
+    }
     const std::string text = c10::str(error, " (rank ", peer, " at ", ranks_[peer].address.address(), ")");
     const bool hadLeft = !inbox_->errorOf(source).empty();
     inbox_->failAllOf(source, text);
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!hadLeft && !hasLeft_ && links_[peer] && !lost_) lost_ = text;
   }
+}
+
+bool Group::hasDied(int peer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // The link's error is seen a moment before the group hears of it.
+  const auto& link = links_[static_cast<size_t>(peer)];
+  return died_.contains(peer) || (link && link->isLost() && link->hasPeerDied());
 }
 
 std::optional<std::string> Group::findLost() {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -57,6 +58,9 @@ class Group {
   // Returns why nothing more comes from `peer`; empty: it may.
   [[nodiscard]] std::string errorOf(int peer) { return inbox_->errorOf(static_cast<uint32_t>(peer)); }
 
+  // Whether the process of `peer` has ended: errors that name it are a cause, and no symptom of another one.
+  [[nodiscard]] bool hasDied(int peer);
+
   // Tells all peers that this rank has begun to speak with that no more will come. Nothing is sent afterwards.
   void leave();
   // Returns the first peer whose connection was lost before it left, in words.
@@ -81,6 +85,7 @@ class Group {
   // The links that this group has begun with: it does not go on with a peer after a loss.
   std::vector<std::shared_ptr<Link>> links_;
   std::optional<std::string> lost_;
+  std::set<int> died_;
   bool hasLeft_ = false;
 };
 

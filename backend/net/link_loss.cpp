@@ -187,6 +187,7 @@ void Link::onUnopened(const std::shared_ptr<Connection>& connection, int error, 
     if (firstRefusal_ && Clock::now() - *firstRefusal_ >= kSecondLook) {
       lastError_ =
           "Connection closed by peer: its process has ended, nobody listens at " + address_.text() + " any more";
+      hasPeerDied_ = true;
     }
     if (error == ECONNREFUSED || isAnswered) ++refusals_;
     if (!lastError_.empty()) {
@@ -233,6 +234,7 @@ bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
 void Link::beginWith(const Connection& connection) {
   lonelyLooks_ = 0;
   lastError_.clear();
+  hasPeerDied_ = false;
   firstRefusal_.reset();
   sayLastWords();
   // The line is back, which the kernel would find out for the others after as long as it was away.

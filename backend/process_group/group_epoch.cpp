@@ -57,8 +57,9 @@ void GroupEpoch::rename(const std::string& name) {
 std::shared_ptr<MessageExecutor> GroupEpoch::makeExecutor(at::Device device) {
   if (!health_) {
     // Below the epoch's id: no failure of an earlier group of that name is found.
-    health_ = std::make_unique<GroupHealth>(
-        identity_, c10::make_intrusive<c10d::PrefixStore>(c10::str(members_.id), store_), globalRanks_);
+    health_ =
+        std::make_unique<GroupHealth>(identity_, c10::make_intrusive<c10d::PrefixStore>(c10::str(members_.id), store_),
+                                      globalRanks_, GroupHealth::kStorePatience, options_->waitsForReconfigure);
   }
   if (device.is_cpu()) return makeCpuExecutor(identity_, members_, topology_, *health_, options_->isSerial);
   if (topology_->hostCount() > 1 && config::ncclNet() == false) {
