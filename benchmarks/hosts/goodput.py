@@ -102,20 +102,23 @@ def measure(hosts: Sequence[Host], mode: str, seconds: float, every: float) -> d
                     job.kill(range(_RANKS))
                     job.start_all()
             time.sleep(max(0.0, begin + seconds - time.time()))
-            return _figures(job.steps(), deaths, begin, begin + seconds)
+            return _figures(mode, job.steps(), deaths, begin, begin + seconds)
         finally:
             job.end()
 
 
-def _figures(lines: list[dict[str, Any]], deaths: Sequence[float], begin: float, end: float) -> dict[str, float]:
+def _figures(
+    mode: str, lines: list[dict[str, Any]], deaths: Sequence[float], begin: float, end: float
+) -> dict[str, float]:
     before = sorted(line["at"] for line in lines if line["size"] == _RANKS and line["rank"] == 0 and line["at"] < begin)
     step_seconds = statistics.median(later - sooner for sooner, later in itertools.pairwise(before[2:]))
     during = [line for line in lines if begin <= line["at"] < end]
     # A step that was taken twice, after a checkpoint, counts once.
     first = max(line["step"] for line in lines if line["at"] < begin)
     counted = len({(line["step"], line["rank"]) for line in during if line["step"] > first and not line["is_healing"]})
-    moments = sorted({line["step"]: line["at"] for line in during}.values())
-    gaps = [min((moment for moment in moments if moment > death), default=end) - death for death in deaths]
+    # Where others go on, theirs is the next step; a step that was over before they noticed is not.
+    after = [line["at"] for line in during if mode != "elastic" or line["size"] < _RANKS]
+    gaps = [min((moment for moment in after if moment > death), default=end) - death for death in deaths]
     healing = sorted(line["at"] for line in during if line["is_healing"])
     healed = [later - sooner for sooner, later in itertools.pairwise(healing)]
     # Between two newcomers there is time in which nobody heals.

@@ -8,6 +8,7 @@ zeros to the mean of the gradients, and the others so much more that it stays th
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ _ELEMENTWISE = (
     optim.Adadelta,
     optim.Rprop,
 )
+
+
+# So many steps show how long one takes with a part of the first size. One that takes no longer lets the part grow.
+_FIRST = 3
+_GROWTH = 4
 
 
 def can_be_gradual(ddp: DistributedDataParallel, optimizer: Optimizer) -> bool:
@@ -65,6 +71,43 @@ def tensors_of(parameter: Tensor, optimizer: Optimizer) -> list[Tensor]:
     return [parameter.detach(), *(tensor for tensor in kept if tensor.shape == parameter.shape)]
 
 
+class Pace:
+    """How many numbers travel in a step: more, as long as steps take no longer for them. The same on all ranks.
+
+    Args:
+        least: so many travel at first, and always may.
+        share: by what share of its time a step may become longer.
+    """
+
+    def __init__(self, least: int, share: float) -> None:
+        self.numbers = self._least = least
+        self._share = share
+        # Of the step before.
+        self._last = 0
+        self._first_seconds: list[float] = []
+
+    def end_step(self, seconds: float) -> None:
+        """Set the numbers of the next step.
+
+        Args:
+            seconds: what the slowest rank took for the step before the one that has ended now.
+        """
+        measured, self._last = self._last, self.numbers
+        if measured == 0:
+            return
+        if len(self._first_seconds) < _FIRST:
+            self._first_seconds.append(seconds)
+        if len(self._first_seconds) < _FIRST:
+            return
+        longer = seconds / statistics.median(self._first_seconds) - 1
+        if longer > self._share:
+            self.numbers = max(self._least, measured // 2)
+        elif longer > self._share / 2:
+            self.numbers = measured
+        else:
+            self.numbers = max(self.numbers, _GROWTH * measured)
+
+
 class GradualTransfer:
     """From one rank to newcomers, in so many steps. All ranks make it, and call the same methods.
 
@@ -74,8 +117,9 @@ class GradualTransfer:
         source: the rank that has everything.
         newcomers: the ranks that have not.
         parameters: which of the trainable parameters travel; empty on ranks that are neither.
-        step_numbers: how many numbers of them, with their state, travel in a step.
+        step_numbers: how many numbers of them, with their state, travel in a step at first.
         total_numbers: how many there are.
+        share: by what share of its time a step may become longer for more of them.
         is_mean: whether gradients are averaged, and not added.
     """
 
@@ -89,12 +133,13 @@ class GradualTransfer:
         *,
         step_numbers: int,
         total_numbers: int,
+        share: float,
         is_mean: bool,
     ) -> None:
         self._group = ddp.process_group
         self._source = source
         self._newcomers = newcomers
-        self._step = step_numbers
+        self._pace = Pace(step_numbers, share)
         self._total = total_numbers
         self._at = 0
         self._part = torch.empty(0)
@@ -147,13 +192,17 @@ class GradualTransfer:
         self._works = None
         self._at += self._numbers_of_part()
 
+    def pace(self, seconds: float) -> None:
+        """Let later parts be larger while steps take no longer for them: see Pace.end_step, which this is for."""
+        self._pace.end_step(seconds)
+
     def stop(self) -> None:
         """Leave gradients and optimizer as they were."""
         for hook in self._hooks:
             hook.remove()
 
     def _numbers_of_part(self) -> int:
-        return min(self._step, self._total - self._at)
+        return min(self._pace.numbers, self._total - self._at)
 
     def _places(self) -> Iterator[Tensor]:
         """Where the bytes of the part at hand are, each weight's together with those of its state."""

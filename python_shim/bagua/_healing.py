@@ -64,10 +64,12 @@ class _Said(NamedTuple):
     weights: int
     others: str
     first_step: int
-    # Whether weights can come while the training goes on, how many numbers can, and how many of them in a step.
+    # Whether weights can come while the training goes on, how many numbers can, how many of them in a first step, and
+    # by how much longer a step may take.
     is_gradual: bool
     later_numbers: int
     step_numbers: int
+    share: float
 
 
 class Belongings:
@@ -103,6 +105,7 @@ class Belongings:
         first_step: int = 0,
         are_weights_equal: bool = False,
         step_bytes: int = 0,
+        share: float = 0.0,
     ) -> Progress:
         """Give all ranks that are behind what the furthest one has, and return its progress. Collective.
 
@@ -115,7 +118,8 @@ class Belongings:
             are_weights_equal: whether ranks of the same progress have the same weights, to the bit; those that have not
                 are healed, too, and a warning says so.
             step_bytes: how much of a newcomer's weights and optimizer state may travel in a training step, where that
-                is possible; 0 has all travel now.
+                is possible, at first; 0 has all travel now.
+            share: by what share of its time a step may become longer. The furthest rank's counts.
 
         Raises:
             ValueError: models of different shapes, on all ranks.
@@ -136,6 +140,7 @@ class Belongings:
             is_gradual=step_bytes > 0 and can_be_gradual(self._ddp, self._optimizer),
             later_numbers=numbers,
             step_numbers=max(1, step_bytes * numbers // max(1, size)),
+            share=share,
         )
         said: list[Any] = [None] * group.size()
         dist.all_gather_object(said, own, group=group)
@@ -170,6 +175,7 @@ class Belongings:
                 later if group.rank() in [source, *behind] else [],
                 step_numbers=said[source].step_numbers,
                 total_numbers=said[source].later_numbers,
+                share=said[source].share,
                 is_mean=self._handle is None or bool(self._handle.options.get("average", True)),
             )
         return whole

@@ -72,12 +72,19 @@ class MemberGroup:
         """Have the operations fail in which others wait for this process, as one has failed here."""
         default_group().abort()
 
-    def ask(self) -> tuple[Tensor, dist.Work]:
-        """Begin to tell each other whether someone waits: the first member looks, and all learn of it in one step."""
-        flag = torch.tensor([int(self._is_someone_waiting.is_set())], device="cpu")
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
+    def ask(self, seconds: float) -> tuple[Tensor, dist.Work]:
+        """Begin to tell each other whether someone waits: the first member looks, and all learn of it in one step.
+
+        Args:
+            seconds: what a step has taken here.
+
+        Returns:
+            Whether someone waits, and the most of the seconds, when the work is done.
+        """
+        said = torch.tensor([float(self._is_someone_waiting.is_set()), seconds], dtype=torch.float64, device="cpu")
+        work = dist.all_reduce(said, dist.ReduceOp.MAX, async_op=True)
         assert work is not None
-        return flag, work
+        return said, work
 
     def wait_for_all(self) -> None:
         """Return when all members have called this. Collective."""

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -86,8 +87,9 @@ class Members:
         timeout: of the group's operations.
         patience: how long a member that lives, but does not come, is waited for when another has died. It may join
             again later.
-        share: how much of a newcomer's weights and optimizer state travels in each training step, as a share of what
-            the step itself sends. 0 has all travel at once, while the others wait.
+        share: by what share of its time a training step may become longer for a newcomer's weights and optimizer state.
+            The first steps send so much more than without, later ones what fits. 0 has all travel at once, while the
+            others wait.
 
     Raises:
         RuntimeError: a torch before 2.14, or a default process group that is there already.
@@ -102,6 +104,8 @@ class Members:
         patience: timedelta = timedelta(seconds=30),
         share: float = 0.1,
     ) -> None:
+        if not 0 <= share <= 1:
+            raise ValueError(f"bagua.elastic: share has to be from 0 to 1, got {share}")
         if not can_reconfigure():
             raise RuntimeError(f"bagua.elastic needs torch 2.14 or later, this is {torch.__version__}")
         if dist.is_initialized():
@@ -230,6 +234,8 @@ class Training:
         self._first_step = step
         self._share = share
         self._transfer: GradualTransfer | None = None
+        # What the last step has taken.
+        self._seconds = 0.0
         # Steps and bytes at the last change.
         self._sent = (0, 0)
         # The meeting since which this member has taken its steps.
@@ -259,7 +265,8 @@ class Training:
         Raises:
             DistError: one that comes again and again, though no member dies.
         """
-        flag, work = self._ask()
+        said, work = self._ask()
+        begin = time.monotonic()
         try:
             if self._transfer is not None:
                 self._transfer.begin_part()
@@ -268,6 +275,7 @@ class Training:
             work.wait()
             if self._transfer is not None:
                 self._transfer.end_part()
+                self._transfer.pace(float(said[1]))
                 if self._transfer.is_over:
                     self._stop_transfer()
                     self._heal()
@@ -275,8 +283,9 @@ class Training:
             self._go_on(error)
         else:
             self._fruitless = 0
+            self._seconds = time.monotonic() - begin
             # Who waits comes after the newcomers that heal now.
-            if flag.item() and self._transfer is None:
+            if said[0] and self._transfer is None:
                 self._meet()
 
     def wait_for_end(self) -> None:
@@ -303,7 +312,7 @@ class Training:
     def _ask(self) -> tuple[Tensor, dist.Work]:
         while True:
             try:
-                return self._group.ask()
+                return self._group.ask(self._seconds)
             except dist.DistError as error:
                 self._go_on(error)
 
@@ -365,6 +374,7 @@ class Training:
                 first_step=self._first_step,
                 are_weights_equal=self._are_weights_equal,
                 step_bytes=step_bytes,
+                share=self._share,
             )
         except BaseException:
             self._count.progress = self._belongings.progress

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """bagua.elastic: a newcomer gets weights and optimizer state in parts while the others train on as before."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import _healing
-from bagua._gradual_transfer import can_be_gradual, gradual_parameters
+from bagua import _gradual_transfer, _healing
+from bagua._gradual_transfer import Pace, can_be_gradual, gradual_parameters
 from bagua.elastic import Training
 from elastic_ranks import join, weights_of
 from holdings import wait_for
@@ -100,6 +101,7 @@ def _train_all(algorithm: str, optimizer: str) -> dict[str, Any]:
 
 def _until_healed(is_alone: bool) -> Tensor:
     """Return weights after steps in all of which the newcomer, if there is one, has no part in the mean."""
+    _gradual_transfer._GROWTH = 1
     me, shared, members = join(at_least=LAST)
     if me == LAST:
         if is_alone:
@@ -130,6 +132,7 @@ def test_the_others_train_on_as_if_the_newcomer_were_not_there() -> None:
 
 def _source_dies() -> Tensor:
     # Rank 0 only serves the store, the next one is the source, and the last one the newcomer.
+    _gradual_transfer._GROWTH = 1
     me, shared, members = join(at_least=1 if dist.get_rank() == SIZE else 2)
     if me == 0:
         members.close()
@@ -161,6 +164,26 @@ def _source_dies() -> Tensor:
 def test_a_newcomer_whose_source_dies_gets_all_from_another_member() -> None:
     _, _, member, newcomer = run_ranks(SIZE + 1, _source_dies, dying={1})
     assert torch.equal(member, newcomer)
+
+
+def _numbers(seconds: Callable[[int], float], steps: int) -> list[int]:
+    """Return how many numbers travel in each of so many steps, which take as long as `seconds` says of the numbers."""
+    pace = Pace(100, share=0.1)
+    sent = []
+    before = 0.0
+    for _ in range(steps):
+        sent.append(pace.numbers)
+        pace.end_step(before)
+        before = seconds(sent[-1])
+    return sent
+
+
+def test_parts_grow_as_long_as_steps_take_no_longer_for_them() -> None:
+    assert _numbers(lambda numbers: 1.0, 10) == [100] * 4 + [400, 400, 1600, 1600, 6400, 6400]
+    # 1600 numbers take 6 % of a step.
+    assert set(_numbers(lambda numbers: 1 + numbers * 4e-5, 60)[20:]) == {1600}
+    # Where nothing more fits, some steps try again.
+    assert set(_numbers(lambda numbers: 1.0 if numbers == 100 else 2.0, 60)) == {100, 200, 400}
 
 
 def test_what_does_not_treat_each_number_by_itself_has_to_be_there_before_the_first_step() -> None:
