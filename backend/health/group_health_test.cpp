@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "backend/health/failure_board.h"
+#include "backend/health/health_times.h"
 #include "backend/operation/peer_errors.h"
 
 namespace bagua {
@@ -35,9 +36,9 @@ constexpr std::chrono::seconds kLimit{20};
 // One rank of a group, with one executor.
 struct Rank {
   Rank(int rank, int size, const c10::intrusive_ptr<c10d::Store>& store,
-       milliseconds storePatience = GroupHealth::kStorePatience)
+       milliseconds storePatience = GroupHealth::kStorePatience, bool survivesDeaths = false)
       : group{.name = "group", .rank = rank, .size = size},
-        health(group, store, {}, storePatience),
+        health(group, store, {}, storePatience, survivesDeaths),
         log(health.addLog("cpu")) {
     // The health's thread can outlive the rank, see AStoreThatDoesNotAnswerHoldsNobodyUp.
     log->onFailure([aborted = aborted](const std::string& cause) { aborted->set_value(cause); });
@@ -100,6 +101,18 @@ TEST_F(GroupHealthTest, ASymptomWaitsForTheRankThatKnowsTheCause) {
   witness.join();
   EXPECT_THAT(cause, HasSubstr("failed: out of memory"));
   EXPECT_THAT(seen, HasSubstr("rank 1 failed first: " + cause));
+}
+
+TEST_F(GroupHealthTest, WhereRanksGoOnWithoutOneThatDiesNobodyWaitsForTheOthersWords) {
+  Rank first(0, 2, store_, GroupHealth::kStorePatience, /*survivesDeaths=*/true);
+  Rank second(1, 2, store_, GroupHealth::kStorePatience, /*survivesDeaths=*/true);
+  first.log->begin(allReduce(7));
+  second.log->begin(allReduce(7));
+  const auto begin = std::chrono::steady_clock::now();
+  const auto seen = messageOf(first.log->explain(errorOf<PeerDiedError>("rank 2 has ended"), allReduce(7)));
+  EXPECT_EQ(seen, "all_reduce #7 (Float[4]) on rank 0 of 2, group 'group' failed: rank 2 has ended");
+  EXPECT_THAT(second.causeOfAbort(), HasSubstr("rank 0 failed first: " + seen));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kReadingTime);
 }
 
 TEST_F(GroupHealthTest, ASymptomWithoutACauseNamesTheRankThatIsSilent) {

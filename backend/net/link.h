@@ -106,7 +106,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void learnAddress(const SocketAddress& address);
   void close(const std::string& reason);
   [[nodiscard]] bool isLost() const { return isLost_; }
-  // Nobody listens where the peer has: no other connection will come of it.
+  // Nobody listens where the peer has, or another process does: nothing more will come of it.
   [[nodiscard]] bool hasPeerDied() const { return hasPeerDied_; }
   [[nodiscard]] const ProcessId& peer() const { return process_; }
   [[nodiscard]] uint64_t id() const { return id_; }
@@ -235,7 +235,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   int lonelyLooks_ = 0;
   // Not empty: the peer's process has ended, and the link ends with what its connections still bring.
   std::string lastError_;
-  // lastError_ is set; this is for those who do not hold the mutex.
+  // For those who do not hold the mutex.
   std::atomic<bool> hasPeerDied_ = false;
   // When the peer first refused a connection, where nothing else has come of it since.
   std::optional<std::chrono::steady_clock::time_point> firstRefusal_;

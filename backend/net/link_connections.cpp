@@ -244,6 +244,7 @@ bool Link::onWelcome(Connection& connection, const Hello& hello) {
         shutdown(connection.socket().number(), SHUT_RDWR);
         return true;
       }
+      hasPeerDied_ = true;
       over = "Connection closed by peer: its process has ended, another one answers at " + address_.text();
     } else if (hello.link == 0 || peerLink_.value_or(hello.link) != hello.link) {
       over = "Connection closed by peer: it has given up what it had with this process";

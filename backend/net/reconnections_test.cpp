@@ -189,6 +189,7 @@ TEST_F(MadeUpPeer, AnotherProcessAtTheAddressOfThePeerMeansThatItHasEnded) {
   EXPECT_EQ(hello_.peerLink, 5);
   answer(second, {.from = {3, 4}, .link = 6});
   EXPECT_NE(lost().find("its process has ended, another one answers"), std::string::npos) << lost();
+  EXPECT_TRUE(group_->hasDied(1 - group_->rank()));
 }
 
 TEST_F(MadeUpPeer, APeerThatHasGivenUpTheLinkIsAnErrorAtOnce) {

@@ -4,8 +4,9 @@
 python benchmarks/hosts/goodput.py --rates 1G 100M --minutes 10 --every 30
 
 Four emulated hosts have a process each (goodput_rank.py), of which a random one is killed and started again. With
-bagua.elastic the others go on. Else all start again from the last checkpoint, as torchrun has it. Goodput is the share
-of the time that is in the weights: gradients that count, of four members, at the pace of a step before the first death.
+bagua.elastic, and under torchft's Manager over Gloo, the others go on. Else all start again from the last checkpoint,
+as torchrun has it. Goodput is the share of the time that is in the weights: gradients that count, of four members, at
+the pace of a step before the first death.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ _RANK = Path(__file__).with_name("goodput_rank.py")
 _PORT = 29510
 # Seconds before the first death, in which steps find their pace, and how long processes may take to start.
 _SETTLING = 20.0
+# A quorum waits for members that it knows, and no longer for others.
+_LIGHTHOUSE = f"""
+import threading
+from torchft.coordination import LighthouseServer
+
+server = LighthouseServer(bind="0.0.0.0:{_PORT}", min_replicas=1, join_timeout_ms=100)
+threading.Event().wait()
+"""
 _START = 120.0
 
 
@@ -42,13 +51,14 @@ class _Job:
         self._mode = mode
         self._life = 0
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        serve = hosts[0].command([sys.executable, "-m", "bagua.elastic", "--port", str(_PORT)])
+        meeting_place = ["-c", _LIGHTHOUSE] if mode == "torchft" else ["-m", "bagua.elastic", "--port", str(_PORT)]
+        serve = hosts[0].command([sys.executable, *meeting_place])
         self._store = subprocess.Popen(serve, env=hosts[0].environment(), stdout=subprocess.DEVNULL)
 
     def start(self, rank: int) -> None:
         """Start the process of a host."""
-        arguments = [str(_RANK), self._mode, str(rank), str(_RANKS), self._hosts[0].address, str(_PORT)]
-        arguments += [str(self._life), str(self._folder)]
+        arguments = [str(_RANK), self._mode, str(rank), str(_RANKS), self._hosts[0].address]
+        arguments += [self._hosts[rank].address, str(_PORT), str(self._life), str(self._folder)]
         command = self._hosts[rank].command([sys.executable, *arguments])
         log = (self._folder / f"errors-{rank}.txt").open("ab")
         environment = {**self._hosts[rank].environment(), "OMP_NUM_THREADS": "1"}
@@ -95,7 +105,7 @@ def measure(hosts: Sequence[Host], mode: str, seconds: float, every: float) -> d
                 time.sleep(max(0.0, begin + death * every - every / 2 - time.time()))
                 victim = random.randrange(_RANKS)
                 deaths.append(time.time())
-                if mode == "elastic":
+                if mode != "checkpoints":
                     job.kill([victim])
                     job.start(victim)
                 else:
@@ -110,14 +120,15 @@ def measure(hosts: Sequence[Host], mode: str, seconds: float, every: float) -> d
 def _figures(
     mode: str, lines: list[dict[str, Any]], deaths: Sequence[float], begin: float, end: float
 ) -> dict[str, float]:
-    before = sorted(line["at"] for line in lines if line["size"] == _RANKS and line["rank"] == 0 and line["at"] < begin)
+    whole = {line["step"]: line["at"] for line in lines if line["size"] == _RANKS and line["at"] < begin}
+    before = sorted(whole.values())
     step_seconds = statistics.median(later - sooner for sooner, later in itertools.pairwise(before[2:]))
     during = [line for line in lines if begin <= line["at"] < end]
     # A step that was taken twice, after a checkpoint, counts once.
     first = max(line["step"] for line in lines if line["at"] < begin)
     counted = len({(line["step"], line["rank"]) for line in during if line["step"] > first and not line["is_healing"]})
     # Where others go on, theirs is the next step; a step that was over before they noticed is not.
-    after = [line["at"] for line in during if mode != "elastic" or line["size"] < _RANKS]
+    after = [line["at"] for line in during if mode == "checkpoints" or line["size"] < _RANKS]
     gaps = [min((moment for moment in after if moment > death), default=end) - death for death in deaths]
     healing = sorted(line["at"] for line in during if line["is_healing"])
     healed = [later - sooner for sooner, later in itertools.pairwise(healing)]
@@ -138,7 +149,9 @@ def main() -> int:
     parser.add_argument("--round-trip", default="1ms")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=30.0, help="seconds from one death to the next (30)")
-    parser.add_argument("--modes", nargs="*", default=["elastic", "checkpoints"])
+    parser.add_argument(
+        "--modes", nargs="*", default=["elastic", "checkpoints"], help="torchft, too (from PyPI: torchft-nightly)"
+    )
     args = parser.parse_args()
     print("| rate | how | goodput | step, s | from a death to the next step, s | a step while one heals, s |")
     print("|---|---|---|---|---|---|")

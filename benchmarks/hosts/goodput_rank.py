@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +75,60 @@ def _from_checkpoints(rank: int, size: int, address: str, port: str, life: str, 
             saved_at = time.monotonic()
 
 
+def _under_torchft(rank: int, own_address: str, lighthouse: str, log: Any) -> None:
+    # It tells others where it is by this name, which no emulated host has.
+    socket.gethostname = lambda: own_address
+    import torchft
+
+    store = dist.TCPStore(own_address, 0, is_master=True, wait_for_workers=False)
+    torch.manual_seed(1)
+    network = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+    adamw = torch.optim.AdamW(network.parameters(), 1e-5)
+
+    def load(state: dict[str, Any]) -> None:
+        network.load_state_dict(state["network"])
+        adamw.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        load_state_dict=load,
+        state_dict=lambda: {"network": network.state_dict(), "optimizer": adamw.state_dict()},
+        min_replica_size=1,
+        replica_id=f"replica_{rank}",
+        lighthouse_addr=lighthouse,
+        hostname=own_address,
+        store_addr=own_address,
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=20),
+    )
+    model: Any = torchft.DistributedDataParallel(manager, network)
+    optimizer: Any = torchft.Optimizer(manager, adamw)
+    while True:
+        before = manager.current_step()
+        _step(model, optimizer)
+        if manager.current_step() > before:
+            is_healing = not manager.is_participating()
+            log(manager.current_step(), is_healing, manager.num_participants() + is_healing)
+
+
 def main() -> None:
     """Train for ever."""
-    mode, number, ranks, address, port, life, folder = sys.argv[1:]
+    mode, number, ranks, address, own_address, port, life, folder = sys.argv[1:]
     rank = int(number)
     torch.set_num_threads(1)
     with Path(folder, f"steps-{rank}.jsonl").open("a") as steps:
 
-        def log(step: int, is_healing: bool) -> None:
-            size = dist.get_world_size()
+        def log(step: int, is_healing: bool, members: int = 0) -> None:
+            size = members or dist.get_world_size()
             line = {"at": time.time(), "rank": rank, "step": step, "size": size, "is_healing": is_healing}
             print(json.dumps(line), file=steps, flush=True)
 
         if mode == "elastic":
             _elastic(dist.TCPStore(address, int(port)), log)
+        elif mode == "torchft":
+            _under_torchft(rank, own_address, f"http://{address}:{port}", log)
         else:
             _from_checkpoints(rank, int(ranks), address, port, life, Path(folder), log)
 
