@@ -97,8 +97,7 @@ std::exception_ptr HealthThread::explain(const std::exception_ptr& error, const 
       changed_.notify_all();
     }
     const auto isSettled = [&] { return failure_ || hasEnded_ || link_.isGivenUp(); };
-    const auto patience = !survivesDeaths_ ? kAgreementTime : isSymptom(error) ? kGoneTime : milliseconds(0);
-    const auto end = Clock::now() + patience;
+    const auto end = Clock::now() + (survivesDeaths_ ? milliseconds(0) : kAgreementTime);
     while (!isSettled() && !link_.isStuck() && Clock::now() < end) changed_.wait_for(lock, kTick);
   }
   if (failure_) return withContext(makeBackendError(messageOfFailure()), operation, group_);

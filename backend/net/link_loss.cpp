@@ -140,7 +140,9 @@ void Link::noteReconnection() {
                << "), and others have taken their place, " << reconnections_ << " so far. Nothing is lost";
 }
 
-milliseconds Link::pause() const { return std::min(kFirstPause * (1 << std::min(failures_, 10)), kLongestPause); }
+milliseconds Link::pause() const {
+  return std::min(kFirstPause * (1 << std::clamp(failures_ - 1, 0, 10)), kLongestPause);
+}
 
 void Link::lose(const std::shared_ptr<Connection>& connection, int error, const std::string& text) {
   if (!connection->isWelcome) return onUnopened(connection, error, text);
@@ -199,7 +201,7 @@ void Link::onUnopened(const std::shared_ptr<Connection>& connection, int error, 
     } else if (refusals_ >= (isReachable() ? kMostRefusalsOfPeer : kMostRefusals)) {
       over = lastFailure_;
     } else {
-      dialLater(pause());
+      dialLater(firstRefusal_ ? kSecondLook : pause());
     }
   }
   if (!over.empty()) close(over);

@@ -28,10 +28,11 @@ bool hasError(const GroupEpoch::Executors& executors) {
 }  // namespace
 
 GroupEpoch::GroupEpoch(StorePtr store, GroupMembers members, GroupIdentity identity,
-                       c10::intrusive_ptr<GroupOptions> options, std::vector<uint64_t> globalRanks)
+                       c10::intrusive_ptr<GroupOptions> options, std::vector<uint64_t> globalRanks, bool survivesDeaths)
     : store_(std::move(store)),
       options_(std::move(options)),
       globalRanks_(std::move(globalRanks)),
+      survivesDeaths_(survivesDeaths),
       members_(std::move(members)),
       topology_(std::make_shared<const HostTopology>(members_.topology)),
       identity_(std::move(identity)),
@@ -59,7 +60,7 @@ std::shared_ptr<MessageExecutor> GroupEpoch::makeExecutor(at::Device device) {
     // Below the epoch's id: no failure of an earlier group of that name is found.
     health_ =
         std::make_unique<GroupHealth>(identity_, c10::make_intrusive<c10d::PrefixStore>(c10::str(members_.id), store_),
-                                      globalRanks_, GroupHealth::kStorePatience, options_->waitsForReconfigure);
+                                      globalRanks_, GroupHealth::kStorePatience, survivesDeaths_);
   }
   if (device.is_cpu()) return makeCpuExecutor(identity_, members_, topology_, *health_, options_->isSerial);
   if (topology_->hostCount() > 1 && config::ncclNet() == false) {

@@ -29,8 +29,9 @@ class GroupEpoch {
 
   // `members` have met in `store`, in which nothing is left of another meeting.
   // `options` are the group's, of all its epochs: what changes there counts here. `globalRanks` are for messages.
+  // `survivesDeaths`: see GroupHealth.
   GroupEpoch(StorePtr store, GroupMembers members, GroupIdentity identity, c10::intrusive_ptr<GroupOptions> options,
-             std::vector<uint64_t> globalRanks);
+             std::vector<uint64_t> globalRanks, bool survivesDeaths);
   // In a forked child it leaves the parent's epoch alone.
   ~GroupEpoch();
   GroupEpoch(const GroupEpoch&) = delete;
@@ -68,6 +69,7 @@ class GroupEpoch {
   const StorePtr store_;
   const c10::intrusive_ptr<GroupOptions> options_;
   const std::vector<uint64_t> globalRanks_;
+  const bool survivesDeaths_;
   const GroupMembers members_;
   const std::shared_ptr<const HostTopology> topology_;
 

@@ -16,9 +16,9 @@ ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::in
   if (!options_->waitsForReconfigure) {
     const auto& ranks = options_->global_ranks_in_group;
     auto members = exchangeRecords(*store, rank, size, options_->timeout);
-    current_ = std::make_shared<GroupEpoch>(std::move(store), std::move(members),
-                                            GroupIdentity{options_->group_name, rank, size}, options_,
-                                            std::vector<uint64_t>(ranks.begin(), ranks.end()));
+    current_ = std::make_shared<GroupEpoch>(
+        std::move(store), std::move(members), GroupIdentity{options_->group_name, rank, size}, options_,
+        std::vector<uint64_t>(ranks.begin(), ranks.end()), /*survivesDeaths=*/false);
   }
   init();
 }

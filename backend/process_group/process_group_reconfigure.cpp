@@ -157,9 +157,9 @@ ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::Reconfigur
     return Meeting{.store = c10::make_intrusive<c10d::PrefixStore>(name, store), .members = std::move(met)};
   };
   auto meeting = meetInTime(meet, members.front(), timeout, deadline, *attempt);
-  auto next =
-      std::make_shared<GroupEpoch>(std::move(meeting.store), std::move(meeting.members),
-                                   GroupIdentity{options_->group_name, rank, size}, options_, firstRanks(members));
+  auto next = std::make_shared<GroupEpoch>(std::move(meeting.store), std::move(meeting.members),
+                                           GroupIdentity{options_->group_name, rank, size}, options_,
+                                           firstRanks(members), /*survivesDeaths=*/true);
   bool isShutDown = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
