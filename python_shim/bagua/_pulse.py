@@ -25,8 +25,9 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCN
 class Pulse:
     """A port at which this process is seen to live: connections to it end when the process does, and not before.
 
-    The kernel takes them for a process that is stopped, too, and nothing is said in them. The port of a reconfigure
-    handle does not serve: its server does not get over connections without a word.
+    The kernel takes them for a process that is stopped, too. Else the process says its name in them: the port may once
+    have been that of another one. The port of a reconfigure handle does not serve: its server does not get over
+    connections without a word.
     """
 
     def __init__(self, handle: str) -> None:
@@ -81,6 +82,10 @@ class Pulse:
             return
         _keep_alive(connection)
         self._held.add(connection)
+        # There is room for it, or whoever has knocked is not there any more.
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.send(self.name.encode())
         selector.register(connection, selectors.EVENT_READ)
 
 
@@ -116,7 +121,7 @@ class Sign(enum.Enum):
     """What is seen of another process from here."""
 
     LIVES = "a connection to it stands"
-    ENDED = "its host answers, and nobody listens"
+    ENDED = "its host answers, and nobody listens, or another process does"
     SILENT = "nothing answers"
 
 
@@ -125,6 +130,7 @@ class Feeler:
 
     def __init__(self) -> None:
         self._connections: dict[str, socket.socket] = {}
+        self._said: dict[str, bytes] = {}
 
     def close(self) -> None:
         """End all connections."""
@@ -143,26 +149,33 @@ class Feeler:
         found = {}
         unknown = []
         for member in members:
-            if member in self._connections and self._stands(member):
-                found[member] = Sign.LIVES
-            else:
+            sign = self._seen(member) if member in self._connections else None
+            if sign is None:
                 unknown.append(member)
+            else:
+                found[member] = sign
         if unknown:
             with ThreadPoolExecutor(min(len(unknown), _MOST_PROBES)) as pool:
                 found.update(zip(unknown, pool.map(self._connect, unknown), strict=True))
         return found
 
-    def _stands(self, member: str) -> bool:
-        connection = self._connections[member]
+    def _seen(self, member: str) -> Sign | None:
+        """Return what a connection shows; None where it has ended. A process that is stopped says nothing."""
+        name = member.encode()
         try:
-            if connection.recv(1, socket.MSG_PEEK):
-                return True
+            while name.startswith(self._said[member]):
+                said = self._connections[member].recv(len(name))
+                if not said:
+                    break
+                self._said[member] += said
+            else:
+                return Sign.ENDED
         except BlockingIOError:
-            return True
+            return Sign.LIVES
         except OSError:
             pass
         self._connections.pop(member).close()
-        return False
+        return None
 
     def _connect(self, member: str) -> Sign:
         try:
@@ -173,5 +186,5 @@ class Feeler:
             return Sign.SILENT
         connection.setblocking(False)
         _keep_alive(connection)
-        self._connections[member] = connection
+        self._connections[member], self._said[member] = connection, b""
         return Sign.LIVES
