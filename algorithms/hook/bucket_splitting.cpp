@@ -7,6 +7,19 @@
 #include <utility>
 
 namespace bagua {
+namespace {
+
+// What is open to c10d::Reducer and those derived from it: it has no other way to this.
+class OpenedReducer : public c10d::Reducer {
+ public:
+  static void forgetUse(c10d::Reducer& reducer) {
+    at::Tensor& used = reducer.*(&OpenedReducer::local_used_map_);
+    if (used.defined()) used.zero_();
+    reducer.*(&OpenedReducer::local_used_map_reduced_) = false;
+  }
+};
+
+}  // namespace
 
 void splitBuckets(c10d::Reducer& reducer, c10d::Logger& logger, const std::vector<at::Tensor>& parameters,
                   int64_t mostBytes) {
@@ -48,5 +61,7 @@ void layOutBuckets(c10d::Reducer& reducer, const std::vector<std::vector<int64_t
                     " parameters, this model has ", count, " trainable ones");
   reducer.initialize_buckets(std::move(buckets));
 }
+
+void forgetUse(c10d::Reducer& reducer) { OpenedReducer::forgetUse(reducer); }
 
 }  // namespace bagua

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bagua._attachment import trainable_parameters
 from bagua._eager import eager
 from bagua._native import _C
-from bagua._torch_private import has_rebuilt_buckets, is_joining, rebuild_buckets
+from bagua._torch_private import has_delayed_parameters, has_rebuilt_buckets, is_joining, rebuild_buckets
 
 # Of 42 MB of gradients between two hosts at 1 Gbit/s; see docs/performance.md for what other sizes give.
 MOST_BYTES = 4 << 20
@@ -51,7 +51,15 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
     """Have DDP build its final buckets, on a rank that is alone, before it has a hook; cut as `BucketSplitter` does.
 
     DDP builds them after the first backward otherwise, for which all ranks have to be there.
+
+    Raises:
+        ValueError: a model some of whose gradients have no bucket.
     """
+    if has_delayed_parameters(ddp):
+        raise ValueError(
+            "delay_all_reduce_named_params does not work where members come and go: DDP averages those gradients by "
+            "itself, also with what a newcomer's are that has not been healed yet"
+        )
     parameters = trainable_parameters(ddp)
     if not ddp.find_unused_parameters and not ddp.static_graph:
         gradients = [p.grad for p in parameters]

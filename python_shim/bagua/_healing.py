@@ -36,6 +36,8 @@ _logger = logging.getLogger("bagua")
 class Stage(IntEnum):
     """How far a rank is with the block of code around its last step, the furthest last."""
 
+    # The step of the optimizer has failed in the middle: it has changed some weights, and others not.
+    TORN = -1
     # The algorithm may still have something to do, or has failed at it. What follows the step has not begun.
     IN_STEP = 0
     # What follows the step, such as a scheduler's, may have been done or not.
@@ -72,7 +74,7 @@ class _Said(NamedTuple):
     share: float
 
 
-class Belongings:
+class TrainingState:
     """All that makes one rank go on where another is: model, optimizer, buckets, and whatever else has a state.
 
     Args:
@@ -148,6 +150,9 @@ class Belongings:
         source = max(range(len(said)), key=lambda rank: (said[rank].progress, said[rank].first_step, -rank))
         if said[source].progress.step < 0 and any(other.progress == A_PART for other in said):
             raise RuntimeError("all members that had all weights have died: start again from a checkpoint")
+        if said[source].progress.stage is Stage.TORN:
+            text = "a step of the optimizer has failed in the middle on all members, which go on from what rank %d has"
+            _logger.warning(text, source)
         behind = [rank for rank, other in enumerate(said) if rank != source and _differs(rank, other, said[source])]
         odd = [rank for rank, other in enumerate(said) if rank not in behind and other.others != said[source].others]
         is_gradual = _can_be_gradual(said, source, behind)
@@ -181,8 +186,9 @@ class Belongings:
         return whole
 
     def forget_step(self) -> None:
-        """Drop what a step that has failed leaves behind: gradients, and what a GradScaler has noted of them."""
+        """Drop what a step that has failed leaves: gradients, and what DDP and a GradScaler have noted of them."""
         self._ddp.zero_grad()
+        _C.forget_use(self._ddp.reducer)
         for other in self._others:
             if isinstance(other, torch.amp.GradScaler) and other.is_enabled():
                 # It refuses before it has scaled anything, when there is nothing to forget.
@@ -271,7 +277,7 @@ class Belongings:
             # Until a weight comes its own does less harm than a zero.
             late = {id(tensor) for tensor, (*_, is_later) in zip(tensors, kinds, strict=True) if is_later}
             own = self._ddp.module.state_dict()
-            state["module"] = {name: own[name] if id(t) in late else t for name, t in state["module"].items()}
+            state["module"].update((name, own[name]) for name, t in state["module"].items() if id(t) in late)
             self._load(state)
         with torch.no_grad():
             for name, buffer in self._ddp.module.named_buffers():
@@ -317,7 +323,7 @@ def _differs(rank: int, own: _Said, furthest: _Said) -> bool:
         return True
     if own.progress != furthest.progress:
         return True
-    if own.progress.step < 0 or own.progress.stage is Stage.AFTER_STEP:
+    if own.progress.step < 0 or own.progress.stage in (Stage.TORN, Stage.AFTER_STEP):
         return True
     if own.weights != furthest.weights:
         _logger.warning("weights of rank %d differ after %d steps, and are healed", rank, own.progress.step)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
+
+from bagua._torch_private import tree_map_only
 
 
 class _Place(int):
@@ -13,23 +15,18 @@ class _Place(int):
 
 
 def without_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a state with a place in the stead of each tensor; these are added to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
+    """Return a state with a place in the stead of each tensor; these are added to `tensors`.
+
+    Those inside an object that torch's `_pytree` does not know stay there, to be pickled.
+    """
+
+    def take(tensor: Tensor) -> _Place:
+        tensors.append(tensor)
         return _Place(len(tensors) - 1)
-    if isinstance(value, dict):
-        return {key: without_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(without_tensors(item, tensors) for item in value)
-    return value
+
+    return tree_map_only(Tensor, take, value, is_leaf=lambda one: isinstance(one, Size))  # else a plain tuple
 
 
 def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """Return what `without_tensors` was given, with these tensors in the places."""
-    if isinstance(value, _Place):
-        return tensors[value]
-    if isinstance(value, dict):
-        return {key: with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(with_tensors(item, tensors) for item in value)
-    return value
+    return tree_map_only(_Place, tensors.__getitem__, value, is_leaf=lambda one: isinstance(one, Size))

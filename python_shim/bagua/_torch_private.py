@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,8 +53,7 @@ def can_reconfigure() -> bool:
 
 def reconfigure_handle() -> str:
     """Return what others need to make this process a member of the default group."""
-    handle: str = dist._get_reconfigure_handle()  # type: ignore[attr-defined]
-    return handle
+    return str(dist._get_reconfigure_handle())  # type: ignore[attr-defined]
 
 
 def reconfigure(uuid: int, handles: Sequence[str]) -> None:
@@ -177,6 +176,11 @@ def divides_by_ranks_at_work(ddp: DistributedDataParallel) -> bool:
     return not ddp._divide_by_initial_world_size
 
 
+def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
+    """Return whether DDP was given `delay_all_reduce_named_params`, which it reduces by itself, past every hook."""
+    return bool(ddp._delay_all_reduce_params)
+
+
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
     """Return whether DDP has its final buckets."""
     return bool(ddp._has_rebuilt_buckets)
@@ -237,8 +241,7 @@ def is_sharded(group: Any) -> bool:
 
 def shard_group(group: Any) -> dist.ProcessGroup:
     """Return the ranks among which a group's parameters are sharded."""
-    found: dist.ProcessGroup = group.mesh_info.shard_process_group
-    return found
+    return cast("dist.ProcessGroup", group.mesh_info.shard_process_group)
 
 
 _COMMS = {"all_gather": "_all_gather_comm", "reduce_scatter": "_reduce_scatter_comm"}
@@ -283,8 +286,7 @@ def shard_moment(parameter: Any) -> tuple[int, int, int]:
 
 def shape_in_buffer(parameter: Any) -> torch.Size:
     """Return the shape of this rank's part of a gradient, as it lies in the flat tensor that travels."""
-    shape: torch.Size = parameter.padded_sharded_param_size
-    return shape
+    return cast("torch.Size", parameter.padded_sharded_param_size)
 
 
 def padded_shard(parameter: Any) -> Tensor:
@@ -309,8 +311,7 @@ def local_gradient(parameter: Any) -> Tensor | None:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the memory of this rank's part of a DTensor; another tensor as it is."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    return cast("Tensor", getattr(tensor, "_local_tensor", tensor))
 
 
 _reduced = threading.local()

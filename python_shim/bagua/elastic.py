@@ -17,10 +17,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from bagua._attachment import unwrapped
 from bagua._buckets import settle_buckets
 from bagua._gradual_transfer import GradualTransfer
-from bagua._healing import A_PART, Belongings, Progress, Stage
-from bagua._members import MemberGroup
+from bagua._healing import A_PART, Progress, Stage, TrainingState
+from bagua._members import MemberGroup, is_abort
 from bagua._registry import describe
+from bagua._step_count import StepCount
 from bagua._torch_private import can_reconfigure
 from bagua.handle import Handle, OptionArgument
 from bagua.hooks import register_comm_hook
@@ -41,6 +41,7 @@ from bagua.hooks import register_comm_hook
 __all__ = ["Members", "Training", "heal"]
 
 _logger = logging.getLogger("bagua")
+_Done = TypeVar("_Done")
 # How many blocks may fail one after another while the members stay the same, before the failure is raised.
 _MOST_FRUITLESS = 3
 # A message has a cost of its own.
@@ -75,7 +76,7 @@ def heal(
     Raises:
         ValueError: models of different shapes, on all ranks.
     """
-    return Belongings(ddp, optimizer, handle, others).heal(Progress(step, Stage.DONE), limit).step
+    return TrainingState(ddp, optimizer, handle, others).heal(Progress(step, Stage.DONE), limit).step
 
 
 class Members:
@@ -137,8 +138,9 @@ class Members:
             **options: the algorithm's.
 
         Raises:
-            ValueError: what `register_comm_hook` refuses, "async", a model with static_graph=True, or one of another
-                shape, or other options, than the members that train already.
+            ValueError: what `register_comm_hook` refuses, "async", a model with static_graph=True or
+                delay_all_reduce_named_params, or one of another shape, or other options, than the members that train
+                already.
             RuntimeError: a second call; or a process that cannot reach all other members, or not the store.
         """
         if describe(algorithm)["steps_may_differ"]:
@@ -148,15 +150,15 @@ class Members:
         if self._training is not None:
             raise RuntimeError("bagua.elastic.Members trains one model, and train() has been called already")
         settle_buckets(ddp)
-        count = _StepCount(optimizer)
+        count = StepCount(optimizer)
         try:
             given: Any = options
             handle = register_comm_hook(ddp, algorithm, optimizer=optimizer, **given)
             count.watch_end()
-            belongings = Belongings(ddp, optimizer, handle, others)
-            belongings.check()
+            state = TrainingState(ddp, optimizer, handle, others)
+            state.check()
             share = 0.0 if describe(algorithm)["optimizer"] else self._share
-            self._training = Training(self._group, ddp, handle, belongings, count, step=step, share=share)
+            self._training = Training(self._group, ddp, handle, state, count, step=step, share=share)
         except BaseException:
             count.stop()
             raise
@@ -185,33 +187,6 @@ class Members:
             self.close()
 
 
-class _StepCount:
-    """Counts the steps of an optimizer, and sees whether all that happens in them has ended.
-
-    It is made before the algorithm registers what that does after a step, which may fail when weights have changed.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = unwrapped(optimizer)
-        self.progress = Progress(-1, Stage.DONE)
-        self._hooks = [self._optimizer.register_step_post_hook(self._begin)]
-
-    def watch_end(self) -> None:
-        """See the end of a step from now on: the algorithm has registered what it does."""
-        self._hooks.append(self._optimizer.register_step_post_hook(self._end))
-
-    def stop(self) -> None:
-        """Count no more."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _begin(self, *_: Any) -> None:
-        self.progress = Progress(self.progress.step + 1, Stage.IN_STEP)
-
-    def _end(self, *_: Any) -> None:
-        self.progress = self.progress._replace(stage=Stage.AFTER_STEP)
-
-
 class Training:
     """The steps that the members take together, of the model `ddp` with the algorithm of `handle`."""
 
@@ -220,8 +195,8 @@ class Training:
         group: MemberGroup,
         ddp: DistributedDataParallel,
         handle: Handle,
-        belongings: Belongings,
-        count: _StepCount,
+        state: TrainingState,
+        count: StepCount,
         *,
         step: int,
         share: float,
@@ -229,7 +204,7 @@ class Training:
         self.ddp = ddp
         self.handle = handle
         self._group = group
-        self._belongings = belongings
+        self._state = state
         self._count = count
         self._first_step = step
         self._share = share
@@ -243,6 +218,8 @@ class Training:
         self._are_weights_equal = describe(handle.algorithm)["is_exact"]
         # How many blocks or meetings have failed one after another while the members stayed the same.
         self._fruitless = 0
+        # An error of the user's code by which the last block has ended.
+        self._left_by: BaseException | None = None
         self._meet()
 
     @property
@@ -262,10 +239,12 @@ class Training:
         If a member dies meanwhile, the block ends with no error and the step may count or not: `step` says. Members
         that have missed it take it over from one that has not. Gradients are dropped.
 
+        Another error leaves the block. If the loop goes on after it, the next block begins as after a death.
+
         Raises:
             DistError: one that comes again and again, though no member dies.
         """
-        said, work = self._ask()
+        said, work = self._again_after_deaths(lambda: self._group.ask(self._seconds))
         begin = time.monotonic()
         try:
             if self._transfer is not None:
@@ -281,6 +260,9 @@ class Training:
                     self._heal()
         except dist.DistError as error:
             self._go_on(error)
+        except BaseException as error:
+            self._left_by = error
+            raise
         else:
             self._fruitless = 0
             self._seconds = time.monotonic() - begin
@@ -293,35 +275,37 @@ class Training:
 
         The end of the block `with members` does this.
         """
-        while True:
-            try:
-                self._group.wait_for_all()
-                if self._transfer is not None:
-                    self._stop_transfer()
-                    self._heal(step_bytes=0)
-            except dist.DistError as error:
-                self._go_on(error)
-            else:
-                return
+        self._again_after_deaths(self._end)
 
     def stop_counting(self) -> None:
         """Leave optimizer and gradients as they were."""
         self._stop_transfer()
         self._count.stop()
 
-    def _ask(self) -> tuple[Tensor, dist.Work]:
+    def _again_after_deaths(self, do: Callable[[], _Done]) -> _Done:
+        """Do what all members do together; first have them begin again after an error that the loop has got over."""
         while True:
             try:
-                return self._group.ask(self._seconds)
+                left_by, self._left_by = self._left_by, None
+                if left_by is not None:
+                    self._go_on(left_by)
+                return do()
             except dist.DistError as error:
                 self._go_on(error)
 
-    def _go_on(self, error: dist.DistError) -> None:
+    def _end(self) -> None:
+        self._group.wait_for_all()
+        if self._transfer is not None:
+            self._stop_transfer()
+            self._heal(step_bytes=0)
+
+    def _go_on(self, error: BaseException) -> None:
         _logger.warning("a step has failed; those who live go on: %s", str(error).split("\n")[0])
-        self._belongings.forget_step()
+        self._count.note_failure()
+        self._state.forget_step()
         self._meet(error)
 
-    def _meet(self, error: dist.DistError | None = None) -> None:
+    def _meet(self, error: BaseException | None = None) -> None:
         """Go on with those who live, from what the furthest has; after an error with those who are left by it."""
         self._stop_transfer()
         while True:
@@ -340,20 +324,25 @@ class Training:
                 self._count_failure(error, members)
             return
 
-    def _count_failure(self, error: dist.DistError, former: Sequence[str]) -> None:
-        """Raise an error that comes again and again though nobody leaves, on the newest member first."""
+    def _count_failure(self, error: BaseException, former: Sequence[str]) -> None:
+        """Raise an error that comes again and again though nobody leaves.
+
+        Members that have failed themselves do so first, and of these the newest.
+        """
         if self._group.members != former:
             self._fruitless = 0
             return
         self._fruitless += 1
         # The others try as often once more without that member.
-        newer = len(former) - 1 - former.index(self._group.name)
-        if self._fruitless >= _MOST_FRUITLESS + newer:
+        before = len(former) - 1 - former.index(self._group.name)
+        if is_abort(error):
+            before += len(former)
+        if self._fruitless >= _MOST_FRUITLESS + before:
             raise error
 
     def _contract(self) -> list[str]:
         options = ", ".join(f"{key}={value!r}" for key, value in self.handle.options.items())
-        return [f"the algorithm {self.handle.algorithm}({options})", *self._belongings.shapes()]
+        return [f"the algorithm {self.handle.algorithm}({options})", *self._state.shapes()]
 
     def _stop_transfer(self) -> None:
         if self._transfer is None:
@@ -367,7 +356,7 @@ class Training:
         step_bytes = self._step_bytes() if step_bytes is None else step_bytes
         limit, progress = timedelta(hours=1), self._count.progress
         try:
-            self._count.progress = self._belongings.heal(
+            self._count.progress = self._state.heal(
                 progress,
                 limit,
                 former_group=self._met,
@@ -377,9 +366,9 @@ class Training:
                 share=self._share,
             )
         except BaseException:
-            self._count.progress = self._belongings.progress
+            self._count.progress = self._state.progress
             raise
-        self._transfer = self._belongings.transfer
+        self._transfer = self._state.transfer
         self._met = self._group.uuid
 
     def _step_bytes(self) -> int:

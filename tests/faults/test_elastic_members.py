@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """bagua.elastic: a training goes on when members die, and those that join take over what it has come to."""
 
+import collections
 import os
+import pickle
 import random
 import re
 import signal
@@ -10,12 +12,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._tensors_apart import with_tensors, without_tensors
 from bagua.elastic import Members, heal
 from holdings import holdings, wait_for
 from members import HOOKS, model
@@ -207,6 +210,30 @@ def test_healing_gives_all_that_a_rank_has_bit_for_bit() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, others, strict=True))
     assert rest == [numbers, schedule, steps]
     assert (steps, numbers["counts"][0], numbers["lr"]) == (3, 3, 0.5**4)
+
+
+class _Pair(NamedTuple):
+    tensor: Tensor
+    number: int
+
+
+class _Names(list[Any]):
+    pass
+
+
+def test_states_of_every_kind_come_back_as_they_were() -> None:
+    one = torch.ones(2)
+    several = collections.defaultdict(list, {"several": [one]})
+    state = {
+        "kinds": [_Pair(one, 3), collections.OrderedDict(x=one), several, _Names([one]), (one, "text"), one.shape],
+        2: collections.deque([one], 4),
+    }
+    tensors: list[Tensor] = []
+    skeleton = pickle.loads(pickle.dumps(without_tensors(state, tensors)))
+    result = with_tensors(skeleton, [tensor * 1 for tensor in tensors])
+    assert [type(value) for value in result["kinds"]] == [type(value) for value in state["kinds"]]
+    assert repr(result) == repr(state)
+    assert len(tensors) == 5
 
 
 def _heal_another() -> None:

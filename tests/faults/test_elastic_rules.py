@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _healing
-from bagua._healing import Belongings, Progress, Stage
+from bagua._healing import Progress, Stage, TrainingState
 from bagua.elastic import Members, Training
 from elastic_ranks import join, weights_of
 from holdings import wait_for
@@ -112,15 +112,36 @@ def _fail_always(training: Training, me: int, shared: dist.Store) -> None:
 
 def _fails() -> None:
     me, shared = dist.get_rank(), store()
-    with pytest.raises(dist.DistBackendError, match="of the user's code"):
+    with pytest.raises(dist.DistBackendError, match="of the user's code") as raised:
         _train(1000, _fail_always)
-    # The newest member is the first to give up, and the others need the store, which the first rank serves.
+    # The newest member is the first to give up, and the others need the store, which the first rank serves: the
+    # error's frames hold it.
     shared.add("over", 1)
     assert me != 0 or wait_for(lambda: shared.add("over", 0) == SIZE, 30)
+    assert raised.tb is not None
 
 
 def test_an_error_that_comes_again_and_again_without_a_death_is_raised() -> None:
     run_ranks(SIZE, _fails)
+
+
+def _step_until(
+    training: Training,
+    optimizer: torch.optim.Optimizer,
+    is_over: Callable[[], bool],
+    within: Callable[[], None] = lambda: None,
+) -> None:
+    """Train until all members see that it is over; `within` is called before the optimizer's step."""
+    have_all_seen = torch.zeros(1)
+    while not have_all_seen:
+        with training.attempt():
+            optimizer.zero_grad()
+            training.ddp(torch.ones(4, 8)).square().mean().backward()
+            within()
+            optimizer.step()
+            said = torch.tensor([int(is_over())])
+            dist.all_reduce(said, dist.ReduceOp.MIN)
+            have_all_seen = said
 
 
 def _another_comes() -> Any:
@@ -136,15 +157,7 @@ def _another_comes() -> Any:
             return None
         training = members.train(DDP(network), optimizer, "bytegrad")
         shared.set("train", "")
-        is_over = torch.zeros(1)
-        while not is_over:
-            assert training.step < 2000
-            with training.attempt():
-                optimizer.zero_grad()
-                training.ddp(torch.ones(4, 8)).square().mean().backward()
-                optimizer.step()
-                is_over = torch.tensor([int(shared.check(["refused"]))])
-                dist.all_reduce(is_over, dist.ReduceOp.MIN)
+        _step_until(training, optimizer, lambda: shared.check(["refused"]))
         return weights_of(training), dist.get_world_size()
 
 
@@ -158,7 +171,7 @@ def _half_healed() -> list[Progress]:
     changing = Changing()
     changing.become(changing.me)
     ddp = DDP(model(seed=changing.me))
-    belongings = Belongings(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
+    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
     changing.become(0, 1)
     before = Progress(5 if changing.me == 0 else 3, Stage.DONE)
     found = []
@@ -169,17 +182,17 @@ def _half_healed() -> list[Progress]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_healing, "barrier", fail)
         with pytest.raises(dist.DistBackendError, match="fails here"):
-            belongings.heal(before, timedelta(seconds=20))
-    found.append(belongings.progress)
+            state.heal(before, timedelta(seconds=20))
+    found.append(state.progress)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp.module, "load_state_dict", fail)
         if changing.me == 1:
             with pytest.raises(dist.DistBackendError, match="fails here"):
-                belongings.heal(before, timedelta(seconds=20))
+                state.heal(before, timedelta(seconds=20))
         else:
             patch.setattr(_healing, "barrier", lambda *_: None)
-            belongings.heal(before, timedelta(seconds=20))
-    found.append(belongings.progress)
+            state.heal(before, timedelta(seconds=20))
+    found.append(state.progress)
     return found
 
 
@@ -194,11 +207,11 @@ def _only_a_part() -> None:
     changing = Changing()
     changing.become(changing.me)
     ddp = DDP(model(seed=changing.me))
-    belongings = Belongings(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
+    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
     changing.become(0, 1)
     progress = _healing.A_PART if changing.me == 0 else Progress(-1, Stage.DONE)
     with pytest.raises(RuntimeError, match="all members that had all weights have died"):
-        belongings.heal(progress, timedelta(seconds=20))
+        state.heal(progress, timedelta(seconds=20))
 
 
 def test_where_only_parts_of_the_weights_are_left_nobody_trains_on_from_them() -> None:
@@ -209,9 +222,9 @@ def _heal_unequal() -> Tensor:
     changing = Changing()
     changing.become(changing.me)
     ddp = DDP(model(seed=changing.me))
-    belongings = Belongings(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
+    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
     changing.become(0, 1)
-    belongings.heal(Progress(3, Stage.DONE), timedelta(seconds=20), are_weights_equal=True)
+    state.heal(Progress(3, Stage.DONE), timedelta(seconds=20), are_weights_equal=True)
     return torch.cat([p.detach().flatten() for p in ddp.parameters()])
 
 
@@ -227,6 +240,12 @@ def _refused() -> None:
         optimizer = torch.optim.SGD(network.parameters(), 0.01)
         with pytest.raises(ValueError, match="static_graph"):
             members.train(DDP(network, static_graph=True), optimizer)
+        delayed = {
+            "delay_all_reduce_named_params": [("0.bias", network[0].bias)],
+            "param_to_hook_all_reduce": network[0].weight,
+        }
+        with pytest.raises(ValueError, match="delay_all_reduce_named_params does not work"):
+            members.train(DDP(network, **delayed), optimizer)
         members.train(DDP(network), optimizer)
         with pytest.raises(RuntimeError, match=r"train\(\) has been called already"):
             members.train(DDP(model()), optimizer)
@@ -257,11 +276,11 @@ def _heal_others(former_group: int) -> tuple[Tensor, int]:
     changing.become(changing.me)
     ddp = DDP(model(seed=changing.me))
     count = _Count(changing.me)
-    belongings = Belongings(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [count])
+    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [count])
     changing.become(0, 1)
     progress = Progress(3, Stage.DONE)
     group = former_group + changing.me if former_group else 0
-    assert belongings.heal(progress, timedelta(seconds=20), former_group=group) == progress
+    assert state.heal(progress, timedelta(seconds=20), former_group=group) == progress
     return torch.cat([p.detach().flatten() for p in ddp.parameters()]), count.count
 
 
@@ -351,15 +370,12 @@ def _odd_newcomer() -> Any:
             shared.get("train")
         training = members.train(DDP(network), optimizer)
         shared.set("train", "")
-        is_over = False
-        while not is_over:
-            with training.attempt():
-                optimizer.zero_grad()
-                training.ddp(torch.ones(4, 8)).square().mean().backward()
-                if me == LAST:
-                    dist.all_reduce(torch.zeros(3))
-                optimizer.step()
-            is_over = shared.check(["odd"]) and training.step > 100 and dist.get_world_size() == LAST
+        _step_until(
+            training,
+            optimizer,
+            lambda: shared.check(["odd"]) and dist.get_world_size() == LAST,
+            within=lambda: dist.all_reduce(torch.zeros(3)) if me == LAST else None,
+        )
         return weights_of(training)
 
 

@@ -166,6 +166,68 @@ def test_a_newcomer_whose_source_dies_gets_all_from_another_member() -> None:
     assert torch.equal(member, newcomer)
 
 
+def _another_comes_meanwhile() -> dict[str, Any]:
+    me, shared, members = join(at_least=1 if dist.get_rank() >= LAST else LAST)
+    if me >= LAST:
+        shared.get(f"come/{me}")
+    found: dict[str, Any] = {"healed": []}
+    with members:
+        network = _network(seed=me)
+        optimizer = OPTIMIZERS["AdamW"](network.parameters())
+        training = members.train(DDP(network), optimizer)
+        found["joined_at"] = training.step
+        is_over = torch.zeros(1)
+        while not is_over:
+            with training.attempt():
+                if training.is_healing:
+                    found["healed"].append(training.step)
+                    shared.set(f"come/{SIZE}", "")
+                elif training.step >= BEGIN:
+                    shared.set(f"come/{LAST}", "")
+                _step(training, optimizer, me)
+                has_all = dist.get_world_size() == SIZE + 1 and not training.is_healing
+                said = torch.tensor([float(has_all)])
+                dist.all_reduce(said, dist.ReduceOp.MIN)
+                is_over = said
+        return {**found, "weights": weights_of(training)}
+
+
+def test_a_newcomer_that_comes_while_another_is_healed_joins_after_it() -> None:
+    first, second, newcomer, last = run_ranks(SIZE + 1, _another_comes_meanwhile)
+    assert first["healed"] == second["healed"] == []
+    assert last["joined_at"] > max(newcomer["healed"])
+    assert len(last["healed"]) >= 5
+    for other in (second, newcomer, last):
+        assert torch.equal(other["weights"], first["weights"])
+
+
+def _end_meanwhile() -> Tensor:
+    me, shared, members = join(at_least=1 if dist.get_rank() == LAST else LAST)
+    if me == LAST:
+        shared.get("come")
+    with members:
+        network = _network(seed=me)
+        optimizer = OPTIMIZERS["AdamW"](network.parameters())
+        training = members.train(DDP(network), optimizer)
+        while training.step < BEGIN + 3:
+            if training.step == BEGIN:
+                shared.set("come", "")
+                _wait_for_newcomer(training)
+            with training.attempt():
+                _step(training, optimizer, me)
+        assert training.is_healing == (me == LAST)
+        training.wait_for_end()
+        assert not training.is_healing
+        assert training.step == BEGIN + 3
+        return weights_of(training)
+
+
+def test_a_newcomer_that_is_healed_when_the_others_have_finished_gets_the_rest_at_once() -> None:
+    first, second, newcomer = run_ranks(SIZE, _end_meanwhile)
+    assert torch.equal(first, second)
+    assert torch.equal(first, newcomer)
+
+
 def _numbers(seconds: Callable[[int], float], steps: int) -> list[int]:
     """Return how many numbers travel in each of so many steps, which take as long as `seconds` says of the numbers."""
     pace = Pace(100, share=0.1)

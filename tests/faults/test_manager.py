@@ -278,6 +278,14 @@ def _refused() -> None:
         bagua.register_comm_hook(ddp, "local_sgd", torch.optim.SGD(ddp.parameters(), 0.1), manager=manager)
     with pytest.raises(ValueError, match="does not work with find_unused_parameters=True"):
         bagua.register_comm_hook(DDP(model(), find_unused_parameters=True), "bytegrad", manager=manager)
+    network = model()
+    delayed = DDP(
+        network,
+        delay_all_reduce_named_params=[("0.bias", network[0].bias)],
+        param_to_hook_all_reduce=network[0].weight,
+    )
+    with pytest.raises(ValueError, match="delay_all_reduce_named_params does not work"):
+        bagua.register_comm_hook(delayed, "bytegrad", manager=manager)
     members.become(0, 1)
     with pytest.raises(ValueError, match="alone until the manager brings the replicas together"):
         bagua.register_comm_hook(ddp, "bytegrad", manager=manager)

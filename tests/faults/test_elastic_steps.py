@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bagua.elastic: what may fail in the middle of a step, and what users do in one, with deaths in between."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _healing
+from bagua.elastic import Training
+from elastic_ranks import join, weights_of
+from holdings import wait_for
+from members import model
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from trouble import die
+
+pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
+SIZE = 3
+LAST = SIZE - 1
+STEPS = 12
+
+
+class _Halting(torch.optim.SGD):
+    """Fails when it is told to, with some weights changed and others not."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05, momentum=0.9)
+        self.error: Exception | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.error is not None:
+            error, self.error = self.error, None
+            self.param_groups[0]["params"][0].mul_(1.5)
+            raise error
+        return super().step(closure)
+
+
+def _backward(training: Training) -> None:
+    generator = torch.Generator().manual_seed(100 * training.step + dist.get_rank())
+    training.ddp(torch.randn(4, 8, generator=generator)).square().mean().backward()
+
+
+def _of_user(place: str) -> Exception:
+    return dist.DistBackendError(f"of the user's {place}")
+
+
+def _fail(training: Training, optimizer: _Halting) -> None:
+    """Fail on the first rank, from which the others take over weights where none is further."""
+    if dist.get_rank() == 0:
+        if training.step in (2, 5):
+            optimizer.error = _of_user("step")
+        if training.step == 8:
+            optimizer.error = KeyError("of the user's step, which the loop gets over")
+    elif training.step == 5:
+        # The others do not come to their step: it is taken again.
+        dist.all_reduce(torch.zeros(1))
+
+
+def _step_with_closure(training: Training, optimizer: _Halting, is_disturbed: bool) -> None:
+    def closure() -> None:
+        optimizer.zero_grad()
+        if is_disturbed:
+            raise _of_user("closure, before weights have changed")
+        _backward(training)
+
+    optimizer.step(closure)
+
+
+def _train_on(is_disturbed: bool) -> tuple[Tensor, int]:
+    _, _, members = join(at_least=SIZE)
+    failures = 0
+    warnings: list[str] = []
+    _healing._logger.warning = lambda text, *_: warnings.append(text)  # type: ignore[method-assign]
+    with members:
+        optimizer = _Halting((network := model()).parameters())
+        training = members.train(DDP(network), optimizer)
+        seen: set[int] = set()
+        while training.step < STEPS:
+            is_first = is_disturbed and training.step not in seen
+            seen.add(training.step)
+            try:
+                with training.attempt():
+                    if training.step == 10:
+                        _step_with_closure(training, optimizer, is_first)
+                    else:
+                        optimizer.zero_grad()
+                        _backward(training)
+                        if is_first:
+                            _fail(training, optimizer)
+                        optimizer.step()
+            except KeyError:
+                failures += 1
+    assert not [text for text in warnings if "in the middle on all" in text]
+    return weights_of(training), failures
+
+
+def test_a_step_that_fails_on_one_member_is_taken_once_and_whole() -> None:
+    (expected, _), *_ = run_ranks(SIZE, _train_on, False)
+    results = run_ranks(SIZE, _train_on, True, timeout=60.0)
+    assert sorted(failures for _, failures in results) == [0, 0, 1]
+    for weights, _ in results:
+        assert torch.equal(weights, expected)
+
+
+def _fail_together() -> tuple[Tensor, list[int]]:
+    me, _, members = join(at_least=SIZE)
+    with members:
+        optimizer = _Halting((network := model()).parameters())
+        training = members.train(DDP(network), optimizer)
+        steps = []
+        while training.step < STEPS:
+            steps.append(training.step)
+            with training.attempt():
+                _backward(training)
+                if training.step == 3 and steps.count(3) == 1:
+                    optimizer.state[network[0].weight]["momentum_buffer"].add_(me)
+                    optimizer.error = _of_user("step, on all members")
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights_of(training), steps
+
+
+def test_members_whose_steps_have_all_failed_in_the_middle_go_on_with_equal_weights() -> None:
+    (first, steps), *others = run_ranks(SIZE, _fail_together)
+    assert steps.count(3) == 2
+    assert all(torch.equal(weights, first) for weights, _ in others)
+
+
+def _die_in_a_round() -> tuple[Tensor, int]:
+    me, shared, members = join(at_least=SIZE)
+    with members:
+        optimizer = torch.optim.AdamW((network := model(seed=me)).parameters(), 0.01)
+        steps: list[int] = []
+
+        def note(*_: Any) -> None:
+            steps.append(0)
+            if len(steps) == 4 and me == LAST:
+                die(shared)
+
+        # It is called before the algorithm's, which averages weights in every second step.
+        optimizer.register_step_post_hook(note)
+        training = members.train(DDP(network), optimizer, "local_sgd", sync_every=2)
+        members._group._meetings.at_least = 1
+        while training.step < STEPS:
+            with training.attempt():
+                _backward(training)
+                optimizer.step()
+                optimizer.zero_grad()
+        training.wait_for_end()
+        training.handle.synchronize()
+    return weights_of(training), int(optimizer.state[network[0].weight]["step"])
+
+
+def test_a_death_while_an_algorithm_averages_in_a_step_leaves_equal_weights() -> None:
+    (first, steps), (second, other_steps), _ = run_ranks(SIZE, _die_in_a_round, dying={LAST})
+    assert torch.equal(first, second)
+    assert steps == other_steps == STEPS
+
+
+def _oldest_fails() -> tuple[bool, str, bool]:
+    me, shared, members = join(at_least=SIZE)
+    is_oldest, error = False, ""
+    try:
+        with members:
+            optimizer = torch.optim.SGD((network := model()).parameters(), 0.05)
+            training = members.train(DDP(network), optimizer)
+            members._group._meetings.at_least = 1
+            is_oldest = dist.get_rank() == 0
+            while training.step < STEPS or dist.get_world_size() == SIZE:
+                with training.attempt():
+                    if is_oldest:
+                        raise _of_user("code")
+                    _backward(training)
+                    optimizer.step()
+            training.wait_for_end()
+    except dist.DistBackendError as raised:
+        error = str(raised)
+    # One of them serves the store.
+    shared.add("over", 1)
+    assert me != 0 or wait_for(lambda: shared.add("over", 0) == SIZE, 30)
+    return is_oldest, error, training.step >= STEPS
+
+
+def test_the_member_whose_own_code_fails_again_and_again_ends_and_those_that_see_it_go_on() -> None:
+    results = run_ranks(SIZE, _oldest_fails, timeout=60.0)
+    assert sorted(one[:2] for one in results) == [(False, "")] * LAST + [(True, "of the user's code")]
+    assert all(has_ended for is_oldest, _, has_ended in results if not is_oldest)
+
+
+class _Branches(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([model(), model()])
+        self.which = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.which += 1
+        result: Tensor = self.layers[self.which % 2](inputs)
+        return result
+
+
+class _Loop:
+    """What users do in a step: with a scaler, in two backwards, or with parameters that are not used."""
+
+    def __init__(self, kind: str, me: int) -> None:
+        network = _Branches() if kind == "unused" else model(seed=me)
+        self.ddp = DDP(network, find_unused_parameters=kind == "unused")
+        self.optimizer = torch.optim.AdamW(network.parameters(), 0.01)
+        # The first steps overflow, and are not taken.
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=50, enabled=kind == "scaler")
+        self.is_cut = kind == "no_sync"
+
+    def step(self, step: int, may_die: Callable[[], None]) -> None:
+        # What an attempt that has failed has left of them was dropped.
+        assert all(p.grad is None for p in self.ddp.parameters())
+        for part in range(1 + self.is_cut):
+            is_local = self.is_cut and part == 0
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank())
+            with self.ddp.no_sync() if is_local else contextlib.nullcontext():
+                loss = self.ddp(torch.randn(4, 8, generator=generator)).square().sum()
+                if not is_local and not self.scaler.is_enabled():
+                    may_die()
+                self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        if self.scaler.is_enabled():
+            may_die()
+            dist.all_reduce(torch.zeros(1))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+def _use(kind: str) -> tuple[Tensor, dict[str, Any]]:
+    me, shared, members = join(at_least=SIZE)
+    with members:
+        loop = _Loop(kind, me)
+        training = members.train(loop.ddp, loop.optimizer, "bytegrad", others=[loop.scaler])
+        members._group._meetings.at_least = 1
+
+        def die_in_time() -> None:
+            if me == LAST and training.step == 5:
+                die(shared)
+
+        while training.step < STEPS:
+            with training.attempt():
+                loop.step(training.step, die_in_time)
+    return weights_of(training), loop.scaler.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["scaler", "no_sync", "unused"])
+def test_what_users_do_in_a_step_outlives_a_death(kind: str) -> None:
+    (first, state), (second, other_state), _ = run_ranks(SIZE, _use, kind, dying={LAST})
+    assert torch.equal(first, second)
+    assert state == other_state
+    assert (kind == "scaler") == (0 < state.get("scale", 0) < 2.0**127)
