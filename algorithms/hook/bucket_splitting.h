@@ -23,8 +23,8 @@ void splitBuckets(c10d::Reducer& reducer, c10d::Logger& logger, const std::vecto
 // made them where other ranks were. At such a moment, too.
 void layOutBuckets(c10d::Reducer& reducer, const std::vector<std::vector<int64_t>>& layout, int64_t count);
 
-// Drops what DDP has noted of the parameters that a backward has used, as it does itself at the end of one: one that has
-// failed would have the next wait for gradients of parameters that this does not use (find_unused_parameters=True).
+// Drops what DDP has noted of the parameters that a backward has used, as it does itself at the end of one: one that
+// has failed would have the next wait for gradients of parameters that this does not use (find_unused_parameters=True).
 void forgetUse(c10d::Reducer& reducer);
 
 }  // namespace bagua
