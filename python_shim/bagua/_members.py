@@ -26,11 +26,6 @@ _END = 1.0
 _TURNS = 20
 
 
-def is_abort(error: BaseException) -> bool:
-    """Whether an error only says that another member had one, and has ended what others waited for."""
-    return "the group was aborted" in str(error)
-
-
 class MemberGroup:
     """The default group: of this process alone at first."""
 

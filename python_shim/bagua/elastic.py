@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from bagua._buckets import settle_buckets
 from bagua._gradual_transfer import GradualTransfer
 from bagua._healing import A_PART, Progress, Stage, TrainingState
-from bagua._members import MemberGroup, is_abort
+from bagua._members import MemberGroup
 from bagua._registry import describe
 from bagua._step_count import StepCount
 from bagua._torch_private import can_reconfigure
@@ -326,17 +326,17 @@ class Training:
     def _count_failure(self, error: BaseException, former: Sequence[str]) -> None:
         """Raise an error that comes again and again though nobody leaves.
 
-        Members that have failed themselves do so first, and of these the newest.
+        Members whose own code raises it do so first. An operation fails on all of them, whoever is to blame.
         """
         if self._group.members != former:
             self._fruitless = 0
             return
         self._fruitless += 1
-        # The others try as often once more without that member.
-        before = len(former) - 1 - former.index(self._group.name)
-        if is_abort(error):
-            before += len(former)
-        if self._fruitless >= _MOST_FRUITLESS + before:
+        most = _MOST_FRUITLESS
+        if "bagua" in str(error):
+            # The newest member first: the others try as often once more without it.
+            most += len(former) - former.index(self._group.name)
+        if self._fruitless >= most:
             raise error
 
     def _contract(self) -> list[str]:

@@ -114,8 +114,7 @@ def _fails() -> None:
     me, shared = dist.get_rank(), store()
     with pytest.raises(dist.DistBackendError, match="of the user's code") as raised:
         _train(1000, _fail_always)
-    # The newest member is the first to give up, and the others need the store, which the first rank serves: the
-    # error's frames hold it.
+    # The others need the store, which the first rank serves: the error's frames hold it.
     shared.add("over", 1)
     assert me != 0 or wait_for(lambda: shared.add("over", 0) == SIZE, 30)
     assert raised.tb is not None
