@@ -15,15 +15,8 @@ cmake --preset "$PRESET" -DPython_EXECUTABLE="$BIN/python" --log-level=WARNING
 # Not the Python module: no C++ test needs it.
 cmake --build --preset "$PRESET" --target unit_tests
 if [ "${3:-}" = --build ]; then exit; fi
-# What hundreds of processes do together, each of their parts does in another test, too.
-left_out=many_ranks
-# Arithmetic of one thread has no races to find. AddressSanitizer sees all of it.
-if [ "$PRESET" = tsan ]; then
-  left_out+='|(codec_.*contract|block_scaled|minmax_uint8|small_numbers|low_rank|adam|elements)_test'
-  # They compare arithmetic, too, on ranks that other tests of the same executable have.
-  export GTEST_FILTER=-*DeviceWays*
-fi
+# They compare arithmetic, on ranks that other tests of the same executable have.
+if [ "$PRESET" = tsan ]; then export GTEST_FILTER=-*DeviceWays*; fi
 rm -rf "build/$PRESET/reports"
 mkdir -p "build/$PRESET/reports"
-ctest --preset "$PRESET" --exclude-regex "^($left_out)$" --output-junit "$PWD/build/$PRESET/reports/ctest.xml" \
-  --parallel "${JOBS:-$(scripts/cores.sh)}"
+ctest --preset "$PRESET" --output-junit "$PWD/build/$PRESET/reports/ctest.xml" --parallel "${JOBS:-$(scripts/cores.sh)}"

@@ -15,7 +15,7 @@ readonly BUILD JOBS REPORTS=$BUILD/reports/$WHICH
 # Ranks are processes; without this each takes every core for itself.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# Executables that take more than two seconds.
+# Executables that take longest.
 readonly SLOW='(cpu_collectives|algorithm_contract|codec_.*contract|transport|health|os|compressed|cpu_executor|security|nccl)_test|many_ranks'
 # Units, a file of two ranks, and one of each kind.
 readonly QUICK=(

@@ -20,7 +20,7 @@ at::Tensor gradientIn(const at::Tensor& flat, const GradientSlot& slot) {
   return flat.narrow(0, slot.begin, c10::multiply_integers(slot.sizes)).view(slot.sizes);
 }
 
-uint64_t hashOf(const std::vector<Slots>& parts) {
+uint64_t hashOfParts(const std::vector<Slots>& parts) {
   uint64_t hash = kHashSeed;
   for (const auto& part : parts) {
     hash = mix(hash, part.size());
@@ -118,7 +118,7 @@ std::vector<Slots> BucketLayouts::partsOf(const Slots& bucket) const {
 
 std::shared_ptr<const GradientList> BucketLayouts::gradientsOf(const std::vector<Slots>& parts) {
   if (parts.front().empty()) return nullptr;
-  const uint64_t hash = hashOf(parts);
+  const uint64_t hash = hashOfParts(parts);
   auto& known = gradientLists_[hash];
   if (!known) {
     std::string text;

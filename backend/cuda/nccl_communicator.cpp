@@ -15,7 +15,7 @@
 namespace bagua {
 namespace {
 
-int64_t bytes(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+int64_t sizeOf(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 // A part of a tensor's memory that crosses the network as it is.
 struct Region {
@@ -124,7 +124,7 @@ void NcclCommunicator::broadcast(at::Tensor& tensor, int root) {
   onComm("ncclBroadcast", [&](ncclComm_t comm, cudaStream_t stream) {
     return api_.broadcast(region.data, region.data, region.size, ncclUint8, root, comm, stream);
   });
-  if (rank() == root) countSentToEach(bytes(tensor));
+  if (rank() == root) countSentToEach(sizeOf(tensor));
 }
 
 void NcclCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
@@ -134,7 +134,7 @@ void NcclCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
                  const auto count = static_cast<size_t>(tensor.numel() * reduction.valuesPerElement);
                  return api_.allReduce(data, data, count, reduction.dtype, ncclOp, comm, stream);
                });
-  countSentEvenly(2 * bytes(tensor) * (size() - 1) / size());
+  countSentEvenly(2 * sizeOf(tensor) * (size() - 1) / size());
 }
 
 void NcclCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) {
@@ -145,7 +145,7 @@ void NcclCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) 
                  // NCCL writes to the output of the root alone.
                  return api_.reduce(data, data, count, reduction.dtype, ncclOp, root, comm, stream);
                });
-  if (rank() != root) countSentTo(root, bytes(tensor));
+  if (rank() != root) countSentTo(root, sizeOf(tensor));
 }
 
 void NcclCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
@@ -154,7 +154,7 @@ void NcclCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
   onComm("ncclAllGather", [&](ncclComm_t comm, cudaStream_t stream) {
     return api_.allGather(region.data, output.data_ptr(), region.size, ncclUint8, comm, stream);
   });
-  countSentToEach(bytes(input));
+  countSentToEach(sizeOf(input));
 }
 
 void NcclCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) {
@@ -164,7 +164,7 @@ void NcclCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input
                  return api_.reduceScatter(input.data_ptr(), output.data_ptr(), count, reduction.dtype, ncclOp, comm,
                                            stream);
                });
-  countSentToEach(bytes(output));
+  countSentToEach(sizeOf(output));
 }
 
 std::vector<NcclCommunicator::Message> NcclCommunicator::partsOf(const at::Tensor& tensor, const Splits& splits,
@@ -279,7 +279,7 @@ void NcclCommunicator::exchange(const std::vector<Message>& messages) {
 
 void NcclCommunicator::countSentIn(const std::vector<Message>& messages) {
   for (const auto& message : messages) {
-    if (message.isSend) countSentTo(message.peer, bytes(message.tensor));
+    if (message.isSend) countSentTo(message.peer, sizeOf(message.tensor));
   }
 }
 

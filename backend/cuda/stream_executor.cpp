@@ -14,10 +14,10 @@ namespace {
 using std::chrono::milliseconds;
 
 // How long shutdown() lets submitted programs finish. A peer that is gone may never let them.
-constexpr milliseconds kDrainTime{5000};
+constexpr milliseconds kTimeToFinish{5000};
 // How long the ends of communicators may take together, and then the last release of tensors.
 constexpr milliseconds kCloseTime{5000};
-constexpr milliseconds kStopTime{1000};
+constexpr milliseconds kTimeToStop{1000};
 
 }  // namespace
 
@@ -138,13 +138,13 @@ void StreamExecutor::shutdown() {
   if (isShutDown_.exchange(true)) return;
   channels_->dropBorrowed();
   if (!watchdog_.error()) {
-    if (watchdog_.waitIdle(kDrainTime)) {
+    if (watchdog_.waitIdle(kTimeToFinish)) {
       channels_->close(std::chrono::steady_clock::now() + kCloseTime);
     } else {
       abort("the group was shut down before the operation had completed");
     }
   }
-  watchdog_.stop(kStopTime);
+  watchdog_.stop(kTimeToStop);
   const std::lock_guard<std::mutex> lock(capturedMutex_);
   captured_.clear();
 }

@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 // How long a tensor may outlive the work on it, and how late a timeout may be.
-constexpr milliseconds kPollInterval{10};
+constexpr milliseconds kWatchInterval{10};
 // Whoever destroys a watchdog may hold the GIL, which the release of a tensor can need.
 constexpr milliseconds kDestructorLimit{100};
 
@@ -92,7 +92,7 @@ void Watchdog::Core::run() noexcept {
       lock.lock();
     }
     changed.notify_all();
-    if (!entries.empty()) wake.wait_for(lock, kPollInterval);
+    if (!entries.empty()) wake.wait_for(lock, kWatchInterval);
   }
   hasEnded = true;
   changed.notify_all();

@@ -156,7 +156,7 @@ void EventLoop::run(const std::shared_ptr<State>& state) {
         continue;
       }
       uint64_t calls = 0;
-      [[maybe_unused]] const ssize_t size = read(state->wakeUp.number(), &calls, sizeof(calls));
+      [[maybe_unused]] const ssize_t size = ::read(state->wakeUp.number(), &calls, sizeof(calls));
       const std::lock_guard<std::mutex> lock(state->mutex);
       if (state->isStopping) return;
     }

@@ -21,8 +21,8 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 // Between two looks into the store, or at the attempt.
-constexpr milliseconds kShortestPause{1};
-constexpr milliseconds kLongestPause{20};
+constexpr milliseconds kShortestWait{1};
+constexpr milliseconds kLongestWait{20};
 // How long one try to connect may take, and so its clones' as the epoch goes on: several round trips of a long line.
 // One try ends after this time, so that nobody waits long for a member that the others have given up as dead.
 constexpr milliseconds kOneTry{3000};
@@ -75,10 +75,10 @@ ChangeStore::ChangeStore(const std::string& name, const c10::intrusive_ptr<c10d:
 
 void ChangeStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
   const auto deadline = Clock::now() + timeout;
-  for (milliseconds pause = kShortestPause; !check(keys); pause = std::min(2 * pause, kLongestPause)) {
+  for (milliseconds pause = kShortestWait; !check(keys); pause = std::min(2 * pause, kLongestWait)) {
     attempt_->check();
     // Throws torch's own error.
-    if (Clock::now() >= deadline) return PrefixStore::wait(keys, kShortestPause);
+    if (Clock::now() >= deadline) return PrefixStore::wait(keys, kShortestWait);
     std::this_thread::sleep_for(pause);
   }
 }
@@ -106,7 +106,7 @@ Meeting meetInTime(std::function<Meeting()> meet, const MemberHandle& first, mil
                      " ms. Is its process stopped, or its host cut off?");
   };
   const std::string address = c10::str(first.address, " ", first.port);
-  for (; !givenUp.hasRoom(address); std::this_thread::sleep_for(kLongestPause)) throwIfOver();
+  for (; !givenUp.hasRoom(address); std::this_thread::sleep_for(kLongestWait)) throwIfOver();
   std::packaged_task<Meeting()> task(std::move(meet));
   auto met = task.get_future();
   auto mark = std::make_shared<const ProcessMark>();
@@ -118,7 +118,7 @@ Meeting meetInTime(std::function<Meeting()> meet, const MemberHandle& first, mil
   }).detach();
   const auto hasMet = [&](milliseconds limit) { return met.wait_for(limit) == std::future_status::ready; };
   try {
-    while (!hasMet(kLongestPause)) throwIfOver();
+    while (!hasMet(kLongestWait)) throwIfOver();
   } catch (const c10::DistBackendError&) {
     // From here on the thread does not begin the new epoch. If it just has, so has this member.
     attempt.end("did not hear in time");

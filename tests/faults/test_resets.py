@@ -96,7 +96,7 @@ def _train(algorithm: str, is_in_trouble: bool) -> tuple[str, int]:
     ("algorithm", "hosts", "secret"),
     selection(
         [(name, hosts, secret) for name in ("gradient_allreduce", "bytegrad") for hosts in HOSTS for secret in (0, 1)],
-        [("gradient_allreduce", "apart", 0), ("bytegrad", "uneven", 1)],
+        [pytest.param("gradient_allreduce", "apart", 0, marks=pytest.mark.long), ("bytegrad", "uneven", 1)],
     ),
 )
 def test_a_training_whose_connections_are_reset_ends_with_the_same_bits(

@@ -56,7 +56,11 @@ def _with_tails(algorithm: str, options: dict[str, Any]) -> tuple[list[float], d
 
 @pytest.mark.parametrize(
     ("algorithm", "options"),
-    [("bytegrad", {}), ("bytegrad", {"codec": "1bit"}), ("quantized_allreduce", {"codec": {"*": "4bit"}})],
+    [
+        ("bytegrad", {}),
+        pytest.param("bytegrad", {"codec": "1bit"}, marks=pytest.mark.long),
+        ("quantized_allreduce", {"codec": {"*": "4bit"}}),
+    ],
     ids=str,
 )
 def test_heavy_tails_in_one_layer_are_found_and_coded_finer(
