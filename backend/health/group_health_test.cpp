@@ -62,6 +62,10 @@ Operation allReduce(uint64_t sequence, milliseconds timeout = std::chrono::minut
   return operation;
 }
 
+void beginAllReduce(const Rank& first, const Rank& second) {
+  for (const auto* rank : {&first, &second}) rank->log->begin(allReduce(7));
+}
+
 template <typename Error>
 std::exception_ptr errorOf(const std::string& message) {
   return std::make_exception_ptr(Error({__func__, __FILE__, __LINE__}, message));
@@ -78,8 +82,7 @@ class GroupHealthTest : public ::testing::Test {
 TEST_F(GroupHealthTest, AFailureReachesTheOthersWithItsText) {
   Rank first(0, 2, store_);
   Rank second(1, 2, store_);
-  first.log->begin(allReduce(7));
-  second.log->begin(allReduce(7));
+  beginAllReduce(first, second);
   const std::string own = messageOf(second.log->explain(errorOf<c10::Error>("out of memory"), allReduce(7)));
   EXPECT_EQ(own, "all_reduce #7 (Float[4]) on rank 1 of 2, group 'group' failed: out of memory");
   EXPECT_EQ(first.causeOfAbort(), "rank 1 failed first: " + own);
@@ -91,8 +94,7 @@ TEST_F(GroupHealthTest, AFailureReachesTheOthersWithItsText) {
 TEST_F(GroupHealthTest, ASymptomWaitsForTheRankThatKnowsTheCause) {
   Rank first(0, 2, store_);
   Rank second(1, 2, store_);
-  first.log->begin(allReduce(7));
-  second.log->begin(allReduce(7));
+  beginAllReduce(first, second);
   std::string seen;
   std::thread witness([&] {
     seen = messageOf(first.log->explain(errorOf<PeerLeftError>("rank 1 has left the exchange"), allReduce(7)));
@@ -106,8 +108,7 @@ TEST_F(GroupHealthTest, ASymptomWaitsForTheRankThatKnowsTheCause) {
 TEST_F(GroupHealthTest, WhereRanksGoOnWithoutOneThatDiesNobodyWaitsForTheOthersWords) {
   Rank first(0, 2, store_, GroupHealth::kStorePatience, /*survivesDeaths=*/true);
   Rank second(1, 2, store_, GroupHealth::kStorePatience, /*survivesDeaths=*/true);
-  first.log->begin(allReduce(7));
-  second.log->begin(allReduce(7));
+  beginAllReduce(first, second);
   const auto begin = std::chrono::steady_clock::now();
   const auto seen = messageOf(first.log->explain(errorOf<PeerDiedError>("rank 2 has ended"), allReduce(7)));
   EXPECT_EQ(seen, "all_reduce #7 (Float[4]) on rank 0 of 2, group 'group' failed: rank 2 has ended");
@@ -118,8 +119,7 @@ TEST_F(GroupHealthTest, WhereRanksGoOnWithoutOneThatDiesNobodyWaitsForTheOthersW
 TEST_F(GroupHealthTest, ASymptomWithoutACauseNamesTheRankThatIsSilent) {
   Rank first(0, 3, store_);
   Rank second(1, 3, store_);  // the third has ended
-  first.log->begin(allReduce(7));
-  second.log->begin(allReduce(7));
+  beginAllReduce(first, second);
   const auto seen = messageOf(first.log->explain(errorOf<c10::DistNetworkError>("connection closed"), allReduce(7)));
   EXPECT_THAT(seen, AllOf(HasSubstr("connection closed"), HasSubstr("rank 2 (does not answer")));
   EXPECT_THAT(seen, ::testing::Not(HasSubstr("rank 1 (")));
@@ -160,8 +160,7 @@ TEST_F(GroupHealthTest, AnAbortReachesTheOthers) {
 TEST_F(GroupHealthTest, AnExecutorMadeAfterTheFailureIsEndedAtOnce) {
   Rank first(0, 2, store_);
   Rank second(1, 2, store_);
-  first.log->begin(allReduce(7));
-  second.log->begin(allReduce(7));
+  beginAllReduce(first, second);
   second.log->explain(errorOf<c10::Error>("out of memory"), allReduce(7));
   const std::string cause = first.causeOfAbort();
   std::string seen;
@@ -330,8 +329,7 @@ TEST_F(GroupHealthTest, AStoreThatThrowsForAWhileIsUsedAgain) {
   const auto store = c10::make_intrusive<TroubledStore>();
   Rank first(0, 2, store);
   Rank second(1, 2, store);
-  first.log->begin(allReduce(7));
-  second.log->begin(allReduce(7));
+  beginAllReduce(first, second);
   // More than once per rank.
   ASSERT_TRUE(store->waitForRefusals(6));
   store->setTrouble(false);
@@ -343,8 +341,7 @@ TEST_F(GroupHealthTest, AFailureDuringTroubleWithTheStoreReachesTheOthersAfterIt
   const auto store = c10::make_intrusive<TroubledStore>();
   Rank first(0, 2, store);
   Rank second(1, 2, store);
-  first.log->begin(allReduce(7));
-  second.log->begin(allReduce(7));
+  beginAllReduce(first, second);
   ASSERT_TRUE(store->waitForRefusals(2));
   // Whoever waits is not kept waiting until the trouble is over.
   EXPECT_THAT(messageOf(second.log->explain(errorOf<c10::Error>("out of memory"), allReduce(7))),
