@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_520, 16_000),
     "python_shim": Layer({".py"}, 13_890, 8_500),
-    "tests": Layer({".py"}, 30_880, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 31_040, 22_000, counts_tests=True),
 }
 
 
