@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_520, 16_000),
-    "python_shim": Layer({".py"}, 13_890, 8_500),
-    "tests": Layer({".py"}, 31_040, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_540, 16_000),
+    "python_shim": Layer({".py"}, 13_910, 8_500),
+    "tests": Layer({".py"}, 31_060, 22_000, counts_tests=True),
 }
 
 

@@ -6,11 +6,14 @@ import os
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from typing import TextIO
 
 import gpus
 import pytest
 from devices import DEVICE
 from ranks import POOLS, RankPool
+
+_ERRORS = pytest.StashKey[TextIO]()
 
 
 def _name(pool: tuple[int, bool]) -> str:
@@ -45,10 +48,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"not on CUDA tensors: {marker.args[0]}"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Later what is printed is taken from the tests.
+    config.stash[_ERRORS] = os.fdopen(os.dup(2), "w")
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Generator[None]:
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     """End a process whose test does not let go. After a failure pytest-timeout does not watch a teardown any more."""
-    faulthandler.dump_traceback_later(300, exit=True)
+    faulthandler.dump_traceback_later(300, exit=True, file=item.config.stash[_ERRORS])
     try:
         return (yield)
     finally:

@@ -32,7 +32,8 @@ class GroupHealth {
 
   // `store` is null where the ranks have none in common: then every rank is on its own, without a thread.
   // `globalRanks` are the group's ranks as the flight recorder names them; empty: as the group does.
-  // `survivesDeaths`: callers go on without a rank that dies, and do not wait until all know of it.
+  // `survivesDeaths`: callers go on without a rank that dies, and learn of that at once; of what follows from another
+  // rank's error without its words, where those take long.
   GroupHealth(const GroupIdentity& group, c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks = {},
               std::chrono::milliseconds storePatience = kStorePatience, bool survivesDeaths = false);
   ~GroupHealth();

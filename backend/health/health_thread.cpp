@@ -91,17 +91,21 @@ std::exception_ptr HealthThread::explain(const std::exception_ptr& error, const 
   auto own = withContext(error, operation, group_);
   std::unique_lock<std::mutex> lock(mutex_);
   if (!isStarted_) return own;
+  const bool isUrgent = survivesDeaths_ && isDeath(error);
+  const bool isSoonOver = survivesDeaths_ && isSymptom(error);
   if (!failure_ && !link_.isGivenUp()) {
     if (!report_) {
-      report_.emplace(Report{.message = messageOf(own), .isSymptom = isSymptom(error), .since = Clock::now()});
+      report_.emplace(Report{
+          .message = messageOf(own), .isSymptom = isSymptom(error), .isUrgent = isUrgent, .since = Clock::now()});
       changed_.notify_all();
     }
     const auto isSettled = [&] { return failure_ || hasEnded_ || link_.isGivenUp(); };
-    const auto end = Clock::now() + (survivesDeaths_ ? milliseconds(0) : kAgreementTime);
+    const auto patience = isUrgent ? milliseconds(0) : isSoonOver ? busyLook_ + kTick : kAgreementTime;
+    const auto end = Clock::now() + patience;
     while (!isSettled() && !link_.isStuck() && Clock::now() < end) changed_.wait_for(lock, kTick);
   }
   if (failure_) return withContext(makeBackendError(messageOfFailure()), operation, group_);
-  if (survivesDeaths_) return own;
+  if (isUrgent || isSoonOver) return own;
   return makeBackendError(c10::str(messageOf(own), " (The other ranks could not be told: ", whyCutOff(), ")"));
 }
 
@@ -111,7 +115,7 @@ void HealthThread::reportAbort(const std::string& reason) {
     if (!isStarted_ || failure_ || report_) return;
     report_.emplace(Report{.message = c10::str("rank ", group_.rank, " of ", group_.size, ", group '", group_.name,
                                                "': ", reason, " (Connection closed by peer)"),
-                           .isAbort = true,
+                           .isUrgent = true,
                            .since = Clock::now()});
   }
   changed_.notify_all();
@@ -228,7 +232,7 @@ void HealthThread::passOnReport() {
     }
   }
   const Failure first = link_.board()->report(message);
-  if (!due->isAbort) letOthersRead(first);
+  if (!due->isUrgent) letOthersRead(first);
   setFailure(first);
 }
 
@@ -260,14 +264,14 @@ void HealthThread::giveUpStore(const std::string& why) {
   changed_.notify_all();
 }
 
-void HealthThread::tell(const std::string& message) {
+void HealthThread::tell(const std::string& message, bool isUrgent) {
   const Failure first = link_.board()->report(message);
-  letOthersRead(first);
+  if (!isUrgent) letOthersRead(first);
   setFailure(first);
 }
 
 void HealthThread::letOthersRead(const Failure& first) const {
-  if (first.rank == group_.rank && !survivesDeaths_) std::this_thread::sleep_for(kReadingTime);
+  if (first.rank == group_.rank) std::this_thread::sleep_for(kReadingTime);
 }
 
 void HealthThread::failAlone(const std::string& message) {

@@ -47,8 +47,9 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
   struct Report {
     std::string message;
     bool isSymptom = false;
-    // Given up by whoever called abort(), who is not to wait.
-    bool isAbort = false;
+    // Callers are not to wait until the others have read it: abort() was called, or they go on without a rank that
+    // died.
+    bool isUrgent = false;
     std::chrono::steady_clock::time_point since;
   };
 
@@ -76,8 +77,8 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
 
   void setFailure(const Failure& failure);
   // The other ranks.
-  void tell(const std::string& message);
-  // Has them read what this rank has reported, before its own callers learn of it.
+  void tell(const std::string& message, bool isUrgent = false);
+  // Has them read what was reported, before this rank's own callers learn of it.
   void letOthersRead(const Failure& first) const;
   // Where there is no store to agree in.
   void failAlone(const std::string& message);

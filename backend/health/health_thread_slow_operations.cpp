@@ -47,7 +47,7 @@ void HealthThread::endLost(const std::string& lost, const RunningOperation& oper
                                        ", group '", group_.name, "' failed: ", lost);
   try {
     const StoreLink::Call call(link_);
-    if (link_.board()) return tell(message);
+    if (link_.board()) return tell(message, /*isUrgent=*/survivesDeaths_);
   } catch (...) {
     noteTrouble("the store does not answer: " + messageOf(std::current_exception()));
   }

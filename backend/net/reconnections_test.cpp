@@ -192,6 +192,16 @@ TEST_F(MadeUpPeer, AnotherProcessAtTheAddressOfThePeerMeansThatItHasEnded) {
   EXPECT_TRUE(group_->hasDied(1 - group_->rank()));
 }
 
+TEST_F(MadeUpPeer, WhereNobodyListensAnyMoreThePeerHasEnded) {
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  std::this_thread::sleep_for(50ms);
+  shutdown(listening_.number(), SHUT_RDWR);
+  reset(first);
+  EXPECT_NE(lost().find("its process has ended, nobody listens"), std::string::npos) << lost();
+  EXPECT_TRUE(group_->hasDied(1 - group_->rank()));
+}
+
 TEST_F(MadeUpPeer, APeerThatHasGivenUpTheLinkIsAnErrorAtOnce) {
   answer(accept(), {.from = kPeer, .link = 5});
   answer(accept(), {.from = kPeer, .link = 0});

@@ -49,6 +49,16 @@ bool isSymptom(const std::exception_ptr& error) {
   }
 }
 
+bool isDeath(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerDiedError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 std::exception_ptr withContext(const std::exception_ptr& cause, const Operation& operation,
                                const GroupIdentity& group) {
   const std::string message = messageOf(cause);

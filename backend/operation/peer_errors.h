@@ -7,7 +7,7 @@
 // What a transport may find out about its peers. All of them reach Python as DistNetworkError would.
 namespace bagua {
 
-// A peer has ended, seen for certain: the kernel says so.
+// A peer has ended, seen for certain: the kernel says so, or another process has its address.
 class PeerDiedError final : public c10::DistNetworkError {
  public:
   using DistNetworkError::DistNetworkError;
@@ -38,6 +38,9 @@ inline constexpr int64_t kRefused = -1;
 // Whether an error may be the consequence of what went wrong on another rank, so that its own text is no more than a
 // symptom: a connection that ends, a peer that has left. Other errors tell their cause themselves.
 bool isSymptom(const std::exception_ptr& error);
+
+// Whether it says that a peer has ended.
+bool isDeath(const std::exception_ptr& error);
 
 template <typename Error, typename... Parts>
 [[noreturn]] void throwError(c10::SourceLocation where, const Parts&... parts) {

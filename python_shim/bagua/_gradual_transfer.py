@@ -8,7 +8,6 @@ zeros to the mean of the gradients, and the others so much more that it stays th
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,8 +34,10 @@ _ELEMENTWISE = (
 )
 
 
-# So many steps show how long one takes with a part of the first size. One that takes no longer lets the part grow.
+# After so many steps the part grows while a step takes no longer. At most so many tell how long one takes: it is what a
+# quarter of them keep to, as the first are slower on a newcomer, and some are on any machine.
 _FIRST = 3
+_MOST_FIRST = 8
 _GROWTH = 4
 
 
@@ -95,11 +96,11 @@ class Pace:
         measured, self._last = self._last, self.numbers
         if measured == 0:
             return
-        if len(self._first_seconds) < _FIRST:
+        if len(self._first_seconds) < _MOST_FIRST:
             self._first_seconds.append(seconds)
         if len(self._first_seconds) < _FIRST:
             return
-        longer = seconds / statistics.median(self._first_seconds) - 1
+        longer = seconds / sorted(self._first_seconds)[len(self._first_seconds) // 4] - 1
         if longer > self._share:
             self.numbers = max(self._least, measured // 2)
         elif longer > self._share / 2:

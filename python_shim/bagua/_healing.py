@@ -36,7 +36,7 @@ _logger = logging.getLogger("bagua")
 class Stage(IntEnum):
     """How far a rank is with the block of code around its last step, the furthest last."""
 
-    # The step of the optimizer has failed in the middle: it has changed some weights, and others not.
+    # The step after that has failed in the middle: it has changed some weights, and others not.
     TORN = -1
     # The algorithm may still have something to do, or has failed at it. What follows the step has not begun.
     IN_STEP = 0
@@ -147,7 +147,7 @@ class TrainingState:
         said: list[Any] = [None] * group.size()
         dist.all_gather_object(said, own, group=group)
         _refuse_other_models(said)
-        source = max(range(len(said)), key=lambda rank: (said[rank].progress, said[rank].first_step, -rank))
+        source = max(range(len(said)), key=lambda rank: (*_rank_of(said[rank]), -rank))
         if said[source].progress.step < 0 and any(other.progress == A_PART for other in said):
             raise RuntimeError("all members that had all weights have died: start again from a checkpoint")
         if said[source].progress.stage is Stage.TORN:
@@ -305,6 +305,12 @@ class TrainingState:
             for key, value in state.items():
                 if isinstance(value, Tensor) and own[key].dtype != value.dtype:
                     own[key] = value.to(own[key].device)
+
+
+def _rank_of(said: _Said) -> tuple[bool, Progress, int]:
+    """Return what is the most of the rank from which the others take over: whole weights, and of these the furthest."""
+    is_whole = said.progress.step >= 0 and said.progress.stage is not Stage.TORN
+    return is_whole, said.progress, said.first_step
 
 
 def _refuse_other_models(said: Sequence[_Said]) -> None:

@@ -26,6 +26,11 @@ _END = 1.0
 _TURNS = 20
 
 
+def is_of_operation(error: BaseException) -> bool:
+    """Whether an operation has raised an error: its name begins the text."""
+    return str(error).startswith("bagua")
+
+
 class MemberGroup:
     """The default group: of this process alone at first."""
 
@@ -81,10 +86,10 @@ class MemberGroup:
         Returns:
             Whether someone waits, and the most of the seconds, when the work is done.
         """
-        said = torch.tensor([float(self._is_someone_waiting.is_set()), seconds], dtype=torch.float64, device="cpu")
-        work = dist.all_reduce(said, dist.ReduceOp.MAX, async_op=True)
+        votes = torch.tensor([float(self._is_someone_waiting.is_set()), seconds], dtype=torch.float64, device="cpu")
+        work = dist.all_reduce(votes, dist.ReduceOp.MAX, async_op=True)
         assert work is not None
-        return said, work
+        return votes, work
 
     def wait_for_all(self) -> None:
         """Return when all members have called this. Collective."""

@@ -73,15 +73,16 @@ class Pulse:
 
     def _take(self, selector: selectors.BaseSelector) -> None:
         try:
-            connection, _ = self._listener.accept()
+            with _nobody_forks:
+                connection, _ = self._listener.accept()
+                _keep_alive(connection)
+                self._held.add(connection)
         except BlockingIOError:
             return
         except OSError:
             # The process has no file descriptor left, perhaps for a moment only.
             self._is_over.wait(0.1)
             return
-        _keep_alive(connection)
-        self._held.add(connection)
         # There is room for it, or whoever has knocked is not there any more.
         connection.setblocking(False)
         with contextlib.suppress(OSError):
@@ -107,14 +108,17 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 _pulses: weakref.WeakSet[Pulse] = weakref.WeakSet()
+# A child would keep a connection that is in nobody's list yet.
+_nobody_forks = threading.Lock()
 
 
 def _close_in_child() -> None:
+    _nobody_forks.release()
     for pulse in _pulses:
         pulse.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(before=_nobody_forks.acquire, after_in_parent=_nobody_forks.release, after_in_child=_close_in_child)
 
 
 class Sign(enum.Enum):
@@ -130,7 +134,7 @@ class Feeler:
 
     def __init__(self) -> None:
         self._connections: dict[str, socket.socket] = {}
-        self._said: dict[str, bytes] = {}
+        self._heard: dict[str, bytes] = {}
 
     def close(self) -> None:
         """End all connections."""
@@ -163,11 +167,11 @@ class Feeler:
         """Return what a connection shows; None where it has ended. A process that is stopped says nothing."""
         name = member.encode()
         try:
-            while name.startswith(self._said[member]):
+            while name.startswith(self._heard[member]):
                 said = self._connections[member].recv(len(name))
                 if not said:
                     break
-                self._said[member] += said
+                self._heard[member] += said
             else:
                 return Sign.ENDED
         except BlockingIOError:
@@ -186,5 +190,5 @@ class Feeler:
             return Sign.SILENT
         connection.setblocking(False)
         _keep_alive(connection)
-        self._connections[member], self._said[member] = connection, b""
+        self._connections[member], self._heard[member] = connection, b""
         return Sign.LIVES

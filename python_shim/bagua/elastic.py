@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from bagua._buckets import settle_buckets
 from bagua._gradual_transfer import GradualTransfer
 from bagua._healing import A_PART, Progress, Stage, TrainingState
-from bagua._members import MemberGroup
+from bagua._members import MemberGroup, is_of_operation
 from bagua._registry import describe
 from bagua._step_count import StepCount
 from bagua._torch_private import can_reconfigure
@@ -92,6 +92,7 @@ class Members:
             others wait.
 
     Raises:
+        ValueError: a share that is none.
         RuntimeError: a torch before 2.14, or a default process group that is there already.
     """
 
@@ -242,8 +243,9 @@ class Training:
 
         Raises:
             DistError: one that comes again and again, though no member dies.
+            Exception: one by which blocks have ended again and again.
         """
-        said, work = self._again_after_deaths(lambda: self._group.ask(self._seconds))
+        votes, work = self._again_after_deaths(lambda: self._group.ask(self._seconds))
         begin = time.monotonic()
         try:
             if self._transfer is not None:
@@ -253,7 +255,7 @@ class Training:
             work.wait()
             if self._transfer is not None:
                 self._transfer.end_part()
-                self._transfer.pace(float(said[1]))
+                self._transfer.pace(float(votes[1]))
                 if self._transfer.is_over:
                     self._stop_transfer()
                     self._heal()
@@ -266,7 +268,7 @@ class Training:
             self._fruitless = 0
             self._seconds = time.monotonic() - begin
             # Who waits comes after the newcomers that heal now.
-            if said[0] and self._transfer is None:
+            if votes[0] and self._transfer is None:
                 self._meet()
 
     def wait_for_end(self) -> None:
@@ -283,11 +285,11 @@ class Training:
 
     def _again_after_deaths(self, do: Callable[[], _Done]) -> _Done:
         """Do what all members do together; first have them begin again after an error that the loop has got over."""
+        if self._left_by is not None:
+            left_by, self._left_by = self._left_by, None
+            self._go_on(left_by)
         while True:
             try:
-                left_by, self._left_by = self._left_by, None
-                if left_by is not None:
-                    self._go_on(left_by)
                 return do()
             except dist.DistError as error:
                 self._go_on(error)
@@ -316,14 +318,14 @@ class Training:
                 self._heal()
             except dist.DistError as another:
                 _logger.warning("a member has died while they met: %s", str(another).split("\n")[0])
-                self._count_failure(another, members)
+                self._count_failure(members, another, is_own=False)
                 error = another
                 continue
             if error is not None:
-                self._count_failure(error, members)
+                self._count_failure(members, error, is_own=not is_of_operation(error))
             return
 
-    def _count_failure(self, error: BaseException, former: Sequence[str]) -> None:
+    def _count_failure(self, former: Sequence[str], error: BaseException, *, is_own: bool) -> None:
         """Raise an error that comes again and again though nobody leaves.
 
         Members whose own code raises it do so first. An operation fails on all of them, whoever is to blame.
@@ -333,7 +335,7 @@ class Training:
             return
         self._fruitless += 1
         most = _MOST_FRUITLESS
-        if "bagua" in str(error):
+        if not is_own:
             # The newest member first: the others try as often once more without it.
             most += len(former) - former.index(self._group.name)
         if self._fruitless >= most:
