@@ -9,7 +9,7 @@
 namespace bagua {
 namespace {
 
-// What is open to c10d::Reducer and those derived from it: it has no other way to this.
+// A derived class may reach these members of DDP's reducer, which offers no other way to reset them.
 class OpenedReducer : public c10d::Reducer {
  public:
   static void forgetUse(c10d::Reducer& reducer) {

@@ -70,6 +70,8 @@ class Messages::Message : public c10d::Work {
   const at::Tensor bytes_;
   const std::shared_ptr<net::Signal> signal_ = std::make_shared<net::Signal>();
   std::atomic<bool> isAborted_ = false;
+  // -1: not known yet who sends.
+  int peer_ = -1;
 };
 
 class Messages::Sent final : public Message {
@@ -102,7 +104,6 @@ class Messages::Sent final : public Message {
   }
 
   std::unique_ptr<net::Group::Sending> sending_;
-  int peer_ = -1;
 };
 
 class Messages::Received final : public Message {
@@ -176,7 +177,6 @@ class Messages::Received final : public Message {
   const int tag_;
   std::mutex mutex_;
   std::unique_ptr<net::Group::Receiving> receiving_;
-  int peer_ = -1;
 };
 
 c10::intrusive_ptr<c10d::Work> Messages::send(const at::Tensor& bytes, int peer, int tag) {

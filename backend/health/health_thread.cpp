@@ -92,7 +92,7 @@ std::exception_ptr HealthThread::explain(const std::exception_ptr& error, const 
   std::unique_lock<std::mutex> lock(mutex_);
   if (!isStarted_) return own;
   const bool isUrgent = survivesDeaths_ && isDeath(error);
-  const bool isSoonOver = survivesDeaths_ && isSymptom(error);
+  const bool waitsBriefly = survivesDeaths_ && isSymptom(error);
   if (!failure_ && !link_.isGivenUp()) {
     if (!report_) {
       report_.emplace(Report{
@@ -100,12 +100,12 @@ std::exception_ptr HealthThread::explain(const std::exception_ptr& error, const 
       changed_.notify_all();
     }
     const auto isSettled = [&] { return failure_ || hasEnded_ || link_.isGivenUp(); };
-    const auto patience = isUrgent ? milliseconds(0) : isSoonOver ? busyLook_ + kTick : kAgreementTime;
+    const auto patience = isUrgent ? milliseconds(0) : waitsBriefly ? busyLook_ + kTick : kAgreementTime;
     const auto end = Clock::now() + patience;
     while (!isSettled() && !link_.isStuck() && Clock::now() < end) changed_.wait_for(lock, kTick);
   }
   if (failure_) return withContext(makeBackendError(messageOfFailure()), operation, group_);
-  if (isUrgent || isSoonOver) return own;
+  if (isUrgent || waitsBriefly) return own;
   return makeBackendError(c10::str(messageOf(own), " (The other ranks could not be told: ", whyCutOff(), ")"));
 }
 

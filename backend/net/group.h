@@ -58,7 +58,7 @@ class Group {
   // Returns why nothing more comes from `peer`; empty: it may.
   [[nodiscard]] std::string errorOf(int peer) { return inbox_->errorOf(static_cast<uint32_t>(peer)); }
 
-  // Whether the process of `peer` has ended: errors that name it are a cause, and no symptom of another one.
+  // Returns whether the process of `peer` has ended: errors that name it are a cause, and no symptom of another one.
   [[nodiscard]] bool hasDied(int peer);
 
   // Tells all peers that this rank has begun to speak with that no more will come. Nothing is sent afterwards.

@@ -39,7 +39,7 @@ inline constexpr int64_t kRefused = -1;
 // symptom: a connection that ends, a peer that has left. Other errors tell their cause themselves.
 bool isSymptom(const std::exception_ptr& error);
 
-// Whether it says that a peer has ended.
+// Returns whether an error says that a peer has ended.
 bool isDeath(const std::exception_ptr& error);
 
 template <typename Error, typename... Parts>

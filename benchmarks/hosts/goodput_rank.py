@@ -27,10 +27,15 @@ _COMPUTE = 0.1
 _CHECKPOINT = 10.0
 
 
-def _model() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def _network() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     network = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
-    return DistributedDataParallel(network), torch.optim.AdamW(network.parameters(), 1e-5)
+    return network, torch.optim.AdamW(network.parameters(), 1e-5)
+
+
+def _model() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    network, optimizer = _network()
+    return DistributedDataParallel(network), optimizer
 
 
 def _step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -81,9 +86,7 @@ def _under_torchft(rank: int, own_address: str, lighthouse: str, log: Any) -> No
     import torchft
 
     store = dist.TCPStore(own_address, 0, is_master=True, wait_for_workers=False)
-    torch.manual_seed(1)
-    network = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
-    adamw = torch.optim.AdamW(network.parameters(), 1e-5)
+    network, adamw = _network()
 
     def load(state: dict[str, Any]) -> None:
         network.load_state_dict(state["network"])

@@ -90,8 +90,7 @@ def _seconds_to_go_on() -> float:
 def test_others_go_on_within_a_second_of_a_death_between_hosts() -> None:
     hosts = {"BAGUA_HOST_ID": [f"host-{rank}" for rank in range(SIZE)]}
     *others, _ = run_ranks(SIZE, _seconds_to_go_on, env=hosts, dying={LAST})
-    # Half a second by itself.
-    assert max(others) < 1.3
+    assert max(others) < 1
 
 
 def _fail_once_alone(training: Training, me: int, shared: dist.Store) -> None:

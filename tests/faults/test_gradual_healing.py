@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from bagua import _gradual_transfer, _healing
 from bagua._gradual_transfer import Pace, can_be_gradual, gradual_parameters
-from bagua.elastic import Training
+from bagua.elastic import Members, Training
 from elastic_ranks import join, weights_of
 from holdings import wait_for
 from ranks import run_ranks
@@ -34,6 +34,14 @@ def _network(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 64, bias=False))
 
 
+def _join(
+    members: Members, seed: int, optimizer_name: str, algorithm: str = "gradient_allreduce"
+) -> tuple[Training, torch.optim.Optimizer]:
+    network = _network(seed)
+    optimizer: torch.optim.Optimizer = OPTIMIZERS[optimizer_name](network.parameters())
+    return members.train(DDP(network), optimizer, algorithm), optimizer
+
+
 def _train(algorithm: str, optimizer_name: str, *, with_newcomer: bool) -> dict[str, Any]:
     me, shared, members = join(at_least=1 if dist.get_rank() == LAST else LAST)
     found: dict[str, Any] = {}
@@ -43,9 +51,7 @@ def _train(algorithm: str, optimizer_name: str, *, with_newcomer: bool) -> dict[
     warnings: list[str] = []
     _healing._logger.warning = lambda text, *_: warnings.append(text)  # type: ignore[method-assign]
     with members:
-        network = _network(seed=me)
-        optimizer = OPTIMIZERS[optimizer_name](network.parameters())
-        training = members.train(DDP(network), optimizer, algorithm)
+        training, optimizer = _join(members, me, optimizer_name, algorithm)
         found["joined_at"] = training.step
         found["healed"] = []
         while training.step < END:
@@ -59,7 +65,7 @@ def _train(algorithm: str, optimizer_name: str, *, with_newcomer: bool) -> dict[
                     found["healed"].append(training.step)
                 _step(training, optimizer, me)
         training.wait_for_end()
-        state = [value for p in network.parameters() for value in optimizer.state[p].values()]
+        state = [value for p in training.ddp.parameters() for value in optimizer.state[p].values()]
         state = [value for value in state if isinstance(value, Tensor)]
         assert not [text for text in warnings if "healed" in text]
         return {**found, "weights": weights_of(training), "state": state}
@@ -109,9 +115,7 @@ def _until_healed(is_alone: bool) -> Tensor:
             return torch.zeros(0)
         shared.get("come")
     with members:
-        network = _network(seed=0)
-        optimizer = OPTIMIZERS["SGD"](network.parameters())
-        training = members.train(DDP(network), optimizer)
+        training, optimizer = _join(members, 0, "SGD")
         while training.step < BEGIN + 8:
             if training.step == BEGIN and not is_alone:
                 shared.set("come", "")
@@ -144,9 +148,7 @@ def _source_dies() -> Tensor:
     if me == SIZE:
         shared.get("come")
     with members:
-        network = _network(seed=me)
-        optimizer = OPTIMIZERS["AdamW"](network.parameters())
-        training = members.train(DDP(network), optimizer)
+        training, optimizer = _join(members, me, "AdamW")
         members._group._meetings.at_least = 1
         while training.step < END:
             if training.step == BEGIN:
@@ -172,9 +174,7 @@ def _another_comes_meanwhile() -> dict[str, Any]:
         shared.get(f"come/{me}")
     found: dict[str, Any] = {"healed": []}
     with members:
-        network = _network(seed=me)
-        optimizer = OPTIMIZERS["AdamW"](network.parameters())
-        training = members.train(DDP(network), optimizer)
+        training, optimizer = _join(members, me, "AdamW")
         found["joined_at"] = training.step
         is_over = torch.zeros(1)
         while not is_over:
@@ -206,9 +206,7 @@ def _end_meanwhile() -> Tensor:
     if me == LAST:
         shared.get("come")
     with members:
-        network = _network(seed=me)
-        optimizer = OPTIMIZERS["AdamW"](network.parameters())
-        training = members.train(DDP(network), optimizer)
+        training, optimizer = _join(members, me, "AdamW")
         while training.step < BEGIN + 3:
             if training.step == BEGIN:
                 shared.set("come", "")
