@@ -14,6 +14,7 @@ QADAM_WARMUP = 4  # one step in so many is warm-up
 POWER_SGD_WARMUP = 10  # for torch's hook and ours
 SYNC_INTERVAL_MS = 5  # less than a step takes, so that nearly every step can start a round
 TORCHS_POWER_SGD = "torch's powerSGD_hook"
+SHARDED = "fully_shard"
 
 # All ranks share a host, inside which nothing is compressed unless it is asked for.
 FLAT: dict[str, Any] = {"hierarchical": False}
@@ -29,6 +30,9 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
     family: str = ""  # a column of the figure
     rate: float | None = None  # the highest learning rate; None: the task's
+    as_given: bool = (
+        False  # what is not among the options has the default of the day, and not that of the first records
+    )
 
     @property
     def baseline(self) -> Row:
@@ -95,6 +99,8 @@ class Run:
             if key not in ("title", "rates") and not isinstance(value, (Tensor, tuple))
         }
         row = {key: value for key, value in asdict(self.row).items() if key not in ("label", "family", "rate")}
+        if not row["as_given"]:
+            del row["as_given"]
         warmup = {"qadam_warmup": self.qadam_warmup} if self.row.optimizer == "QAdam" else {}
         return {"task": task, "ranks": self.ranks, "row": row, "rate": self.rate, "seed": self.seed, **warmup}
 
@@ -266,6 +272,37 @@ SWEEP = Section(
 )
 
 
+# --- What a user gets who types a name and nothing else --------------------------------------------------------------
+
+
+def defaults(optimizer: str) -> tuple[Row, ...]:
+    """With the options that have no default, and beside them what was the default before."""
+
+    def row(label: str, algorithm: str, options: dict[str, Any]) -> Row:
+        return Row(f"{label}, as given", optimizer, algorithm, {**FLAT, **options}, as_given=True)
+
+    return (
+        baseline(optimizer),
+        row("bytegrad", "bytegrad", {}),
+        row("bytegrad, minmax_uint8", "bytegrad", {"codec": "minmax_uint8"}),
+        row("quantized_allreduce", "quantized_allreduce", {}),
+        row("quantized_allreduce, 2bit, guard adapt", "quantized_allreduce", {"codec": "2bit", "guard": "adapt"}),
+        row("quantized_allreduce, 1bit, guard adapt", "quantized_allreduce", {"codec": "1bit", "guard": "adapt"}),
+        row("powersgd", "powersgd", {}),
+        Row("diloco, 30 steps, as given", optimizer, "diloco", {"sync_every": 30}, as_given=True),
+    )
+
+
+def sharded(optimizer: str) -> tuple[Row, ...]:
+    """Models of fully_shard between hosts that have a rank each."""
+
+    def row(gradients: str, weights: str) -> Row:
+        options = {"gradients": gradients, "weights": weights}
+        return Row(f"FSDP2, {gradients}, gathers {weights}", optimizer, SHARDED, options)
+
+    return (baseline(optimizer), row("int8", "cache"), row("int8", "int8"), row("4bit", "cache"), row("4bit", "4bit"))
+
+
 def newer_section(task: Task, optimizer: str, ranks: int) -> Section:
     rows = newer(optimizer, task) if ranks == 2 else newer_of_four(optimizer, task)
     return Section(f"{task.name}_{optimizer.lower()}_{ranks}", task, ranks, rows, about=f", {optimizer}")
@@ -339,7 +376,31 @@ FIRST_SECTIONS = (
     # With two ranks every peer is the same one. What a rank hears from some of the others only shows from four on.
     Section("language_model_4", LICENCES, 4, (baseline("Adam"), *decentralized("Adam")), 3),
 )
-SECTIONS = (*DICTIONARY_SECTIONS, OUTER, STABLE, *CLOTHES_SECTIONS, FEEDBACK, SWEEP, *FIRST_SECTIONS)
+DEFAULT_SECTIONS = tuple(
+    Section(
+        f"dictionary_defaults_{optimizer.lower()}",
+        DICTIONARY,
+        2,
+        defaults(optimizer),
+        seeds=3,
+        about=f", {optimizer}: defaults",
+    )
+    for optimizer in ("AdamW", "SGD")
+)
+SHARDED_SECTION = Section(
+    "dictionary_sharded", DICTIONARY, 2, sharded("AdamW"), seeds=3, about=", AdamW: sharded models"
+)
+SECTIONS = (
+    *DICTIONARY_SECTIONS,
+    *DEFAULT_SECTIONS,
+    SHARDED_SECTION,
+    OUTER,
+    STABLE,
+    *CLOTHES_SECTIONS,
+    FEEDBACK,
+    SWEEP,
+    *FIRST_SECTIONS,
+)
 
 
 # What is stated of error feedback, low rank and rounds is about these.
@@ -366,7 +427,7 @@ def in_order() -> Iterator[tuple[Section, Iterable[int], tuple[str, ...]]]:
     yield SWEEP, [0], every
     yield FEEDBACK, [0], every
     yield STABLE, range(3), every
-    for section in (*of_two, *of_four, STABLE, *FIRST_SECTIONS):
+    for section in (*of_two, *of_four, *DEFAULT_SECTIONS, SHARDED_SECTION, STABLE, *FIRST_SECTIONS):
         yield section, range(section.seeds), every
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import bagua
+import tasks
 import torch
 import torch.distributed as dist
-from plan import TORCHS_POWER_SGD, Row, Run
+from plan import SHARDED, TORCHS_POWER_SGD, Row, Run
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 BATCH_OF_LOSSES = 20  # steps that a point of the kept training loss is the mean of
@@ -51,8 +57,29 @@ def register(run: Run, model: DistributedDataParallel, optimizer: torch.optim.Op
     return bagua.register_comm_hook(model, row.algorithm, optimizer=optimizer, **_as_recorded(row))
 
 
+def shard(run: Run, network: nn.Module) -> bagua.Handle:
+    """Shard the model over the ranks, a block at a time, and let the row's codecs communicate for it."""
+    mesh = init_device_mesh("cpu", (run.ranks,))
+    for layer in network.modules():
+        if isinstance(layer, tasks.Block):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    return bagua.fsdp.compress(network, **run.row.options)
+
+
+def whole(run: Run, network: nn.Module) -> nn.Module:
+    """Return the model with all of its weights on every rank."""
+    if run.row.algorithm != SHARDED:
+        return network
+    complete = run.task.network()
+    complete.load_state_dict(get_model_state_dict(network, options=StateDictOptions(full_state_dict=True)))
+    return complete
+
+
 def _as_recorded(row: Row) -> dict[str, Any]:
     """Return the row's options with what was the default when it was recorded first."""
+    if row.as_given:
+        return row.options
     if row.algorithm == "quantized_allreduce":
         return {**row.options, "codec": {"*": row.options["codec"]}, "exact": ("1d", "embedding", "small")}
     if row.algorithm == "diloco":
@@ -135,7 +162,8 @@ class Record:
 
 
 def flat(network: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in network.parameters()]).double()
+    parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in network.parameters()]
+    return torch.cat([part.detach().flatten() for part in parts]).double()
 
 
 def train(run: Run, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, record: Record) -> None:
@@ -196,6 +224,8 @@ def average_over_ranks(network: nn.Module) -> None:
 def run_rank(rank: int, run: Run, rendezvous: Path, output: Path) -> None:
     """Train, judge, and let rank 0 write the result."""
     torch.set_num_threads(1)
+    if run.row.algorithm == SHARDED:
+        os.environ["BAGUA_HOST_ID"] = f"host-{rank}"
     dist.init_process_group(
         "gloo" if run.row.algorithm == TORCHS_POWER_SGD else "bagua",
         init_method=rendezvous.as_uri(),
@@ -206,9 +236,14 @@ def run_rank(rank: int, run: Run, rendezvous: Path, output: Path) -> None:
     torch.manual_seed(run.seed)
     network = run.task.network()
     buckets = {"bucket_cap_mb": run.row.options["bucket_cap_mb"]} if run.row.algorithm == TORCHS_POWER_SGD else {}
-    model = DistributedDataParallel(network, **buckets)
-    optimizer = make_optimizer(run, model)
-    handle = register(run, model, optimizer)
+    model: nn.Module
+    if run.row.algorithm == SHARDED:
+        model, handle = network, shard(run, network)
+        optimizer = make_optimizer(run, model)
+    else:
+        model = DistributedDataParallel(network, **buckets)
+        optimizer = make_optimizer(run, model)
+        handle = register(run, model, optimizer)
     record = Record(run, model, handle)
     start = time.perf_counter()
     train(run, model, optimizer, record)
@@ -217,6 +252,7 @@ def run_rank(rank: int, run: Run, rendezvous: Path, output: Path) -> None:
     seconds = time.perf_counter() - start
     losses = record.mean_losses()
     distance = {"half_way": distance_from_mean(record.half_way), "end": distance_from_mean(flat(network))}
+    network = whole(run, network)
     average_over_ranks(network)
     result: dict[str, Any] = {
         "qualities": dict(zip(run.task.qualities, judge(run, network), strict=True)),

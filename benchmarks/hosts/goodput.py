@@ -31,12 +31,12 @@ _RANK = Path(__file__).with_name("goodput_rank.py")
 _PORT = 29510
 # Seconds before the first death, in which steps find their pace, and how long processes may take to start.
 _SETTLING = 20.0
-# A quorum waits for members that it knows, and no longer for others.
+# As torchft's own page starts it: a quorum waits so long for members that are alive and late, and 5 s for the dead.
 _LIGHTHOUSE = f"""
 import threading
 from torchft.coordination import LighthouseServer
 
-server = LighthouseServer(bind="0.0.0.0:{_PORT}", min_replicas=1, join_timeout_ms=100)
+server = LighthouseServer(bind="0.0.0.0:{_PORT}", min_replicas=1, join_timeout_ms=10000)
 threading.Event().wait()
 """
 _START = 120.0
@@ -53,7 +53,8 @@ class _Job:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         meeting_place = ["-c", _LIGHTHOUSE] if mode == "torchft" else ["-m", "bagua.elastic", "--port", str(_PORT)]
         serve = hosts[0].command([sys.executable, *meeting_place])
-        self._store = subprocess.Popen(serve, env=hosts[0].environment(), stdout=subprocess.DEVNULL)
+        out = (self._folder / "meeting.txt").open("ab")
+        self._store = subprocess.Popen(serve, env=hosts[0].environment(), stdout=out, stderr=out)
 
     def start(self, rank: int) -> None:
         """Start the process of a host."""

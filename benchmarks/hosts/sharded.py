@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of sharded models between two emulated hosts of two ranks: FSDP2 and HSDP over Gloo, bagua, and compressed.
+"""Steps of sharded models between emulated hosts: FSDP2 and HSDP over Gloo, bagua, and compressed. Needs root.
 
-sudo python benchmarks/hosts/sharded.py [RATE...]     # 1G 100M by default
+python benchmarks/hosts/sharded.py --rates 1G 100M --hosts 2 --ranks 2 --width 1024
 
 All ways are timed in one process, step after step by turns, so that whatever else the machine does slows all of them
 alike. Prints for each the median of a step, the bytes that a host sends in it as the kernel counts them, and both
@@ -10,6 +10,7 @@ against Gloo. Of FSDP2's steps two in three bytes are weights.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import bagua
 import torch
@@ -28,9 +29,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-HOSTS, RANKS_PER_HOST = 2, 2
-WIDTH, BLOCKS, BATCH = 1024, 4, 8
-STEPS, FIRST_STEPS = 8, 2
+BLOCKS, BATCH = 4, 8
+FIRST_STEPS = 2
 # Of each: the mesh, the backend, and what compress() is given, if it is called.
 WAYS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "FSDP2, gloo": ("line", "gloo", None),
@@ -47,14 +47,21 @@ WAYS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
 }
 
 
+class _Shape(NamedTuple):
+    hosts: int
+    ranks: int
+    width: int
+    steps: int
+
+
 def _group(sets: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
     """Make a group of each of these sets of ranks; returns this rank's."""
     groups = [(ranks, dist.new_group(list(ranks), backend=backend)) for ranks in sets]
     return next(group for ranks, group in groups if dist.get_rank() in ranks and group is not None)
 
 
-def _mesh(kind: str, backend: str) -> DeviceMesh:
-    ranks = torch.arange(HOSTS * RANKS_PER_HOST).view(HOSTS, RANKS_PER_HOST)
+def _mesh(kind: str, backend: str, hosts: int) -> DeviceMesh:
+    ranks = torch.arange(dist.get_world_size()).view(hosts, -1)
     if kind == "line":
         return DeviceMesh.from_group(_group([ranks.flatten().tolist()], backend), "cpu", mesh_dim_names=("shard",))
     dimensions = [_group(ranks.T.tolist(), backend), _group(ranks.tolist(), backend)]
@@ -64,10 +71,10 @@ def _mesh(kind: str, backend: str) -> DeviceMesh:
 class Training:
     """A model, and what its steps have cost."""
 
-    def __init__(self, kind: str, backend: str, options: dict[str, Any] | None) -> None:
+    def __init__(self, shape: _Shape, kind: str, backend: str, options: dict[str, Any] | None) -> None:
         torch.manual_seed(0)
-        mesh = _mesh(kind, backend)
-        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)))
+        mesh, width = _mesh(kind, backend, shape.hosts), shape.width
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(BLOCKS)))
         for block in self.model:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
@@ -94,12 +101,14 @@ def _sent_by_this_host() -> int:
     return next(int(line.partition(":")[2].split()[8]) for line in lines if line.strip().startswith("eth0:"))
 
 
-def _train() -> None:
+def _train(shape: _Shape) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("bagua")
-    trainings = {name: Training(*way) for name, way in WAYS.items()}
-    batch = torch.randn(BATCH, WIDTH)
-    for _ in range(STEPS):
+    # A mesh of hosts that have one rank each is that of FSDP2's replicas: no sharding is left.
+    ways = {name: way for name, way in WAYS.items() if shape.ranks > 1 or way[0] == "line"}
+    trainings = {name: Training(shape, *way) for name, way in ways.items()}
+    batch = torch.randn(BATCH, shape.width)
+    for _ in range(shape.steps + FIRST_STEPS):
         for training in trainings.values():
             training.step(batch)
     if dist.get_rank() == 0:
@@ -108,14 +117,15 @@ def _train() -> None:
     dist.destroy_process_group()
 
 
-def _measure(hosts: Sequence[Host]) -> dict[str, tuple[list[float], list[int]]]:
+def _measure(shape: _Shape, hosts: Sequence[Host]) -> dict[str, tuple[list[float], list[int]]]:
     """Return seconds and bytes of the steps of each way."""
     ranks = []
-    for rank in range(HOSTS * RANKS_PER_HOST):
-        host = hosts[rank // RANKS_PER_HOST]
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % RANKS_PER_HOST), "WORLD_SIZE": str(HOSTS * RANKS_PER_HOST)}
+    size = shape.hosts * shape.ranks
+    for rank in range(size):
+        host = hosts[rank // shape.ranks]
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % shape.ranks), "WORLD_SIZE": str(size)}
         meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29521", "OMP_NUM_THREADS": "1"}
-        command = host.command([sys.executable, __file__, "--train"])
+        command = host.command([sys.executable, __file__, "--train", *map(str, shape)])
         environment = {**host.environment(), **own, **meeting}
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     try:
@@ -129,19 +139,31 @@ def _measure(hosts: Sequence[Host]) -> dict[str, tuple[list[float], list[int]]]:
 
 def main() -> None:
     """Measure each rate named on the command line."""
-    parameters = BLOCKS * WIDTH * (WIDTH + 1)
-    for rate in sys.argv[1:] or ["1G", "100M"]:
-        with emulated_hosts(HOSTS, Network(bits_per_second=rate_of(rate))) as hosts:
-            costs = _measure(hosts)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", nargs="+", default=["1G", "100M"], help="bits per second of a host (1G 100M)")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="of each host (2)")
+    parser.add_argument("--width", type=int, default=1024, help="of each of 4 layers (1024)")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of each way (6)")
+    parser.add_argument("--train", type=int, nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        return _train(_Shape(*args.train))
+    shape = _Shape(args.hosts, args.ranks, args.width, args.steps)
+    parameters = BLOCKS * shape.width * (shape.width + 1)
+    for rate in args.rates:
+        with emulated_hosts(shape.hosts, Network(bits_per_second=rate_of(rate))) as hosts:
+            costs = _measure(shape, hosts)
         load = os.getloadavg()[0]
-        print(f"\n{rate}bit/s, {HOSTS} hosts of {RANKS_PER_HOST} ranks, {parameters:,} parameters, load {load:.1f}")
+        print(f"\n{rate}bit/s, {shape.hosts} hosts of {shape.ranks} ranks, {parameters:,} parameters, load {load:.1f}")
         print(f"{'way':<32}{'ms per step':>12}{'speed':>8}{'MB per step':>13}{'of Gloo':>9}")
         for name, (seconds, sent) in costs.items():
             stock_seconds, stock_sent = costs[name.split(",")[0] + ", gloo"]
             step, size = statistics.median(seconds), statistics.median(sent)
             speed, share = statistics.median(stock_seconds) / step, size / statistics.median(stock_sent)
             print(f"{name:<32}{1e3 * step:>12.0f}{speed:>7.2f}x{size / 1e6:>13.2f}{share:>9.3f}", flush=True)
+    return None
 
 
 if __name__ == "__main__":
-    _train() if "--train" in sys.argv else main()
+    main()

@@ -39,6 +39,9 @@ _ELEMENTWISE = (
 _FIRST = 3
 _MOST_FIRST = 8
 _GROWTH = 4
+# Seconds. A transfer that would take longer ends sooner by steps that take as many more.
+_SOON = 30.0
+_MORE = 5.0
 
 
 def can_be_gradual(ddp: DistributedDataParallel, optimizer: Optimizer) -> bool:
@@ -75,9 +78,12 @@ def tensors_of(parameter: Tensor, optimizer: Optimizer) -> list[Tensor]:
 class Pace:
     """How many numbers travel in a step: more, as long as steps take no longer for them. The same on all ranks.
 
+    On a busy line what the others lose in all is the time that the numbers take, however they are spread, but a
+    newcomer is lost for all of the transfer, and those that come after it wait: a long one is made short.
+
     Args:
         least: so many travel at first, and always may.
-        share: by what share of its time a step may become longer.
+        share: by what share of its time a step may become longer, unless all would take too long.
     """
 
     def __init__(self, least: int, share: float) -> None:
@@ -86,12 +92,14 @@ class Pace:
         # Of the step before.
         self._last = 0
         self._first_seconds: list[float] = []
+        self._is_long = False
 
-    def end_step(self, seconds: float) -> None:
+    def end_step(self, seconds: float, left: int) -> None:
         """Set the numbers of the next step.
 
         Args:
             seconds: what the slowest rank took for the step before the one that has ended now.
+            left: how many numbers have yet to travel.
         """
         measured, self._last = self._last, self.numbers
         if measured == 0:
@@ -100,10 +108,12 @@ class Pace:
             self._first_seconds.append(seconds)
         if len(self._first_seconds) < _FIRST:
             return
-        longer = seconds / sorted(self._first_seconds)[len(self._first_seconds) // 4] - 1
-        if longer > self._share:
+        usual = sorted(self._first_seconds)[len(self._first_seconds) // 4]
+        self._is_long = self._is_long or left / self.numbers * usual > _SOON
+        longer, most = seconds - usual, _MORE if self._is_long else self._share * usual
+        if longer > most:
             self.numbers = max(self._least, measured // 2)
-        elif longer > self._share / 2:
+        elif longer > most / 2:
             self.numbers = measured
         else:
             self.numbers = max(self.numbers, _GROWTH * measured)
@@ -120,7 +130,7 @@ class GradualTransfer:
         parameters: which of the trainable parameters travel; empty on ranks that are neither.
         step_numbers: how many numbers of them, with their state, travel in a step at first.
         total_numbers: how many there are.
-        share: by what share of its time a step may become longer for more of them.
+        share: by what share of its time a step may become longer for more of them, see Pace.
         is_mean: whether gradients are averaged, and not added.
     """
 
@@ -195,7 +205,7 @@ class GradualTransfer:
 
     def pace(self, seconds: float) -> None:
         """Let later parts be larger while steps take no longer for them: see Pace.end_step, which this is for."""
-        self._pace.end_step(seconds)
+        self._pace.end_step(seconds, self._total - self._at)
 
     def stop(self) -> None:
         """Leave gradients and optimizer as they were."""

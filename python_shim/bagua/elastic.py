@@ -88,8 +88,8 @@ class Members:
         patience: how long a member that lives, but does not come, is waited for when another has died. It may join
             again later.
         share: by what share of its time a training step may become longer for a newcomer's weights and optimizer state.
-            The first steps send so much more than without, later ones what fits. 0 has all travel at once, while the
-            others wait.
+            The first steps send so much more than without, later ones what fits. Where all would take more than half a
+            minute, steps take up to some seconds longer. 0 has all travel at once, while the others wait.
 
     Raises:
         ValueError: a share that is none.

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -14,6 +15,8 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._message_bytes import Parameter, coded_bytes
+from bagua._native import _C
 from bagua.bench.collectives import COLLECTIVES, AllReduce, Barrier, Collective, Place
 from bagua.bench.emulated_hosts import (
     Network,
@@ -26,10 +29,11 @@ from bagua.bench.emulated_hosts import (
     time_of,
 )
 from bagua.bench.measure import Result, Times
-from bagua.bench.options import Settings, parse, size_in_bytes, sizes_between
+from bagua.bench.options import Settings, options_of, parse, size_in_bytes, sizes_between
 from bagua.bench.pattern import difference, fill, sums, values
 from bagua.bench.progress import Progress
 from bagua.bench.report import header, line, verdict
+from bagua.bench.shapes import Shapes
 from bagua.bench.training_step import TrainingStep, algorithm
 from bagua.info.connections import Line
 from ranks import RankPool
@@ -177,6 +181,10 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
         ("--congestion cubic", "add --hosts 2"),
         ("--hosts 2 --delay 10ms --buffer 64K --device cpu", "needs a rate"),
         ("--json /no/such/folder/file", "make the folder"),
+        ("--model gpt2 -b 4K", "leave them out"),
+        ("--model gpt2 all_reduce", "collectives have no model"),
+        ("--sizes /no/such/file", "No such file"),
+        ("bytegrad --compute 80ms", "name it by --model"),
     ],
 )
 def test_mistakes_are_named_before_any_rank_starts(
@@ -269,6 +277,44 @@ def _algorithms_that_do_not_communicate_are_found() -> None:
     assert "the mean is off by" in TrainingStep(_place(), register).check()
     assert "from their mean" in TrainingStep(_place(), register, "Optimizer").check()
     assert algorithm("bytegrad", {"hierarchical": False})(_place()).check() == ""
+    with_shapes = TrainingStep(_place(_SHAPES.elements), register, shapes=_SHAPES)
+    assert with_shapes.check() == "ranks [1, 2] have other gradients than rank 0"
+
+
+_SHAPES = Shapes(
+    "a model",
+    (
+        Parameter("embed", (512, 64), "embedding"),
+        Parameter("weight", (64, 256)),
+        Parameter("bias", (256,)),
+        Parameter("head.weight", (300, 256), "head"),
+        Parameter("head.bias", (300,), "head"),
+    ),
+    0.1,
+)
+
+
+def _a_real_model_is_measured() -> None:
+    place = _place(_SHAPES.elements)
+    assert TrainingStep(place, shapes=_SHAPES).check() == ""
+    share = TrainingStep.bus_factor(place.ranks)
+    for name in bagua.available_algorithms():
+        options = options_of(name, {"hierarchical": False})
+        step = algorithm(name, options, _SHAPES)(place)
+        before, begin = step.wire_bytes() or 0, time.perf_counter()
+        step.step()
+        assert time.perf_counter() - begin > _SHAPES.compute, name
+        sent = (step.wire_bytes() or 0) - before
+        if name in ("bytegrad", "quantized_allreduce", "powersgd"):
+            # By the roles that it sees in the model, as the plan has it.
+            coded = coded_bytes(_C.check_options(name, options), _SHAPES.parameters)
+            assert sent == pytest.approx(share * coded, rel=0.05), name
+        assert step.check() == "", name
+        step.close()
+
+
+def test_algorithms_are_measured_on_the_shapes_of_a_model(peers: RankPool) -> None:
+    peers.run(_a_real_model_is_measured)
 
 
 def test_wrong_results_of_algorithms_are_found(peers: RankPool) -> None:
@@ -302,7 +348,16 @@ def test_a_line_of_the_table_shows_what_the_kernel_saw() -> None:
 
 def _facts() -> dict[str, Any]:
     versions = {"bagua": "1", "torch": "2", "device": "cpu", "network": None, "options": {}, "is_encrypted": False}
-    return {**versions, "ranks": 2, "hosts": 1, "vs": "gloo", "iterations": 20, "warmup": 5}
+    return {
+        **versions,
+        "model": None,
+        "compute": None,
+        "ranks": 2,
+        "hosts": 1,
+        "vs": "gloo",
+        "iterations": 20,
+        "warmup": 5,
+    }
 
 
 def _result(

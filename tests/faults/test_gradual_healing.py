@@ -226,14 +226,17 @@ def test_a_newcomer_that_is_healed_when_the_others_have_finished_gets_the_rest_a
     assert torch.equal(first, newcomer)
 
 
-def _numbers(seconds: Callable[[int], float], steps: int) -> list[int]:
-    """Return how many numbers travel in each of so many steps, which take as long as `seconds` says of the numbers."""
+def _numbers(seconds: Callable[[int], float], steps: int, total: int | None = None) -> list[int]:
+    """Return how many numbers travel in each of so many steps, which take as long as `seconds` says of the numbers.
+
+    Without a total there are always few left.
+    """
     pace = Pace(100, share=0.1)
-    sent = []
+    sent: list[int] = []
     before = 0.0
-    for _ in range(steps):
+    while len(sent) < steps and (total is None or sum(sent) < total):
         sent.append(pace.numbers)
-        pace.end_step(before)
+        pace.end_step(before, 1000 if total is None else max(0, total - sum(sent)))
         before = seconds(sent[-1])
     return sent
 
@@ -244,6 +247,16 @@ def test_parts_grow_as_long_as_steps_take_no_longer_for_them() -> None:
     assert set(_numbers(lambda numbers: 1 + numbers * 4e-5, 60)[20:]) == {1600}
     # Where nothing more fits, some steps try again.
     assert set(_numbers(lambda numbers: 1.0 if numbers == 100 else 2.0, 60)) == {100, 200, 400}
+
+
+def test_a_transfer_that_would_take_long_is_made_short_by_longer_steps() -> None:
+    # A hundred numbers take 1 % of a step, and a million a hundred seconds of the line.
+    sent = _numbers(lambda numbers: 1 + numbers * 1e-4, 1000, 1_000_000)
+    assert len(sent) < 60
+    assert max(sent) * 1e-4 <= 10
+    # One that is soon over leaves steps as they are.
+    sent = _numbers(lambda numbers: 1 + numbers * 1e-4, 1000, 2500)
+    assert max(sent) * 1e-4 <= 0.2
 
 
 def test_what_does_not_treat_each_number_by_itself_has_to_be_there_before_the_first_step() -> None:

@@ -21,10 +21,12 @@ MESSAGE_SECONDS = 25e-6
 _BEHIND_THE_LINE = 0.5
 _DELAYS_HIDDEN = 0.6
 # Shares of a step's arithmetic.
-_FORWARD, OPTIMIZER = 1 / 3, 0.05
+FORWARD, OPTIMIZER = 1 / 3, 0.05
 _BUCKET_BYTES = 4 << 20
 # More hosts than this never speak with each other all at once in an allreduce.
 _MOST_AT_ONCE = 32
+# The mean of coded messages is gathered in two rounds by more than these.
+_MOST_IN_ONE_GATHER = 8
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,20 @@ class Price:
     nanoseconds: float
 
 
+def backward_shares(parameters: Sequence[Parameter]) -> list[float]:
+    """Return the share of a backward's arithmetic that comes before each parameter's gradient, the last one's first.
+
+    It is in proportion to the parameter's size. That of an embedding takes none. Where there are convolutions they take
+    all of it, and equal parts, as images shrink where channels grow.
+    """
+    is_convolutional = any(len(p.shape) > 3 for p in parameters)
+    works = [
+        float(len(p.shape) > 3) if is_convolutional else 0.0 if p.role == "embedding" else p.elements
+        for p in parameters
+    ]
+    return [work / (sum(works) or 1.0) for work in works]
+
+
 @dataclass(frozen=True)
 class Step:
     """A step without communication: when each bucket is ready with its share of the bytes, its parts in seconds."""
@@ -64,27 +80,16 @@ class Step:
 
     @staticmethod
     def of(parameters: Sequence[Parameter], compute: float) -> Step:
-        """Return that of a model which computes for `compute` seconds.
-
-        Gradients come in the opposite order of the parameters, each after arithmetic in proportion to its size. That of
-        an embedding takes none. Where there are convolutions they take all of it, and equal parts, as images shrink
-        where channels grow.
-        """
+        """Return that of a model which computes for `compute` seconds."""
         end = compute * (1 - OPTIMIZER)
-        forward = compute * _FORWARD
-        is_convolutional = any(len(p.shape) > 3 for p in parameters)
-        works = [
-            float(len(p.shape) > 3) if is_convolutional else 0.0 if p.role == "embedding" else p.elements
-            for p in parameters
-        ]
-        work = sum(works) or 1.0
+        forward = compute * FORWARD
         total = sum(p.nbytes for p in parameters)
         ready, done, held = [], 0.0, 0
-        for parameter, own in zip(reversed(parameters), reversed(works), strict=True):
-            done += own
+        for parameter, share in zip(reversed(parameters), reversed(backward_shares(parameters)), strict=True):
+            done += share
             held += parameter.nbytes
             if held >= _BUCKET_BYTES:
-                ready.append((forward + (end - forward) * done / work, held / total))
+                ready.append((forward + (end - forward) * done, held / total))
                 held = 0
         if held:
             ready.append((end, held / total))
@@ -113,7 +118,23 @@ def _in_parts(hosts: int) -> int:
 
 
 def _coded(hosts: int) -> int:
-    return hosts - 1 + (_rounds(hosts) if hosts > 8 else hosts - 1)
+    return hosts - 1 + (_rounds(hosts) if hosts > _MOST_IN_ONE_GATHER else hosts - 1)
+
+
+def _ring_delays(hosts: int) -> float:
+    return float(hosts - 1)
+
+
+def _delays_in_parts(hosts: int) -> float:
+    return 1.0 if hosts <= _MOST_AT_ONCE else 2.0
+
+
+def _coded_delays(hosts: int) -> float:
+    return 1.0 if hosts <= _MOST_IN_ONE_GATHER else 1.5
+
+
+def _same_delays(hosts: int) -> float:
+    return 1.0
 
 
 def _neighbours(hosts: int) -> int:
@@ -126,23 +147,30 @@ def _allreduced(hosts: int) -> float:
 
 @dataclass(frozen=True)
 class Way:
-    """How bytes go: how often a host sends each of a message's, and in how many messages for a bucket."""
+    """How bytes go between so many hosts.
+
+    Attributes:
+        copies: how often a host sends each byte of a message.
+        messages: in how many messages for a bucket.
+        delays: how many times as often as between two hosts messages wait for each other.
+    """
 
     copies: Callable[[int], float] = _allreduced
     messages: Callable[[int], int] = _coded
+    delays: Callable[[int], float] = _coded_delays
     is_after_the_step: bool = False
 
 
 WAYS = {
-    "gloo": Way(messages=_ring),
-    "gloo, fp16 hook": Way(messages=_ring),
-    "gradient_allreduce": Way(messages=_in_parts),
+    "gloo": Way(messages=_ring, delays=_ring_delays),
+    "gloo, fp16 hook": Way(messages=_ring, delays=_ring_delays),
+    "gradient_allreduce": Way(messages=_in_parts, delays=_delays_in_parts),
     "bytegrad": Way(),
     "quantized_allreduce, 4bit": Way(),
-    "powersgd, rank 4": Way(messages=lambda hosts: 2 * _in_parts(hosts)),
+    "powersgd, rank 4": Way(messages=lambda hosts: 2 * _in_parts(hosts), delays=_delays_in_parts),
     "qadam": Way(),
-    "low_precision_decentralized": Way(_neighbours, _neighbours, is_after_the_step=True),
-    "decentralized": Way(messages=_in_parts),
+    "low_precision_decentralized": Way(_neighbours, _neighbours, _same_delays, is_after_the_step=True),
+    "decentralized": Way(messages=_in_parts, delays=_delays_in_parts),
 }
 
 
@@ -152,7 +180,7 @@ def step_seconds(way: str, price: Price, step: Step, sent: float, line: Line) ->
     wire = kind.copies(line.hosts) * sent * 8 / (price.efficiency * line.bits_per_second)
     messages = kind.messages(line.hosts) * len(step.ready) * MESSAGE_SECONDS
     processor = (messages + 1e-9 * price.nanoseconds * step.elements) * line.ranks_per_core
-    delay = price.delays * line.round_trip / 2
+    delay = price.delays * kind.delays(line.hosts) * line.round_trip / 2
     delay *= 1 - _DELAYS_HIDDEN * wire / (wire + delay)
     behind = _BEHIND_THE_LINE if line.ranks_per_core <= 1 else 1.0
     if kind.is_after_the_step:

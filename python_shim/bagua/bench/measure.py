@@ -93,14 +93,14 @@ class Measurement:
             (test, dtype, size)
             for test in settings.tests
             for dtype in (settings.dtypes if test != "barrier" else settings.dtypes[:1])
-            for size in (settings.sizes if test != "barrier" else (0,))
+            for size in (settings.sizes if test != "barrier" and settings.shapes is None else (0,))
         ]
         self._progress = Progress(len(self._cases), is_shown=dist.get_rank() == 0)
 
     def results(self) -> Iterator[Result]:
         """Yield one result after another. Collective."""
         for number, (test, dtype, size) in enumerate(self._cases):
-            self._number, self._what = number, f"{test} of {size:,} bytes"
+            self._number, self._what = number, f"{test} of {size:,} bytes" if size else test
             result = self._result(test, dtype, size)
             self._progress.clear()
             yield result
@@ -109,13 +109,18 @@ class Measurement:
         """Return what makes the test, and what makes its like on another backend."""
         if test in COLLECTIVES:
             return COLLECTIVES[test], COLLECTIVES[test]
-        return algorithm(test, options_of(test, self._settings.options)), TrainingStep
+        shapes = self._settings.shapes
+        ours = algorithm(test, options_of(test, self._settings.options), shapes)
+        return ours, lambda place: TrainingStep(place, shapes=shapes)
 
     def _result(self, test: str, dtype: str, size: int) -> Result:
         ranks = dist.get_world_size()
         kind = getattr(torch, dtype)
-        # As in nccl-tests, every rank has a part of the same size.
-        count = max(size // kind.itemsize // ranks, 1) * ranks if size else 0
+        if self._settings.shapes is not None:
+            count = self._settings.shapes.elements
+        else:
+            # As in nccl-tests, every rank has a part of the same size.
+            count = max(size // kind.itemsize // ranks, 1) * ranks if size else 0
         ours, others = self._make(test)
         case = ours(Place(self._world, self._device, kind, count))
         other, missing = self._rival(others, kind, count)
@@ -136,7 +141,7 @@ class Measurement:
         return Result(
             test=test,
             size=size,
-            dtype=dtype if size else "",
+            dtype=dtype if count else "",
             count=count,
             seconds=seconds,
             algbw=size / seconds.median,
@@ -256,6 +261,8 @@ def environment(settings: Settings, device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "vs": settings.vs,
         "options": settings.options,
+        "model": settings.shapes.name if settings.shapes else None,
+        "compute": settings.shapes.compute if settings.shapes else None,
         "iterations": settings.iterations,
         "warmup": settings.warmup,
     }

@@ -28,6 +28,7 @@ from bagua.bench.emulated_hosts import (
     share_of,
     time_of,
 )
+from bagua.bench.shapes import Shapes, add_arguments, named_by
 
 _LINE = ("rate", "delay", "loss", "jitter", "buffer", "packet", "congestion")
 _Value = TypeVar("_Value")
@@ -49,7 +50,7 @@ columns:
            slowest rank. An iteration of a collective is as many calls, one after another, as take 10 ms,
            and at least one; its time is their mean. An algorithm's iteration is one training step without
            arithmetic: forward, backward and optimizer of a DistributedDataParallel model with one parameter
-           of this size.
+           of this size. With --model, --sizes or --script it has their parameters, and --compute is slept.
   algbw    size / median time, in GB/s (1e9 bytes)
   busbw    algbw times the bytes that a rank has to send per byte of size, whatever the implementation
            (2 (n-1)/n for all_reduce and for algorithms): comparable with the speed of the link
@@ -66,6 +67,7 @@ examples:
   python -m bagua.bench algorithms -b 1M -e 64M --ranks 4 --hosts 2 --plot bench.png
   python -m bagua.bench all_reduce bytegrad --hosts 2 --rate 1G --delay 10ms --vs gloo
   python -m bagua.bench bytegrad --hosts 2 --rate 1G --delay 50ms --buffer 50ms --loss 0.1% --congestion cubic
+  python -m bagua.bench --model gpt2 --compute 80ms --hosts 2 --rate 1G --delay 10ms --vs gloo
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m bagua.bench bytegrad
 """
 
@@ -86,6 +88,8 @@ class Settings:
     warmup: int
     options: dict[str, Any]
     vs: str | None
+    # The model that algorithms are measured on; None: a vector of each of the sizes.
+    shapes: Shapes | None
     is_checked: bool
     json: Path | None
     plot: Path | None
@@ -154,9 +158,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("tests", nargs="*", metavar="TEST", help="what to time, see below (default: collectives)")
     what = parser.add_argument_group("what is sent")
-    what.add_argument("-b", "--begin", type=size_in_bytes, default="4K", metavar="SIZE", help="smallest size (4K)")
-    what.add_argument("-e", "--end", type=size_in_bytes, default="16M", metavar="SIZE", help="largest size (16M)")
-    what.add_argument("-f", "--factor", type=float, default=8, help="from one size to the next (8)")
+    what.add_argument("-b", "--begin", type=size_in_bytes, metavar="SIZE", help="smallest size (4K)")
+    what.add_argument("-e", "--end", type=size_in_bytes, metavar="SIZE", help="largest size (16M)")
+    what.add_argument("-f", "--factor", type=float, help="from one size to the next (8)")
     what.add_argument(
         "-d",
         "--dtypes",
@@ -176,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         help="an option for the algorithms that know it; on a single host hierarchical=false is the default here, "
         "because hierarchical algorithms compress between hosts only",
     )
+    add_arguments(parser, is_required=False)
     where = parser.add_argument_group("where")
     where.add_argument("--ranks", type=_positive, help="how many ranks to start (2, or one per GPU)")
     where.add_argument(
@@ -216,14 +221,24 @@ def _parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str]) -> Settings:
     """Read the command line; ends the process with a sentence where something is wrong with it."""
     parser = _parser()
-    args = parser.parse_args(arguments)
-    tests = _tests(parser, args.tests or ["collectives"])
+    mark = [*arguments, "--"].index("--")
+    args = parser.parse_args(arguments[:mark])
+    names_model = bool(args.model or args.sizes or args.script)
+    tests = _tests(parser, args.tests or ["algorithms" if names_model else "collectives"])
+    if names_model and (args.begin or args.end or args.factor):
+        parser.error("-b, -e and -f are about sizes: a model has its own, leave them out")
+    if names_model and set(tests) & set(COLLECTIVES):
+        parser.error("collectives have no model: name algorithms, or leave the model out")
+    if args.compute and not names_model:
+        parser.error("--compute is the arithmetic of a model: name it by --model, --sizes or --script")
     options = dict(args.option)
     _check_options(parser, tests, options)
-    if args.begin > args.end:
-        parser.error(f"-b {args.begin} is larger than -e {args.end}: no size lies between them")
-    if args.factor <= 1:
-        parser.error(f"-f {args.factor:g} does not lead to larger sizes: take more than 1")
+    begin, end = args.begin or 4 << 10, args.end or 16 << 20
+    factor = 8.0 if args.factor is None else args.factor
+    if begin > end:
+        parser.error(f"-b {begin} is larger than -e {end}: no size lies between them")
+    if factor <= 1:
+        parser.error(f"-f {factor:g} does not lead to larger sizes: take more than 1")
     whole = [dtype for dtype in args.dtypes if not getattr(torch, dtype).is_floating_point]
     if whole and set(tests) - set(COLLECTIVES):
         parser.error(f"algorithms exchange floating-point numbers: leave {', '.join(whole)} to the collectives")
@@ -241,7 +256,7 @@ def parse(arguments: Sequence[str]) -> Settings:
             parser.error(f"{path} cannot be written: make the folder {path.absolute().parent} first")
     return Settings(
         tests=tests,
-        sizes=sizes_between(args.begin, args.end, args.factor),
+        sizes=sizes_between(begin, end, factor),
         dtypes=tuple(args.dtypes),
         ranks=ranks,
         hosts=args.hosts,
@@ -251,10 +266,18 @@ def parse(arguments: Sequence[str]) -> Settings:
         warmup=max(args.warmup, 0),
         options=options,
         vs=args.vs,
+        shapes=_shapes(parser, args, arguments[mark + 1 :]),
         is_checked=args.is_checked,
         json=args.json,
         plot=args.plot,
     )
+
+
+def _shapes(parser: argparse.ArgumentParser, args: argparse.Namespace, of_script: Sequence[str]) -> Shapes | None:
+    try:
+        return named_by(args, of_script)
+    except (RuntimeError, ValueError, OSError) as error:
+        parser.error(str(error))
 
 
 def _network(parser: argparse.ArgumentParser, args: argparse.Namespace, device: str) -> Network | None:

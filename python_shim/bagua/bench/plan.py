@@ -17,7 +17,7 @@ from bagua._message_bytes import Parameter, coded_bytes
 from bagua._native import _C
 from bagua.bench.cost_model import WAYS, Line, Price, Step, fragment_seconds, step_seconds, total_bytes
 from bagua.bench.emulated_hosts import rate_of, time_of
-from bagua.bench.shapes import MODELS, from_file, from_script
+from bagua.bench.shapes import add_arguments, named_by
 
 PRICES = Path(__file__).with_name("prices.json")
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -121,11 +121,30 @@ def table(parameters: Sequence[Parameter], compute: float, line: Line, what: str
     if line.hosts > 2:
         lines.insert(2, "# With more than 2 hosts the times may be up to 27 % off.")
     for row in found:
-        name = "DDP over Gloo" + row.way.removeprefix("gloo") if row.way.startswith("gloo") else row.way
         ratio = found[0].seconds / row.seconds
-        lines.append(f"{name:<30}{1e3 * row.seconds:>10,.0f}{ratio:>12.2f}{row.sent / 1e6:>11,.2f}  {row.loss}")
+        lines.append(
+            f"{_name(row.way):<30}{1e3 * row.seconds:>10,.0f}{ratio:>12.2f}{row.sent / 1e6:>11,.2f}  {row.loss}"
+        )
     lines += ["", *(f"{row.code}" for row in found if row.code)]
     return "\n".join(lines)
+
+
+def table_of_hosts(parameters: Sequence[Parameter], compute: float, line: Line, hosts: Sequence[int]) -> str:
+    """Return the milliseconds of a step with every algorithm for several numbers of hosts, as text."""
+    columns = [{row.way: row for row in rows(parameters, compute, replace(line, hosts=number))} for number in hosts]
+    lines = [
+        f"# ms a step, {line.bits_per_second / 1e6:,g} Mbit/s, {1e3 * line.round_trip:g} ms round trip; predicted",
+        f"{'hosts':<30}" + "".join(f"{number:>10,}" for number in hosts),
+    ]
+    lines += [
+        f"{_name(way):<30}" + "".join(f"{1e3 * column[way].seconds:>10,.0f}" for column in columns)
+        for way in columns[-1]
+    ]
+    return "\n".join(lines)
+
+
+def _name(way: str) -> str:
+    return "DDP over Gloo" + way.removeprefix("gloo") if way.startswith("gloo") else way
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,23 +154,17 @@ def _parser() -> argparse.ArgumentParser:
         epilog="examples:\n"
         f"  {_PROG} --model gpt2 --compute 80ms --rate 1G --delay 10ms\n"
         f"  {_PROG} --script train.py --rate 100M --delay 50ms --hosts 4\n"
+        f"  {_PROG} --model gpt2 --compute 80ms --rate 10G --delay 1ms --hosts 8 64 256 1024\n"
         f"  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m bagua.bench plan "
         "--model gpt2 --compute 80ms",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", choices=MODELS, help="shapes of a well-known model: %(choices)s")
-    what.add_argument("--sizes", type=Path, metavar="FILE", help="a shape a line, as 768x3072 or 'name 768x3072'")
-    what.add_argument(
-        "--script",
-        metavar="TRAIN.PY",
-        help="a training script, which runs alone until its optimizer has taken a few steps: shapes and arithmetic are "
-        "its own (what comes after -- are its arguments)",
-    )
-    parser.add_argument("--compute", type=time_of, help="arithmetic of a step, as 80ms (with --script it is measured)")
+    add_arguments(parser, is_required=True)
     parser.add_argument("--rate", type=rate_of, help="what a host can send, as 1G (under torchrun it is measured)")
     parser.add_argument("--delay", type=time_of, default=0.0, help="round trip between hosts, as 10ms (0)")
-    parser.add_argument("--hosts", type=int, help="how many hosts train together (2)")
+    parser.add_argument(
+        "--hosts", type=int, nargs="+", default=[], metavar="N", help="how many hosts train together (2); or several"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
 
@@ -167,34 +180,33 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("the line is unknown: give --rate, and --delay, or start it with torchrun on two hosts")
     if not args.script and not args.compute:
         parser.error("the arithmetic is unknown: give --compute, as 80ms, or --script train.py")
-    if args.script:
-        try:
-            what, (parameters, compute) = args.script, from_script(args.script, of_script)
-        except RuntimeError as error:
-            parser.error(str(error))
-        compute = args.compute or compute
-    else:
-        what, compute = args.model or args.sizes.name, args.compute
-        try:
-            parameters = MODELS[args.model]() if args.model else from_file(args.sizes)
-        except (ValueError, OSError) as error:
-            parser.error(str(error))
-    line = Line(args.hosts or 2, args.rate or 1.0, args.delay)
+    try:
+        shapes = named_by(args, of_script)
+    except (RuntimeError, ValueError, OSError) as error:
+        parser.error(str(error))
+    assert shapes is not None
+    assert shapes.compute is not None
+    parameters, compute = shapes.parameters, shapes.compute
+    line = Line([*args.hosts, 2][0], args.rate or 1.0, args.delay)
     if is_launched and not args.rate:
         from bagua.bench.line import measured
 
         line = measured()
         if line.hosts < 2:
             parser.error("there is no line to measure on one host: start it on two, or give --rate and --delay")
-        line = replace(line, hosts=args.hosts or line.hosts, round_trip=args.delay or line.round_trip)
+        line = replace(line, hosts=[*args.hosts, line.hosts][0], round_trip=args.delay or line.round_trip)
     if is_launched and os.environ["RANK"] != "0":
         return 0
-    if line.hosts < 2:
+    if min([line.hosts, *args.hosts]) < 2:
         parser.error("there is nothing to plan on one host: --hosts 2 or more")
     if args.json:
-        print(json.dumps([vars(row) for row in rows(parameters, compute, line)], indent=1))
+        lines = [replace(line, hosts=hosts) for hosts in args.hosts or [line.hosts]]
+        found = [{"hosts": one.hosts, **vars(row)} for one in lines for row in rows(parameters, compute, one)]
+        print(json.dumps(found, indent=1))
+    elif len(args.hosts) > 1:
+        print(table_of_hosts(parameters, compute, line, args.hosts))
     else:
-        print(table(parameters, compute, line, what))
+        print(table(parameters, compute, line, shapes.name))
     return 0
 
 

@@ -18,6 +18,10 @@ _NOISE = 1.05
 def header(environment: dict[str, Any]) -> str:
     """Return what stands above the table."""
     where = f"{environment['ranks']} ranks on {environment['hosts']} host{'s' if environment['hosts'] > 1 else ''}"
+    model = environment["model"]
+    if model:
+        compute = environment["compute"]
+        where += f", shapes of {model}" + (f" with {1e3 * compute:,.0f} ms of arithmetic" if compute else "")
     options = "".join(f", {name}={value}" for name, value in environment["options"].items())
     where += f" ({environment['network']})" if environment["network"] else ""
     where += ", encrypted between hosts" if environment["is_encrypted"] else ""
@@ -39,6 +43,8 @@ def size_text(size: int) -> str:
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size and size % (1 << shift) == 0:
             return f"{size >> shift} {unit}"
+    if size >= 10**7:
+        return f"{size / 1e6:.1f} MB"
     return f"{size} B" if size else "-"
 
 

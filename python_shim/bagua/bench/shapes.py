@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import os
@@ -12,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from bagua._attachment import names_and_roles
 from bagua._message_bytes import Parameter, parameters_of
+from bagua.bench.emulated_hosts import time_of
 
 _STEPS, _SETTLING = 8, 3
 
@@ -69,6 +72,50 @@ def _resnet50() -> list[Parameter]:
 
 
 MODELS: dict[str, Callable[[], list[Parameter]]] = {"gpt2": _gpt2, "resnet50": _resnet50}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model as the bench needs it: its parameters in order, and the seconds of a step's arithmetic, if known."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    compute: float | None
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
+    """Let a command line name a model."""
+    what = parser.add_mutually_exclusive_group(required=is_required)
+    what.add_argument("--model", choices=MODELS, help="shapes of a well-known model: %(choices)s")
+    what.add_argument("--sizes", type=Path, metavar="FILE", help="a shape a line, as 768x3072 or 'name 768x3072'")
+    what.add_argument(
+        "--script",
+        metavar="TRAIN.PY",
+        help="a training script, which runs alone until its optimizer has taken a few steps: shapes and arithmetic are "
+        "its own (what comes after -- are its arguments)",
+    )
+    parser.add_argument("--compute", type=time_of, help="arithmetic of a step, as 80ms (with --script it is measured)")
+
+
+def named_by(args: argparse.Namespace, of_script: Sequence[str]) -> Shapes | None:
+    """Return the model that these arguments name, if they do; `of_script` are the script's own.
+
+    Raises:
+        ValueError: a file that cannot be read as shapes.
+        OSError: no such file.
+        RuntimeError: a script that takes too few steps.
+    """
+    if args.script:
+        parameters, seconds = from_script(args.script, of_script)
+        return Shapes(args.script, tuple(parameters), args.compute or seconds)
+    if args.sizes:
+        return Shapes(args.sizes.name, tuple(from_file(args.sizes)), args.compute)
+    return Shapes(args.model, tuple(MODELS[args.model]()), args.compute) if args.model else None
 
 
 def from_file(path: Path) -> list[Parameter]:

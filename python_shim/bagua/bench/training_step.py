@@ -1,51 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step without arithmetic: what is left is what an algorithm does, as a user gets it.
 
-A DistributedDataParallel model with one parameter, whose gradient is given instead of computed. A step is forward,
-backward and optimizer, each of which may be the moment at which an algorithm communicates.
+A DistributedDataParallel model with one parameter, or with those of a real model, whose gradients are given instead of
+computed. A step is forward, backward and optimizer, each of which may be the moment at which an algorithm communicates.
 """
 # No `from __future__ import annotations`: see hooks.py.
 
-from collections.abc import Callable
+import hashlib
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import bagua
+from bagua._message_bytes import Parameter
 from bagua._registry import describe
 from bagua.bench.collectives import Place
+from bagua.bench.cost_model import OPTIMIZER
+from bagua.bench.given_gradients import GivenGradients
+from bagua.bench.shapes import Shapes
 
 # The warm-up of "qadam"; what is timed comes after.
 _QADAM_WARMUP = 2
 _WEIGHTS_SEED, _GRADIENTS_SEED = 1000, 2000
 # A value of a chunk is off by at most half a step of its 255 (the largest difference is the whole tensor's).
 _QUANTISATION = 1 / 510
-
-
-class _Given(torch.autograd.Function):
-    """A loss whose gradient is known."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return weight.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Any) -> Any:
-        return ctx.saved_tensors[0], None
-
-
-class _OneParameter(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        return _Given.apply(self.weight, gradient)  # type: ignore[no-any-return]
 
 
 class _NoStep(Optimizer):
@@ -64,15 +48,36 @@ def _noise(seed: int, place: Place) -> Tensor:
     return torch.randn(place.count, generator=generator).to(place.dtype)
 
 
-class TrainingStep:
-    """Steps of a model that communicates in DDP's own way, or with an algorithm."""
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
-    def __init__(self, place: Place, register: Callable[..., Any] | None = None, optimizer_class: str = "") -> None:
+
+class TrainingStep:
+    """Steps of a model that communicates in DDP's own way, or with an algorithm.
+
+    Args:
+        place: where it runs; without `shapes` the model is a vector of its count.
+        register: registers the algorithm.
+        optimizer_class: which the algorithm needs.
+        shapes: the model.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        register: Callable[..., Any] | None = None,
+        optimizer_class: str = "",
+        shapes: Shapes | None = None,
+    ) -> None:
         self.place = place
         self._kind = optimizer_class
+        self._is_vector = shapes is None
+        shapes = shapes or Shapes("vector", (Parameter("weight", (place.count,)),), None)
+        compute = shapes.compute or 0.0
+        self._optimizer_seconds = compute * OPTIMIZER
         self._gradient = _noise(_GRADIENTS_SEED + place.rank, place).to(place.device)
-        network = _OneParameter(_noise(_WEIGHTS_SEED, place).to(place.device))
-        self._weight = network.weight
+        network = GivenGradients(shapes.parameters, _noise(_WEIGHTS_SEED, place).to(place.device), compute)
+        self._weights = list(network.parameters())
         # The gradient is copied into DDP's bucket, once, and not back.
         self._ddp = DistributedDataParallel(network, process_group=place.group, gradient_as_bucket_view=True)
         self._optimizer: Optimizer = _NoStep(network.parameters())
@@ -82,9 +87,11 @@ class TrainingStep:
         self._steps = 0
         # Other weights on each rank, where that is what an algorithm works on.
         if optimizer_class == "Optimizer":
+            own = _noise(_WEIGHTS_SEED + place.rank, place).split([weight.numel() for weight in self._weights])
             with torch.no_grad():
-                self._weight.copy_(_noise(_WEIGHTS_SEED + place.rank, place))
-        self._start = self._weight.detach().clone()
+                for weight, part in zip(self._weights, own, strict=True):
+                    weight.copy_(part.view_as(weight))
+        self._start = _flat(self._weights)
         for _ in range(_QADAM_WARMUP + 1):  # DDP settles on its buckets, warm-ups end
             self.step()
 
@@ -97,6 +104,7 @@ class TrainingStep:
         """Take one step."""
         self._optimizer.zero_grad()
         self._ddp(self._gradient).backward()
+        time.sleep(self._optimizer_seconds)
         self._optimizer.step()
         self._steps += 1
 
@@ -108,11 +116,15 @@ class TrainingStep:
         """Take another step and return "" where its result is right. Collective."""
         if self._kind == "Optimizer":
             return self._check_weights()
+        # How far off the mean may be is known for a vector, which is coded with 8 bits if at all.
+        if not self._is_vector and self.handle is not None and self.handle.algorithm != "gradient_allreduce":
+            return self._check_agreement()
         momentum = torch.zeros(())
         share = 1.0
         if self._kind == "QAdamOptimizer":
             share = 1 - self._optimizer.param_groups[0]["betas"][0]
-            momentum = self._optimizer.state[self._weight]["exp_avg"].detach().clone().cpu().double() * (1 - share)
+            momenta = _flat(self._optimizer.state[weight]["exp_avg"] for weight in self._weights)
+            momentum = momenta.cpu().double() * (1 - share)
         before = self.wire_bytes()
         self.step()
         sent = None if before is None else (self.wire_bytes() or 0) - before
@@ -121,13 +133,26 @@ class TrainingStep:
             own = momentum + share * _noise(_GRADIENTS_SEED + rank, self.place).double()
             mean += own / self.place.ranks
             widest = max(widest, (own.max() - own.min()).item())
-        assert self._weight.grad is not None
-        off = (self._weight.grad.cpu().double() - mean).abs().max().item()
+        off = (self._gradients().cpu().double() - mean).abs().max().item()
         # What sends less than an allreduce of all bits has coded the values twice: each rank's, then their mean.
         least = self.bus_factor(self.place.ranks) * self.place.count * self.place.dtype.itemsize
         is_coded = sent is not None and sent < 0.99 * least
         bound = self._rounding() + (2 * _QUANTISATION * widest if is_coded else 0.0)
         return "" if off <= bound else f"the mean is off by {off:.2g}, expected at most {bound:.2g}"
+
+    def _gradients(self) -> Tensor:
+        return _flat(weight.grad for weight in self._weights if weight.grad is not None)
+
+    def _check_agreement(self) -> str:
+        """All ranks have the same gradients, to the bit."""
+        self.step()
+        gradients = self._gradients()
+        if not gradients.isfinite().all():
+            return "the mean is not finite"
+        digests: list[bytes] = [b""] * self.place.ranks
+        dist.all_gather_object(digests, hashlib.sha256(gradients.cpu().view(torch.uint8).numpy()).digest())
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        return f"ranks {others} have other gradients than rank 0" if others else ""
 
     def _rounding(self) -> float:
         # Values are below 8 (normal ones); a few roundings of them on the way.
@@ -139,7 +164,7 @@ class TrainingStep:
         assert self.handle is not None
         if describe(self.handle.algorithm)["runs_in_background"]:
             self.handle.abort()
-        begin, end = self._start.double(), self._weight.detach().double()
+        begin, end = self._start.double(), _flat(self._weights).double()
         means = torch.stack([begin, end])
         dist.all_reduce(means)
         means /= self.place.ranks
@@ -159,10 +184,10 @@ class TrainingStep:
             self.handle.remove()
 
 
-def algorithm(name: str, options: dict[str, Any]) -> Callable[[Place], TrainingStep]:
+def algorithm(name: str, options: dict[str, Any], shapes: Shapes | None = None) -> Callable[[Place], TrainingStep]:
     """Return what makes the steps of an algorithm."""
 
     def register(ddp: DistributedDataParallel, optimizer: Optimizer) -> Any:
         return bagua.register_comm_hook(ddp, name, optimizer, **options)
 
-    return lambda place: TrainingStep(place, register, describe(name)["optimizer"])
+    return lambda place: TrainingStep(place, register, describe(name)["optimizer"], shapes)
