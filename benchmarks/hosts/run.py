@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times training steps between emulated hosts, all ways to communicate in one run. Needs root and iproute2.
 
-python benchmarks/hosts/run.py                      the networks that docs/performance.md shows (about 8 minutes)
+python benchmarks/hosts/run.py                      seven networks without a distance (about 8 minutes)
 python benchmarks/hosts/run.py --grid               every rate with every distance (about 25 minutes)
 python benchmarks/hosts/run.py --grid --congestion cubic --buffer 50ms               the grid as users' machines are
 python benchmarks/hosts/run.py --grid --congestion cubic --buffer 50ms --loss 0.1%   and with losses

@@ -31,7 +31,7 @@ _LOSSES = {
     "gradient_allreduce": "none",
     "bytegrad": "none seen",
     "quantized_allreduce, 4bit": "-0.1 to 0.4 %",
-    "powersgd, rank 4": "1 % (transformer), 4 to 8 % (conv)",
+    "powersgd, rank 4": "1 % (transformer), 3 to 8 % (conv)",
     "qadam": "0 to 3 % (freeze late)",
     "low_precision_decentralized": "as decentralized",
     "decentralized": "1 to 3 %",
