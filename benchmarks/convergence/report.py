@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plan import CLOTHES_SECTIONS, DICTIONARY_SECTIONS, FIRST_SECTIONS, SECTIONS, SWEEP, TORCHS_POWER_SGD, Row, Section
+from plan import CLOTHES_SECTIONS, DICTIONARY_SECTIONS, FIRST_SECTIONS, SECTIONS, SWEEP
+from runs import TORCHS_POWER_SGD, Row, Section
 from training import BATCH_OF_LOSSES
 
 Record = dict[str, Any]

@@ -30,7 +30,8 @@ import tasks
 import torch
 import torch.multiprocessing as mp
 import training
-from plan import DICTIONARY, FASHION_MNIST, LICENCES, TORCHS_POWER_SGD, Run, all_runs
+from plan import all_runs
+from runs import DICTIONARY, FASHION_MNIST, LICENCES, TORCHS_POWER_SGD, Run
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).resolve().parents[2]

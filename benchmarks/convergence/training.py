@@ -15,7 +15,7 @@ import bagua
 import tasks
 import torch
 import torch.distributed as dist
-from plan import SHARDED, TORCHS_POWER_SGD, Row, Run
+from runs import SHARDED, TORCHS_POWER_SGD, Row, Run
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

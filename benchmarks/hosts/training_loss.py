@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "convergence"))
 import training
-from plan import DICTIONARY, FEW_ROUNDS, TORCHS_POWER_SGD, Row, Run, baseline, diloco, few_bits, local_sgd, low_rank
+from plan import FEW_ROUNDS, diloco, few_bits, local_sgd, low_rank
+from runs import DICTIONARY, TORCHS_POWER_SGD, Row, Run, baseline
 
 FRAGMENTS = diloco("AdamW", 100, "4bit", 4, FEW_ROUNDS)
 CONTENDERS: dict[str, Row] = {

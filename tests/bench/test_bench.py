@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -15,8 +14,6 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua._message_bytes import Parameter, coded_bytes
-from bagua._native import _C
 from bagua.bench.collectives import COLLECTIVES, AllReduce, Barrier, Collective, Place
 from bagua.bench.emulated_hosts import (
     Network,
@@ -29,11 +26,10 @@ from bagua.bench.emulated_hosts import (
     time_of,
 )
 from bagua.bench.measure import Result, Times
-from bagua.bench.options import Settings, options_of, parse, size_in_bytes, sizes_between
+from bagua.bench.options import Settings, parse, size_in_bytes, sizes_between
 from bagua.bench.pattern import difference, fill, sums, values
 from bagua.bench.progress import Progress
 from bagua.bench.report import header, line, verdict
-from bagua.bench.shapes import Shapes
 from bagua.bench.training_step import TrainingStep, algorithm
 from bagua.info.connections import Line
 from ranks import RankPool
@@ -277,44 +273,6 @@ def _algorithms_that_do_not_communicate_are_found() -> None:
     assert "the mean is off by" in TrainingStep(_place(), register).check()
     assert "from their mean" in TrainingStep(_place(), register, "Optimizer").check()
     assert algorithm("bytegrad", {"hierarchical": False})(_place()).check() == ""
-    with_shapes = TrainingStep(_place(_SHAPES.elements), register, shapes=_SHAPES)
-    assert with_shapes.check() == "ranks [1, 2] have other gradients than rank 0"
-
-
-_SHAPES = Shapes(
-    "a model",
-    (
-        Parameter("embed", (512, 64), "embedding"),
-        Parameter("weight", (64, 256)),
-        Parameter("bias", (256,)),
-        Parameter("head.weight", (300, 256), "head"),
-        Parameter("head.bias", (300,), "head"),
-    ),
-    0.1,
-)
-
-
-def _a_real_model_is_measured() -> None:
-    place = _place(_SHAPES.elements)
-    assert TrainingStep(place, shapes=_SHAPES).check() == ""
-    share = TrainingStep.bus_factor(place.ranks)
-    for name in bagua.available_algorithms():
-        options = options_of(name, {"hierarchical": False})
-        step = algorithm(name, options, _SHAPES)(place)
-        before, begin = step.wire_bytes() or 0, time.perf_counter()
-        step.step()
-        assert time.perf_counter() - begin > _SHAPES.compute, name
-        sent = (step.wire_bytes() or 0) - before
-        if name in ("bytegrad", "quantized_allreduce", "powersgd"):
-            # By the roles that it sees in the model, as the plan has it.
-            coded = coded_bytes(_C.check_options(name, options), _SHAPES.parameters)
-            assert sent == pytest.approx(share * coded, rel=0.05), name
-        assert step.check() == "", name
-        step.close()
-
-
-def test_algorithms_are_measured_on_the_shapes_of_a_model(peers: RankPool) -> None:
-    peers.run(_a_real_model_is_measured)
 
 
 def test_wrong_results_of_algorithms_are_found(peers: RankPool) -> None:

@@ -55,7 +55,7 @@ class GivenGradients(nn.Module):
         backward = compute * (1 - FORWARD - OPTIMIZER)
         self._backward_seconds = [backward * share for share in backward_shares(parameters)]
         layers: list[nn.Module] = []
-        for parameter, part in zip(parameters, weights.split(self._elements), strict=True):
+        for parameter, part in zip(parameters, torch.split(weights, self._elements), strict=True):
             weight = part.reshape(parameter.shape).clone()
             if layers and isinstance(layers[-1], nn.Linear) and parameter.role == "head":
                 layers[-1].bias = nn.Parameter(weight)
@@ -67,7 +67,7 @@ class GivenGradients(nn.Module):
         """Return a loss with these gradients, one after another as the weights are."""
         time.sleep(self._forward_seconds)
         loss = gradients.new_zeros(())
-        parts = zip(self.parameters(), gradients.split(self._elements), self._backward_seconds, strict=True)
+        parts = zip(self.parameters(), torch.split(gradients, self._elements), self._backward_seconds, strict=True)
         for weight, gradient, seconds in parts:
             loss = _Given.apply(loss, weight, gradient.view_as(weight), seconds)
         return loss

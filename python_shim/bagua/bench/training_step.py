@@ -87,7 +87,8 @@ class TrainingStep:
         self._steps = 0
         # Other weights on each rank, where that is what an algorithm works on.
         if optimizer_class == "Optimizer":
-            own = _noise(_WEIGHTS_SEED + place.rank, place).split([weight.numel() for weight in self._weights])
+            sizes = [weight.numel() for weight in self._weights]
+            own = torch.split(_noise(_WEIGHTS_SEED + place.rank, place), sizes)
             with torch.no_grad():
                 for weight, part in zip(self._weights, own, strict=True):
                     weight.copy_(part.view_as(weight))
@@ -150,7 +151,7 @@ class TrainingStep:
         if not gradients.isfinite().all():
             return "the mean is not finite"
         digests: list[bytes] = [b""] * self.place.ranks
-        dist.all_gather_object(digests, hashlib.sha256(gradients.cpu().view(torch.uint8).numpy()).digest())
+        dist.all_gather_object(digests, hashlib.sha256(gradients.cpu().view(torch.uint8).numpy().tobytes()).digest())
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         return f"ranks {others} have other gradients than rank 0" if others else ""
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bagua.bench --model`: algorithms on the shapes of a model."""
+
+import time
+from typing import Any
+
+import bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua._message_bytes import Parameter, coded_bytes
+from bagua._native import _C
+from bagua.bench.collectives import Place
+from bagua.bench.options import options_of
+from bagua.bench.shapes import Shapes
+from bagua.bench.training_step import TrainingStep, algorithm
+from ranks import RankPool
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+_SHAPES = Shapes(
+    "a model",
+    (
+        Parameter("embed", (512, 64), "embedding"),
+        Parameter("weight", (64, 256)),
+        Parameter("bias", (256,)),
+        Parameter("head.weight", (300, 256), "head"),
+        Parameter("head.bias", (300,), "head"),
+    ),
+    0.1,
+)
+
+
+def _place() -> Place:
+    assert dist.group.WORLD is not None
+    return Place(dist.group.WORLD, torch.device("cpu"), torch.float32, _SHAPES.elements)
+
+
+def _a_real_model_is_measured() -> None:
+    place = _place()
+    assert TrainingStep(place, shapes=_SHAPES).check() == ""
+    share = TrainingStep.bus_factor(place.ranks)
+    for name in bagua.available_algorithms():
+        options = options_of(name, {"hierarchical": False, "start_step": 0})
+        step = algorithm(name, options, _SHAPES)(place)
+        before, begin = step.wire_bytes() or 0, time.perf_counter()
+        step.step()
+        assert time.perf_counter() - begin > _SHAPES.compute, name
+        sent = (step.wire_bytes() or 0) - before
+        if name in ("bytegrad", "quantized_allreduce", "powersgd"):
+            # By the roles that it sees in the model, as the plan has it.
+            coded = coded_bytes(_C.check_options(name, options), _SHAPES.parameters)
+            assert sent == pytest.approx(share * coded, rel=0.05), name
+        assert step.check() == "", name
+        step.close()
+
+
+def test_algorithms_are_measured_on_the_shapes_of_a_model(peers: RankPool) -> None:
+    peers.run(_a_real_model_is_measured)
+
+
+def _ranks_that_disagree_are_found() -> None:
+    class Nothing:
+        algorithm = "bytegrad"
+
+    def register(ddp: Any, optimizer: Any) -> Any:
+        ddp.register_comm_hook(None, noop_hook)
+        return Nothing()
+
+    others = list(range(1, dist.get_world_size()))
+    check = TrainingStep(_place(), register, shapes=_SHAPES).check()
+    assert check == f"ranks {others} have other gradients than rank 0"
+
+
+def test_ranks_with_other_gradients_are_found(peers: RankPool) -> None:
+    peers.run(_ranks_that_disagree_are_found)
