@@ -122,11 +122,14 @@ class Pace:
 class GradualTransfer:
     """From one rank to newcomers, in so many steps. All ranks make it, and call the same methods.
 
+    The source sends to the first newcomer only, and each of them to the next one what it has before the step, so that a
+    line carries no part twice.
+
     Args:
         ddp: the model.
         optimizer: its optimizer.
         source: the rank that has everything.
-        newcomers: the ranks that have not.
+        newcomers: the ranks that have not, with how many numbers they have already; those with the most first.
         parameters: which of the trainable parameters travel; empty on ranks that are neither.
         step_numbers: how many numbers of them, with their state, travel in a step at first.
         total_numbers: how many there are.
@@ -139,7 +142,7 @@ class GradualTransfer:
         ddp: DistributedDataParallel,
         optimizer: Optimizer,
         source: int,
-        newcomers: Sequence[int],
+        newcomers: dict[int, int],
         parameters: Sequence[int],
         *,
         step_numbers: int,
@@ -147,20 +150,24 @@ class GradualTransfer:
         share: float,
         is_mean: bool,
     ) -> None:
+        self.parameters = list(parameters)
         self._group = ddp.process_group
-        self._source = source
-        self._newcomers = newcomers
+        self._chain = [source, *newcomers]
+        # How many numbers each one has.
+        self._has = [total_numbers, *newcomers.values()]
         self._pace = Pace(step_numbers, share)
         self._total = total_numbers
-        self._at = 0
-        self._part = torch.empty(0)
+        self._steps_with_a_whole_newcomer = 0
         self._works: list[dist.Work] | None = None
+        # What has to live as long as they, and where what comes belongs.
+        self._sent = torch.empty(0)
+        self._came: tuple[Tensor, list[Tensor]] | None = None
         rank, size = self._group.rank(), self._group.size()
-        self.is_newcomer = rank in newcomers
-        self._is_source = rank == source
+        self._place = self._chain.index(rank) if rank in self._chain else -1
+        self.is_newcomer = self._place > 0
         trained: list[Any] = trainable_parameters(ddp)
         self._tensors = [tensors_of(trained[index], optimizer) for index in parameters]
-        if self._is_source or self.is_newcomer:
+        if self._place >= 0:
             assert sum(tensors[0].numel() for tensors in self._tensors) == total_numbers
         weight = size / (size - len(newcomers)) if is_mean else 1.0
         change: Callable[[Tensor], Tensor] = torch.zeros_like if self.is_newcomer else lambda g: g * weight
@@ -170,24 +177,33 @@ class GradualTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether all is there."""
-        return self._at == self._total
+        """Whether all newcomers have all, or the first one has, and the others are far behind it."""
+        return self._has[-1] == self._total or self._steps_with_a_whole_newcomer > len(self._chain)
+
+    @property
+    def own_numbers(self) -> int:
+        """How many numbers this newcomer has."""
+        return self._has[self._place]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all numbers."""
+        return self._place < 0 or self.own_numbers == self._total
 
     @torch.no_grad()
     def begin_part(self) -> None:
         """Send what this step has room for, before its forward."""
         self._works = []
-        places = list(self._places())
-        if not places:
+        if self._place < 0:
             return
-        if self._is_source:
-            self._part = torch.cat(places)
-            works = [dist.isend(self._part, group=self._group, group_dst=rank) for rank in self._newcomers]
-        else:
+        if self._place + 1 < len(self._chain) and (places := list(self._places(*self._part_of(self._place + 1)))):
+            self._sent = torch.cat(places)
+            self._add(dist.isend(self._sent, group=self._group, group_dst=self._chain[self._place + 1]))
+        if self.is_newcomer and (places := list(self._places(*self._part_of(self._place)))):
             size = sum(place.numel() for place in places)
-            self._part = torch.empty(size, dtype=torch.uint8, device=places[0].device)
-            works = [dist.irecv(self._part, group=self._group, group_src=self._source)]
-        self._works = [work for work in works if work is not None]
+            part = torch.empty(size, dtype=torch.uint8, device=places[0].device)
+            self._came = part, places
+            self._add(dist.irecv(part, group=self._group, group_src=self._chain[self._place - 1]))
 
     @torch.no_grad()
     def end_part(self) -> None:
@@ -196,31 +212,38 @@ class GradualTransfer:
             return
         for work in self._works:
             work.wait()
-        if self.is_newcomer:
-            places = list(self._places())
-            for place, came in zip(places, torch.split(self._part, [place.numel() for place in places]), strict=True):
+        if self._came is not None:
+            part, places = self._came
+            for place, came in zip(places, torch.split(part, [place.numel() for place in places]), strict=True):
                 place.copy_(came)
-        self._works = None
-        self._at += self._numbers_of_part()
+        self._works = self._came = None
+        self._has[1:] = [self._part_of(place)[1] for place in range(1, len(self._chain))]
+        self._steps_with_a_whole_newcomer += self._has[1] == self._total
 
     def pace(self, seconds: float) -> None:
         """Let later parts be larger while steps take no longer for them: see Pace.end_step, which this is for."""
-        self._pace.end_step(seconds, self._total - self._at)
+        self._pace.end_step(seconds, self._total - self._has[-1])
 
     def stop(self) -> None:
         """Leave gradients and optimizer as they were."""
         for hook in self._hooks:
             hook.remove()
 
-    def _numbers_of_part(self) -> int:
-        return min(self._pace.numbers, self._total - self._at)
+    def _add(self, work: dist.Work | None) -> None:
+        assert work is not None
+        assert self._works is not None
+        self._works.append(work)
 
-    def _places(self) -> Iterator[Tensor]:
-        """Where the bytes of the part at hand are, each weight's together with those of its state."""
-        begin = -self._at
+    def _part_of(self, place: int) -> tuple[int, int]:
+        """Return the first of the numbers that this step has for a newcomer, and the one behind the last."""
+        begin = self._has[place]
+        return begin, max(begin, min(begin + self._pace.numbers, self._has[place - 1]))
+
+    def _places(self, begin: int, end: int) -> Iterator[Tensor]:
+        """Where the bytes of these numbers are, each weight's together with those of its state."""
         for tensors in self._tensors:
             count = tensors[0].numel()
-            first, last = max(0, -begin), min(count, self._numbers_of_part() - begin)
+            first, last = max(0, begin), min(count, end)
             if first < last:
                 yield from (tensor.view(-1)[first:last].view(torch.uint8) for tensor in tensors)
-            begin += count
+            begin, end = begin - count, end - count

@@ -10,7 +10,6 @@ import pickle
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from bagua._attachment import trainable_parameters
 from bagua._gradual_transfer import GradualTransfer, can_be_gradual, gradual_parameters, tensors_of
 from bagua._native import _C
+from bagua._progress import A_PART, Part, Progress, Stage, number_of
 from bagua._tensors_apart import with_tensors, without_tensors
 from bagua._torch_private import barrier
 from bagua.handle import Handle
@@ -33,31 +33,6 @@ _DIGEST_BYTES = 4096
 _logger = logging.getLogger("bagua")
 
 
-class Stage(IntEnum):
-    """How far a rank is with the block of code around its last step, the furthest last."""
-
-    # The step after that has failed in the middle: it has changed some weights, and others not.
-    TORN = -1
-    # The algorithm may still have something to do, or has failed at it. What follows the step has not begun.
-    IN_STEP = 0
-    # What follows the step, such as a scheduler's, may have been done or not.
-    AFTER_STEP = 1
-    DONE = 2
-
-
-class Progress(NamedTuple):
-    """Which weights a rank has: those after so many steps of the optimizer.
-
-    -1: none that the others could share. A_PART: some of those of the others, and some that mean nothing.
-    """
-
-    step: int
-    stage: Stage
-
-
-A_PART = Progress(-2, Stage.DONE)
-
-
 class _Said(NamedTuple):
     progress: Progress
     # Which group its steps were taken in. Zero is that of nobody, and differs from no other.
@@ -66,6 +41,8 @@ class _Said(NamedTuple):
     weights: int
     others: str
     first_step: int
+    part: Part | None
+    parameters: int
     # Whether weights can come while the training goes on, how many numbers can, how many of them in a first step, and
     # by how much longer a step may take.
     is_gradual: bool
@@ -108,6 +85,7 @@ class TrainingState:
         are_weights_equal: bool = False,
         step_bytes: int = 0,
         share: float = 0.0,
+        part: Part | None = None,
     ) -> Progress:
         """Give all ranks that are behind what the furthest one has, and return its progress. Collective.
 
@@ -122,6 +100,7 @@ class TrainingState:
             step_bytes: how much of a newcomer's weights and optimizer state may travel in a training step, where that
                 is possible, at first; 0 has all travel now.
             share: by what share of its time a step may become longer. The furthest rank's counts.
+            part: what this rank has, if its progress is A_PART.
 
         Raises:
             ValueError: models of different shapes, on all ranks.
@@ -139,6 +118,8 @@ class TrainingState:
             weights=_digest(trainable_parameters(self._ddp)) if are_weights_equal else 0,
             others="buffers are due" if self._are_buffers_due else self._digest_of_others(),
             first_step=first_step if progress.step < 0 else 0,
+            part=part,
+            parameters=number_of(later),
             is_gradual=step_bytes > 0 and can_be_gradual(self._ddp, self._optimizer),
             later_numbers=numbers,
             step_numbers=max(1, step_bytes * numbers // max(1, size)),
@@ -156,11 +137,12 @@ class TrainingState:
         behind = [rank for rank, other in enumerate(said) if rank != source and _differs(rank, other, said[source])]
         odd = [rank for rank, other in enumerate(said) if rank not in behind and other.others != said[source].others]
         is_gradual = _can_be_gradual(said, source, behind)
+        has = {rank: _numbers_of(said[rank], said[source]) if is_gradual else 0 for rank in behind}
         if group.rank() == source:
             self._send(behind, group, self._state(), later if is_gradual else [])
             self._send(odd, group, self._state_of_others(), [])
         elif group.rank() in behind:
-            later = self._receive(source, group, said[source].progress)
+            later = self._receive(source, group, said[source].progress, keeps=has[group.rank()] > 0)
         elif group.rank() in odd:
             self._receive(source, group, progress)
         if behind or odd:
@@ -176,7 +158,7 @@ class TrainingState:
                 self._ddp,
                 self._optimizer,
                 source,
-                behind,
+                dict(sorted(has.items(), key=lambda one: -one[1])),
                 later if group.rank() in [source, *behind] else [],
                 step_numbers=said[source].step_numbers,
                 total_numbers=said[source].later_numbers,
@@ -259,8 +241,11 @@ class TrainingState:
                     assert work is not None
                     work.wait()
 
-    def _receive(self, source: int, group: dist.ProcessGroup, furthest: Progress) -> list[int]:
-        """Take what is sent, and return which parameters travel later."""
+    def _receive(self, source: int, group: dist.ProcessGroup, furthest: Progress, *, keeps: bool = False) -> list[int]:
+        """Take what is sent, and return which parameters travel later.
+
+        With `keeps` this rank has some of these already, and keeps what the optimizer has for them.
+        """
         message: list[Any] = [None]
         dist.recv_object_list(message, group=group, group_src=source)
         skeleton, kinds, parameters = message[0]
@@ -278,7 +263,12 @@ class TrainingState:
             late = {id(tensor) for tensor, (*_, is_later) in zip(tensors, kinds, strict=True) if is_later}
             own = self._ddp.module.state_dict()
             state["module"].update((name, own[name]) for name, t in state["module"].items() if id(t) in late)
+            trained = [trainable_parameters(self._ddp)[index] for index in (parameters if keeps else [])]
+            kept = [tensors_of(p, self._optimizer) for p in trained]
             self._load(state)
+            for p, tensors in zip(trained, kept, strict=True):
+                for tensor, own_tensor in zip(tensors_of(p, self._optimizer), tensors, strict=True):
+                    tensor.copy_(own_tensor)
         with torch.no_grad():
             for name, buffer in self._ddp.module.named_buffers():
                 buffer.copy_(state["buffers"][name])
@@ -305,6 +295,14 @@ class TrainingState:
             for key, value in state.items():
                 if isinstance(value, Tensor) and own[key].dtype != value.dtype:
                     own[key] = value.to(own[key].device)
+
+
+def _numbers_of(newcomer: _Said, source: _Said) -> int:
+    """Return how many numbers a newcomer has that are those of the source: it took all of its steps since they came."""
+    part = newcomer.part
+    if part is None or (part.step, part.group) != (source.progress.step, source.group):
+        return 0
+    return part.numbers if part.parameters == newcomer.parameters == source.parameters else 0
 
 
 def _rank_of(said: _Said) -> tuple[bool, Progress, int]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import logging
 import queue
@@ -152,3 +153,14 @@ class Beats:
 def beat_key(member: str) -> str:
     """Return the key under which a member counts."""
     return f"beat/{member}"
+
+
+def serve() -> None:
+    """Serve one for ever, as the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m bagua.elastic", description="Serve a store for members to meet in")
+    parser.add_argument("--host", default="0.0.0.0", help="where to listen")
+    parser.add_argument("--port", type=int, default=29510)
+    given = parser.parse_args()
+    store = dist.TCPStore(given.host, given.port, is_master=True, wait_for_workers=False)
+    print(f"serving a store at {given.host} port {store.port}", flush=True)
+    threading.Event().wait()

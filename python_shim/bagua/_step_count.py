@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bagua._attachment import unwrapped
-from bagua._healing import Progress, Stage
+from bagua._progress import Progress, Stage
 from bagua._torch_private import version_of
 
 

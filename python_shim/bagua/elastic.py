@@ -12,10 +12,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -29,8 +27,10 @@ from torch.optim import Optimizer
 
 from bagua._buckets import settle_buckets
 from bagua._gradual_transfer import GradualTransfer
-from bagua._healing import A_PART, Progress, Stage, TrainingState
+from bagua._healing import TrainingState
+from bagua._meeting_store import serve
 from bagua._members import MemberGroup, is_of_operation
+from bagua._progress import A_PART, Part, Progress, Stage
 from bagua._registry import describe
 from bagua._step_count import StepCount
 from bagua._torch_private import can_reconfigure
@@ -209,6 +209,8 @@ class Training:
         self._first_step = step
         self._share = share
         self._transfer: GradualTransfer | None = None
+        # What has come of a transfer that has ended before all had.
+        self._part: Part | None = None
         # What the last step has taken.
         self._seconds = 0.0
         # Steps and bytes at the last change.
@@ -349,7 +351,10 @@ class Training:
         if self._transfer is None:
             return
         self._transfer.stop()
-        if self._transfer.is_newcomer and not self._transfer.is_over:
+        step, stage = self._count.progress
+        if self._transfer.is_newcomer and not self._transfer.is_whole:
+            if stage is not Stage.TORN:
+                self._part = Part.of(self._transfer, step, self._met)
             self._count.progress = A_PART
         self._transfer = None
 
@@ -365,10 +370,14 @@ class Training:
                 are_weights_equal=self._are_weights_equal,
                 step_bytes=step_bytes,
                 share=self._share,
+                part=self._part if progress == A_PART else None,
             )
         except BaseException:
             self._count.progress = self._state.progress
             raise
+        finally:
+            # Some of it may have been overwritten.
+            self._part = None
         self._transfer = self._state.transfer
         self._met = self._group.uuid
 
@@ -386,15 +395,5 @@ class Training:
         return max(_LEAST_STEP_BYTES, int(in_step * self._share))
 
 
-def _serve() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bagua.elastic", description="Serve a store for members to meet in")
-    parser.add_argument("--host", default="0.0.0.0", help="where to listen")
-    parser.add_argument("--port", type=int, default=29510)
-    given = parser.parse_args()
-    store = dist.TCPStore(given.host, given.port, is_master=True, wait_for_workers=False)
-    print(f"serving a store at {given.host} port {store.port}", flush=True)
-    threading.Event().wait()
-
-
 if __name__ == "__main__":
-    _serve()
+    serve()

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _healing
-from bagua._healing import Progress, Stage, TrainingState
+from bagua._healing import TrainingState
+from bagua._progress import Progress, Stage
 from bagua.elastic import Members, Training
 from elastic_ranks import join, weights_of
 from holdings import wait_for

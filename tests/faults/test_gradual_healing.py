@@ -135,6 +135,7 @@ def test_the_others_train_on_as_if_the_newcomer_were_not_there() -> None:
 
 
 def _source_dies() -> Tensor:
+    numbers = [0]
     # Rank 0 only serves the store, the next one is the source, and the last one the newcomer.
     _gradual_transfer._GROWTH = 1
     me, shared, members = join(at_least=1 if dist.get_rank() == SIZE else 2)
@@ -158,6 +159,11 @@ def _source_dies() -> Tensor:
                 if training.step == BEGIN + 4 and me == 1:
                     die(shared)
                 _step(training, optimizer, me)
+            if training._transfer is not None and training.is_healing:
+                numbers.append(training._transfer.own_numbers)
+        # What had come before the death does not travel again.
+        assert numbers == sorted(numbers)
+        assert (len(numbers) > 5) == (me == SIZE)
         training.wait_for_end()
         shared.set("end", "")
         return weights_of(training)
@@ -166,6 +172,39 @@ def _source_dies() -> Tensor:
 def test_a_newcomer_whose_source_dies_gets_all_from_another_member() -> None:
     _, _, member, newcomer = run_ranks(SIZE + 1, _source_dies, dying={1})
     assert torch.equal(member, newcomer)
+
+
+def _two_come_at_once() -> dict[str, Any]:
+    me, shared, members = join(at_least=1 if dist.get_rank() >= LAST else LAST)
+    if me >= LAST:
+        shared.get("come")
+    found: dict[str, Any] = {"healed": [], "chains": []}
+    with members:
+        training, optimizer = _join(members, me, "AdamW")
+        while training.step < END:
+            if training.step == BEGIN:
+                shared.set("come", "")
+                while dist.get_world_size() < SIZE + 1 and training.step == BEGIN:
+                    with training.attempt():
+                        pass
+            with training.attempt():
+                if training.is_healing:
+                    found["healed"].append(training.step)
+                if training._transfer is not None:
+                    found["chains"].append(training._transfer._chain)
+                _step(training, optimizer, me)
+        training.wait_for_end()
+        return {**found, "weights": weights_of(training)}
+
+
+def test_newcomers_of_one_step_hand_on_what_comes() -> None:
+    results = run_ranks(SIZE + 1, _two_come_at_once)
+    first = results[0]
+    # Both joined in one step, and what came went through one of them to the other.
+    assert len(first["chains"][0]) == 3
+    for other in results[1:]:
+        assert torch.equal(other["weights"], first["weights"])
+    assert all(len(newcomer["healed"]) >= 5 for newcomer in results[LAST:])
 
 
 def _another_comes_meanwhile() -> dict[str, Any]:
