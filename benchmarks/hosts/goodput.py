@@ -29,7 +29,7 @@ from bagua.bench.emulated_hosts import Host, Network, emulated_hosts, rate_of, t
 _RANKS = 4
 _RANK = Path(__file__).with_name("goodput_rank.py")
 _PORT = 29510
-# Seconds before the first death, in which steps find their pace, and how long processes may take to start.
+# Seconds before the first death, in which steps have their usual pace, and how long processes may take to start.
 _SETTLING = 20.0
 # As torchft's own page starts it: a quorum waits so long for members that are alive and late, and 5 s for the dead.
 _LIGHTHOUSE = f"""
@@ -95,10 +95,11 @@ def measure(hosts: Sequence[Host], mode: str, seconds: float, every: float) -> d
         try:
             job.start_all()
             deadline = time.monotonic() + _START
-            while not any(line["size"] == _RANKS for line in job.steps()):
+            while not _are_all_there(job.steps()):
                 if time.monotonic() > deadline:
                     raise RuntimeError((Path(name) / "errors-0.txt").read_text()[-2000:])
                 time.sleep(0.5)
+            settled = time.time()
             time.sleep(_SETTLING)
             begin = time.time()
             deaths = []
@@ -113,17 +114,22 @@ def measure(hosts: Sequence[Host], mode: str, seconds: float, every: float) -> d
                     job.kill(range(_RANKS))
                     job.start_all()
             time.sleep(max(0.0, begin + seconds - time.time()))
-            return _figures(mode, job.steps(), deaths, begin, begin + seconds)
+            return _figures(mode, job.steps(), deaths, settled, begin, begin + seconds)
         finally:
             job.end()
 
 
+def _are_all_there(lines: list[dict[str, Any]]) -> bool:
+    """Whether all ranks have taken the last step, with weights that count."""
+    last = max((line["step"] for line in lines), default=0)
+    return sum(line["step"] == last and line["size"] == _RANKS and not line["is_healing"] for line in lines) == _RANKS
+
+
 def _figures(
-    mode: str, lines: list[dict[str, Any]], deaths: Sequence[float], begin: float, end: float
+    mode: str, lines: list[dict[str, Any]], deaths: Sequence[float], settled: float, begin: float, end: float
 ) -> dict[str, float]:
-    whole = {line["step"]: line["at"] for line in lines if line["size"] == _RANKS and line["at"] < begin}
-    before = sorted(whole.values())
-    step_seconds = statistics.median(later - sooner for sooner, later in itertools.pairwise(before[2:]))
+    before = sorted({line["step"]: line["at"] for line in lines if settled <= line["at"] < begin}.values())
+    step_seconds = statistics.median(later - sooner for sooner, later in itertools.pairwise(before))
     during = [line for line in lines if begin <= line["at"] < end]
     # A step that was taken twice, after a checkpoint, counts once.
     first = max(line["step"] for line in lines if line["at"] < begin)
