@@ -103,15 +103,16 @@ def measure(hosts: Sequence[Host], mode: str, seconds: float, every: float) -> d
             time.sleep(_SETTLING)
             begin = time.time()
             deaths = []
+            # The same ones in each mode.
+            victims = random.Random(0)
             for death in range(1, int(seconds / every) + 1):
                 time.sleep(max(0.0, begin + death * every - every / 2 - time.time()))
-                victim = random.randrange(_RANKS)
+                victim = victims.randrange(_RANKS)
+                job.kill([victim] if mode != "checkpoints" else range(_RANKS))
                 deaths.append(time.time())
                 if mode != "checkpoints":
-                    job.kill([victim])
                     job.start(victim)
                 else:
-                    job.kill(range(_RANKS))
                     job.start_all()
             time.sleep(max(0.0, begin + seconds - time.time()))
             return _figures(mode, job.steps(), deaths, settled, begin, begin + seconds)
@@ -137,10 +138,9 @@ def _figures(
     # Where others go on, theirs is the next step; a step that was over before they noticed is not.
     after = [line["at"] for line in during if mode == "checkpoints" or line["size"] < _RANKS]
     gaps = [min((moment for moment in after if moment > death), default=end) - death for death in deaths]
-    healing = sorted(line["at"] for line in during if line["is_healing"])
-    healed = [later - sooner for sooner, later in itertools.pairwise(healing)]
-    # Between two newcomers there is time in which nobody heals.
-    healed = [seconds for seconds in healed if seconds < 10 * step_seconds]
+    healing = [[line for line in during if line["rank"] == rank and line["is_healing"]] for rank in range(_RANKS)]
+    pairs = [pair for own in healing for pair in itertools.pairwise(own)]
+    healed = [later["at"] - sooner["at"] for sooner, later in pairs if later["step"] == sooner["step"] + 1]
     return {
         "goodput": counted / _RANKS * step_seconds / (end - begin),
         "step": step_seconds,

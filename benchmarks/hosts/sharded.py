@@ -104,7 +104,7 @@ def _sent_by_this_host() -> int:
 def _train(shape: _Shape) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("bagua")
-    # A mesh of hosts that have one rank each is that of FSDP2's replicas: no sharding is left.
+    # HSDP is left out where hosts have one rank each, among which there is nothing to shard.
     ways = {name: way for name, way in WAYS.items() if shape.ranks > 1 or way[0] == "line"}
     trainings = {name: Training(shape, *way) for name, way in ways.items()}
     batch = torch.randn(BATCH, shape.width)

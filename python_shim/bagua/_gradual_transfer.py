@@ -39,9 +39,10 @@ _ELEMENTWISE = (
 _FIRST = 3
 _MOST_FIRST = 8
 _GROWTH = 4
-# Seconds. A transfer that would take longer ends sooner by steps that take as many more.
+# Seconds. A transfer that would take longer ends sooner by steps that take about as many more.
 _SOON = 30.0
 _MORE = 5.0
+_GROWTH_OF_A_LONG_ONE = 2.0
 
 
 def can_be_gradual(ddp: DistributedDataParallel, optimizer: Optimizer) -> bool:
@@ -109,14 +110,17 @@ class Pace:
         if len(self._first_seconds) < _FIRST:
             return
         usual = sorted(self._first_seconds)[len(self._first_seconds) // 4]
-        self._is_long = self._is_long or left / self.numbers * usual > _SOON
-        longer, most = seconds - usual, _MORE if self._is_long else self._share * usual
+        longer, most, growth = seconds - usual, self._share * usual, float(_GROWTH)
+        if longer > most / 2 and left / measured * usual > _SOON:
+            self._is_long = True
+        if self._is_long:
+            most, growth = _MORE, min(_GROWTH_OF_A_LONG_ONE, 1 + _MORE / usual)
         if longer > most:
             self.numbers = max(self._least, measured // 2)
         elif longer > most / 2:
             self.numbers = measured
         else:
-            self.numbers = max(self.numbers, _GROWTH * measured)
+            self.numbers = max(self.numbers, int(growth * measured))
 
 
 class GradualTransfer:
@@ -154,10 +158,11 @@ class GradualTransfer:
         self._group = ddp.process_group
         self._chain = [source, *newcomers]
         # How many numbers each one has.
-        self._has = [total_numbers, *newcomers.values()]
+        self._numbers_there = [total_numbers, *newcomers.values()]
         self._pace = Pace(step_numbers, share)
         self._total = total_numbers
-        self._steps_with_a_whole_newcomer = 0
+        # Since the first newcomer has all, which waits for those that are a part behind, and no longer.
+        self._steps_of_waiting = 0
         self._works: list[dist.Work] | None = None
         # What has to live as long as they, and where what comes belongs.
         self._sent = torch.empty(0)
@@ -177,18 +182,19 @@ class GradualTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether all newcomers have all, or the first one has, and the others are far behind it."""
-        return self._has[-1] == self._total or self._steps_with_a_whole_newcomer > len(self._chain)
+        """Whether all newcomers have all, or the first one has waited long enough for the others."""
+        return self._numbers_there[-1] == self._total or self._steps_of_waiting > len(self._chain)
 
     @property
     def own_numbers(self) -> int:
         """How many numbers this newcomer has."""
-        return self._has[self._place]
+        assert self.is_newcomer
+        return self._numbers_there[self._place]
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank has all numbers."""
-        return self._place < 0 or self.own_numbers == self._total
+        return not self.is_newcomer or self.own_numbers == self._total
 
     @torch.no_grad()
     def begin_part(self) -> None:
@@ -217,17 +223,21 @@ class GradualTransfer:
             for place, came in zip(places, torch.split(part, [place.numel() for place in places]), strict=True):
                 place.copy_(came)
         self._works = self._came = None
-        self._has[1:] = [self._part_of(place)[1] for place in range(1, len(self._chain))]
-        self._steps_with_a_whole_newcomer += self._has[1] == self._total
+        self._sent = torch.empty(0)
+        self._numbers_there[1:] = [self._part_of(place)[1] for place in range(1, len(self._chain))]
+        self._steps_of_waiting += self._numbers_there[1] == self._total
 
     def pace(self, seconds: float) -> None:
         """Let later parts be larger while steps take no longer for them: see Pace.end_step, which this is for."""
-        self._pace.end_step(seconds, self._total - self._has[-1])
+        self._pace.end_step(seconds, self._total - self._numbers_there[-1])
 
     def stop(self) -> None:
-        """Leave gradients and optimizer as they were."""
+        """Leave gradients and optimizer as they were, and hold nothing."""
         for hook in self._hooks:
             hook.remove()
+        self._works = self._came = None
+        self._sent = torch.empty(0)
+        self._tensors = []
 
     def _add(self, work: dist.Work | None) -> None:
         assert work is not None
@@ -236,8 +246,8 @@ class GradualTransfer:
 
     def _part_of(self, place: int) -> tuple[int, int]:
         """Return the first of the numbers that this step has for a newcomer, and the one behind the last."""
-        begin = self._has[place]
-        return begin, max(begin, min(begin + self._pace.numbers, self._has[place - 1]))
+        begin = self._numbers_there[place]
+        return begin, max(begin, min(begin + self._pace.numbers, self._numbers_there[place - 1]))
 
     def _places(self, begin: int, end: int) -> Iterator[Tensor]:
         """Where the bytes of these numbers are, each weight's together with those of its state."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from bagua._attachment import trainable_parameters
 from bagua._gradual_transfer import GradualTransfer, can_be_gradual, gradual_parameters, tensors_of
 from bagua._native import _C
-from bagua._progress import A_PART, Part, Progress, Stage, number_of
+from bagua._progress import A_PART, Part, Progress, Stage, digest_of
 from bagua._tensors_apart import with_tensors, without_tensors
 from bagua._torch_private import barrier
 from bagua.handle import Handle
@@ -40,8 +40,11 @@ class _Said(NamedTuple):
     model: str
     weights: int
     others: str
+    # Forwards with weights that were not there have changed the buffers.
+    are_buffers_due: bool
     first_step: int
     part: Part | None
+    # Digest of the list of those that could travel later.
     parameters: int
     # Whether weights can come while the training goes on, how many numbers can, how many of them in a first step, and
     # by how much longer a step may take.
@@ -74,6 +77,8 @@ class TrainingState:
         self._are_buffers_due = False
         # What is still to travel, on all ranks, after heal().
         self.transfer: GradualTransfer | None = None
+        # What has come of a transfer that was interrupted.
+        self.part: Part | None = None
 
     def heal(
         self,
@@ -85,7 +90,6 @@ class TrainingState:
         are_weights_equal: bool = False,
         step_bytes: int = 0,
         share: float = 0.0,
-        part: Part | None = None,
     ) -> Progress:
         """Give all ranks that are behind what the furthest one has, and return its progress. Collective.
 
@@ -100,12 +104,12 @@ class TrainingState:
             step_bytes: how much of a newcomer's weights and optimizer state may travel in a training step, where that
                 is possible, at first; 0 has all travel now.
             share: by what share of its time a step may become longer. The furthest rank's counts.
-            part: what this rank has, if its progress is A_PART.
 
         Raises:
             ValueError: models of different shapes, on all ranks.
         """
         self.progress = progress
+        self.transfer = None
         group = self._ddp.process_group
         if progress.step < 0:
             former_group = 0
@@ -117,10 +121,13 @@ class TrainingState:
             model="\n".join(self.shapes()),
             weights=_digest(trainable_parameters(self._ddp)) if are_weights_equal else 0,
             others="buffers are due" if self._are_buffers_due else self._digest_of_others(),
+            are_buffers_due=self._are_buffers_due,
             first_step=first_step if progress.step < 0 else 0,
-            part=part,
-            parameters=number_of(later),
-            is_gradual=step_bytes > 0 and can_be_gradual(self._ddp, self._optimizer),
+            part=self.part if progress == A_PART else None,
+            parameters=digest_of(later),
+            is_gradual=step_bytes > 0
+            and can_be_gradual(self._ddp, self._optimizer)
+            and not self._gives_buffers(progress),
             later_numbers=numbers,
             step_numbers=max(1, step_bytes * numbers // max(1, size)),
             share=share,
@@ -134,6 +141,10 @@ class TrainingState:
         if said[source].progress.stage is Stage.TORN:
             text = "a step of the optimizer has failed in the middle on all members, which go on from what rank %d has"
             _logger.warning(text, source)
+        if said[source].are_buffers_due:
+            _logger.warning(
+                "buffers are those of rank %d, which has computed them from weights that were not whole", source
+            )
         behind = [rank for rank, other in enumerate(said) if rank != source and _differs(rank, other, said[source])]
         odd = [rank for rank, other in enumerate(said) if rank not in behind and other.others != said[source].others]
         is_gradual = _can_be_gradual(said, source, behind)
@@ -150,7 +161,7 @@ class TrainingState:
             barrier(group, limit)
         step = said[source].progress.step if said[source].progress.step >= 0 else said[source].first_step
         whole = Progress(step, Stage.DONE)
-        self.transfer = None
+        self.part = None
         self._are_buffers_due = is_gradual and group.rank() in behind
         self.progress = A_PART if self._are_buffers_due else whole
         if is_gradual:
@@ -214,6 +225,12 @@ class TrainingState:
             "buffers": dict(self._ddp.module.named_buffers()),
         }
 
+    def _gives_buffers(self, progress: Progress) -> bool:
+        """Whether DDP gives this newcomer's buffers to all others, as it does with those of rank 0 in each forward."""
+        has_buffers = any(True for _ in self._ddp.module.buffers())
+        is_first = self._ddp.process_group.rank() == 0
+        return progress.step < 0 and is_first and has_buffers and bool(self._ddp.broadcast_buffers)
+
     def _size_of(self, parameters: Sequence[int]) -> tuple[int, int]:
         """Return how many numbers parameters have, and how many bytes these are with their state."""
         trained = trainable_parameters(self._ddp)
@@ -265,6 +282,7 @@ class TrainingState:
             state["module"].update((name, own[name]) for name, t in state["module"].items() if id(t) in late)
             trained = [trainable_parameters(self._ddp)[index] for index in (parameters if keeps else [])]
             kept = [tensors_of(p, self._optimizer) for p in trained]
+            self.part = None
             self._load(state)
             for p, tensors in zip(trained, kept, strict=True):
                 for tensor, own_tensor in zip(tensors_of(p, self._optimizer), tensors, strict=True):
@@ -305,10 +323,13 @@ def _numbers_of(newcomer: _Said, source: _Said) -> int:
     return part.numbers if part.parameters == newcomer.parameters == source.parameters else 0
 
 
-def _rank_of(said: _Said) -> tuple[bool, Progress, int]:
-    """Return what is the most of the rank from which the others take over: whole weights, and of these the furthest."""
+def _rank_of(said: _Said) -> tuple[bool, bool, Progress, int]:
+    """Return what is the most of the rank from which the others take over.
+
+    It has whole weights, and then right buffers, and of those that have both it is the furthest.
+    """
     is_whole = said.progress.step >= 0 and said.progress.stage is not Stage.TORN
-    return is_whole, said.progress, said.first_step
+    return is_whole, not said.are_buffers_due, said.progress, said.first_step
 
 
 def _refuse_other_models(said: Sequence[_Said]) -> None:

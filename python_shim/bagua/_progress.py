@@ -42,7 +42,7 @@ class Part(NamedTuple):
     Attributes:
         step: how many steps of the optimizer it has behind it, all of which it took as the others did.
         group: in which group that was.
-        parameters: a number of those that travel, see `number_of`.
+        parameters: digest of the list of those that travel.
         numbers: how many numbers of them it has.
     """
 
@@ -54,9 +54,9 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, transfer: GradualTransfer, step: int, group: int) -> Part:
         """Return what a transfer has brought to this rank, which has taken these steps in this group."""
-        return cls(step, group, number_of(transfer.parameters), transfer.own_numbers)
+        return cls(step, group, digest_of(transfer.parameters), transfer.own_numbers)
 
 
-def number_of(parameters: Sequence[int]) -> int:
+def digest_of(parameters: Sequence[int]) -> int:
     """Return a number that tells lists of parameters apart."""
     return zlib.crc32(repr(list(parameters)).encode())

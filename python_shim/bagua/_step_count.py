@@ -33,6 +33,11 @@ class StepCount:
         """See the end of a step from now on: the algorithm has registered what it does."""
         self._hooks.append(self._optimizer.register_step_post_hook(self._end))
 
+    def begin_last(self) -> None:
+        """Watch steps from behind the hooks that others have registered meanwhile: what these change is no failure."""
+        self._hooks[0].remove()
+        self._hooks[0] = self._optimizer.register_step_pre_hook(self._begin)
+
     def note_failure(self) -> None:
         """Tell a step that has failed in the middle from one that has not begun, as in a closure's backward."""
         if self._versions_before is not None and self._versions_before != self._versions():

@@ -209,8 +209,6 @@ class Training:
         self._first_step = step
         self._share = share
         self._transfer: GradualTransfer | None = None
-        # What has come of a transfer that has ended before all had.
-        self._part: Part | None = None
         # What the last step has taken.
         self._seconds = 0.0
         # Steps and bytes at the last change.
@@ -231,7 +229,7 @@ class Training:
 
     @property
     def is_healing(self) -> bool:
-        """Whether some of this member's weights have not come yet. Its outputs mean nothing then, and do no harm."""
+        """Whether this member's gradients do not count yet, as some weights have not come. Its outputs mean nothing."""
         return self._transfer is not None and self._transfer.is_newcomer
 
     @contextlib.contextmanager
@@ -354,7 +352,7 @@ class Training:
         step, stage = self._count.progress
         if self._transfer.is_newcomer and not self._transfer.is_whole:
             if stage is not Stage.TORN:
-                self._part = Part.of(self._transfer, step, self._met)
+                self._state.part = Part.of(self._transfer, step, self._met)
             self._count.progress = A_PART
         self._transfer = None
 
@@ -370,15 +368,13 @@ class Training:
                 are_weights_equal=self._are_weights_equal,
                 step_bytes=step_bytes,
                 share=self._share,
-                part=self._part if progress == A_PART else None,
             )
         except BaseException:
             self._count.progress = self._state.progress
             raise
-        finally:
-            # Some of it may have been overwritten.
-            self._part = None
         self._transfer = self._state.transfer
+        # What has come in a step is put in place before the step is watched.
+        self._count.begin_last()
         self._met = self._group.uuid
 
     def _step_bytes(self) -> int:

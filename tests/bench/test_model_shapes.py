@@ -58,6 +58,12 @@ def test_algorithms_are_measured_on_the_shapes_of_a_model(peers: RankPool) -> No
     peers.run(_a_real_model_is_measured)
 
 
+def _zeros(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    found.set_result(bucket.buffer().zero_())
+    return found
+
+
 def _ranks_that_disagree_are_found() -> None:
     class Nothing:
         algorithm = "bytegrad"
@@ -66,6 +72,11 @@ def _ranks_that_disagree_are_found() -> None:
         ddp.register_comm_hook(None, noop_hook)
         return Nothing()
 
+    def register_zeros(ddp: Any, optimizer: Any) -> Any:
+        ddp.register_comm_hook(None, _zeros)
+        return Nothing()
+
+    assert "the cosine between them" in TrainingStep(_place(), register_zeros, shapes=_SHAPES).check()
     others = list(range(1, dist.get_world_size()))
     check = TrainingStep(_place(), register, shapes=_SHAPES).check()
     assert check == f"ranks {others} have other gradients than rank 0"

@@ -87,12 +87,12 @@ def test_a_plan_for_more_than_two_hosts_says_how_far_off_it_may_be(hosts: int, i
 
 def test_several_numbers_of_hosts_make_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--model", "resnet50", "--compute", "80ms", *_LINE, "--hosts", "8", "64", "1024"]) == 0
-    _, head, *lines = capsys.readouterr().out.splitlines()
+    _, _, head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["hosts", "8", "64", "1,024"]
     steps = {line[:30].strip(): [float(cell.replace(",", "")) for cell in line[30:].split()] for line in lines}
     assert {len(cells) for cells in steps.values()} == {3}
     # A ring passes through all hosts, one after another.
-    assert steps["DDP over Gloo"][2] > 10 * steps["DDP over Gloo"][1] / 2
+    assert steps["DDP over Gloo"][2] > 5 * steps["DDP over Gloo"][1]
     assert steps["bytegrad"][2] < 2 * steps["bytegrad"][0]
 
 

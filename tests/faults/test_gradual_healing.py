@@ -42,14 +42,25 @@ def _join(
     return members.train(DDP(network), optimizer, algorithm), optimizer
 
 
+def _watch_second_healings() -> list[str]:
+    """Return what will be said of weights that differ after a transfer, and are sent once more."""
+    texts: list[str] = []
+    _healing._logger.warning = lambda text, *_: texts.append(text) if "healed" in text else None  # type: ignore[method-assign]
+    return texts
+
+
+def _state_of(training: Training, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    state = [value for p in training.ddp.parameters() for value in optimizer.state[p].values()]
+    return [value for value in state if isinstance(value, Tensor)]
+
+
 def _train(algorithm: str, optimizer_name: str, *, with_newcomer: bool) -> dict[str, Any]:
     me, shared, members = join(at_least=1 if dist.get_rank() == LAST else LAST)
     found: dict[str, Any] = {}
     if me == LAST:
         shared.get("come")
     # What arrives is right by itself, and not only after a second transfer of all.
-    warnings: list[str] = []
-    _healing._logger.warning = lambda text, *_: warnings.append(text)  # type: ignore[method-assign]
+    second_healings = _watch_second_healings()
     with members:
         training, optimizer = _join(members, me, optimizer_name, algorithm)
         found["joined_at"] = training.step
@@ -65,10 +76,8 @@ def _train(algorithm: str, optimizer_name: str, *, with_newcomer: bool) -> dict[
                     found["healed"].append(training.step)
                 _step(training, optimizer, me)
         training.wait_for_end()
-        state = [value for p in training.ddp.parameters() for value in optimizer.state[p].values()]
-        state = [value for value in state if isinstance(value, Tensor)]
-        assert not [text for text in warnings if "healed" in text]
-        return {**found, "weights": weights_of(training), "state": state}
+        assert not second_healings
+        return {**found, "weights": weights_of(training), "state": _state_of(training, optimizer)}
 
 
 def _wait_for_newcomer(training: Training) -> None:
@@ -134,15 +143,16 @@ def test_the_others_train_on_as_if_the_newcomer_were_not_there() -> None:
     torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-5)
 
 
-def _source_dies() -> Tensor:
+def _source_dies() -> dict[str, Any]:
     numbers = [0]
+    second_healings = _watch_second_healings()
     # Rank 0 only serves the store, the next one is the source, and the last one the newcomer.
     _gradual_transfer._GROWTH = 1
     me, shared, members = join(at_least=1 if dist.get_rank() == SIZE else 2)
     if me == 0:
         members.close()
         shared.get("end")
-        return torch.zeros(0)
+        return {}
     if me == 2:
         meetings = members._group._meetings.store
         wait_for(lambda: meetings.ask(lambda store: store.check(["0/came/1"]), timedelta(0)))
@@ -166,19 +176,29 @@ def _source_dies() -> Tensor:
         assert (len(numbers) > 5) == (me == SIZE)
         training.wait_for_end()
         shared.set("end", "")
-        return weights_of(training)
+        assert not second_healings
+        return {"weights": weights_of(training), "state": _state_of(training, optimizer)}
 
 
-def test_a_newcomer_whose_source_dies_gets_all_from_another_member() -> None:
+def test_a_newcomer_whose_source_dies_gets_the_rest_from_another_member() -> None:
     _, _, member, newcomer = run_ranks(SIZE + 1, _source_dies, dying={1})
-    assert torch.equal(member, newcomer)
+    _are_equal(member, newcomer)
 
 
-def _two_come_at_once() -> dict[str, Any]:
+def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert torch.equal(one["weights"], other["weights"])
+    assert all(torch.equal(mine, its) for mine, its in zip(one["state"], other["state"], strict=True))
+
+
+def _two_come_at_once(one_dies: bool) -> dict[str, Any]:
+    _gradual_transfer._GROWTH = 1
     me, shared, members = join(at_least=1 if dist.get_rank() >= LAST else LAST)
+    second_healings = _watch_second_healings()
+    found: dict[str, Any] = {"numbers": [0], "chains": []}
     if me >= LAST:
         shared.get("come")
-    found: dict[str, Any] = {"healed": [], "chains": []}
+        shared.add("ready", 1)
+        wait_for(lambda: shared.add("ready", 0) == 2)
     with members:
         training, optimizer = _join(members, me, "AdamW")
         while training.step < END:
@@ -188,23 +208,29 @@ def _two_come_at_once() -> dict[str, Any]:
                     with training.attempt():
                         pass
             with training.attempt():
-                if training.is_healing:
-                    found["healed"].append(training.step)
+                if one_dies and training.step == BEGIN + 4 and me == LAST:
+                    die(shared)
                 if training._transfer is not None:
                     found["chains"].append(training._transfer._chain)
                 _step(training, optimizer, me)
+            if training._transfer is not None and training.is_healing:
+                found["numbers"].append(training._transfer.own_numbers)
         training.wait_for_end()
-        return {**found, "weights": weights_of(training)}
+        assert not second_healings
+        return {**found, "weights": weights_of(training), "state": _state_of(training, optimizer)}
 
 
-def test_newcomers_of_one_step_hand_on_what_comes() -> None:
-    results = run_ranks(SIZE + 1, _two_come_at_once)
-    first = results[0]
-    # Both joined in one step, and what came went through one of them to the other.
+@pytest.mark.parametrize("one_dies", [False, True])
+def test_newcomers_hand_on_what_comes_and_keep_it_when_one_of_them_dies(one_dies: bool) -> None:
+    dying = {LAST} if one_dies else set()
+    first, second, *newcomers = run_ranks(SIZE + 1, _two_come_at_once, one_dies, dying=dying)
     assert len(first["chains"][0]) == 3
-    for other in results[1:]:
-        assert torch.equal(other["weights"], first["weights"])
-    assert all(len(newcomer["healed"]) >= 5 for newcomer in results[LAST:])
+    _are_equal(first, second)
+    for newcomer in newcomers:
+        if newcomer is not None:
+            _are_equal(first, newcomer)
+            assert newcomer["numbers"] == sorted(newcomer["numbers"])
+            assert len(newcomer["numbers"]) > 5
 
 
 def _another_comes_meanwhile() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: see hooks.py.
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,34 +13,59 @@ from bagua._message_bytes import Parameter
 from bagua.bench.cost_model import FORWARD, OPTIMIZER, backward_shares
 
 
+class _Arithmetic:
+    """Time that passes as if a device computed: what else happens meanwhile takes none of its own."""
+
+    def __init__(self) -> None:
+        self._end = 0.0
+
+    def begin(self) -> None:
+        self._end = time.perf_counter()
+
+    def take(self, seconds: float) -> None:
+        if seconds:
+            self._end += seconds
+            time.sleep(max(0.0, self._end - time.perf_counter()))
+
+
 class _Given(torch.autograd.Function):
     """Passes a loss on. The gradient of its weight is known, and there after some seconds."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, weight: Tensor, gradient: Tensor, seconds: float) -> Tensor:
+    def forward(
+        ctx: Any, loss: Tensor, weight: Tensor, gradient: Tensor, arithmetic: _Arithmetic, seconds: float
+    ) -> Tensor:
         ctx.save_for_backward(gradient)
-        ctx.seconds = seconds
+        ctx.arithmetic, ctx.seconds = arithmetic, seconds
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *outer: Any) -> Any:
-        time.sleep(ctx.seconds)
-        return outer[0], ctx.saved_tensors[0], None, None
+        ctx.arithmetic.take(ctx.seconds)
+        return outer[0], ctx.saved_tensors[0], None, None, None
 
 
-def _layer(parameter: Parameter, weight: Tensor) -> nn.Module:
-    """Return a module by whose type an algorithm sees the parameter's role."""
-    layer: nn.Module = nn.Module()
-    if parameter.role == "embedding":
-        layer = nn.Embedding(1, 1)
-    elif parameter.role == "head":
-        layer = nn.Linear(1, 1, bias=False)
-    layer.weight = nn.Parameter(weight)
-    return layer
+_ROLES: dict[str, Callable[[], nn.Module]] = {
+    "embedding": lambda: nn.Embedding(1, 1),
+    "head": lambda: nn.Linear(1, 1, bias=False),
+}
+
+
+def _put(root: nn.Module, parameter: Parameter, weight: nn.Parameter) -> None:
+    """Give a module a parameter by its name, in a module by whose type an algorithm sees its role."""
+    *path, name = parameter.name.split(".")
+    if not path:
+        path, name = [name], "weight"
+    for index, part in enumerate(path):
+        if part not in dict(root.named_children()):
+            is_last = index == len(path) - 1
+            root.add_module(part, _ROLES.get(parameter.role, nn.Module)() if is_last else nn.Module())
+        root = root.get_submodule(part)
+    setattr(root, name, weight)
 
 
 class GivenGradients(nn.Module):
-    """Parameters of these shapes with these weights.
+    """Parameters of these names and shapes with these weights.
 
     Args:
         parameters: in the model's order; gradients come from the last one to the first.
@@ -51,23 +76,21 @@ class GivenGradients(nn.Module):
     def __init__(self, parameters: Sequence[Parameter], weights: Tensor, compute: float) -> None:
         super().__init__()
         self._elements = [parameter.elements for parameter in parameters]
+        self._arithmetic = _Arithmetic()
         self._forward_seconds = compute * FORWARD
         backward = compute * (1 - FORWARD - OPTIMIZER)
         self._backward_seconds = [backward * share for share in backward_shares(parameters)]
-        layers: list[nn.Module] = []
-        for parameter, part in zip(parameters, torch.split(weights, self._elements), strict=True):
-            weight = part.reshape(parameter.shape).clone()
-            if layers and isinstance(layers[-1], nn.Linear) and parameter.role == "head":
-                layers[-1].bias = nn.Parameter(weight)
-            else:
-                layers.append(_layer(parameter, weight))
-        self._layers = nn.ModuleList(layers)
+        parts = zip(parameters, torch.split(weights, self._elements), strict=True)
+        self.given_weights = [nn.Parameter(part.reshape(parameter.shape).clone()) for parameter, part in parts]
+        for parameter, weight in zip(parameters, self.given_weights, strict=True):
+            _put(self, parameter, weight)
 
     def forward(self, gradients: Tensor) -> Tensor:
         """Return a loss with these gradients, one after another as the weights are."""
-        time.sleep(self._forward_seconds)
+        self._arithmetic.begin()
+        self._arithmetic.take(self._forward_seconds)
         loss = gradients.new_zeros(())
-        parts = zip(self.parameters(), torch.split(gradients, self._elements), self._backward_seconds, strict=True)
+        parts = zip(self.given_weights, torch.split(gradients, self._elements), self._backward_seconds, strict=True)
         for weight, gradient, seconds in parts:
-            loss = _Given.apply(loss, weight, gradient.view_as(weight), seconds)
+            loss = _Given.apply(loss, weight, gradient.view_as(weight), self._arithmetic, seconds)
         return loss

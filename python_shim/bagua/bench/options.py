@@ -33,6 +33,7 @@ from bagua.bench.shapes import Shapes, add_arguments, named_by
 _LINE = ("rate", "delay", "loss", "jitter", "buffer", "packet", "congestion")
 _Value = TypeVar("_Value")
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+_DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32", 8: "float64"}
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 _DESCRIPTION = """\
 Times collectives and algorithms over a range of sizes, as nccl-tests does for NCCL.
@@ -51,7 +52,7 @@ columns:
            and at least one; its time is their mean. An algorithm's iteration is one training step without
            arithmetic: forward, backward and optimizer of a DistributedDataParallel model with one parameter
            of this size. With --model, --sizes or --script it has their parameters, and --compute is slept.
-  algbw    size / median time, in GB/s (1e9 bytes)
+  algbw    size / median time, in GB/s (1e9 bytes); the time includes a model's arithmetic
   busbw    algbw times the bytes that a rank has to send per byte of size, whatever the implementation
            (2 (n-1)/n for all_reduce and for algorithms): comparable with the speed of the link
   sent     bytes that a rank sent to others in a step, counted by the algorithm (algorithms only)
@@ -156,7 +157,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("tests", nargs="*", metavar="TEST", help="what to time, see below (default: collectives)")
+    parser.add_argument(
+        "tests", nargs="*", metavar="TEST", help="what to time, see below (collectives, algorithms of a model)"
+    )
     what = parser.add_argument_group("what is sent")
     what.add_argument("-b", "--begin", type=size_in_bytes, metavar="SIZE", help="smallest size (4K)")
     what.add_argument("-e", "--end", type=size_in_bytes, metavar="SIZE", help="largest size (16M)")
@@ -166,9 +169,8 @@ def _parser() -> argparse.ArgumentParser:
         "--dtypes",
         nargs="+",
         choices=_DTYPES,
-        default=["float32"],
         metavar="DTYPE",
-        help="some of %(choices)s (float32)",
+        help="some of %(choices)s (float32, or the model's)",
     )
     what.add_argument(
         "-o",
@@ -229,6 +231,8 @@ def parse(arguments: Sequence[str]) -> Settings:
         parser.error("-b, -e and -f are about sizes: a model has its own, leave them out")
     if names_model and set(tests) & set(COLLECTIVES):
         parser.error("collectives have no model: name algorithms, or leave the model out")
+    if args.script and is_under_a_launcher():
+        parser.error("--script runs alone: write its shapes into a file for --sizes, or leave the launcher out")
     if args.compute and not names_model:
         parser.error("--compute is the arithmetic of a model: name it by --model, --sizes or --script")
     options = dict(args.option)
@@ -239,7 +243,9 @@ def parse(arguments: Sequence[str]) -> Settings:
         parser.error(f"-b {begin} is larger than -e {end}: no size lies between them")
     if factor <= 1:
         parser.error(f"-f {factor:g} does not lead to larger sizes: take more than 1")
-    whole = [dtype for dtype in args.dtypes if not getattr(torch, dtype).is_floating_point]
+    shapes = _shapes(parser, args, arguments[mark + 1 :])
+    dtypes = args.dtypes or [_DTYPES_BY_SIZE[shapes.parameters[0].itemsize] if shapes else "float32"]
+    whole = [dtype for dtype in dtypes if not getattr(torch, dtype).is_floating_point]
     if whole and set(tests) - set(COLLECTIVES):
         parser.error(f"algorithms exchange floating-point numbers: leave {', '.join(whole)} to the collectives")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
@@ -257,7 +263,7 @@ def parse(arguments: Sequence[str]) -> Settings:
     return Settings(
         tests=tests,
         sizes=sizes_between(begin, end, factor),
-        dtypes=tuple(args.dtypes),
+        dtypes=tuple(dtypes),
         ranks=ranks,
         hosts=args.hosts,
         network=_network(parser, args, device),
@@ -266,7 +272,7 @@ def parse(arguments: Sequence[str]) -> Settings:
         warmup=max(args.warmup, 0),
         options=options,
         vs=args.vs,
-        shapes=_shapes(parser, args, arguments[mark + 1 :]),
+        shapes=shapes,
         is_checked=args.is_checked,
         json=args.json,
         plot=args.plot,

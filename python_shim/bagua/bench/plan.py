@@ -17,7 +17,7 @@ from bagua._message_bytes import Parameter, coded_bytes
 from bagua._native import _C
 from bagua.bench.cost_model import WAYS, Line, Price, Step, fragment_seconds, step_seconds, total_bytes
 from bagua.bench.emulated_hosts import rate_of, time_of
-from bagua.bench.shapes import add_arguments, named_by
+from bagua.bench.shapes import Shapes, add_arguments, named_by
 
 PRICES = Path(__file__).with_name("prices.json")
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,6 +39,7 @@ _LOSSES = {
     "local_sgd": "0.4 to 3.2 %",
     "diloco": "0.7 to 2.8 %",
 }
+_OF_SEVERAL_HOSTS = "With more than 2 hosts the times may be up to 27 % off."
 _FEWEST_STEPS = 30
 _FRAGMENTS = 4
 _PROG = "python -m bagua.bench plan"
@@ -119,7 +120,7 @@ def table(parameters: Sequence[Parameter], compute: float, line: Line, what: str
         f"{'':<30}{'ms a step':>10}{'DDP / this':>12}{'MB a step':>11}  more loss than float32",
     ]
     if line.hosts > 2:
-        lines.insert(2, "# With more than 2 hosts the times may be up to 27 % off.")
+        lines.insert(2, f"# {_OF_SEVERAL_HOSTS}")
     for row in found:
         ratio = found[0].seconds / row.seconds
         lines.append(
@@ -129,11 +130,14 @@ def table(parameters: Sequence[Parameter], compute: float, line: Line, what: str
     return "\n".join(lines)
 
 
-def table_of_hosts(parameters: Sequence[Parameter], compute: float, line: Line, hosts: Sequence[int]) -> str:
+def table_of_hosts(shapes: Shapes, compute: float, line: Line, hosts: Sequence[int]) -> str:
     """Return the milliseconds of a step with every algorithm for several numbers of hosts, as text."""
+    parameters = shapes.parameters
     columns = [{row.way: row for row in rows(parameters, compute, replace(line, hosts=number))} for number in hosts]
     lines = [
-        f"# ms a step, {line.bits_per_second / 1e6:,g} Mbit/s, {1e3 * line.round_trip:g} ms round trip; predicted",
+        f"# {shapes.name}: {total_bytes(parameters) / 1e6:,.1f} MB of gradients, {1e3 * compute:,.0f} ms of arithmetic "
+        f"a step, {line.bits_per_second / 1e6:,g} Mbit/s, {1e3 * line.round_trip:g} ms round trip",
+        f"# Milliseconds of a step, predicted. {_OF_SEVERAL_HOSTS}",
         f"{'hosts':<30}" + "".join(f"{number:>10,}" for number in hosts),
     ]
     lines += [
@@ -204,7 +208,7 @@ def main(arguments: Sequence[str]) -> int:
         found = [{"hosts": one.hosts, **vars(row)} for one in lines for row in rows(parameters, compute, one)]
         print(json.dumps(found, indent=1))
     elif len(args.hosts) > 1:
-        print(table_of_hosts(parameters, compute, line, args.hosts))
+        print(table_of_hosts(shapes, compute, line, args.hosts))
     else:
         print(table(parameters, compute, line, shapes.name))
     return 0

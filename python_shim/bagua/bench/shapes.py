@@ -88,6 +88,13 @@ class Shapes:
         return sum(parameter.elements for parameter in self.parameters)
 
 
+def _time(text: str) -> float:
+    try:
+        return time_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
     """Let a command line name a model."""
     what = parser.add_mutually_exclusive_group(required=is_required)
@@ -99,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool) -> None
         help="a training script, which runs alone until its optimizer has taken a few steps: shapes and arithmetic are "
         "its own (what comes after -- are its arguments)",
     )
-    parser.add_argument("--compute", type=time_of, help="arithmetic of a step, as 80ms (with --script it is measured)")
+    parser.add_argument("--compute", type=_time, help="arithmetic of a step, as 80ms (with --script it is measured)")
 
 
 def named_by(args: argparse.Namespace, of_script: Sequence[str]) -> Shapes | None:
