@@ -20,9 +20,9 @@ from bagua._eager import eager
 from bagua._executors import begin_again
 from bagua._message_bytes import Parameter, sentence
 from bagua._native import _C
+from bagua._optimizers import QAdamOptimizer
 from bagua._registry import describe
 from bagua._torch_private import divides_by_ranks_at_work, has_step_hooks, is_joining, tree_leaves
-from bagua.optimizers import QAdamOptimizer
 
 PICKLE_ADVICE = (
     "a model with a bagua communication hook cannot be pickled or deep-copied: the copy would train without the hook. "

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from bagua._attachment import trainable_parameters
 from bagua._gradual_transfer import GradualTransfer, can_be_gradual, gradual_parameters, tensors_of
+from bagua._handle import Handle
 from bagua._native import _C
 from bagua._tensors_apart import with_tensors, without_tensors
 from bagua._torch_private import barrier
-from bagua.handle import Handle
 
 # What travels at a time: a large tensor, whole, could take longer than an operation may.
 _PIECE_BYTES = 16 << 20

@@ -13,7 +13,7 @@ from bagua._registry import describe
 from bagua._torch_private import tree_map_only
 
 if TYPE_CHECKING:
-    from bagua.handle import Handle
+    from bagua._handle import Handle
 
 
 class StatesOfAllRanks:

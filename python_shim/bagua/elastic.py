@@ -29,13 +29,13 @@ from torch.optim import Optimizer
 
 from bagua._buckets import settle_buckets
 from bagua._gradual_transfer import GradualTransfer
+from bagua._handle import Handle, OptionArgument
 from bagua._healing import A_PART, Progress, Stage, TrainingState
+from bagua._hooks import register_comm_hook
 from bagua._members import MemberGroup, is_of_operation
 from bagua._registry import describe
 from bagua._step_count import StepCount
 from bagua._torch_private import can_reconfigure
-from bagua.handle import Handle, OptionArgument
-from bagua.hooks import register_comm_hook
 
 __all__ = ["Members", "Training", "heal"]
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from bagua._argument_checks import check_algorithm, check_optimizer_type
 from bagua._attachment import check_optimizer, is_linear, say_if_nothing_is_coded, scaler_of, unwrapped
 from bagua._executors import executors_for, start
+from bagua._handle import Handle, OptionArgument
 from bagua._layers import layers_of
 from bagua._native import _C
 from bagua._registry import available_algorithms, available_codecs, describe
@@ -30,10 +31,9 @@ from bagua._sharded import ShardReduction
 from bagua._sharded_model import ShardedModel
 from bagua._sharded_rounds import ShardedRounds, check_rounds, is_in_rounds, scheduled
 from bagua._states import StatesOfAllRanks
+from bagua._stats import ShardedStats
 from bagua._torch_private import default_group, gathered_dtype, reshards_to_another_mesh, shape_in_buffer
 from bagua._weight_cache import CachedGather
-from bagua.handle import Handle, OptionArgument
-from bagua.stats import ShardedStats
 
 __all__ = ["compress"]
 

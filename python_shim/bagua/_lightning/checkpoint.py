@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from bagua._handle import Handle
 from bagua._registry import comparable
 from bagua._torch_private import tree_map_only
-from bagua.handle import Handle
 
 _KEY = "bagua"
 _PARTS_OF_A_RANK = ("state_dict", "optimizer_states")

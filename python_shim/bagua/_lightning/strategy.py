@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bagua._argument_checks import by_name, check_algorithm, shown
+from bagua._handle import Handle
+from bagua._hooks import register_comm_hook
 from bagua._lightning.checkpoint import add_states_of_all_ranks, of_this_rank, to_cpu, why_not_exact
 from bagua._native import _C
+from bagua._optimizers import QAdamOptimizer
 from bagua._registry import available_algorithms, describe
-from bagua.handle import Handle
-from bagua.hooks import register_comm_hook
-from bagua.optimizers import QAdamOptimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

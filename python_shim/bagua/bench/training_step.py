@@ -4,7 +4,7 @@
 A DistributedDataParallel model with one parameter, whose gradient is given instead of computed. A step is forward,
 backward and optimizer, each of which may be the moment at which an algorithm communicates.
 """
-# No `from __future__ import annotations`: see hooks.py.
+# No `from __future__ import annotations`: see _hooks.py.
 
 from collections.abc import Callable
 from typing import Any

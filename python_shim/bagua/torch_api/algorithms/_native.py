@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from bagua._attachment import check_layers, is_linear, names_and_roles, say_if_nothing_is_coded
 from bagua._executors import executors_for, start
+from bagua._handle import OptionArgument
 from bagua._layers import layers_of
 from bagua._native import _C
 from bagua._registry import OptionInfo, describe
-from bagua.handle import OptionArgument
 from bagua.torch_api._checks import some
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket

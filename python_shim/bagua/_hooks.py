@@ -32,13 +32,13 @@ from bagua._attachment import (
 )
 from bagua._buckets import BucketSplitter
 from bagua._executors import executors_for, start
+from bagua._handle import Handle, OptionArgument, OptionValue
 from bagua._layers import layers_of
 from bagua._message_bytes import parameters_of
 from bagua._native import _C
 from bagua._registry import describe
+from bagua._stats import Stats
 from bagua._torch_private import comm_hooks, has_python_reducer, has_rebuilt_buckets, listed_groups, name_comm_hook
-from bagua.handle import Handle, OptionArgument, OptionValue
-from bagua.stats import Stats
 
 # What callers may mean by an option that no algorithm has.
 _OTHER_NAMES = ("optimizer", "process_group")

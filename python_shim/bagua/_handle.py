@@ -17,7 +17,7 @@ from bagua._attachment import PICKLE_ADVICE, Attachment
 from bagua._native import _C
 from bagua._registry import comparable, describe
 from bagua._states import StatesOfAllRanks
-from bagua.stats import Stats, as_text, means_per_step
+from bagua._stats import Stats, as_text, means_per_step
 
 OptionValue = bool | int | float | str | None
 # What becomes one: words are kept as "a, b", a mapping as "a=b, c=d".
