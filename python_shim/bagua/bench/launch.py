@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +25,6 @@ from bagua.bench.options import Settings, is_under_a_launcher
 from bagua.bench.plot import write_plot
 from bagua.bench.report import header, line, verdict, write_json
 
-_WRONG = 1
 # On an emulated host, where nobody else listens.
 _PORT = 29517
 
@@ -34,10 +34,10 @@ def run(settings: Settings) -> int:
     if is_under_a_launcher():
         dist.init_process_group("bagua")
         return _measure(settings)
-    if settings.network is not None:
-        return _run_on_emulated_hosts(settings, settings.network)
     # Each rank would take every core for itself.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // settings.ranks, 1)))
+    if settings.network is not None:
+        return _run_on_emulated_hosts(settings, settings.network)
     with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
         try:
             mp.spawn(_rank, args=(settings, folder), nprocs=settings.ranks)  # type: ignore[no-untyped-call]
@@ -52,7 +52,6 @@ def run(settings: Settings) -> int:
 
 def _run_on_emulated_hosts(settings: Settings, network: Network) -> int:
     ranks: list[subprocess.Popen[bytes]] = []
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // settings.ranks, 1)))
     try:
         with (
             tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder,
@@ -64,7 +63,7 @@ def _run_on_emulated_hosts(settings: Settings, network: Network) -> int:
             try:
                 for rank in range(settings.ranks):
                     host = hosts[_host_of(rank, settings)]
-                    command = [sys.executable, "-m", "bagua.bench.rank", str(file), str(rank), meeting]
+                    command = [sys.executable, "-m", "bagua.bench.launch", str(file), str(rank), meeting]
                     ranks.append(subprocess.Popen(host.command(command), env=host.environment()))
                 return _wait_for(ranks)
             finally:
@@ -87,7 +86,7 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(0.05)
 
 
-def be_rank(file: str, rank: str, meeting: str) -> int:
+def _be_rank(file: str, rank: str, meeting: str) -> int:
     """Be one of the ranks that were started on emulated hosts."""
     # Written by the process that has started this one.
     settings: Settings = pickle.loads(Path(file).read_bytes())
@@ -125,7 +124,7 @@ def _measure(settings: Settings) -> int:
     facts = environment(settings, device)
     if facts["hosts"] == 1:
         options = facts["options"] = {**_flat(settings), **options}
-    measurement = Measurement(settings.with_options(options), device)
+    measurement = Measurement(replace(settings, options=options), device)
     is_first = dist.get_rank() == 0
     if is_first:
         print(header(facts), flush=True)
@@ -145,7 +144,7 @@ def _measure(settings: Settings) -> int:
         if wrong:
             print(f"{wrong} of {len(results)} results are WRONG", file=sys.stderr)
     dist.destroy_process_group()
-    return _WRONG if wrong else 0
+    return 1 if wrong else 0
 
 
 def _flat(settings: Settings) -> dict[str, bool]:
@@ -153,3 +152,7 @@ def _flat(settings: Settings) -> dict[str, bool]:
     names = set(settings.tests) & set(_C.algorithm_names())
     known = {option["name"] for name in names for option in describe(name)["options"]}
     return {"hierarchical": False} if "hierarchical" in known else {}
+
+
+if __name__ == "__main__":
+    sys.exit(_be_rank(*sys.argv[1:]))
