@@ -85,13 +85,6 @@ class BaguaModule:
         return _engine_of(self).bagua_build_params()
 
 
-def install() -> None:
-    """Add the methods of `BaguaModule` to `torch.nn.Module`."""
-    for name, member in vars(BaguaModule).items():
-        if not name.startswith("__"):
-            setattr(nn.Module, name, member)
-
-
 def bagua_init(
     module: nn.Module, optimizer: Optimizer, distributed_algorithm: Algorithm | str | None = None, **kwargs: Any
 ) -> tuple[nn.Module, Optimizer]:

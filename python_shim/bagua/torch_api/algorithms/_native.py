@@ -22,7 +22,7 @@ from bagua._native import _C
 from bagua._registry import OptionInfo, describe
 from bagua.torch_api._checks import some
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
-from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.bucket import BaguaBucket, Operation
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import as_bagua
 
@@ -31,18 +31,6 @@ def _options_of(algorithm: str, positional: tuple[str, ...]) -> dict[str, Option
     """Return an algorithm's options, those first that the original's documents give by position, in their order."""
     options = {option["name"]: option for option in describe(algorithm)["options"]}
     return {name: options[name] for name in (*positional, *options)}
-
-
-class _BucketReduction:
-    """The bucket operation that hands the gradients to the algorithm."""
-
-    runs_python = False
-
-    def __init__(self, impl: NativeAlgorithmImpl) -> None:
-        self._impl = impl
-
-    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
-        return self._impl.reduce_bucket(bucket)
 
 
 class NativeAlgorithmImpl(AlgorithmImpl):
@@ -134,10 +122,10 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         bucket.clear_ops()
         self._buckets.append(bucket)
         if not self.takes_weights:
-            bucket.append_operation(_BucketReduction(self))
+            bucket.append_operation(Operation(self._reduce_bucket))
 
-    def reduce_bucket(self, bucket: BaguaBucket) -> dist.Work | None:
-        """Hand the gradients of one bucket to the algorithm."""
+    def _reduce_bucket(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
+        """Hand the gradients of one bucket to the algorithm, which has executors of its own."""
         gradients = [(self._position_of[tensor], bucket.slot_at(i)) for i, tensor in enumerate(bucket.tensors)]
         is_first, is_last = bucket is self._buckets[0], bucket is self._buckets[-1]
         return self.hook.reduce_bucket(bucket.backend_tensor, gradients, is_first, is_last)
