@@ -25,8 +25,7 @@ from bagua.torch_api.reduce_op import ReduceOp
 def allreduce_inplace(checks: Checks, tensor: Tensor, op: Any = ReduceOp.SUM, comm: Comm = None) -> None:
     """Reduce `tensor` over all ranks; afterwards it is bitwise identical on all of them."""
     tensor, torch_op = checks.tensor("tensor", tensor), checks.reduction(op)
-    with checks.comm.blocking(tensor):
-        dist.all_reduce(tensor, torch_op, group=checks.group)
+    dist.all_reduce(tensor, torch_op, group=checks.group)
 
 
 @collective("allreduce")
@@ -36,9 +35,8 @@ def _allreduce_out_of_place(
     send, recv = checks.tensor("send_tensor", send_tensor), checks.tensor("recv_tensor", recv_tensor)
     checks.as_many("recv_tensor", recv, "send_tensor", send)
     torch_op = checks.reduction(op)
-    with checks.comm.blocking(recv):
-        recv.copy_(send.reshape(recv.shape))
-        dist.all_reduce(recv, torch_op, group=checks.group)
+    recv.copy_(send.reshape(recv.shape))
+    dist.all_reduce(recv, torch_op, group=checks.group)
 
 
 @overload
@@ -76,8 +74,7 @@ def allreduce(*args: Any, **kwargs: Any) -> None:
 def reduce_inplace(checks: Checks, tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, comm: Comm = None) -> None:
     """Reduce `tensor` over all ranks; rank `dst` gets the result, the content of the others is undefined afterwards."""
     tensor, dst, torch_op = checks.tensor("tensor", tensor), checks.peer("dst", dst), checks.reduction(op)
-    with checks.comm.blocking(tensor):
-        dist.reduce(tensor, op=torch_op, group=checks.group, group_dst=dst)
+    dist.reduce(tensor, op=torch_op, group=checks.group, group_dst=dst)
 
 
 @collective("reduce")
@@ -88,12 +85,11 @@ def _reduce_out_of_place(
     if checks.rank == dst or isinstance(recv, Tensor):
         checks.as_many("recv_tensor", checks.tensor("recv_tensor", recv), "send_tensor", send)
     torch_op = checks.reduction(op)
-    with checks.comm.blocking(send):
-        # Whatever the backend leaves on the other ranks, it must not be in their input.
-        result = send.clone()
-        dist.reduce(result, op=torch_op, group=checks.group, group_dst=dst)
-        if checks.rank == dst:
-            recv.copy_(result.reshape(recv.shape))
+    # Whatever the backend leaves on the other ranks, it must not be in their input.
+    result = send.clone()
+    dist.reduce(result, op=torch_op, group=checks.group, group_dst=dst)
+    if checks.rank == dst:
+        recv.copy_(result.reshape(recv.shape))
 
 
 @overload
@@ -148,8 +144,7 @@ def reduce_scatter(
     send, recv = checks.flat("send_tensor", send_tensor), checks.flat("recv_tensor", recv_tensor)
     checks.multiple("send_tensor", send, "recv_tensor", recv)
     torch_op = checks.reduction(op)
-    with checks.comm.blocking(send):
-        dist.reduce_scatter_tensor(recv, send, torch_op, group=checks.group)
+    dist.reduce_scatter_tensor(recv, send, torch_op, group=checks.group)
 
 
 @collective("reduce_scatter")
@@ -160,10 +155,9 @@ def reduce_scatter_inplace(checks: Checks, tensor: Tensor, op: Any = ReduceOp.SU
     """
     flat = checks.flat("tensor", tensor)
     count, torch_op = checks.chunk("tensor", flat), checks.reduction(op)
-    with checks.comm.blocking(flat):
-        result = flat.new_empty(count)
-        dist.reduce_scatter_tensor(result, flat, torch_op, group=checks.group)
-        flat[:count].copy_(result)
+    result = flat.new_empty(count)
+    dist.reduce_scatter_tensor(result, flat, torch_op, group=checks.group)
+    flat[:count].copy_(result)
 
 
 @collective("allreduce_coalesced")
@@ -172,8 +166,5 @@ def allreduce_coalesced_inplace(
 ) -> None:
     """As `allreduce_inplace` for each of `tensors`, with one message per dtype and device."""
     torch_op = checks.reduction(op)
-    for group in flattened(checks.tensors("tensors", tensors)):
-        with checks.comm.blocking(group.tensors[0]):
-            flat = group.join()
-            dist.all_reduce(flat, torch_op, group=checks.group)
-            group.take_from(flat)
+    for flat in flattened(checks.tensors("tensors", tensors)):
+        dist.all_reduce(flat, torch_op, group=checks.group)
