@@ -32,20 +32,19 @@ _logger = logging.getLogger("bagua")
 _OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {"Optimizer": Optimizer, "QAdamOptimizer": QAdamOptimizer}
 
 
-def trainable_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Parameters whose gradients DDP reduces, in the order of the module."""
-    named = dict(ddp.module.named_parameters())
-    return [named[name] for name in trainable_names(ddp)]
-
-
-def trainable_names(ddp: DistributedDataParallel) -> list[str]:
-    """Names of `trainable_parameters`."""
+def trained_by_name(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the parameters whose gradients DDP reduces, in the order of the module."""
     ignored = ddp.parameters_to_ignore
-    return [name for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+    return {name: p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
+
+
+def trainable_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
+    """Return those of `trained_by_name`."""
+    return list(trained_by_name(ddp).values())
 
 
 def synchronised_buffers(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Buffers that DDP keeps the same on all ranks, in the order of the module."""
+    """Return the buffers that DDP keeps the same on all ranks, in the order of the module."""
     return [buffer for name, buffer in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore]
 
 
@@ -302,9 +301,8 @@ class Attachment:
         ddp = self._ddp()
         if ddp is None or not (self._runs_in_background and self._broadcasts_buffers):
             return
-        for name, buffer in ddp.module.named_buffers():
-            if name not in ddp.parameters_to_ignore:
-                dist.broadcast(buffer, group=ddp.process_group, group_src=0)
+        for buffer in synchronised_buffers(ddp):
+            dist.broadcast(buffer, group=ddp.process_group, group_src=0)
 
     def detach(self) -> None:
         """Take all hooks off again."""

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from bagua import _at_exit
-from bagua._arithmetic import arithmetic_of
 from bagua._fresh_store import fresh_part, new_name
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
@@ -99,16 +98,26 @@ class _Use:
     """Lives as long as the executors over a group."""
 
 
-def _executors_over_private(
+def private_executors_for(
     group: dist.ProcessGroup,
     device: torch.device,
-    timeout: timedelta,
     members: Sequence[int] | None = None,
     *,
     is_serial: bool = False,
 ) -> Any:
-    """Executors over a group of their own, which ends with them."""
+    """Return executors over a group of their own, which ends with them. Collective among its members.
+
+    Their programs run beside those of `executors_for`, in an order of their own.
+
+    Args:
+        group: the ranks.
+        device: of the tensors.
+        members: which of the ranks, such as those of one host; by default all.
+        is_serial: whether programs never run beside each other, on one thread: several would take turns, each of which
+            keeps the memory of the longest program.
+    """
     use = _Use()
+    timeout = timeout_of(backend_of(group, device))
     private = _private_group(group, device, timeout, members)
     destroy_with(use, private)
     return _C.with_owned(_executors_over(private, device, timeout, is_serial=is_serial), use)
@@ -117,10 +126,9 @@ def _executors_over_private(
 def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the C++ executors on which a hook for tensors on `device` runs its programs. Collective."""
     backend = backend_of(group, device)
-    timeout = timeout_of(backend)
     if device.type == "cpu" and not isinstance(backend, _C.ProcessGroupBagua):
-        return _executors_over_private(group, device, timeout)
-    return _executors_over(group, device, timeout)
+        return private_executors_for(group, device)
+    return _executors_over(group, device, timeout_of(backend))
 
 
 # Made once for each group: with a backend other than "bagua" that makes another group.
@@ -135,20 +143,19 @@ def shared_executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     return known[device]
 
 
-def background_executors_for(group: dist.ProcessGroup, device: torch.device, *, is_serial: bool = True) -> Any:
-    """Return executors whose programs run beside those of `executors_for`, in an order of their own. Collective.
+def arithmetic_of(device: torch.device) -> str:
+    """Return what the bits of torch's products on a GPU depend on, besides the numbers. Empty on the CPU.
 
-    With `is_serial` they never run beside each other, on one thread: several would take turns, each of which keeps the
-    memory of the longest program.
+    cuBLAS chooses its kernels by the compute capability and the number of multiprocessors; TF32 rounds the factors. Our
+    own products on the CPU give the same bits on every processor.
     """
-    timeout = timeout_of(backend_of(group, device))
-    return _executors_over_private(group, device, timeout, is_serial=is_serial)
-
-
-def host_executors_for(group: dist.ProcessGroup, device: torch.device, members: Sequence[int]) -> Any:
-    """Return executors of a group of `members` of `group`, those of one host. Every one of them has to call."""
-    timeout = timeout_of(backend_of(group, device))
-    return _executors_over_private(group, device, timeout, members)
+    if device.type != "cuda":
+        return ""
+    gpu = torch.cuda.get_device_properties(device)
+    return (
+        f"compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} multiprocessors, "
+        f"torch {torch.__version__}, precision of float32 products {torch.backends.cuda.matmul.fp32_precision!r}"
+    )
 
 
 def start(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device, parameters: str, optimizer: str) -> None:
@@ -190,6 +197,6 @@ def begin_again(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -
 def _make_groups(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -> None:
     """Make the groups that an algorithm needs besides that of its model."""
     if describe(hook.name)["runs_in_background"]:
-        hook.use_background(background_executors_for(group, device))
+        hook.use_background(private_executors_for(group, device, is_serial=True))
     if hook.host_ranks:
-        hook.use_host(host_executors_for(group, device, hook.host_ranks))
+        hook.use_host(private_executors_for(group, device, hook.host_ranks))

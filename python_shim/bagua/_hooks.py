@@ -26,8 +26,8 @@ from bagua._attachment import (
     say_what_is_sent,
     scaler_of,
     synchronised_buffers,
-    trainable_names,
     trainable_parameters,
+    trained_by_name,
     unwrapped,
 )
 from bagua._buckets import BucketSplitter
@@ -132,21 +132,22 @@ def _make_hook(
     check_optimizer_type(algorithm, optimizer)
     check_group_type(algorithm, process_group, _REGISTER)
     _check_ddp(ddp)
-    parameters = trainable_parameters(ddp)
+    trained = trained_by_name(ddp)
+    parameters = list(trained.values())
     if not parameters:
         raise ValueError(
             f"algorithm {algorithm!r} has nothing to do: all parameters of the model are frozen. Set "
             "requires_grad=True on those to be trained, before the model is wrapped in DistributedDataParallel"
         )
     _C.check_names(algorithm, complete, [name for name, _ in ddp.module.named_parameters()])
-    check_optimizer(dict(zip(trainable_names(ddp), parameters, strict=True)), optimizer, algorithm)
+    check_optimizer(trained, optimizer, algorithm)
     if describe(algorithm)["optimizer"]:
         check_model(ddp, algorithm, is_hierarchical=bool(complete.get("hierarchical")))
     # The first step of a static graph is unlike the others; it is over where buckets have been rebuilt.
     is_first_static = ddp.static_graph and not has_rebuilt_buckets(ddp)
     hook = _C.Hook(algorithm, complete, executors, parameters, is_first_static)
     hook.use_parameters(names_and_roles(ddp.module, parameters))
-    hook.use_model(layers_of(trainable_names(ddp)), synchronised_buffers(ddp))
+    hook.use_model(layers_of(trained), synchronised_buffers(ddp))
     if optimizer is not None:
         hook.use_optimizer(is_linear([optimizer]))
     if ddp.find_unused_parameters or ddp.static_graph:

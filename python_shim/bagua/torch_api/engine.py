@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bagua._attachment import PICKLE_ADVICE
 from bagua._eager import disabled, eager
-from bagua._executors import background_executors_for, executors_for
+from bagua._executors import executors_for, private_executors_for
 from bagua._torch_private import at_end_of_backward, is_in_backward
 from bagua.torch_api._checks import some
 from bagua.torch_api._groups import bagua_group
@@ -129,7 +129,7 @@ class Engine:
 
     def _make_executors(self, device: torch.device, is_apart: bool) -> Any:
         group = self.process_group.torch_group
-        return background_executors_for(group, device, is_serial=False) if is_apart else executors_for(group, device)
+        return private_executors_for(group, device) if is_apart else executors_for(group, device)
 
     def _broadcast_state(self) -> None:
         # With those that are not trained, which would stay different for ever.
