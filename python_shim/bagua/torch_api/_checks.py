@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bagua.torch_api._communicators import Communicator
-from bagua.torch_api.reduce_op import to_torch
+from bagua.torch_api._reduce_op import to_torch
 
 
 class Checks:

@@ -18,7 +18,7 @@ from bagua.torch_api._checks import Checks
 from bagua.torch_api._coalescing import flattened
 from bagua.torch_api._collective import collective
 from bagua.torch_api._communicators import Comm
-from bagua.torch_api.reduce_op import ReduceOp
+from bagua.torch_api._reduce_op import ReduceOp
 
 
 @collective("allreduce")

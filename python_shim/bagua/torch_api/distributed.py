@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from bagua.torch_api._engine import Engine
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua.torch_api.engine import Engine
 
 if TYPE_CHECKING:
     from bagua.torch_api.communication import BaguaProcessGroup

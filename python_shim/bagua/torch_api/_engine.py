@@ -21,12 +21,12 @@ from bagua._executors import executors_for, private_executors_for
 from bagua._torch_private import at_end_of_backward, is_in_backward
 from bagua.torch_api._checks import some
 from bagua.torch_api._groups import bagua_group
+from bagua.torch_api._scheduler import Scheduler
+from bagua.torch_api._state_broadcast import broadcast_optimizer_state, broadcast_tensors
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.env import get_default_bucket_size
-from bagua.torch_api.scheduler import Scheduler
-from bagua.torch_api.state_broadcast import broadcast_optimizer_state, broadcast_tensors
 from bagua.torch_api.tensor import as_bagua, backend_of
 
 # What a module has while an algorithm works on it.
