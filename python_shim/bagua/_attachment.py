@@ -39,7 +39,6 @@ def trained_by_name(ddp: DistributedDataParallel) -> dict[str, Tensor]:
 
 
 def trainable_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Return those of `trained_by_name`."""
     return list(trained_by_name(ddp).values())
 
 
@@ -285,7 +284,6 @@ class Attachment:
         return ddp.module.state_dict(), optimizer.state_dict()
 
     def load_states(self, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Take back what `states` has returned."""
         ddp, own = self._ddp(), self._optimizer()
         assert ddp is not None
         assert own is not None
@@ -305,7 +303,6 @@ class Attachment:
             dist.broadcast(buffer, group=ddp.process_group, group_src=0)
 
     def detach(self) -> None:
-        """Take all hooks off again."""
         for handle in self._removable:
             handle.remove()
 

@@ -195,7 +195,6 @@ def begin_again(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -
 
 
 def _make_groups(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make the groups that an algorithm needs besides that of its model."""
     if describe(hook.name)["runs_in_background"]:
         hook.use_background(private_executors_for(group, device, is_serial=True))
     if hook.host_ranks:

@@ -160,7 +160,6 @@ class GradualTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether all is there."""
         return self._at == self._total
 
     @torch.no_grad()

@@ -259,7 +259,6 @@ class HookState:
         self._hook: _C.Hook | None = None
 
     def run(self, bucket: dist.GradBucket) -> torch.futures.Future[list[torch.Tensor]]:
-        """Start the reduction of one bucket."""
         if self._hook is None:
             device = bucket.buffer().device
             group = self._process_group or dist.group.WORLD

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the C++ parts, after making sure that they fit the torch at hand, and registers the backend."""
 
-from __future__ import annotations
-
 import bagua_autoload
 
 from bagua._version_check import check_torch

@@ -142,7 +142,6 @@ class ShardReduction:
                 self._undo.append(partial(set_comm_of_fsdp, group, "reduce_scatter", scatter.stock))
 
     def detach(self) -> None:
-        """Leave it again."""
         for undo in reversed(self._undo):
             undo()
 

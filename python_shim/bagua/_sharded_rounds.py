@@ -77,7 +77,6 @@ class ShardedRounds:
         self._removable: list[Any] = []
 
     def attach(self, hook: _C.Hook, optimizer: Optimizer) -> None:
-        """Begin to tell the algorithm."""
         self._hook = hook
         self._optimizer = optimizer
         self._removable = [

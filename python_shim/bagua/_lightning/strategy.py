@@ -130,7 +130,6 @@ class StrategyParts(_Base):
 
     @property
     def algorithm(self) -> str:
-        """The algorithm's name."""
         return self._algorithm
 
     @property
@@ -183,7 +182,6 @@ class StrategyParts(_Base):
         return describe(self._algorithm)["steps_may_differ"]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As DDPStrategy."""
         # Validation puts DDP's wrapper into evaluation mode, and afterwards Lightning takes only the module out of it.
         if isinstance(self.model, DistributedDataParallel):
             self.model.training = True

@@ -166,8 +166,6 @@ def _run(*command: str) -> None:
 
 @dataclass(frozen=True)
 class Host:
-    """One emulated host."""
-
     namespace: str
     address: str
 

@@ -104,7 +104,6 @@ def _failed(message: str) -> int:
 
 
 def _rank(rank: int, settings: Settings, folder: str) -> None:
-    """Be one of the ranks that `run` starts."""
     os.environ["LOCAL_RANK"] = str(rank)
     if settings.hosts > 1:
         os.environ["BAGUA_HOST_ID"] = f"host-{_host_of(rank, settings)}"

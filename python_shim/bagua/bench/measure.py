@@ -44,7 +44,6 @@ class Times:
 
     @staticmethod
     def of(seconds: list[float]) -> Times:
-        """Sum up the iterations."""
         return Times(min(seconds), statistics.median(seconds), max(seconds))
 
 

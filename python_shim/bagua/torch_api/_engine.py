@@ -100,7 +100,6 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        """The module that the algorithm works on."""
         module = self._module()
         if module is None:
             raise RuntimeError(f"module {self.bagua_module_name!r} does not exist any more")
