@@ -221,7 +221,7 @@ def register_comm_hook(
     former = removed_handle(ddp)
     if manager is not None:
         place = None
-        ddp.register_comm_hook(managed.ManagedHook(hook, group, manager), managed.run_managed)
+        ddp.register_comm_hook(managed.ManagedHook(hook, group, manager), managed.ManagedHook.run)
     elif former is None:
         place = _C.register_hook(ddp.reducer, hook)
     else:

@@ -112,10 +112,10 @@ class ShardReduction:
     Args:
         model: whose gradients.
         hook: of the algorithm.
-        after_backward: is called at the end of each such backward.
+        after_backward: is called at the end of each such backward, if there is one.
     """
 
-    def __init__(self, model: ShardedModel, hook: _C.Hook, after_backward: Callable[[], None]) -> None:
+    def __init__(self, model: ShardedModel, hook: _C.Hook, after_backward: Callable[[], None] | None) -> None:
         self._hook = hook
         self._model = model
         self._after_backward = after_backward
@@ -232,7 +232,8 @@ class ShardReduction:
     def _end_backward(self) -> None:
         self._is_ending = False
         self._end_step()
-        self._after_backward()
+        if self._after_backward is not None:
+            self._after_backward()
 
     def _end_step(self) -> None:
         self._pass_over_unused()

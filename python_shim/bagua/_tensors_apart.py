@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the tensors out of a state, so that they travel as they are, and puts them back."""
+"""Tensors in the containers of a state: taken out, so that they travel as they are, put back, brought to the CPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 from torch import Size, Tensor
 
 from bagua._torch_private import tree_map_only
+
+
+def to_cpu(tree: Any) -> Any:
+    """Return the same containers with their tensors on the CPU."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
 class _Place(int):

@@ -125,10 +125,6 @@ class _ShardedHandle(Handle):
             cache.detach()
 
 
-def _nothing() -> None:
-    """Do it."""
-
-
 def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
     """Return what gathers weights."""
     if weights is None:
@@ -281,7 +277,7 @@ def compress(
     start(hook, group, device, sharded.description(), f" and weights={weights!r}")
     if sharded.is_hybrid and hook.keeps_residuals:
         hook.use_shards(executors_for(sharded.shards, device))
-    reduction = ShardReduction(sharded, hook, _nothing if rounds is None else rounds.after_backward)
+    reduction = ShardReduction(sharded, hook, None if rounds is None else rounds.after_backward)
     reduction.attach()
     if rounds is not None and optimizer is not None:
         rounds.attach(hook, optimizer)

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from bagua._argument_checks import by_name, check_algorithm, shown
 from bagua._handle import Handle
 from bagua._hooks import register_comm_hook
-from bagua._lightning.checkpoint import add_states_of_all_ranks, of_this_rank, to_cpu, why_not_exact
+from bagua._lightning.checkpoint import add_states_of_all_ranks, of_this_rank, why_not_exact
 from bagua._native import _C
 from bagua._optimizers import QAdamOptimizer
 from bagua._registry import available_algorithms, describe
+from bagua._tensors_apart import to_cpu
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -64,11 +65,7 @@ class StrategyParts(_Base):
         algorithm: one of `bagua.available_algorithms()`.
         flatten: whether gradients are views into DDP's buckets (DDP's `gradient_as_bucket_view`). A bare bool in the
             second place is this, and no option of the algorithm: those are given by name.
-        accelerator: as in DDPStrategy, with the four that follow.
-        parallel_devices: see there.
-        cluster_environment: see there.
-        checkpoint_io: see there.
-        precision_plugin: see there.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in DDPStrategy.
         **bagua_kwargs: the algorithm's options, `save_every_rank` (True), and what DDPStrategy and
             DistributedDataParallel take by name, such as `process_group_backend` ("bagua"), `timeout`, `start_method`,
             `find_unused_parameters` and `bucket_cap_mb`.

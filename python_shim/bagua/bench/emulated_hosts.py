@@ -94,11 +94,7 @@ class Network:
 
 
 def rate_of(text: str) -> float:
-    """Read bits per second: 100M, 1G, 1Gbit; 0 for no limit.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read bits per second: 100M, 1G, 1Gbit; 0 for no limit. ValueError if it is none."""
     match = re.fullmatch(rf"{_NUMBER}([KMG]?)(BIT|BIT/S)?", text.strip().upper())
     if match is None:
         raise ValueError(f"{text!r} is not a rate: write bits per second, such as 100M, 1G or 10G")
@@ -106,11 +102,7 @@ def rate_of(text: str) -> float:
 
 
 def time_of(text: str) -> float:
-    """Read seconds: 10ms, 0.05s, 200us.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read seconds: 10ms, 0.05s, 200us. ValueError if it is none."""
     match = re.fullmatch(rf"{_NUMBER}(MS|US|S)", text.strip().upper())
     if match is None:
         raise ValueError(f"{text!r} is not a time: write a number with its unit, such as 10ms or 0.05s")
@@ -118,11 +110,7 @@ def time_of(text: str) -> float:
 
 
 def share_of(text: str) -> float:
-    """Read a share: 1%, 0.1%.
-
-    Raises:
-        ValueError: it is none, or not below 100 %.
-    """
+    """Read a share: 1%, 0.1%. ValueError if it is none, or not below 100 %."""
     match = re.fullmatch(rf"{_NUMBER}\s*%", text.strip())
     if match is None or float(match[1]) >= 100:
         raise ValueError(f"{text!r} is not a share of packets: write a percentage below 100, such as 0.1%")
@@ -147,11 +135,7 @@ def buffer_of(text: str, bits_per_second: float) -> float:
 
 
 def congestion_of(text: str) -> tuple[str, ...]:
-    """Read the congestion control that TCP begins with, and others that a process may choose: cubic, or cubic,bbr.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read TCP's congestion control, and others that a process may choose: cubic,bbr. ValueError if it is none."""
     names = tuple(text.strip().lower().split(","))
     if not all(re.fullmatch(r"[a-z0-9_-]+", name) for name in names):
         raise ValueError(f"{text!r} is not a congestion control: write its name, such as cubic, or cubic,bbr")

@@ -44,16 +44,10 @@ _ATTRIBUTES = (
 class Engine:
     """An algorithm at work on a module, until `close()`. Collective to make: all ranks, same module, same algorithm.
 
-    Args:
-        module: whose trainable parameters are trained, except those named in its attributes
-            `_bagua_params_and_buffers_to_ignore` and `_ddp_params_and_buffers_to_ignore`.
-        optimizers: all optimizers of these parameters.
-        algorithm: what to do.
-        process_group: the ranks to work with, a group of Bagua's or of torch's; by default all.
-        do_flatten: whether buckets are flattened.
-
-    A module that an algorithm works on already is taken over: the former one is closed. Where the new one cannot be
-    started, none works on the module any more.
+    It is made of what `with_bagua` is given. The parameters named in the module's attributes
+    `_bagua_params_and_buffers_to_ignore` and `_ddp_params_and_buffers_to_ignore` are left alone. A module that an
+    algorithm works on already is taken over: the former one is closed. Where the new one cannot be started, none works
+    on the module any more.
 
     Raises:
         TypeError: something else than optimizers, an algorithm or a group.
@@ -141,11 +135,13 @@ class Engine:
     def _init_algorithm(self, module: nn.Module) -> None:
         """Run the stages of an algorithm, in the order of the original."""
         algorithm = self.bagua_algorithm
-        module.bagua_ddp = self  # type: ignore[assignment]
-        module.bagua_algorithm = algorithm  # type: ignore[assignment]
-        module.bagua_optimizers = self.bagua_optimizers  # type: ignore[assignment]
-        module.bagua_train_step_counter = self.bagua_train_step_counter  # type: ignore[assignment]
-        module._bagua_backend = self._bagua_backend  # type: ignore[assignment]
+        vars(module).update(
+            bagua_ddp=self,
+            bagua_algorithm=algorithm,
+            bagua_optimizers=self.bagua_optimizers,
+            bagua_train_step_counter=self.bagua_train_step_counter,
+            _bagua_backend=self._bagua_backend,
+        )
         tensors = algorithm.init_tensors(module)
         self.bagua_buckets = algorithm.tensors_to_buckets(self._suggest(tensors), self._do_flatten)
         module.bagua_buckets = self.bagua_buckets  # type: ignore[assignment]

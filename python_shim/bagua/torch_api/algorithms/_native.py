@@ -199,22 +199,17 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 
 
 class BackgroundAlgorithmImpl(NativeAlgorithmImpl):
-    """An algorithm that communicates in the background, until it is told to rest."""
+    """An algorithm that communicates in the background, until it is told to rest.
+
+    Its methods take the module that `with_bagua` returned, or what wraps it, as those of the original.
+    """
 
     def abort(self, bagua_module: Any) -> None:
-        """Stop background communication. Collective; afterwards all ranks hold the same weights.
-
-        Args:
-            bagua_module: the module that `with_bagua` returned, or what wraps it.
-        """
+        """Stop background communication. Collective; afterwards all ranks hold the same weights."""
         self.hook.abort()
 
     def resume(self, bagua_module: Any) -> None:
-        """Let background communication go on after `abort`. For all ranks.
-
-        Args:
-            bagua_module: the module that `with_bagua` returned, or what wraps it.
-        """
+        """Let background communication go on after `abort`. For all ranks."""
         self.hook.resume()
 
 

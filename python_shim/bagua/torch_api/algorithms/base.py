@@ -27,11 +27,7 @@ class Algorithm:
     """The base class of algorithms: a recipe, made into an `AlgorithmImpl` for each model."""
 
     def reify(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
-        """Create the instance that will work on a model.
-
-        Args:
-            process_group: the ranks to work with.
-        """
+        """Create the instance that will work on a model, with the ranks of this group."""
         raise NotImplementedError(f"{type(self).__qualname__} has to implement reify()")
 
     # The built-in ones, under the names that `register_comm_hook` knows.
