@@ -15,7 +15,6 @@ import torch.distributed as dist
 from bagua._native import _C
 from bagua.bench.collectives import COLLECTIVES, Collective, Place
 from bagua.bench.options import Settings, options_of
-from bagua.bench.progress import Progress
 from bagua.bench.training_step import TrainingStep, algorithm
 from bagua.info.connections import Line, connections, line_between, together
 
@@ -94,15 +93,11 @@ class Measurement:
             for dtype in (settings.dtypes if test != "barrier" else settings.dtypes[:1])
             for size in (settings.sizes if test != "barrier" else (0,))
         ]
-        self._progress = Progress(len(self._cases), is_shown=dist.get_rank() == 0)
 
     def results(self) -> Iterator[Result]:
         """Yield one result after another. Collective."""
-        for number, (test, dtype, size) in enumerate(self._cases):
-            self._number, self._what = number, f"{test} of {size:,} bytes"
-            result = self._result(test, dtype, size)
-            self._progress.clear()
-            yield result
+        for case in self._cases:
+            yield self._result(*case)
 
     def _make(self, test: str) -> tuple[Callable[[Place], _Case], Callable[[Place], _Case]]:
         """Return what makes the test, and what makes its like on another backend."""
@@ -168,8 +163,6 @@ class Measurement:
         calls = [1] * len(cases)
         lines: list[Line] = []
         for iteration in range(-warmup, iterations):
-            done = (iteration + warmup) / (warmup + iterations)
-            self._progress.at(self._number + done, self._what)
             if iteration == 0:
                 calls = [self._calls_of_an_iteration(case) for case in cases]
             for index, case in enumerate(cases):
