@@ -20,6 +20,7 @@ from bagua._fresh_store import fresh_part, new_name
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua._registry import describe
+from bagua._tensors_apart import broadcast_state
 from bagua._torch_private import backend_of, default_group, set_timeout, timeout_of
 
 # How long members that have just met wait for each other to make a further group: one that dies in between is not seen.
@@ -177,20 +178,7 @@ def start(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device, paramet
 def begin_again(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -> None:
     """Have an algorithm that acts on weights go on among the members that its group has now. Collective."""
     furthest = hook.meet_again()
-    tensors: list[torch.Tensor] = []
-    names: list[Any] = [None]
-    if group.rank() == furthest:
-        shared = hook.shared()
-        tensors = list(shared.values())
-        names = [[(name, tensor.shape, tensor.dtype, tensor.is_cpu) for name, tensor in shared.items()]]
-    dist.broadcast_object_list(names, group=group, group_src=furthest)
-    if group.rank() != furthest:
-        tensors = [
-            torch.empty(shape, dtype=dtype, device="cpu" if is_cpu else device) for _, shape, dtype, is_cpu in names[0]
-        ]
-    for tensor in tensors:
-        dist.broadcast(tensor, group=group, group_src=furthest)
-    hook.begin_again({name: tensor for (name, *_), tensor in zip(names[0], tensors, strict=True)})
+    hook.begin_again(broadcast_state(hook.shared() if group.rank() == furthest else None, furthest, group, device))
     _make_groups(hook, group, device)
 
 

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,7 @@ _SHORTEST_ITERATION = 0.01  # seconds
 _MOST_CALLS = 4096
 
 
-class _Case(Protocol):
-    place: Place
-
-    def step(self) -> None: ...
-    def check(self) -> str: ...
-    @staticmethod
-    def bus_factor(ranks: int) -> float: ...
+_Case = Collective | TrainingStep
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from bagua._attachment import PICKLE_ADVICE
 from bagua._eager import disabled, eager
 from bagua._executors import executors_for, private_executors_for
+from bagua._tensors_apart import broadcast_state, broadcast_tensor
 from bagua._torch_private import at_end_of_backward, is_in_backward
 from bagua.torch_api._checks import some
 from bagua.torch_api._groups import bagua_group
 from bagua.torch_api._scheduler import Scheduler
-from bagua.torch_api._state_broadcast import broadcast_optimizer_state, broadcast_tensors
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
@@ -127,10 +127,12 @@ class Engine:
     def _broadcast_state(self) -> None:
         # With those that are not trained, which would stay different for ever.
         ignored = _ignored_names(self.module)
-        parameters = [parameter for name, parameter in self.module.named_parameters() if name not in ignored]
-        broadcast_tensors(parameters, self.process_group.torch_group)
+        group = self.process_group.torch_group
+        for name, parameter in self.module.named_parameters():
+            if name not in ignored:
+                broadcast_tensor(parameter, 0, group, parameter.device)
         for optimizer in self.bagua_optimizers:
-            broadcast_optimizer_state(optimizer, self.process_group.torch_group)
+            _broadcast_optimizer_state(optimizer, group)
 
     def _init_algorithm(self, module: nn.Module) -> None:
         """Run the stages of an algorithm, in the order of the original."""
@@ -277,6 +279,19 @@ class Engine:
 
     def __reduce__(self) -> str:
         raise TypeError(PICKLE_ADVICE)
+
+
+def _broadcast_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+    """Give an optimizer the state and hyper-parameters of the group's first rank. Collective."""
+    if isinstance(optimizer, LBFGS):
+        # Its state is not one of its parameters.
+        raise ValueError("the state of LBFGS cannot be broadcast: use another optimizer")
+    if group.size() == 1:
+        return
+    device = optimizer.param_groups[0]["params"][0].device
+    state = broadcast_state(optimizer.state_dict() if group.rank() == 0 else None, 0, group, device)
+    if group.rank() != 0:
+        optimizer.load_state_dict(state)
 
 
 def close_engine_of(module: nn.Module) -> None:
