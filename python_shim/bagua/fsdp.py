@@ -65,13 +65,11 @@ class _ShardedHandle(Handle):
         }
 
     def __str__(self) -> str:
-        """See `Handle.__str__`."""
         stats = self.stats()
         gathers = f"\n  {stats['gathers']:,} gathers of weights, {stats['gathered_bytes']:,} bytes given to them"
         return super().__str__() + (gathers if self._caches else "")
 
     def reset(self) -> None:
-        """See `Handle.reset`."""
         super().reset()
         for cache in self._caches:
             cache.gathers = cache.given_bytes = 0
@@ -83,7 +81,6 @@ class _ShardedHandle(Handle):
         return {**super().state_dict(), "buckets": self._reduction.buckets}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Handle.load_state_dict`."""
         super().load_state_dict(state_dict)
         self._reduction.buckets = state_dict.get("buckets", {})
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bagua._native import _C
+from bagua.info.congestion import available
 
 # A token bucket passes this much at once: 2 ms of a link of 1 Gbit/s, and a packet of loopback size at least.
 BURST_SECONDS = 0.002
@@ -28,7 +29,6 @@ _NETWORK = "10.231.7"
 _ETHERNET_PACKET = 1500
 # `ip netns exec` lays the files of a folder here, of the namespace's name, over those in /etc.
 OVERLAYS = Path("/etc/netns")
-_CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 PROGRAM = Path(_C.__file__).with_name("emulated_network")
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _RATES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
@@ -174,7 +174,7 @@ def emulated_hosts(count: int, network: Network | None = None) -> Iterator[list[
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NoEmulatedHosts("emulated hosts need root and iproute2's ip and tc")
     network = network or Network()
-    known = _CONGESTION_CONTROLS.read_text().split()
+    known = available()
     for name in network.congestion:
         if name not in known:
             raise NoEmulatedHosts(f"this kernel has no congestion control {name!r}, but {', '.join(known)}")

@@ -18,11 +18,10 @@ from bagua.torch_api._checks import Checks
 from bagua.torch_api._coalescing import flattened
 from bagua.torch_api._collective import collective
 from bagua.torch_api._communicators import Comm
-from bagua.torch_api._reduce_op import ReduceOp
 
 
 @collective("allreduce")
-def allreduce_inplace(checks: Checks, tensor: Tensor, op: Any = ReduceOp.SUM, comm: Comm = None) -> None:
+def allreduce_inplace(checks: Checks, tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
     """Reduce `tensor` over all ranks; afterwards it is bitwise identical on all of them."""
     tensor, torch_op = checks.tensor("tensor", tensor), checks.reduction(op)
     dist.all_reduce(tensor, torch_op, group=checks.group)
@@ -30,7 +29,7 @@ def allreduce_inplace(checks: Checks, tensor: Tensor, op: Any = ReduceOp.SUM, co
 
 @collective("allreduce")
 def _allreduce_out_of_place(
-    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, op: Any = ReduceOp.SUM, comm: Comm = None
+    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None
 ) -> None:
     send, recv = checks.tensor("send_tensor", send_tensor), checks.tensor("recv_tensor", recv_tensor)
     checks.as_many("recv_tensor", recv, "send_tensor", send)
@@ -71,7 +70,7 @@ def allreduce(*args: Any, **kwargs: Any) -> None:
 
 
 @collective("reduce")
-def reduce_inplace(checks: Checks, tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, comm: Comm = None) -> None:
+def reduce_inplace(checks: Checks, tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
     """Reduce `tensor` over all ranks; rank `dst` gets the result, the content of the others is undefined afterwards."""
     tensor, dst, torch_op = checks.tensor("tensor", tensor), checks.peer("dst", dst), checks.reduction(op)
     dist.reduce(tensor, op=torch_op, group=checks.group, group_dst=dst)
@@ -79,7 +78,7 @@ def reduce_inplace(checks: Checks, tensor: Tensor, dst: int, op: Any = ReduceOp.
 
 @collective("reduce")
 def _reduce_out_of_place(
-    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, comm: Comm = None
+    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, comm: Comm = None
 ) -> None:
     send, recv, dst = checks.tensor("send_tensor", send_tensor), recv_tensor, checks.peer("dst", dst)
     if checks.rank == dst or isinstance(recv, Tensor):
@@ -123,22 +122,14 @@ def _is_out_of_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len(args) > 1 and (args[1] is None or isinstance(args[1], Tensor))
 
 
-def _document_signature(function: Any, in_place: Any) -> None:
-    """Show the documented signature, with the documented default of `op`, instead of *args and **kwargs."""
-    signature = inspect.signature(in_place)
-    parameters = [
-        one.replace(default=dist.ReduceOp.SUM) if one.name == "op" else one for one in signature.parameters.values()
-    ]
-    function.__signature__ = signature.replace(parameters=parameters)
-
-
-_document_signature(allreduce, allreduce_inplace)
-_document_signature(reduce, reduce_inplace)
+# The documented ones, in the place of *args and **kwargs.
+allreduce.__signature__ = inspect.signature(allreduce_inplace)  # type: ignore[attr-defined]
+reduce.__signature__ = inspect.signature(reduce_inplace)  # type: ignore[attr-defined]
 
 
 @collective("reduce_scatter")
 def reduce_scatter(
-    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, op: Any = ReduceOp.SUM, comm: Comm = None
+    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None
 ) -> None:
     """Reduce `send_tensor` over all ranks; rank r gets the r-th part of the result in `recv_tensor`."""
     send, recv = checks.flat("send_tensor", send_tensor), checks.flat("recv_tensor", recv_tensor)
@@ -148,7 +139,7 @@ def reduce_scatter(
 
 
 @collective("reduce_scatter")
-def reduce_scatter_inplace(checks: Checks, tensor: Tensor, op: Any = ReduceOp.SUM, comm: Comm = None) -> None:
+def reduce_scatter_inplace(checks: Checks, tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
     """Reduce `tensor` over all ranks; rank r finds the r-th part of the result in the FIRST part of `tensor`.
 
     The other parts are left as they were.
@@ -162,7 +153,7 @@ def reduce_scatter_inplace(checks: Checks, tensor: Tensor, op: Any = ReduceOp.SU
 
 @collective("allreduce_coalesced")
 def allreduce_coalesced_inplace(
-    checks: Checks, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, comm: Comm = None
+    checks: Checks, tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, comm: Comm = None
 ) -> None:
     """As `allreduce_inplace` for each of `tensors`, with one message per dtype and device."""
     torch_op = checks.reduction(op)

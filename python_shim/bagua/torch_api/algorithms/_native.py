@@ -118,7 +118,6 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         return ""
 
     def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
-        """See `AlgorithmImpl`."""
         bucket.clear_ops()
         self._buckets.append(bucket)
         if not self.takes_weights:
@@ -142,8 +141,6 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         gradient.copy_(flat.view(gradient.shape))
 
     def init_forward_pre_hook(self, bagua_module: Any) -> Callable[[Any], None]:
-        """See `AlgorithmImpl`."""
-
         def hook(input: Any) -> None:
             if not torch.is_grad_enabled():
                 return
@@ -164,7 +161,6 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         return lambda parameter_name, parameter: None
 
     def init_post_backward_hook(self, bagua_module: Any) -> Callable[[], None]:
-        """See `AlgorithmImpl`."""
         wait = super().init_post_backward_hook(bagua_module)
 
         def hook() -> None:
@@ -234,7 +230,6 @@ class NativeAlgorithm(Algorithm):
         vars(self).update(bound.arguments)
 
     def reify(self, process_group: BaguaProcessGroup) -> NativeAlgorithmImpl:
-        """See `Algorithm`."""
         return self.implementation(process_group, **vars(self))
 
 
