@@ -99,12 +99,12 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
             "torch.compile's python_reducer skips C++ communication hooks without a word: set "
             "torch._dynamo.config.optimize_ddp to 'ddp_optimizer' (or True) before wrapping the model"
         )
-    if comm_hooks(ddp) and removed_handle(ddp) is None:
+    former = removed_handle(ddp)
+    if comm_hooks(ddp) and former is None:
         raise RuntimeError(
             "this model already has a communication hook; DistributedDataParallel takes one. Where it is one of "
             "bagua's, call handle.remove() first"
         )
-    former = removed_handle(ddp)
     if former is not None and former.place is None:
         raise RuntimeError(
             "this model has had an algorithm under a Manager, in whose place no other can come: wrap the module in "
@@ -285,13 +285,6 @@ def _run_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
     return state.run(bucket).then(_first_tensor)
 
 
-def _needs_optimizer(algorithm: str) -> ValueError:
-    return ValueError(
-        f"algorithm {algorithm!r} acts on what the optimizer does: use bagua.register_comm_hook(model, {algorithm!r}, "
-        "optimizer=optimizer)"
-    )
-
-
 def comm_hook(
     algorithm: str, process_group: dist.ProcessGroup | None = None, **options: OptionArgument
 ) -> tuple[HookState, Any]:
@@ -310,14 +303,14 @@ def comm_hook(
         ValueError, TypeError: as `register_comm_hook`.
     """
     check_algorithm(algorithm, ". comm_hook takes no model: its result goes to ddp.register_comm_hook(*result)")
-    needs_optimizer = bool(describe(algorithm)["optimizer"])
+    if describe(algorithm)["optimizer"]:
+        raise ValueError(
+            f"algorithm {algorithm!r} acts on what the optimizer does: use bagua.register_comm_hook(model, "
+            f"{algorithm!r}, optimizer=optimizer)"
+        )
     if "optimizer" in options or isinstance(process_group, Optimizer):
-        if needs_optimizer:
-            raise _needs_optimizer(algorithm)
         raise TypeError(f"comm_hook takes no optimizer, and algorithm {algorithm!r} needs none: leave it out")
     complete = _C.check_options(algorithm, options, ["process_group"])
     check_group_type(algorithm, process_group, "comm_hook(")
-    if needs_optimizer:
-        raise _needs_optimizer(algorithm)
     _C.check_names(algorithm, complete, None)
     return HookState(algorithm, complete, process_group), _run_hook

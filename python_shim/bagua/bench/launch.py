@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from bagua._native import _C
-from bagua._registry import describe
+from bagua.bench.collectives import COLLECTIVES
 from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts
 from bagua.bench.measure import Measurement, Result, environment
-from bagua.bench.options import Settings, is_under_a_launcher
+from bagua.bench.options import Settings, is_under_a_launcher, options_of
 from bagua.bench.plot import write_plot
 from bagua.bench.report import header, line, verdict, write_json
 
@@ -121,8 +120,10 @@ def _measure(settings: Settings) -> int:
         torch.cuda.set_device(device)
     options = settings.options
     facts = environment(settings, device)
-    if facts["hosts"] == 1:
-        options = facts["options"] = {**_flat(settings), **options}
+    # On a single host hierarchical algorithms would compress nothing.
+    flat = {"hierarchical": False}
+    if facts["hosts"] == 1 and any(options_of(test, flat) for test in settings.tests if test not in COLLECTIVES):
+        options = facts["options"] = {**flat, **options}
     measurement = Measurement(replace(settings, options=options), device)
     is_first = dist.get_rank() == 0
     if is_first:
@@ -144,13 +145,6 @@ def _measure(settings: Settings) -> int:
             print(f"{wrong} of {len(results)} results are WRONG", file=sys.stderr)
     dist.destroy_process_group()
     return 1 if wrong else 0
-
-
-def _flat(settings: Settings) -> dict[str, bool]:
-    """On a single host hierarchical algorithms would compress nothing."""
-    names = set(settings.tests) & set(_C.algorithm_names())
-    known = {option["name"] for name in names for option in describe(name)["options"]}
-    return {"hierarchical": False} if "hierarchical" in known else {}
 
 
 if __name__ == "__main__":

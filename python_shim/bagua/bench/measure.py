@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import bagua
 from bagua._native import _C
 from bagua.bench.collectives import COLLECTIVES, Collective, Place
 from bagua.bench.options import Settings, options_of
@@ -228,8 +229,6 @@ def host_ids() -> list[str]:
 
 def environment(settings: Settings, device: torch.device) -> dict[str, Any]:
     """Return what figures depend on. Collective."""
-    import bagua
-
     hosts = host_ids()
     return {
         "bagua": bagua.__version__,

@@ -79,7 +79,7 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         if not self.takes_weights:
             return super().init_tensors(bagua_module)
         for name, parameter in named:
-            as_bagua(parameter).ensure_bagua_tensor(name, bagua_module.bagua_module_name, _itself, _set_data)
+            as_bagua(parameter).ensure_bagua_tensor(name, bagua_module.bagua_module_name)
         return parameters[::-1]
 
     def _check_optimizers(self, bagua_module: Any) -> None:
@@ -184,14 +184,6 @@ class NativeAlgorithmImpl(AlgorithmImpl):
 def _finish(work: dist.Work | None) -> None:
     if work is not None:
         work.wait()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _set_data(tensor: Tensor, value: Tensor) -> None:
-    tensor.data = value
 
 
 class BackgroundAlgorithmImpl(NativeAlgorithmImpl):
