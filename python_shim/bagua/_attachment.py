@@ -120,13 +120,7 @@ def class_of_optimizer(expected: str) -> str:
 
 
 def check_optimizer(trained: Mapping[str, Tensor], optimizer: Any, algorithm: str) -> None:
-    """Refuse an optimizer that is missing, of another class than the algorithm needs, or not that of the model.
-
-    Args:
-        trained: the model's trainable parameters by name.
-        optimizer: what the user has given.
-        algorithm: its name.
-    """
+    """Refuse an optimizer that is missing, of another class than the algorithm needs, or not that of the model."""
     expected = describe(algorithm)["optimizer"]
     if optimizer is None:
         if expected:

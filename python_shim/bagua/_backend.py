@@ -29,10 +29,6 @@ def _limited(timeout: timedelta, rank: int, size: int) -> timedelta:
 def create_backend(dist_backend_opts: BackendOptions, pg_options: Any) -> Any:
     """Create the ProcessGroupBagua that torch asks for.
 
-    Args:
-        dist_backend_opts: store, rank, size and timeout of the group, from torch.
-        pg_options: the user's `pg_options`: a `bagua.Options`, or None.
-
     Raises:
         TypeError: `pg_options` of another backend.
         ValueError: a timeout that is not positive, or settings that differ between the ranks.

@@ -111,8 +111,6 @@ def private_executors_for(
     Their programs run beside those of `executors_for`, in an order of their own.
 
     Args:
-        group: the ranks.
-        device: of the tensors.
         members: which of the ranks, such as those of one host; by default all.
         is_serial: whether programs never run beside each other, on one thread: several would take turns, each of which
             keeps the memory of the longest program.
@@ -162,12 +160,7 @@ def arithmetic_of(device: torch.device) -> str:
 def start(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device, parameters: str, optimizer: str) -> None:
     """Have the ranks agree on what they have given a hook, and make the groups that it needs besides. Collective.
 
-    Args:
-        hook: told all that this rank knows of its model.
-        group: the ranks.
-        device: of the parameters.
-        parameters: a text on the parameters, the same on all ranks.
-        optimizer: one on the optimizer.
+    `parameters` and `optimizer` are texts that have to be the same on all ranks.
     """
     hook.agree(parameters, optimizer, str(device), arithmetic_of(device))
     _make_groups(hook, group, device)

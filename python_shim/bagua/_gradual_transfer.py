@@ -88,11 +88,7 @@ class Pace:
         self._first_seconds: list[float] = []
 
     def end_step(self, seconds: float) -> None:
-        """Set the numbers of the next step.
-
-        Args:
-            seconds: what the slowest rank took for the step before the one that has ended now.
-        """
+        """Set the numbers of the next step; the slowest rank took `seconds` for the step before the one that has ended."""
         measured, self._last = self._last, self.numbers
         if measured == 0:
             return
@@ -113,8 +109,6 @@ class GradualTransfer:
     """From one rank to newcomers, in so many steps. All ranks make it, and call the same methods.
 
     Args:
-        ddp: the model.
-        optimizer: its optimizer.
         source: the rank that has everything.
         newcomers: the ranks that have not.
         parameters: which of the trainable parameters travel; empty on ranks that are neither.

@@ -78,8 +78,6 @@ class TrainingState:
     """All that makes one rank go on where another is: model, optimizer, buckets, and whatever else has a state.
 
     Args:
-        ddp: the model.
-        optimizer: its optimizer.
         handle: of the algorithm at work on the model. What that remembers goes over by itself, at the next forward.
         others: have `state_dict` and `load_state_dict`: schedulers, scalers, data loaders.
     """

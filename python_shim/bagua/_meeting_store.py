@@ -28,11 +28,7 @@ _MISSED = 1.5
 
 
 class MeetingStore:
-    """Asks a store again while it does not answer, over new connections of its own.
-
-    Args:
-        store: the user's. One that cannot be cloned answers or fails.
-    """
+    """Asks a store again while it does not answer, over new connections of its own, for which it has to be clonable."""
 
     def __init__(self, store: dist.Store) -> None:
         self._given = store

@@ -25,8 +25,6 @@ def new_named_group(
     Args:
         name: unique among the groups of this process, the same on all of `ranks`.
         ranks: global ranks, ascending.
-        backend: as for `torch.distributed.new_group`.
-        timeout: of the group's operations and of its making.
         store: where they meet; without it, in the default group's.
     """
     world = default_group()

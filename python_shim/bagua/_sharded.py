@@ -109,10 +109,7 @@ class ShardReduction:
     reduce-scattered, and is reduced in place. On a mesh of one dimension it holds a part for each rank, and the
     algorithm takes what is in each for a gradient of its own.
 
-    Args:
-        model: whose gradients.
-        hook: of the algorithm.
-        after_backward: is called at the end of each such backward, if there is one.
+    `after_backward` is called at the end of each such backward.
     """
 
     def __init__(self, model: ShardedModel, hook: _C.Hook, after_backward: Callable[[], None] | None) -> None:
@@ -150,7 +147,7 @@ class ShardReduction:
 
         Args:
             flat: the gradients of one group of parameters.
-            result: where FSDP2 takes them from.
+            result: see above.
             op: what FSDP2 wants: a mean, a sum, or a sum divided by `factor`.
             factor: what the user has set, if anything.
         """

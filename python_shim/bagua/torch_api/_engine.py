@@ -42,18 +42,7 @@ _ATTRIBUTES = (
 
 
 class Engine:
-    """An algorithm at work on a module, until `close()`. Collective to make: all ranks, same module, same algorithm.
-
-    It is made of what `with_bagua` is given. The parameters named in the module's attributes
-    `_bagua_params_and_buffers_to_ignore` and `_ddp_params_and_buffers_to_ignore` are left alone. A module that an
-    algorithm works on already is taken over: the former one is closed. Where the new one cannot be started, none works
-    on the module any more.
-
-    Raises:
-        TypeError: something else than optimizers, an algorithm or a group.
-        ValueError: no trainable parameter; an optimizer whose state cannot be broadcast; one that is missing and that
-            the algorithm needs; buckets that leave out a tensor or hold it twice.
-    """
+    """An algorithm at work on a module, until `close()`: see `BaguaModule.with_bagua`."""
 
     def __init__(
         self,

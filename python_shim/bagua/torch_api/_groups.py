@@ -150,8 +150,6 @@ def init_process_group() -> None:
 
     Raises:
         RepeatedInitializationError: called a second time.
-
-    Definition: `bagua.torch_api.communication` of Bagua 0.6.
     """
     if is_initialized():
         raise RepeatedInitializationError(

@@ -29,8 +29,6 @@ def broadcast(checks: Checks, tensor: Tensor, root: int = 0, comm: Comm = None, 
         root: a rank of the communicator.
         comm: a communicator; by default all ranks of the default group.
         src: another name of `root`, as from version 0.7 of the original.
-
-    Definition: `bagua.torch_api.communication` of Bagua 0.6.
     """
     tensor = checks.tensor("tensor", tensor)
     if src is not None:

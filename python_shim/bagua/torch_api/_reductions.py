@@ -60,8 +60,6 @@ def allreduce(*args: Any, **kwargs: Any) -> None:
     >>> allreduce(tensor)
     >>> tensor
     tensor([4, 6])
-
-    Definition: `bagua.torch_api.communication` of Bagua 0.6.
     """
     if _is_out_of_place(args, kwargs):
         _allreduce_out_of_place(*args, **kwargs)
@@ -107,8 +105,6 @@ def reduce(*args: Any, **kwargs: Any) -> None:
         dst: a rank of the communicator.
         op: a `torch.distributed.ReduceOp` or a `bagua.torch_api.ReduceOp`.
         comm: a communicator; by default all ranks of the default group.
-
-    Definition: `bagua.torch_api.communication` of Bagua 0.6.
     """
     if _is_out_of_place(args, kwargs):
         _reduce_out_of_place(*args, **kwargs)

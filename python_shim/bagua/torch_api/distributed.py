@@ -35,10 +35,10 @@ class BaguaModule:
         process_group: BaguaProcessGroup | dist.ProcessGroup | None = None,
         do_flatten: bool = True,
     ) -> nn.Module:
-        """Let an algorithm communicate for this module. Collective.
+        """Let an algorithm communicate for this module, which is returned. Collective: same module, same algorithm.
 
         Parameters, also those that are not trained, and the optimizers' state become those of rank 0. Wrapping again
-        takes the former algorithm off.
+        takes the former algorithm off; where the new one cannot be started, none works on the module any more.
         Gradients are communicated in every backward but inside `module.no_sync()`.
 
         Args:
@@ -47,12 +47,11 @@ class BaguaModule:
             process_group: the ranks to work with, a group of Bagua's or of torch's; by default all.
             do_flatten: whether each bucket's tensors are moved into contiguous memory.
 
-        Returns:
-            this module itself.
-
         Raises:
             RuntimeError: `init_process_group` has not been called.
-            TypeError, ValueError: see `Engine`.
+            TypeError: something else than optimizers, an algorithm or a group.
+            ValueError: no trainable parameter; an optimizer whose state cannot be broadcast; one that is missing and
+                that the algorithm needs; buckets that leave out a tensor or hold it twice.
 
         >>> from bagua.torch_api.algorithms import bytegrad
         >>> model = nn.Linear(4, 2)
@@ -88,16 +87,13 @@ class BaguaModule:
 def bagua_init(
     module: nn.Module, optimizer: Optimizer, distributed_algorithm: Algorithm | str | None = None, **kwargs: Any
 ) -> tuple[nn.Module, Optimizer]:
-    """`with_bagua` for a module and one optimizer, as in Bagua 0.4.
+    """`with_bagua` for a module and one optimizer, which it returns, as in Bagua 0.4.
 
     Args:
-        module: the module.
-        optimizer: its optimizer.
+        module: see `with_bagua`.
+        optimizer: the module's.
         distributed_algorithm: an algorithm or the name of one; by default GradientAllReduceAlgorithm.
         **kwargs: `process_group` and `do_flatten` of `with_bagua`; other options of 0.4 have no counterpart.
-
-    Returns:
-        the same module and the same optimizer.
 
     >>> model = nn.Linear(4, 2)
     >>> model, optimizer = bagua_init(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -34,12 +34,7 @@ def _options_of(algorithm: str, positional: tuple[str, ...]) -> dict[str, Option
 
 
 class NativeAlgorithmImpl(AlgorithmImpl):
-    """One of the built-in algorithms at work on a model. Each of them is a class derived from this one.
-
-    Args:
-        process_group: the ranks to work with.
-        args, options: its options.
-    """
+    """One of the built-in algorithms at work on a model. Each of them is a class derived from this one."""
 
     # What describe() calls it, and the options that may be given by position.
     algorithm: ClassVar[str]
