@@ -88,7 +88,7 @@ class Pace:
         self._first_seconds: list[float] = []
 
     def end_step(self, seconds: float) -> None:
-        """Set the numbers of the next step; the slowest rank took `seconds` for the step before the one that has ended."""
+        """Set the numbers of the next step; the slowest rank took `seconds` for the last step but one."""
         measured, self._last = self._last, self.numbers
         if measured == 0:
             return
