@@ -28,7 +28,7 @@ _MISSED = 1.5
 
 
 class MeetingStore:
-    """Asks a store again while it does not answer, over new connections of its own, for which it has to be clonable."""
+    """Asks a store again while it does not answer, over new connections of its own; one that has no clone() fails."""
 
     def __init__(self, store: dist.Store) -> None:
         self._given = store
