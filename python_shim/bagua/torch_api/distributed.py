@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from bagua.torch_api.communication import BaguaProcessGroup
 
 
-def _engine_of(module: Any) -> Engine:
-    engine = vars(module).get("bagua_ddp")
-    if engine is None:
-        raise AttributeError(f"{type(module).__name__} has not been wrapped by with_bagua()")
-    return cast("Engine", engine)
-
-
 class BaguaModule:
     """The methods that `import bagua.torch_api` adds to `torch.nn.Module`."""
 
@@ -81,7 +74,10 @@ class BaguaModule:
 
     def bagua_build_params(self) -> list[tuple[str, nn.Parameter]]:
         """Return name and parameter of what is trained, in the module's order."""
-        return _engine_of(self).bagua_build_params()
+        engine: Engine | None = vars(self).get("bagua_ddp")
+        if engine is None:
+            raise AttributeError(f"{type(self).__name__} has not been wrapped by with_bagua()")
+        return engine.bagua_build_params()
 
 
 def bagua_init(
