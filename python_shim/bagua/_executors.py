@@ -7,6 +7,7 @@ and executors over the other backend's operations run those of CUDA tensors.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -166,6 +167,13 @@ def start(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device, paramet
     _make_groups(hook, group, device)
     if describe(hook.name)["runs_in_background"]:
         _at_exit.end_with(group, hook)
+
+
+def refuse(executors: Any, device: torch.device) -> None:
+    """Tell the other ranks, which may have found nothing wrong and wait for this one, that it cannot go on."""
+    # The caller's own error is what the user has to see, whatever becomes of this.
+    with contextlib.suppress(Exception):
+        _C.refuse_registration(executors, str(device))
 
 
 def begin_again(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -> None:

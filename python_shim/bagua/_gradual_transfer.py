@@ -134,7 +134,7 @@ class GradualTransfer:
         self._group = ddp.process_group
         self._source = source
         self._newcomers = newcomers
-        self._pace = Pace(step_numbers, share)
+        self.pace = Pace(step_numbers, share)
         self._total = total_numbers
         self._at = 0
         self._part = torch.empty(0)
@@ -186,17 +186,13 @@ class GradualTransfer:
         self._works = None
         self._at += self._numbers_of_part()
 
-    def pace(self, seconds: float) -> None:
-        """Let later parts be larger while steps take no longer for them: see Pace.end_step, which this is for."""
-        self._pace.end_step(seconds)
-
     def stop(self) -> None:
         """Leave gradients and optimizer as they were."""
         for hook in self._hooks:
             hook.remove()
 
     def _numbers_of_part(self) -> int:
-        return min(self._pace.numbers, self._total - self._at)
+        return min(self.pace.numbers, self._total - self._at)
 
     def _places(self) -> Iterator[Tensor]:
         """Where the bytes of the part at hand are, each weight's together with those of its state."""

@@ -31,7 +31,7 @@ from bagua._attachment import (
     unwrapped,
 )
 from bagua._buckets import BucketSplitter
-from bagua._executors import executors_for, start
+from bagua._executors import executors_for, refuse, start
 from bagua._handle import Handle, OptionArgument, OptionValue
 from bagua._layers import layers_of
 from bagua._message_bytes import parameters_of
@@ -73,13 +73,6 @@ def _ddp_in(model: Any) -> DistributedDataParallel:
     return ddp
 
 
-def _refuse(executors: Any, device: torch.device) -> None:
-    """Tell the other ranks, which may have found nothing wrong and wait for this one."""
-    # The caller's own error is what the user has to see, whatever becomes of this.
-    with contextlib.suppress(Exception):
-        _C.refuse_registration(executors, str(device))
-
-
 def _refuse_without_ddp(model: Any, process_group: Any) -> None:
     """Tell them too where there is no DDP model, if it is certain in which group and for which device they wait."""
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
@@ -90,7 +83,7 @@ def _refuse_without_ddp(model: Any, process_group: Any) -> None:
         group = dist.group.WORLD
     if parameters and group is not None:
         with contextlib.suppress(Exception):
-            _refuse(executors_for(group, parameters[0].device), parameters[0].device)
+            refuse(executors_for(group, parameters[0].device), parameters[0].device)
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
@@ -214,7 +207,7 @@ def register_comm_hook(
             managed.prepare(ddp, algorithm, group)
         hook = _make_hook(ddp, algorithm, options, optimizer, process_group, main)
     except Exception:
-        _refuse(main, device)
+        refuse(main, device)
         raise
     text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
     start(hook, group, device, text, facts_of(optimizer))

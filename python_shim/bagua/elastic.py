@@ -252,7 +252,7 @@ class Training:
             work.wait()
             if self._transfer is not None:
                 self._transfer.end_part()
-                self._transfer.pace(float(votes[1]))
+                self._transfer.pace.end_step(float(votes[1]))
                 if self._transfer.is_over:
                     self._stop_transfer()
                     self._heal()

@@ -11,7 +11,6 @@ a mesh of one dimension gradients are reduce-scattered, coded, and weights="cach
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 from bagua._argument_checks import check_algorithm, check_optimizer_type
 from bagua._attachment import check_optimizer, is_linear, say_if_nothing_is_coded, scaler_of, unwrapped
-from bagua._executors import executors_for, start
+from bagua._executors import executors_for, refuse, start
 from bagua._handle import Handle, OptionArgument
 from bagua._layers import layers_of
 from bagua._native import _C
@@ -267,9 +266,7 @@ def compress(
                     "'bytegrad', 'gradient_allreduce', or a mesh of two dimensions"
                 )
     except Exception:
-        # The others may have found nothing wrong, and wait for this rank; its own error is what the user has to see.
-        with contextlib.suppress(Exception):
-            _C.refuse_registration(executors, str(device))
+        refuse(executors, device)
         raise
     start(hook, group, device, sharded.description(), f" and weights={weights!r}")
     if sharded.is_hybrid and hook.keeps_residuals:
