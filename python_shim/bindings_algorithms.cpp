@@ -23,7 +23,7 @@ namespace {
 
 namespace py = pybind11;
 
-// The keys are those of bagua.stats.GuardStats.
+// The keys are those of bagua._stats.GuardStats.
 py::dict guardDict(const Guard::Report& report) {
   using Measure = Guard::Measure;
   py::dict dict;
@@ -36,7 +36,7 @@ py::dict guardDict(const Guard::Report& report) {
   return dict;
 }
 
-// The keys are those of bagua.stats.Stats.
+// The keys are those of bagua._stats.Stats.
 py::dict statsDict(const HookRunner& hook) {
   const HookStats stats = hook.stats();
   py::dict dict;

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bagua._handle import Handle, OptionArgument
+from bagua._hooks import HookState
 from bagua._managed import Manager
-from bagua.handle import Handle, OptionArgument
-from bagua.hooks import HookState
-from bagua.optimizers import QAdamOptimizer
+from bagua._optimizers import QAdamOptimizer
 """
 # Options that a later build may have, and names that are only known when the program runs.
 _ANY = """\

@@ -44,7 +44,7 @@ _MADE_BY_THE_PACKAGE = {
     "bagua.torch_api.communication.BaguaProcessGroup",
     "bagua.torch_api.communication.CommMember",
     "bagua.torch_api.communication.Communicator",
-    "bagua.torch_api.reduce_op.ReduceOp",
+    "bagua.torch_api.communication.ReduceOp",
 }
 
 

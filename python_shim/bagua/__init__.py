@@ -7,15 +7,16 @@ communication hooks, chosen by name::
     handle = bagua.register_comm_hook(ddp_model, "bytegrad")
 """
 
-from bagua import _native, compressed, fsdp
+from bagua import compressed, fsdp
+from bagua._handle import Handle
 from bagua._native import Options
+from bagua._optimizers import QAdamOptimizer
 from bagua._registration import comm_hook, register_comm_hook
 from bagua._registry import available_algorithms, available_codecs, describe
-from bagua.handle import Handle
-from bagua.optimizers import QAdamOptimizer
-from bagua.stats import Stats
+from bagua._stats import Stats
+from bagua._version_check import package_version
 
-__version__ = _native.package_version()
+__version__ = package_version()
 
 __all__ = [
     "Handle",

@@ -37,10 +37,7 @@ def check_algorithm(algorithm: Any, advice: str = "") -> None:
 def by_name(call: str, algorithm: str, given: Any) -> str:
     """Return how options are given, with those that `given`, in the place of something else, may have been meant for.
 
-    Args:
-        call: what is called, up to the algorithm, such as "comm_hook(".
-        algorithm: the algorithm.
-        given: what was given in a wrong place.
+    `call` is what is called, up to the algorithm, such as "comm_hook(".
     """
     info = describe(algorithm)
     options = _options_meant(info, given) or {option["name"]: option["default"] for option in info["options"][:1]}

@@ -49,7 +49,6 @@ def shut_down_with_process(group: dist.ProcessGroup) -> None:
 
 @functools.cache
 def install() -> None:
-    """Have the process end in order."""
     atexit.register(_end)
     os.register_at_fork(after_in_child=_at_work.clear)
 

@@ -20,9 +20,9 @@ from bagua._eager import eager
 from bagua._executors import begin_again
 from bagua._message_bytes import Parameter, sentence
 from bagua._native import _C
+from bagua._optimizers import QAdamOptimizer
 from bagua._registry import describe
 from bagua._torch_private import divides_by_ranks_at_work, has_step_hooks, is_joining, tree_leaves
-from bagua.optimizers import QAdamOptimizer
 
 PICKLE_ADVICE = (
     "a model with a bagua communication hook cannot be pickled or deep-copied: the copy would train without the hook. "
@@ -32,20 +32,18 @@ _logger = logging.getLogger("bagua")
 _OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {"Optimizer": Optimizer, "QAdamOptimizer": QAdamOptimizer}
 
 
-def trainable_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Parameters whose gradients DDP reduces, in the order of the module."""
-    named = dict(ddp.module.named_parameters())
-    return [named[name] for name in trainable_names(ddp)]
-
-
-def trainable_names(ddp: DistributedDataParallel) -> list[str]:
-    """Names of `trainable_parameters`."""
+def trained_by_name(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the parameters whose gradients DDP reduces, in the order of the module."""
     ignored = ddp.parameters_to_ignore
-    return [name for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+    return {name: p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
+
+
+def trainable_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
+    return list(trained_by_name(ddp).values())
 
 
 def synchronised_buffers(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Buffers that DDP keeps the same on all ranks, in the order of the module."""
+    """Return the buffers that DDP keeps the same on all ranks, in the order of the module."""
     return [buffer for name, buffer in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore]
 
 
@@ -122,13 +120,7 @@ def class_of_optimizer(expected: str) -> str:
 
 
 def check_optimizer(trained: Mapping[str, Tensor], optimizer: Any, algorithm: str) -> None:
-    """Refuse an optimizer that is missing, of another class than the algorithm needs, or not that of the model.
-
-    Args:
-        trained: the model's trainable parameters by name.
-        optimizer: what the user has given.
-        algorithm: its name.
-    """
+    """Refuse an optimizer that is missing, of another class than the algorithm needs, or not that of the model."""
     expected = describe(algorithm)["optimizer"]
     if optimizer is None:
         if expected:
@@ -286,7 +278,6 @@ class Attachment:
         return ddp.module.state_dict(), optimizer.state_dict()
 
     def load_states(self, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Take back what `states` has returned."""
         ddp, own = self._ddp(), self._optimizer()
         assert ddp is not None
         assert own is not None
@@ -302,12 +293,10 @@ class Attachment:
         ddp = self._ddp()
         if ddp is None or not (self._runs_in_background and self._broadcasts_buffers):
             return
-        for name, buffer in ddp.module.named_buffers():
-            if name not in ddp.parameters_to_ignore:
-                dist.broadcast(buffer, group=ddp.process_group, group_src=0)
+        for buffer in synchronised_buffers(ddp):
+            dist.broadcast(buffer, group=ddp.process_group, group_src=0)
 
     def detach(self) -> None:
-        """Take all hooks off again."""
         for handle in self._removable:
             handle.remove()
 

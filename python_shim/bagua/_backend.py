@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +13,6 @@ from bagua._torch_private import set_timeout, uncount_group, waits_for_reconfigu
 
 if TYPE_CHECKING:
     from bagua._torch_private import BackendOptions
-
-
-@contextlib.contextmanager
-def _uncounted_if_it_fails(name: str) -> Iterator[None]:
-    """Take a group that could not be made back out of torch's count, by which it names the next one.
-
-    A rank that tries again would otherwise name the group differently from one that comes for the first time.
-    """
-    try:
-        yield
-    except Exception:
-        uncount_group(name)
-        raise
 
 
 def _limited(timeout: timedelta, rank: int, size: int) -> timedelta:
@@ -43,10 +28,6 @@ def _limited(timeout: timedelta, rank: int, size: int) -> timedelta:
 
 def create_backend(dist_backend_opts: BackendOptions, pg_options: Any) -> Any:
     """Create the ProcessGroupBagua that torch asks for.
-
-    Args:
-        dist_backend_opts: store, rank, size and timeout of the group, from torch.
-        pg_options: the user's `pg_options`: a `bagua.Options`, or None.
 
     Raises:
         TypeError: `pg_options` of another backend.
@@ -66,13 +47,16 @@ def create_backend(dist_backend_opts: BackendOptions, pg_options: Any) -> Any:
     options.global_ranks_in_group = list(dist_backend_opts.global_ranks_in_group)
     _at_exit.install()
     rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
-    with _uncounted_if_it_fails(dist_backend_opts.group_id):
+    try:
         timeout = _limited(dist_backend_opts.timeout, rank, size)
         set_timeout(options, timeout)
         # A group made for one rank needs nobody: it is alone at once, so a model can be wrapped before others come.
         options._waits_for_reconfigure = waits_for_reconfigure(dist_backend_opts) and size > 1
-        if options._waits_for_reconfigure:
-            # Its members are not known yet, and will meet at one of themselves.
-            return _C.ProcessGroupBagua(dist_backend_opts.store, rank, size, options)
-        store = fresh_part(dist_backend_opts.store, rank, size, timeout)
+        # Members that are not known yet will meet at one of themselves.
+        waits = options._waits_for_reconfigure
+        store = dist_backend_opts.store if waits else fresh_part(dist_backend_opts.store, rank, size, timeout)
         return _C.ProcessGroupBagua(store, rank, size, options)
+    except Exception:
+        # Else this rank, when it tries again, would name the group differently from one that comes for the first time.
+        uncount_group(dist_backend_opts.group_id)
+        raise

@@ -57,11 +57,10 @@ class Belongings:
             self.state.append(here)
             if here is not value:
                 self._elsewhere.append((value, here))
-        elif isinstance(value, (bool, int, float)):
-            self._shapes.append(f"{name}: {type(value).__name__}")
-            self._numbers.append((state, key))
         else:
             self._shapes.append(f"{name}: {type(value).__name__}")
+            if isinstance(value, (bool, int, float)):
+                self._numbers.append((state, key))
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -25,26 +25,27 @@ class BucketSplitter:
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: list[Tensor]) -> None:
-        if not ddp.bucket_bytes_cap_default or ddp.logger is None:
+        if not ddp.bucket_bytes_cap_default:
             return
         self._parameters = parameters
         if ddp.find_unused_parameters and not ddp.static_graph:
             # DDP never rebuilds the buckets of such a model.
-            self._split(ddp)
+            _split(ddp, parameters)
         else:
             self._removable = ddp.register_forward_pre_hook(self._after_rebuild)
-
-    def _split(self, ddp: DistributedDataParallel) -> None:
-        assert ddp.logger is not None
-        _C.split_buckets(ddp.reducer, ddp.logger, self._parameters, MOST_BYTES)
 
     @eager
     def _after_rebuild(self, ddp: nn.Module, args: Any) -> None:
         assert isinstance(ddp, DistributedDataParallel)
         # What DDP itself does next in its forward; under join() something else has to come before it.
         if torch.is_grad_enabled() and not is_joining(ddp) and (has_rebuilt_buckets(ddp) or rebuild_buckets(ddp)):
-            self._split(ddp)
+            _split(ddp, self._parameters)
             self._removable.remove()
+
+
+def _split(ddp: DistributedDataParallel, parameters: list[Tensor]) -> None:
+    if ddp.logger is not None:
+        _C.split_buckets(ddp.reducer, ddp.logger, parameters, MOST_BYTES)
 
 
 def settle_buckets(ddp: DistributedDataParallel) -> None:
@@ -70,5 +71,5 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         rebuild_buckets(ddp)
-    if ddp.bucket_bytes_cap_default and ddp.logger is not None and parameters[0].is_cpu and not ddp.static_graph:
-        _C.split_buckets(ddp.reducer, ddp.logger, parameters, MOST_BYTES)
+    if ddp.bucket_bytes_cap_default and parameters[0].is_cpu and not ddp.static_graph:
+        _split(ddp, parameters)

@@ -7,6 +7,7 @@ and executors over the other backend's operations run those of CUDA tensors.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from bagua import _at_exit
-from bagua._arithmetic import arithmetic_of
 from bagua._fresh_store import fresh_part, new_name
 from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua._registry import describe
+from bagua._tensors_apart import broadcast_state
 from bagua._torch_private import backend_of, default_group, set_timeout, timeout_of
 
 # How long members that have just met wait for each other to make a further group: one that dies in between is not seen.
@@ -99,16 +100,24 @@ class _Use:
     """Lives as long as the executors over a group."""
 
 
-def _executors_over_private(
+def private_executors_for(
     group: dist.ProcessGroup,
     device: torch.device,
-    timeout: timedelta,
     members: Sequence[int] | None = None,
     *,
     is_serial: bool = False,
 ) -> Any:
-    """Executors over a group of their own, which ends with them."""
+    """Return executors over a group of their own, which ends with them. Collective among its members.
+
+    Their programs run beside those of `executors_for`, in an order of their own.
+
+    Args:
+        members: which of the ranks, such as those of one host; by default all.
+        is_serial: whether programs never run beside each other, on one thread: several would take turns, each of which
+            keeps the memory of the longest program.
+    """
     use = _Use()
+    timeout = timeout_of(backend_of(group, device))
     private = _private_group(group, device, timeout, members)
     destroy_with(use, private)
     return _C.with_owned(_executors_over(private, device, timeout, is_serial=is_serial), use)
@@ -117,10 +126,9 @@ def _executors_over_private(
 def executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the C++ executors on which a hook for tensors on `device` runs its programs. Collective."""
     backend = backend_of(group, device)
-    timeout = timeout_of(backend)
     if device.type == "cpu" and not isinstance(backend, _C.ProcessGroupBagua):
-        return _executors_over_private(group, device, timeout)
-    return _executors_over(group, device, timeout)
+        return private_executors_for(group, device)
+    return _executors_over(group, device, timeout_of(backend))
 
 
 # Made once for each group: with a backend other than "bagua" that makes another group.
@@ -135,31 +143,25 @@ def shared_executors_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     return known[device]
 
 
-def background_executors_for(group: dist.ProcessGroup, device: torch.device, *, is_serial: bool = True) -> Any:
-    """Return executors whose programs run beside those of `executors_for`, in an order of their own. Collective.
+def arithmetic_of(device: torch.device) -> str:
+    """Return what the bits of torch's products on a GPU depend on, besides the numbers. Empty on the CPU.
 
-    With `is_serial` they never run beside each other, on one thread: several would take turns, each of which keeps the
-    memory of the longest program.
+    cuBLAS chooses its kernels by the compute capability and the number of multiprocessors; TF32 rounds the factors. Our
+    own products on the CPU give the same bits on every processor.
     """
-    timeout = timeout_of(backend_of(group, device))
-    return _executors_over_private(group, device, timeout, is_serial=is_serial)
-
-
-def host_executors_for(group: dist.ProcessGroup, device: torch.device, members: Sequence[int]) -> Any:
-    """Return executors of a group of `members` of `group`, those of one host. Every one of them has to call."""
-    timeout = timeout_of(backend_of(group, device))
-    return _executors_over_private(group, device, timeout, members)
+    if device.type != "cuda":
+        return ""
+    gpu = torch.cuda.get_device_properties(device)
+    return (
+        f"compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} multiprocessors, "
+        f"torch {torch.__version__}, precision of float32 products {torch.backends.cuda.matmul.fp32_precision!r}"
+    )
 
 
 def start(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device, parameters: str, optimizer: str) -> None:
     """Have the ranks agree on what they have given a hook, and make the groups that it needs besides. Collective.
 
-    Args:
-        hook: told all that this rank knows of its model.
-        group: the ranks.
-        device: of the parameters.
-        parameters: a text on the parameters, the same on all ranks.
-        optimizer: one on the optimizer.
+    `parameters` and `optimizer` are texts that have to be the same on all ranks.
     """
     hook.agree(parameters, optimizer, str(device), arithmetic_of(device))
     _make_groups(hook, group, device)
@@ -167,29 +169,22 @@ def start(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device, paramet
         _at_exit.end_with(group, hook)
 
 
+def refuse(executors: Any, device: torch.device) -> None:
+    """Tell the other ranks, which may have found nothing wrong and wait for this one, that it cannot go on."""
+    # The caller's own error is what the user has to see, whatever becomes of this.
+    with contextlib.suppress(Exception):
+        _C.refuse_registration(executors, str(device))
+
+
 def begin_again(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -> None:
     """Have an algorithm that acts on weights go on among the members that its group has now. Collective."""
     furthest = hook.meet_again()
-    tensors: list[torch.Tensor] = []
-    names: list[Any] = [None]
-    if group.rank() == furthest:
-        shared = hook.shared()
-        tensors = list(shared.values())
-        names = [[(name, tensor.shape, tensor.dtype, tensor.is_cpu) for name, tensor in shared.items()]]
-    dist.broadcast_object_list(names, group=group, group_src=furthest)
-    if group.rank() != furthest:
-        tensors = [
-            torch.empty(shape, dtype=dtype, device="cpu" if is_cpu else device) for _, shape, dtype, is_cpu in names[0]
-        ]
-    for tensor in tensors:
-        dist.broadcast(tensor, group=group, group_src=furthest)
-    hook.begin_again({name: tensor for (name, *_), tensor in zip(names[0], tensors, strict=True)})
+    hook.begin_again(broadcast_state(hook.shared() if group.rank() == furthest else None, furthest, group, device))
     _make_groups(hook, group, device)
 
 
 def _make_groups(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make the groups that an algorithm needs besides that of its model."""
     if describe(hook.name)["runs_in_background"]:
-        hook.use_background(background_executors_for(group, device))
+        hook.use_background(private_executors_for(group, device, is_serial=True))
     if hook.host_ranks:
-        hook.use_host(host_executors_for(group, device, hook.host_ranks))
+        hook.use_host(private_executors_for(group, device, hook.host_ranks))

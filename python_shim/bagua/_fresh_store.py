@@ -161,16 +161,12 @@ class _Meeting:
         return ""
 
     def _refused_by_all(self, why: str) -> Exception:
-        if self._rank == 0:
-            self._refuse_all(why)
-        return self._refusal(why)
-
-    def _refuse_all(self, why: str) -> None:
-        """Tell those that wait for rank 0, which alone looks at all."""
-        for rank in range(1, self._size):
+        # Those that wait for rank 0, which alone looks at all, are told.
+        for rank in range(1, self._size) if self._rank == 0 else []:
             if self._store.check([f"came/{rank}"]):
                 ticket = self._store.get(f"came/{rank}").decode()
                 self._store.set(f"called/{rank}/{ticket}", _REFUSED + why)
+        return self._refusal(why)
 
     def _refusal(self, why: str) -> Exception:
         return ValueError(

@@ -130,8 +130,6 @@ class GradualTransfer:
     line carries no part twice.
 
     Args:
-        ddp: the model.
-        optimizer: its optimizer.
         source: the rank that has everything.
         newcomers: the ranks that have not, with how many numbers they have already; those with the most first.
         parameters: which of the trainable parameters travel; empty on ranks that are neither.

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from bagua._attachment import trainable_parameters
 from bagua._gradual_transfer import GradualTransfer, can_be_gradual, gradual_parameters, tensors_of
+from bagua._handle import Handle
 from bagua._native import _C
 from bagua._progress import A_PART, Part, Progress, Stage, digest_of
 from bagua._tensors_apart import with_tensors, without_tensors
 from bagua._torch_private import barrier
-from bagua.handle import Handle
 
 # What travels at a time: a large tensor, whole, could take longer than an operation may.
 _PIECE_BYTES = 16 << 20
@@ -58,8 +58,6 @@ class TrainingState:
     """All that makes one rank go on where another is: model, optimizer, buckets, and whatever else has a state.
 
     Args:
-        ddp: the model.
-        optimizer: its optimizer.
         handle: of the algorithm at work on the model. What that remembers goes over by itself, at the next forward.
         others: have `state_dict` and `load_state_dict`: schedulers, scalers, data loaders.
     """

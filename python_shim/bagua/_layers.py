@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 
 def layer_of(name: str) -> str:
@@ -21,10 +22,4 @@ def layer_of(name: str) -> str:
 
 def layers_of(names: Iterable[str]) -> list[int]:
     """Return a number for each name, which neighbours of one layer share."""
-    layers: list[int] = []
-    former = None
-    for name in names:
-        layer = layer_of(name)
-        layers.append((layers[-1] if layers else -1) + (layer != former))
-        former = layer
-    return layers
+    return [number for number, (_, layer) in enumerate(groupby(names, layer_of)) for _ in layer]

@@ -141,11 +141,6 @@ class ManagedHook:
             )
 
 
-def run_managed(state: ManagedHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run what `ManagedHook` holds, as DDP calls it."""
-    return state.run(bucket)
-
-
 def _completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)

@@ -29,11 +29,7 @@ _MISSED = 1.5
 
 
 class MeetingStore:
-    """Asks a store again while it does not answer, over new connections of its own.
-
-    Args:
-        store: the user's. One that cannot be cloned answers or fails.
-    """
+    """Asks a store again while it does not answer, over new connections of its own; one that has no clone() fails."""
 
     def __init__(self, store: dist.Store) -> None:
         self._given = store

@@ -121,7 +121,6 @@ class Meetings:
         return number, place, self._last["members"]
 
     def take(self, number: int, decision: _Decision) -> None:
-        """Know what a meeting has come to."""
         self._number, self._last = number + 1, decision
 
     def feel(self, feeler: Feeler, members: list[str]) -> dict[str, Sign]:

@@ -58,16 +58,7 @@ class MemberGroup:
         return self._pulse.name
 
     def meet(self, contract: Sequence[str]) -> None:
-        """Go on with those who live. Collective.
-
-        Args:
-            contract: what has to be the same on all members, line by line.
-
-        Raises:
-            DistError: one of them died meanwhile: meet again.
-            ValueError: this process has another contract than the others.
-            RuntimeError: it cannot reach one of the others, or not the store.
-        """
+        """Go on with those who live: see `Meetings.meet`. Collective. DistError: one of them died meanwhile."""
         uuid, members = self._meetings.meet(contract, self._unreached)
         self._is_someone_waiting.clear()
         self._become(uuid, members)
@@ -78,13 +69,10 @@ class MemberGroup:
         default_group().abort()
 
     def ask(self, seconds: float) -> tuple[Tensor, dist.Work]:
-        """Begin to tell each other whether someone waits: the first member looks, and all learn of it in one step.
-
-        Args:
-            seconds: what a step has taken here.
+        """Begin to tell each other whether someone waits, and what a step has taken: all learn of it in one step.
 
         Returns:
-            Whether someone waits, and the most of the seconds, when the work is done.
+            Whether someone waits, for which the first member looks, and the most of the seconds; when the work is done.
         """
         votes = torch.tensor([float(self._is_someone_waiting.is_set()), seconds], dtype=torch.float64, device="cpu")
         work = dist.all_reduce(votes, dist.ReduceOp.MAX, async_op=True)

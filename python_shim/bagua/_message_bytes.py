@@ -30,7 +30,6 @@ class Parameter(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
         return math.prod(self.shape)
 
     @property

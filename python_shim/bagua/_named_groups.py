@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,12 +25,15 @@ def new_named_group(
     Args:
         name: unique among the groups of this process, the same on all of `ranks`.
         ranks: global ranks, ascending.
-        backend: as for `torch.distributed.new_group`.
-        timeout: of the group's operations and of its making.
         store: where they meet; without it, in the default group's.
     """
-    with _unbound(default_group()):
+    world = default_group()
+    # Else torch splits a group that is bound to a device: all ranks would have to take part in that.
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
         return new_listed_group(ranks, backend, name, timeout, store)
+    finally:
+        world.bound_device_id = device
 
 
 def destroy_with(owner: object, group: dist.ProcessGroup) -> None:
@@ -46,13 +48,3 @@ def _destroy(known: weakref.ref[dist.ProcessGroup]) -> None:
     group = known()
     if group is not None and group in listed_groups():
         dist.destroy_process_group(group)
-
-
-@contextmanager
-def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
-    """Keep torch from splitting a group that is bound to a device: all ranks would have to take part in that."""
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device

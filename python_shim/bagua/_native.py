@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the C++ parts, after making sure that they fit the torch at hand, and registers the backend."""
 
-from __future__ import annotations
-
-from importlib.metadata import PackageNotFoundError, version
-
 import bagua_autoload
 
 from bagua._version_check import check_torch
@@ -16,11 +12,3 @@ from bagua import _C  # noqa: E402  after the check, which explains what would b
 Options = _C.Options
 # torch calls this where it finds entry points; a source tree that was not installed has none.
 bagua_autoload.register()
-
-
-def package_version() -> str:
-    """Return the version of the installed distribution, such as "0.1.0+torch2.15"."""
-    try:
-        return version("bagua")
-    except PackageNotFoundError:
-        return "0+unknown"

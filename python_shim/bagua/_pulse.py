@@ -137,7 +137,6 @@ class Feeler:
         self._heard: dict[str, bytes] = {}
 
     def close(self) -> None:
-        """End all connections."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()

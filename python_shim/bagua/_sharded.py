@@ -109,13 +109,10 @@ class ShardReduction:
     reduce-scattered, and is reduced in place. On a mesh of one dimension it holds a part for each rank, and the
     algorithm takes what is in each for a gradient of its own.
 
-    Args:
-        model: whose gradients.
-        hook: of the algorithm.
-        after_backward: is called at the end of each such backward.
+    `after_backward` is called at the end of each such backward.
     """
 
-    def __init__(self, model: ShardedModel, hook: _C.Hook, after_backward: Callable[[], None]) -> None:
+    def __init__(self, model: ShardedModel, hook: _C.Hook, after_backward: Callable[[], None] | None) -> None:
         self._hook = hook
         self._model = model
         self._after_backward = after_backward
@@ -142,7 +139,6 @@ class ShardReduction:
                 self._undo.append(partial(set_comm_of_fsdp, group, "reduce_scatter", scatter.stock))
 
     def detach(self) -> None:
-        """Leave it again."""
         for undo in reversed(self._undo):
             undo()
 
@@ -151,7 +147,7 @@ class ShardReduction:
 
         Args:
             flat: the gradients of one group of parameters.
-            result: where FSDP2 takes them from.
+            result: see above.
             op: what FSDP2 wants: a mean, a sum, or a sum divided by `factor`.
             factor: what the user has set, if anything.
         """
@@ -233,7 +229,8 @@ class ShardReduction:
     def _end_backward(self) -> None:
         self._is_ending = False
         self._end_step()
-        self._after_backward()
+        if self._after_backward is not None:
+            self._after_backward()
 
     def _end_step(self) -> None:
         self._pass_over_unused()

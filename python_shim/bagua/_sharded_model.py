@@ -53,10 +53,7 @@ def _modules_of_fsdp(model: nn.Module) -> list[nn.Module]:
 
 
 class ShardedModel:
-    """The parameters of a model that `fully_shard` has sharded.
-
-    Args:
-        model: the model. Its parameters are resharded, if they were left whole.
+    """The parameters of a model that `fully_shard` has sharded; they are resharded, if they were left whole.
 
     Raises:
         ValueError: it cannot be done right; the message names the setting.

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from bagua._attachment import check_layers, check_optimizer, check_weights
 from bagua._belongings import Belongings
 from bagua._eager import eager
+from bagua._handle import OptionValue
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._sharded_model import ShardedModel
 from bagua._torch_private import local_part, padded_shard, tree_leaves, version_of
-from bagua.handle import OptionValue
 
 
 def is_in_rounds(algorithm: str) -> bool:
@@ -77,7 +77,6 @@ class ShardedRounds:
         self._removable: list[Any] = []
 
     def attach(self, hook: _C.Hook, optimizer: Optimizer) -> None:
-        """Begin to tell the algorithm."""
         self._hook = hook
         self._optimizer = optimizer
         self._removable = [

@@ -6,14 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from bagua._attachment import Attachment
 from bagua._registry import describe
-from bagua._torch_private import tree_map_only
+from bagua._tensors_apart import to_cpu
 
 if TYPE_CHECKING:
-    from bagua.handle import Handle
+    from bagua._handle import Handle
 
 
 class StatesOfAllRanks:
@@ -35,9 +34,8 @@ class StatesOfAllRanks:
         own: dict[str, Any] = {"handle": self._handle.state_dict()}
         if self._attachment is not None:
             own["module"], own["optimizer"] = self._attachment.states()
-        own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), own)
         everyones: list[Any] | None = [None] * self._group.size() if self._group.rank() == 0 else None
-        dist.gather_object(own, everyones, group=self._group, group_dst=0)
+        dist.gather_object(to_cpu(own), everyones, group=self._group, group_dst=0)
         return {"ranks": everyones or []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -45,7 +45,6 @@ class StepCount:
         self._versions_before = None
 
     def stop(self) -> None:
-        """Count no more."""
         for hook in self._hooks:
             hook.remove()
 

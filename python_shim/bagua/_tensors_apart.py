@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the tensors out of a state, so that they travel as they are, and puts them back."""
+"""Tensors in the containers of a state: taken out, so that they travel as they are, put back, brought to the CPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Size, Tensor
 
 from bagua._torch_private import tree_map_only
+
+
+def to_cpu(tree: Any) -> Any:
+    """Return the same containers with their tensors on the CPU."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
 class _Place(int):
@@ -30,3 +37,35 @@ def without_tensors(value: Any, tensors: list[Tensor]) -> Any:
 def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """Return what `without_tensors` was given, with these tensors in the places."""
     return tree_map_only(_Place, tensors.__getitem__, value, is_leaf=lambda one: isinstance(one, Size))
+
+
+def broadcast_state(state: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the state that rank `source` of the group has given; those of others are not read. Collective.
+
+    Its tensors travel on `device`, whose tensors the group takes. On the other ranks they are contiguous, and on the
+    CPU where they are on rank `source`, else on `device`.
+    """
+    tensors: list[Tensor] = []
+    message: list[Any] = [None]
+    if group.rank() == source:
+        skeleton = without_tensors(state, tensors)
+        message = [(skeleton, [(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in tensors])]
+    dist.broadcast_object_list(message, group=group, group_src=source)
+    skeleton, kinds = message[0]
+    if group.rank() != source:
+        tensors = [
+            torch.empty(shape, dtype=dtype, device="cpu" if is_cpu else device) for shape, dtype, is_cpu in kinds
+        ]
+    for tensor in tensors:
+        broadcast_tensor(tensor, source, group, device)
+    return with_tensors(skeleton, tensors)
+
+
+@torch.no_grad()
+def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Overwrite a tensor by that of rank `source` of the group. Collective."""
+    # Not every backend takes what is not contiguous, such as weights in channels_last.
+    travelling = tensor.detach().to(device).contiguous()
+    dist.broadcast(travelling, group=group, group_src=source)
+    if travelling.data_ptr() != tensor.data_ptr() and group.rank() != source:
+        tensor.copy_(travelling)

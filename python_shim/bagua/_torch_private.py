@@ -167,7 +167,6 @@ def name_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
 
 
 def is_joining(ddp: DistributedDataParallel) -> bool:
-    """Return whether the model is inside `join()`."""
     return bool(ddp._join_config.enable)
 
 
@@ -182,7 +181,6 @@ def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
 
 
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP has its final buckets."""
     return bool(ddp._has_rebuilt_buckets)
 
 
@@ -230,7 +228,6 @@ def is_fsdp_root(module: Any) -> bool:
 
 
 def has_all_reduce_hook(group: Any) -> bool:
-    """Return whether `set_all_reduce_hook` has given a group of parameters one."""
     return group._all_reduce_hook is not None
 
 
@@ -240,7 +237,6 @@ def is_sharded(group: Any) -> bool:
 
 
 def shard_group(group: Any) -> dist.ProcessGroup:
-    """Return the ranks among which a group's parameters are sharded."""
     return cast("dist.ProcessGroup", group.mesh_info.shard_process_group)
 
 
@@ -268,7 +264,6 @@ def reshards_to_another_mesh(group: Any) -> bool:
 
 
 def gathered_dtype(parameter: Any) -> torch.dtype:
-    """Return the dtype in which a parameter is gathered."""
     # Before the first forward only the policy knows it.
     dtype: torch.dtype | None = getattr(parameter, "param_dtype", parameter.mp_policy.param_dtype)
     own: torch.dtype = parameter.sharded_param.dtype
@@ -304,7 +299,6 @@ def is_view_of_buffer(parameter: Any, dtype: torch.dtype) -> bool:
 
 
 def local_gradient(parameter: Any) -> Tensor | None:
-    """Return this rank's part of `.grad`."""
     gradient = parameter.sharded_param.grad
     return None if gradient is None else local_part(gradient)
 
@@ -386,7 +380,6 @@ def leave_unwrapped(step: Any) -> None:
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -12,11 +12,12 @@ def _minor(torch_version: str) -> str:
     return ".".join(torch_version.split(".")[:2])
 
 
-def _bagua_version() -> str:
+def package_version() -> str:
+    """Return the version of the installed distribution, such as "0.1.0+torch2.15"."""
     try:
         return version("bagua")
     except PackageNotFoundError:
-        return "(not installed)"
+        return "0+unknown"
 
 
 def check_torch() -> None:
@@ -27,7 +28,7 @@ def check_torch() -> None:
     built, found = _minor(_build_info.TORCH_VERSION), _minor(torch.__version__)
     if found != built:
         raise ImportError(
-            f"bagua {_bagua_version()} was built for torch {built} but torch {torch.__version__} is installed: "
+            f"bagua {package_version()} was built for torch {built} but torch {torch.__version__} is installed: "
             f"build bagua again with `pip install --no-build-isolation --force-reinstall --no-deps .` in its source "
             f"folder (`make setup` there does it too), or install the torch it knows: `pip install 'torch=={built}.*'`."
         )

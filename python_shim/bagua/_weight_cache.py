@@ -90,7 +90,6 @@ class CachedGather:
         set_comm_of_fsdp(self._group, "all_gather", self)
 
     def detach(self) -> None:
-        """Leave it again."""
         _coded.discard(self)
         set_comm_of_fsdp(self._group, "all_gather", self._former)
 
@@ -101,7 +100,6 @@ class CachedGather:
 
     @property
     def bytes(self) -> int:
-        """What it keeps."""
         return 0 if self._cache is None else self._cache.nbytes
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -226,7 +224,6 @@ class CachedGather:
             place += length
 
     def _exchange(self, output: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_coded: bool) -> None:
-        """Gather `own` of all ranks over the network."""
         self.gathers += 1
         if is_coded:
             assert self._codec is not None

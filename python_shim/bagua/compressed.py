@@ -148,15 +148,10 @@ def reduce_scatter_tensor(
         input: n times as many elements as `output`, contiguous; rank r receives elements
             `[r * output.numel(), (r + 1) * output.numel())` of the flat tensor.
         op: `ReduceOp.SUM` (default) or `ReduceOp.AVG`.
-        group: None is the default group.
-        async_op: return at once, with a `Work` to wait for.
-        codec: one of `bagua.available_codecs()`. Each rank's part is coded as a unit.
+        codec: each rank's part is coded as a unit.
 
-    Returns:
-        As `all_reduce`.
-
-    Raises:
-        As `all_reduce`, and ValueError for sizes that do not fit.
+    The other arguments, what is returned and what is raised: as of `all_reduce`, and ValueError for sizes that do not
+    fit.
     """
     return _run(
         "reduce_scatter_tensor",
@@ -184,15 +179,9 @@ def all_gather_into_tensor(
     Args:
         output_tensor: n times as many elements as `input_tensor`, contiguous; dtype and device as in `all_reduce`.
         input_tensor: any shape, contiguous. Coded as a unit.
-        group: None is the default group.
-        async_op: return at once, with a `Work` to wait for.
-        codec: one of `bagua.available_codecs()`.
 
-    Returns:
-        As `all_reduce`.
-
-    Raises:
-        As `all_reduce`, and ValueError for sizes that do not fit.
+    The other arguments, what is returned and what is raised: as of `all_reduce`, and ValueError for sizes that do not
+    fit.
     """
     return _run(
         "all_gather_into_tensor",

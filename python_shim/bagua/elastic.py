@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -34,8 +33,6 @@ from bagua._progress import A_PART, Part, Progress, Stage
 from bagua._registry import describe
 from bagua._step_count import StepCount
 from bagua._torch_private import can_reconfigure
-from bagua.handle import Handle, OptionArgument
-from bagua.hooks import register_comm_hook
 
 __all__ = ["Members", "Training", "heal"]
 
@@ -176,9 +173,7 @@ class Members:
     def __enter__(self) -> Members:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Wait for the other members to come to the end, too, and leave. After an error this leaves at once."""
         try:
             if error is None and self._training is not None and not self._is_closed:

@@ -11,7 +11,6 @@ a mesh of one dimension gradients are reduce-scattered, coded, and weights="cach
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,8 @@ from torch.optim import Optimizer
 
 from bagua._argument_checks import check_algorithm, check_optimizer_type
 from bagua._attachment import check_optimizer, is_linear, say_if_nothing_is_coded, scaler_of, unwrapped
-from bagua._executors import executors_for, start
+from bagua._executors import executors_for, refuse, start
+from bagua._handle import Handle, OptionArgument
 from bagua._layers import layers_of
 from bagua._native import _C
 from bagua._registry import available_algorithms, available_codecs, describe
@@ -30,10 +30,9 @@ from bagua._sharded import ShardReduction
 from bagua._sharded_model import ShardedModel
 from bagua._sharded_rounds import ShardedRounds, check_rounds, is_in_rounds, scheduled
 from bagua._states import StatesOfAllRanks
+from bagua._stats import ShardedStats
 from bagua._torch_private import default_group, gathered_dtype, reshards_to_another_mesh, shape_in_buffer
 from bagua._weight_cache import CachedGather
-from bagua.handle import Handle, OptionArgument
-from bagua.stats import ShardedStats
 
 __all__ = ["compress"]
 
@@ -65,13 +64,11 @@ class _ShardedHandle(Handle):
         }
 
     def __str__(self) -> str:
-        """See `Handle.__str__`."""
         stats = self.stats()
         gathers = f"\n  {stats['gathers']:,} gathers of weights, {stats['gathered_bytes']:,} bytes given to them"
         return super().__str__() + (gathers if self._caches else "")
 
     def reset(self) -> None:
-        """See `Handle.reset`."""
         super().reset()
         for cache in self._caches:
             cache.gathers = cache.given_bytes = 0
@@ -83,7 +80,6 @@ class _ShardedHandle(Handle):
         return {**super().state_dict(), "buckets": self._reduction.buckets}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Handle.load_state_dict`."""
         super().load_state_dict(state_dict)
         self._reduction.buckets = state_dict.get("buckets", {})
 
@@ -123,10 +119,6 @@ class _ShardedHandle(Handle):
         self._reduction.detach()
         for cache in self._caches:
             cache.detach()
-
-
-def _nothing() -> None:
-    """Do it."""
 
 
 def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
@@ -274,14 +266,12 @@ def compress(
                     "'bytegrad', 'gradient_allreduce', or a mesh of two dimensions"
                 )
     except Exception:
-        # The others may have found nothing wrong, and wait for this rank; its own error is what the user has to see.
-        with contextlib.suppress(Exception):
-            _C.refuse_registration(executors, str(device))
+        refuse(executors, device)
         raise
     start(hook, group, device, sharded.description(), f" and weights={weights!r}")
     if sharded.is_hybrid and hook.keeps_residuals:
         hook.use_shards(executors_for(sharded.shards, device))
-    reduction = ShardReduction(sharded, hook, _nothing if rounds is None else rounds.after_backward)
+    reduction = ShardReduction(sharded, hook, None if rounds is None else rounds.after_backward)
     reduction.attach()
     if rounds is not None and optimizer is not None:
         rounds.attach(hook, optimizer)

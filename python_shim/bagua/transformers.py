@@ -26,11 +26,11 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from bagua._argument_checks import check_algorithm, shown
+from bagua._handle import Handle, OptionArgument
+from bagua._hooks import register_comm_hook
 from bagua._native import _C
 from bagua._registry import describe
-from bagua.handle import Handle, OptionArgument
-from bagua.hooks import register_comm_hook
-from bagua.stats import Stats, means_per_step
+from bagua._stats import Stats, means_per_step
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -47,7 +47,7 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
 
     The algorithm is at work from the beginning to the end of each `train()`. With algorithms whose ranks differ, all
     ranks hold the same weights at the end. Whenever the Trainer logs a loss, rank 0 logs `bagua/wire_bytes_per_step`
-    and the other means of `bagua.stats.means_per_step`, over the steps since the last log, to whatever the Trainer
+    and the other means of `bagua.Handle.log_to`, over the steps since the last log, to whatever the Trainer
     reports to.
 
     Each checkpoint of the Trainer gets a folder "bagua" with a file for every rank: the handle's state and, where ranks

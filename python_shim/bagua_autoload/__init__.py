@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 # Without one of them no CUDA device can be opened: a driver's, an integrated GPU's, that of Windows' subsystem.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg")
@@ -44,13 +44,7 @@ class _DevicesThatThereAre(Sequence[str]):
     def _types(self) -> list[str]:
         return ["cpu", "cuda"] if _has_gpu() else ["cpu"]
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
+    def __getitem__(self, index: Any) -> Any:
         return self._types()[index]
 
     def __len__(self) -> int:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from bagua.bench.emulated_hosts import (
 from bagua.bench.measure import Result, Times
 from bagua.bench.options import Settings, parse, size_in_bytes, sizes_between
 from bagua.bench.pattern import difference, fill, sums, values
-from bagua.bench.progress import Progress
 from bagua.bench.report import header, line, verdict
 from bagua.bench.training_step import TrainingStep, algorithm
 from bagua.info.connections import Line
@@ -362,20 +360,3 @@ def test_the_verdict_names_the_fastest_algorithm_of_each_size() -> None:
         "Fastest with messages in every step: bytegrad at 4 KiB; bytegrad and powersgd (full precision) at 1 MiB."
     ]
     assert verdict({"vs": None}, results[:1]) == []
-
-
-class _Terminal(StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_drawn_on_a_terminal_after_a_while_and_never_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("bagua.bench.progress.time.monotonic", lambda: now)
-    terminal, file = _Terminal(), StringIO()
-    bars = [Progress(8, is_shown=True, stream=stream) for stream in (terminal, file)]
-    for now in (1.0, 10.0):  # noqa: B007  the clock reads it
-        for bar in bars:
-            bar.at(2, "all_reduce")
-    assert terminal.getvalue() == "\r\x1b[K[#######.......................] 2/8 all_reduce, about 30 s left"
-    assert file.getvalue() == ""

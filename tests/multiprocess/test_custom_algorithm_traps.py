@@ -114,7 +114,7 @@ def test_a_second_stage_may_take_weights_instead_of_gradients() -> None:
     for parameter in model.parameters():
         assert parameter.bagua_getter_closure() is parameter, "no more its gradient"  # type: ignore[attr-defined]
     assert model.bagua_buckets[0].check_flatten()  # type: ignore[index, union-attr]
-    assert torch.equal(model.bagua_buckets[0].slot(model[0].weight), model[0].weight)  # type: ignore[index, union-attr]
+    assert torch.equal(model.bagua_buckets[0].slot_at(0), model[0].weight)  # type: ignore[index, union-attr]
 
 
 class FailingOperationImpl(AlgorithmImpl):

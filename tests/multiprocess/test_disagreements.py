@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _executors
-from bagua._arithmetic import arithmetic_of
+from bagua._executors import arithmetic_of
 from hooked_models import SMALL_BUCKETS, emulated_hosts, loss_of, new_group, perceptron
 from ranks import Pools, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -178,7 +178,7 @@ def test_a_gpu_of_an_architecture_that_was_not_built(monkeypatch: pytest.MonkeyP
 
 
 def test_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts_module, "_has_distribution", lambda name: name != "matplotlib")
+    monkeypatch.setattr(facts_module.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else name)
     text = _advice()
     assert "pip install matplotlib" in text
     assert "pip install lightning" not in text

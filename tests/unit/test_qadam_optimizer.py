@@ -7,13 +7,13 @@ from typing import Any
 import bagua
 import pytest
 import torch
-from bagua import optimizers
+from bagua import _optimizers
 from bagua._native import _C
 from torch import Tensor, nn
 
 STEPS = 5
 WARMUP = 3
-LARGE = optimizers._BLOCK * 2 + 17
+LARGE = _optimizers._BLOCK * 2 + 17
 
 
 def _weights(numel: int) -> nn.Parameter:
@@ -40,7 +40,7 @@ def test_large_weights_take_the_steps_of_adam_to_the_bit_while_it_warms_up() -> 
 def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     in_blocks, whole = _weights(LARGE), _weights(LARGE)
     _steps(in_blocks, bagua.QAdamOptimizer([in_blocks], lr=1e-3, warmup_steps=WARMUP), STEPS)
-    monkeypatch.setattr(optimizers, "_BLOCK", LARGE)
+    monkeypatch.setattr(_optimizers, "_BLOCK", LARGE)
     _steps(whole, bagua.QAdamOptimizer([whole], lr=1e-3, warmup_steps=WARMUP), STEPS)
     assert torch.equal(in_blocks, whole)
     assert not torch.equal(whole, _weights(LARGE))
@@ -91,7 +91,7 @@ def test_steps_with_momenta_go_over_memory_once(
         taken.append(weights)
         _C.adam_step(weights, *others)
 
-    monkeypatch.setattr(optimizers, "_C", SimpleNamespace(adam_takes=_C.adam_takes, adam_step=adam_step))
+    monkeypatch.setattr(_optimizers, "_C", SimpleNamespace(adam_takes=_C.adam_takes, adam_step=adam_step))
     p = nn.Parameter(_weights(5).detach().to(dtype))
     _steps_with_momenta(p, bagua.QAdamOptimizer([p], warmup_steps=WARMUP), STEPS)
     assert [weights is p for weights in taken] == [True] * (STEPS - WARMUP if is_native else 0)

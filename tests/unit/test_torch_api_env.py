@@ -13,7 +13,7 @@ from typing import Any
 import bagua.torch_api as api
 import pytest
 import torch.distributed as dist
-from bagua.torch_api import communication, env, reduce_op
+from bagua.torch_api import _reduce_op, communication, env
 
 # Getter -> variable, default, a value and what it reads as.
 VARIABLES: dict[Callable[[], Any], tuple[str, Any, str, Any]] = {
@@ -71,12 +71,12 @@ def test_reduce_op_has_the_numbers_of_the_original() -> None:
 def test_reduce_op_is_translated_by_name_not_by_number() -> None:
     for one in api.ReduceOp:
         # torch's numbers mean something else: its 1 is AVG, ours PRODUCT.
-        assert reduce_op.to_torch(one, "test") == getattr(dist.ReduceOp, one.name)
-        assert reduce_op.to_torch(int(one), "test") == getattr(dist.ReduceOp, one.name)
-    assert reduce_op.to_torch(dist.ReduceOp.AVG, "test") == dist.ReduceOp.AVG
+        assert _reduce_op.to_torch(one, "test") == getattr(dist.ReduceOp, one.name)
+        assert _reduce_op.to_torch(int(one), "test") == getattr(dist.ReduceOp, one.name)
+    assert _reduce_op.to_torch(dist.ReduceOp.AVG, "test") == dist.ReduceOp.AVG
     for wrong in (4, -1, True, 1.0, None, "SUM"):
         with pytest.raises(ValueError, match=r"^test: op must be a bagua\.torch_api\.ReduceOp"):
-            reduce_op.to_torch(wrong, "test")
+            _reduce_op.to_torch(wrong, "test")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def _modules() -> list[ModuleType]:
     names = [
         one.name.removeprefix("bagua.torch_api.") for one in pkgutil.walk_packages(api.__path__, "bagua.torch_api.")
     ]
-    alone = [name for name in names if name.split(".")[0] in ("contrib", "env", "reduce_op")]
+    alone = [name for name in names if name.split(".")[0] in ("contrib", "env", "_reduce_op")]
     return [importlib.import_module(f"bagua.torch_api.{name}") for name in alone]
 
 

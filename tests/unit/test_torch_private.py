@@ -6,10 +6,10 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-import bagua.hooks
+import bagua._hooks
 import pytest
 
-PACKAGE = Path(bagua.hooks.__file__).parent
+PACKAGE = Path(bagua._hooks.__file__).parent
 HOME = "_torch_private.py"
 # Of Lightning, for which there is no public name.
 OF_OTHERS = {"_logger_connector"}

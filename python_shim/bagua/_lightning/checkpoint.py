@@ -11,19 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
+from bagua._handle import Handle
 from bagua._registry import comparable
-from bagua._torch_private import tree_map_only
-from bagua.handle import Handle
+from bagua._tensors_apart import to_cpu
 
 _KEY = "bagua"
 _PARTS_OF_A_RANK = ("state_dict", "optimizer_states")
-
-
-def to_cpu(tree: Any) -> Any:
-    """Return the same containers with their tensors on the CPU."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
 def add_states_of_all_ranks(checkpoint: dict[str, Any], state: dict[str, Any], *, with_weights: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from bagua.stats import Stats, means_per_step
+from bagua._stats import Stats, means_per_step
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

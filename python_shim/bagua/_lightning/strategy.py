@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bagua._argument_checks import by_name, check_algorithm, shown
-from bagua._lightning.checkpoint import add_states_of_all_ranks, of_this_rank, to_cpu, why_not_exact
+from bagua._handle import Handle
+from bagua._hooks import register_comm_hook
+from bagua._lightning.checkpoint import add_states_of_all_ranks, of_this_rank, why_not_exact
 from bagua._native import _C
+from bagua._optimizers import QAdamOptimizer
 from bagua._registry import available_algorithms, describe
-from bagua.handle import Handle
-from bagua.hooks import register_comm_hook
-from bagua.optimizers import QAdamOptimizer
+from bagua._tensors_apart import to_cpu
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -64,11 +65,7 @@ class StrategyParts(_Base):
         algorithm: one of `bagua.available_algorithms()`.
         flatten: whether gradients are views into DDP's buckets (DDP's `gradient_as_bucket_view`). A bare bool in the
             second place is this, and no option of the algorithm: those are given by name.
-        accelerator: as in DDPStrategy, with the four that follow.
-        parallel_devices: see there.
-        cluster_environment: see there.
-        checkpoint_io: see there.
-        precision_plugin: see there.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in DDPStrategy.
         **bagua_kwargs: the algorithm's options, `save_every_rank` (True), and what DDPStrategy and
             DistributedDataParallel take by name, such as `process_group_backend` ("bagua"), `timeout`, `start_method`,
             `find_unused_parameters` and `bucket_cap_mb`.
@@ -130,7 +127,6 @@ class StrategyParts(_Base):
 
     @property
     def algorithm(self) -> str:
-        """The algorithm's name."""
         return self._algorithm
 
     @property
@@ -183,7 +179,6 @@ class StrategyParts(_Base):
         return describe(self._algorithm)["steps_may_differ"]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As DDPStrategy."""
         # Validation puts DDP's wrapper into evaluation mode, and afterwards Lightning takes only the module out of it.
         if isinstance(self.model, DistributedDataParallel):
             self.model.training = True

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: reads the arguments, then starts ranks or becomes one."""
 
-from __future__ import annotations
-
 import sys
 
 from bagua.bench import plan

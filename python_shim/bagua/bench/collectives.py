@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,228 +23,194 @@ class Place:
     dtype: torch.dtype
     count: int
 
-    @property
+    @cached_property
     def rank(self) -> int:
-        """This process's rank in the group."""
         return dist.get_rank(self.group)
 
-    @property
+    @cached_property
     def ranks(self) -> int:
-        """The number of ranks of the group."""
         return dist.get_world_size(self.group)
 
-    def empty(self, count: int) -> torch.Tensor:
-        """Return a tensor of `count` zeros."""
+    def zeros(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=self.dtype, device=self.device)
 
 
+@dataclass(frozen=True)
+class _Data:
+    """What a part of a result has to be: the data of a rank (None: the sum of all ranks') from element `begin` on."""
+
+    rank: int | None
+    begin: int = 0
+
+    def values(self, ranks: int, start: int, stop: int) -> torch.Tensor:
+        start, stop = self.begin + start, self.begin + stop
+        return pattern.sums(ranks, start, stop) if self.rank is None else pattern.values(self.rank, start, stop)
+
+
+def _nothing(ranks: int) -> float:
+    return 0.0
+
+
+def _whole(ranks: int) -> float:
+    return 1.0
+
+
+def _twice_all_but_own(ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks
+
+
 class Collective(ABC):
-    """One collective at one size."""
+    """One collective at one size, which is that of the larger of its buffers."""
+
+    is_in_place: ClassVar[bool] = False
+    # Which of the buffers holds the part of one rank only.
+    gives_part: ClassVar[bool] = False
+    gets_part: ClassVar[bool] = False
 
     def __init__(self, place: Place) -> None:
         self.place = place
+        self._part = place.count // place.ranks
+        self._input = self._output = place.zeros(self._part if self.gives_part else place.count)
+        if not self.is_in_place:
+            self._output = place.zeros(self._part if self.gets_part else place.count)
+            pattern.fill(self._input, place.rank)
 
     @staticmethod
-    @abstractmethod
     def bus_factor(ranks: int) -> float:
         """Bytes that each rank has to send per byte of size, whatever the implementation."""
+        return (ranks - 1) / ranks
 
     @abstractmethod
     def step(self) -> None:
         """Do the collective once and wait for it."""
 
     @abstractmethod
+    def expected(self) -> list[_Data]:
+        """Return what the equal parts of the result have to be; nothing where this rank gets none."""
+
     def check(self) -> str:
         """Return "" where the result is right, else what is wrong with it. Collective."""
-
-
-def _no_bytes(ranks: int) -> float:
-    return 0.0
-
-
-class _InPlace(Collective):
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self._tensor = place.empty(place.count)
-
-    def _result(self) -> torch.Tensor:
-        pattern.fill(self._tensor, self.place.rank)
+        self._output.zero_()
+        pattern.fill(self._input, self.place.rank)
         self.step()
-        result = self._tensor.clone()
-        self._tensor.zero_()  # repeated sums would overflow
-        return result
+        result = self._output.clone()
+        if self.is_in_place:
+            self._output.zero_()  # repeated sums would overflow
+        expected = self.expected()
+        if not expected:
+            return ""
+        for data, part in zip(expected, result.chunk(len(expected)), strict=True):
+            wrong = pattern.difference(part, partial(data.values, self.place.ranks))
+            if wrong:
+                return wrong if len(expected) == 1 else f"in the part of rank {data.rank}, {wrong}"
+        return ""
 
 
-class _OutOfPlace(Collective):
-    def __init__(self, place: Place, count_in: int, count_out: int) -> None:
-        super().__init__(place)
-        self._input = place.empty(count_in)
-        self._output = place.empty(count_out)
-        pattern.fill(self._input, place.rank)
-
-    @property
-    def _part(self) -> int:
-        return self.place.count // self.place.ranks
-
-
-class AllReduce(_InPlace):
+class AllReduce(Collective):
     """Sum, in place."""
 
-    @staticmethod
-    def bus_factor(ranks: int) -> float:
-        return 2 * (ranks - 1) / ranks
+    is_in_place = True
+    bus_factor = staticmethod(_twice_all_but_own)
 
     def step(self) -> None:
-        dist.all_reduce(self._tensor, group=self.place.group)
+        dist.all_reduce(self._output, group=self.place.group)
 
-    def check(self) -> str:
-        return pattern.difference(self._result(), lambda start, stop: pattern.sums(self.place.ranks, start, stop))
+    def expected(self) -> list[_Data]:
+        return [_Data(None)]
 
 
-class Broadcast(_InPlace):
+class Broadcast(Collective):
     """From rank 0, in place."""
 
-    @staticmethod
-    def bus_factor(ranks: int) -> float:
-        return 1.0
+    is_in_place = True
+    bus_factor = staticmethod(_whole)
 
     def step(self) -> None:
-        dist.broadcast(self._tensor, group=self.place.group, group_src=0)
+        dist.broadcast(self._output, group=self.place.group, group_src=0)
 
-    def check(self) -> str:
-        return pattern.difference(self._result(), lambda start, stop: pattern.values(0, start, stop))
+    def expected(self) -> list[_Data]:
+        return [_Data(0)]
 
 
-class Reduce(_InPlace):
+class Reduce(Collective):
     """Sum, to rank 0."""
 
-    @staticmethod
-    def bus_factor(ranks: int) -> float:
-        return 1.0
+    is_in_place = True
+    bus_factor = staticmethod(_whole)
 
     def step(self) -> None:
-        dist.reduce(self._tensor, group=self.place.group, group_dst=0)
+        dist.reduce(self._output, group=self.place.group, group_dst=0)
 
-    def check(self) -> str:
-        result = self._result()
-        if self.place.rank != 0:
-            return ""
-        return pattern.difference(result, lambda start, stop: pattern.sums(self.place.ranks, start, stop))
+    def expected(self) -> list[_Data]:
+        return [_Data(None)] if self.place.rank == 0 else []
 
 
-class AllGather(_OutOfPlace):
+class AllGather(Collective):
     """Equal parts; the size is that of the result."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place, place.count // place.ranks, place.count)
-
-    @staticmethod
-    def bus_factor(ranks: int) -> float:
-        return (ranks - 1) / ranks
+    gives_part = True
 
     def step(self) -> None:
         dist.all_gather_into_tensor(self._output, self._input, group=self.place.group)
 
-    def check(self) -> str:
-        self._output.zero_()
-        self.step()
-        for rank in range(self.place.ranks):
-            part = self._output[rank * self._part : (rank + 1) * self._part]
-            wrong = pattern.difference(part, lambda start, stop, rank=rank: pattern.values(rank, start, stop))  # type: ignore[misc]
-            if wrong:
-                return f"in the part of rank {rank}, {wrong}"
-        return ""
+    def expected(self) -> list[_Data]:
+        return [_Data(rank) for rank in range(self.place.ranks)]
 
 
-class ReduceScatter(_OutOfPlace):
+class ReduceScatter(Collective):
     """Sum in equal parts; the size is that of the input."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place, place.count, place.count // place.ranks)
-
-    @staticmethod
-    def bus_factor(ranks: int) -> float:
-        return (ranks - 1) / ranks
+    gets_part = True
 
     def step(self) -> None:
         dist.reduce_scatter_tensor(self._output, self._input, group=self.place.group)
 
-    def check(self) -> str:
-        self._output.zero_()
-        self.step()
-        begin = self.place.rank * self._part
-        return pattern.difference(
-            self._output, lambda start, stop: pattern.sums(self.place.ranks, begin + start, begin + stop)
-        )
+    def expected(self) -> list[_Data]:
+        return [_Data(None, self.place.rank * self._part)]
 
 
-class AllToAll(_OutOfPlace):
+class AllToAll(Collective):
     """A part of every rank's tensor to every rank."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(place, place.count, place.count)
-
-    @staticmethod
-    def bus_factor(ranks: int) -> float:
-        return (ranks - 1) / ranks
 
     def step(self) -> None:
         dist.all_to_all_single(self._output, self._input, group=self.place.group)
 
-    def check(self) -> str:
-        self._output.zero_()
-        self.step()
-        begin = self.place.rank * self._part
-        for rank in range(self.place.ranks):
-            part = self._output[rank * self._part : (rank + 1) * self._part]
-            wrong = pattern.difference(
-                part,
-                lambda start, stop, rank=rank: pattern.values(rank, begin + start, begin + stop),  # type: ignore[misc]
-            )
-            if wrong:
-                return f"in the part from rank {rank}, {wrong}"
-        return ""
+    def expected(self) -> list[_Data]:
+        return [_Data(rank, self.place.rank * self._part) for rank in range(self.place.ranks)]
 
 
-class SendRecv(_OutOfPlace):
+class SendRecv(Collective):
     """Every rank sends to the next and receives from the one before."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place, place.count, place.count)
-        self._next = (place.rank + 1) % place.ranks
-        self._former = (place.rank - 1) % place.ranks
-
-    @staticmethod
-    def bus_factor(ranks: int) -> float:
-        return 1.0
+    bus_factor = staticmethod(_whole)
 
     def step(self) -> None:
-        group = self.place.group
+        group, rank, ranks = self.place.group, self.place.rank, self.place.ranks
         messages = [
-            dist.P2POp(dist.isend, self._input, group=group, group_peer=self._next),
-            dist.P2POp(dist.irecv, self._output, group=group, group_peer=self._former),
+            dist.P2POp(dist.isend, self._input, group=group, group_peer=(rank + 1) % ranks),
+            dist.P2POp(dist.irecv, self._output, group=group, group_peer=(rank - 1) % ranks),
         ]
         for work in dist.batch_isend_irecv(messages):
             work.wait()
 
-    def check(self) -> str:
-        self._output.zero_()
-        self.step()
-        return pattern.difference(self._output, lambda start, stop: pattern.values(self._former, start, stop))
+    def expected(self) -> list[_Data]:
+        return [_Data((self.place.rank - 1) % self.place.ranks)]
 
 
 class Barrier(Collective):
     """No data, hence one size only."""
 
+    bus_factor = staticmethod(_nothing)
     _checks: ClassVar[dict[str, int]] = {}
-
-    bus_factor = staticmethod(_no_bytes)
 
     def step(self) -> None:
         dist.barrier(group=self.place.group)
 
+    def expected(self) -> list[_Data]:
+        return []
+
     def check(self) -> str:
-        # Each rank says in the store that it has come before it goes in; who is out again must find them all.
+        """Have each rank say in the store that it has come before it goes in; who is out again must find them all."""
         store: Any = self.place.group.get_group_store()
         number = self._checks[self.place.group.group_name] = self._checks.get(self.place.group.group_name, 0) + 1
         key = f"bagua.bench.barrier.{number}"

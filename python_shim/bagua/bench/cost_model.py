@@ -199,5 +199,4 @@ def fragment_seconds(line: Line, sent: float, plain: float) -> float:
 
 
 def total_bytes(parameters: Iterable[Parameter]) -> int:
-    """Return the bytes of all gradients."""
     return sum(parameter.nbytes for parameter in parameters)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bagua._native import _C
+from bagua.info.congestion import available
 
 # A token bucket passes this much at once: 2 ms of a link of 1 Gbit/s, and a packet of loopback size at least.
 BURST_SECONDS = 0.002
@@ -28,7 +29,6 @@ _NETWORK = "10.231.7"
 _ETHERNET_PACKET = 1500
 # `ip netns exec` lays the files of a folder here, of the namespace's name, over those in /etc.
 OVERLAYS = Path("/etc/netns")
-_CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 PROGRAM = Path(_C.__file__).with_name("emulated_network")
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _RATES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
@@ -94,11 +94,7 @@ class Network:
 
 
 def rate_of(text: str) -> float:
-    """Read bits per second: 100M, 1G, 1Gbit; 0 for no limit.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read bits per second: 100M, 1G, 1Gbit; 0 for no limit. ValueError if it is none."""
     match = re.fullmatch(rf"{_NUMBER}([KMG]?)(BIT|BIT/S)?", text.strip().upper())
     if match is None:
         raise ValueError(f"{text!r} is not a rate: write bits per second, such as 100M, 1G or 10G")
@@ -106,11 +102,7 @@ def rate_of(text: str) -> float:
 
 
 def time_of(text: str) -> float:
-    """Read seconds: 10ms, 0.05s, 200us.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read seconds: 10ms, 0.05s, 200us. ValueError if it is none."""
     match = re.fullmatch(rf"{_NUMBER}(MS|US|S)", text.strip().upper())
     if match is None:
         raise ValueError(f"{text!r} is not a time: write a number with its unit, such as 10ms or 0.05s")
@@ -118,11 +110,7 @@ def time_of(text: str) -> float:
 
 
 def share_of(text: str) -> float:
-    """Read a share: 1%, 0.1%.
-
-    Raises:
-        ValueError: it is none, or not below 100 %.
-    """
+    """Read a share: 1%, 0.1%. ValueError if it is none, or not below 100 %."""
     match = re.fullmatch(rf"{_NUMBER}\s*%", text.strip())
     if match is None or float(match[1]) >= 100:
         raise ValueError(f"{text!r} is not a share of packets: write a percentage below 100, such as 0.1%")
@@ -147,11 +135,7 @@ def buffer_of(text: str, bits_per_second: float) -> float:
 
 
 def congestion_of(text: str) -> tuple[str, ...]:
-    """Read the congestion control that TCP begins with, and others that a process may choose: cubic, or cubic,bbr.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read TCP's congestion control, and others that a process may choose: cubic,bbr. ValueError if it is none."""
     names = tuple(text.strip().lower().split(","))
     if not all(re.fullmatch(r"[a-z0-9_-]+", name) for name in names):
         raise ValueError(f"{text!r} is not a congestion control: write its name, such as cubic, or cubic,bbr")
@@ -166,8 +150,6 @@ def _run(*command: str) -> None:
 
 @dataclass(frozen=True)
 class Host:
-    """One emulated host."""
-
     namespace: str
     address: str
 
@@ -192,7 +174,7 @@ def emulated_hosts(count: int, network: Network | None = None) -> Iterator[list[
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NoEmulatedHosts("emulated hosts need root and iproute2's ip and tc")
     network = network or Network()
-    known = _CONGESTION_CONTROLS.read_text().split()
+    known = available()
     for name in network.congestion:
         if name not in known:
             raise NoEmulatedHosts(f"this kernel has no congestion control {name!r}, but {', '.join(known)}")

@@ -3,30 +3,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from bagua._native import _C
-from bagua._registry import describe
-from bagua.bench.emulated_hosts import Network, NoEmulatedHosts, emulated_hosts
+from bagua.bench.collectives import COLLECTIVES
+from bagua.bench.emulated_hosts import Host, NoEmulatedHosts, emulated_hosts
 from bagua.bench.measure import Measurement, Result, environment
-from bagua.bench.options import Settings, is_under_a_launcher
+from bagua.bench.options import Settings, is_under_a_launcher, options_of
 from bagua.bench.plot import write_plot
 from bagua.bench.report import header, line, verdict, write_json
 
-_WRONG = 1
 # On an emulated host, where nobody else listens.
 _PORT = 29517
+# Of prctl(2).
+_PR_SET_PDEATHSIG = 1
 
 
 def run(settings: Settings) -> int:
@@ -34,47 +36,42 @@ def run(settings: Settings) -> int:
     if is_under_a_launcher():
         dist.init_process_group("bagua")
         return _measure(settings)
-    if settings.network is not None:
-        return _run_on_emulated_hosts(settings, settings.network)
     # Each rank would take every core for itself.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // settings.ranks, 1)))
-    with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
-        try:
-            mp.spawn(_rank, args=(settings, folder), nprocs=settings.ranks)  # type: ignore[no-untyped-call]
-        except KeyboardInterrupt:
-            return 130
-        except mp.ProcessExitedException as error:
-            return error.exit_code if error.exit_code > 0 else _failed(str(error))
-        except mp.ProcessRaisedException as error:
-            return _failed(str(error).strip())
-    return 0
-
-
-def _run_on_emulated_hosts(settings: Settings, network: Network) -> int:
-    ranks: list[subprocess.Popen[bytes]] = []
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // settings.ranks, 1)))
     try:
-        with (
-            tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder,
-            emulated_hosts(settings.hosts, network) as hosts,
-        ):
-            file = Path(folder, "settings")
-            file.write_bytes(pickle.dumps(settings))
-            meeting = f"tcp://{hosts[0].address}:{_PORT}"
-            try:
-                for rank in range(settings.ranks):
-                    host = hosts[_host_of(rank, settings)]
-                    command = [sys.executable, "-m", "bagua.bench.rank", str(file), str(rank), meeting]
-                    ranks.append(subprocess.Popen(host.command(command), env=host.environment()))
-                return _wait_for(ranks)
-            finally:
-                for process in ranks:
-                    process.kill()
-                    process.wait()
+        with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
+            if settings.network is None:
+                return _run_ranks(settings, folder, f"file://{folder}/store")
+            with emulated_hosts(settings.hosts, settings.network) as hosts:
+                return _run_ranks(settings, folder, f"tcp://{hosts[0].address}:{_PORT}", hosts)
     except NoEmulatedHosts as error:
-        return _failed(f"a line between the hosts needs emulated ones, which this machine cannot make: {error}")
+        reason = f"a line between the hosts needs emulated ones, which this machine cannot make: {error}"
+        print(f"bagua.bench: {reason}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _run_ranks(settings: Settings, folder: str, meeting: str, hosts: Sequence[Host] = ()) -> int:
+    """Run the ranks on emulated hosts, or, without any, on hosts that are so only by name."""
+    file = Path(folder, "settings")
+    file.write_bytes(pickle.dumps(settings))
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(settings.ranks):
+            number = rank * settings.hosts // settings.ranks
+            command = [sys.executable, "-m", "bagua.bench.launch", str(file), str(rank), meeting]
+            variables = {**os.environ, "LOCAL_RANK": str(rank)}
+            if hosts:
+                command, variables = hosts[number].command(command), hosts[number].environment()
+            elif settings.hosts > 1:
+                variables["BAGUA_HOST_ID"] = f"host-{number}"
+            ranks.append(subprocess.Popen(command, env=variables))
+        return _wait_for(ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -87,33 +84,13 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(0.05)
 
 
-def be_rank(file: str, rank: str, meeting: str) -> int:
-    """Be one of the ranks that were started on emulated hosts."""
-    # Written by the process that has started this one.
+def _be_rank(file: str, rank: str, meeting: str) -> int:
+    """Be one of the ranks, which end with the process that has started them."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Written by that process.
     settings: Settings = pickle.loads(Path(file).read_bytes())
     dist.init_process_group("bagua", init_method=meeting, rank=int(rank), world_size=settings.ranks)
     return _measure(settings)
-
-
-def _host_of(rank: int, settings: Settings) -> int:
-    return rank * settings.hosts // settings.ranks
-
-
-def _failed(message: str) -> int:
-    print(f"bagua.bench: {message}", file=sys.stderr)
-    return 1
-
-
-def _rank(rank: int, settings: Settings, folder: str) -> None:
-    """Be one of the ranks that `run` starts."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    if settings.hosts > 1:
-        os.environ["BAGUA_HOST_ID"] = f"host-{_host_of(rank, settings)}"
-    store = Path(folder, "store")
-    dist.init_process_group("bagua", init_method=f"file://{store}", rank=rank, world_size=settings.ranks)
-    status = _measure(settings)
-    if status:
-        sys.exit(status)
 
 
 def _measure(settings: Settings) -> int:
@@ -123,9 +100,11 @@ def _measure(settings: Settings) -> int:
         torch.cuda.set_device(device)
     options = settings.options
     facts = environment(settings, device)
-    if facts["hosts"] == 1:
-        options = facts["options"] = {**_flat(settings), **options}
-    measurement = Measurement(settings.with_options(options), device)
+    # On a single host hierarchical algorithms would compress nothing.
+    flat = {"hierarchical": False}
+    if facts["hosts"] == 1 and any(options_of(test, flat) for test in settings.tests if test not in COLLECTIVES):
+        options = facts["options"] = {**flat, **options}
+    measurement = Measurement(replace(settings, options=options), device)
     is_first = dist.get_rank() == 0
     if is_first:
         print(header(facts), flush=True)
@@ -145,11 +124,8 @@ def _measure(settings: Settings) -> int:
         if wrong:
             print(f"{wrong} of {len(results)} results are WRONG", file=sys.stderr)
     dist.destroy_process_group()
-    return _WRONG if wrong else 0
+    return 1 if wrong else 0
 
 
-def _flat(settings: Settings) -> dict[str, bool]:
-    """On a single host hierarchical algorithms would compress nothing."""
-    names = set(settings.tests) & set(_C.algorithm_names())
-    known = {option["name"] for name in names for option in describe(name)["options"]}
-    return {"hierarchical": False} if "hierarchical" in known else {}
+if __name__ == "__main__":
+    sys.exit(_be_rank(*sys.argv[1:]))

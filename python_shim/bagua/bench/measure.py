@@ -7,15 +7,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import bagua
 from bagua._native import _C
 from bagua.bench.collectives import COLLECTIVES, Collective, Place
 from bagua.bench.options import Settings, options_of
-from bagua.bench.progress import Progress
 from bagua.bench.training_step import TrainingStep, algorithm
 from bagua.info.connections import Line, connections, line_between, together
 
@@ -25,13 +25,7 @@ _SHORTEST_ITERATION = 0.01  # seconds
 _MOST_CALLS = 4096
 
 
-class _Case(Protocol):
-    place: Place
-
-    def step(self) -> None: ...
-    def check(self) -> str: ...
-    @staticmethod
-    def bus_factor(ranks: int) -> float: ...
+_Case = Collective | TrainingStep
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,6 @@ class Times:
 
     @staticmethod
     def of(seconds: list[float]) -> Times:
-        """Sum up the iterations."""
         return Times(min(seconds), statistics.median(seconds), max(seconds))
 
 
@@ -95,15 +88,11 @@ class Measurement:
             for dtype in (settings.dtypes if test != "barrier" else settings.dtypes[:1])
             for size in (settings.sizes if test != "barrier" and settings.shapes is None else (0,))
         ]
-        self._progress = Progress(len(self._cases), is_shown=dist.get_rank() == 0)
 
     def results(self) -> Iterator[Result]:
         """Yield one result after another. Collective."""
-        for number, (test, dtype, size) in enumerate(self._cases):
-            self._number, self._what = number, f"{test} of {size:,} bytes" if size else test
-            result = self._result(test, dtype, size)
-            self._progress.clear()
-            yield result
+        for case in self._cases:
+            yield self._result(*case)
 
     def _make(self, test: str) -> tuple[Callable[[Place], _Case], Callable[[Place], _Case]]:
         """Return what makes the test, and what makes its like on another backend."""
@@ -174,8 +163,6 @@ class Measurement:
         calls = [1] * len(cases)
         lines: list[Line] = []
         for iteration in range(-warmup, iterations):
-            done = (iteration + warmup) / (warmup + iterations)
-            self._progress.at(self._number + done, self._what)
             if iteration == 0:
                 calls = [self._calls_of_an_iteration(case) for case in cases]
             for index, case in enumerate(cases):
@@ -247,8 +234,6 @@ def host_ids() -> list[str]:
 
 def environment(settings: Settings, device: torch.device) -> dict[str, Any]:
     """Return what figures depend on. Collective."""
-    import bagua
-
     hosts = host_ids()
     return {
         "bagua": bagua.__version__,

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,10 +94,6 @@ class Settings:
     is_checked: bool
     json: Path | None
     plot: Path | None
-
-    def with_options(self, options: dict[str, Any]) -> Settings:
-        """Return the same with other options for the algorithms."""
-        return replace(self, options=options)
 
 
 def is_under_a_launcher() -> bool:

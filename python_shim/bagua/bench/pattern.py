@@ -27,7 +27,6 @@ def sums(ranks: int, start: int, stop: int) -> Tensor:
 
 
 def fill(tensor: Tensor, rank: int) -> None:
-    """Write a rank's data into a tensor."""
     flat = tensor.view(-1)
     for start in range(0, flat.numel(), _PIECE):
         stop = min(start + _PIECE, flat.numel())

@@ -4,7 +4,7 @@
 A DistributedDataParallel model with one parameter, or with those of a real model, whose gradients are given instead of
 computed. A step is forward, backward and optimizer, each of which may be the moment at which an algorithm communicates.
 """
-# No `from __future__ import annotations`: see hooks.py.
+# No `from __future__ import annotations`: see _hooks.py.
 
 import hashlib
 import time

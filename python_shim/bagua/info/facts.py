@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -21,9 +21,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 # Two slots of 512 KiB for each rank of a group.
 _MIB_PER_RANK = 1
 _SMALL_SHARED_MEMORY_MIB = 64
+# What is optional -> the packages of which one will do, and what it is for.
 _OPTIONAL = {
-    "lightning": "bagua.lightning",
-    "matplotlib": "the pictures of python -m bagua.bench --plot",
+    "lightning": (("lightning", "pytorch_lightning"), "bagua.lightning"),
+    "matplotlib": (("matplotlib",), "the pictures of python -m bagua.bench --plot"),
 }
 
 
@@ -139,8 +140,8 @@ def advice(own: Mapping[str, str]) -> Iterator[str]:
             f"which no process may choose here: an administrator allows it with "
             f"{' and '.join(repr(command) for command in congestion.commands_for_bbr())}"
         )
-    for package, purpose in _OPTIONAL.items():
-        if not _is_installed(package):
+    for package, (names, purpose) in _OPTIONAL.items():
+        if not any(map(importlib.util.find_spec, names)):
             yield f"{package} is not installed, which {purpose} would need: type 'pip install {package}'"
 
 
@@ -175,19 +176,6 @@ def _interfaces() -> Iterator[str]:
             f"several machines: if they are not connected through {address}, type 'export BAGUA_SOCKET_IFNAME=...' "
             f"with one of {', '.join(outward)}, and NCCL_SOCKET_IFNAME likewise"
         )
-
-
-def _is_installed(package: str) -> bool:
-    names = {"lightning": ("lightning", "pytorch-lightning")}.get(package, (package,))
-    return any(_has_distribution(name) for name in names)
-
-
-def _has_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def table(rows: Mapping[str, str]) -> str:

@@ -4,8 +4,8 @@
 Importing it adds `with_bagua` to torch.nn.Module; `import bagua` alone changes nothing of torch.
 """
 
-# `_patches` is what changes torch's classes.
-from bagua.torch_api import _patches as _patches
+import torch
+
 from bagua.torch_api import algorithms, communication, contrib, env
 from bagua.torch_api.communication import *  # noqa: F403  # each name of its __all__
 from bagua.torch_api.distributed import BaguaModule, bagua_init
@@ -26,3 +26,14 @@ __all__ = [
     "get_world_size",
 ]
 __all__ += communication.__all__
+
+
+def _install(methods: type, kind: type) -> None:
+    """Give a class of torch the methods of the original."""
+    for name, member in vars(methods).items():
+        if not name.startswith("__"):
+            setattr(kind, name, member)
+
+
+_install(BaguaModule, torch.nn.Module)
+_install(BaguaTensor, torch.Tensor)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bagua.torch_api._communicators import Communicator
-from bagua.torch_api.reduce_op import to_torch
+from bagua.torch_api._reduce_op import to_torch
 
 
 class Checks:
@@ -19,14 +18,11 @@ class Checks:
 
     def __init__(self, operation: str, comm: Communicator) -> None:
         self.where = f"{operation} on rank {comm.rank()} of {comm.nranks()}"
-        self.comm = comm
+        self.group = comm.torch_group
         self.rank = comm.rank()
         self.nranks = comm.nranks()
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The torch process group of the communicator."""
-        return self.comm.torch_group
+        # Of the tensors that were checked.
+        self._devices: set[torch.device] = set()
 
     def tensor(self, name: str, given: Any) -> Tensor:
         """Return `given` if it is a dense tensor."""
@@ -34,7 +30,17 @@ class Checks:
             raise TypeError(f"{self.where}: {name} must be a tensor, got {type(given).__qualname__}")
         if given.layout != torch.strided:
             raise ValueError(f"{self.where}: {name} must be a dense tensor, got layout {given.layout}")
+        self._devices.add(given.device)
         return given
+
+    def wait(self) -> None:
+        """Have the communication of the tensors be over for the host too, as in the original.
+
+        On the CPU torch's operations block by themselves; on CUDA the host waits for the current stream.
+        """
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     def reduction(self, given: Any) -> Any:
         """Return torch's reduce operation for `given`."""

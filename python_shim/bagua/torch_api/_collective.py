@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every operation on a communicator begins with: find the communicator, and name the call in its errors."""
+"""What every operation on a communicator begins and ends with: finding it, naming the call in errors, waiting."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
 
 from bagua.torch_api._checks import Checks
 from bagua.torch_api._groups import resolve
@@ -32,7 +34,13 @@ def collective(
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Any:
             given: Any = kwargs.get("comm", args[position] if len(args) > position else None)
             comm = resolve(given, name)
-            return None if comm is None else function(Checks(name, comm), *args, **kwargs)
+            if comm is None:
+                return None
+            checks = Checks(name, comm)
+            with torch.no_grad():
+                result = function(checks, *args, **kwargs)
+            checks.wait()
+            return result
 
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return call

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 
 class CommMember(Enum):
@@ -61,17 +58,6 @@ class Communicator:
     def check_abort(self) -> bool:
         """True if this rank has aborted the communicator."""
         return self._is_aborted
-
-    @contextmanager
-    def blocking(self, tensor: Tensor) -> Iterator[None]:
-        """Run the communication of `tensor` inside; at the end it is over for the host too, as in the original.
-
-        On the CPU torch's operations block by themselves; on CUDA the host waits for the current stream.
-        """
-        with torch.no_grad():
-            yield
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
 
     def __repr__(self) -> str:
         group = self._torch_group()

@@ -23,8 +23,7 @@ def allgather(checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, comm: Co
     """Every rank gets the `send_tensor` of all ranks, n elements each, one after the other in `recv_tensor`."""
     send, recv = checks.flat("send_tensor", send_tensor), checks.flat("recv_tensor", recv_tensor)
     checks.multiple("recv_tensor", recv, "send_tensor", send)
-    with checks.comm.blocking(send):
-        dist.all_gather_into_tensor(recv, send, group=checks.group)
+    dist.all_gather_into_tensor(recv, send, group=checks.group)
 
 
 @collective("allgather")
@@ -32,8 +31,7 @@ def allgather_inplace(checks: Checks, tensor: Tensor, comm: Comm = None) -> None
     """As `allgather`, with what rank r sends in the r-th part of its `tensor`."""
     flat = checks.flat("tensor", tensor)
     checks.chunk("tensor", flat)
-    with checks.comm.blocking(flat):
-        dist.all_gather_into_tensor(flat, _parts(checks, flat)[checks.rank].clone(), group=checks.group)
+    dist.all_gather_into_tensor(flat, _parts(checks, flat)[checks.rank].clone(), group=checks.group)
 
 
 @collective("gather")
@@ -48,9 +46,8 @@ def gather(checks: Checks, send_tensor: Tensor, recv_tensor: Tensor | None, dst:
     if checks.rank == dst or recv_tensor is not None:
         recv = checks.flat("recv_tensor", recv_tensor)
         checks.multiple("recv_tensor", recv, "send_tensor", send)
-    with checks.comm.blocking(send):
-        outputs = None if recv is None or checks.rank != dst else _parts(checks, recv)
-        dist.gather(send, outputs, group=checks.group, group_dst=dst)
+    outputs = None if recv is None or checks.rank != dst else _parts(checks, recv)
+    dist.gather(send, outputs, group=checks.group, group_dst=dst)
 
 
 @collective("gather")
@@ -61,9 +58,8 @@ def gather_inplace(checks: Checks, tensor: Tensor, count: int, dst: int, comm: C
     """
     count, dst = checks.count("count", count), checks.peer("dst", dst)
     flat = _rooted(checks, tensor, count, dst)
-    with checks.comm.blocking(flat):
-        outputs = _parts(checks, flat) if checks.rank == dst else None
-        dist.gather(flat if outputs is None else outputs[dst].clone(), outputs, group=checks.group, group_dst=dst)
+    outputs = _parts(checks, flat) if checks.rank == dst else None
+    dist.gather(flat if outputs is None else outputs[dst].clone(), outputs, group=checks.group, group_dst=dst)
 
 
 @collective("scatter")
@@ -74,9 +70,8 @@ def scatter(checks: Checks, send_tensor: Tensor | None, recv_tensor: Tensor, src
     if checks.rank == src or send_tensor is not None:
         send = checks.flat("send_tensor", send_tensor)
         checks.multiple("send_tensor", send, "recv_tensor", recv)
-    with checks.comm.blocking(recv):
-        inputs = None if send is None or checks.rank != src else _parts(checks, send)
-        dist.scatter(recv, inputs, group=checks.group, group_src=src)
+    inputs = None if send is None or checks.rank != src else _parts(checks, send)
+    dist.scatter(recv, inputs, group=checks.group, group_src=src)
 
 
 @collective("scatter")
@@ -87,9 +82,8 @@ def scatter_inplace(checks: Checks, tensor: Tensor, count: int, src: int, comm: 
     """
     count, src = checks.count("count", count), checks.peer("src", src)
     flat = _rooted(checks, tensor, count, src)
-    with checks.comm.blocking(flat):
-        inputs = _parts(checks, flat) if checks.rank == src else None
-        dist.scatter(flat if inputs is None else flat.new_empty(count), inputs, group=checks.group, group_src=src)
+    inputs = _parts(checks, flat) if checks.rank == src else None
+    dist.scatter(flat if inputs is None else flat.new_empty(count), inputs, group=checks.group, group_src=src)
 
 
 def _rooted(checks: Checks, tensor: Tensor, count: int, root: int) -> Tensor:
@@ -107,8 +101,7 @@ def alltoall(checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, comm: Com
     send, recv = checks.flat("send_tensor", send_tensor), checks.flat("recv_tensor", recv_tensor)
     checks.as_many("recv_tensor", recv, "send_tensor", send)
     checks.chunk("send_tensor", send)
-    with checks.comm.blocking(send):
-        dist.all_to_all_single(recv, send, group=checks.group)
+    dist.all_to_all_single(recv, send, group=checks.group)
 
 
 @collective("alltoall")
@@ -116,8 +109,7 @@ def alltoall_inplace(checks: Checks, tensor: Tensor, comm: Comm = None) -> None:
     """As `alltoall`, with `tensor` as input and output."""
     flat = checks.flat("tensor", tensor)
     checks.chunk("tensor", flat)
-    with checks.comm.blocking(flat):
-        dist.all_to_all_single(flat, flat.clone(), group=checks.group)
+    dist.all_to_all_single(flat, flat.clone(), group=checks.group)
 
 
 @collective("alltoall_v")
@@ -140,8 +132,7 @@ def alltoall_v(
     checks.alike("recv_tensor", recv, "send_tensor", send)
     inputs = checks.pieces("send_tensor", send, send_counts, send_displs)
     outputs = checks.pieces("recv_tensor", recv, recv_counts, recv_displs)
-    with checks.comm.blocking(send):
-        _exchange_pieces(checks, inputs, outputs)
+    _exchange_pieces(checks, inputs, outputs)
 
 
 @collective("alltoall_v")
@@ -150,8 +141,7 @@ def alltoall_v_inplace(
 ) -> None:
     """As `alltoall_v` with one tensor, whose pieces are sent and then overwritten by what comes from the same rank."""
     pieces = checks.pieces("tensor", checks.flat("tensor", tensor), counts, displs)
-    with checks.comm.blocking(tensor):
-        _exchange_pieces(checks, pieces, pieces)
+    _exchange_pieces(checks, pieces, pieces)
 
 
 def _exchange_pieces(checks: Checks, inputs: list[Tensor], outputs: list[Tensor]) -> None:

@@ -84,7 +84,7 @@ class BaguaProcessGroup:
         group = self.torch_group
         if kind == "global":
             return Communicator(group)
-        ranks = self._intra_ranks() if kind == "intra" else self._inter_ranks()
+        ranks = self._ranks_in(kind)
         if group.rank() not in ranks:
             return CommMember.NON_COMM_MEMBER
         name = f"{group.group_name}_bagua_{kind}_{ranks[0]}"
@@ -99,14 +99,12 @@ class BaguaProcessGroup:
         destroy_with(group, made)
         return Communicator(made)
 
-    def _intra_ranks(self) -> list[int]:
+    def _ranks_in(self, kind: str) -> list[int]:
         hosts = self._host_ids()
-        mine = hosts[self.torch_group.rank()]
-        return [rank for rank, host in enumerate(hosts) if host == mine]
-
-    def _inter_ranks(self) -> list[int]:
-        hosts = self._host_ids()
-        return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+        if kind == "inter":
+            return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+        own = hosts[self.torch_group.rank()]
+        return [rank for rank, host in enumerate(hosts) if host == own]
 
     def _host_ids(self) -> list[str]:
         group = self.torch_group
@@ -152,8 +150,6 @@ def init_process_group() -> None:
 
     Raises:
         RepeatedInitializationError: called a second time.
-
-    Definition: `bagua.torch_api.communication` of Bagua 0.6.
     """
     if is_initialized():
         raise RepeatedInitializationError(

@@ -29,8 +29,6 @@ def broadcast(checks: Checks, tensor: Tensor, root: int = 0, comm: Comm = None, 
         root: a rank of the communicator.
         comm: a communicator; by default all ranks of the default group.
         src: another name of `root`, as from version 0.7 of the original.
-
-    Definition: `bagua.torch_api.communication` of Bagua 0.6.
     """
     tensor = checks.tensor("tensor", tensor)
     if src is not None:
@@ -38,19 +36,15 @@ def broadcast(checks: Checks, tensor: Tensor, root: int = 0, comm: Comm = None, 
             raise ValueError(f"{checks.where}: root and src mean the same rank, got root={root} and src={src}")
         root = src
     root = checks.peer("root", root)
-    with checks.comm.blocking(tensor):
-        dist.broadcast(tensor, group=checks.group, group_src=root)
+    dist.broadcast(tensor, group=checks.group, group_src=root)
 
 
 @collective("broadcast_coalesced")
 def broadcast_coalesced(checks: Checks, tensors: Sequence[Tensor], src: int = 0, comm: Comm = None) -> None:
     """As `broadcast` for each of `tensors`, with one message per dtype and device."""
     src = checks.peer("src", src)
-    for group in flattened(checks.tensors("tensors", tensors)):
-        with checks.comm.blocking(group.tensors[0]):
-            flat = group.join()
-            dist.broadcast(flat, group=checks.group, group_src=src)
-            group.take_from(flat)
+    for flat in flattened(checks.tensors("tensors", tensors)):
+        dist.broadcast(flat, group=checks.group, group_src=src)
 
 
 @collective("broadcast_object")
@@ -69,16 +63,14 @@ def broadcast_object(checks: Checks, obj: Any, src: int = 0, comm: Comm = None) 
 def send(checks: Checks, tensor: Tensor, dst: int, comm: Comm = None) -> None:
     """Send `tensor` to rank `dst`, which has to call `recv`."""
     flat, dst = checks.flat("tensor", tensor), checks.other("dst", dst)
-    with checks.comm.blocking(flat):
-        dist.send(flat, group=checks.group, group_dst=dst)
+    dist.send(flat, group=checks.group, group_dst=dst)
 
 
 @collective("recv")
 def recv(checks: Checks, tensor: Tensor, src: int, comm: Comm = None) -> None:
     """Overwrite `tensor` by what rank `src` sends with `send`."""
     flat, src = checks.flat("tensor", tensor), checks.other("src", src)
-    with checks.comm.blocking(flat):
-        dist.recv(flat, group=checks.group, group_src=src)
+    dist.recv(flat, group=checks.group, group_src=src)
 
 
 @collective("barrier")
@@ -87,8 +79,8 @@ def barrier(checks: Checks, comm: Comm = None) -> None:
     # The smallest reduction, as in the original. Where the group takes CPU tensors, NCCL need not be woken for it.
     devices = device_types(checks.group)
     is_on_cuda = bool(devices) and torch.device("cpu") not in devices
-    tensor = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()) if is_on_cuda else "cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if is_on_cuda else "cpu"
+    tensor = checks.tensor("tensor", torch.zeros(1, device=device))
     if not is_on_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
-    with checks.comm.blocking(tensor):
-        dist.all_reduce(tensor, group=checks.group)
+    dist.all_reduce(tensor, group=checks.group)

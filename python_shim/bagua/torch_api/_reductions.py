@@ -18,27 +18,24 @@ from bagua.torch_api._checks import Checks
 from bagua.torch_api._coalescing import flattened
 from bagua.torch_api._collective import collective
 from bagua.torch_api._communicators import Comm
-from bagua.torch_api.reduce_op import ReduceOp
 
 
 @collective("allreduce")
-def allreduce_inplace(checks: Checks, tensor: Tensor, op: Any = ReduceOp.SUM, comm: Comm = None) -> None:
+def allreduce_inplace(checks: Checks, tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
     """Reduce `tensor` over all ranks; afterwards it is bitwise identical on all of them."""
     tensor, torch_op = checks.tensor("tensor", tensor), checks.reduction(op)
-    with checks.comm.blocking(tensor):
-        dist.all_reduce(tensor, torch_op, group=checks.group)
+    dist.all_reduce(tensor, torch_op, group=checks.group)
 
 
 @collective("allreduce")
 def _allreduce_out_of_place(
-    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, op: Any = ReduceOp.SUM, comm: Comm = None
+    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None
 ) -> None:
     send, recv = checks.tensor("send_tensor", send_tensor), checks.tensor("recv_tensor", recv_tensor)
     checks.as_many("recv_tensor", recv, "send_tensor", send)
     torch_op = checks.reduction(op)
-    with checks.comm.blocking(recv):
-        recv.copy_(send.reshape(recv.shape))
-        dist.all_reduce(recv, torch_op, group=checks.group)
+    recv.copy_(send.reshape(recv.shape))
+    dist.all_reduce(recv, torch_op, group=checks.group)
 
 
 @overload
@@ -63,8 +60,6 @@ def allreduce(*args: Any, **kwargs: Any) -> None:
     >>> allreduce(tensor)
     >>> tensor
     tensor([4, 6])
-
-    Definition: `bagua.torch_api.communication` of Bagua 0.6.
     """
     if _is_out_of_place(args, kwargs):
         _allreduce_out_of_place(*args, **kwargs)
@@ -73,27 +68,25 @@ def allreduce(*args: Any, **kwargs: Any) -> None:
 
 
 @collective("reduce")
-def reduce_inplace(checks: Checks, tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, comm: Comm = None) -> None:
+def reduce_inplace(checks: Checks, tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
     """Reduce `tensor` over all ranks; rank `dst` gets the result, the content of the others is undefined afterwards."""
     tensor, dst, torch_op = checks.tensor("tensor", tensor), checks.peer("dst", dst), checks.reduction(op)
-    with checks.comm.blocking(tensor):
-        dist.reduce(tensor, op=torch_op, group=checks.group, group_dst=dst)
+    dist.reduce(tensor, op=torch_op, group=checks.group, group_dst=dst)
 
 
 @collective("reduce")
 def _reduce_out_of_place(
-    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, comm: Comm = None
+    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, comm: Comm = None
 ) -> None:
     send, recv, dst = checks.tensor("send_tensor", send_tensor), recv_tensor, checks.peer("dst", dst)
     if checks.rank == dst or isinstance(recv, Tensor):
         checks.as_many("recv_tensor", checks.tensor("recv_tensor", recv), "send_tensor", send)
     torch_op = checks.reduction(op)
-    with checks.comm.blocking(send):
-        # Whatever the backend leaves on the other ranks, it must not be in their input.
-        result = send.clone()
-        dist.reduce(result, op=torch_op, group=checks.group, group_dst=dst)
-        if checks.rank == dst:
-            recv.copy_(result.reshape(recv.shape))
+    # Whatever the backend leaves on the other ranks, it must not be in their input.
+    result = send.clone()
+    dist.reduce(result, op=torch_op, group=checks.group, group_dst=dst)
+    if checks.rank == dst:
+        recv.copy_(result.reshape(recv.shape))
 
 
 @overload
@@ -112,8 +105,6 @@ def reduce(*args: Any, **kwargs: Any) -> None:
         dst: a rank of the communicator.
         op: a `torch.distributed.ReduceOp` or a `bagua.torch_api.ReduceOp`.
         comm: a communicator; by default all ranks of the default group.
-
-    Definition: `bagua.torch_api.communication` of Bagua 0.6.
     """
     if _is_out_of_place(args, kwargs):
         _reduce_out_of_place(*args, **kwargs)
@@ -127,53 +118,40 @@ def _is_out_of_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len(args) > 1 and (args[1] is None or isinstance(args[1], Tensor))
 
 
-def _document_signature(function: Any, in_place: Any) -> None:
-    """Show the documented signature, with the documented default of `op`, instead of *args and **kwargs."""
-    signature = inspect.signature(in_place)
-    parameters = [
-        one.replace(default=dist.ReduceOp.SUM) if one.name == "op" else one for one in signature.parameters.values()
-    ]
-    function.__signature__ = signature.replace(parameters=parameters)
-
-
-_document_signature(allreduce, allreduce_inplace)
-_document_signature(reduce, reduce_inplace)
+# The documented ones, in the place of *args and **kwargs.
+allreduce.__signature__ = inspect.signature(allreduce_inplace)  # type: ignore[attr-defined]
+reduce.__signature__ = inspect.signature(reduce_inplace)  # type: ignore[attr-defined]
 
 
 @collective("reduce_scatter")
 def reduce_scatter(
-    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, op: Any = ReduceOp.SUM, comm: Comm = None
+    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None
 ) -> None:
     """Reduce `send_tensor` over all ranks; rank r gets the r-th part of the result in `recv_tensor`."""
     send, recv = checks.flat("send_tensor", send_tensor), checks.flat("recv_tensor", recv_tensor)
     checks.multiple("send_tensor", send, "recv_tensor", recv)
     torch_op = checks.reduction(op)
-    with checks.comm.blocking(send):
-        dist.reduce_scatter_tensor(recv, send, torch_op, group=checks.group)
+    dist.reduce_scatter_tensor(recv, send, torch_op, group=checks.group)
 
 
 @collective("reduce_scatter")
-def reduce_scatter_inplace(checks: Checks, tensor: Tensor, op: Any = ReduceOp.SUM, comm: Comm = None) -> None:
+def reduce_scatter_inplace(checks: Checks, tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
     """Reduce `tensor` over all ranks; rank r finds the r-th part of the result in the FIRST part of `tensor`.
 
     The other parts are left as they were.
     """
     flat = checks.flat("tensor", tensor)
     count, torch_op = checks.chunk("tensor", flat), checks.reduction(op)
-    with checks.comm.blocking(flat):
-        result = flat.new_empty(count)
-        dist.reduce_scatter_tensor(result, flat, torch_op, group=checks.group)
-        flat[:count].copy_(result)
+    result = flat.new_empty(count)
+    dist.reduce_scatter_tensor(result, flat, torch_op, group=checks.group)
+    flat[:count].copy_(result)
 
 
 @collective("allreduce_coalesced")
 def allreduce_coalesced_inplace(
-    checks: Checks, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, comm: Comm = None
+    checks: Checks, tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, comm: Comm = None
 ) -> None:
     """As `allreduce_inplace` for each of `tensors`, with one message per dtype and device."""
     torch_op = checks.reduction(op)
-    for group in flattened(checks.tensors("tensors", tensors)):
-        with checks.comm.blocking(group.tensors[0]):
-            flat = group.join()
-            dist.all_reduce(flat, torch_op, group=checks.group)
-            group.take_from(flat)
+    for flat in flattened(checks.tensors("tensors", tensors)):
+        dist.all_reduce(flat, torch_op, group=checks.group)

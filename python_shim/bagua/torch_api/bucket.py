@@ -4,16 +4,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from bagua.torch_api._bucket_operations import CentralizedOperation, Operation, PythonOperation
+from bagua._executors import shared_executors_for
+from bagua._native import _C
 from bagua.torch_api.tensor import as_bagua
 
 if TYPE_CHECKING:
     from bagua.torch_api.communication import BaguaProcessGroup
+
+
+class Operation(NamedTuple):
+    """What is done to a bucket, the same on every rank.
+
+    Attributes:
+        start: begins it, and returns None if it is done already. It takes the bucket and the model's executors, which
+            are for operations without a group of their own.
+        runs_python: whether `start` does the work itself and has to run on the model's thread.
+    """
+
+    start: Callable[[BaguaBucket, Any], dist.Work | None]
+    runs_python: bool = False
 
 
 class BaguaBucket:
@@ -38,8 +53,7 @@ class BaguaBucket:
     def __init__(self, tensors: Sequence[Tensor], name: str, flatten: bool, alignment: int = 1) -> None:
         if not tensors:
             raise ValueError(f"bucket {name!r} has no tensor")
-        self._index_of = {tensor: index for index, tensor in enumerate(tensors)}
-        if len(self._index_of) < len(tensors):
+        if len(set(tensors)) < len(tensors):
             raise ValueError(f"bucket {name!r} has a tensor twice")
         for tensor in tensors:
             if as_bagua(tensor).is_bagua_tensor() and as_bagua(tensor).bagua_getter_closure() is None:
@@ -67,12 +81,8 @@ class BaguaBucket:
         if flatten and padding:
             self.padding_tensor = self.backend_tensor.narrow(0, self._offsets[-1], padding)
 
-    def slot(self, tensor: Tensor) -> Tensor:
-        """Return the place of one of the tensors in `backend_tensor`, with its shape."""
-        return self.slot_at(self._index_of[tensor])
-
     def slot_at(self, index: int) -> Tensor:
-        """As `slot`, by position."""
+        """Return the place of one of the tensors in `backend_tensor`, with its shape."""
         begin, end = self._offsets[index : index + 2]
         return self.backend_tensor.narrow(0, begin, end - begin).as_strided(
             self.tensors[index].shape, self._strides[index]
@@ -140,7 +150,11 @@ class BaguaBucket:
         It runs on a thread of the model's own, in the order of buckets and operations, with the effects of the
         operations before it complete.
         """
-        return self.append_operation(PythonOperation(python_function))
+
+        def start(bucket: BaguaBucket, executors: Any) -> None:
+            python_function(bucket.name)
+
+        return self.append_operation(Operation(start, runs_python=True))
 
     def append_centralized_synchronous_op(
         self,
@@ -161,11 +175,13 @@ class BaguaBucket:
         """
         if compression not in (None, "MinMaxUInt8"):
             raise ValueError(f"compression must be None or 'MinMaxUInt8', got {compression!r}")
-        return self.append_operation(
-            CentralizedOperation(
-                group, hierarchical=hierarchical, average=average, is_compressed=compression is not None
-            )
-        )
+
+        def start(bucket: BaguaBucket, executors: Any) -> dist.Work:
+            if group is not None:
+                executors = shared_executors_for(group.torch_group, bucket.backend_tensor.device)
+            return _C.reduce_flat(executors, bucket.backend_tensor, hierarchical, average, compression is not None)
+
+        return self.append_operation(Operation(start))
 
     @property
     def has_python_ops(self) -> bool:

@@ -34,6 +34,7 @@ from bagua.torch_api._groups import (
     new_group,
 )
 from bagua.torch_api._messages import barrier, broadcast, broadcast_coalesced, broadcast_object, recv, send
+from bagua.torch_api._reduce_op import ReduceOp
 from bagua.torch_api._reductions import (
     allreduce,
     allreduce_coalesced_inplace,
@@ -44,7 +45,6 @@ from bagua.torch_api._reductions import (
     reduce_scatter_inplace,
 )
 from bagua.torch_api.exceptions import RepeatedInitializationError
-from bagua.torch_api.reduce_op import ReduceOp
 
 __all__ = [
     "BaguaProcessGroup",

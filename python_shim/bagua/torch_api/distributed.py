@@ -10,19 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from bagua.torch_api._engine import Engine
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua.torch_api.engine import Engine
 
 if TYPE_CHECKING:
     from bagua.torch_api.communication import BaguaProcessGroup
-
-
-def _engine_of(module: Any) -> Engine:
-    engine = vars(module).get("bagua_ddp")
-    if engine is None:
-        raise AttributeError(f"{type(module).__name__} has not been wrapped by with_bagua()")
-    return cast("Engine", engine)
 
 
 class BaguaModule:
@@ -35,10 +28,10 @@ class BaguaModule:
         process_group: BaguaProcessGroup | dist.ProcessGroup | None = None,
         do_flatten: bool = True,
     ) -> nn.Module:
-        """Let an algorithm communicate for this module. Collective.
+        """Let an algorithm communicate for this module, which is returned. Collective: same module, same algorithm.
 
         Parameters, also those that are not trained, and the optimizers' state become those of rank 0. Wrapping again
-        takes the former algorithm off.
+        takes the former algorithm off; where the new one cannot be started, none works on the module any more.
         Gradients are communicated in every backward but inside `module.no_sync()`.
 
         Args:
@@ -47,12 +40,11 @@ class BaguaModule:
             process_group: the ranks to work with, a group of Bagua's or of torch's; by default all.
             do_flatten: whether each bucket's tensors are moved into contiguous memory.
 
-        Returns:
-            this module itself.
-
         Raises:
             RuntimeError: `init_process_group` has not been called.
-            TypeError, ValueError: see `Engine`.
+            TypeError: something else than optimizers, an algorithm or a group.
+            ValueError: no trainable parameter; an optimizer whose state cannot be broadcast; one that is missing and
+                that the algorithm needs; buckets that leave out a tensor or hold it twice.
 
         >>> from bagua.torch_api.algorithms import bytegrad
         >>> model = nn.Linear(4, 2)
@@ -82,29 +74,22 @@ class BaguaModule:
 
     def bagua_build_params(self) -> list[tuple[str, nn.Parameter]]:
         """Return name and parameter of what is trained, in the module's order."""
-        return _engine_of(self).bagua_build_params()
-
-
-def install() -> None:
-    """Add the methods of `BaguaModule` to `torch.nn.Module`."""
-    for name, member in vars(BaguaModule).items():
-        if not name.startswith("__"):
-            setattr(nn.Module, name, member)
+        engine: Engine | None = vars(self).get("bagua_ddp")
+        if engine is None:
+            raise AttributeError(f"{type(self).__name__} has not been wrapped by with_bagua()")
+        return engine.bagua_build_params()
 
 
 def bagua_init(
     module: nn.Module, optimizer: Optimizer, distributed_algorithm: Algorithm | str | None = None, **kwargs: Any
 ) -> tuple[nn.Module, Optimizer]:
-    """`with_bagua` for a module and one optimizer, as in Bagua 0.4.
+    """`with_bagua` for a module and one optimizer, which it returns, as in Bagua 0.4.
 
     Args:
-        module: the module.
-        optimizer: its optimizer.
+        module: see `with_bagua`.
+        optimizer: the module's.
         distributed_algorithm: an algorithm or the name of one; by default GradientAllReduceAlgorithm.
         **kwargs: `process_group` and `do_flatten` of `with_bagua`; other options of 0.4 have no counterpart.
-
-    Returns:
-        the same module and the same optimizer.
 
     >>> model = nn.Linear(4, 2)
     >>> model, optimizer = bagua_init(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -2,8 +2,8 @@
 """Tensors that algorithms communicate.
 
 A parameter stands for the tensor that really travels, its gradient for instance: the former is the proxy, the latter
-the effective tensor. `install()`, called by `import bagua.torch_api`, gives every `torch.Tensor` the methods of
-`BaguaTensor`, as the original Bagua (0.8) did.
+the effective tensor. `import bagua.torch_api` gives every `torch.Tensor` the methods of `BaguaTensor`, as the original
+Bagua (0.8) did.
 """
 
 from __future__ import annotations
@@ -119,13 +119,6 @@ class BaguaTensor:
         backend.mark_communication_ready(cast("Tensor", self))
 
 
-def install() -> None:
-    """Add the methods of `BaguaTensor` to `torch.Tensor`."""
-    for name, member in vars(BaguaTensor).items():
-        if not name.startswith("__"):
-            setattr(torch.Tensor, name, member)
-
-
 def backend_of(tensor: Tensor) -> _Backend | None:
     """Return the scheduler whose buckets hold the tensor."""
     link: _BackendLink | None = getattr(tensor, "_bagua_backend", None)
@@ -138,5 +131,5 @@ def set_backend(tensor: Tensor, backend: _Backend | None) -> None:
 
 
 def as_bagua(tensor: Any) -> BaguaTensor:
-    """For type checkers: a tensor with the methods that `install` has added."""
+    """For type checkers: a tensor with the methods that `import bagua.torch_api` adds."""
     return cast("BaguaTensor", tensor)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from bagua._attachment import check_layers, is_linear, names_and_roles, say_if_nothing_is_coded
 from bagua._executors import executors_for, start
+from bagua._handle import OptionArgument
 from bagua._layers import layers_of
 from bagua._native import _C
 from bagua._registry import OptionInfo, describe
-from bagua.handle import OptionArgument
 from bagua.torch_api._checks import some
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
-from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.bucket import BaguaBucket, Operation
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import as_bagua
 
@@ -33,25 +33,8 @@ def _options_of(algorithm: str, positional: tuple[str, ...]) -> dict[str, Option
     return {name: options[name] for name in (*positional, *options)}
 
 
-class _BucketReduction:
-    """The bucket operation that hands the gradients to the algorithm."""
-
-    runs_python = False
-
-    def __init__(self, impl: NativeAlgorithmImpl) -> None:
-        self._impl = impl
-
-    def start(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
-        return self._impl.reduce_bucket(bucket)
-
-
 class NativeAlgorithmImpl(AlgorithmImpl):
-    """One of the built-in algorithms at work on a model. Each of them is a class derived from this one.
-
-    Args:
-        process_group: the ranks to work with.
-        args, options: its options.
-    """
+    """One of the built-in algorithms at work on a model. Each of them is a class derived from this one."""
 
     # What describe() calls it, and the options that may be given by position.
     algorithm: ClassVar[str]
@@ -91,7 +74,7 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         if not self.takes_weights:
             return super().init_tensors(bagua_module)
         for name, parameter in named:
-            as_bagua(parameter).ensure_bagua_tensor(name, bagua_module.bagua_module_name, _itself, _set_data)
+            as_bagua(parameter).ensure_bagua_tensor(name, bagua_module.bagua_module_name)
         return parameters[::-1]
 
     def _check_optimizers(self, bagua_module: Any) -> None:
@@ -130,14 +113,13 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         return ""
 
     def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
-        """See `AlgorithmImpl`."""
         bucket.clear_ops()
         self._buckets.append(bucket)
         if not self.takes_weights:
-            bucket.append_operation(_BucketReduction(self))
+            bucket.append_operation(Operation(self._reduce_bucket))
 
-    def reduce_bucket(self, bucket: BaguaBucket) -> dist.Work | None:
-        """Hand the gradients of one bucket to the algorithm."""
+    def _reduce_bucket(self, bucket: BaguaBucket, executors: Any) -> dist.Work | None:
+        """Hand the gradients of one bucket to the algorithm, which has executors of its own."""
         gradients = [(self._position_of[tensor], bucket.slot_at(i)) for i, tensor in enumerate(bucket.tensors)]
         is_first, is_last = bucket is self._buckets[0], bucket is self._buckets[-1]
         return self.hook.reduce_bucket(bucket.backend_tensor, gradients, is_first, is_last)
@@ -154,8 +136,6 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         gradient.copy_(flat.view(gradient.shape))
 
     def init_forward_pre_hook(self, bagua_module: Any) -> Callable[[Any], None]:
-        """See `AlgorithmImpl`."""
-
         def hook(input: Any) -> None:
             if not torch.is_grad_enabled():
                 return
@@ -176,7 +156,6 @@ class NativeAlgorithmImpl(AlgorithmImpl):
         return lambda parameter_name, parameter: None
 
     def init_post_backward_hook(self, bagua_module: Any) -> Callable[[], None]:
-        """See `AlgorithmImpl`."""
         wait = super().init_post_backward_hook(bagua_module)
 
         def hook() -> None:
@@ -202,31 +181,18 @@ def _finish(work: dist.Work | None) -> None:
         work.wait()
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _set_data(tensor: Tensor, value: Tensor) -> None:
-    tensor.data = value
-
-
 class BackgroundAlgorithmImpl(NativeAlgorithmImpl):
-    """An algorithm that communicates in the background, until it is told to rest."""
+    """An algorithm that communicates in the background, until it is told to rest.
+
+    Its methods take the module that `with_bagua` returned, or what wraps it, as those of the original.
+    """
 
     def abort(self, bagua_module: Any) -> None:
-        """Stop background communication. Collective; afterwards all ranks hold the same weights.
-
-        Args:
-            bagua_module: the module that `with_bagua` returned, or what wraps it.
-        """
+        """Stop background communication. Collective; afterwards all ranks hold the same weights."""
         self.hook.abort()
 
     def resume(self, bagua_module: Any) -> None:
-        """Let background communication go on after `abort`. For all ranks.
-
-        Args:
-            bagua_module: the module that `with_bagua` returned, or what wraps it.
-        """
+        """Let background communication go on after `abort`. For all ranks."""
         self.hook.resume()
 
 
@@ -251,7 +217,6 @@ class NativeAlgorithm(Algorithm):
         vars(self).update(bound.arguments)
 
     def reify(self, process_group: BaguaProcessGroup) -> NativeAlgorithmImpl:
-        """See `Algorithm`."""
         return self.implementation(process_group, **vars(self))
 
 

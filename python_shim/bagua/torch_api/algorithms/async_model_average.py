@@ -4,8 +4,6 @@
 `model.bagua_algorithm.abort(model)`, on all ranks after training, ends the communication; `resume(model)` restarts it.
 """
 
-from __future__ import annotations
-
 from bagua.torch_api.algorithms._native import BackgroundAlgorithmImpl, NativeAlgorithm
 
 

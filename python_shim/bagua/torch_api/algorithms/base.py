@@ -27,11 +27,7 @@ class Algorithm:
     """The base class of algorithms: a recipe, made into an `AlgorithmImpl` for each model."""
 
     def reify(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
-        """Create the instance that will work on a model.
-
-        Args:
-            process_group: the ranks to work with.
-        """
+        """Create the instance that will work on a model, with the ranks of this group."""
         raise NotImplementedError(f"{type(self).__qualname__} has to implement reify()")
 
     # The built-in ones, under the names that `register_comm_hook` knows.
@@ -99,11 +95,7 @@ class AlgorithmImpl:
 
     def init_forward_pre_hook(self, bagua_module: nn.Module) -> Callable[[Any], None]:
         """Return what is called with the model's input before a forward."""
-
-        def hook(input: Any) -> None:
-            pass
-
-        return hook
+        return lambda input: None
 
     def init_backward_hook(self, bagua_module: nn.Module) -> Callable[[str, Tensor], None]:
         """Return what is called with name and parameter when a gradient is complete; as it is, marks it ready."""
@@ -128,11 +120,7 @@ class AlgorithmImpl:
 
     def init_post_optimizer_step_hook(self, bagua_module: nn.Module) -> Callable[[Any], None]:
         """Return what is called with the optimizer after its step."""
-
-        def hook(optimizer: Any) -> None:
-            pass
-
-        return hook
+        return lambda optimizer: None
 
     def reduce_sparse_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Bring the gradient of an embedding with `sparse=True` together; as it is, the mean. At the end of backward.

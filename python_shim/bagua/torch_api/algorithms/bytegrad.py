@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mean (or sum) of the gradients with 8-bit messages."""
 
-from __future__ import annotations
-
 from bagua.torch_api.algorithms._native import NativeAlgorithm, NativeAlgorithmImpl
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Averages of weights instead of gradients."""
 
-from __future__ import annotations
-
 from bagua.torch_api.algorithms._native import NativeAlgorithm, NativeAlgorithmImpl
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mean of the gradients, whose matrices travel as products of two thin factors."""
 
-from __future__ import annotations
-
 from bagua.torch_api.algorithms._native import NativeAlgorithm, NativeAlgorithmImpl
 
 

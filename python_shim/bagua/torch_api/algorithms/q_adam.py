@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from bagua._attachment import facts_of
-from bagua.handle import OptionArgument
-from bagua.optimizers import QAdamOptimizer
+from bagua._handle import OptionArgument
+from bagua._optimizers import QAdamOptimizer
 from bagua.torch_api.algorithms._native import NativeAlgorithm, NativeAlgorithmImpl
 from bagua.torch_api.communication import BaguaProcessGroup
 

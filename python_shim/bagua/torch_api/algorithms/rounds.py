@@ -40,11 +40,7 @@ class _RoundsAlgorithmImpl(BackgroundAlgorithmImpl):
         return super().init_backward_hook(bagua_module)
 
     def synchronize(self, bagua_module: Any) -> None:
-        """Give all ranks the same weights, and go on. Collective.
-
-        Args:
-            bagua_module: the module that `with_bagua` returned, or what wraps it.
-        """
+        """Give all ranks the same weights, and go on. Collective."""
         self.hook.synchronize()
 
 

@@ -66,7 +66,6 @@ class Scheduler:
                 self._executors[key] = self._make_executors(*key)
 
     def mark_communication_ready(self, tensor: Tensor) -> None:
-        """See `BaguaTensor.bagua_mark_communication_ready`."""
         position, index = self._place_of[tensor]
         ready = self._ready[position]
         if index in ready:

@@ -29,12 +29,7 @@ class ReduceOp(IntEnum):
 def to_torch(op: Any, where: str) -> Any:
     """Return torch's reduce operation for `op`: a `ReduceOp`, its number, or already one of torch's.
 
-    Args:
-        op: what the caller gave.
-        where: begins the message of the error.
-
-    Raises:
-        ValueError: a number that is no `ReduceOp`, or something else altogether.
+    Anything else is a ValueError, whose message begins with `where`.
     """
     if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         return op

@@ -26,19 +26,19 @@ from bagua._attachment import (
     say_what_is_sent,
     scaler_of,
     synchronised_buffers,
-    trainable_names,
     trainable_parameters,
+    trained_by_name,
     unwrapped,
 )
 from bagua._buckets import BucketSplitter
-from bagua._executors import executors_for, start
+from bagua._executors import executors_for, refuse, start
+from bagua._handle import Handle, OptionArgument, OptionValue
 from bagua._layers import layers_of
 from bagua._message_bytes import parameters_of
 from bagua._native import _C
 from bagua._registry import describe
+from bagua._stats import Stats
 from bagua._torch_private import comm_hooks, has_python_reducer, has_rebuilt_buckets, listed_groups, name_comm_hook
-from bagua.handle import Handle, OptionArgument, OptionValue
-from bagua.stats import Stats
 
 # What callers may mean by an option that no algorithm has.
 _OTHER_NAMES = ("optimizer", "process_group")
@@ -73,13 +73,6 @@ def _ddp_in(model: Any) -> DistributedDataParallel:
     return ddp
 
 
-def _refuse(executors: Any, device: torch.device) -> None:
-    """Tell the other ranks, which may have found nothing wrong and wait for this one."""
-    # The caller's own error is what the user has to see, whatever becomes of this.
-    with contextlib.suppress(Exception):
-        _C.refuse_registration(executors, str(device))
-
-
 def _refuse_without_ddp(model: Any, process_group: Any) -> None:
     """Tell them too where there is no DDP model, if it is certain in which group and for which device they wait."""
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
@@ -90,7 +83,7 @@ def _refuse_without_ddp(model: Any, process_group: Any) -> None:
         group = dist.group.WORLD
     if parameters and group is not None:
         with contextlib.suppress(Exception):
-            _refuse(executors_for(group, parameters[0].device), parameters[0].device)
+            refuse(executors_for(group, parameters[0].device), parameters[0].device)
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
@@ -99,12 +92,12 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
             "torch.compile's python_reducer skips C++ communication hooks without a word: set "
             "torch._dynamo.config.optimize_ddp to 'ddp_optimizer' (or True) before wrapping the model"
         )
-    if comm_hooks(ddp) and removed_handle(ddp) is None:
+    former = removed_handle(ddp)
+    if comm_hooks(ddp) and former is None:
         raise RuntimeError(
             "this model already has a communication hook; DistributedDataParallel takes one. Where it is one of "
             "bagua's, call handle.remove() first"
         )
-    former = removed_handle(ddp)
     if former is not None and former.place is None:
         raise RuntimeError(
             "this model has had an algorithm under a Manager, in whose place no other can come: wrap the module in "
@@ -132,21 +125,22 @@ def _make_hook(
     check_optimizer_type(algorithm, optimizer)
     check_group_type(algorithm, process_group, _REGISTER)
     _check_ddp(ddp)
-    parameters = trainable_parameters(ddp)
+    trained = trained_by_name(ddp)
+    parameters = list(trained.values())
     if not parameters:
         raise ValueError(
             f"algorithm {algorithm!r} has nothing to do: all parameters of the model are frozen. Set "
             "requires_grad=True on those to be trained, before the model is wrapped in DistributedDataParallel"
         )
     _C.check_names(algorithm, complete, [name for name, _ in ddp.module.named_parameters()])
-    check_optimizer(dict(zip(trainable_names(ddp), parameters, strict=True)), optimizer, algorithm)
+    check_optimizer(trained, optimizer, algorithm)
     if describe(algorithm)["optimizer"]:
         check_model(ddp, algorithm, is_hierarchical=bool(complete.get("hierarchical")))
     # The first step of a static graph is unlike the others; it is over where buckets have been rebuilt.
     is_first_static = ddp.static_graph and not has_rebuilt_buckets(ddp)
     hook = _C.Hook(algorithm, complete, executors, parameters, is_first_static)
     hook.use_parameters(names_and_roles(ddp.module, parameters))
-    hook.use_model(layers_of(trainable_names(ddp)), synchronised_buffers(ddp))
+    hook.use_model(layers_of(trained), synchronised_buffers(ddp))
     if optimizer is not None:
         hook.use_optimizer(is_linear([optimizer]))
     if ddp.find_unused_parameters or ddp.static_graph:
@@ -213,14 +207,14 @@ def register_comm_hook(
             managed.prepare(ddp, algorithm, group)
         hook = _make_hook(ddp, algorithm, options, optimizer, process_group, main)
     except Exception:
-        _refuse(main, device)
+        refuse(main, device)
         raise
     text = "; ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
     start(hook, group, device, text, facts_of(optimizer))
     former = removed_handle(ddp)
     if manager is not None:
         place = None
-        ddp.register_comm_hook(managed.ManagedHook(hook, group, manager), managed.run_managed)
+        ddp.register_comm_hook(managed.ManagedHook(hook, group, manager), managed.ManagedHook.run)
     elif former is None:
         place = _C.register_hook(ddp.reducer, hook)
     else:
@@ -258,7 +252,6 @@ class HookState:
         self._hook: _C.Hook | None = None
 
     def run(self, bucket: dist.GradBucket) -> torch.futures.Future[list[torch.Tensor]]:
-        """Start the reduction of one bucket."""
         if self._hook is None:
             device = bucket.buffer().device
             group = self._process_group or dist.group.WORLD
@@ -285,13 +278,6 @@ def _run_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
     return state.run(bucket).then(_first_tensor)
 
 
-def _needs_optimizer(algorithm: str) -> ValueError:
-    return ValueError(
-        f"algorithm {algorithm!r} acts on what the optimizer does: use bagua.register_comm_hook(model, {algorithm!r}, "
-        "optimizer=optimizer)"
-    )
-
-
 def comm_hook(
     algorithm: str, process_group: dist.ProcessGroup | None = None, **options: OptionArgument
 ) -> tuple[HookState, Any]:
@@ -310,14 +296,14 @@ def comm_hook(
         ValueError, TypeError: as `register_comm_hook`.
     """
     check_algorithm(algorithm, ". comm_hook takes no model: its result goes to ddp.register_comm_hook(*result)")
-    needs_optimizer = bool(describe(algorithm)["optimizer"])
+    if describe(algorithm)["optimizer"]:
+        raise ValueError(
+            f"algorithm {algorithm!r} acts on what the optimizer does: use bagua.register_comm_hook(model, "
+            f"{algorithm!r}, optimizer=optimizer)"
+        )
     if "optimizer" in options or isinstance(process_group, Optimizer):
-        if needs_optimizer:
-            raise _needs_optimizer(algorithm)
         raise TypeError(f"comm_hook takes no optimizer, and algorithm {algorithm!r} needs none: leave it out")
     complete = _C.check_options(algorithm, options, ["process_group"])
     check_group_type(algorithm, process_group, "comm_hook(")
-    if needs_optimizer:
-        raise _needs_optimizer(algorithm)
     _C.check_names(algorithm, complete, None)
     return HookState(algorithm, complete, process_group), _run_hook

@@ -12,21 +12,21 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from bagua._attachment import PICKLE_ADVICE
 from bagua._eager import disabled, eager
-from bagua._executors import background_executors_for, executors_for
+from bagua._executors import executors_for, private_executors_for
+from bagua._tensors_apart import broadcast_state, broadcast_tensor
 from bagua._torch_private import at_end_of_backward, is_in_backward
 from bagua.torch_api._checks import some
 from bagua.torch_api._groups import bagua_group
+from bagua.torch_api._scheduler import Scheduler
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.env import get_default_bucket_size
-from bagua.torch_api.scheduler import Scheduler
-from bagua.torch_api.state_broadcast import broadcast_optimizer_state, broadcast_tensors
 from bagua.torch_api.tensor import as_bagua, backend_of
 
 # What a module has while an algorithm works on it.
@@ -42,24 +42,7 @@ _ATTRIBUTES = (
 
 
 class Engine:
-    """An algorithm at work on a module, until `close()`. Collective to make: all ranks, same module, same algorithm.
-
-    Args:
-        module: whose trainable parameters are trained, except those named in its attributes
-            `_bagua_params_and_buffers_to_ignore` and `_ddp_params_and_buffers_to_ignore`.
-        optimizers: all optimizers of these parameters.
-        algorithm: what to do.
-        process_group: the ranks to work with, a group of Bagua's or of torch's; by default all.
-        do_flatten: whether buckets are flattened.
-
-    A module that an algorithm works on already is taken over: the former one is closed. Where the new one cannot be
-    started, none works on the module any more.
-
-    Raises:
-        TypeError: something else than optimizers, an algorithm or a group.
-        ValueError: no trainable parameter; an optimizer whose state cannot be broadcast; one that is missing and that
-            the algorithm needs; buckets that leave out a tensor or hold it twice.
-    """
+    """An algorithm at work on a module, until `close()`: see `BaguaModule.with_bagua`."""
 
     def __init__(
         self,
@@ -100,7 +83,6 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        """The module that the algorithm works on."""
         module = self._module()
         if module is None:
             raise RuntimeError(f"module {self.bagua_module_name!r} does not exist any more")
@@ -129,24 +111,28 @@ class Engine:
 
     def _make_executors(self, device: torch.device, is_apart: bool) -> Any:
         group = self.process_group.torch_group
-        return background_executors_for(group, device, is_serial=False) if is_apart else executors_for(group, device)
+        return private_executors_for(group, device) if is_apart else executors_for(group, device)
 
     def _broadcast_state(self) -> None:
         # With those that are not trained, which would stay different for ever.
         ignored = _ignored_names(self.module)
-        parameters = [parameter for name, parameter in self.module.named_parameters() if name not in ignored]
-        broadcast_tensors(parameters, self.process_group.torch_group)
+        group = self.process_group.torch_group
+        for name, parameter in self.module.named_parameters():
+            if name not in ignored:
+                broadcast_tensor(parameter, 0, group, parameter.device)
         for optimizer in self.bagua_optimizers:
-            broadcast_optimizer_state(optimizer, self.process_group.torch_group)
+            _broadcast_optimizer_state(optimizer, group)
 
     def _init_algorithm(self, module: nn.Module) -> None:
         """Run the stages of an algorithm, in the order of the original."""
         algorithm = self.bagua_algorithm
-        module.bagua_ddp = self  # type: ignore[assignment]
-        module.bagua_algorithm = algorithm  # type: ignore[assignment]
-        module.bagua_optimizers = self.bagua_optimizers  # type: ignore[assignment]
-        module.bagua_train_step_counter = self.bagua_train_step_counter  # type: ignore[assignment]
-        module._bagua_backend = self._bagua_backend  # type: ignore[assignment]
+        vars(module).update(
+            bagua_ddp=self,
+            bagua_algorithm=algorithm,
+            bagua_optimizers=self.bagua_optimizers,
+            bagua_train_step_counter=self.bagua_train_step_counter,
+            _bagua_backend=self._bagua_backend,
+        )
         tensors = algorithm.init_tensors(module)
         self.bagua_buckets = algorithm.tensors_to_buckets(self._suggest(tensors), self._do_flatten)
         module.bagua_buckets = self.bagua_buckets  # type: ignore[assignment]
@@ -282,6 +268,19 @@ class Engine:
 
     def __reduce__(self) -> str:
         raise TypeError(PICKLE_ADVICE)
+
+
+def _broadcast_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+    """Give an optimizer the state and hyper-parameters of the group's first rank. Collective."""
+    if isinstance(optimizer, LBFGS):
+        # Its state is not one of its parameters.
+        raise ValueError("the state of LBFGS cannot be broadcast: use another optimizer")
+    if group.size() == 1:
+        return
+    device = optimizer.param_groups[0]["params"][0].device
+    state = broadcast_state(optimizer.state_dict() if group.rank() == 0 else None, 0, group, device)
+    if group.rank() != 0:
+        optimizer.load_state_dict(state)
 
 
 def close_engine_of(module: nn.Module) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from bagua._attachment import PICKLE_ADVICE, Attachment
 from bagua._native import _C
 from bagua._registry import comparable, describe
 from bagua._states import StatesOfAllRanks
-from bagua.stats import Stats, as_text, means_per_step
+from bagua._stats import Stats, as_text, means_per_step
 
 OptionValue = bool | int | float | str | None
 # What becomes one: words are kept as "a, b", a mapping as "a=b, c=d".
@@ -288,12 +287,7 @@ class Handle:
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """End background communication, as `abort`. After an exception no rank waits for another: nothing is done."""
         if error is None and not self._is_removed and describe(self.algorithm)["runs_in_background"]:
             self.abort()
