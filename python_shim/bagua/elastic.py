@@ -26,7 +26,9 @@ from torch.optim import Optimizer
 
 from bagua._buckets import settle_buckets
 from bagua._gradual_transfer import GradualTransfer
+from bagua._handle import Handle, OptionArgument
 from bagua._healing import TrainingState
+from bagua._hooks import register_comm_hook
 from bagua._meeting_store import serve
 from bagua._members import MemberGroup, is_of_operation
 from bagua._progress import A_PART, Part, Progress, Stage

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A module with the parameters of a model, whose gradients are given instead of computed, after as long a time."""
-# No `from __future__ import annotations`: see hooks.py.
+# No `from __future__ import annotations`: see _hooks.py.
 
 import time
 from collections.abc import Callable, Sequence
