@@ -20,7 +20,7 @@ from elastic_ranks import join, weights_of
 from holdings import wait_for
 from members import Members as Changing
 from members import model
-from ranks import run_ranks
+from ranks import on_new_ranks, run_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trouble import die, store
@@ -110,7 +110,8 @@ def _fail_always(training: Training, me: int, shared: dist.Store) -> None:
         raise dist.DistBackendError("of the user's code")
 
 
-def _fails() -> None:
+@on_new_ranks(SIZE)
+def test_an_error_that_comes_again_and_again_without_a_death_is_raised() -> None:
     me, shared = dist.get_rank(), store()
     with pytest.raises(dist.DistBackendError, match="of the user's code") as raised:
         _train(1000, _fail_always)
@@ -118,10 +119,6 @@ def _fails() -> None:
     shared.add("over", 1)
     assert me != 0 or wait_for(lambda: shared.add("over", 0) == SIZE, 30)
     assert raised.tb is not None
-
-
-def test_an_error_that_comes_again_and_again_without_a_death_is_raised() -> None:
-    run_ranks(SIZE, _fails)
 
 
 def _step_until(
@@ -202,7 +199,8 @@ def test_after_a_transfer_that_failed_a_rank_counts_the_steps_of_the_weights_tha
     ]
 
 
-def _only_a_part() -> None:
+@on_new_ranks(2)
+def test_where_only_parts_of_the_weights_are_left_nobody_trains_on_from_them() -> None:
     changing = Changing()
     changing.become(changing.me)
     ddp = DDP(model(seed=changing.me))
@@ -211,10 +209,6 @@ def _only_a_part() -> None:
     progress = _healing.A_PART if changing.me == 0 else Progress(-1, Stage.DONE)
     with pytest.raises(RuntimeError, match="all members that had all weights have died"):
         state.heal(progress, timedelta(seconds=20))
-
-
-def test_where_only_parts_of_the_weights_are_left_nobody_trains_on_from_them() -> None:
-    run_ranks(2, _only_a_part)
 
 
 def _heal_unequal() -> Tensor:
@@ -232,7 +226,8 @@ def test_weights_that_differ_after_the_same_steps_are_made_equal() -> None:
     assert torch.equal(first, second)
 
 
-def _refused() -> None:
+@on_new_ranks(1)
+def test_what_cannot_go_on_with_other_members_is_refused() -> None:
     _, _, members = join(at_least=1)
     with members:
         network = model()
@@ -250,10 +245,6 @@ def _refused() -> None:
             members.train(DDP(model()), optimizer)
     # A hook of the optimizer would count on.
     assert not optimizer._optimizer_step_post_hooks
-
-
-def test_what_cannot_go_on_with_other_members_is_refused() -> None:
-    run_ranks(1, _refused)
 
 
 class _Count:
@@ -308,7 +299,8 @@ def test_what_cannot_be_told_apart_by_its_numbers_has_another_digest() -> None:
     assert len(set(digests)) == len(tensors)
 
 
-def _unpicklable() -> None:
+@on_new_ranks(1)
+def test_a_state_that_others_could_not_be_given_is_an_error_before_they_need_it() -> None:
     _, _, members = join(at_least=1)
     with members:
         network = model()
@@ -316,10 +308,6 @@ def _unpicklable() -> None:
         others = [torch.optim.lr_scheduler.StepLR(optimizer, 1), _Count(lambda: 0)]  # type: ignore[arg-type]
         with pytest.raises(Exception, match=r"full\(\)"):
             members.train(DDP(network), optimizer, others=others)
-
-
-def test_a_state_that_others_could_not_be_given_is_an_error_before_they_need_it() -> None:
-    run_ranks(1, _unpicklable)
 
 
 def _fail_while_the_store_is_stopped(members: Members, port: int) -> None:

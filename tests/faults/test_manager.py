@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from bagua._managed import ManagedHook
 from members import HOOKS, Members, model
-from ranks import run_ranks
+from ranks import on_new_ranks, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trouble import SLACK_SECONDS, TRANSPORTS, die
 
@@ -265,7 +265,8 @@ def test_a_failed_bucket_goes_back_when_nothing_can_write_into_it_any_more() -> 
     assert result.value() is gradients
 
 
-def _refused() -> None:
+@on_new_ranks(2)
+def test_what_cannot_work_under_a_manager_is_refused() -> None:
     alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     manager: Any = object()
     with pytest.raises(ValueError, match="needs a group of backend 'bagua'"):
@@ -289,7 +290,3 @@ def _refused() -> None:
     members.become(0, 1)
     with pytest.raises(ValueError, match="alone until the manager brings the replicas together"):
         bagua.register_comm_hook(ddp, "bytegrad", manager=manager)
-
-
-def test_what_cannot_work_under_a_manager_is_refused() -> None:
-    run_ranks(2, _refused)

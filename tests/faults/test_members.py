@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from holdings import holdings, wait_for
 from members import HOOKS, Members, Training
-from ranks import run_ranks
+from ranks import on_new_ranks, run_ranks
 from torch import Tensor
 from trouble import TRANSPORTS, die
 
@@ -93,18 +93,16 @@ def test_a_group_changes_its_members_in_any_order_and_after_an_abort_or_a_failur
     assert {seen[2][0] for seen in results} == {0, 1, 2}
 
 
-def _have_no_members() -> None:
+@on_new_ranks(1)
+def test_a_group_for_several_ranks_waits_for_reconfigure() -> None:
     dist.destroy_process_group()
     dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=2, enable_reconfigure=True)
     with pytest.raises(RuntimeError, match=r"no members before the first reconfigure\(\)"):
         dist.barrier()
 
 
-def test_a_group_for_several_ranks_waits_for_reconfigure() -> None:
-    run_ranks(1, _have_no_members)
-
-
-def _refuse() -> None:
+@on_new_ranks(2)
+def test_handles_that_make_no_group_are_refused_and_so_is_a_uuid_that_was_used() -> None:
     members = Members()
     own, other = members.handles[members.me], members.handles[1 - members.me]
     wrong: Mapping[str, tuple[Sequence[str], type[Exception]]] = {
@@ -121,10 +119,6 @@ def _refuse() -> None:
     with pytest.raises(RuntimeError, match="already used"):
         members.become(members.me)
     dist.destroy_process_group()
-
-
-def test_handles_that_make_no_group_are_refused_and_so_is_a_uuid_that_was_used() -> None:
-    run_ranks(2, _refuse)
 
 
 def _lose_one(algorithm: str) -> tuple[Tensor, list[int]]:
@@ -218,16 +212,13 @@ def test_among_other_members_error_feedback_goes_by_the_same_optimizer() -> None
     assert run_ranks(SIZE, _remembers_the_optimizer, env=TRANSPORTS["in-host"]) == [{"2bit"}] * SIZE
 
 
-def _join_with_another() -> None:
+@on_new_ranks(SIZE)
+def test_members_whose_hooks_differ_are_told_at_their_first_bucket() -> None:
     members = Members()
     training = Training(members, "bytegrad" if members.me == LAST else "gradient_allreduce")
     members.become(0, 1, 2)
     with pytest.raises(ValueError, match="registered another algorithm or other options than rank 0"):
         training.backward(0)
-
-
-def test_members_whose_hooks_differ_are_told_at_their_first_bucket() -> None:
-    run_ranks(SIZE, _join_with_another)
 
 
 def _lose_its_pair() -> Tensor:

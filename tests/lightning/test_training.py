@@ -237,11 +237,8 @@ def test_async_pauses_for_validation_and_ends_with_equal_weights() -> None:
     runs.assert_same_bits(first, second)
 
 
-def test_the_hook_is_one_of_ours(pair: RankPool) -> None:
-    pair.run(_has_a_handle)
-
-
-def _has_a_handle() -> None:
+@on_ranks("pair")
+def test_the_hook_is_one_of_ours() -> None:
     module = runs.Module()
     handles: list[bagua.Handle] = []
     module.on_train_batch_end = lambda *_: handles.append(module.trainer.strategy.handle)  # type: ignore

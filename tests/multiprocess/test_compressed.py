@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C, compressed
 from devices import here, randn
-from ranks import RankPool, run_ranks
+from ranks import Pools, on_new_ranks, on_ranks, run_ranks
 from test_bytegrad_definition import coded, defined_result
 from torch import Tensor
 
@@ -164,11 +164,12 @@ def _check_everything() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_values_arguments_and_groups(rank_pools: dict[int, RankPool], size: int) -> None:
+def test_values_arguments_and_groups(rank_pools: Pools, size: int) -> None:
     rank_pools[size].run(_check_everything, timeout=120)
 
 
-def _check_one_rank() -> None:
+@on_ranks(1)
+def test_one_rank_codes_nothing() -> None:
     given = _given(0, 97)
     tensor, output, part = given.clone(), torch.empty(97), torch.empty(97)
     compressed.all_reduce(tensor)
@@ -177,20 +178,13 @@ def _check_one_rank() -> None:
     assert all(torch.equal(result, given) for result in (tensor, output, part))
 
 
-def test_one_rank_codes_nothing(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[1].run(_check_one_rank)
-
-
-def _check_stock_group() -> None:
+@pytest.mark.cpu_only("gloo")
+@on_new_ranks(2, backend="gloo")
+def test_a_stock_gloo_group() -> None:
     _check_values()
     first = _given(dist.get_rank(), 1003)
     for _ in range(3):
         compressed.all_reduce(first)
-
-
-@pytest.mark.cpu_only("gloo")
-def test_a_stock_gloo_group() -> None:
-    run_ranks(2, _check_stock_group, backend="gloo")
 
 
 def _mismatched(odd: dict[str, Any]) -> str:
@@ -218,7 +212,8 @@ def test_names_order_and_defaults_are_those_of_torch(name: str) -> None:
     assert (codec.name, codec.kind, codec.default) == ("codec", inspect.Parameter.KEYWORD_ONLY, "int8")
 
 
-def _check_former_names() -> None:
+@on_ranks(2)
+def test_former_names_warn_and_work() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     given = _given(rank, 128 * size)
     part, expected = torch.empty(128), torch.empty(128)
@@ -231,7 +226,3 @@ def _check_former_names() -> None:
         compressed.all_gather(whole, part, "4bit")
     compressed.all_gather_into_tensor(expected, part, codec="4bit")
     assert torch.equal(whole, expected)
-
-
-def test_former_names_warn_and_work(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_check_former_names)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hooked_models import Leaves, same
-from ranks import RankPool
+from ranks import Pools, RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -122,7 +122,10 @@ def test_what_is_owed_to_a_parameter_that_no_rank_used_stays_owed(
     peers.run(_unused, options, is_view, not is_view)
 
 
-def _accumulated(options: dict[str, Any], is_stale: bool) -> None:
+@pytest.mark.parametrize("is_stale", [False, True])
+@pytest.mark.parametrize("options", [ALGORITHMS[1], ALGORITHMS[3]], ids=str)
+@on_ranks(2)
+def test_so_it_is_where_a_step_has_several_backwards(options: dict[str, Any], is_stale: bool) -> None:
     """Parameter 2 is used in the first backward of a step only: under no_sync(), or of a step that goes on."""
     ddp, handle = _hooked(options, find_unused_parameters=True)
     seen, true = _zeros(), _zeros()
@@ -144,15 +147,13 @@ def _accumulated(options: dict[str, Any], is_stale: bool) -> None:
     _check(options, handle.state_dict()["state"], seen, true)
 
 
-@pytest.mark.parametrize("is_stale", [False, True])
+# In one bucket with others, a parameter that is taken for a used one gets a share of their errors.
+@pytest.mark.parametrize("ddp_options", [{}, {"bucket_cap_mb": 25}], ids=["several_buckets", "one_bucket"])
 @pytest.mark.parametrize("options", [ALGORITHMS[1], ALGORITHMS[3]], ids=str)
-def test_so_it_is_where_a_step_has_several_backwards(
-    rank_pools: dict[int, RankPool], options: dict[str, Any], is_stale: bool
+@on_ranks(2)
+def test_nothing_is_owed_to_a_parameter_that_a_static_graph_never_uses(
+    options: dict[str, Any], ddp_options: dict[str, Any]
 ) -> None:
-    rank_pools[2].run(_accumulated, options, is_stale)
-
-
-def _never_used(options: dict[str, Any], ddp_options: dict[str, Any]) -> None:
     ddp, handle = _hooked(options, static_graph=True, **ddp_options)
     seen, true = _zeros(), _zeros()
     for step in range(12):
@@ -172,15 +173,6 @@ def _never_used(options: dict[str, Any], ddp_options: dict[str, Any]) -> None:
     _check(options, state, seen, true)
 
 
-# In one bucket with others, a parameter that is taken for a used one gets a share of their errors.
-@pytest.mark.parametrize("ddp_options", [{}, {"bucket_cap_mb": 25}], ids=["several_buckets", "one_bucket"])
-@pytest.mark.parametrize("options", [ALGORITHMS[1], ALGORITHMS[3]], ids=str)
-def test_nothing_is_owed_to_a_parameter_that_a_static_graph_never_uses(
-    rank_pools: dict[int, RankPool], options: dict[str, Any], ddp_options: dict[str, Any]
-) -> None:
-    rank_pools[2].run(_never_used, options, ddp_options)
-
-
 def _in_two_arguments(options: dict[str, Any], has_model: bool) -> list[Tensor]:
     ddp = DDP(Leaves(*SHAPES), **SMALL_BUCKETS, find_unused_parameters=True)
     if has_model:
@@ -195,7 +187,7 @@ def _in_two_arguments(options: dict[str, Any], has_model: bool) -> list[Tensor]:
     return results
 
 
-def test_the_two_argument_form_gives_the_same_gradients(rank_pools: dict[int, RankPool]) -> None:
+def test_the_two_argument_form_gives_the_same_gradients(rank_pools: Pools) -> None:
     # Draws nothing at random, for which the place of a parameter in the model would count.
     options, pool = ALGORITHMS[0], rank_pools[2]
     with_model = pool.run(_in_two_arguments, options, True)
@@ -219,7 +211,10 @@ class Embedded(nn.Module):
         return result
 
 
-def _lost(options: dict[str, Any], is_sparse: bool) -> None:
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("options", ALGORITHMS, ids=str)
+@on_ranks("peers")
+def test_a_step_that_is_lost_leaves_no_trace_in_any_bucket(options: dict[str, Any], is_sparse: bool) -> None:
     ddp = DDP(Embedded() if is_sparse else Leaves(*SHAPES), **SMALL_BUCKETS)
     handle = bagua.register_comm_hook(ddp, **options)
     dense = ddp.module.dense if is_sparse else ddp.module
@@ -248,18 +243,12 @@ def _lost(options: dict[str, Any], is_sparse: bool) -> None:
     _check(options, handle.state_dict()["state"], seen, true)
 
 
-@pytest.mark.parametrize("is_sparse", [False, True])
-@pytest.mark.parametrize("options", ALGORITHMS, ids=str)
-def test_a_step_that_is_lost_leaves_no_trace_in_any_bucket(
-    peers: RankPool, options: dict[str, Any], is_sparse: bool
-) -> None:
-    peers.run(_lost, options, is_sparse)
-
-
 # --- loss scales ---
 
 
-def _scaled(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", ALGORITHMS, ids=str)
+@on_ranks("peers")
+def test_what_is_owed_changes_its_scale_with_the_loss(options: dict[str, Any]) -> None:
     ddp, handle = _hooked(options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
@@ -294,11 +283,8 @@ def _scaled(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", ALGORITHMS, ids=str)
-def test_what_is_owed_changes_its_scale_with_the_loss(peers: RankPool, options: dict[str, Any]) -> None:
-    peers.run(_scaled, options)
-
-
-def _rescaled(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_rescale_multiplies_residuals_and_nothing_else(options: dict[str, Any]) -> None:
     ddp, handle = _hooked(options)
     for step in range(4):
         ddp.zero_grad()
@@ -319,14 +305,9 @@ def _rescaled(options: dict[str, Any]) -> None:
     assert same(before, other.state_dict()["state"])
 
 
-@pytest.mark.parametrize("options", ALGORITHMS, ids=str)
-def test_rescale_multiplies_residuals_and_nothing_else(
-    rank_pools: dict[int, RankPool], options: dict[str, Any]
-) -> None:
-    rank_pools[2].run(_rescaled, options)
-
-
-def _without_residuals(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+@on_ranks(2)
+def test_an_algorithm_without_residuals_says_that_it_needs_none(algorithm: str) -> None:
     _, handle = _hooked({"algorithm": algorithm})
     scaler = torch.amp.GradScaler("cpu")
     calls: list[Callable[[], None]] = [lambda: handle.rescale(0.5), lambda: handle.follow(scaler)]
@@ -335,13 +316,6 @@ def _without_residuals(algorithm: str) -> None:
             call()
     with pytest.raises(TypeError, match=r"expected a torch\.amp\.GradScaler, got str"):
         handle.follow("scaler")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-def test_an_algorithm_without_residuals_says_that_it_needs_none(
-    rank_pools: dict[int, RankPool], algorithm: str
-) -> None:
-    rank_pools[2].run(_without_residuals, algorithm)
 
 
 # --- checkpoints ---
@@ -380,7 +354,7 @@ def _continued(options: dict[str, Any], saved_at: int, ddp_options: dict[str, An
     ids=str,
 )
 def test_a_checkpoint_of_the_first_step_loses_nothing_and_later_ones_have_all_bits(
-    rank_pools: dict[int, RankPool], saved_at: int, ddp_options: dict[str, Any], has_same_bits: bool
+    rank_pools: Pools, saved_at: int, ddp_options: dict[str, Any], has_same_bits: bool
 ) -> None:
     options = {**QUANTIZED, "codec": "2bit"}
     assert rank_pools[2].run(_continued, options, saved_at, ddp_options) == [has_same_bits] * 2

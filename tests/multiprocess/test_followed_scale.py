@@ -7,12 +7,13 @@ from typing import Any
 import bagua
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def _rescaled() -> None:
+@on_ranks(2)
+def test_the_residuals_follow_the_scale() -> None:
     ddp = DDP(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -30,7 +31,3 @@ def _rescaled() -> None:
     for name, values in before.items():
         if values.is_floating_point():
             assert torch.equal(after[name], values / 4), name
-
-
-def test_the_residuals_follow_the_scale(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_rescaled)

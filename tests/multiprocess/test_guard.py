@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hooked_models import Leaves, emulated_hosts, same
-from ranks import RankPool
+from ranks import Pools, RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -64,7 +64,7 @@ def _with_tails(algorithm: str, options: dict[str, Any]) -> tuple[list[float], d
     ids=str,
 )
 def test_heavy_tails_in_one_layer_are_found_and_coded_finer(
-    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any]
+    rank_pools: Pools, algorithm: str, options: dict[str, Any]
 ) -> None:
     [(warned, seen), (warned_too, _)] = rank_pools[2].run(_with_tails, algorithm, options)
     assert warned == warned_too
@@ -105,9 +105,7 @@ def _adapting(options: dict[str, Any], saved_at: int) -> tuple[list[Tensor], dic
     "options", [{"algorithm": "bytegrad", "codec": "4bit"}, FOUR_BITS, {**FOUR_BITS, "residuals": "8bit"}], ids=str
 )
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
-def test_a_continued_run_adapts_at_the_same_step(
-    rank_pools: dict[int, RankPool], options: dict[str, Any], saved_at: int
-) -> None:
+def test_a_continued_run_adapts_at_the_same_step(rank_pools: Pools, options: dict[str, Any], saved_at: int) -> None:
     # The first two steps are looked at: what they find holds from the third on.
     whole = rank_pools[2].run(_adapting, options, 0)
     continued = rank_pools[2].run(_adapting, options, saved_at)
@@ -122,7 +120,7 @@ def _joined_by_a_new_rank() -> tuple[list[Tensor], dict[str, int]]:
     return _steps(FOUR_BITS, saved={**saved, "state": {}} if dist.get_rank() else saved)[1:]
 
 
-def test_a_new_rank_codes_as_the_others_do(rank_pools: dict[int, RankPool]) -> None:
+def test_a_new_rank_codes_as_the_others_do(rank_pools: Pools) -> None:
     (results, raised), (others, raised_too) = rank_pools[2].run(_joined_by_a_new_rank)
     assert raised == raised_too == {"leaves.0": 1}
     assert same(results, others)
@@ -135,12 +133,13 @@ def _at_other_levels() -> str:
     return str(error.value)
 
 
-def test_ranks_whose_guards_go_on_from_other_levels_are_told(rank_pools: dict[int, RankPool]) -> None:
+def test_ranks_whose_guards_go_on_from_other_levels_are_told(rank_pools: Pools) -> None:
     for message in rank_pools[2].run(_at_other_levels):
         assert "levels of the guard. Load the handle's state_dict on all ranks" in message
 
 
-def _under_another_guard() -> None:
+@on_ranks(2)
+def test_a_run_may_go_on_under_another_guard() -> None:
     saved = _steps({**FOUR_BITS, "guard": "warn"}, 0)[0]
     del saved["options"]["start_step"], saved["options"]["guard"]  # of a time when there was none
     went_on, _, raised = _steps(FOUR_BITS, saved=saved)
@@ -152,10 +151,6 @@ def _under_another_guard() -> None:
     with pytest.raises(ValueError, match="'guard' of the checkpoint has parameter 1, this model has 1"):
         handle.load_state_dict({**went_on, "guard": of_another_model})
     assert handle.state_dict()["state"] == {}
-
-
-def test_a_run_may_go_on_under_another_guard(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_under_another_guard)
 
 
 def _figures() -> list[float]:
@@ -208,7 +203,7 @@ def _trained(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 def test_a_training_that_its_codec_suits_is_not_disturbed(
-    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any]
+    rank_pools: Pools, algorithm: str, options: dict[str, Any]
 ) -> None:
     for seen in rank_pools[2].run(_trained, algorithm, options):
         assert seen["looks"] > 10
@@ -241,9 +236,7 @@ def _fitted(algorithm: str, options: dict[str, Any], rates: tuple[float, float])
 @pytest.mark.parametrize(
     ("rank", "rates"), [(1, (0.02, 0.02)), (4, (0.005, 0.2))], ids=["rank 1", "a jump of the learning rate"]
 )
-def test_a_training_by_factors_that_diverges_is_saved(
-    rank_pools: dict[int, RankPool], rank: int, rates: tuple[float, float]
-) -> None:
+def test_a_training_by_factors_that_diverges_is_saved(rank_pools: Pools, rank: int, rates: tuple[float, float]) -> None:
     exact = rank_pools[2].run(_fitted, "gradient_allreduce", {}, rates)[0][0]
     factors = {"rank": rank, "start_step": 0}
     lost, seen = rank_pools[2].run(_fitted, "powersgd", factors, rates)[0]

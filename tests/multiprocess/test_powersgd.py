@@ -11,7 +11,7 @@ import torch.distributed as dist
 from devices import here, randn
 from hooked_models import SMALL_BUCKETS, Leaves, emulated_hosts, same
 from powersgd_reference import Reference, matrix_shape, torch_hooks_draws
-from ranks import RankPool, run_ranks
+from ranks import Pools, RankPool, run_ranks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_the_definition(peers: RankPool, options: dict[st
 
 @pytest.mark.parametrize("hosts", ["AB", "AAB", "ABAB"])
 @pytest.mark.parametrize(("codec", "tolerance"), [("", 1e-5), ("int8", 0.15), ("minmax_uint8", 0.3)])
-def test_between_hosts_too(rank_pools: dict[int, RankPool], hosts: str, codec: str, tolerance: float) -> None:
+def test_between_hosts_too(rank_pools: Pools, hosts: str, codec: str, tolerance: float) -> None:
     # With a codec: the same bits everywhere, and near. Errors of one step come back as feedback in the next.
     _follow(rank_pools[len(hosts)], Plan({"codec": codec}, hosts), tolerance)
 
@@ -105,11 +105,11 @@ def test_between_hosts_too(rank_pools: dict[int, RankPool], hosts: str, codec: s
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)], ids=str
 )
-def test_in_every_dtype(rank_pools: dict[int, RankPool], dtype: torch.dtype, tolerance: float) -> None:
+def test_in_every_dtype(rank_pools: Pools, dtype: torch.dtype, tolerance: float) -> None:
     _follow(rank_pools[3], Plan({"rank": 2}, dtype=dtype), tolerance)
 
 
-def test_a_convolution_stored_by_channels_is_a_matrix_as_it_lies(rank_pools: dict[int, RankPool]) -> None:
+def test_a_convolution_stored_by_channels_is_a_matrix_as_it_lies(rank_pools: Pools) -> None:
     # A step from the same Q gives another product, as its rows are other columns of M; of rank 8 it is all of M.
     shapes = [(8, 30, 5, 5)]
     plan = Plan({"rank": 8, "min_compression": 0.5}, shapes=shapes, steps=2, memory_format=torch.channels_last)
@@ -183,7 +183,7 @@ def test_gradients_are_those_of_torchs_hook_that_starts_from_the_same_factors(pe
 
 
 @pytest.mark.parametrize("hosts", ["hhh", "ABB"])
-def test_other_buckets_change_no_bit(rank_pools: dict[int, RankPool], hosts: str) -> None:
+def test_other_buckets_change_no_bit(rank_pools: Pools, hosts: str) -> None:
     plan = Plan({"rank": 3}, hosts)
     for ddp_options in (SMALL_BUCKETS, {"bucket_cap_mb": 0.006}, {"gradient_as_bucket_view": True}):
         others = rank_pools[3].run(_train, plan._replace(ddp_options=ddp_options))
@@ -259,12 +259,12 @@ def test_factors_in_8_bits_take_a_quarter_of_the_bytes_and_vectors_stay_exact(pe
             assert_close([gradients[3]], [mean], 1e-6)
 
 
-def test_the_memory_it_says_is_that_of_two_sets_of_residuals_and_factors(rank_pools: dict[int, RankPool]) -> None:
+def test_the_memory_it_says_is_that_of_two_sets_of_residuals_and_factors(rank_pools: Pools) -> None:
     for _, state, stats in rank_pools[2].run(_train, Plan({"rank": 4})):
         assert stats["state_bytes"] == 2 * sum(t.nbytes for t in state.values() if t.is_floating_point()) > 0
 
 
-def test_before_the_start_step_gradients_are_exact(rank_pools: dict[int, RankPool]) -> None:
+def test_before_the_start_step_gradients_are_exact(rank_pools: Pools) -> None:
     plan = Plan({"start_step": 3}, steps=4)
     history, state, _ = rank_pools[2].run(_train, plan)[0]
     for step in range(3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hooked_models import Leaves, emulated_hosts, same
-from ranks import RankPool
+from ranks import Pools, RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -151,7 +151,18 @@ def _coded(values: Tensor) -> list[Tensor]:
     return list(all_values.chunk(dist.get_world_size()))
 
 
-def _small_residuals() -> None:
+def _assert_close(one: Tensor, other: Tensor, most: float) -> None:
+    """Where additions are rounded otherwise, a value between two codes may take the other one."""
+    assert (one - other).norm() <= most * other.norm()
+
+
+def _gradient_of(module: nn.Linear) -> Tensor:
+    assert module.weight.grad is not None
+    return module.weight.grad.flatten().clone()
+
+
+@on_ranks("peers")
+def test_residuals_in_8_bits_are_those_of_loco() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     length = size * 128 * 5
     module = nn.Linear(128, length // 128, bias=False)
@@ -187,20 +198,6 @@ def _small_residuals() -> None:
     assert (seen + 5 * owed - true).norm() < 0.2 * (seen - true).norm()
     # Two sets of n + n / W bytes, and an exponent for 128.
     assert handle.stats()["state_bytes"] == 2 * (length + length // size) * 129 / 128
-
-
-def _assert_close(one: Tensor, other: Tensor, most: float) -> None:
-    """Where additions are rounded otherwise, a value between two codes may take the other one."""
-    assert (one - other).norm() <= most * other.norm()
-
-
-def _gradient_of(module: nn.Linear) -> Tensor:
-    assert module.weight.grad is not None
-    return module.weight.grad.flatten().clone()
-
-
-def test_residuals_in_8_bits_are_those_of_loco(peers: RankPool) -> None:
-    peers.run(_small_residuals)
 
 
 def _trained(hosts: str, steps: int, saved_at: int | None, **options: Any) -> list[Tensor]:
@@ -260,14 +257,15 @@ def _seen_and_owed(first: int, saved: list[dict[str, Any]], codec: str) -> tuple
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 def test_on_another_number_of_ranks_what_their_residuals_hold_is_still_owed(
-    rank_pools: dict[int, RankPool], before: int, after: int
+    rank_pools: Pools, before: int, after: int
 ) -> None:
     saved = [state for _, state in rank_pools[before].run(_seen_and_owed, 0, [], "2bit")]
     for error, _ in rank_pools[after].run(_seen_and_owed, 9, saved, "2bit"):
         assert error < 3e-5
 
 
-def _exact_by_pattern() -> None:
+@on_ranks("peers")
+def test_patterns_choose_what_stays_exact() -> None:
     with emulated_hosts("h" * dist.get_world_size()) as group:
         trained = _make(group, **FLAT, exact=["leaves.[02]"], error_feedback=False)
         size = dist.get_world_size()
@@ -276,20 +274,6 @@ def _exact_by_pattern() -> None:
         for i, (result, mean) in enumerate(zip(results, means, strict=True)):
             assert torch.allclose(result, mean, atol=1e-6) == (i in (0, 2)), i
         assert trained.handle.state_dict()["state"] == {}
-
-
-def test_patterns_choose_what_stays_exact(peers: RankPool) -> None:
-    peers.run(_exact_by_pattern)
-
-
-def _kept(options: dict[str, Any], optimizer: type[torch.optim.Optimizer] | None, codecs: set[str]) -> None:
-    ddp = DDP(Leaves(*SHAPES), bucket_cap_mb=0.03)
-    given = optimizer(ddp.parameters(), lr=0.1) if optimizer else None
-    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=given, **FLAT, **options)
-    for step in range(2):
-        _take(ddp, [gradients_of(step, dist.get_rank())])
-    kept = {name.split(".")[1] for name in handle.state_dict()["state"] if name.startswith("sender")}
-    assert kept == codecs
 
 
 @pytest.mark.parametrize(
@@ -307,21 +291,25 @@ def _kept(options: dict[str, Any], optimizer: type[torch.optim.Optimizer] | None
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_by_default_feedback_goes_by_bits_and_optimizer(
-    rank_pools: dict[int, RankPool], options: dict[str, Any], optimizer: Any, codecs: set[str]
+    options: dict[str, Any], optimizer: type[torch.optim.Optimizer] | None, codecs: set[str]
 ) -> None:
-    rank_pools[2].run(_kept, options, optimizer, codecs)
+    ddp = DDP(Leaves(*SHAPES), bucket_cap_mb=0.03)
+    given = optimizer(ddp.parameters(), lr=0.1) if optimizer else None
+    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=given, **FLAT, **options)
+    for step in range(2):
+        _take(ddp, [gradients_of(step, dist.get_rank())])
+    kept = {name.split(".")[1] for name in handle.state_dict()["state"] if name.startswith("sender")}
+    assert kept == codecs
 
 
-def _other_optimizers() -> None:
+@on_ranks(2)
+def test_ranks_whose_optimizers_are_of_other_kinds_are_refused() -> None:
     ddp = DDP(Leaves(*SHAPES))
     kind = torch.optim.SGD if dist.get_rank() else torch.optim.AdamW
     with pytest.raises(ValueError, match="such as SGD"):
         bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=kind(ddp.parameters(), lr=0.1), codec="2bit")
-
-
-def test_ranks_whose_optimizers_are_of_other_kinds_are_refused(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_other_optimizers)
 
 
 def _exact_until(algorithm: str, start: int) -> None:
@@ -341,7 +329,7 @@ def _exact_until(algorithm: str, start: int) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce"])
-def test_before_the_start_step_gradients_are_exact(rank_pools: dict[int, RankPool], algorithm: str) -> None:
+def test_before_the_start_step_gradients_are_exact(rank_pools: Pools, algorithm: str) -> None:
     rank_pools[2].run(_exact_until, algorithm, 3)
 
 
@@ -360,11 +348,6 @@ def test_4bit_sends_less_than_15_percent_of_float32(peers: RankPool) -> None:
     assert max(peers.run(_wire_bytes)) < 0.15
 
 
-def _wrong(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bagua.register_comm_hook(DDP(Leaves(*SHAPES)), "quantized_allreduce", **options)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -376,5 +359,7 @@ def _wrong(options: dict[str, Any], message: str) -> None:
         ({"start_step": -1}, "start_step must be at least 0, got -1"),
     ],
 )
-def test_a_wrong_value_is_refused(peers: RankPool, options: dict[str, Any], message: str) -> None:
-    peers.run(_wrong, options, message)
+@on_ranks("peers")
+def test_a_wrong_value_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bagua.register_comm_hook(DDP(Leaves(*SHAPES)), "quantized_allreduce", **options)

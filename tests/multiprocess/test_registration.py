@@ -20,7 +20,7 @@ from hooked_models import (
     train,
     with_hook,
 )
-from ranks import RankPool, run_ranks
+from ranks import Pools, on_ranks, run_ranks
 from script_ranks import run_script
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 # --- wrong use of hooks ---
 
 
-def _second_hook() -> None:
+@on_ranks(2)
+def test_a_second_hook_raises() -> None:
     ddp = DDP(perceptron())
     bagua.register_comm_hook(ddp, "bytegrad")
     with pytest.raises(RuntimeError, match="already has a communication hook"):
@@ -44,10 +45,6 @@ def _second_hook() -> None:
         loss_of(model, 0).backward()
 
 
-def test_a_second_hook_raises(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_second_hook)
-
-
 def _python_reducer() -> None:
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         ddp = DDP(perceptron())
@@ -55,12 +52,14 @@ def _python_reducer() -> None:
         bagua.register_comm_hook(ddp, "bytegrad")
 
 
-def test_the_python_reducer_raises(rank_pools: dict[int, RankPool]) -> None:
+def test_the_python_reducer_raises(rank_pools: Pools) -> None:
     # Ranks of its own: the reducer changes settings of torch for good.
     run_ranks(1, _python_reducer)
 
 
-def _disagree(what: str) -> None:
+@pytest.mark.parametrize("what", ["algorithms", "options", "models"])
+@on_ranks("peers")
+def test_ranks_that_disagree_raise_everywhere(what: str) -> None:
     rank = dist.get_rank()
     odd = rank == dist.get_world_size() - 1
     # A group per rank: DDP itself would notice different models.
@@ -82,12 +81,8 @@ def _disagree(what: str) -> None:
     dist.destroy_process_group(alone)
 
 
-@pytest.mark.parametrize("what", ["algorithms", "options", "models"])
-def test_ranks_that_disagree_raise_everywhere(peers: RankPool, what: str) -> None:
-    peers.run(_disagree, what)
-
-
-def _explicit_group() -> None:
+@on_ranks(4)
+def test_a_hook_may_have_another_group_than_the_model() -> None:
     rank = dist.get_rank()
     half = [0, 1] if rank < 2 else [2, 3]
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -97,10 +92,6 @@ def _explicit_group() -> None:
     expected = (random_gradient(97, half[0]) + random_gradient(97, half[1])) / 2
     assert torch.equal(ddp.module.leaves[0].grad, expected)
     dist.destroy_process_group(halves[rank // 2])
-
-
-def test_a_hook_may_have_another_group_than_the_model(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[4].run(_explicit_group)
 
 
 def _registered_before_the_group(store: str) -> None:
@@ -132,7 +123,8 @@ def test_without_a_launcher_torch_says_what_is_missing(monkeypatch: pytest.Monke
     assert not dist.is_initialized()
 
 
-def _group_options() -> None:
+@on_ranks(2)
+def test_group_options_are_carried_to_new_groups() -> None:
     for wrong in (object(), {"timeout": 3}):
         with pytest.raises(TypeError, match=r"bagua\.Options, got"):
             dist.new_group(pg_options=wrong)
@@ -147,10 +139,6 @@ def _group_options() -> None:
         assert not group._get_backend(cpu).options.is_high_priority_stream
     assert options.is_high_priority_stream
     dist.barrier()
-
-
-def test_group_options_are_carried_to_new_groups(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_group_options)
 
 
 def _default_group_options(store: str) -> None:
@@ -301,7 +289,9 @@ def test_a_group_serves_the_devices_that_there_are(tmp_path: Path) -> None:
         assert lines[3] == "cpu:bagua,cuda:bagua ['cpu', 'cuda']"
 
 
-def _gather_shards() -> None:
+@on_ranks(2)
+def test_torch_finds_the_device_of_a_group() -> None:
+    """Torch gathers shards on the first device that is not the CPU, where the group names one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(4.0 * size).reshape(2 * size, 2)
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{peer}/cpu" for peer in range(size)])
@@ -311,8 +301,3 @@ def _gather_shards() -> None:
     sharded.gather(0, gathered)
     if gathered is not None:
         assert torch.equal(gathered, whole)
-
-
-def test_torch_finds_the_device_of_a_group(rank_pools: dict[int, RankPool]) -> None:
-    """Torch gathers shards on the first device that is not the CPU, where the group names one."""
-    rank_pools[2].run(_gather_shards)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from bagua._native import _C
 from hooked_models import same
-from ranks import RankPool
+from ranks import Pools
 from rounds_training import momentum_sgd, three_layers
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -73,7 +73,7 @@ def _by_itself(options: dict[str, Any]) -> tuple[dict[str, int], int, Tensor]:
     ids=str,
 )
 def test_ranks_choose_the_same_schedule_and_follow_it(
-    rank_pools: dict[int, RankPool], options: dict[str, Any], expected: dict[str, int]
+    rank_pools: Pools, options: dict[str, Any], expected: dict[str, int]
 ) -> None:
     results = rank_pools[3].run(_by_itself, options)
     for chosen, rounds, weights in results:
@@ -106,7 +106,7 @@ def _broken(break_after: int) -> tuple[dict[str, int], Tensor]:
     return chosen, copy.deepcopy(broken.weights())
 
 
-def test_a_checkpoint_holds_what_was_chosen(rank_pools: dict[int, RankPool]) -> None:
+def test_a_checkpoint_holds_what_was_chosen(rank_pools: Pools) -> None:
     for chosen, _ in rank_pools[2].run(_broken, FIRST_STEPS + 3):
         assert chosen["sync_every"] >= 30
 
@@ -122,7 +122,7 @@ def _goes_on_before_the_choice() -> dict[str, int]:
     return dict(training.handle.stats()["chosen"])
 
 
-def test_a_run_that_goes_on_from_before_the_choice_measures_anew(rank_pools: dict[int, RankPool]) -> None:
+def test_a_run_that_goes_on_from_before_the_choice_measures_anew(rank_pools: Pools) -> None:
     chosen = rank_pools[2].run(_goes_on_before_the_choice)
     assert chosen[0] == chosen[1] != {}
 
@@ -136,7 +136,7 @@ def _skips_the_last_measured_step() -> dict[str, int]:
     return dict(training.handle.stats()["chosen"])
 
 
-def test_no_rank_waits_in_its_optimizer_for_one_that_skips_the_step(rank_pools: dict[int, RankPool]) -> None:
+def test_no_rank_waits_in_its_optimizer_for_one_that_skips_the_step(rank_pools: Pools) -> None:
     chosen = rank_pools[2].run(_skips_the_last_measured_step, timeout=30.0)
     assert chosen[0] == chosen[1] != {}
 
@@ -151,7 +151,7 @@ def _choose_and_say() -> str:
         return file.read().decode()
 
 
-def test_one_rank_says_what_was_chosen(rank_pools: dict[int, RankPool]) -> None:
+def test_one_rank_says_what_was_chosen(rank_pools: Pools) -> None:
     first, other = rank_pools[2].run(_choose_and_say)
     assert first.count("bagua: diloco goes on with sync_every=") == 1
     assert "bagua: diloco goes on" not in other

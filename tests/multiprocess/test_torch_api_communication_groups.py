@@ -20,7 +20,7 @@ from bagua.torch_api import _groups, communication
 from bagua.torch_api.communication import BaguaProcessGroup, CommMember, Communicator
 from bagua.torch_api.exceptions import RepeatedInitializationError
 from holdings import wait_for
-from ranks import Pools, on_ranks, run_ranks
+from ranks import Pools, on_new_ranks, on_ranks, run_ranks
 from torch_api_calls import started
 
 
@@ -248,7 +248,8 @@ def test_communicator_needs_no_rank_outside() -> None:
         api.barrier()
 
 
-def _abort() -> None:
+@on_new_ranks(2)
+def test_abort_ends_what_is_in_flight_and_leaves_other_groups_alone() -> None:
     rank, _ = started()
     comm = communication.new_group().get_global_communicator()
     assert isinstance(comm, Communicator)
@@ -285,11 +286,8 @@ def _abort() -> None:
     assert _sum_over(None, 1.0) == 2
 
 
-def test_abort_ends_what_is_in_flight_and_leaves_other_groups_alone() -> None:
-    run_ranks(2, _abort)
-
-
-def _example_of_the_documentation() -> None:
+@on_new_ranks(2)
+def test_example_of_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "torch_api.md").read_text()
     (example,) = re.findall(r"^## Collectives\n\n```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     scope: dict[str, Any] = {}
@@ -298,7 +296,3 @@ def _example_of_the_documentation() -> None:
     # The maximum of what both have.
     if scope["rank"] == 1:
         assert scope["tensor"].tolist() == [4, 6]
-
-
-def test_example_of_the_documentation() -> None:
-    run_ranks(2, _example_of_the_documentation)
