@@ -2,6 +2,8 @@
 """Models and training loops for the tests of communication hooks. Used inside ranks."""
 
 import copy
+import io
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -131,10 +133,34 @@ def new_group(**options: Any) -> Iterator[dist.ProcessGroup]:
 
 
 @contextmanager
+def logged(name: str = "bagua") -> Iterator[io.StringIO]:
+    """What a logger is given."""
+    text = io.StringIO()
+    logging.getLogger(name).addHandler(handler := logging.StreamHandler(text))
+    try:
+        yield text
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+@contextmanager
 def emulated_hosts(hosts: str) -> Iterator[dist.ProcessGroup]:
     """A group in which rank r is on host hosts[r]."""
     with mock.patch.dict(os.environ, BAGUA_HOST_ID=hosts[dist.get_rank()]), new_group() as group:
         yield group
+
+
+def everywhere(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """That of each rank."""
+    copies = [torch.empty_like(tensor).contiguous() for _ in range(dist.get_world_size(group))]
+    dist.all_gather(copies, tensor.detach().contiguous(), group=group)
+    return copies
+
+
+def same_everywhere(*tensors: Tensor, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks hold the same bits of them."""
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return all(torch.equal(copy, flat) for copy in everywhere(flat, group))
 
 
 def same(one: Any, other: Any) -> bool:

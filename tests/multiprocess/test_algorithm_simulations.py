@@ -30,32 +30,6 @@ def slow_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-4)
 
 
-# --- the simulations themselves ---
-
-
-def test_peers_of_shift_one_are_the_published_ones() -> None:
-    # From the description of the original.
-    assert [sim.shift_one_peer(rank, 4, 0) for rank in range(4)] == [2, 3, 0, 1]
-    assert [sim.shift_one_peer(rank, 4, 1) for rank in range(4)] == [3, 2, 1, 0]
-    assert [sim.shift_one_peer(rank, 8, 1) for rank in range(8)] == [5, 6, 7, 4, 3, 0, 1, 2]
-    for count in (2, 4, 6, 8):
-        for communications in range(9):
-            peers = [sim.shift_one_peer(rank, count, communications) for rank in range(count)]
-            assert [peers[peer] for peer in peers] == list(range(count))
-
-
-def test_a_simulated_ring_keeps_neighbours_replicas_and_draws_the_ranks_together() -> None:
-    torch.manual_seed(0)
-    weights = [torch.randn(50) for _ in range(4)]
-    ring, spread = sim.Ring(weights), torch.stack(weights).std(0).mean()
-    for _ in range(20):
-        weights = [own.clone() for own in ring.exchange(weights)]
-        for place in range(4):
-            assert torch.equal(weights[place], ring.left[(place + 1) % 4])
-            assert torch.equal(weights[place], ring.right[place - 1])
-    assert torch.stack(weights).std(0).mean() < 0.05 * spread
-
-
 # --- decentralized ---
 
 EVERY_THIRD = {"communication_interval": 3}

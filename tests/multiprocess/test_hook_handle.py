@@ -267,21 +267,6 @@ def test_the_step_at_hand_is_the_same_when_qadam_has_been_removed(rank_pools: Po
     assert torch.equal(removed[0], removed[1])
 
 
-# --- checkpoints ---
-
-
-@of_every_algorithm
-@on_ranks(2)
-def test_a_state_of_something_else_is_refused(algorithm: str) -> None:
-    trained = hooked(algorithm)
-    saved = trained.handle.state_dict()
-    # Some say that it is foreign, and others what they miss.
-    for foreign in ("zz", "sender.0", "sender.zz.0", "sender.minmax_uint8.0.pieces"):
-        with pytest.raises(ValueError, match="bagua: "):
-            trained.handle.load_state_dict({**saved, "state": {foreign: torch.ones(2)}})
-    trained.handle.load_state_dict(saved)
-
-
 # --- copies ---
 
 

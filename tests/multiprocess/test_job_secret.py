@@ -41,12 +41,8 @@ _CERTIFIED = {
 }
 
 
-def _train(algorithm: str, besiege: bool) -> list[float]:
-    return _losses(algorithm, _besiege() if besiege else [], makes_groups=True)
-
-
-def _losses(algorithm: str, besiegers: list[subprocess.Popen[bytes]], makes_groups: bool) -> list[float]:
-    """Train a small model until the besiegers are gone; return the first losses, to the bit."""
+def _losses(algorithm: str, forgers: Sequence[subprocess.Popen[bytes]] = (), makes_groups: bool = True) -> list[float]:
+    """Train a small model until the forgers are gone; return the first losses, to the bit."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
@@ -54,7 +50,7 @@ def _losses(algorithm: str, besiegers: list[subprocess.Popen[bytes]], makes_grou
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(1 + dist.get_rank())
     losses: list[float] = []
-    while len(losses) < 30 or not _are_gone(besiegers):
+    while len(losses) < 30 or not _are_gone(forgers):
         loss = ddp(torch.randn(16, 64)).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -71,63 +67,19 @@ def _met(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
-def _are_gone(besiegers: list[subprocess.Popen[bytes]]) -> bool:
+def _are_gone(forgers: Sequence[subprocess.Popen[bytes]]) -> bool:
     """On all ranks."""
-    is_over = torch.tensor([all(besieger.poll() is not None for besieger in besiegers)], dtype=torch.uint8)
+    is_over = torch.tensor([all(forger.poll() is not None for forger in forgers)], dtype=torch.uint8)
     dist.all_reduce(is_over, dist.ReduceOp.MIN)
-    if is_over.item() and any(besieger.returncode != 0 for besieger in besiegers):
-        raise AssertionError("a besieger has failed: see what it has printed")
+    if is_over.item() and any(forger.returncode != 0 for forger in forgers):
+        raise AssertionError("a forger has failed: see what it has printed")
     return bool(is_over.item())
-
-
-# What a stranger may do with a port: say nothing, nonsense, what a rank without a secret says, half a greeting or all
-# of one.
-_BESIEGER = """
-import os, socket, ssl, sys
-host, port = sys.argv[1].rsplit(":", 1)
-context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-waiting = []
-for number in range(int(sys.argv[2])):
-    stranger = socket.create_connection((host, int(port)), timeout=60)
-    kind = number % 5
-    try:
-        if kind == 1:
-            stranger.sendall(os.urandom(500))
-        elif kind == 2:
-            stranger.sendall(b"BGWH" + bytes([1, 0]) + bytes(42) + os.urandom(100))
-        elif kind == 3:
-            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-            try:
-                context.wrap_bio(incoming, outgoing).do_handshake()
-            except ssl.SSLWantReadError:
-                pass
-            greeting = outgoing.read()
-            stranger.sendall(greeting if number % 2 else greeting[: len(greeting) // 2])
-    except OSError:
-        pass  # Turned away already.
-    waiting.append(stranger)
-    if len(waiting) > 200:
-        waiting.pop(0).close()
-"""
-
-
-def _own_address() -> str:
-    (line,) = [line for line in _C.own_record().splitlines() if line.startswith("address=")]
-    return line.split("@")[1]
-
-
-def _besiege() -> list[subprocess.Popen[bytes]]:
-    addresses: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(addresses, _own_address())
-    count = str(10_000 // dist.get_world_size())
-    return [subprocess.Popen([sys.executable, "-c", _BESIEGER, addresses[dist.get_rank() - 1], count])]
 
 
 @functools.cache
 def _plain(algorithm: str) -> list[list[float]]:
     """The losses of both ranks without a secret."""
-    return run_ranks(2, _train, algorithm, False, env=_TWO_HOSTS)
+    return run_ranks(2, _losses, algorithm, env=_TWO_HOSTS)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +88,8 @@ def _plain(algorithm: str) -> list[list[float]]:
     ids=["gradient_allreduce", "bytegrad", "certificates"],
 )
 def test_a_training_with_a_secret_has_the_same_losses(algorithm: str, env: dict[str, str]) -> None:
-    protected = run_ranks(2, _train, algorithm, False, env={**_TWO_HOSTS, **env, "BAGUA_JOB_SECRET": _SECRET})
+    protected = run_ranks(2, _losses, algorithm, env={**_TWO_HOSTS, **env, "BAGUA_JOB_SECRET": _SECRET})
     assert protected == _plain(algorithm)
-
-
-def test_ten_thousand_strangers_do_not_disturb_a_training() -> None:
-    besieged = run_ranks(2, _train, "bytegrad", True, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}, timeout=300)
-    assert besieged == _plain("bytegrad")
 
 
 # Whoever reaches the port of the store can write there.

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import here, randn
-from hooked_models import SMALL_BUCKETS, Leaves, emulated_hosts, same
+from hooked_models import Leaves, emulated_hosts, same
 from powersgd_reference import Reference, matrix_shape, torch_hooks_draws
 from ranks import Pools, RankPool, run_ranks
 from torch import Tensor
@@ -182,18 +182,6 @@ def test_gradients_are_those_of_torchs_hook_that_starts_from_the_same_factors(pe
 # --- buckets, checkpoints, what cannot be used ---
 
 
-@pytest.mark.parametrize("hosts", ["hhh", "ABB"])
-def test_other_buckets_change_no_bit(rank_pools: Pools, hosts: str) -> None:
-    plan = Plan({"rank": 3}, hosts)
-    for ddp_options in (SMALL_BUCKETS, {"bucket_cap_mb": 0.006}, {"gradient_as_bucket_view": True}):
-        others = rank_pools[3].run(_train, plan._replace(ddp_options=ddp_options))
-        for one, other in zip(rank_pools[3].run(_train, plan), others, strict=True):
-            assert same(one[0], other[0])
-            assert same(one[1], other[1])
-            if ddp_options is SMALL_BUCKETS:
-                assert other[2]["buckets"] > one[2]["buckets"]
-
-
 def _load_on_one_rank() -> str:
     ddp = DDP(Leaves(*SHAPES))
     handle = bagua.register_comm_hook(ddp, "powersgd", start_step=2)
@@ -208,28 +196,6 @@ def _load_on_one_rank() -> str:
 def test_a_checkpoint_on_one_rank_alone_is_found_out() -> None:
     for message in run_ranks(2, _load_on_one_rank):
         assert "Load the handle's state_dict on all ranks" in message
-
-
-def _nan_on_one_rank() -> tuple[bool, bool, bool]:
-    # In several buckets: the others, too, go on from where they were.
-    ddp = DDP(Leaves(*SHAPES), **SMALL_BUCKETS)
-    handle = bagua.register_comm_hook(ddp, "powersgd", start_step=0)
-    rank = dist.get_rank()
-    for step in range(3):
-        _step(ddp, gradients_of(rank, step))
-    before = handle.state_dict()["state"]
-    gradients = gradients_of(rank, 3)
-    if rank == 1:
-        gradients[2][4, 5] = torch.nan
-    reduced = _step(ddp, gradients)
-    after = handle.state_dict()["state"]
-    following = _step(ddp, gradients_of(rank, 4))
-    return bool(reduced[2].isnan().all()), same(before, after), all(bool(g.isfinite().all()) for g in following)
-
-
-def test_a_nan_on_one_rank_reaches_all_and_leaves_no_trace(peers: RankPool) -> None:
-    for seen in peers.run(_nan_on_one_rank):
-        assert seen == (True, True, True)
 
 
 # --- bytes ---
@@ -262,13 +228,3 @@ def test_factors_in_8_bits_take_a_quarter_of_the_bytes_and_vectors_stay_exact(pe
 def test_the_memory_it_says_is_that_of_two_sets_of_residuals_and_factors(rank_pools: Pools) -> None:
     for _, state, stats in rank_pools[2].run(_train, Plan({"rank": 4})):
         assert stats["state_bytes"] == 2 * sum(t.nbytes for t in state.values() if t.is_floating_point()) > 0
-
-
-def test_before_the_start_step_gradients_are_exact(rank_pools: Pools) -> None:
-    plan = Plan({"start_step": 3}, steps=4)
-    history, state, _ = rank_pools[2].run(_train, plan)[0]
-    for step in range(3):
-        expected = [torch.stack(ranks).mean(0) for ranks in zip(*_of_all(2, step, plan), strict=True)]
-        assert_close(history[step], expected, 1e-6)
-    assert "q.0" in state
-    assert not rank_pools[2].run(_train, plan._replace(steps=3))[0][1]

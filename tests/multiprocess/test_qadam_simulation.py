@@ -79,20 +79,6 @@ def _follow(pool: RankPool, run: Run, tolerance: float = TOLERANCE) -> list[Trai
     return trainings
 
 
-def test_simulated_qadam_is_adam_until_the_warm_up_is_over() -> None:
-    models = sim.copies(sim.narrow_model(), 1)
-    optimizer = sim.ReferenceQAdam(models[0].parameters(), warmup=100, weight_decay=0.01)
-    history = sim.simulate(models, [optimizer], sim.QAdam([optimizer], [[0]], []), sim.one_batch_a_step(STEPS))
-    alone = sim.narrow_model()
-    adam = torch.optim.Adam(alone.parameters(), lr=1e-3, weight_decay=0.01)
-    for step in range(STEPS):
-        adam.zero_grad()
-        sim.batch_loss(alone, step, 0).backward()
-        adam.step()
-        # Each step of about 1e-3 is a result of a dozen operations that round to 6e-8 of it; weights are below 1.
-        torch.testing.assert_close(history[step][0], sim.flat(alone.parameters()), rtol=0, atol=1e-7 * (step + 1))
-
-
 @pytest.mark.parametrize("options", [FLAT, {}], ids=str)
 def test_qadam_on_one_host(ranks: RankPool, options: dict[str, Any]) -> None:
     _follow(ranks, _qadam(options))
@@ -204,33 +190,6 @@ def test_the_warm_up_ends_one_step_before_the_number_given(rank_pools: Pools) ->
     for ours, stock in rank_pools[2].run(_warm_up, torch.float32, {}, 10):
         assert same(ours[:9], stock[:9])
         assert not same(ours[9], stock[9])
-
-
-def _local_momentum() -> tuple[list[Tensor], list[Tensor]]:
-    """Without a hook: after the warm-up the second moments rest, the first go on."""
-    ours, reference = sim.narrow_model(), sim.narrow_model()
-    optimizer = bagua.QAdamOptimizer(two_groups(ours), warmup_steps=WARMUP)
-    expected = sim.ReferenceQAdam(two_groups(reference), WARMUP)
-    histories: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for number in range(STEPS):
-        for model, opt in ((ours, optimizer), (reference, expected)):
-            opt.zero_grad()
-            sim.batch_loss(model, number, 0).backward()
-        if number >= WARMUP:
-            for group in expected.param_groups:
-                for p in group["params"]:
-                    assert p.grad is not None
-                    p.grad = group["betas"][0] * expected.moments(p)[0] + (1 - group["betas"][0]) * p.grad
-        optimizer.step()
-        expected.step()
-        histories[0].append(sim.flat(ours.parameters()))
-        histories[1].append(sim.flat(reference.parameters()))
-    return histories
-
-
-def test_without_a_hook_the_moments_go_on_locally() -> None:
-    for ours, expected in zip(*_local_momentum(), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=ONE_BUCKET)
 
 
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:

@@ -128,12 +128,6 @@ def test_what_was_seen_and_what_is_owed_is_what_went_in(
     peers.run(_identity, codec, average, 60, residuals)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("codec", ["4bit", "2bit", "minmax_uint8"])
-def test_so_it_is_after_hundreds_of_steps(peers: RankPool, codec: str) -> None:
-    peers.run(_identity, codec, True, 500)
-
-
 # --- residuals in 8 bits ---
 
 
@@ -264,46 +258,6 @@ def test_on_another_number_of_ranks_what_their_residuals_hold_is_still_owed(
         assert error < 3e-5
 
 
-@on_ranks("peers")
-def test_patterns_choose_what_stays_exact() -> None:
-    with emulated_hosts("h" * dist.get_world_size()) as group:
-        trained = _make(group, **FLAT, exact=["leaves.[02]"], error_feedback=False)
-        size = dist.get_world_size()
-        results = _take(trained.ddp, [gradients_of(0, dist.get_rank())])
-        means = [sum(parts) / size for parts in zip(*(gradients_of(0, r) for r in range(size)), strict=True)]
-        for i, (result, mean) in enumerate(zip(results, means, strict=True)):
-            assert torch.allclose(result, mean, atol=1e-6) == (i in (0, 2)), i
-        assert trained.handle.state_dict()["state"] == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "optimizer", "codecs"),
-    [
-        ({}, None, {"4bit"}),
-        ({"codec": "2bit"}, None, set()),
-        ({"codec": "2bit"}, torch.optim.AdamW, set()),
-        ({"codec": "2bit"}, torch.optim.SGD, {"2bit"}),
-        ({"codec": "1bit"}, torch.optim.SGD, set()),
-        ({"codec": "int8"}, torch.optim.SGD, set()),
-        ({"codec": {"leaves.0": "int8", "leaves.2": "2bit", "*": "4bit"}}, torch.optim.AdamW, {"4bit"}),
-        ({"codec": "1bit", "error_feedback": True}, torch.optim.AdamW, {"1bit"}),
-        ({"error_feedback": False}, torch.optim.SGD, set()),
-    ],
-    ids=str,
-)
-@on_ranks(2)
-def test_by_default_feedback_goes_by_bits_and_optimizer(
-    options: dict[str, Any], optimizer: type[torch.optim.Optimizer] | None, codecs: set[str]
-) -> None:
-    ddp = DDP(Leaves(*SHAPES), bucket_cap_mb=0.03)
-    given = optimizer(ddp.parameters(), lr=0.1) if optimizer else None
-    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=given, **FLAT, **options)
-    for step in range(2):
-        _take(ddp, [gradients_of(step, dist.get_rank())])
-    kept = {name.split(".")[1] for name in handle.state_dict()["state"] if name.startswith("sender")}
-    assert kept == codecs
-
-
 @on_ranks(2)
 def test_ranks_whose_optimizers_are_of_other_kinds_are_refused() -> None:
     ddp = DDP(Leaves(*SHAPES))
@@ -346,20 +300,3 @@ def _wire_bytes() -> float:
 
 def test_4bit_sends_less_than_15_percent_of_float32(peers: RankPool) -> None:
     assert max(peers.run(_wire_bytes)) < 0.15
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"codec": "3bit"}, "no codec is named '3bit'"),
-        ({"codec": {"*.weight": "4bit"}}, "needs a codec for all other parameters"),
-        ({"rounding": "up"}, "'nearest' or 'stochastic', got 'up'"),
-        ({"residuals": "int4"}, "'float32' or '8bit', got 'int4'"),
-        ({"error_feedback": "on"}, "'auto', True or False, got 'on'"),
-        ({"start_step": -1}, "start_step must be at least 0, got -1"),
-    ],
-)
-@on_ranks("peers")
-def test_a_wrong_value_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bagua.register_comm_hook(DDP(Leaves(*SHAPES)), "quantized_allreduce", **options)
