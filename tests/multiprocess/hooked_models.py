@@ -5,7 +5,7 @@ import copy
 import io
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -61,9 +61,36 @@ def perceptron() -> nn.Module:
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.0001}
 
 
+Loss = Callable[[nn.Module, int], Tensor]
+
+
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    loss: Tensor = model(randn(6, 23, seed=1000 * step + dist.get_rank())).square().mean()
+    return _loss_of(model, step, dist.get_rank())
+
+
+def mean_loss_of(model: nn.Module, step: int) -> Tensor:
+    """Of the batches of all ranks, in one process."""
+    return torch.stack([_loss_of(model, step, rank) for rank in range(dist.get_world_size())]).mean()
+
+
+def _loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    loss: Tensor = model(randn(6, 23, seed=1000 * step + rank)).square().mean()
     return loss
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], loss: Loss = loss_of) -> None:
+    """Of plain training, numbered."""
+    for number in steps:
+        optimizer.zero_grad()
+        loss(model, number).backward()
+        optimizer.step()
+
+
+def optimizer_for(algorithm: str, model: nn.Module, warmup: int = 2, lr: float = 0.05) -> torch.optim.Optimizer:
+    """SGD, or what qadam needs."""
+    if bagua.describe(algorithm)["optimizer"] == "QAdamOptimizer":
+        return bagua.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=warmup)
+    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def gradients_of(ddp: DDP) -> Gradients:
@@ -75,7 +102,7 @@ def train(
     model: nn.Module,
     register: Register,
     steps: int = 3,
-    loss: Callable[[nn.Module, int], Tensor] = loss_of,
+    loss: Loss = loss_of,
     learning_rate: float = 0.05,
     **ddp_options: Any,
 ) -> list[Gradients]:

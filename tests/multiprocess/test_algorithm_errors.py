@@ -7,9 +7,10 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, loss_of, perceptron
+from hooked_models import Leaves, emulated_hosts, loss_of, optimizer_for, perceptron, take_steps
 from ranks import Pools, on_ranks
 from reference import for_each, named
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 OWNERS = ["decentralized", "low_precision_decentralized", "qadam", "async", "local_sgd", "diloco"]
@@ -20,26 +21,16 @@ def _defaults(algorithm: str) -> dict[str, Any]:
     return {option["name"]: option["default"] for option in bagua.describe(algorithm)["options"]}
 
 
-def make_optimizer(algorithm: str, params: Any) -> torch.optim.Optimizer:
-    if algorithm == "qadam":
-        optimizer: torch.optim.Optimizer = bagua.QAdamOptimizer(params, warmup_steps=2)
-        return optimizer
-    return torch.optim.SGD(params, lr=0.05)
-
-
 def hook(ddp: DDP, algorithm: str, **options: Any) -> bagua.Handle:
-    optimizer = make_optimizer(algorithm, ddp.parameters())
+    optimizer = optimizer_for(algorithm, ddp)
     return bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
 
 
 def _still_trains(ddp: DDP, algorithm: str, **options: Any) -> None:
     """Nothing is left of a registration that failed, on this rank or between the ranks."""
-    optimizer = make_optimizer(algorithm, ddp.parameters())
+    optimizer = optimizer_for(algorithm, ddp)
     handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(ddp, step).backward()
-        optimizer.step()
+    take_steps(ddp, optimizer, range(4))
     assert handle.stats()["steps"] == 4
     if algorithm == "async":
         handle.abort()
@@ -199,9 +190,8 @@ def test_the_optimizer_is_asked_for(algorithm: str) -> None:
 def test_an_optimizer_of_other_parameters_is_refused(algorithm: str, only_rank: int | None) -> None:
     ddp = DDP(perceptron())
     odd = only_rank in (None, dist.get_rank())
-    parameters = list(ddp.parameters())
-    for wrong in (parameters[:-1], list(perceptron().parameters())):
-        optimizer = make_optimizer(algorithm, wrong if odd else parameters)
+    for wrong in (nn.ParameterList([*ddp.parameters()][:-1]), perceptron()):
+        optimizer = optimizer_for(algorithm, wrong if odd else ddp)
         with pytest.raises(ValueError, match="optimizer" if only_rank is None else f"optimizer|rank {only_rank}"):
             bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer)
     _still_trains(ddp, algorithm)
@@ -219,7 +209,7 @@ def test_qadam_takes_its_own_optimizer_only() -> None:
 @on_ranks(2, timeout=SECONDS)
 def test_qadam_refuses_scaled_gradients() -> None:
     ddp = DDP(perceptron())
-    optimizer = make_optimizer("qadam", ddp.parameters())
+    optimizer = optimizer_for("qadam", ddp)
     bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(loss_of(ddp, 0)).backward()

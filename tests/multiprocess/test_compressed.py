@@ -113,27 +113,24 @@ def _message(call: Callable[[], Any], error: type[Exception]) -> str:
 def _check_refusals() -> None:
     size = dist.get_world_size()
     ones = torch.ones(4)
-    assert "AVG" in _message(lambda: compressed.all_reduce(ones, op=dist.ReduceOp.MAX), ValueError)
-    assert "SUM" in _message(lambda: compressed.reduce_scatter_tensor(ones, ones, op=dist.ReduceOp.MIN), ValueError)
-    assert "minmax_uint8" in _message(lambda: compressed.all_reduce(ones, codec="minmax"), ValueError)
-    assert "float32" in _message(lambda: compressed.all_reduce(ones.int()), TypeError)
-    assert "float32" in _message(
-        lambda: compressed.all_gather_into_tensor(torch.ones(4 * size).cfloat(), ones.cfloat()), TypeError
-    )
-    assert "contiguous()" in _message(lambda: compressed.all_reduce(torch.ones(4, 3).t()), ValueError)
-    assert "contiguous()" in _message(
-        lambda: compressed.all_gather_into_tensor(torch.ones(8 * size)[::2], ones), ValueError
-    )
-    assert "dense" in _message(lambda: compressed.all_reduce(ones.to_sparse()), ValueError)
-    assert f"{4 * size} elements" in _message(
-        lambda: compressed.all_gather_into_tensor(torch.ones(3), ones), ValueError
-    )
-    assert f"{4 * size} elements" in _message(lambda: compressed.reduce_scatter_tensor(ones, torch.ones(3)), ValueError)
-    assert "dtype" in _message(
-        lambda: compressed.all_gather_into_tensor(torch.ones(4 * size).double(), ones), TypeError
-    )
-    assert "write codec='4bit'" in _message(lambda: compressed.all_reduce(ones, AVG, "4bit"), TypeError)  # type: ignore[arg-type]
-    assert "tensor" in _message(lambda: compressed.all_reduce([ones]), TypeError)  # type: ignore[arg-type]
+    transposed, all_ones, gather = torch.ones(4, 3).t(), torch.ones(4 * size), compressed.all_gather_into_tensor
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "AVG", lambda: compressed.all_reduce(ones, op=dist.ReduceOp.MAX)),
+        (ValueError, "SUM", lambda: compressed.reduce_scatter_tensor(ones, ones, op=dist.ReduceOp.MIN)),
+        (ValueError, "minmax_uint8", lambda: compressed.all_reduce(ones, codec="minmax")),
+        (TypeError, "float32", lambda: compressed.all_reduce(ones.int())),
+        (TypeError, "float32", lambda: gather(all_ones.cfloat(), ones.cfloat())),
+        (ValueError, "contiguous()", lambda: compressed.all_reduce(transposed)),
+        (ValueError, "contiguous()", lambda: gather(torch.ones(8 * size)[::2], ones)),
+        (ValueError, "dense", lambda: compressed.all_reduce(ones.to_sparse())),
+        (ValueError, f"{4 * size} elements", lambda: gather(torch.ones(3), ones)),
+        (ValueError, f"{4 * size} elements", lambda: compressed.reduce_scatter_tensor(ones, torch.ones(3))),
+        (TypeError, "dtype", lambda: gather(all_ones.double(), ones)),
+        (TypeError, "write codec='4bit'", lambda: compressed.all_reduce(ones, AVG, "4bit")),  # type: ignore[arg-type]
+        (TypeError, "tensor", lambda: compressed.all_reduce([ones])),  # type: ignore[arg-type]
+    ]
+    for error, words, call in refused:
+        assert words in _message(call, error)
     # The group is as usable as before.
     compressed.all_reduce(ones, AVG, codec="minmax_uint8")
     assert torch.equal(ones, torch.ones(4))

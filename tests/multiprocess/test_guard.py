@@ -126,16 +126,11 @@ def test_a_new_rank_codes_as_the_others_do(rank_pools: Pools) -> None:
     assert same(results, others)
 
 
-def _at_other_levels() -> str:
+@on_ranks(2)
+def test_ranks_whose_guards_go_on_from_other_levels_are_told() -> None:
     saved = _steps(FOUR_BITS, hosts="AB")[0]
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match=r"levels of the guard\. Load the handle's state_dict on all ranks"):
         _steps(FOUR_BITS, hosts="AB", saved={**saved, "guard": None} if dist.get_rank() else saved)
-    return str(error.value)
-
-
-def test_ranks_whose_guards_go_on_from_other_levels_are_told(rank_pools: Pools) -> None:
-    for message in rank_pools[2].run(_at_other_levels):
-        assert "levels of the guard. Load the handle's state_dict on all ranks" in message
 
 
 @on_ranks(2)
@@ -178,20 +173,6 @@ def _network() -> nn.Module:
     )
 
 
-def _trained(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
-    ddp = DDP(_network(), bucket_cap_mb=0.05)
-    handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, **options)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(400):
-        tokens = (torch.randint(50, (16, 1), generator=generator) + torch.arange(9)) % 50
-        loss = nn.functional.cross_entropy(ddp(tokens[:, :8]), tokens[:, 8])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return handle.stats()["guard"]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
@@ -202,13 +183,22 @@ def _trained(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_training_that_its_codec_suits_is_not_disturbed(
-    rank_pools: Pools, algorithm: str, options: dict[str, Any]
-) -> None:
-    for seen in rank_pools[2].run(_trained, algorithm, options):
-        assert seen["looks"] > 10
-        assert seen["alarms"] == 0
-        assert 0 < seen["coding_loss"] < 3
+@on_ranks(2)
+def test_a_training_that_its_codec_suits_is_not_disturbed(algorithm: str, options: dict[str, Any]) -> None:
+    ddp = DDP(_network(), bucket_cap_mb=0.05)
+    handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, **options)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(400):
+        tokens = (torch.randint(50, (16, 1), generator=generator) + torch.arange(9)) % 50
+        loss = nn.functional.cross_entropy(ddp(tokens[:, :8]), tokens[:, 8])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    seen = handle.stats()["guard"]
+    assert seen["looks"] > 10
+    assert seen["alarms"] == 0
+    assert 0 < seen["coding_loss"] < 3
 
 
 def _fitted(algorithm: str, options: dict[str, Any], rates: tuple[float, float]) -> tuple[float, dict[str, Any]]:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from bagua import _fresh_store
 from bagua._native import _C
-from ranks import run_ranks
+from ranks import on_new_ranks, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.skipif(
@@ -267,12 +267,6 @@ def test_nothing_can_be_read_on_the_network(env: dict[str, str]) -> None:
     assert found == 0
 
 
-def _error_of_joining(store: str) -> str:
-    _, result = _join(store, 30.0, [0, 1])
-    assert isinstance(result, str), "was let in"
-    return result
-
-
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
@@ -287,7 +281,9 @@ def _error_of_joining(store: str) -> str:
     ids=["empty", "empty file name", "short", "both", "no file", "half", "certificate alone"],
 )
 def test_what_cannot_protect_a_job_is_refused(env: dict[str, str], expected: str, tmp_path: Path) -> None:
-    for error in run_ranks(2, _error_of_joining, str(tmp_path / "store"), backend="gloo", env={**_TWO_HOSTS, **env}):
+    joining = str(tmp_path / "store"), 30.0, [0, 1]
+    for _, error in run_ranks(2, _join, *joining, backend="gloo", env={**_TWO_HOSTS, **env}):
+        assert isinstance(error, str), "was let in"
         assert expected in error
         assert _SECRET not in error
 
@@ -300,30 +296,24 @@ def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
     assert [found for _, found in ranks] == [[3.0]] * 2
 
 
-def _error_of_nccl() -> str:
+_PROTECTED = {**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}
+
+
+@on_new_ranks(2, env={**_PROTECTED, "BAGUA_NCCL_NET": "0"})
+def test_nccl_between_hosts_is_refused_over_its_own_sockets() -> None:
     group = dist.group.WORLD
     assert group is not None
     with pytest.raises(ValueError, match="NCCL, with BAGUA_NCCL_NET=0, would send data") as refused:
         group._get_backend(torch.device("cpu")).eager_connect_single_device(torch.device("cuda:0"))
-    return str(refused.value)
+    assert "unset BAGUA_JOB_SECRET on all ranks" in str(refused.value)
 
 
-def test_nccl_between_hosts_is_refused_over_its_own_sockets() -> None:
-    for error in run_ranks(2, _error_of_nccl, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET, "BAGUA_NCCL_NET": "0"}):
-        assert "unset BAGUA_JOB_SECRET on all ranks" in error
-
-
-def _bytes_of_a_hook_on_gloo() -> int:
+@on_new_ranks(2, backend="gloo", env=_PROTECTED)
+def test_a_hook_on_a_stock_group_takes_a_protected_one() -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     handle = bagua.register_comm_hook(ddp, "bytegrad")
     ddp(torch.ones(2, 2)).sum().backward()
-    sent: int = handle.stats()["wire_bytes_between_hosts"]
-    return sent
-
-
-def test_a_hook_on_a_stock_group_takes_a_protected_one() -> None:
-    env = {**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}
-    assert min(run_ranks(2, _bytes_of_a_hook_on_gloo, backend="gloo", env=env)) > 0
+    assert handle.stats()["wire_bytes_between_hosts"] > 0
 
 
 def _places_of_the_secret() -> int:

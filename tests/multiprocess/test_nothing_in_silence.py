@@ -8,18 +8,11 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import emulated_hosts, gradients_of, logged, loss_of, perceptron, same
+from hooked_models import emulated_hosts, gradients_of, logged, loss_of, optimizer_for, perceptron, same, take_steps
 from ranks import Pools, on_ranks, run_ranks
 from reference import for_each, named
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-
-def _optimizer(algorithm: str, model: nn.Module) -> torch.optim.Optimizer:
-    if bagua.describe(algorithm)["optimizer"] == "QAdamOptimizer":
-        return bagua.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=1)
-    return torch.optim.SGD(model.parameters(), lr=0.01)
-
 
 # --- arguments in wrong places ---
 
@@ -50,7 +43,7 @@ def test_options_that_are_not_given_by_name_are_refused(algorithm: str) -> None:
     with pytest.raises(TypeError, match=r"process_group must be .* got dict .* by name: write"):
         bagua.register_comm_hook(ddp, algorithm, None, {"hierarchical": False})  # type: ignore[arg-type]
     # Nothing was registered.
-    handle = bagua.register_comm_hook(ddp, algorithm, _optimizer(algorithm, ddp))
+    handle = bagua.register_comm_hook(ddp, algorithm, optimizer_for(algorithm, ddp))
     handle.remove()
 
 
@@ -101,7 +94,7 @@ def test_what_one_rank_refuses_ends_the_registration_on_all_at_once(what: str) -
 def test_an_optimizer_of_another_model_is_refused(algorithm: str) -> None:
     ddp, other = DDP(perceptron()), perceptron()
     with pytest.raises(ValueError, match=f"given to algorithm '{algorithm}' does not hold .* pass the one that trains"):
-        bagua.register_comm_hook(ddp, algorithm, _optimizer(algorithm, other))
+        bagua.register_comm_hook(ddp, algorithm, optimizer_for(algorithm, other))
 
 
 # --- names of parameters ---
@@ -179,10 +172,7 @@ def test_an_algorithm_on_weights_sees_the_steps_of_a_compiled_model() -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     model = torch.compile(ddp, backend="eager")
     handle = bagua.register_comm_hook(model, "decentralized", optimizer=optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    take_steps(model, optimizer, range(3))
     assert handle.stats()["rounds"] == 3
     handle.synchronize()
 
@@ -202,7 +192,7 @@ def test_a_wrapper_of_more_than_a_ddp_model_is_refused() -> None:
 @for_each(bagua.available_algorithms())
 def test_a_model_whose_parameters_are_all_frozen_is_refused(algorithm: str) -> None:
     ddp = DDP(perceptron())
-    optimizer = _optimizer(algorithm, ddp)
+    optimizer = optimizer_for(algorithm, ddp)
     ddp.requires_grad_(False)
     with pytest.raises(ValueError, match=r"all parameters of the model are frozen.*requires_grad=True"):
         bagua.register_comm_hook(ddp, algorithm, optimizer)
@@ -212,7 +202,7 @@ def test_a_model_whose_parameters_are_all_frozen_is_refused(algorithm: str) -> N
 @for_each(bagua.available_algorithms())
 def test_a_checkpoint_of_something_else_is_refused(algorithm: str) -> None:
     ddp = DDP(perceptron())
-    handle = bagua.register_comm_hook(ddp, algorithm, _optimizer(algorithm, ddp))
+    handle = bagua.register_comm_hook(ddp, algorithm, optimizer_for(algorithm, ddp))
     for wrong, missing in (
         ({}, "algorithm, options, state, layout"),
         (ddp.module.state_dict(), "algorithm, options, state, layout"),
@@ -250,14 +240,11 @@ def _lines_and_stages(algorithm: str, hosts: str, options: dict[str, Any]) -> tu
     """What registering and the first steps logged of compression, and the stages of the steps."""
     with emulated_hosts(hosts) as group:
         ddp = DDP(perceptron(), process_group=group)
-        optimizer = _optimizer(algorithm, ddp)
+        optimizer = optimizer_for(algorithm, ddp, warmup=1)
         with logged() as registering:
             handle = bagua.register_comm_hook(ddp, algorithm, optimizer, **options)
         with logged() as training:
-            for step in range(4):
-                optimizer.zero_grad()
-                loss_of(ddp, step).backward()
-                optimizer.step()
+            take_steps(ddp, optimizer, range(4))
         handle.synchronize()
         stages = set(handle.stats()["seconds"])
         if bagua.describe(algorithm)["runs_in_background"]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from devices import here, randn
 from hooked_models import Leaves, emulated_hosts, same
 from powersgd_reference import Reference, matrix_shape, torch_hooks_draws
-from ranks import Pools, RankPool, run_ranks
+from ranks import Pools, RankPool, on_new_ranks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -182,20 +182,16 @@ def test_gradients_are_those_of_torchs_hook_that_starts_from_the_same_factors(pe
 # --- buckets, checkpoints, what cannot be used ---
 
 
-def _load_on_one_rank() -> str:
+@pytest.mark.cpu_only("on CUDA ranks compare nothing")
+@on_new_ranks(2)
+def test_a_checkpoint_on_one_rank_alone_is_found_out() -> None:
     ddp = DDP(Leaves(*SHAPES))
     handle = bagua.register_comm_hook(ddp, "powersgd", start_step=2)
     if dist.get_rank() == 0:
         handle.load_state_dict({**handle.state_dict(), "step": 7})
     with pytest.raises(RuntimeError, match=r"step 1 and step 8|step 8 and step 1") as refused:
         _step(ddp, gradients_of(dist.get_rank(), 0))
-    return str(refused.value)
-
-
-@pytest.mark.cpu_only("on CUDA ranks compare nothing")
-def test_a_checkpoint_on_one_rank_alone_is_found_out() -> None:
-    for message in run_ranks(2, _load_on_one_rank):
-        assert "Load the handle's state_dict on all ranks" in message
+    assert "Load the handle's state_dict on all ranks" in str(refused.value)
 
 
 # --- bytes ---

@@ -8,8 +8,8 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, same
-from ranks import Pools, RankPool, on_ranks
+from hooked_models import Leaves, emulated_hosts, same, same_everywhere
+from ranks import Pools, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -68,7 +68,19 @@ def _owed(handle: bagua.Handle, codec: str, *, is_mean: bool) -> list[Tensor]:
     return total
 
 
-def _identity(codec: str, average: bool, steps: int, residuals: str = "float32") -> None:
+@pytest.mark.parametrize(
+    ("codec", "average", "residuals"),
+    [
+        ("4bit", True, "float32"),
+        ("2bit", True, "float32"),
+        ("1bit", True, "float32"),
+        ("int8", False, "float32"),
+        ("4bit", True, "8bit"),
+    ],
+)
+@on_ranks("peers")
+def test_what_was_seen_and_what_is_owed_is_what_went_in(codec: str, average: bool, residuals: str) -> None:
+    steps = 60
     with emulated_hosts("h" * dist.get_world_size()) as group:
         size = dist.get_world_size()
         options = {**FLAT, **FEEDBACK, "codec": codec, "average": average, "residuals": residuals}
@@ -110,22 +122,6 @@ def _identity(codec: str, average: bool, steps: int, residuals: str = "float32")
         state_bytes = trained.handle.stats()["state_bytes"]
         coded = sum(torch.zeros(SHAPES[i]).numel() for i in (0, 2, 4))
         assert state_bytes > 2 * 4 * coded if residuals == "float32" else state_bytes < 2 * 2 * coded
-
-
-@pytest.mark.parametrize(
-    ("codec", "average", "residuals"),
-    [
-        ("4bit", True, "float32"),
-        ("2bit", True, "float32"),
-        ("1bit", True, "float32"),
-        ("int8", False, "float32"),
-        ("4bit", True, "8bit"),
-    ],
-)
-def test_what_was_seen_and_what_is_owed_is_what_went_in(
-    peers: RankPool, codec: str, average: bool, residuals: str
-) -> None:
-    peers.run(_identity, codec, average, 60, residuals)
 
 
 # --- residuals in 8 bits ---
@@ -207,15 +203,6 @@ def _trained(hosts: str, steps: int, saved_at: int | None, **options: Any) -> li
         return results
 
 
-def _continues(hosts: str, options: dict[str, Any]) -> None:
-    hosts = hosts[: dist.get_world_size()]
-    whole = _trained(hosts, 12, None, **options)
-    assert same(whole, _trained(hosts, 12, 6, **options))
-    with_all = [torch.empty_like(torch.cat([g.flatten() for g in whole])) for _ in hosts]
-    dist.all_gather(with_all, torch.cat([g.flatten() for g in whole]))
-    assert all(same(with_all[0], other) for other in with_all)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -227,8 +214,12 @@ def _continues(hosts: str, options: dict[str, Any]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("hosts", ["ABCD", "ABAC"])
-def test_a_continued_run_has_the_bits_of_an_unbroken_one(peers: RankPool, hosts: str, options: Any) -> None:
-    peers.run(_continues, hosts, {**FEEDBACK, **options})
+@on_ranks("peers")
+def test_a_continued_run_has_the_bits_of_an_unbroken_one(hosts: str, options: Any) -> None:
+    hosts, options = hosts[: dist.get_world_size()], {**FEEDBACK, **options}
+    whole = _trained(hosts, 12, None, **options)
+    assert same(whole, _trained(hosts, 12, 6, **options))
+    assert same_everywhere(*whole)
 
 
 def _seen_and_owed(first: int, saved: list[dict[str, Any]], codec: str) -> tuple[float, dict[str, Any]]:
@@ -266,7 +257,10 @@ def test_ranks_whose_optimizers_are_of_other_kinds_are_refused() -> None:
         bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=kind(ddp.parameters(), lr=0.1), codec="2bit")
 
 
-def _exact_until(algorithm: str, start: int) -> None:
+@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce"])
+@on_ranks(2)
+def test_before_the_start_step_gradients_are_exact(algorithm: str) -> None:
+    start = 3
     ddp = DDP(Leaves(*SHAPES), bucket_cap_mb=0.03)
     handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, codec="4bit", start_step=start)
     ranks = range(dist.get_world_size())
@@ -282,21 +276,12 @@ def _exact_until(algorithm: str, start: int) -> None:
         assert all(is_exact) == (step < start), step
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce"])
-def test_before_the_start_step_gradients_are_exact(rank_pools: Pools, algorithm: str) -> None:
-    rank_pools[2].run(_exact_until, algorithm, 3)
-
-
-def _wire_bytes() -> float:
+@on_ranks("peers")
+def test_4bit_sends_less_than_15_percent_of_float32() -> None:
     with emulated_hosts("ABCD"[: dist.get_world_size()]) as group:
         ddp = DDP(nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1)), process_group=group)
         handle = bagua.register_comm_hook(ddp, "quantized_allreduce")
         for step in range(4):
             ddp(torch.randn(3, 1000, generator=torch.Generator().manual_seed(step))).sum().backward()
-        stats = handle.stats()
-        size = dist.get_world_size()
-        return float(stats["wire_bytes"] / (stats["logical_bytes"] * 2 * (size - 1) / size))
-
-
-def test_4bit_sends_less_than_15_percent_of_float32(peers: RankPool) -> None:
-    assert max(peers.run(_wire_bytes)) < 0.15
+        stats, size = handle.stats(), dist.get_world_size()
+        assert stats["wire_bytes"] / (stats["logical_bytes"] * 2 * (size - 1) / size) < 0.15

@@ -20,7 +20,7 @@ from hooked_models import (
     train,
     with_hook,
 )
-from ranks import Pools, on_ranks, run_ranks
+from ranks import on_new_ranks, on_ranks, run_ranks
 from script_ranks import run_script
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -45,16 +45,13 @@ def test_a_second_hook_raises() -> None:
         loss_of(model, 0).backward()
 
 
-def _python_reducer() -> None:
+@on_new_ranks(1)
+def test_the_python_reducer_raises() -> None:
+    # Ranks of its own: the reducer changes settings of torch for good.
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         ddp = DDP(perceptron())
     with pytest.raises(RuntimeError, match="python_reducer"):
         bagua.register_comm_hook(ddp, "bytegrad")
-
-
-def test_the_python_reducer_raises(rank_pools: Pools) -> None:
-    # Ranks of its own: the reducer changes settings of torch for good.
-    run_ranks(1, _python_reducer)
 
 
 @pytest.mark.parametrize("what", ["algorithms", "options", "models"])
@@ -94,18 +91,15 @@ def test_a_hook_may_have_another_group_than_the_model() -> None:
     dist.destroy_process_group(halves[rank // 2])
 
 
-def _registered_before_the_group(store: str) -> None:
+@on_new_ranks(2)
+def test_a_hook_may_be_made_before_the_process_group(tmp_path: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     hook = bagua.comm_hook("bytegrad", hierarchical=False)
-    dist.init_process_group("bagua", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    dist.init_process_group("bagua", store=dist.FileStore(str(tmp_path / "store"), size), rank=rank, world_size=size)
     lazily = train(perceptron(), lambda ddp: ddp.register_comm_hook(*hook))
     assert hook[0].stats()["steps"] == 3
     assert same(lazily, train(perceptron(), with_hook("bytegrad", hierarchical=False)))
-
-
-def test_a_hook_may_be_made_before_the_process_group(tmp_path: Path) -> None:
-    run_ranks(2, _registered_before_the_group, str(tmp_path / "store"))
 
 
 # --- wrong use of the backend ---
@@ -141,22 +135,21 @@ def test_group_options_are_carried_to_new_groups() -> None:
     dist.barrier()
 
 
-def _default_group_options(store: str) -> None:
+@on_new_ranks(2)
+def test_options_of_the_default_group(tmp_path: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     arguments = {"rank": rank, "world_size": size}
     with pytest.raises(TypeError, match=r"bagua\.Options, got"):
-        dist.init_process_group("bagua", store=dist.FileStore(store + "1", size), pg_options=object(), **arguments)
+        dist.init_process_group(
+            "bagua", store=dist.FileStore(str(tmp_path / "1"), size), pg_options=object(), **arguments
+        )
     assert not dist.is_initialized()
     options = bagua.Options(is_high_priority_stream=True)
-    dist.init_process_group("bagua", store=dist.FileStore(store + "2", size), pg_options=options, **arguments)
+    dist.init_process_group("bagua", store=dist.FileStore(str(tmp_path / "2"), size), pg_options=options, **arguments)
     default = dist.group.WORLD
     assert default is not None
     assert default._get_backend(torch.device("cpu")).options.is_high_priority_stream
-
-
-def test_options_of_the_default_group(tmp_path: Path) -> None:
-    run_ranks(2, _default_group_options, str(tmp_path / "store"))
 
 
 def _destroy_twice() -> tuple[str, str]:
