@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +18,12 @@ from bagua._healing import Progress, Stage, TrainingState
 from bagua.elastic import Members, Training
 from elastic_ranks import join, weights_of
 from holdings import wait_for
+from hooked_models import same_everywhere
 from members import Members as Changing
 from members import model
 from ranks import on_new_ranks, run_ranks
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import die, store
+from trouble import TRANSPORTS, die, store
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 SIZE = 3
@@ -88,8 +88,7 @@ def _seconds_to_go_on() -> float:
 
 
 def test_others_go_on_within_a_second_of_a_death_between_hosts() -> None:
-    hosts = {"BAGUA_HOST_ID": [f"host-{rank}" for rank in range(SIZE)]}
-    *others, _ = run_ranks(SIZE, _seconds_to_go_on, env=hosts, dying={LAST})
+    *others, _ = run_ranks(SIZE, _seconds_to_go_on, env=TRANSPORTS["between-hosts"], dying={LAST})
     assert max(others) < 1
 
 
@@ -163,13 +162,19 @@ def test_a_newcomer_of_another_algorithm_is_told_so_and_the_members_go_on() -> N
     assert size == SIZE - 1
 
 
-def _half_healed() -> list[Progress]:
+def _unequal(others: Sequence[Any] = ()) -> tuple[int, DDP, TrainingState]:
+    """Become one of two members, each with weights of its own."""
     changing = Changing()
     changing.become(changing.me)
     ddp = DDP(model(seed=changing.me))
-    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
+    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, list(others))
     changing.become(0, 1)
-    before = Progress(5 if changing.me == 0 else 3, Stage.DONE)
+    return changing.me, ddp, state
+
+
+def _half_healed() -> list[Progress]:
+    me, ddp, state = _unequal()
+    before = Progress(5 if me == 0 else 3, Stage.DONE)
     found = []
 
     def fail(*_: Any) -> None:
@@ -182,7 +187,7 @@ def _half_healed() -> list[Progress]:
     found.append(state.progress)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp.module, "load_state_dict", fail)
-        if changing.me == 1:
+        if me == 1:
             with pytest.raises(dist.DistBackendError, match="fails here"):
                 state.heal(before, timedelta(seconds=20))
         else:
@@ -201,29 +206,17 @@ def test_after_a_transfer_that_failed_a_rank_counts_the_steps_of_the_weights_tha
 
 @on_new_ranks(2)
 def test_where_only_parts_of_the_weights_are_left_nobody_trains_on_from_them() -> None:
-    changing = Changing()
-    changing.become(changing.me)
-    ddp = DDP(model(seed=changing.me))
-    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
-    changing.become(0, 1)
-    progress = _healing.A_PART if changing.me == 0 else Progress(-1, Stage.DONE)
+    me, _, state = _unequal()
+    progress = _healing.A_PART if me == 0 else Progress(-1, Stage.DONE)
     with pytest.raises(RuntimeError, match="all members that had all weights have died"):
         state.heal(progress, timedelta(seconds=20))
 
 
-def _heal_unequal() -> Tensor:
-    changing = Changing()
-    changing.become(changing.me)
-    ddp = DDP(model(seed=changing.me))
-    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
-    changing.become(0, 1)
-    state.heal(Progress(3, Stage.DONE), timedelta(seconds=20), are_weights_equal=True)
-    return torch.cat([p.detach().flatten() for p in ddp.parameters()])
-
-
+@on_new_ranks(2)
 def test_weights_that_differ_after_the_same_steps_are_made_equal() -> None:
-    first, second = run_ranks(2, _heal_unequal)
-    assert torch.equal(first, second)
+    _, ddp, state = _unequal()
+    state.heal(Progress(3, Stage.DONE), timedelta(seconds=20), are_weights_equal=True)
+    assert same_everywhere(*ddp.parameters())
 
 
 @on_new_ranks(1)
@@ -261,38 +254,23 @@ class _Count:
         self.count = state["count"]
 
 
-def _heal_others(former_group: int) -> tuple[Tensor, int]:
-    changing = Changing()
-    changing.become(changing.me)
-    ddp = DDP(model(seed=changing.me))
-    count = _Count(changing.me)
-    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [count])
-    changing.become(0, 1)
+@pytest.mark.parametrize("former_group", [0, 7], ids=["of one group", "of two"])
+@on_new_ranks(2)
+def test_states_beside_the_model_are_made_equal_and_weights_whose_steps_were_taken_in_another_group(
+    former_group: int,
+) -> None:
+    count = _Count(dist.get_rank())
+    me, ddp, state = _unequal([count])
     progress = Progress(3, Stage.DONE)
-    group = former_group + changing.me if former_group else 0
+    group = former_group + me if former_group else 0
     assert state.heal(progress, timedelta(seconds=20), former_group=group) == progress
-    return torch.cat([p.detach().flatten() for p in ddp.parameters()]), count.count
-
-
-def test_states_beside_the_model_are_made_equal_and_weights_of_the_same_group_are_left() -> None:
-    (first, count), (second, other_count) = run_ranks(2, _heal_others, 0)
-    assert count == other_count == 0
-    assert not torch.equal(first, second)
-
-
-def test_steps_that_were_taken_in_another_group_are_dropped() -> None:
-    (first, _), (second, _) = run_ranks(2, _heal_others, 7)
-    assert torch.equal(first, second)
+    assert count.count == 0
+    assert same_everywhere(*ddp.parameters()) == (former_group > 0)
 
 
 def test_what_cannot_be_told_apart_by_its_numbers_has_another_digest() -> None:
-    tensors = [
-        torch.tensor([1.0, 2.0]),
-        torch.tensor([2.0, 1.0]),
-        torch.zeros(2),
-        torch.zeros(2, 0),
-        torch.tensor(1 - 2j),
-    ]
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.zeros(2), torch.zeros(2, 0)]
+    tensors += [torch.tensor(1 - 2j)]
     tensors += [torch.zeros(5000), torch.cat([torch.zeros(4999), torch.ones(1)]), torch.ones(3, dtype=torch.bfloat16)]
     tensors += [torch.cat([torch.ones(1), torch.zeros(4999)]), torch.ones(7, dtype=torch.float8_e5m2)]
     digests = [_healing._digest([tensor]) for tensor in tensors]

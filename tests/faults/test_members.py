@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from holdings import holdings, wait_for
+from hooked_models import same_everywhere
 from members import HOOKS, Members, Training
 from ranks import on_new_ranks, run_ranks
 from torch import Tensor
@@ -199,17 +200,14 @@ def test_a_newcomer_trains_on_with_the_others(algorithm: str) -> None:
         assert any(results[0][2]["outer_momentum.0"])
 
 
-def _remembers_the_optimizer() -> set[str]:
+@on_new_ranks(SIZE)
+def test_among_other_members_error_feedback_goes_by_the_same_optimizer() -> None:
     members = Members()
     training = Training(members, "quantized_allreduce")
     members.become(0, 1, LAST)
     for number in range(2):
         training.step(number)
-    return {name.split(".")[1] for name in training.handle.state_dict()["state"]}
-
-
-def test_among_other_members_error_feedback_goes_by_the_same_optimizer() -> None:
-    assert run_ranks(SIZE, _remembers_the_optimizer, env=TRANSPORTS["in-host"]) == [{"2bit"}] * SIZE
+    assert {name.split(".")[1] for name in training.handle.state_dict()["state"]} == {"2bit"}
 
 
 @on_new_ranks(SIZE)
@@ -221,7 +219,8 @@ def test_members_whose_hooks_differ_are_told_at_their_first_bucket() -> None:
         training.backward(0)
 
 
-def _lose_its_pair() -> Tensor:
+@on_new_ranks(SIZE)
+def test_where_an_algorithm_cannot_go_on_all_members_say_so_and_are_equal_once_it_is_removed() -> None:
     members = Members()
     training = Training(members, "decentralized", hierarchical=False, peer_selection_mode="shift_one")
     if members.me != LAST:
@@ -236,12 +235,7 @@ def _lose_its_pair() -> Tensor:
         with pytest.raises(ValueError, match="needs an even number of them, got 3"):
             training.backward(3)
     training.handle.remove()
-    return training.weights()
-
-
-def test_where_an_algorithm_cannot_go_on_all_members_say_so_and_are_equal_once_it_is_removed() -> None:
-    first, *others = run_ranks(SIZE, _lose_its_pair)
-    assert all(torch.equal(first, other) for other in others)
+    assert same_everywhere(training.weights())
 
 
 def _wait_in_vain() -> tuple[float, float]:
