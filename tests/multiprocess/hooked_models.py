@@ -98,6 +98,13 @@ def gradients_of(ddp: DDP) -> Gradients:
     return {name: None if p.grad is None else p.grad.to_dense().clone() for name, p in ddp.module.named_parameters()}
 
 
+def reduced(ddp: DDP, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """What becomes of the gradients of a model of Leaves."""
+    ddp.zero_grad()
+    ddp(gradients).backward()
+    return [p.grad.detach().clone() for p in ddp.parameters() if p.grad is not None]
+
+
 def train(
     model: nn.Module,
     register: Register,

@@ -8,7 +8,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, same
+from hooked_models import Leaves, emulated_hosts, reduced, same
 from ranks import Pools, RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -27,12 +27,6 @@ def _gradients(
     return drawn
 
 
-def _step(ddp: DDP, gradients: list[Tensor]) -> list[Tensor]:
-    ddp.zero_grad()
-    ddp(gradients).backward()
-    return [p.grad.detach().clone() for p in ddp.module.parameters() if p.grad is not None]
-
-
 def _off(results: list[Tensor], step: int, tails: Sequence[int]) -> list[float]:
     """By layer, how far typical values are from the mean of the ranks: the error of those that are no outliers."""
     ranks = range(dist.get_world_size())
@@ -47,10 +41,10 @@ def _with_tails(algorithm: str, options: dict[str, Any]) -> tuple[list[float], d
     handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, **options)
     rank = dist.get_rank()
     for step in range(100):
-        _step(ddp, _gradients(step, rank))
+        reduced(ddp, _gradients(step, rank))
     assert handle.stats()["guard"]["alarms"] == 0
     for step in range(100, 700):
-        results = _step(ddp, _gradients(step, rank, [1]))
+        results = reduced(ddp, _gradients(step, rank, [1]))
     return _off(results, 699, [1]), handle.stats()["guard"]
 
 
@@ -91,7 +85,7 @@ def _steps(options: dict[str, Any], length: int = 3, saved: dict[str, Any] | Non
         if saved is not None:
             handle.load_state_dict(saved)
         first, rank = handle.state_dict()["step"], dist.get_rank()
-        results = [_step(ddp, _gradients(step, rank, [0], SHAPES[:1]))[0] for step in range(first, first + length)]
+        results = [reduced(ddp, _gradients(step, rank, [0], SHAPES[:1]))[0] for step in range(first, first + length)]
         return handle.state_dict(), results, handle.stats()["guard"]["raised"]
 
 
@@ -154,7 +148,7 @@ def _figures() -> list[float]:
         ddp = DDP(Leaves((256, 257)))
         handle = bagua.register_comm_hook(ddp, **options)
         for step in range(3):
-            _step(ddp, _gradients(step, dist.get_rank(), shapes=[(256, 257)]))
+            reduced(ddp, _gradients(step, dist.get_rank(), shapes=[(256, 257)]))
         figures.append(handle.stats()["guard"]["error_of_mean"])
     return figures
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from holdings import resident_bytes
 from ranks import on_ranks, run_ranks
 from reference import DTYPES, values
 
@@ -142,12 +143,6 @@ def test_two_ranks_exchange_large_messages() -> None:
     assert (received == 1 - rank).all()
 
 
-def _own_memory() -> int:
-    """MiB of this process that are in memory."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) >> 10
-
-
 def _send_to_a_rank_that_receives_later() -> int:
     """How many MiB the receiver has taken before it asks for any of 150 MiB."""
     rank, count = dist.get_rank(), 50
@@ -157,9 +152,9 @@ def _send_to_a_rank_that_receives_later() -> int:
         for i in range(count):
             dist.send(message.fill_(i), 1)
         return 0
-    before = _own_memory()
+    before = resident_bytes()
     time.sleep(1)
-    taken = _own_memory() - before
+    taken = (resident_bytes() - before) >> 20
     for i in range(count):
         dist.recv(message, 0)
         assert (message == i).all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import here, randn
-from hooked_models import Leaves, emulated_hosts, same
+from hooked_models import Leaves, emulated_hosts, reduced, same
 from powersgd_reference import Reference, matrix_shape, torch_hooks_draws
 from ranks import Pools, RankPool, on_new_ranks
 from torch import Tensor
@@ -40,21 +40,13 @@ class Plan(NamedTuple):
     memory_format: torch.memory_format = torch.contiguous_format
 
 
-def _step(ddp: DDP, gradients: Step) -> Step:
-    for parameter in ddp.parameters():
-        parameter.grad = None
-    ddp(gradients).backward()
-    reduced = [parameter.grad for parameter in ddp.parameters()]
-    return [gradient.clone() for gradient in reduced if gradient is not None]
-
-
 def _train(plan: Plan) -> tuple[list[Step], dict[str, Tensor], dict[str, Any]]:
     with emulated_hosts(plan.hosts or "h" * dist.get_world_size()) as group:
         model = Leaves(*plan.shapes, dtype=plan.dtype, memory_format=plan.memory_format)
         ddp = DDP(model, process_group=group, **(plan.ddp_options or {}))
         handle = bagua.register_comm_hook(ddp, "powersgd", **{"start_step": 0, **plan.options})
         rank = dist.get_rank()
-        history = [_step(ddp, gradients_of(rank, step, plan.shapes, plan.dtype)) for step in range(plan.steps)]
+        history = [reduced(ddp, gradients_of(rank, step, plan.shapes, plan.dtype)) for step in range(plan.steps)]
         return history, handle.state_dict()["state"], handle.stats()
 
 
@@ -143,7 +135,7 @@ def _train_with_torchs_hook(stock: Stock, shapes: Sequence[Shape]) -> list[Step]
     )
     ddp.register_comm_hook(state, torch_hook.powerSGD_hook)
     rank = dist.get_rank()
-    return [_step(ddp, gradients_of(rank, step, shapes)) for step in range(TORCH_STEPS + STEPS)]
+    return [reduced(ddp, gradients_of(rank, step, shapes)) for step in range(TORCH_STEPS + STEPS)]
 
 
 def _train_from_its_factors(stock: Stock, shapes: Sequence[Shape]) -> list[Step]:
@@ -163,7 +155,7 @@ def _train_from_its_factors(stock: Stock, shapes: Sequence[Shape]) -> list[Step]
         state["state"][f"q.{place}"] = here(start.T.contiguous())
     handle.load_state_dict(state)
     rank = dist.get_rank()
-    return [_step(ddp, gradients_of(rank, step, shapes)) for step in range(TORCH_STEPS + STEPS)]
+    return [reduced(ddp, gradients_of(rank, step, shapes)) for step in range(TORCH_STEPS + STEPS)]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +182,7 @@ def test_a_checkpoint_on_one_rank_alone_is_found_out() -> None:
     if dist.get_rank() == 0:
         handle.load_state_dict({**handle.state_dict(), "step": 7})
     with pytest.raises(RuntimeError, match=r"step 1 and step 8|step 8 and step 1") as refused:
-        _step(ddp, gradients_of(dist.get_rank(), 0))
+        reduced(ddp, gradients_of(dist.get_rank(), 0))
     assert "Load the handle's state_dict on all ranks" in str(refused.value)
 
 

@@ -10,7 +10,18 @@ import simulations as sim
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from followed_training import ONE_BUCKET, SEVERAL_BUCKETS, STEPS, Run, Training, assert_follows, take_step, train_rank
+from followed_training import (
+    ONE_BUCKET,
+    OTHER_LOOPS,
+    SEVERAL_BUCKETS,
+    STEPS,
+    Run,
+    Training,
+    assert_follows,
+    in_other_loops,
+    take_step,
+    train_rank,
+)
 from hooked_models import SMALL_BUCKETS, new_group, perceptron, same
 from ranks import Pools, RankPool, on_ranks
 from torch import Tensor, nn
@@ -97,20 +108,10 @@ def test_qadam_under_several_buckets(peers: RankPool, options: dict[str, Any]) -
     _follow(peers, _qadam(options, ddp_options=SMALL_BUCKETS)._replace(model=perceptron()), SEVERAL_BUCKETS)
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "closure": {"habit": "closure"},
-    "evaluation": {"habit": "evaluation"},
-    "no_sync": {"plan": sim.accumulating(STEPS, synchronised=False)},
-    "accumulation": {"plan": sim.accumulating(STEPS, synchronised=True)},
-    "bucket_views": {"ddp_options": {"gradient_as_bucket_view": True}},
-    "static_graph": {"ddp_options": {"static_graph": True}},
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
+@in_other_loops
 @pytest.mark.parametrize("options", [FLAT, {}], ids=str)
-def test_qadam_in_other_loops(rank_pools: Pools, setting: str, options: dict[str, Any]) -> None:
-    _follow(rank_pools[2], _qadam(options, **SETTINGS[setting]))
+def test_qadam_in_other_loops(rank_pools: Pools, loop: str, options: dict[str, Any]) -> None:
+    _follow(rank_pools[2], _qadam(options, **OTHER_LOOPS[loop]))
 
 
 def _zeroed(set_to_none: bool) -> list[Tensor]:

@@ -4,7 +4,6 @@
 import gc
 import os
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from bagua.torch_api.communication import BaguaProcessGroup, CommMember, Communi
 from bagua.torch_api.exceptions import RepeatedInitializationError
 from holdings import wait_for
 from ranks import Pools, on_new_ranks, on_ranks, run_ranks
+from script_ranks import free_port
 from torch_api_calls import started
 
 
@@ -62,12 +62,6 @@ def test_a_communicator_is_of_the_class_that_scripts_import() -> None:
     _destroy(group)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def _initialise_from_environment(port: int, other: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -88,7 +82,7 @@ def _initialise_from_environment(port: int, other: int) -> None:
 
 
 def test_initialisation_from_the_environment_again_after_destruction() -> None:
-    run_ranks(2, _initialise_from_environment, _free_port(), _free_port())
+    run_ranks(2, _initialise_from_environment, free_port(), free_port())
 
 
 def _initialise_twice() -> None:
