@@ -4,6 +4,7 @@
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from bagua import _C, compressed
 from devices import here, randn
-from ranks import Pools, on_new_ranks, on_ranks, run_ranks
+from ranks import Pools, on_new_ranks, on_ranks
+from reference import named
 from test_bytegrad_definition import coded, defined_result
 from torch import Tensor
 
@@ -184,21 +186,18 @@ def test_a_stock_gloo_group() -> None:
         compressed.all_reduce(first)
 
 
-def _mismatched(odd: dict[str, Any]) -> str:
-    call: dict[str, Any] = {"codec": "int8", "op": AVG, "length": 64}
-    if dist.get_rank() == 1:
-        call.update(odd)
-    length = call.pop("length")
-    return _message(lambda: compressed.all_reduce(torch.ones(length), **call), dist.DistBackendError)
-
-
 @pytest.mark.cpu_only("NCCL compares nothing")
-@pytest.mark.parametrize("odd", [{"op": SUM}, {"length": 65}, {"codec": "4bit"}], ids=lambda odd: next(iter(odd)))
-def test_ranks_that_do_not_call_the_same_are_told(odd: dict[str, Any]) -> None:
-    for message in run_ranks(2, _mismatched, odd):
-        assert "bagua:compressed_all_reduce" in message
-        assert "rank 0" in message
-        assert "rank 1" in message
+@on_new_ranks(2)
+def test_ranks_that_do_not_call_the_same_are_told() -> None:
+    for odd in ({"op": SUM}, {"length": 65}, {"codec": "4bit"}):
+        call: dict[str, Any] = {"codec": "int8", "op": AVG, "length": 64, **(odd if dist.get_rank() == 1 else {})}
+        # A group of its own, which ends with the error.
+        mismatched = partial(compressed.all_reduce, torch.ones(call.pop("length")), group=dist.new_group(), **call)
+        with named(odd):
+            message = _message(mismatched, dist.DistBackendError)
+            assert "bagua:compressed_all_reduce" in message
+            assert "rank 0" in message
+            assert "rank 1" in message
 
 
 @pytest.mark.parametrize("name", compressed.__all__)

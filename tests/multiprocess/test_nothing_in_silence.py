@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hooked_models import emulated_hosts, gradients_of, logged, loss_of, optimizer_for, perceptron, same, take_steps
-from ranks import Pools, on_ranks, run_ranks
+from ranks import Pools, on_new_ranks, on_ranks
 from reference import for_each, named
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -56,37 +56,24 @@ def test_a_wrong_optimizer_on_one_rank_ends_the_registration_on_all() -> None:
         bagua.register_comm_hook(ddp, "bytegrad", wrong)
 
 
-def _refused_on_one_rank(what: str) -> float:
-    """Return how long this rank was in the call."""
-    is_wrong = dist.get_rank() == 1
-    model: Any = DDP(perceptron())
-    algorithm: Any = "bytegrad"
-    given: dict[str, Any] = {}
-    if is_wrong and what == "unknown name":
-        algorithm = "bytegrd"
-    elif is_wrong and what == "no name":
-        algorithm = None
-    elif is_wrong and what == "group":
-        given["process_group"] = {"average": False}
-    elif is_wrong and what == "optimizer of another model":
-        given["optimizer"] = torch.optim.SGD(perceptron().parameters(), lr=0.1)
-    elif is_wrong and what == "swapped":
-        model, algorithm = algorithm, model
-    elif is_wrong:
-        model = model.module
-    begin = time.monotonic()
-    expected = "" if is_wrong else "rank 1 could not register its algorithm"
-    with pytest.raises((TypeError, ValueError), match=expected):
-        bagua.register_comm_hook(model, algorithm, **given)
-    return time.monotonic() - begin
-
-
-@pytest.mark.parametrize(
-    "what", ["unknown name", "no name", "group", "optimizer of another model", "swapped", "not wrapped"]
-)
-def test_what_one_rank_refuses_ends_the_registration_on_all_at_once(what: str) -> None:
-    # Ranks of their own: whether an unwrapped model's group is known depends on which groups there are.
-    assert max(run_ranks(2, _refused_on_one_rank, what)) < 30, "half of the timeout"
+@on_new_ranks(2)  # whether an unwrapped model's group is known depends on which groups there are
+def test_what_one_rank_refuses_ends_the_registration_on_all_at_once() -> None:
+    is_wrong, model = dist.get_rank() == 1, DDP(perceptron())
+    wrong: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "not wrapped": (model.module, "bytegrad", {}),
+        "swapped": ("bytegrad", model, {}),
+        "unknown name": (model, "bytegrd", {}),
+        "no name": (model, None, {}),
+        "group": (model, "bytegrad", {"process_group": {"average": False}}),
+        "optimizer of another model": (model, "bytegrad", {"optimizer": optimizer_for("bytegrad", perceptron())}),
+    }
+    for what, given in wrong.items():
+        first, second, options = given if is_wrong else (model, "bytegrad", {})
+        begin = time.monotonic()
+        expected = "" if is_wrong else "rank 1 could not register its algorithm"
+        with named(what), pytest.raises((TypeError, ValueError), match=expected):
+            bagua.register_comm_hook(first, second, **options)
+        assert time.monotonic() - begin < 30, "half of the timeout"
 
 
 @on_ranks(2)
