@@ -239,32 +239,6 @@ def test_empty_tensors_pass_through_every_collective() -> None:
 
 
 @on_ranks("ranks")
-def test_channels_last_tensors_keep_their_values_in_place() -> None:
-    """DDP hands over parameters in any dense memory format; the values keep their places."""
-    shape = (2, 3, 4, 5)
-    inputs = [one.to(memory_format=torch.channels_last) for one in _from_all(torch.float32, shape)]
-    tensor = inputs[dist.get_rank()].clone()
-    dist.all_reduce(tensor)
-    assert_reduced(tensor, inputs, "SUM")
-    assert tensor.is_contiguous(memory_format=torch.channels_last)
-    tensor = inputs[dist.get_rank()].clone()
-    dist.broadcast(tensor, 0)
-    _exactly(tensor, inputs[0])
-
-
-@on_ranks("ranks")
-def test_contiguous_view_is_changed_and_nothing_around_it() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    storage = torch.full((11,), -1.0)
-    storage[3:8] = rank
-    dist.all_reduce(storage[3:8])
-    assert storage.tolist() == [-1.0] * 3 + [size * (size - 1) / 2] * 5 + [-1.0] * 3
-    received = torch.full((3, size), -1.0)
-    dist.all_gather_into_tensor(received[1], torch.tensor([float(rank)]))
-    assert received.tolist() == [[-1.0] * size, [float(i) for i in range(size)], [-1.0] * size]
-
-
-@on_ranks("ranks")
 def test_nobody_passes_a_barrier_before_all_have_come(tmp_path: Path) -> None:
     for turn in range(3):
         Path(tmp_path, f"{turn}-{dist.get_rank()}").touch()

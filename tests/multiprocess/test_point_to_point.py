@@ -30,20 +30,6 @@ def test_send_between_every_two_ranks() -> None:
             assert torch.equal(received, message)
 
 
-@pytest.mark.cpu_only("NCCL communicators of pairs are made one after another, a ring of them has to be a batch")
-@on_ranks("peers")
-def test_ring_of_isend_and_irecv() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    received = torch.empty(1000)
-    works: list[Any] = [
-        dist.isend(torch.full((1000,), float(rank)), (rank + 1) % size),
-        dist.irecv(received, (rank - 1) % size),
-    ]
-    for work in works:
-        work.wait()
-    assert (received == (rank - 1) % size).all()
-
-
 @pytest.mark.cpu_only("NCCL has no tags")
 @on_ranks("peers")
 def test_tags_match_whatever_the_order() -> None:
@@ -91,22 +77,6 @@ def test_receive_from_anyone_tells_the_source() -> None:
         assert received.item() == source
         sources.add(source)
     assert sources == set(range(1, size))
-
-
-@on_ranks("peers")
-def test_batch_isend_irecv_between_all() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    sent = [torch.full((3, 5), float(size * rank + peer)) for peer in range(size)]
-    received = [torch.full((3, 5), -1.0) for _ in range(size)]
-    operations = []
-    for peer in range(size):
-        if peer != rank:
-            operations.append(dist.P2POp(dist.isend, sent[peer], peer))
-            operations.append(dist.P2POp(dist.irecv, received[peer], peer))
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    for peer in range(size):
-        assert (received[peer] == (-1.0 if peer == rank else size * peer + rank)).all()
 
 
 @on_ranks("peers")
@@ -211,6 +181,22 @@ def test_collectives_pass_messages_that_wait_for_their_receives() -> None:
             assert (received == peer).all()
     for work in works:
         work.wait()
+
+
+@pytest.mark.cpu_only("of Python's objects")
+@on_ranks("peers")
+def test_objects_are_sent_to_one_rank() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    things = [
+        {"rank": peer, "text": "x" * (100 * peer), "nested": [None, (peer, {"n": [peer]})]} for peer in range(size)
+    ]
+    if rank == 0:
+        for peer in range(1, size):
+            dist.send_object_list([things[peer], peer], dst=peer)
+    else:
+        received: list[Any] = [None, None]
+        assert dist.recv_object_list(received, src=0) == 0
+        assert received == [things[rank], rank]
 
 
 def _segments_after_large_messages() -> int:

@@ -105,18 +105,6 @@ def test_a_hook_may_be_made_before_the_process_group(tmp_path: Path) -> None:
 # --- wrong use of the backend ---
 
 
-def test_without_a_launcher_torch_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = []
-    for backend in ("bagua", "gloo"):
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.delenv(name, raising=False)
-        with pytest.raises(ValueError, match="environment variable RANK expected") as error:
-            dist.init_process_group(backend)
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-    assert not dist.is_initialized()
-
-
 @on_ranks(2)
 def test_group_options_are_carried_to_new_groups() -> None:
     for wrong in (object(), {"timeout": 3}):
