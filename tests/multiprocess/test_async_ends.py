@@ -120,19 +120,14 @@ def test_an_algorithm_that_nobody_aborts_ends_with_the_process(tmp_path: Path, b
             assert trace not in output, output
 
 
-def test_groups_that_are_destroyed_because_of_an_exception_wait_for_nobody(tmp_path: Path) -> None:
-    outputs, waited = _ends(_DESTROYS_AFTER_AN_EXCEPTION, tmp_path, exit_codes=(0, 1))
-    assert waited < WAIT_SECONDS
-    assert "still at work" not in outputs[1]
-    assert "algorithm 'async' was still at work on rank 0 when its group was destroyed" in outputs[0]
-
-
-def test_a_rank_that_ends_by_an_exception_waits_for_nobody(tmp_path: Path) -> None:
-    outputs, waited = _ends(_RAISES, tmp_path, exit_codes=(0, 1))
+@pytest.mark.parametrize("body", [_DESTROYS_AFTER_AN_EXCEPTION, _RAISES], ids=["destroys_its_groups", "raises"])
+def test_a_rank_that_ends_by_an_exception_waits_for_nobody(tmp_path: Path, body: str) -> None:
+    outputs, waited = _ends(body, tmp_path, exit_codes=(0, 1))
     assert waited < WAIT_SECONDS
     assert "planted" in outputs[1]
     assert "still at work" not in outputs[1]
-    assert "algorithm 'async' was still at work on rank 0" in outputs[0]
+    when = " when its group was destroyed" if body == _DESTROYS_AFTER_AN_EXCEPTION else ""
+    assert f"algorithm 'async' was still at work on rank 0{when}" in outputs[0]
     assert "handle.abort()" in outputs[0]
 
 

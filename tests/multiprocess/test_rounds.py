@@ -335,8 +335,10 @@ def test_buffers_are_averaged_where_asked_for(rank_pools: Pools, average: bool) 
 def _gradients_stay() -> dict[str, Any]:
     training = begun(Plan(4, 2, delay=1).register, adam, bucket_cap_mb=0.0001)
     for number in range(6):
+        training.optimizer.zero_grad()
+        sim.batch_loss(training.ddp, number, dist.get_rank()).backward()
         assert training.ddp.require_backward_grad_sync
-        training.step(number)
+        training.optimizer.step()
     with pytest.raises(RuntimeError, match="has not seen the forward"):
         training.ddp.forward(torch.zeros(1, 23)).sum().backward()
     return training.handle.stats()
