@@ -130,7 +130,8 @@ def test_wrong_input_of_an_asynchronous_operation() -> None:
     _assert_usable()
 
 
-def _wrong_list_on_the_root() -> None:
+@on_ranks("peers")
+def test_a_wrong_list_on_the_root_is_refused_on_all_ranks() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     root, plain = size - 1, torch.ones(3)
     # The lists: one too short, of another size, of another dtype. The empty tensors have nothing to wait for.
@@ -158,11 +159,8 @@ def _rooted(options: Any, root: int) -> Any:
     return options
 
 
-def test_a_wrong_list_on_the_root_is_refused_on_all_ranks(peers: RankPool) -> None:
-    peers.run(_wrong_list_on_the_root)
-
-
-def _wrong_output_of_a_scatter() -> None:
+@on_ranks("peers")
+def test_a_wrong_output_of_a_scatter_is_refused_on_all_ranks_by_its_root_and_else_on_its_own() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for root, odd in ((size - 1, size - 1), (size - 1, 0), (0, size - 1)):
         output = torch.zeros(6)[::2] if rank == odd else torch.zeros(3)
@@ -181,15 +179,11 @@ def _wrong_output_of_a_scatter() -> None:
         _assert_usable()
 
 
-def test_a_wrong_output_of_a_scatter_is_refused_on_all_ranks_by_its_root_and_else_on_its_own(peers: RankPool) -> None:
-    peers.run(_wrong_output_of_a_scatter)
-
-
 @pytest.mark.parametrize("hosts", ["aba", pytest.param("abc", marks=pytest.mark.long)])
 def test_both_keep_a_group_of_several_hosts_usable(hosts: str) -> None:
     with RankPool(3, env={"BAGUA_HOST_ID": list(hosts)}) as pool:
-        pool.run(_wrong_list_on_the_root)
-        pool.run(_wrong_output_of_a_scatter)
+        pool.run(test_a_wrong_list_on_the_root_is_refused_on_all_ranks)
+        pool.run(test_a_wrong_output_of_a_scatter_is_refused_on_all_ranks_by_its_root_and_else_on_its_own)
 
 
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "gather_into_tensor"), reason="this torch has no gather_into_tensor")
