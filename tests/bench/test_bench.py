@@ -30,7 +30,7 @@ from bagua.bench.pattern import difference, fill, sums, values
 from bagua.bench.report import header, line, verdict
 from bagua.bench.training_step import TrainingStep, algorithm
 from bagua.info.connections import Line
-from ranks import RankPool
+from ranks import on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from two_hosts import hosts_over
 
@@ -241,7 +241,8 @@ def _place(count: int = 3000) -> Place:
     return Place(dist.group.WORLD, torch.device("cpu"), torch.float32, count)
 
 
-def _wrong_results_are_found() -> None:
+@on_ranks("peers")
+def test_wrong_results_of_collectives_are_found() -> None:
     rank = dist.get_rank()
     for name, kind in COLLECTIVES.items():
         case: Collective = kind(_place())
@@ -253,11 +254,8 @@ def _wrong_results_are_found() -> None:
     dist.barrier()
 
 
-def test_wrong_results_of_collectives_are_found(peers: RankPool) -> None:
-    peers.run(_wrong_results_are_found)
-
-
-def _algorithms_that_do_not_communicate_are_found() -> None:
+@on_ranks("peers")
+def test_wrong_results_of_algorithms_are_found() -> None:
     class Nothing:
         algorithm = "decentralized"
 
@@ -271,10 +269,6 @@ def _algorithms_that_do_not_communicate_are_found() -> None:
     assert "the mean is off by" in TrainingStep(_place(), register).check()
     assert "from their mean" in TrainingStep(_place(), register, "Optimizer").check()
     assert algorithm("bytegrad", {"hierarchical": False})(_place()).check() == ""
-
-
-def test_wrong_results_of_algorithms_are_found(peers: RankPool) -> None:
-    peers.run(_algorithms_that_do_not_communicate_are_found)
 
 
 def test_a_line_shows_what_is_wrong_and_what_the_other_backend_lacks() -> None:

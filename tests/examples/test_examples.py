@@ -13,10 +13,9 @@ import pytest
 from bagua.bench.emulated_hosts import NoEmulatedHosts, emulated_hosts
 from made_up_images import write_made_up_images
 from script_ranks import run_script
+from torchrun import check_training, losses_of, output_of_ranks
 
 FOLDER = Path(__file__).parents[2] / "examples"
-# An agent and two ranks import torch, on cores that others use too.
-SECONDS = 300
 sys.path.insert(0, str(FOLDER))
 demo = importlib.import_module("demo")
 COMPRESSED = ["ddp", "with_accelerate", "with_compile", "with_transformers"]
@@ -26,19 +25,7 @@ def _output(name: str, *arguments: str) -> str:
     for package in ("accelerate", "transformers", "lightning"):
         if package in name and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install {package}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    # Each rank is a host by itself, between which examples code.
-    command += ["sh", "-c", 'BAGUA_HOST_ID=host-$RANK exec "$0" "$@"', sys.executable]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, str(FOLDER / f"{name}.py"), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of_ranks(FOLDER / f"{name}.py", *arguments)
 
 
 def _output_of_forked_ranks(name: str, folder: Path, *arguments: str) -> str:
@@ -48,28 +35,18 @@ def _output_of_forked_ranks(name: str, folder: Path, *arguments: str) -> str:
     return run_script(script, 2, folder, *arguments)[0].output
 
 
-def _losses(text: str) -> list[float]:
-    """Those of steps. transformers writes 3.000 as 3, and ends with the mean, train_loss."""
-    return [float(loss) for loss in re.findall(r"(?<!train_)loss'?:? '?(\d+(?:\.\d+)?(?:e[-+]\d+)?)", text)]
-
-
 @pytest.mark.parametrize("name", ["", *(pytest.param(name, marks=pytest.mark.long) for name in COMPRESSED)])
 def test_training_with_compressed_gradients(name: str, tmp_path: Path) -> None:
     text = _output(name) if name else _output_of_forked_ranks(COMPRESSED[0], tmp_path)
-    losses = _losses(text)
-    assert losses[-1] < losses[0] / 2, text
-    figures = re.search(r"([\d,]+) bytes of gradients, ([\d,]+) bytes sent", text)
-    assert figures is not None, text
-    gradients, sent = (int(figure.replace(",", "")) for figure in figures.groups())
     # Two ranks: a byte for every parameter of four, and a few for the ranges.
-    assert 0.25 <= sent / gradients < 0.27
+    check_training(text, (0.25, 0.27))
 
 
 def test_a_training_goes_on_from_what_every_rank_has_saved(tmp_path: Path) -> None:
     first, second = (_output_of_forked_ranks("resume", tmp_path, str(tmp_path)) for _ in range(2))
     assert "step 50: loss" in first
     assert "step 100: loss" in second
-    assert _losses(second)[-1] < _losses(first)[-1], first + second
+    assert losses_of(second)[-1] < losses_of(first)[-1], first + second
     assert {file.name for file in tmp_path.glob("rank-*")} == {"rank-0-of-2.pt", "rank-1-of-2.pt"}
 
 
@@ -85,22 +62,15 @@ def test_ranks_evaluate_the_same_weights_between_rounds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["with_accelerate", "with_transformers"])
 def test_training_in_rounds(name: str) -> None:
     text = _output(name, "--rounds")
-    losses = _losses(text)
-    assert losses[-1] < losses[0] / 2, text
+    check_training(text)
     assert re.search(r"bytes of gradients, [\d,]+ bytes sent", text), text
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["with_fsdp", "with_fsdp --lora", "with_accelerate_fsdp", "lightning_fsdp"])
 def test_training_of_sharded_models(name: str) -> None:
-    text = _output(*name.split())
-    losses = _losses(text)
-    assert losses[-1] < losses[0] / 2, text
-    figures = re.search(r"([\d,]+) bytes of gradients, ([\d,]+) bytes sent", text)
-    assert figures is not None, text
-    gradients, sent = (int(figure.replace(",", "")) for figure in figures.groups())
     # Half of them go to the other rank, a byte for four. What is thin stays exact.
-    assert 0.125 <= sent / gradients < 0.17
+    check_training(_output(*name.split()), (0.125, 0.17))
 
 
 @pytest.mark.long

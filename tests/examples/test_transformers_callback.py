@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights that a Trainer with our callback ends with."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrun import output_of_ranks
 
 # Exchanges of weights are under way at the end, when the Trainer loads the best ones again.
 SCRIPT = """
@@ -113,15 +111,7 @@ def test_a_callback_without_its_trainer_says_what_comes_first(given: Any) -> Non
 def _output(folder: Path, script: str) -> str:
     path = folder / "script.py"
     path.write_text(script.replace("FOLDER", str(folder / "output")))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of_ranks(path, are_hosts=False)
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from typing import Any
 import bagua
 import torch
 import torch.distributed as dist
+from hooked_models import same_everywhere
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -43,10 +44,7 @@ def _train(algorithm: str, group: dist.ProcessGroup) -> None:
     assert handle.stats()["rounds"] > 0
     if algorithm in ("gradient_allreduce", "bytegrad", "qadam", "async"):
         # These leave all ranks with the same weights, async at its abort().
-        flat = torch.cat([p.detach().flatten() for p in ddp.parameters()])
-        others = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, flat, group=group)
-        assert all(torch.equal(other, flat) for other in others)
+        assert same_everywhere(*ddp.parameters(), group=group)
 
 
 def _train_all_then_differ(store: str) -> str:

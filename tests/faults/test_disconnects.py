@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from bagua.bench.emulated_hosts import INTERFACE, Host, NoEmulatedHosts, emulated_hosts
+from bagua.bench.emulated_hosts import Host
 from trouble import SLACK_SECONDS, same_cause, selection
+from two_hosts import hosts_over, set_link
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("cut_off_rank.py")
@@ -27,11 +28,7 @@ GRACE = 4.0
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(emulated_hosts(3))
-        except NoEmulatedHosts as reason:
-            pytest.skip(str(reason))
+    with hosts_over(count=3) as made:
         yield made
 
 
@@ -39,7 +36,7 @@ def hosts() -> Iterator[list[Host]]:
 def _links_are_up(hosts: list[Host]) -> Iterator[None]:
     yield
     for host in hosts:
-        _set_link(host, "up")
+        set_link(host, "up")
 
 
 def _start(
@@ -61,10 +58,6 @@ def _start(
         assert rank.stdout is not None
         assert rank.stdout.readline() == "working\n"
     return ranks
-
-
-def _set_link(host: Host, state: str) -> None:
-    subprocess.run(["ip", "-n", host.namespace, "link", "set", INTERFACE, state], check=True)
 
 
 def _ends(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
@@ -102,9 +95,9 @@ def _messages(texts: Sequence[str], before: float) -> list[str]:
 def test_a_network_that_is_gone_for_a_while_costs_only_time(workload: str, hosts: list[Host]) -> None:
     ranks = _start(hosts, 4.0, LONG_TIMEOUT, workload)
     with _killed_at_the_end(ranks):
-        _set_link(hosts[1], "down")
+        set_link(hosts[1], "down")
         time.sleep(1.0)
-        _set_link(hosts[1], "up")
+        set_link(hosts[1], "up")
         texts = _ends(ranks)
     assert texts == ["done\n"] * len(hosts)
 
@@ -115,7 +108,7 @@ def test_a_host_that_loses_its_network_is_an_error_at_the_timeout_on_both_sides(
 ) -> None:
     ranks = _start(hosts, 600.0, workload=workload)
     with _killed_at_the_end(ranks):
-        _set_link(hosts[2], "down")
+        set_link(hosts[2], "down")
         begun = time.monotonic()
         texts = _ends(ranks)
     messages = _messages(texts, begun + TIMEOUT + GRACE + SLACK_SECONDS)
@@ -128,10 +121,10 @@ def test_a_host_that_loses_its_network_is_an_error_at_the_timeout_on_both_sides(
 def test_an_outage_longer_than_the_timeout_is_an_error_of_all_ranks(workload: str, hosts: list[Host]) -> None:
     ranks = _start(hosts, 600.0, workload=workload)
     with _killed_at_the_end(ranks):
-        _set_link(hosts[2], "down")
+        set_link(hosts[2], "down")
         begun = time.monotonic()
         time.sleep(TIMEOUT + 0.5)
-        _set_link(hosts[2], "up")
+        set_link(hosts[2], "up")
         texts = _ends(ranks)
     messages = _messages(texts, begun + TIMEOUT + GRACE + SLACK_SECONDS)
     cause = same_cause(messages[:2])
@@ -174,7 +167,7 @@ def test_a_rank_finds_the_store_again_after_a_reset(hosts: list[Host]) -> None:
     ranks = _start(hosts, 600.0)
     with _killed_at_the_end(ranks):
         assert _tell(ranks[1], "reset connections to the store") > 0
-        _set_link(hosts[2], "down")
+        set_link(hosts[2], "down")
         texts = _ends(ranks)
     # It tells and hears of what only the store can have told.
     messages = [text.split(" ", 2)[2].strip() for text in texts[:2]]

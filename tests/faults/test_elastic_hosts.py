@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from bagua.bench.emulated_hosts import INTERFACE, Host, NoEmulatedHosts, emulated_hosts
+from bagua.bench.emulated_hosts import Host
+from two_hosts import hosts_over, set_link
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on"),
@@ -74,26 +75,18 @@ class _Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[_Job]:
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(emulated_hosts(3))
-        except NoEmulatedHosts as reason:
-            pytest.skip(str(reason))
+    with hosts_over(count=3) as hosts, contextlib.ExitStack() as stack:
         job = _Job(hosts, tmp_path)
         stack.callback(job.kill)
         job.wait_until(lambda: all(job.steps(number) for number in range(len(hosts))))
         yield job
 
 
-def _set_link(host: Host, state: str) -> None:
-    subprocess.run(["ip", "-n", host.namespace, "link", "set", INTERFACE, state], check=True)
-
-
 def test_others_go_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back(job: _Job) -> None:
-    _set_link(job.hosts[2], "down")
+    set_link(job.hosts[2], "down")
     job.wait_for_steps(0, size=2, count=5)
     steps_alone = len(job.steps(2))
-    _set_link(job.hosts[2], "up")
+    set_link(job.hosts[2], "up")
     job.wait_for_steps(0, size=3, count=5)
     # It has not trained by itself meanwhile.
     assert all(size == 3 for _, size in job.steps(2)[:steps_alone])
@@ -102,9 +95,9 @@ def test_others_go_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back
 
 
 def test_a_host_that_is_cut_off_for_some_seconds_stays_a_member(job: _Job) -> None:
-    _set_link(job.hosts[2], "down")
+    set_link(job.hosts[2], "down")
     time.sleep(5)
-    _set_link(job.hosts[2], "up")
+    set_link(job.hosts[2], "up")
     job.wait_for_steps(0, size=3, count=5)
     first, *others = job.end()
     assert others == [first] * 2

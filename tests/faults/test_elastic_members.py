@@ -23,7 +23,7 @@ from bagua.elastic import Members, heal
 from holdings import holdings, wait_for
 from members import HOOKS, model
 from members import Members as Changing
-from ranks import run_ranks
+from ranks import on_new_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trouble import store
@@ -236,17 +236,14 @@ def test_states_of_every_kind_come_back_as_they_were() -> None:
     assert len(tensors) == 5
 
 
-def _heal_another() -> None:
+@on_new_ranks(2)
+def test_a_newcomer_with_another_model_is_refused_on_all_ranks() -> None:
     changing = Changing()
     changing.become(changing.me)
     ddp = DDP(nn.Linear(8, 4 + changing.me))
     changing.become(0, 1)
     with pytest.raises(ValueError, match=r"(?s)cannot train together.*\[4, 8\].*\[5, 8\]"):
         heal(ddp, torch.optim.SGD(ddp.parameters(), 0.1), step=changing.me)
-
-
-def test_a_newcomer_with_another_model_is_refused_on_all_ranks() -> None:
-    run_ranks(2, _heal_another)
 
 
 _SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"

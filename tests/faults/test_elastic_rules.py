@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +19,12 @@ from bagua._progress import Progress, Stage
 from bagua.elastic import Members, Training
 from elastic_ranks import join, weights_of
 from holdings import wait_for
+from hooked_models import same_everywhere
 from members import Members as Changing
 from members import model
-from ranks import run_ranks
-from torch import Tensor
+from ranks import on_new_ranks, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import die, store
+from trouble import TRANSPORTS, die, store
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 SIZE = 3
@@ -89,8 +89,7 @@ def _seconds_to_go_on() -> float:
 
 
 def test_others_go_on_within_a_second_of_a_death_between_hosts() -> None:
-    hosts = {"BAGUA_HOST_ID": [f"host-{rank}" for rank in range(SIZE)]}
-    *others, _ = run_ranks(SIZE, _seconds_to_go_on, env=hosts, dying={LAST})
+    *others, _ = run_ranks(SIZE, _seconds_to_go_on, env=TRANSPORTS["between-hosts"], dying={LAST})
     assert max(others) < 1
 
 
@@ -111,7 +110,8 @@ def _fail_always(training: Training, me: int, shared: dist.Store) -> None:
         raise dist.DistBackendError("of the user's code")
 
 
-def _fails() -> None:
+@on_new_ranks(SIZE)
+def test_an_error_that_comes_again_and_again_without_a_death_is_raised() -> None:
     me, shared = dist.get_rank(), store()
     with pytest.raises(dist.DistBackendError, match="of the user's code") as raised:
         _train(1000, _fail_always)
@@ -119,10 +119,6 @@ def _fails() -> None:
     shared.add("over", 1)
     assert me != 0 or wait_for(lambda: shared.add("over", 0) == SIZE, 30)
     assert raised.tb is not None
-
-
-def test_an_error_that_comes_again_and_again_without_a_death_is_raised() -> None:
-    run_ranks(SIZE, _fails)
 
 
 def _step_until(
@@ -167,13 +163,19 @@ def test_a_newcomer_of_another_algorithm_is_told_so_and_the_members_go_on() -> N
     assert size == SIZE - 1
 
 
-def _half_healed() -> list[Progress]:
+def _unequal(others: Sequence[Any] = ()) -> tuple[int, DDP, TrainingState]:
+    """Become one of two members, each with weights of its own."""
     changing = Changing()
     changing.become(changing.me)
     ddp = DDP(model(seed=changing.me))
-    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
+    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, list(others))
     changing.become(0, 1)
-    before = Progress(5 if changing.me == 0 else 3, Stage.DONE)
+    return changing.me, ddp, state
+
+
+def _half_healed() -> list[Progress]:
+    me, ddp, state = _unequal()
+    before = Progress(5 if me == 0 else 3, Stage.DONE)
     found = []
 
     def fail(*_: Any) -> None:
@@ -186,7 +188,7 @@ def _half_healed() -> list[Progress]:
     found.append(state.progress)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp.module, "load_state_dict", fail)
-        if changing.me == 1:
+        if me == 1:
             with pytest.raises(dist.DistBackendError, match="fails here"):
                 state.heal(before, timedelta(seconds=20))
         else:
@@ -203,37 +205,23 @@ def test_after_a_transfer_that_failed_a_rank_counts_the_steps_of_the_weights_tha
     ]
 
 
-def _only_a_part() -> None:
-    changing = Changing()
-    changing.become(changing.me)
-    ddp = DDP(model(seed=changing.me))
-    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
-    changing.become(0, 1)
-    progress = _healing.A_PART if changing.me == 0 else Progress(-1, Stage.DONE)
+@on_new_ranks(2)
+def test_where_only_parts_of_the_weights_are_left_nobody_trains_on_from_them() -> None:
+    me, _, state = _unequal()
+    progress = _healing.A_PART if me == 0 else Progress(-1, Stage.DONE)
     with pytest.raises(RuntimeError, match="all members that had all weights have died"):
         state.heal(progress, timedelta(seconds=20))
 
 
-def test_where_only_parts_of_the_weights_are_left_nobody_trains_on_from_them() -> None:
-    run_ranks(2, _only_a_part)
-
-
-def _heal_unequal() -> Tensor:
-    changing = Changing()
-    changing.become(changing.me)
-    ddp = DDP(model(seed=changing.me))
-    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [])
-    changing.become(0, 1)
-    state.heal(Progress(3, Stage.DONE), timedelta(seconds=20), are_weights_equal=True)
-    return torch.cat([p.detach().flatten() for p in ddp.parameters()])
-
-
+@on_new_ranks(2)
 def test_weights_that_differ_after_the_same_steps_are_made_equal() -> None:
-    first, second = run_ranks(2, _heal_unequal)
-    assert torch.equal(first, second)
+    _, ddp, state = _unequal()
+    state.heal(Progress(3, Stage.DONE), timedelta(seconds=20), are_weights_equal=True)
+    assert same_everywhere(*ddp.parameters())
 
 
-def _refused() -> None:
+@on_new_ranks(1)
+def test_what_cannot_go_on_with_other_members_is_refused() -> None:
     _, _, members = join(at_least=1)
     with members:
         network = model()
@@ -253,10 +241,6 @@ def _refused() -> None:
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_what_cannot_go_on_with_other_members_is_refused() -> None:
-    run_ranks(1, _refused)
-
-
 class _Count:
     """A state beside model and optimizer."""
 
@@ -271,45 +255,31 @@ class _Count:
         self.count = state["count"]
 
 
-def _heal_others(former_group: int) -> tuple[Tensor, int]:
-    changing = Changing()
-    changing.become(changing.me)
-    ddp = DDP(model(seed=changing.me))
-    count = _Count(changing.me)
-    state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, [count])
-    changing.become(0, 1)
+@pytest.mark.parametrize("former_group", [0, 7], ids=["of one group", "of two"])
+@on_new_ranks(2)
+def test_states_beside_the_model_are_made_equal_and_weights_whose_steps_were_taken_in_another_group(
+    former_group: int,
+) -> None:
+    count = _Count(dist.get_rank())
+    me, ddp, state = _unequal([count])
     progress = Progress(3, Stage.DONE)
-    group = former_group + changing.me if former_group else 0
+    group = former_group + me if former_group else 0
     assert state.heal(progress, timedelta(seconds=20), former_group=group) == progress
-    return torch.cat([p.detach().flatten() for p in ddp.parameters()]), count.count
-
-
-def test_states_beside_the_model_are_made_equal_and_weights_of_the_same_group_are_left() -> None:
-    (first, count), (second, other_count) = run_ranks(2, _heal_others, 0)
-    assert count == other_count == 0
-    assert not torch.equal(first, second)
-
-
-def test_steps_that_were_taken_in_another_group_are_dropped() -> None:
-    (first, _), (second, _) = run_ranks(2, _heal_others, 7)
-    assert torch.equal(first, second)
+    assert count.count == 0
+    assert same_everywhere(*ddp.parameters()) == (former_group > 0)
 
 
 def test_what_cannot_be_told_apart_by_its_numbers_has_another_digest() -> None:
-    tensors = [
-        torch.tensor([1.0, 2.0]),
-        torch.tensor([2.0, 1.0]),
-        torch.zeros(2),
-        torch.zeros(2, 0),
-        torch.tensor(1 - 2j),
-    ]
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.zeros(2), torch.zeros(2, 0)]
+    tensors += [torch.tensor(1 - 2j)]
     tensors += [torch.zeros(5000), torch.cat([torch.zeros(4999), torch.ones(1)]), torch.ones(3, dtype=torch.bfloat16)]
     tensors += [torch.cat([torch.ones(1), torch.zeros(4999)]), torch.ones(7, dtype=torch.float8_e5m2)]
     digests = [_healing._digest([tensor]) for tensor in tensors]
     assert len(set(digests)) == len(tensors)
 
 
-def _unpicklable() -> None:
+@on_new_ranks(1)
+def test_a_state_that_others_could_not_be_given_is_an_error_before_they_need_it() -> None:
     _, _, members = join(at_least=1)
     with members:
         network = model()
@@ -317,10 +287,6 @@ def _unpicklable() -> None:
         others = [torch.optim.lr_scheduler.StepLR(optimizer, 1), _Count(lambda: 0)]  # type: ignore[arg-type]
         with pytest.raises(Exception, match=r"full\(\)"):
             members.train(DDP(network), optimizer, others=others)
-
-
-def test_a_state_that_others_could_not_be_given_is_an_error_before_they_need_it() -> None:
-    run_ranks(1, _unpicklable)
 
 
 def _fail_while_the_store_is_stopped(members: Members, port: int) -> None:

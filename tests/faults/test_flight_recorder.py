@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from script_ranks import run_script
 from trouble import TRANSPORTS, VICTIM, captured_stderr, die, expect_error, fail_without_the_victim, store, warm_up
 
 SIZE = 3
@@ -128,11 +129,11 @@ def test_the_bucket_in_which_a_peer_has_died_is_written_and_logged(tmp_path: Pat
 
 
 ENDING = """
-import os, signal, sys
+import os, signal
 from datetime import timedelta
 import torch, torch.distributed as dist
-rank, path = int(sys.argv[1]), sys.argv[2]
-store = dist.FileStore(path, 2)
+rank = int(os.environ["RANK"])
+store = dist.FileStore(os.environ["STORE"], 2)
 dist.init_process_group("bagua", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
 dist.all_reduce(torch.ones(4))
 if rank == 1:
@@ -142,20 +143,8 @@ dist.all_reduce(torch.ones(5))
 
 
 def test_a_process_that_ends_with_the_error_has_written_its_file(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "trace_")}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDING, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    output, _ = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert ranks[0].returncode == 1, output
-    assert "DistBackendError: bagua:all_reduce #1 (Float[5], sum) on rank 0 of 2" in output
+    end, _ = run_script(ENDING, 2, tmp_path, env={"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "trace_")}, codes=[1, -9])
+    assert "DistBackendError: bagua:all_reduce #1 (Float[5], sum) on rank 0 of 2" in end.output
     entries = pickle.loads((tmp_path / "trace_0").read_bytes())["entries"]
     assert [entry["input_sizes"] for entry in entries] == [[[4]], [[5]]]
     assert [entry["state"] for entry in entries] == ["completed", "started"]

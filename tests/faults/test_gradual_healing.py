@@ -16,7 +16,7 @@ from holdings import wait_for
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import die
+from trouble import TRANSPORTS, die
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 SIZE = 3
@@ -54,7 +54,7 @@ def _state_of(training: Training, optimizer: torch.optim.Optimizer) -> list[Tens
     return [value for value in state if isinstance(value, Tensor)]
 
 
-def _train(algorithm: str, optimizer_name: str, *, with_newcomer: bool) -> dict[str, Any]:
+def _train(algorithm: str, optimizer_name: str) -> dict[str, Any]:
     me, shared, members = join(at_least=1 if dist.get_rank() == LAST else LAST)
     found: dict[str, Any] = {}
     if me == LAST:
@@ -66,9 +66,9 @@ def _train(algorithm: str, optimizer_name: str, *, with_newcomer: bool) -> dict[
         found["joined_at"] = training.step
         found["healed"] = []
         while training.step < END:
-            if training.step == BEGIN and with_newcomer:
+            if training.step == BEGIN:
                 shared.set("come", "")
-            if training.step >= BEGIN and with_newcomer:
+            if training.step >= BEGIN:
                 # The step in which the newcomer is seen is another one each time, what follows from it is not.
                 _wait_for_newcomer(training)
             with training.attempt():
@@ -98,8 +98,7 @@ def _step(training: Training, optimizer: torch.optim.Optimizer, me: int) -> None
 
 @pytest.mark.parametrize(("algorithm", "optimizer"), [("gradient_allreduce", "AdamW"), ("bytegrad", "SGD")])
 def test_a_newcomer_is_healed_beside_the_training_bit_for_bit(algorithm: str, optimizer: str) -> None:
-    between_hosts = {"BAGUA_HOST_ID": [f"host-{rank}" for rank in range(SIZE)]}
-    first, second, newcomer = run_ranks(SIZE, _train_all, algorithm, optimizer, env=between_hosts)
+    first, second, newcomer = run_ranks(SIZE, _train, algorithm, optimizer, env=TRANSPORTS["between-hosts"])
     assert newcomer["joined_at"] >= BEGIN
     # It has taken many steps with weights of which some were still to come.
     assert len(newcomer["healed"]) >= 5
@@ -108,10 +107,6 @@ def test_a_newcomer_is_healed_beside_the_training_bit_for_bit(algorithm: str, op
     for other in (second, newcomer):
         assert torch.equal(first["weights"], other["weights"])
         assert all(torch.equal(one, another) for one, another in zip(first["state"], other["state"], strict=True))
-
-
-def _train_all(algorithm: str, optimizer: str) -> dict[str, Any]:
-    return _train(algorithm, optimizer, with_newcomer=True)
 
 
 def _until_healed(is_alone: bool) -> Tensor:

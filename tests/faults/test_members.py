@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from holdings import holdings, wait_for
+from hooked_models import same_everywhere
 from members import HOOKS, Members, Training
-from ranks import run_ranks
+from ranks import on_new_ranks, run_ranks
 from torch import Tensor
 from trouble import TRANSPORTS, die
 
@@ -93,18 +94,16 @@ def test_a_group_changes_its_members_in_any_order_and_after_an_abort_or_a_failur
     assert {seen[2][0] for seen in results} == {0, 1, 2}
 
 
-def _have_no_members() -> None:
+@on_new_ranks(1)
+def test_a_group_for_several_ranks_waits_for_reconfigure() -> None:
     dist.destroy_process_group()
     dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=2, enable_reconfigure=True)
     with pytest.raises(RuntimeError, match=r"no members before the first reconfigure\(\)"):
         dist.barrier()
 
 
-def test_a_group_for_several_ranks_waits_for_reconfigure() -> None:
-    run_ranks(1, _have_no_members)
-
-
-def _refuse() -> None:
+@on_new_ranks(2)
+def test_handles_that_make_no_group_are_refused_and_so_is_a_uuid_that_was_used() -> None:
     members = Members()
     own, other = members.handles[members.me], members.handles[1 - members.me]
     wrong: Mapping[str, tuple[Sequence[str], type[Exception]]] = {
@@ -121,10 +120,6 @@ def _refuse() -> None:
     with pytest.raises(RuntimeError, match="already used"):
         members.become(members.me)
     dist.destroy_process_group()
-
-
-def test_handles_that_make_no_group_are_refused_and_so_is_a_uuid_that_was_used() -> None:
-    run_ranks(2, _refuse)
 
 
 def _lose_one(algorithm: str) -> tuple[Tensor, list[int]]:
@@ -205,20 +200,18 @@ def test_a_newcomer_trains_on_with_the_others(algorithm: str) -> None:
         assert any(results[0][2]["outer_momentum.0"])
 
 
-def _remembers_the_optimizer() -> set[str]:
+@on_new_ranks(SIZE)
+def test_among_other_members_error_feedback_goes_by_the_same_optimizer() -> None:
     members = Members()
     training = Training(members, "quantized_allreduce")
     members.become(0, 1, LAST)
     for number in range(2):
         training.step(number)
-    return {name.split(".")[1] for name in training.handle.state_dict()["state"]}
+    assert {name.split(".")[1] for name in training.handle.state_dict()["state"]} == {"2bit"}
 
 
-def test_among_other_members_error_feedback_goes_by_the_same_optimizer() -> None:
-    assert run_ranks(SIZE, _remembers_the_optimizer, env=TRANSPORTS["in-host"]) == [{"2bit"}] * SIZE
-
-
-def _join_with_another() -> None:
+@on_new_ranks(SIZE)
+def test_members_whose_hooks_differ_are_told_at_their_first_bucket() -> None:
     members = Members()
     training = Training(members, "bytegrad" if members.me == LAST else "gradient_allreduce")
     members.become(0, 1, 2)
@@ -226,11 +219,8 @@ def _join_with_another() -> None:
         training.backward(0)
 
 
-def test_members_whose_hooks_differ_are_told_at_their_first_bucket() -> None:
-    run_ranks(SIZE, _join_with_another)
-
-
-def _lose_its_pair() -> Tensor:
+@on_new_ranks(SIZE)
+def test_where_an_algorithm_cannot_go_on_all_members_say_so_and_are_equal_once_it_is_removed() -> None:
     members = Members()
     training = Training(members, "decentralized", hierarchical=False, peer_selection_mode="shift_one")
     if members.me != LAST:
@@ -245,12 +235,7 @@ def _lose_its_pair() -> Tensor:
         with pytest.raises(ValueError, match="needs an even number of them, got 3"):
             training.backward(3)
     training.handle.remove()
-    return training.weights()
-
-
-def test_where_an_algorithm_cannot_go_on_all_members_say_so_and_are_equal_once_it_is_removed() -> None:
-    first, *others = run_ranks(SIZE, _lose_its_pair)
-    assert all(torch.equal(first, other) for other in others)
+    assert same_everywhere(training.weights())
 
 
 def _wait_in_vain() -> tuple[float, float]:

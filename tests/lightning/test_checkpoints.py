@@ -3,7 +3,6 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import lightning_runs as runs
 import pytest
@@ -11,10 +10,13 @@ import torch
 import torch.distributed as dist
 from bagua.lightning import BaguaStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import RankPool
+from ranks import on_ranks
 
 
-def _resumes(algorithm: str, path: str) -> None:
+@pytest.mark.parametrize("algorithm", runs.DETERMINISTIC)
+@on_ranks("pair")
+def test_resume_from_a_checkpoint_saved_after_training(tmp_path: Path, algorithm: str) -> None:
+    path = str(tmp_path / "end.ckpt")
     runs.fit(algorithm, max_epochs=1).save_checkpoint(path)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the checkpoint ")
@@ -24,12 +26,10 @@ def _resumes(algorithm: str, path: str) -> None:
     runs.assert_same_bits(runs.weights_of(continued.lightning_module), expected)
 
 
-@pytest.mark.parametrize("algorithm", runs.DETERMINISTIC)
-def test_resume_from_a_checkpoint_saved_after_training(pair: RankPool, tmp_path: Path, algorithm: str) -> None:
-    pair.run(_resumes, algorithm, str(tmp_path / "end.ckpt"))
-
-
-def _resumes_from_a_callbacks(algorithm: str, folder: str) -> None:
+@pytest.mark.parametrize("algorithm", ["decentralized", "qadam", "powersgd", "diloco"])
+@on_ranks("pair")
+def test_resume_from_a_checkpoint_saved_during_training(tmp_path: Path, algorithm: str) -> None:
+    folder = str(tmp_path)
     saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     runs.fit(algorithm, max_epochs=3, enable_checkpointing=True, callbacks=[saves])
     continued = runs.fit(algorithm, max_epochs=3, ckpt_path=f"{folder}/epoch=1.ckpt")
@@ -38,12 +38,9 @@ def _resumes_from_a_callbacks(algorithm: str, folder: str) -> None:
     runs.assert_same_bits(runs.weights_of(continued.lightning_module), expected)
 
 
-@pytest.mark.parametrize("algorithm", ["decentralized", "qadam", "powersgd", "diloco"])
-def test_resume_from_a_checkpoint_saved_during_training(pair: RankPool, tmp_path: Path, algorithm: str) -> None:
-    pair.run(_resumes_from_a_callbacks, algorithm, str(tmp_path))
-
-
-def _holds_what_differs(path: str) -> None:
+@on_ranks("pair")
+def test_checkpoint_holds_weights_of_every_rank_where_they_differ(tmp_path: Path) -> None:
+    path = str(tmp_path / "low.ckpt")
     trainer = runs.fit("low_precision_decentralized")
     trainer.save_checkpoint(path)
     weights = runs.everyones(runs.weights_of(trainer.lightning_module))
@@ -55,18 +52,12 @@ def _holds_what_differs(path: str) -> None:
     assert any(name.startswith("replica.") for name in second["state"])
 
 
-def test_checkpoint_holds_weights_of_every_rank_where_they_differ(pair: RankPool, tmp_path: Path) -> None:
-    pair.run(_holds_what_differs, str(tmp_path / "low.ckpt"))
-
-
-def _holds_no_copies(path: str) -> None:
+@on_ranks("pair")
+def test_checkpoint_holds_one_copy_of_weights_that_are_the_same(tmp_path: Path) -> None:
+    path = str(tmp_path / "qadam.ckpt")
     runs.fit("qadam").save_checkpoint(path)
     ranks = torch.load(path, weights_only=True)["bagua"]["ranks"]
     assert [rank.keys() for rank in ranks] == [{"state", "layout", "step", "guard"}] * 2
-
-
-def test_checkpoint_holds_one_copy_of_weights_that_are_the_same(pair: RankPool, tmp_path: Path) -> None:
-    pair.run(_holds_no_copies, str(tmp_path / "qadam.ckpt"))
 
 
 class _Start(runs.Module):
@@ -74,7 +65,9 @@ class _Start(runs.Module):
         self.start = runs.weights_of(self)
 
 
-def _continues_from_rank_0(path: str, **options: Any) -> None:
+@on_ranks("pair")
+def test_save_every_rank_false_holds_rank_0_only(tmp_path: Path) -> None:
+    path = str(tmp_path / "first.ckpt")
     strategy = BaguaStrategy("decentralized", save_every_rank=False, hierarchical=False)
     trainer = runs.quiet_trainer(strategy)
     trainer.fit(runs.Module(), runs.loader())
@@ -88,11 +81,17 @@ def _continues_from_rank_0(path: str, **options: Any) -> None:
     assert len(continued.losses) == runs.STEPS_PER_EPOCH
 
 
-def test_save_every_rank_false_holds_rank_0_only(pair: RankPool, tmp_path: Path) -> None:
-    pair.run(_continues_from_rank_0, str(tmp_path / "first.ckpt"))
-
-
-def _starts_afresh(path: str, how: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("bytegrad", "was written with algorithm 'decentralized'"),
+        ("decentralized", "was written with the options {"),
+        ("ranks", "was written by 1 ranks"),
+    ],
+)
+@on_ranks("pair")
+def test_another_run_starts_from_rank_0_with_a_warning(tmp_path: Path, how: str, expected: str) -> None:
+    path = str(tmp_path / "other.ckpt")
     runs.fit("decentralized").save_checkpoint(path)
     if how == "ranks" and dist.get_rank() == 0:
         checkpoint = torch.load(path, weights_only=True)
@@ -113,18 +112,6 @@ def _starts_afresh(path: str, how: str, expected: str) -> None:
     assert len(continued.losses) == runs.STEPS_PER_EPOCH
 
 
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("bytegrad", "was written with algorithm 'decentralized'"),
-        ("decentralized", "was written with the options {"),
-        ("ranks", "was written by 1 ranks"),
-    ],
-)
-def test_another_run_starts_from_rank_0_with_a_warning(pair: RankPool, tmp_path: Path, how: str, expected: str) -> None:
-    pair.run(_starts_afresh, str(tmp_path / "other.ckpt"), how, expected)
-
-
 class _Rounds(runs.Module):
     rounds = 0
 
@@ -135,7 +122,9 @@ class _Rounds(runs.Module):
         self.rounds = self.trainer.strategy.handle.stats()["rounds"]  # type: ignore[attr-defined]
 
 
-def _communicates_again(folder: str) -> None:
+@on_ranks("pair")
+def test_async_communicates_again_after_a_checkpoint_written_in_a_pause(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     # Written while validation has communication paused, and read where no validation ends a pause.
     saves = ModelCheckpoint(folder, filename="paused", save_on_train_epoch_end=False)
     strategy = BaguaStrategy("async", sync_interval_ms=1)
@@ -151,11 +140,9 @@ def _communicates_again(folder: str) -> None:
     assert continued.rounds > 0
 
 
-def test_async_communicates_again_after_a_checkpoint_written_in_a_pause(pair: RankPool, tmp_path: Path) -> None:
-    pair.run(_communicates_again, str(tmp_path))
-
-
-def _continues_stock(path: str) -> None:
+@on_ranks("pair")
+def test_checkpoints_are_exchanged_with_stock_ddp(tmp_path: Path) -> None:
+    path = str(tmp_path / "stock.ckpt")
     trainer = runs.quiet_trainer("ddp")
     trainer.fit(runs.Module(), runs.loader())
     trainer.save_checkpoint(path)
@@ -169,14 +156,8 @@ def _continues_stock(path: str) -> None:
     assert stock.global_step == 2 * runs.STEPS_PER_EPOCH
 
 
-def test_checkpoints_are_exchanged_with_stock_ddp(pair: RankPool, tmp_path: Path) -> None:
-    pair.run(_continues_stock, str(tmp_path / "stock.ckpt"))
-
-
-def _saves_weights_only(path: str) -> None:
+@on_ranks("pair")
+def test_checkpoint_of_the_weights_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "weights.ckpt")
     runs.fit("decentralized").save_checkpoint(path, weights_only=True)
     assert "bagua" not in torch.load(path, weights_only=True)
-
-
-def test_checkpoint_of_the_weights_alone(pair: RankPool, tmp_path: Path) -> None:
-    pair.run(_saves_weights_only, str(tmp_path / "weights.ckpt"))

@@ -4,7 +4,6 @@
 import csv
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_up_images import write_made_up_images
+from script_ranks import free_port
 
 pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install lightning")
 
@@ -32,16 +32,10 @@ def _figures(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @pytest.mark.long
 def test_torchrun_on_two_hosts_with_pytorch_lightning(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port()), "--node-rank"]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
     script = str(FOLDER / "train_script.py")
     nodes = [
         subprocess.Popen(

@@ -18,7 +18,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from ranks import RankPool, on_ranks
+from ranks import on_ranks
+from reference import named
 from torch import Tensor
 from torch.distributed import ReduceOp
 from troubleshooting import is_explained
@@ -136,13 +137,6 @@ def _strategy() -> Any:
     return runs.quiet_trainer("bagua").strategy
 
 
-def _reduces(op: Any, values: list[float], expected: float, dtype: torch.dtype) -> None:
-    strategy = _strategy()
-    tensor = torch.tensor([values[strategy.global_rank]], dtype=dtype)
-    assert strategy.reduce(tensor, reduce_op=op) is tensor
-    assert tensor.item() == expected
-
-
 REDUCTIONS: list[tuple[Any, float]] = [
     *[(op, 4.5) for op in (None, "mean", "avg", ReduceOp.AVG)],
     *[(op, 9) for op in ("sum", ReduceOp.SUM)],
@@ -150,17 +144,18 @@ REDUCTIONS: list[tuple[Any, float]] = [
     *[(op, 3) for op in ("min", ReduceOp.MIN)],
     *[(op, 6) for op in ("max", ReduceOp.MAX)],
 ]
-BITWISE = [(ReduceOp.BAND, 2), (ReduceOp.BOR, 7), (ReduceOp.BXOR, 5)]
+OF_INTEGERS: list[tuple[Any, int]] = [(ReduceOp.BAND, 2), (ReduceOp.BOR, 7), (ReduceOp.BXOR, 5), ("mean", 4)]
 
 
-@pytest.mark.parametrize(("op", "expected"), REDUCTIONS, ids=[str(op) for op, _ in REDUCTIONS])
-def test_reduce_maps_operations(pair: RankPool, op: Any, expected: float) -> None:
-    pair.run(_reduces, op, [3, 6], expected, torch.float32)
-
-
-@pytest.mark.parametrize(("op", "expected"), [*BITWISE, ("mean", 4)], ids=str)
-def test_reduce_of_integers(pair: RankPool, op: Any, expected: int) -> None:
-    pair.run(_reduces, op, [3, 6], expected, torch.int64)
+@on_ranks("pair")
+def test_reduce_maps_operations() -> None:
+    strategy = _strategy()
+    cases = [*((*case, torch.float32) for case in REDUCTIONS), *((*case, torch.int64) for case in OF_INTEGERS)]
+    for op, expected, dtype in cases:
+        with named(op, dtype):
+            tensor = torch.tensor([[3, 6][strategy.global_rank]], dtype=dtype)
+            assert strategy.reduce(tensor, reduce_op=op) is tensor
+            assert tensor.item() == expected
 
 
 @pytest.mark.parametrize("op", ["SUM", "product", "nope", 0, [], ReduceOp.PREMUL_SUM], ids=str)
@@ -231,16 +226,14 @@ def test_without_a_process_group_nothing_is_waited_for() -> None:
     assert strategy.broadcast("it") == "it"
 
 
-def _callback_needs(folder: str) -> None:
+@on_ranks("pair")
+def test_callback_says_what_it_needs(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     trainer = runs.quiet_trainer("ddp", callbacks=[BaguaStatsCallback()], logger=CSVLogger(folder))
     with pytest.raises(MisconfigurationException, match="needs Trainer"):
         trainer.fit(runs.Module(), runs.loader())
     with pytest.raises(MisconfigurationException, match="logger=False"):
         runs.quiet_trainer("bagua", callbacks=[BaguaStatsCallback()]).fit(runs.Module(), runs.loader())
-
-
-def test_callback_says_what_it_needs(pair: RankPool, tmp_path: Path) -> None:
-    pair.run(_callback_needs, str(tmp_path))
 
 
 def test_a_lightning_of_another_interface_is_refused() -> None:

@@ -12,7 +12,7 @@ from bagua.lightning import BaguaStrategy
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import RankPool, on_ranks
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -237,11 +237,8 @@ def test_async_pauses_for_validation_and_ends_with_equal_weights() -> None:
     runs.assert_same_bits(first, second)
 
 
-def test_the_hook_is_one_of_ours(pair: RankPool) -> None:
-    pair.run(_has_a_handle)
-
-
-def _has_a_handle() -> None:
+@on_ranks("pair")
+def test_the_hook_is_one_of_ours() -> None:
     module = runs.Module()
     handles: list[bagua.Handle] = []
     module.on_train_batch_end = lambda *_: handles.append(module.trainer.strategy.handle)  # type: ignore
@@ -250,7 +247,8 @@ def _has_a_handle() -> None:
     assert (stats["algorithm"], stats["steps"]) == ("bytegrad", runs.STEPS_PER_EPOCH)
 
 
-def _factors_of_rescaling() -> list[float]:
+@on_ranks("pair")
+def test_residuals_follow_the_loss_scale_of_lightning() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     strategy = BaguaStrategy("powersgd", precision_plugin=MixedPrecision("16-mixed", "cpu", scaler=scaler))
     factors: list[float] = []
@@ -261,8 +259,4 @@ def _factors_of_rescaling() -> list[float]:
             strategy.handle.rescale = factors.append  # type: ignore[method-assign]
 
     runs.quiet_trainer(strategy, callbacks=[Recorder()]).fit(runs.Module(), runs.loader())
-    return factors
-
-
-def test_residuals_follow_the_loss_scale_of_lightning(pair: RankPool) -> None:
-    assert pair.run(_factors_of_rescaling) == [[2.0] * (runs.STEPS_PER_EPOCH // 3)] * 2
+    assert factors == [2.0] * (runs.STEPS_PER_EPOCH // 3)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from devices import settle
 from holdings import wait_for
-from hooked_models import Leaves
+from hooked_models import Leaves, same_everywhere
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -73,6 +73,25 @@ class Drift:
             seconds = before["seconds"].get("average_weights")
             assert wait_for(lambda: self.handle.stats()["seconds"].get("average_weights") != seconds, SECONDS)
 
+    def end(self, steps: int | None = None) -> None:
+        """Abort the rounds: all ranks then hold the mean of what each has done by so many steps of its own."""
+        self.handle.abort()
+        self.agree(steps)
+
+    def agree(self, steps: int | None = None) -> None:
+        """Assert that after an abort all hold the same bits, and the mean of what every rank has done by its own steps.
+
+        Steps are those of the optimizer where none are given.
+        """
+        assert same_everywhere(self.weight)
+        counts: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(counts, self.taken if steps is None else steps)
+        of_ranks = [(rank + 1) * count for rank, count in enumerate(counts)]
+        # A round rounds three times numbers of at most the sum of all steps; there are at most as many rounds as steps.
+        tolerance = 3 * max(counts) * 6e-8 * sum(of_ranks)
+        expected = torch.full((LENGTH,), -sum(of_ranks) / len(counts))
+        torch.testing.assert_close(self.copy(), expected, rtol=0, atol=tolerance)
+
     def copy(self) -> Tensor:
         return self.weight.detach().clone()
 
@@ -91,13 +110,3 @@ def let_rounds_come_in() -> None:
     dist.barrier(group)
     settle()
     time.sleep(2 * INTERVAL)
-
-
-def assert_agree(weights: list[Tensor], steps: list[int]) -> None:
-    """All hold the same bits, and the mean of what every rank has done by its own steps."""
-    assert all(torch.equal(weight, weights[0]) for weight in weights)
-    mean = -sum((rank + 1) * count for rank, count in enumerate(steps)) / len(steps)
-    # A round rounds three times numbers of at most the sum of all steps; there are at most as many rounds as steps.
-    most = sum((rank + 1) * count for rank, count in enumerate(steps))
-    tolerance = 3 * max(steps) * 6e-8 * most
-    torch.testing.assert_close(weights[0], torch.full((LENGTH,), mean), rtol=0, atol=tolerance)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import bagua
+import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
@@ -17,6 +18,18 @@ STEPS = 16
 # Both sides round differently: order of sums, fused multiply-adds. One bucket stays within the first. Several buckets
 # are of a larger model with larger gradients, whose numbers now and then fall to a neighbouring code.
 ONE_BUCKET, SEVERAL_BUCKETS = 1e-5, 1e-3
+
+
+# Settings of a run besides the plain one.
+OTHER_LOOPS: dict[str, dict[str, Any]] = {
+    "closure": {"habit": "closure"},
+    "evaluation": {"habit": "evaluation"},
+    "no_sync": {"plan": sim.accumulating(STEPS, synchronised=False)},
+    "accumulation": {"plan": sim.accumulating(STEPS, synchronised=True)},
+    "bucket_views": {"ddp_options": {"gradient_as_bucket_view": True}},
+    "static_graph": {"ddp_options": {"static_graph": True}},
+}
+in_other_loops = pytest.mark.parametrize("loop", OTHER_LOOPS)
 
 
 class Run(NamedTuple):

@@ -2,8 +2,10 @@
 """Models and training loops for the tests of communication hooks. Used inside ranks."""
 
 import copy
+import io
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -59,9 +61,36 @@ def perceptron() -> nn.Module:
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.0001}
 
 
+Loss = Callable[[nn.Module, int], Tensor]
+
+
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    loss: Tensor = model(randn(6, 23, seed=1000 * step + dist.get_rank())).square().mean()
+    return _loss_of(model, step, dist.get_rank())
+
+
+def mean_loss_of(model: nn.Module, step: int) -> Tensor:
+    """Of the batches of all ranks, in one process."""
+    return torch.stack([_loss_of(model, step, rank) for rank in range(dist.get_world_size())]).mean()
+
+
+def _loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    loss: Tensor = model(randn(6, 23, seed=1000 * step + rank)).square().mean()
     return loss
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], loss: Loss = loss_of) -> None:
+    """Of plain training, numbered."""
+    for number in steps:
+        optimizer.zero_grad()
+        loss(model, number).backward()
+        optimizer.step()
+
+
+def optimizer_for(algorithm: str, model: nn.Module, warmup: int = 2, lr: float = 0.05) -> torch.optim.Optimizer:
+    """SGD, or what qadam needs."""
+    if bagua.describe(algorithm)["optimizer"] == "QAdamOptimizer":
+        return bagua.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=warmup)
+    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def gradients_of(ddp: DDP) -> Gradients:
@@ -69,11 +98,18 @@ def gradients_of(ddp: DDP) -> Gradients:
     return {name: None if p.grad is None else p.grad.to_dense().clone() for name, p in ddp.module.named_parameters()}
 
 
+def reduced(ddp: DDP, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """What becomes of the gradients of a model of Leaves."""
+    ddp.zero_grad()
+    ddp(gradients).backward()
+    return [p.grad.detach().clone() for p in ddp.parameters() if p.grad is not None]
+
+
 def train(
     model: nn.Module,
     register: Register,
     steps: int = 3,
-    loss: Callable[[nn.Module, int], Tensor] = loss_of,
+    loss: Loss = loss_of,
     learning_rate: float = 0.05,
     **ddp_options: Any,
 ) -> list[Gradients]:
@@ -131,10 +167,34 @@ def new_group(**options: Any) -> Iterator[dist.ProcessGroup]:
 
 
 @contextmanager
+def logged(name: str = "bagua") -> Iterator[io.StringIO]:
+    """What a logger is given."""
+    text = io.StringIO()
+    logging.getLogger(name).addHandler(handler := logging.StreamHandler(text))
+    try:
+        yield text
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+@contextmanager
 def emulated_hosts(hosts: str) -> Iterator[dist.ProcessGroup]:
     """A group in which rank r is on host hosts[r]."""
     with mock.patch.dict(os.environ, BAGUA_HOST_ID=hosts[dist.get_rank()]), new_group() as group:
         yield group
+
+
+def everywhere(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """That of each rank."""
+    copies = [torch.empty_like(tensor).contiguous() for _ in range(dist.get_world_size(group))]
+    dist.all_gather(copies, tensor.detach().contiguous(), group=group)
+    return copies
+
+
+def same_everywhere(*tensors: Tensor, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks hold the same bits of them."""
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return all(torch.equal(copy, flat) for copy in everywhere(flat, group))
 
 
 def same(one: Any, other: Any) -> bool:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings in rounds that tests follow, and the plain loop beside them."""
 
-import copy
+import contextlib
 import io
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import bagua
@@ -38,7 +39,7 @@ class Plan(NamedTuple):
     nesterov: bool = True
 
     def register(self, ddp: DDP, optimizer: torch.optim.Optimizer, **options: Any) -> bagua.Handle:
-        return bagua.register_comm_hook(ddp, "diloco", optimizer=optimizer, **self._asdict(), **options)
+        return register(ddp, optimizer, **self._asdict(), **options)
 
 
 class PlainRounds(sim.Nothing):
@@ -70,31 +71,6 @@ class PlainRounds(sim.Nothing):
                     weight.copy_(self.outer[index].detach() * (1 - plan.mixing) + weight * plan.mixing)
 
 
-def train(
-    model: nn.Module,
-    register: Callable[[DDP, torch.optim.Optimizer], bagua.Handle],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    steps: sim.Plan,
-    **ddp_options: Any,
-) -> tuple[list[Tensor], dict[str, Any], list[dict[str, Tensor]]]:
-    ddp = DDP(copy.deepcopy(model), **ddp_options)
-    optimizer = make_optimizer(ddp)
-    handle = register(ddp, optimizer)
-    history, states = [], []
-    for batches in steps:
-        optimizer.zero_grad()
-        for batch in batches:
-            if batch.synchronised:
-                sim.batch_loss(ddp, batch.number, dist.get_rank()).backward()
-            else:
-                with ddp.no_sync():
-                    sim.batch_loss(ddp, batch.number, dist.get_rank()).backward()
-        optimizer.step()
-        history.append(sim.flat(ddp.parameters()))
-        states.append({name: value.clone() for name, value in handle.state_dict()["state"].items()})
-    return history, handle.stats(), states
-
-
 def three_layers() -> nn.Module:
     with torch.device("cpu"):
         torch.manual_seed(7)
@@ -123,6 +99,7 @@ def assert_close(histories: Sequence[list[Tensor]], expected: Sequence[Sequence[
 
 
 Register = Callable[[DDP, torch.optim.Optimizer], bagua.Handle]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Training(NamedTuple):
@@ -130,17 +107,54 @@ class Training(NamedTuple):
     optimizer: torch.optim.Optimizer
     handle: bagua.Handle
 
+    def step(self, number: int) -> None:
+        self.take([sim.Batch(number)])
 
-def begun_anew(ddp: DDP, optimizer: torch.optim.Optimizer, handle: bagua.Handle, register: Register) -> Training:
+    def take(self, batches: Sequence[sim.Batch]) -> None:
+        """One step of the optimizer."""
+        self.optimizer.zero_grad()
+        for batch in batches:
+            with contextlib.nullcontext() if batch.synchronised else self.ddp.no_sync():
+                sim.batch_loss(self.ddp, batch.number, dist.get_rank()).backward()
+        self.optimizer.step()
+
+    def weights(self) -> Tensor:
+        return sim.flat(self.ddp.parameters())
+
+
+def begun(register: Register, make_optimizer: MakeOptimizer = momentum_sgd, **ddp_options: Any) -> Training:
+    ddp = DDP(three_layers(), **ddp_options)
+    optimizer = make_optimizer(ddp)
+    return Training(ddp, optimizer, register(ddp, optimizer))
+
+
+def begun_anew(training: Training, begin: Callable[[], Training]) -> Training:
     """A training as a checkpoint of another has it."""
     file = io.BytesIO()
-    torch.save([ddp.module.state_dict(), optimizer.state_dict(), handle.state_dict()], file)
+    torch.save([part.state_dict() for part in (training.ddp.module, training.optimizer, training.handle)], file)
     file.seek(0)
-    weights, state, rounds = torch.load(file)
-    ddp = DDP(three_layers())
-    ddp.module.load_state_dict(weights)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
-    optimizer.load_state_dict(state)
-    handle = register(ddp, optimizer)
-    handle.load_state_dict(rounds)
-    return Training(ddp, optimizer, handle)
+    another = begin()
+    for part, state in zip((another.ddp.module, another.optimizer, another.handle), torch.load(file), strict=True):
+        part.load_state_dict(state)
+    return another
+
+
+def register(ddp: DDP, optimizer: torch.optim.Optimizer, algorithm: str = "diloco", **options: Any) -> bagua.Handle:
+    return bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
+
+
+def averaged_every(steps: int) -> Register:
+    """local_sgd."""
+    return partial(register, algorithm="local_sgd", sync_every=steps)
+
+
+def train(
+    register: Register, make_optimizer: MakeOptimizer, steps: sim.Plan, **ddp_options: Any
+) -> tuple[list[Tensor], dict[str, Any], list[dict[str, Tensor]]]:
+    training = begun(register, make_optimizer, **ddp_options)
+    history, states = [], []
+    for batches in steps:
+        training.take(batches)
+        history.append(training.weights())
+        states.append({name: value.clone() for name, value in training.handle.state_dict()["state"].items()})
+    return history, training.handle.stats(), states

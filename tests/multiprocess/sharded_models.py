@@ -116,6 +116,18 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
+def policies() -> dict[str, dict[str, Any]]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    return {
+        "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        "reduced in bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+        "reduced in float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+        "kept whole": {"reshard_after_forward": False},
+        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    }
+
+
 class Trained(NamedTuple):
     gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]

@@ -1,52 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong use of the algorithms that own weights or momentum: an error on every rank, before the first step."""
 
-from collections.abc import Callable
 from typing import Any
 
 import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, loss_of, perceptron
+from hooked_models import Leaves, emulated_hosts, loss_of, optimizer_for, perceptron, take_steps
 from ranks import Pools, on_ranks
-from reference import named
+from reference import for_each, named
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 OWNERS = ["decentralized", "low_precision_decentralized", "qadam", "async", "local_sgd", "diloco"]
 SECONDS = 20.0  # for a test that takes one: a rank that waits for another which raised is a failure
 
 
-def _of_each_owner(check: Callable[..., None], *arguments: Any) -> None:
-    for algorithm in OWNERS:
-        with named(algorithm):
-            check(algorithm, *arguments)
-
-
 def _defaults(algorithm: str) -> dict[str, Any]:
     return {option["name"]: option["default"] for option in bagua.describe(algorithm)["options"]}
 
 
-def make_optimizer(algorithm: str, params: Any) -> torch.optim.Optimizer:
-    if algorithm == "qadam":
-        optimizer: torch.optim.Optimizer = bagua.QAdamOptimizer(params, warmup_steps=2)
-        return optimizer
-    return torch.optim.SGD(params, lr=0.05)
-
-
 def hook(ddp: DDP, algorithm: str, **options: Any) -> bagua.Handle:
-    optimizer = make_optimizer(algorithm, ddp.parameters())
+    optimizer = optimizer_for(algorithm, ddp)
     return bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
 
 
 def _still_trains(ddp: DDP, algorithm: str, **options: Any) -> None:
     """Nothing is left of a registration that failed, on this rank or between the ranks."""
-    optimizer = make_optimizer(algorithm, ddp.parameters())
+    optimizer = optimizer_for(algorithm, ddp)
     handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(ddp, step).backward()
-        optimizer.step()
+    take_steps(ddp, optimizer, range(4))
     assert handle.stats()["steps"] == 4
     if algorithm == "async":
         handle.abort()
@@ -95,6 +79,15 @@ WRONG_VALUES: Wrong = [
     ("diloco", {"outer_lr": -0.1}, ["outer_lr"]),
     ("diloco", {"fragment_pattern": "random"}, ["consecutive", "strided"]),
     ("diloco", {"codec": "3bit"}, ["3bit", "minmax_uint8"]),
+    ("diloco", {"delay": "late"}, ["'delay' takes a number or 'auto', got 'late'"]),
+    ("diloco", {"sync_every": 9, "fragments": 2}, ["must be a multiple of fragments"]),
+    ("diloco", {"sync_every": 9, "delay": 9}, ["delay must be less than"]),
+    ("quantized_allreduce", {"codec": "3bit"}, ["no codec is named '3bit'"]),
+    ("quantized_allreduce", {"codec": {"*.weight": "4bit"}}, ["needs a codec for all other parameters"]),
+    ("quantized_allreduce", {"rounding": "up"}, ["'nearest' or 'stochastic', got 'up'"]),
+    ("quantized_allreduce", {"residuals": "int4"}, ["'float32' or '8bit', got 'int4'"]),
+    ("quantized_allreduce", {"error_feedback": "on"}, ["'auto', True or False, got 'on'"]),
+    ("quantized_allreduce", {"start_step": -1}, ["start_step must be at least 0, got -1"]),
 ]
 
 
@@ -109,6 +102,7 @@ WRONG_TYPES: Wrong = [
     ("async", {"warmup_steps": 0.5}, ["warmup_steps"]),
     ("diloco", {"codec": 4}, ["codec"]),
     ("diloco", {"delay": None}, ["delay"]),
+    ("diloco", {"sync_every": 1.5}, ["'sync_every' of algorithm 'diloco' takes a str or int, got 1.5"]),
 ]
 
 
@@ -180,7 +174,9 @@ def test_shift_one_needs_an_even_number_of_peers(rank_pools: Pools, hosts: str, 
 # --- the optimizer ---
 
 
-def _without_optimizer(algorithm: str) -> None:
+@on_ranks(2, timeout=SECONDS)
+@for_each(OWNERS)
+def test_the_optimizer_is_asked_for(algorithm: str) -> None:
     ddp = DDP(perceptron())
     with pytest.raises(ValueError, match="optimizer=") as error:
         bagua.register_comm_hook(ddp, algorithm)
@@ -188,24 +184,17 @@ def _without_optimizer(algorithm: str) -> None:
     _still_trains(ddp, algorithm)
 
 
-def test_the_optimizer_is_asked_for(rank_pools: Pools) -> None:
-    rank_pools[2].run(_of_each_owner, _without_optimizer, timeout=SECONDS)
-
-
-def _foreign_optimizer(algorithm: str, only_rank: int | None) -> None:
+@pytest.mark.parametrize("only_rank", [None, 1], ids=["everywhere", "on_one_rank"])
+@on_ranks(2, timeout=SECONDS)
+@for_each(OWNERS)
+def test_an_optimizer_of_other_parameters_is_refused(algorithm: str, only_rank: int | None) -> None:
     ddp = DDP(perceptron())
     odd = only_rank in (None, dist.get_rank())
-    parameters = list(ddp.parameters())
-    for wrong in (parameters[:-1], list(perceptron().parameters())):
-        optimizer = make_optimizer(algorithm, wrong if odd else parameters)
+    for wrong in (nn.ParameterList([*ddp.parameters()][:-1]), perceptron()):
+        optimizer = optimizer_for(algorithm, wrong if odd else ddp)
         with pytest.raises(ValueError, match="optimizer" if only_rank is None else f"optimizer|rank {only_rank}"):
             bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer)
     _still_trains(ddp, algorithm)
-
-
-@pytest.mark.parametrize("only_rank", [None, 1], ids=["everywhere", "on_one_rank"])
-def test_an_optimizer_of_other_parameters_is_refused(rank_pools: Pools, only_rank: int | None) -> None:
-    rank_pools[2].run(_of_each_owner, _foreign_optimizer, only_rank, timeout=SECONDS)
 
 
 @on_ranks(2, timeout=SECONDS)
@@ -220,7 +209,7 @@ def test_qadam_takes_its_own_optimizer_only() -> None:
 @on_ranks(2, timeout=SECONDS)
 def test_qadam_refuses_scaled_gradients() -> None:
     ddp = DDP(perceptron())
-    optimizer = make_optimizer("qadam", ddp.parameters())
+    optimizer = optimizer_for("qadam", ddp)
     bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(loss_of(ddp, 0)).backward()
@@ -271,17 +260,15 @@ def test_qadam_optimizers_that_disagree_about_the_warm_up_raise() -> None:
 # --- one hook, one model, one process ---
 
 
-def _join(algorithm: str) -> None:
+@on_ranks(2, timeout=SECONDS)
+@for_each(OWNERS)
+def test_join_raises(algorithm: str) -> None:
     ddp = DDP(Leaves(3))
     handle = hook(ddp, algorithm)
     with pytest.raises(RuntimeError, match=rf"(?s)join.*{algorithm}|{algorithm}.*join"), ddp.join():
         ddp([torch.ones(3)]).backward()
     if algorithm == "async":
         handle.abort()
-
-
-def test_join_raises(rank_pools: Pools) -> None:
-    rank_pools[2].run(_of_each_owner, _join, timeout=SECONDS)
 
 
 @on_ranks(2, timeout=SECONDS)

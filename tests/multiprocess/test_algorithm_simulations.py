@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """decentralized, low_precision_decentralized and async under stock DDP, step by step against simulations.py."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import bagua
@@ -11,9 +11,21 @@ import torch
 import torch.distributed as dist
 from async_drift import let_rounds_come_in
 from devices import DEVICE
-from followed_training import ONE_BUCKET, SEVERAL_BUCKETS, STEPS, Run, Training, assert_follows, take_step, train_rank
+from followed_training import (
+    ONE_BUCKET,
+    OTHER_LOOPS,
+    SEVERAL_BUCKETS,
+    STEPS,
+    Run,
+    Training,
+    assert_follows,
+    in_other_loops,
+    take_step,
+    train_rank,
+)
 from hooked_models import SMALL_BUCKETS, perceptron, same
 from ranks import Pools, RankPool, run_ranks
+from rounds_training import momentum_sgd
 from test_bytegrad_definition import CODES
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -21,39 +33,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 pytestmark = pytest.mark.any_device
 
 
-def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-
-
 def slow_sgd(model: nn.Module) -> torch.optim.Optimizer:
     """A code's step is then below 1e-5, so that a difference that rounds to another code stays below, too."""
     return torch.optim.SGD(model.parameters(), lr=1e-4)
-
-
-# --- the simulations themselves ---
-
-
-def test_peers_of_shift_one_are_the_published_ones() -> None:
-    # From the description of the original.
-    assert [sim.shift_one_peer(rank, 4, 0) for rank in range(4)] == [2, 3, 0, 1]
-    assert [sim.shift_one_peer(rank, 4, 1) for rank in range(4)] == [3, 2, 1, 0]
-    assert [sim.shift_one_peer(rank, 8, 1) for rank in range(8)] == [5, 6, 7, 4, 3, 0, 1, 2]
-    for count in (2, 4, 6, 8):
-        for communications in range(9):
-            peers = [sim.shift_one_peer(rank, count, communications) for rank in range(count)]
-            assert [peers[peer] for peer in peers] == list(range(count))
-
-
-def test_a_simulated_ring_keeps_neighbours_replicas_and_draws_the_ranks_together() -> None:
-    torch.manual_seed(0)
-    weights = [torch.randn(50) for _ in range(4)]
-    ring, spread = sim.Ring(weights), torch.stack(weights).std(0).mean()
-    for _ in range(20):
-        weights = [own.clone() for own in ring.exchange(weights)]
-        for place in range(4):
-            assert torch.equal(weights[place], ring.left[(place + 1) % 4])
-            assert torch.equal(weights[place], ring.right[place - 1])
-    assert torch.stack(weights).std(0).mean() < 0.05 * spread
 
 
 # --- decentralized ---
@@ -117,20 +99,10 @@ def test_decentralized_under_several_buckets(rank_pools: Pools, options: dict[st
     _follow_decentralized(rank_pools[4], run, SEVERAL_BUCKETS)
 
 
-PLANS: dict[str, Callable[[], dict[str, Any]]] = {
-    "closure": lambda: {"habit": "closure"},
-    "evaluation": lambda: {"habit": "evaluation"},
-    "no_sync": lambda: {"plan": sim.accumulating(STEPS, synchronised=False)},
-    "accumulation": lambda: {"plan": sim.accumulating(STEPS, synchronised=True)},
-    "bucket_views": lambda: {"ddp_options": {"gradient_as_bucket_view": True}},
-    "static_graph": lambda: {"ddp_options": {"static_graph": True}},
-}
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_decentralized_in_other_loops(rank_pools: Pools, plan: str) -> None:
+@in_other_loops
+def test_decentralized_in_other_loops(rank_pools: Pools, loop: str) -> None:
     # shift_one, in which a step counted wrongly is an exchange with another peer.
-    _follow_decentralized(rank_pools[4], _decentralized({**SHIFT, **FLAT}, **PLANS[plan]()))
+    _follow_decentralized(rank_pools[4], _decentralized({**SHIFT, **FLAT}, **OTHER_LOOPS[loop]))
 
 
 @pytest.mark.parametrize("options", [FLAT, EVERY_THIRD], ids=str)
@@ -236,9 +208,9 @@ def test_low_precision_decentralized_between_hosts(rank_pools: Pools, hosts: str
         assert all(same(trainings[rank].weights, trainings[ranks[0]].weights) for rank in ranks)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_low_precision_decentralized_in_other_loops(rank_pools: Pools, plan: str) -> None:
-    _follow_low_precision(rank_pools[3], _low_precision(FLAT, **PLANS[plan]()))
+@in_other_loops
+def test_low_precision_decentralized_in_other_loops(rank_pools: Pools, loop: str) -> None:
+    _follow_low_precision(rank_pools[3], _low_precision(FLAT, **OTHER_LOOPS[loop]))
 
 
 def _assert_replicas(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from async_drift import let_rounds_come_in
 from followed_training import take_step
 from hooked_models import Leaves, emulated_hosts, perceptron
-from ranks import Pools, RankPool
+from ranks import Pools, RankPool, on_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -217,7 +217,8 @@ def _hooked(algorithm: str, lengths: tuple[int, ...] = (5, 3), **options: Any) -
     return Trained(ddp, optimizer, bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options))
 
 
-def _refuse_others() -> None:
+@on_ranks(2)
+def test_a_checkpoint_of_something_else_is_refused() -> None:
     saved = _hooked("low_precision_decentralized", **FLAT)
     saved.ddp([torch.ones(5), torch.ones(3)]).backward()
     saved.optimizer.step()
@@ -233,7 +234,3 @@ def _refuse_others() -> None:
         with pytest.raises((KeyError, ValueError), match=missing):
             _hooked("low_precision_decentralized", **FLAT).handle.load_state_dict(broken)
     _hooked("low_precision_decentralized", **FLAT).handle.load_state_dict(state)
-
-
-def test_a_checkpoint_of_something_else_is_refused(rank_pools: Pools) -> None:
-    rank_pools[2].run(_refuse_others)

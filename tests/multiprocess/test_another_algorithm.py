@@ -7,7 +7,7 @@ from typing import Any
 import bagua
 import pytest
 import torch
-from hooked_models import SMALL_BUCKETS, loss_of, perceptron
+from hooked_models import SMALL_BUCKETS, perceptron, take_steps
 from ranks import Pools, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -42,10 +42,7 @@ def _optimizer_for(ddp: DDP, names: tuple[str, ...]) -> torch.optim.Optimizer:
 
 
 def _train(ddp: DDP, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
-    for number in steps:
-        optimizer.zero_grad()
-        loss_of(ddp, number).backward()
-        optimizer.step()
+    take_steps(ddp, optimizer, steps)
     return [p.detach().clone() for p in ddp.parameters()]
 
 

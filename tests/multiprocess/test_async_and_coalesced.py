@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from devices import settle
 from ranks import on_ranks
-from reference import assert_reduced, values
 from torch import Tensor
 
 pytestmark = pytest.mark.any_device
@@ -99,20 +98,6 @@ def test_work_and_tensor_may_be_dropped_before_they_are_done() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@on_ranks("ranks")
-def test_all_reduce_coalesced(asynchronous: bool) -> None:
-    inputs = [[values(torch.float32, (length,), rank) for length in (1, 37, 200)] for rank in range(4)]
-    inputs = inputs[: dist.get_world_size()]
-    tensors = [tensor.clone() for tensor in inputs[dist.get_rank()]]
-    work: Any = dist.all_reduce_coalesced(tensors, async_op=asynchronous)
-    if asynchronous:
-        work.wait()
-    for index, tensor in enumerate(tensors):
-        assert_reduced(tensor, [one[index] for one in inputs], "SUM")
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @on_ranks("peers")
 def test_a_tensor_that_is_coalesced_twice_is_reduced_once() -> None:
     total = sum(range(1, dist.get_world_size() + 1))
@@ -129,39 +114,3 @@ def test_a_tensor_that_is_coalesced_twice_is_reduced_once() -> None:
         dist.all_reduce(grouped)
         dist.all_reduce(grouped)
     assert grouped.tolist() == [total] * 4
-
-
-@on_ranks("ranks")
-def test_all_gather_coalesced() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    outputs = [[torch.empty(3), torch.empty(2, 2)] for _ in range(size)]
-    dist.all_gather_coalesced(outputs, [torch.full((3,), float(rank)), torch.full((2, 2), -float(rank))])
-    for other, (first, second) in enumerate(outputs):
-        assert torch.equal(first, torch.full((3,), float(other)))
-        assert torch.equal(second, torch.full((2, 2), -float(other)))
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"])
-@on_ranks("ranks")
-def test_coalescing_manager(name: str, asynchronous: bool) -> None:
-    calls = [_arguments(name) for _ in range(3)]
-    with dist._coalescing_manager(async_ops=asynchronous) as manager:  # type: ignore[attr-defined]
-        for arguments, _, _ in calls:
-            getattr(dist, name)(*arguments)
-    if asynchronous:
-        manager.wait()
-    for _, result, expected in calls:
-        assert torch.equal(result(), expected)
-
-
-@on_ranks("ranks")
-def test_coalescing_manager_with_a_device_takes_any_collective() -> None:
-    """The older form, in which the backend itself collects what is issued."""
-    calls = [_arguments(name) for name in ("broadcast", "all_to_all_single", "all_gather")]
-    with dist._coalescing_manager(device=torch.get_default_device(), async_ops=True) as manager:  # type: ignore[attr-defined]
-        for name, (arguments, _, _) in zip(("broadcast", "all_to_all_single", "all_gather"), calls, strict=True):
-            getattr(dist, name)(*arguments, async_op=True)
-    manager.wait()
-    for _, result, expected in calls:
-        assert torch.equal(result(), expected)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """async at the end of a process or a group; its weights of every dtype; buffers."""
 
-import io
-import logging
 import os
 from pathlib import Path
 
@@ -11,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from async_drift import LENGTH, ROUNDS, SECONDS, Drift
-from hooked_models import Leaves, new_group, same
-from ranks import RankPool, on_ranks, run_ranks
+from hooked_models import Leaves, everywhere, logged, new_group, same_everywhere
+from ranks import on_ranks, run_ranks
 from script_ranks import run_script
 from slowness import Moment
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # --- the end of a process ---
@@ -122,19 +120,14 @@ def test_an_algorithm_that_nobody_aborts_ends_with_the_process(tmp_path: Path, b
             assert trace not in output, output
 
 
-def test_groups_that_are_destroyed_because_of_an_exception_wait_for_nobody(tmp_path: Path) -> None:
-    outputs, waited = _ends(_DESTROYS_AFTER_AN_EXCEPTION, tmp_path, exit_codes=(0, 1))
-    assert waited < WAIT_SECONDS
-    assert "still at work" not in outputs[1]
-    assert "algorithm 'async' was still at work on rank 0 when its group was destroyed" in outputs[0]
-
-
-def test_a_rank_that_ends_by_an_exception_waits_for_nobody(tmp_path: Path) -> None:
-    outputs, waited = _ends(_RAISES, tmp_path, exit_codes=(0, 1))
+@pytest.mark.parametrize("body", [_DESTROYS_AFTER_AN_EXCEPTION, _RAISES], ids=["destroys_its_groups", "raises"])
+def test_a_rank_that_ends_by_an_exception_waits_for_nobody(tmp_path: Path, body: str) -> None:
+    outputs, waited = _ends(body, tmp_path, exit_codes=(0, 1))
     assert waited < WAIT_SECONDS
     assert "planted" in outputs[1]
     assert "still at work" not in outputs[1]
-    assert "algorithm 'async' was still at work on rank 0" in outputs[0]
+    when = " when its group was destroyed" if body == _DESTROYS_AFTER_AN_EXCEPTION else ""
+    assert f"algorithm 'async' was still at work on rank 0{when}" in outputs[0]
     assert "handle.abort()" in outputs[0]
 
 
@@ -177,31 +170,29 @@ def test_the_death_of_a_rank_raises_on_the_others() -> None:
         assert f"rank {rank}" in errors[rank]
 
 
-def _group_of_its_own(steps: int) -> list[Tensor]:
+@on_ranks("peers", timeout=SECONDS)
+def test_a_group_may_be_destroyed_without_abort() -> None:
     """The hook outlives its group and is let go in the middle of a round."""
     with new_group() as group:
         ddp = DDP(Leaves(LENGTH), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
         bagua.register_comm_hook(ddp, "async", optimizer=optimizer, sync_interval_ms=1)
-        for _ in range(steps):
+        for _ in range(7):
             ddp([torch.ones(LENGTH)]).backward()
             optimizer.step()
     del ddp, optimizer, group
     with new_group() as group:
         total = torch.ones(3)
         dist.all_reduce(total, group=group)
-        return [total]
-
-
-def test_a_group_may_be_destroyed_without_abort(peers: RankPool) -> None:
-    for (total,) in peers.run(_group_of_its_own, 7, timeout=SECONDS):
-        assert total.tolist() == [peers.world_size] * 3
+        assert total.tolist() == [dist.get_world_size()] * 3
 
 
 # --- weights and buffers ---
 
 
-def _converge(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@on_ranks("peers", timeout=SECONDS)
+def test_weights_of_every_dtype_converge(dtype: torch.dtype) -> None:
     trained = Drift(dtype)
     trained.steps(6)
     trained.gradient.zero_()  # from here on nothing pulls the ranks apart
@@ -210,31 +201,25 @@ def _converge(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     trained.steps_with_rounds(8, ROUNDS)
     before = trained.copy()
     trained.handle.abort()
-    return before, trained.copy()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_weights_of_every_dtype_converge(peers: RankPool, dtype: torch.dtype) -> None:
-    before, after = zip(*peers.run(_converge, dtype, timeout=SECONDS), strict=True)
-    mean = -6 * (peers.world_size + 1) / 2
+    mean = -6 * (dist.get_world_size() + 1) / 2
     # About fourteen rounds and six steps, each rounding numbers of at most 24 to the dtype.
     tolerance = 24 * 20 * torch.finfo(dtype).eps
-    for weight in (*before, *after):
+    for weight in (before, trained.copy()):
         assert weight.dtype == dtype
         torch.testing.assert_close(weight.double(), torch.full((LENGTH,), mean).double(), rtol=0, atol=tolerance)
-    assert all(torch.equal(weight, after[0]) for weight in after)
+    assert same_everywhere(trained.weight)
 
 
-def _batch_normalisation() -> tuple[list[Tensor], list[Tensor], str]:
-    """Weights and buffers before abort() and after it; what registering warned of."""
-    rank, log = dist.get_rank(), io.StringIO()
+@on_ranks("peers", timeout=SECONDS)
+def test_buffers_are_the_rank_s_own_until_abort() -> None:
+    rank = dist.get_rank()
     torch.manual_seed(3)
     normalisation = nn.BatchNorm1d(4)
     ddp = DDP(nn.Sequential(nn.Linear(5, 4), normalisation, nn.Linear(4, 2)))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    logging.getLogger().addHandler(handler := logging.StreamHandler(log))
-    handle = bagua.register_comm_hook(ddp, "async", optimizer=optimizer, sync_interval_ms=1)
-    logging.getLogger().removeHandler(handler)
+    with logged("") as log:
+        handle = bagua.register_comm_hook(ddp, "async", optimizer=optimizer, sync_interval_ms=1)
+    assert "broadcast_buffers" in log.getvalue()
     generator = torch.Generator().manual_seed(rank)
     steps = 0
     # Broadcasting the buffers at a forward would wait for ranks that take no more.
@@ -243,33 +228,24 @@ def _batch_normalisation() -> tuple[list[Tensor], list[Tensor], str]:
         (ddp(torch.randn(8, 5, generator=generator) + rank).square().mean()).backward()
         optimizer.step()
         steps += 1
-    history = []
-    for action in (lambda: None, handle.abort):
-        action()
-        history.append(torch.cat([p.detach().reshape(-1) for p in ddp.parameters()]))
-        history.append(torch.cat([buffer.reshape(-1) for buffer in normalisation.buffers()]))
-    return history[::2], history[1::2], log.getvalue()
-
-
-def test_buffers_are_the_rank_s_own_until_abort(peers: RankPool) -> None:
-    weights, buffers, warned = zip(*peers.run(_batch_normalisation, timeout=SECONDS), strict=True)
-    assert not same(buffers[0][0], buffers[1][0])
-    for rank in range(peers.world_size):
-        assert same(weights[rank][1], weights[0][1])
-        assert same(buffers[rank][1], buffers[0][0]), "those of rank 0"
-        assert "broadcast_buffers" in warned[rank]
+    before = torch.cat([buffer.reshape(-1).float() for buffer in normalisation.buffers()])
+    handle.abort()
+    after = torch.cat([buffer.reshape(-1).float() for buffer in normalisation.buffers()])
+    of_ranks = everywhere(before)
+    assert not torch.equal(of_ranks[0], of_ranks[1])
+    assert torch.equal(after, of_ranks[0]), "those of rank 0"
+    assert same_everywhere(*ddp.parameters())
 
 
 @on_ranks(2, timeout=SECONDS)
 def test_a_model_without_buffers_warns_of_nothing() -> None:
-    log = io.StringIO()
-    logging.getLogger().addHandler(handler := logging.StreamHandler(log))
-    Drift().handle.abort()
-    logging.getLogger().removeHandler(handler)
+    with logged("") as log:
+        Drift().handle.abort()
     assert not log.getvalue()
 
 
-def _frozen_weights() -> tuple[Tensor, Tensor]:
+@on_ranks("peers", timeout=SECONDS)
+def test_frozen_weights_stay_what_they_are() -> None:
     """Weights without gradients are not exchanged; weights the optimizer leaves alone would be refused."""
     torch.manual_seed(3)
     frozen, trained = nn.Linear(5, 4), nn.Linear(4, 2)
@@ -282,11 +258,5 @@ def _frozen_weights() -> tuple[Tensor, Tensor]:
         ddp(torch.full((3, 5), dist.get_rank() + 1.0)).sum().backward()
         optimizer.step()
     handle.abort()
-    return frozen.weight, trained.weight.detach()
-
-
-def test_frozen_weights_stay_what_they_are(peers: RankPool) -> None:
-    results = peers.run(_frozen_weights, timeout=SECONDS)
-    for rank, (frozen, trained) in enumerate(results):
-        assert torch.equal(frozen, torch.full((4, 5), float(rank)))
-        assert torch.equal(trained, results[0][1])
+    assert torch.equal(frozen.weight, torch.full((4, 5), float(dist.get_rank())))
+    assert same_everywhere(trained.weight)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from devices import STOCK_BACKEND, randn
 from hooked_models import Gradients, emulated_hosts, new_group, same, train
-from ranks import Pools
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -55,32 +55,22 @@ def _stock(mode: str) -> list[Gradients]:
         return train(_network(), lambda ddp: None, STEPS, _loss, process_group=group, **MODES[mode])
 
 
-def _split_like_stock(mode: str) -> tuple[bool, float]:
-    history, buckets, _ = _train("ab", mode, "gradient_allreduce")
-    return same(history, _stock(mode)), buckets
-
-
-def _train_with_chosen_size() -> float:
-    return _train("ab", "default", "gradient_allreduce", bucket_cap_mb=25)[1]
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_split_buckets_hold_the_gradients_of_ddp_to_the_bit(rank_pools: Pools, mode: str) -> None:
-    for is_same, buckets in rank_pools[2].run(_split_like_stock, mode):
-        assert is_same
-        assert buckets > 2
+@on_ranks(2)
+def test_split_buckets_hold_the_gradients_of_ddp_to_the_bit(mode: str) -> None:
+    history, buckets, _ = _train("ab", mode, "gradient_allreduce")
+    assert same(history, _stock(mode))
+    assert buckets > 2
 
 
-def test_a_size_that_the_user_chose_is_left_alone(rank_pools: Pools) -> None:
-    assert all(buckets <= 2 for buckets in rank_pools[2].run(_train_with_chosen_size))
+@on_ranks(2)
+def test_a_size_that_the_user_chose_and_the_buckets_on_a_single_host_are_left_alone() -> None:
+    for hosts, options in (("ab", {"bucket_cap_mb": 25}), ("aa", {})):
+        assert _train(hosts, "default", "gradient_allreduce", **options)[1] <= 2
 
 
-def test_a_single_host_keeps_the_buckets_of_ddp(rank_pools: Pools) -> None:
-    for _, buckets, _ in rank_pools[2].run(_train, "aa", "default", "gradient_allreduce"):
-        assert buckets <= 2
-
-
-def test_every_parameter_travels_once_in_buckets_of_a_codec(rank_pools: Pools) -> None:
-    for _, buckets, layout in rank_pools[2].run(_train, "ab", "default", "bytegrad"):
-        assert buckets > 2
-        assert sum(layout) == 2 * (len(LAYERS) - 1)
+@on_ranks(2)
+def test_every_parameter_travels_once_in_buckets_of_a_codec() -> None:
+    _, buckets, layout = _train("ab", "default", "bytegrad")
+    assert buckets > 2
+    assert sum(layout) == 2 * (len(LAYERS) - 1)

@@ -1,59 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens beside the order of programs: callbacks of futures, dropped handles, aborts, groups left half made."""
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from holdings import wait_for
+from ranks import on_ranks
 from threads import bagua_threads
 
 
-def _wait_inside_a_callback() -> float:
+@on_ranks("peers")
+def test_a_callback_may_wait_for_a_later_operation() -> None:
     first, second = torch.ones(5), torch.full((5,), 2.0)
 
     def wait_for_another(_: torch.futures.Future[Any]) -> Any:
         return dist.all_reduce(second, async_op=True).get_future().wait()[0]
 
     done = dist.all_reduce(first, async_op=True).get_future().then(wait_for_another)
-    return float(done.wait()[0])
+    assert float(done.wait()[0]) == 2.0 * dist.get_world_size()
 
 
-def test_a_callback_may_wait_for_a_later_operation(peers: RankPool) -> None:
-    results = peers.run(_wait_inside_a_callback)
-    assert results == [2.0 * peers.world_size] * peers.world_size
-
-
-def _threads_become(is_right: Callable[[list[str]], bool]) -> bool:
-    end = time.monotonic() + 20
-    while not (found := is_right(bagua_threads())) and time.monotonic() < end:
-        time.sleep(0.01)
-    return found
-
-
-def _future_of_a_message() -> bool:
+@on_ranks("peers")
+def test_the_future_of_a_message_has_a_named_thread_that_ends_with_it() -> None:
     rank, received = dist.get_rank(), torch.zeros(3)
     if rank == 1:
         dist.recv(torch.zeros(1), 0)
         dist.send(torch.full((3,), 7.0), 0)
     if rank != 0:
-        return True
+        return
     work: Any = dist.irecv(received, 1)
     future = work.get_future()
-    has_thread = _threads_become(lambda names: "bagua_message" in names)
+    assert wait_for(lambda: "bagua_message" in bagua_threads(), 20)
     dist.send(torch.ones(1), 1)
     assert torch.equal(future.wait()[0], torch.full((3,), 7.0))
-    return has_thread and _threads_become(lambda names: "bagua_message" not in names)
+    assert wait_for(lambda: "bagua_message" not in bagua_threads(), 20)
 
 
-def test_the_future_of_a_message_has_a_named_thread_that_ends_with_it(peers: RankPool) -> None:
-    assert all(peers.run(_future_of_a_message))
-
-
-def _coalesce_again_after_a_mistake() -> float:
+@on_ranks("peers")
+def test_coalescing_works_again_after_an_operation_in_it_was_refused() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     following, preceding = (rank + 1) % size, (rank - 1) % size
     with pytest.raises(ValueError, match="contiguous"):
@@ -67,14 +53,11 @@ def _coalesce_again_after_a_mistake() -> float:
     )
     for work in works:
         work.wait()
-    return float(received[0]) - preceding
+    assert received[0] == preceding
 
 
-def test_coalescing_works_again_after_an_operation_in_it_was_refused(peers: RankPool) -> None:
-    assert peers.run(_coalesce_again_after_a_mistake) == [0.0] * peers.world_size
-
-
-def _gather_channels_last() -> bool:
+@on_ranks("peers")
+def test_ranks_may_store_a_tensor_in_different_orders() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     plain = torch.arange(48.0).view(2, 4, 2, 3) + rank
     # Every other rank stores the same tensor in another order.
@@ -85,12 +68,6 @@ def _gather_channels_last() -> bool:
     dist.all_gather_into_tensor(flat, stored)
     dist.all_reduce(stored)
     expected = [torch.arange(48.0).view(2, 4, 2, 3) + peer for peer in range(size)]
-    return (
-        all(map(torch.equal, listed, expected))
-        and torch.equal(flat, torch.stack(expected))
-        and torch.equal(stored, torch.stack(expected).sum(0))
-    )
-
-
-def test_ranks_may_store_a_tensor_in_different_orders(peers: RankPool) -> None:
-    assert all(peers.run(_gather_channels_last))
+    assert all(map(torch.equal, listed, expected))
+    assert torch.equal(flat, torch.stack(expected))
+    assert torch.equal(stored, torch.stack(expected).sum(0))

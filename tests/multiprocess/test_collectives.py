@@ -3,14 +3,14 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from devices import randn
 from ranks import RankPool, on_ranks
-from reference import DTYPES, FLOATS, OPERATIONS, REFUSED, assert_reduced, dtypes_of, named, reduce_op, values
+from reference import DTYPES, FLOATS, OPERATIONS, REFUSED, assert_reduced, dtypes_of, for_each, named, reduce_op, values
 from torch import Tensor
 
 pytestmark = pytest.mark.any_device
@@ -23,12 +23,6 @@ for_every_operation = pytest.mark.parametrize("op", OPERATIONS)
 
 def _from_all(dtype: torch.dtype, shape: tuple[int, ...], op: str = "SUM") -> list[Tensor]:
     return [values(dtype, shape, rank, op) for rank in range(dist.get_world_size())]
-
-
-def _of_every_dtype(collective: Callable[[torch.dtype], None]) -> None:
-    for dtype in DTYPES:
-        with named(dtype):
-            collective(dtype)
 
 
 def _exactly(actual: Tensor, expected: Tensor) -> None:
@@ -151,7 +145,9 @@ def test_summands_are_multiplied_before_they_are_reduced(factor: float | list[fl
     _exactly(part, expected[rank])
 
 
-def _broadcast(dtype: torch.dtype) -> None:
+@on_ranks("ranks")
+@for_each(DTYPES)
+def test_broadcast_from_every_root(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         inputs = _from_all(dtype, shape)
         for root in range(dist.get_world_size()):
@@ -160,11 +156,9 @@ def _broadcast(dtype: torch.dtype) -> None:
             _exactly(tensor, inputs[root])
 
 
-def test_broadcast_from_every_root(ranks: RankPool) -> None:
-    ranks.run(_of_every_dtype, _broadcast)
-
-
-def _all_gather(dtype: torch.dtype) -> None:
+@on_ranks("ranks")
+@for_each(DTYPES)
+def test_all_gather(dtype: torch.dtype) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for shape in [(1,), (37,), (5, 2, 11)]:
         inputs = _from_all(dtype, shape)
@@ -178,11 +172,9 @@ def _all_gather(dtype: torch.dtype) -> None:
             _exactly(joined, expected)
 
 
-def test_all_gather(ranks: RankPool) -> None:
-    ranks.run(_of_every_dtype, _all_gather)
-
-
-def _gather_and_scatter(dtype: torch.dtype) -> None:
+@on_ranks("ranks")
+@for_each(DTYPES)
+def test_gather_to_and_scatter_from_every_root(dtype: torch.dtype) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     inputs = _from_all(dtype, (5, 7))
     for root in range(size):
@@ -195,11 +187,9 @@ def _gather_and_scatter(dtype: torch.dtype) -> None:
         _exactly(received, inputs[rank])
 
 
-def test_gather_to_and_scatter_from_every_root(ranks: RankPool) -> None:
-    ranks.run(_of_every_dtype, _gather_and_scatter)
-
-
-def _all_to_all(dtype: torch.dtype) -> None:
+@on_ranks("ranks")
+@for_each(DTYPES)
+def test_all_to_all(dtype: torch.dtype) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     inputs = [[values(dtype, (3, 5), size * i + j) for j in range(size)] for i in range(size)]
     expected = [inputs[i][rank] for i in range(size)]
@@ -211,11 +201,9 @@ def _all_to_all(dtype: torch.dtype) -> None:
     _exactly(output, torch.cat(expected))
 
 
-def test_all_to_all(ranks: RankPool) -> None:
-    ranks.run(_of_every_dtype, _all_to_all)
-
-
-def _uneven_all_to_all(dtype: torch.dtype) -> None:
+@on_ranks("ranks")
+@for_each(DTYPES)
+def test_uneven_all_to_all(dtype: torch.dtype) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     # Rank i sends (i + 2j) % 4 rows to rank j: some of the messages are empty.
     rows = [[(i + 2 * j) % 4 for j in range(size)] for i in range(size)]
@@ -228,10 +216,6 @@ def _uneven_all_to_all(dtype: torch.dtype) -> None:
     outputs = [torch.empty((count, 3, 2), dtype=dtype) for count in receiving]
     dist.all_to_all(outputs, inputs[rank])
     _exactly(torch.cat(outputs), torch.cat(expected))
-
-
-def test_uneven_all_to_all(ranks: RankPool) -> None:
-    ranks.run(_of_every_dtype, _uneven_all_to_all)
 
 
 @on_ranks("ranks")
@@ -255,42 +239,11 @@ def test_empty_tensors_pass_through_every_collective() -> None:
 
 
 @on_ranks("ranks")
-def test_channels_last_tensors_keep_their_values_in_place() -> None:
-    """DDP hands over parameters in any dense memory format; the values keep their places."""
-    shape = (2, 3, 4, 5)
-    inputs = [one.to(memory_format=torch.channels_last) for one in _from_all(torch.float32, shape)]
-    tensor = inputs[dist.get_rank()].clone()
-    dist.all_reduce(tensor)
-    assert_reduced(tensor, inputs, "SUM")
-    assert tensor.is_contiguous(memory_format=torch.channels_last)
-    tensor = inputs[dist.get_rank()].clone()
-    dist.broadcast(tensor, 0)
-    _exactly(tensor, inputs[0])
-
-
-@on_ranks("ranks")
-def test_contiguous_view_is_changed_and_nothing_around_it() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    storage = torch.full((11,), -1.0)
-    storage[3:8] = rank
-    dist.all_reduce(storage[3:8])
-    assert storage.tolist() == [-1.0] * 3 + [size * (size - 1) / 2] * 5 + [-1.0] * 3
-    received = torch.full((3, size), -1.0)
-    dist.all_gather_into_tensor(received[1], torch.tensor([float(rank)]))
-    assert received.tolist() == [[-1.0] * size, [float(i) for i in range(size)], [-1.0] * size]
-
-
-def _barrier_orders(path_folder: str) -> None:
-    from pathlib import Path
-
+def test_nobody_passes_a_barrier_before_all_have_come(tmp_path: Path) -> None:
     for turn in range(3):
-        Path(path_folder, f"{turn}-{dist.get_rank()}").touch()
+        Path(tmp_path, f"{turn}-{dist.get_rank()}").touch()
         dist.barrier()
-        assert len(list(Path(path_folder).glob(f"{turn}-*"))) == dist.get_world_size()
-
-
-def test_nobody_passes_a_barrier_before_all_have_come(ranks: RankPool, tmp_path: object) -> None:
-    ranks.run(_barrier_orders, str(tmp_path))
+        assert len(list(tmp_path.glob(f"{turn}-*"))) == dist.get_world_size()
 
 
 def _of_any_strides(value: float, *shape: int) -> list[Tensor]:

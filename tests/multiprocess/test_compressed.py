@@ -4,6 +4,7 @@
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from bagua import _C, compressed
 from devices import here, randn
-from ranks import RankPool, run_ranks
+from ranks import Pools, on_new_ranks, on_ranks
+from reference import named
 from test_bytegrad_definition import coded, defined_result
 from torch import Tensor
 
@@ -113,27 +115,24 @@ def _message(call: Callable[[], Any], error: type[Exception]) -> str:
 def _check_refusals() -> None:
     size = dist.get_world_size()
     ones = torch.ones(4)
-    assert "AVG" in _message(lambda: compressed.all_reduce(ones, op=dist.ReduceOp.MAX), ValueError)
-    assert "SUM" in _message(lambda: compressed.reduce_scatter_tensor(ones, ones, op=dist.ReduceOp.MIN), ValueError)
-    assert "minmax_uint8" in _message(lambda: compressed.all_reduce(ones, codec="minmax"), ValueError)
-    assert "float32" in _message(lambda: compressed.all_reduce(ones.int()), TypeError)
-    assert "float32" in _message(
-        lambda: compressed.all_gather_into_tensor(torch.ones(4 * size).cfloat(), ones.cfloat()), TypeError
-    )
-    assert "contiguous()" in _message(lambda: compressed.all_reduce(torch.ones(4, 3).t()), ValueError)
-    assert "contiguous()" in _message(
-        lambda: compressed.all_gather_into_tensor(torch.ones(8 * size)[::2], ones), ValueError
-    )
-    assert "dense" in _message(lambda: compressed.all_reduce(ones.to_sparse()), ValueError)
-    assert f"{4 * size} elements" in _message(
-        lambda: compressed.all_gather_into_tensor(torch.ones(3), ones), ValueError
-    )
-    assert f"{4 * size} elements" in _message(lambda: compressed.reduce_scatter_tensor(ones, torch.ones(3)), ValueError)
-    assert "dtype" in _message(
-        lambda: compressed.all_gather_into_tensor(torch.ones(4 * size).double(), ones), TypeError
-    )
-    assert "write codec='4bit'" in _message(lambda: compressed.all_reduce(ones, AVG, "4bit"), TypeError)  # type: ignore[arg-type]
-    assert "tensor" in _message(lambda: compressed.all_reduce([ones]), TypeError)  # type: ignore[arg-type]
+    transposed, all_ones, gather = torch.ones(4, 3).t(), torch.ones(4 * size), compressed.all_gather_into_tensor
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "AVG", lambda: compressed.all_reduce(ones, op=dist.ReduceOp.MAX)),
+        (ValueError, "SUM", lambda: compressed.reduce_scatter_tensor(ones, ones, op=dist.ReduceOp.MIN)),
+        (ValueError, "minmax_uint8", lambda: compressed.all_reduce(ones, codec="minmax")),
+        (TypeError, "float32", lambda: compressed.all_reduce(ones.int())),
+        (TypeError, "float32", lambda: gather(all_ones.cfloat(), ones.cfloat())),
+        (ValueError, "contiguous()", lambda: compressed.all_reduce(transposed)),
+        (ValueError, "contiguous()", lambda: gather(torch.ones(8 * size)[::2], ones)),
+        (ValueError, "dense", lambda: compressed.all_reduce(ones.to_sparse())),
+        (ValueError, f"{4 * size} elements", lambda: gather(torch.ones(3), ones)),
+        (ValueError, f"{4 * size} elements", lambda: compressed.reduce_scatter_tensor(ones, torch.ones(3))),
+        (TypeError, "dtype", lambda: gather(all_ones.double(), ones)),
+        (TypeError, "write codec='4bit'", lambda: compressed.all_reduce(ones, AVG, "4bit")),  # type: ignore[arg-type]
+        (TypeError, "tensor", lambda: compressed.all_reduce([ones])),  # type: ignore[arg-type]
+    ]
+    for error, words, call in refused:
+        assert words in _message(call, error)
     # The group is as usable as before.
     compressed.all_reduce(ones, AVG, codec="minmax_uint8")
     assert torch.equal(ones, torch.ones(4))
@@ -164,11 +163,12 @@ def _check_everything() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_values_arguments_and_groups(rank_pools: dict[int, RankPool], size: int) -> None:
+def test_values_arguments_and_groups(rank_pools: Pools, size: int) -> None:
     rank_pools[size].run(_check_everything, timeout=120)
 
 
-def _check_one_rank() -> None:
+@on_ranks(1)
+def test_one_rank_codes_nothing() -> None:
     given = _given(0, 97)
     tensor, output, part = given.clone(), torch.empty(97), torch.empty(97)
     compressed.all_reduce(tensor)
@@ -177,37 +177,27 @@ def _check_one_rank() -> None:
     assert all(torch.equal(result, given) for result in (tensor, output, part))
 
 
-def test_one_rank_codes_nothing(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[1].run(_check_one_rank)
-
-
-def _check_stock_group() -> None:
+@pytest.mark.cpu_only("gloo")
+@on_new_ranks(2, backend="gloo")
+def test_a_stock_gloo_group() -> None:
     _check_values()
     first = _given(dist.get_rank(), 1003)
     for _ in range(3):
         compressed.all_reduce(first)
 
 
-@pytest.mark.cpu_only("gloo")
-def test_a_stock_gloo_group() -> None:
-    run_ranks(2, _check_stock_group, backend="gloo")
-
-
-def _mismatched(odd: dict[str, Any]) -> str:
-    call: dict[str, Any] = {"codec": "int8", "op": AVG, "length": 64}
-    if dist.get_rank() == 1:
-        call.update(odd)
-    length = call.pop("length")
-    return _message(lambda: compressed.all_reduce(torch.ones(length), **call), dist.DistBackendError)
-
-
 @pytest.mark.cpu_only("NCCL compares nothing")
-@pytest.mark.parametrize("odd", [{"op": SUM}, {"length": 65}, {"codec": "4bit"}], ids=lambda odd: next(iter(odd)))
-def test_ranks_that_do_not_call_the_same_are_told(odd: dict[str, Any]) -> None:
-    for message in run_ranks(2, _mismatched, odd):
-        assert "bagua:compressed_all_reduce" in message
-        assert "rank 0" in message
-        assert "rank 1" in message
+@on_new_ranks(2)
+def test_ranks_that_do_not_call_the_same_are_told() -> None:
+    for odd in ({"op": SUM}, {"length": 65}, {"codec": "4bit"}):
+        call: dict[str, Any] = {"codec": "int8", "op": AVG, "length": 64, **(odd if dist.get_rank() == 1 else {})}
+        # A group of its own, which ends with the error.
+        mismatched = partial(compressed.all_reduce, torch.ones(call.pop("length")), group=dist.new_group(), **call)
+        with named(odd):
+            message = _message(mismatched, dist.DistBackendError)
+            assert "bagua:compressed_all_reduce" in message
+            assert "rank 0" in message
+            assert "rank 1" in message
 
 
 @pytest.mark.parametrize("name", compressed.__all__)
@@ -218,7 +208,8 @@ def test_names_order_and_defaults_are_those_of_torch(name: str) -> None:
     assert (codec.name, codec.kind, codec.default) == ("codec", inspect.Parameter.KEYWORD_ONLY, "int8")
 
 
-def _check_former_names() -> None:
+@on_ranks(2)
+def test_former_names_warn_and_work() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     given = _given(rank, 128 * size)
     part, expected = torch.empty(128), torch.empty(128)
@@ -231,7 +222,3 @@ def _check_former_names() -> None:
         compressed.all_gather(whole, part, "4bit")
     compressed.all_gather_into_tensor(expected, part, codec="4bit")
     assert torch.equal(whole, expected)
-
-
-def test_former_names_warn_and_work(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_check_former_names)

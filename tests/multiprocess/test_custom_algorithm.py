@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
-from hooked_models import loss_of, perceptron
+from hooked_models import loss_of, mean_loss_of, perceptron, take_steps
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch_api_calls import started
@@ -114,13 +114,7 @@ def _expected(steps: int) -> list[Tensor]:
     """Weights after steps with twice the mean gradient, in one process."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    size = dist.get_world_size()
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(size):
-            generator = torch.Generator().manual_seed(1000 * step + rank)
-            (2 / size * model(torch.randn(6, 23, generator=generator)).square().mean()).backward()
-        optimizer.step()
+    take_steps(model, optimizer, range(steps), lambda model, step: 2 * mean_loss_of(model, step))
     return [parameter.detach() for parameter in model.parameters()]
 
 
@@ -168,10 +162,7 @@ def test_need_reset_runs_all_stages_again() -> None:
     model.with_bagua([optimizer], CountingAlgorithm(reset_at=2))  # type: ignore[operator]
     impl = model.bagua_algorithm
     assert isinstance(impl, CountingImpl)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    take_steps(model, optimizer, range(4))
     assert all(impl.calls[stage] == 2 for stage in STAGES), impl.calls
     assert impl.calls["init_operations"] == 4
     assert impl.calls["need_reset"] == 4

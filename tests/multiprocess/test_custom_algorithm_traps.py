@@ -10,7 +10,7 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from hooked_models import loss_of, perceptron
-from ranks import on_ranks, run_ranks
+from ranks import on_new_ranks, on_ranks
 from torch import Tensor, nn
 from torch_api_calls import started
 
@@ -159,7 +159,8 @@ class GroupedImpl(AlgorithmImpl):
         bucket.clear_ops().append_centralized_synchronous_op(group=self.process_group)
 
 
-def _operations_over_gloo() -> None:
+@on_new_ranks(2, backend="gloo")
+def test_operations_on_a_group_of_another_backend_make_no_group_per_step() -> None:
     started()
     model = perceptron()
     _wrap(GroupedImpl, model)
@@ -168,7 +169,3 @@ def _operations_over_gloo() -> None:
     for step in range(3):
         loss_of(model, step).backward()
     assert len(dist.distributed_c10d._world.pg_map) == groups
-
-
-def test_operations_on_a_group_of_another_backend_make_no_group_per_step() -> None:
-    run_ranks(2, _operations_over_gloo, backend="gloo")

@@ -2,6 +2,7 @@
 """Hooks on stock DistributedDataParallel in each of its modes, against DDP without a hook and the definition."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import bagua
@@ -20,6 +21,7 @@ from hooked_models import (
     perceptron,
     random_gradient,
     same,
+    same_everywhere,
     train,
     with_hook,
 )
@@ -39,6 +41,9 @@ MODES: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {**SMALL_BUCKETS, "find_unused_parameters": True},
 }
 in_every_mode = pytest.mark.parametrize("mode", MODES)
+exact_and_coded = pytest.mark.parametrize(
+    ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
+)
 
 
 def _stock(model: nn.Module, **options: Any) -> list[Gradients]:
@@ -63,22 +68,19 @@ class Branches(nn.Module):
         return result
 
 
-def _like_stock(mode: str) -> bool:
-    return same(
-        train(perceptron(), with_hook("gradient_allreduce"), **MODES[mode]), _stock(perceptron(), **MODES[mode])
-    )
-
-
 # Two ranks: adding two halves is halving their sum, so equal to the bit. More ranks: next test.
 @in_every_mode
-def test_gradient_allreduce_is_ddp_to_the_bit(rank_pools: Pools, mode: str) -> None:
-    assert all(rank_pools[2].run(_like_stock, mode))
+@on_ranks(2)
+def test_gradient_allreduce_is_ddp_to_the_bit(mode: str) -> None:
+    hooked = train(perceptron(), with_hook("gradient_allreduce"), **MODES[mode])
+    assert same(hooked, _stock(perceptron(), **MODES[mode]))
 
 
-def _exact_and_reduced(length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+@pytest.mark.parametrize("length", [1, 3, 97, 20_011])
+@on_ranks("ranks")
+def test_gradient_allreduce_is_the_mean_and_the_same_everywhere(length: int) -> None:
     ddp = DDP(Leaves(length))
     bagua.register_comm_hook(ddp, "gradient_allreduce")
-    found = []
     for step in range(3):
         ddp.zero_grad()
         ddp([random_gradient(length, dist.get_rank(), step)]).backward()
@@ -86,29 +88,19 @@ def _exact_and_reduced(length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         gradient = ddp.module.leaves[0].grad
         assert gradient is not None
         # n - 1 additions and a division, each rounding a number below the magnitudes added up.
-        found.append((gradient, given.mean(0), given.abs().sum(0) * given.shape[0] * torch.finfo(torch.float32).eps))
-    return found
+        bound = given.abs().sum(0) * given.shape[0] * torch.finfo(torch.float32).eps
+        assert ((gradient.double() - given.mean(0)).abs() <= bound).all()
+        assert same_everywhere(gradient)
 
 
-@pytest.mark.parametrize("length", [1, 3, 97, 20_011])
-def test_gradient_allreduce_is_the_mean_and_the_same_everywhere(ranks: RankPool, length: int) -> None:
-    results = ranks.run(_exact_and_reduced, length)
-    for gradient, exact, bound in results[0]:
-        assert ((gradient.double() - exact).abs() <= bound).all()
-    assert all(same([g for g, _, _ in result], [g for g, _, _ in results[0]]) for result in results)
-
-
-def _branches_like_stock(options: dict[str, Any]) -> bool:
+@pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True}], ids=str)
+@on_ranks(2)
+def test_unused_parameters_that_differ_by_rank(options: dict[str, Any]) -> None:
     options = {"find_unused_parameters": True, **options}
     hooked = train(Branches(), with_hook("gradient_allreduce"), **options)
     assert hooked[0]["branches.4.weight"] is None
     assert hooked[0]["branches.1.weight"] is not None
-    return same(hooked, _stock(Branches(), **options))
-
-
-@pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True}], ids=str)
-def test_unused_parameters_that_differ_by_rank(rank_pools: Pools, options: dict[str, Any]) -> None:
-    assert all(rank_pools[2].run(_branches_like_stock, options))
+    assert same(hooked, _stock(Branches(), **options))
 
 
 def _watched(model: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -130,11 +122,65 @@ def _check_watched(runs: list[dict[str, Any]]) -> None:
 
 @in_every_mode
 def test_bytegrad_is_as_defined(peers: RankPool, mode: str) -> None:
-    _check_watched(peers.run(_watched, "perceptron", MODES[mode]))
+    runs = peers.run(_watched, "perceptron", MODES[mode])
+    _check_watched(runs)
+    if mode == "small_buckets":
+        assert len(runs[0]["given"]) >= 1 + 2 * 3, "one bucket in the first step, and several in the two after it"
 
 
 def test_bytegrad_with_unused_parameters(peers: RankPool) -> None:
     _check_watched(peers.run(_watched, "branches", {"find_unused_parameters": True, **SMALL_BUCKETS}))
+
+
+@pytest.fixture(scope="module")
+def over_stock() -> Iterator[RankPool]:
+    """Ranks whose process group is stock Gloo, or NCCL."""
+    with RankPool(3, STOCK_BACKEND) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("mode", ["small_buckets", "gradient_as_bucket_view"])
+def test_bytegrad_over_a_stock_backend_is_as_defined(over_stock: RankPool, mode: str) -> None:
+    _check_watched(over_stock.run(_watched, "perceptron", MODES[mode]))
+
+
+def _user_collectives_beside_the_hook() -> None:
+    rank, size, steps = dist.get_rank(), dist.get_world_size(), 4
+    ddp = DDP(Leaves(300, 400, 500), bucket_cap_mb=0.001)
+    bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
+    seen = []
+
+    def user_sum(gradient: Tensor) -> None:
+        token = gradient.new_tensor([float(rank + 1)])
+        dist.all_reduce(token)  # while the buckets of the other parameters are on their way
+        seen.append(token.item())
+
+    for leaf in ddp.module.leaves:
+        leaf.register_hook(user_sum)
+    for step in range(steps):
+        ddp.zero_grad()
+        works = [dist.all_reduce(torch.full((1000,), float(i)), async_op=True) for i in range(4)]
+        ddp([random_gradient(n, rank, step) for n in (300, 400, 500)]).backward()
+        for factor, work in enumerate(works):
+            work.wait()
+            assert torch.equal(work.result()[0], torch.full((1000,), float(factor * size)))
+    assert seen == [size * (size + 1) / 2] * (3 * steps)
+
+
+def test_user_collectives_run_beside_the_hook(peers: RankPool, over_stock: RankPool) -> None:
+    peers.run(_user_collectives_beside_the_hook)
+    over_stock.run(_user_collectives_beside_the_hook)
+
+
+@on_ranks("peers", timeout=40.0)
+def test_a_hook_may_outlive_its_group() -> None:
+    for step in range(15):
+        with new_group() as group:
+            ddp = DDP(Leaves(1003), process_group=group)
+            bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
+            ddp([random_gradient(1003, dist.get_rank(), step)]).backward()
+        # The model, and with it the hook, is the last to hold the group, right after its last program.
+        del ddp, group
 
 
 def _accumulate(algorithm: str, options: dict[str, Any], as_view: bool) -> list[Tensor]:
@@ -153,9 +199,10 @@ def _accumulate(algorithm: str, options: dict[str, Any], as_view: bool) -> list[
 
 
 @pytest.mark.parametrize("as_view", [False, True], ids=["own_gradients", "bucket_views"])
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-def test_gradients_accumulated_under_no_sync_are_reduced_once(rank_pools: Pools, algorithm: str, as_view: bool) -> None:
-    options = {"hierarchical": False} if algorithm == "bytegrad" else {}
+@exact_and_coded
+def test_gradients_accumulated_under_no_sync_are_reduced_once(
+    rank_pools: Pools, algorithm: str, options: dict[str, Any], as_view: bool
+) -> None:
     for results in rank_pools[2].run(_accumulate, algorithm, options, as_view):
         for step, result in enumerate(results):
             given = [random_gradient(1003, r, step) + random_gradient(1003, r + 10, step) for r in range(2)]
@@ -179,7 +226,9 @@ def test_several_models_of_one_process_do_not_meet() -> None:
     assert same(gradients_of(together[2]), apart[1])
 
 
-def _cast(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@on_ranks("peers")
+def test_gradients_of_other_dtypes(dtype: torch.dtype) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     ddp = DDP(Leaves(501, 96, dtype=dtype))
     bagua.register_comm_hook(ddp, "gradient_allreduce")
@@ -187,16 +236,10 @@ def _cast(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     result = torch.cat([leaf.grad for leaf in ddp.module.leaves])
     assert result.dtype == dtype
     all_given = [torch.cat([random_gradient(n, r, 1, dtype) for n in (501, 96)]).double() for r in range(size)]
-    return result, torch.stack(all_given)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_gradients_of_other_dtypes(peers: RankPool, dtype: torch.dtype) -> None:
-    results = peers.run(_cast, dtype)
-    for result, given in results:
-        bound = given.abs().sum(0) * len(given) * torch.finfo(dtype).eps
-        assert ((result.double() - given.mean(0)).abs() <= bound).all()
-        assert torch.equal(result, results[0][0])
+    given = torch.stack(all_given)
+    bound = given.abs().sum(0) * len(given) * torch.finfo(dtype).eps
+    assert ((result.double() - given.mean(0)).abs() <= bound).all()
+    assert same_everywhere(result)
 
 
 def _scaled_training(overflow_on: int, algorithm: str, options: dict[str, Any]) -> list[tuple[float, list[Tensor]]]:
@@ -216,9 +259,7 @@ def _scaled_training(overflow_on: int, algorithm: str, options: dict[str, Any]) 
     return history
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
-)
+@exact_and_coded
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
     peers: RankPool, algorithm: str, options: dict[str, Any]
 ) -> None:
@@ -231,7 +272,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
         assert same(weights, [w for _, w in histories[0]])
 
 
-def _sparse(algorithm: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+@exact_and_coded
+@on_ranks("peers")
+def test_sparse_gradients_are_averaged_in_full_precision(algorithm: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.EmbeddingBag(50, 9, sparse=True, mode="sum"), nn.Linear(9, 4))
     ddp = DDP(copy.deepcopy(model))
@@ -251,17 +294,8 @@ def _sparse(algorithm: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         model.zero_grad()
         model(batch).square().mean().backward()
         exact += model[0].weight.grad.to_dense().double()
-    return result.to_dense(), exact / size
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
-)
-def test_sparse_gradients_are_averaged_in_full_precision(
-    peers: RankPool, algorithm: str, options: dict[str, Any]
-) -> None:
-    for result, exact in peers.run(_sparse, algorithm, options):
-        torch.testing.assert_close(result.double(), exact, rtol=8e-7, atol=1e-9)  # a few additions of float32
+    # A few additions of float32.
+    torch.testing.assert_close(result.to_dense().double(), exact / size, rtol=8e-7, atol=1e-9)
 
 
 def _uneven(algorithm: str, options: dict[str, Any]) -> list[Tensor]:
@@ -276,9 +310,7 @@ def _uneven(algorithm: str, options: dict[str, Any]) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
-)
+@exact_and_coded
 def test_join_counts_ranks_without_input_as_zeros(rank_pools: Pools, algorithm: str, options: dict[str, Any]) -> None:
     first, second = rank_pools[2].run(_uneven, algorithm, options)
     assert len(first) == 2

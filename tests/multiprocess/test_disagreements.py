@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from bagua import _executors
 from bagua._executors import arithmetic_of
-from hooked_models import SMALL_BUCKETS, emulated_hosts, loss_of, new_group, perceptron
-from ranks import Pools, run_ranks
+from hooked_models import SMALL_BUCKETS, emulated_hosts, new_group, perceptron, take_steps
+from ranks import Pools, on_ranks, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 SECONDS = 20.0  # within which an error has to come; a rank that waits for another does so for a minute
@@ -115,10 +115,7 @@ def _train(group: Any, algorithm: str, options: dict[str, Any], state: dict[str,
     handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
     if state is not None:
         handle.load_state_dict(state)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(ddp, step).backward()
-        optimizer.step()
+    take_steps(ddp, optimizer, range(3))
     return handle
 
 
@@ -155,29 +152,18 @@ def test_a_step_that_one_rank_alone_has_loaded(rank_pools: Pools, algorithm: str
         assert "bucket layouts" not in message
 
 
-def _load_other_steps_on_one_rank() -> str:
+@on_ranks(2)
+def test_an_optimizer_of_other_steps_that_one_rank_alone_has_loaded() -> None:
     # A group of its own, which ends with the error.
     with emulated_hosts("AB") as group:
         ddp = DDP(perceptron(), process_group=group, **SMALL_BUCKETS)
         optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=0.01, warmup_steps=3)
         handle = bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer)
-
-        def train(steps: int) -> None:
-            for step in range(steps):
-                optimizer.zero_grad()
-                loss_of(ddp, step).backward()
-                optimizer.step()
-
-        train(1)
+        take_steps(ddp, optimizer, range(1))
         early = copy.deepcopy((handle.state_dict(), optimizer.state_dict()))
-        train(4)
+        take_steps(ddp, optimizer, range(4))
         if torch.distributed.get_rank() == 0:
             handle.load_state_dict(early[0])
             optimizer.load_state_dict(early[1])
-        return _message(RuntimeError, lambda: train(1))
-
-
-def test_an_optimizer_of_other_steps_that_one_rank_alone_has_loaded(rank_pools: Pools) -> None:
-    # Else rank 0 would send gradients, which the other takes for momenta.
-    for message in rank_pools[2].run(_load_other_steps_on_one_rank):
-        assert "bagua:check_agreement" in message, message
+        # Else rank 0 would send gradients, which the other takes for momenta.
+        assert "bagua:check_agreement" in _message(RuntimeError, lambda: take_steps(ddp, optimizer, range(1)))

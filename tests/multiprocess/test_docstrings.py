@@ -4,19 +4,19 @@
 import doctest
 import importlib
 
-import bagua.torch_api
 import pytest
 import torch
 from ranks import on_ranks
+from torch_api_calls import started
 
-MODULES = ["_checks", "algorithms.base", "bucket", "distributed"]
+MODULES = ["_checks", "_reductions", "algorithms.base", "bucket", "distributed"]
 
 
 @pytest.mark.parametrize("name", MODULES)
 @on_ranks(2)
 def test_examples_give_what_they_say(name: str) -> None:
-    if not bagua.torch_api.is_initialized():
-        bagua.torch_api.init_process_group()
-    results = doctest.testmod(importlib.import_module(f"bagua.torch_api.{name}"), extraglobs={"torch": torch})
+    rank, _ = started()
+    module = importlib.import_module(f"bagua.torch_api.{name}")
+    results = doctest.testmod(module, extraglobs={"torch": torch, "rank": rank})
     assert results.attempted > 0
     assert results.failed == 0

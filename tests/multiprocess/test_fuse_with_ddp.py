@@ -17,6 +17,7 @@ from hooked_models import SMALL_BUCKETS, loss_of, perceptron, same
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch_api_calls import started
 
 STEPS = 12
 WARMUP = 5
@@ -120,8 +121,7 @@ def test_hooks_and_fused_steps_work_together(
 @pytest.mark.parametrize("do_flatten", [False, True])
 @on_ranks(2)
 def test_with_bagua_and_fused_steps_work_together(do_flatten: bool, fuse_first: bool, set_to_none: bool) -> None:
-    if not bagua.torch_api.is_initialized():
-        bagua.torch_api.init_process_group()
+    started()
 
     def run(fuse: Fuse) -> tuple[nn.Module, Any]:
         model: Any = perceptron()

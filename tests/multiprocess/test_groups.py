@@ -60,30 +60,6 @@ def test_two_groups_used_in_opposite_orders() -> None:
         dist.destroy_process_group(group)
 
 
-@on_ranks("peers")
-def test_messages_in_a_group_use_global_ranks() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    members = [size - 1, 0]  # neither starting at zero nor sorted
-    group: Any = dist.new_group(members)
-    if rank == 0:
-        dist.send(torch.tensor([5.0]), size - 1, group=group)
-    elif rank == size - 1:
-        received = torch.empty(1)
-        assert dist.recv(received, 0, group=group) == 0
-        assert received.item() == 5.0
-    if rank in members:
-        dist.destroy_process_group(group)
-
-
-@on_ranks(4)
-def test_new_subgroups() -> None:
-    rank = dist.get_rank()
-    mine, groups = dist.new_subgroups(group_size=2)
-    assert _sum_over(mine, float(rank)) == (1.0 if rank < 2 else 5.0)
-    assert len(groups) == 2
-    dist.destroy_process_group(mine)
-
-
 @pytest.mark.cpu_only("torch splits groups of an accelerator only where they are bound to it")
 @_needs_cpu_split
 @on_ranks(4)

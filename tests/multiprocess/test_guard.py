@@ -8,8 +8,8 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, same
-from ranks import RankPool
+from hooked_models import Leaves, emulated_hosts, reduced, same
+from ranks import Pools, RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -27,12 +27,6 @@ def _gradients(
     return drawn
 
 
-def _step(ddp: DDP, gradients: list[Tensor]) -> list[Tensor]:
-    ddp.zero_grad()
-    ddp(gradients).backward()
-    return [p.grad.detach().clone() for p in ddp.module.parameters() if p.grad is not None]
-
-
 def _off(results: list[Tensor], step: int, tails: Sequence[int]) -> list[float]:
     """By layer, how far typical values are from the mean of the ranks: the error of those that are no outliers."""
     ranks = range(dist.get_world_size())
@@ -47,10 +41,10 @@ def _with_tails(algorithm: str, options: dict[str, Any]) -> tuple[list[float], d
     handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, **options)
     rank = dist.get_rank()
     for step in range(100):
-        _step(ddp, _gradients(step, rank))
+        reduced(ddp, _gradients(step, rank))
     assert handle.stats()["guard"]["alarms"] == 0
     for step in range(100, 700):
-        results = _step(ddp, _gradients(step, rank, [1]))
+        results = reduced(ddp, _gradients(step, rank, [1]))
     return _off(results, 699, [1]), handle.stats()["guard"]
 
 
@@ -64,7 +58,7 @@ def _with_tails(algorithm: str, options: dict[str, Any]) -> tuple[list[float], d
     ids=str,
 )
 def test_heavy_tails_in_one_layer_are_found_and_coded_finer(
-    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any]
+    rank_pools: Pools, algorithm: str, options: dict[str, Any]
 ) -> None:
     [(warned, seen), (warned_too, _)] = rank_pools[2].run(_with_tails, algorithm, options)
     assert warned == warned_too
@@ -91,7 +85,7 @@ def _steps(options: dict[str, Any], length: int = 3, saved: dict[str, Any] | Non
         if saved is not None:
             handle.load_state_dict(saved)
         first, rank = handle.state_dict()["step"], dist.get_rank()
-        results = [_step(ddp, _gradients(step, rank, [0], SHAPES[:1]))[0] for step in range(first, first + length)]
+        results = [reduced(ddp, _gradients(step, rank, [0], SHAPES[:1]))[0] for step in range(first, first + length)]
         return handle.state_dict(), results, handle.stats()["guard"]["raised"]
 
 
@@ -105,9 +99,7 @@ def _adapting(options: dict[str, Any], saved_at: int) -> tuple[list[Tensor], dic
     "options", [{"algorithm": "bytegrad", "codec": "4bit"}, FOUR_BITS, {**FOUR_BITS, "residuals": "8bit"}], ids=str
 )
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
-def test_a_continued_run_adapts_at_the_same_step(
-    rank_pools: dict[int, RankPool], options: dict[str, Any], saved_at: int
-) -> None:
+def test_a_continued_run_adapts_at_the_same_step(rank_pools: Pools, options: dict[str, Any], saved_at: int) -> None:
     # The first two steps are looked at: what they find holds from the third on.
     whole = rank_pools[2].run(_adapting, options, 0)
     continued = rank_pools[2].run(_adapting, options, saved_at)
@@ -122,25 +114,21 @@ def _joined_by_a_new_rank() -> tuple[list[Tensor], dict[str, int]]:
     return _steps(FOUR_BITS, saved={**saved, "state": {}} if dist.get_rank() else saved)[1:]
 
 
-def test_a_new_rank_codes_as_the_others_do(rank_pools: dict[int, RankPool]) -> None:
+def test_a_new_rank_codes_as_the_others_do(rank_pools: Pools) -> None:
     (results, raised), (others, raised_too) = rank_pools[2].run(_joined_by_a_new_rank)
     assert raised == raised_too == {"leaves.0": 1}
     assert same(results, others)
 
 
-def _at_other_levels() -> str:
+@on_ranks(2)
+def test_ranks_whose_guards_go_on_from_other_levels_are_told() -> None:
     saved = _steps(FOUR_BITS, hosts="AB")[0]
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match=r"levels of the guard\. Load the handle's state_dict on all ranks"):
         _steps(FOUR_BITS, hosts="AB", saved={**saved, "guard": None} if dist.get_rank() else saved)
-    return str(error.value)
 
 
-def test_ranks_whose_guards_go_on_from_other_levels_are_told(rank_pools: dict[int, RankPool]) -> None:
-    for message in rank_pools[2].run(_at_other_levels):
-        assert "levels of the guard. Load the handle's state_dict on all ranks" in message
-
-
-def _under_another_guard() -> None:
+@on_ranks(2)
+def test_a_run_may_go_on_under_another_guard() -> None:
     saved = _steps({**FOUR_BITS, "guard": "warn"}, 0)[0]
     del saved["options"]["start_step"], saved["options"]["guard"]  # of a time when there was none
     went_on, _, raised = _steps(FOUR_BITS, saved=saved)
@@ -154,17 +142,13 @@ def _under_another_guard() -> None:
     assert handle.state_dict()["state"] == {}
 
 
-def test_a_run_may_go_on_under_another_guard(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_under_another_guard)
-
-
 def _figures() -> list[float]:
     figures = []
     for options in ({"algorithm": "bytegrad", **FLAT}, {"algorithm": "powersgd", "start_step": 0}):
         ddp = DDP(Leaves((256, 257)))
         handle = bagua.register_comm_hook(ddp, **options)
         for step in range(3):
-            _step(ddp, _gradients(step, dist.get_rank(), shapes=[(256, 257)]))
+            reduced(ddp, _gradients(step, dist.get_rank(), shapes=[(256, 257)]))
         figures.append(handle.stats()["guard"]["error_of_mean"])
     return figures
 
@@ -183,20 +167,6 @@ def _network() -> nn.Module:
     )
 
 
-def _trained(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
-    ddp = DDP(_network(), bucket_cap_mb=0.05)
-    handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, **options)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(400):
-        tokens = (torch.randint(50, (16, 1), generator=generator) + torch.arange(9)) % 50
-        loss = nn.functional.cross_entropy(ddp(tokens[:, :8]), tokens[:, 8])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return handle.stats()["guard"]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
@@ -207,13 +177,22 @@ def _trained(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_training_that_its_codec_suits_is_not_disturbed(
-    rank_pools: dict[int, RankPool], algorithm: str, options: dict[str, Any]
-) -> None:
-    for seen in rank_pools[2].run(_trained, algorithm, options):
-        assert seen["looks"] > 10
-        assert seen["alarms"] == 0
-        assert 0 < seen["coding_loss"] < 3
+@on_ranks(2)
+def test_a_training_that_its_codec_suits_is_not_disturbed(algorithm: str, options: dict[str, Any]) -> None:
+    ddp = DDP(_network(), bucket_cap_mb=0.05)
+    handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, **options)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(400):
+        tokens = (torch.randint(50, (16, 1), generator=generator) + torch.arange(9)) % 50
+        loss = nn.functional.cross_entropy(ddp(tokens[:, :8]), tokens[:, 8])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    seen = handle.stats()["guard"]
+    assert seen["looks"] > 10
+    assert seen["alarms"] == 0
+    assert 0 < seen["coding_loss"] < 3
 
 
 def _fitted(algorithm: str, options: dict[str, Any], rates: tuple[float, float]) -> tuple[float, dict[str, Any]]:
@@ -241,9 +220,7 @@ def _fitted(algorithm: str, options: dict[str, Any], rates: tuple[float, float])
 @pytest.mark.parametrize(
     ("rank", "rates"), [(1, (0.02, 0.02)), (4, (0.005, 0.2))], ids=["rank 1", "a jump of the learning rate"]
 )
-def test_a_training_by_factors_that_diverges_is_saved(
-    rank_pools: dict[int, RankPool], rank: int, rates: tuple[float, float]
-) -> None:
+def test_a_training_by_factors_that_diverges_is_saved(rank_pools: Pools, rank: int, rates: tuple[float, float]) -> None:
     exact = rank_pools[2].run(_fitted, "gradient_allreduce", {}, rates)[0][0]
     factors = {"rank": rank, "start_step": 0}
     lost, seen = rank_pools[2].run(_fitted, "powersgd", factors, rates)[0]

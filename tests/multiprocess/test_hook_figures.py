@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from hooked_models import Leaves, loss_of, perceptron, random_gradient
 from hooked_trainings import SECONDS, hooked, train_step
-from ranks import RankPool
+from ranks import Pools, RankPool, on_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.any_device
@@ -68,7 +68,9 @@ class Run:
         self.logged.append((dict(data), step, commit))
 
 
-def _write_figures(algorithm: str) -> None:
+@of_every_algorithm
+@on_ranks(2, timeout=SECONDS)
+def test_figures_are_written_for_the_steps_since_the_last_time(algorithm: str) -> None:
     trained, writer, run = hooked(algorithm), SummaryWriter(), Run()
     trained.handle.log_to(writer)
     assert writer.points == [], "there has been no step"
@@ -97,11 +99,8 @@ def _write_figures(algorithm: str) -> None:
 
 
 @of_every_algorithm
-def test_figures_are_written_for_the_steps_since_the_last_time(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_write_figures, algorithm, timeout=SECONDS)
-
-
-def _reset(algorithm: str) -> None:
+@on_ranks(2, timeout=SECONDS)
+def test_figures_begin_again_after_a_reset(algorithm: str) -> None:
     trained = hooked(algorithm)
     for number in range(3):
         train_step(trained, number)
@@ -120,11 +119,6 @@ def _reset(algorithm: str) -> None:
     trained.handle.remove()
 
 
-@of_every_algorithm
-def test_figures_begin_again_after_a_reset(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_reset, algorithm, timeout=SECONDS)
-
-
 def _printed() -> str:
     ddp = DDP(perceptron())
     handle = bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False, guard=None)
@@ -134,7 +128,7 @@ def _printed() -> str:
     return str(handle)
 
 
-def test_a_handle_prints_its_figures(rank_pools: dict[int, RankPool]) -> None:
+def test_a_handle_prints_its_figures(rank_pools: Pools) -> None:
     text = rank_pools[2].run(_printed, timeout=SECONDS)[0]
     bytes_of_gradients = 3 * 4 * sum(p.numel() for p in perceptron().parameters())
     assert "bytegrad(average=True, codec='int8', guard=None, hierarchical=False, start_step=0)" in text

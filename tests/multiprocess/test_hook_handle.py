@@ -11,7 +11,7 @@ import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
-from hooked_models import emulated_hosts, loss_of, perceptron
+from hooked_models import emulated_hosts, everywhere, loss_of, perceptron, same_everywhere
 from hooked_trainings import HOSTS, MOMENTS, SECONDS, Trained, hooked, train_step
 from ranks import Pools, on_ranks
 from torch import Tensor, nn
@@ -30,17 +30,6 @@ def _is_exact(algorithm: str) -> bool:
 
 def _runs_in_background(algorithm: str) -> bool:
     return bool(bagua.describe(algorithm)["runs_in_background"])
-
-
-def _everywhere(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
-    copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(copies, tensor, group=group)
-    return copies
-
-
-def _are_equal(group: dist.ProcessGroup, tensors: list[Tensor]) -> bool:
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    return all(torch.equal(copy, flat) for copy in _everywhere(group, flat))
 
 
 # --- each call at each moment ---
@@ -106,7 +95,7 @@ def _call(call: str, moment: str, trained: Trained) -> bool:
 def _mean_gradients(group: dist.ProcessGroup, ddp: DDP, number: int) -> list[Tensor]:
     """As plain averaging gives them, of the weights at hand."""
     local = torch.autograd.grad(loss_of(ddp.module, number), list(ddp.module.parameters()))
-    return [torch.stack(_everywhere(group, gradient)).mean(0) for gradient in local]
+    return [torch.stack(everywhere(gradient, group)).mean(0) for gradient in local]
 
 
 def _changes_nothing(call: str, algorithm: str) -> bool:
@@ -136,7 +125,7 @@ def _train_around(calls: Sequence[str], moments: Sequence[str], algorithm: str, 
     assert len(done) == len(calls) * len(moments)
     is_removed = call == "remove" and done[0]
     if done[0] and call in ("remove", "abort", "synchronize") and moment in (MOMENTS[0], MOMENTS[3]):
-        assert _are_equal(group, list(trained.ddp.parameters())), "right after the call"
+        assert same_everywhere(*trained.ddp.parameters(), group=group), "right after the call"
     for number in (STEPS_BEFORE, STEPS_BEFORE + 1):
         expected = _mean_gradients(group, trained.ddp, number) if is_removed else []
         loss = train_step(trained, number)
@@ -144,7 +133,7 @@ def _train_around(calls: Sequence[str], moments: Sequence[str], algorithm: str, 
         for gradient, parameter in zip(expected, trained.ddp.parameters(), strict=False):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
     if is_removed or _is_exact(algorithm):
-        assert _are_equal(group, list(trained.ddp.parameters()))
+        assert same_everywhere(*trained.ddp.parameters(), group=group)
     _check_afterwards(trained, is_removed=is_removed, steps=2 if list(moments) == MOMENTS[:1] else STEPS_BEFORE + 2)
 
 
@@ -194,7 +183,7 @@ def _remove_too_early_on_one_rank(algorithm: str) -> str:
     del loss
     trained.handle.remove()
     train_step(trained, 2)
-    assert _are_equal(dist.group.WORLD, list(trained.ddp.parameters()))
+    assert same_everywhere(*trained.ddp.parameters())
     return f"{type(refused.value).__name__}: {refused.value}"
 
 
@@ -207,7 +196,8 @@ def test_a_rank_that_cannot_remove_the_algorithm_yet_keeps_it_on_all(rank_pools:
         assert "ValueError: bagua: rank 1 could not remove its algorithm" in messages[rank]
 
 
-def _remove_with_statistics() -> list[Tensor]:
+@on_ranks(2)
+def test_ranks_have_common_statistics_again_after_a_removal() -> None:
     ddp = DDP(nn.Sequential(nn.Linear(23, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     handle = bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer)
@@ -220,15 +210,11 @@ def _remove_with_statistics() -> list[Tensor]:
     # DDP gives all ranks those of rank 0 at the start of a forward.
     with torch.no_grad():
         ddp(torch.zeros(2, 23))
-    return [buffer.clone() for buffer in ddp.buffers()]
+    assert same_everywhere(*(buffer.float() for buffer in ddp.buffers()))
 
 
-def test_ranks_have_common_statistics_again_after_a_removal(rank_pools: Pools) -> None:
-    one, other = rank_pools[2].run(_remove_with_statistics)
-    assert all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
-
-
-def _remove_at_other_moments() -> str:
+@on_ranks(2)
+def test_ranks_that_remove_at_other_moments_are_told_both() -> None:
     trained = hooked("decentralized")
     trained.optimizer.zero_grad()
     loss_of(trained.ddp, 0).backward()
@@ -236,13 +222,8 @@ def _remove_at_other_moments() -> str:
         trained.optimizer.zero_grad()
     with pytest.raises(ValueError, match="at another moment") as refused:
         trained.handle.remove()
-    return str(refused.value)
-
-
-def test_ranks_that_remove_at_other_moments_are_told_both(rank_pools: Pools) -> None:
-    for message in rank_pools[2].run(_remove_at_other_moments):
-        assert "rank 1" in message
-        assert "between two steps against between a backward and its step" in message
+    assert "rank 1" in str(refused.value)
+    assert "between two steps against between a backward and its step" in str(refused.value)
 
 
 def _remove_in_accumulation(removes: bool) -> Tensor:
@@ -267,31 +248,20 @@ def test_the_step_at_hand_is_the_same_when_qadam_has_been_removed(rank_pools: Po
     assert torch.equal(removed[0], removed[1])
 
 
-# --- checkpoints ---
-
-
-@of_every_algorithm
-@on_ranks(2)
-def test_a_state_of_something_else_is_refused(algorithm: str) -> None:
-    trained = hooked(algorithm)
-    saved = trained.handle.state_dict()
-    # Some say that it is foreign, and others what they miss.
-    for foreign in ("zz", "sender.0", "sender.zz.0", "sender.minmax_uint8.0.pieces"):
-        with pytest.raises(ValueError, match="bagua: "):
-            trained.handle.load_state_dict({**saved, "state": {foreign: torch.ones(2)}})
-    trained.handle.load_state_dict(saved)
-
-
 # --- copies ---
+
+
+def _cannot_be_copied(ddp: DDP) -> None:
+    for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
+            duplicate(ddp)
 
 
 @of_every_algorithm
 @on_ranks(2)
 def test_a_hooked_model_cannot_be_copied_without_its_hook(algorithm: str) -> None:
     trained = hooked(algorithm)
-    for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
-            duplicate(trained.ddp)
+    _cannot_be_copied(trained.ddp)
     copy.deepcopy(trained.ddp.module)
     pickle.dumps(trained.ddp.module.state_dict())
     with pytest.raises(TypeError, match="cannot be pickled"):
@@ -304,7 +274,5 @@ def test_a_hooked_model_cannot_be_copied_without_its_hook(algorithm: str) -> Non
 def test_nor_can_one_with_the_two_argument_form() -> None:
     ddp = DDP(perceptron())
     ddp.register_comm_hook(*bagua.comm_hook("bytegrad"))
-    for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
-            duplicate(ddp)
+    _cannot_be_copied(ddp)
     loss_of(ddp, 0).backward()

@@ -9,25 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import on_new_ranks, on_ranks, run_ranks
 from script_ranks import run_script
 
 SIZE = 4
 LATE = 3
 
 
-def _sum() -> list[float]:
-    ones = torch.ones(2)
-    dist.all_reduce(ones)
-    found: list[float] = ones.tolist()
-    return found
-
-
-def _try_again(folder: str) -> list[list[float]]:
-    """Make the default group on one store that outlives every attempt, of which two fail in part."""
+@on_new_ranks(SIZE)
+def test_a_group_is_made_on_a_store_on_which_attempts_have_failed(tmp_path: Path) -> None:
+    """The default group is made on one store that outlives every attempt, of which two fail in part."""
     rank = dist.get_rank()
     dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/store", SIZE)  # type: ignore[attr-defined]
+    store = dist.FileStore(f"{tmp_path}/store", SIZE)
 
     def attempt(seconds: float) -> None:
         limit = timedelta(seconds=seconds)
@@ -41,28 +35,29 @@ def _try_again(folder: str) -> list[list[float]]:
         store.add(f"given up {absent}", 1)
         while store.add(f"given up {absent}", 0) < SIZE:
             time.sleep(0.02)
-    sums = []
     for _ in range(2):
         attempt(30.0)
-        sums.append(_sum())
+        ones = torch.ones(2)
+        dist.all_reduce(ones)
+        assert ones.tolist() == [SIZE] * 2
         group = dist.new_group()
         dist.barrier(group)
         dist.destroy_process_group()
-    return sums
-
-
-def test_a_group_is_made_on_a_store_on_which_attempts_have_failed(tmp_path: Any) -> None:
-    with RankPool(SIZE) as pool:
-        assert pool.run(_try_again, str(tmp_path)) == [[[float(SIZE)] * 2] * 2] * SIZE
 
 
 FOREVER = timedelta(days=10**6)
 
 
-def _with_timeouts_of_ages(folder: str) -> list[float]:
+@pytest.mark.parametrize("transport", ["in-host", "between-hosts"])
+def test_a_timeout_may_be_longer_than_clocks_can_count(transport: str, tmp_path: Path) -> None:
+    env = {} if transport == "in-host" else {"BAGUA_HOST_ID": ["a", "b"]}
+    run_ranks(2, _with_timeouts_of_ages, tmp_path / "store", env=env)
+
+
+def _with_timeouts_of_ages(path: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(path), size)
     dist.init_process_group("bagua", store=store, rank=rank, world_size=size, timeout=FOREVER)
     group: Any = dist.new_group(timeout=FOREVER)
     sums = torch.ones(3)
@@ -79,18 +74,11 @@ def _with_timeouts_of_ages(folder: str) -> list[float]:
     dist.distributed_c10d._set_pg_timeout(FOREVER, group)
     dist.barrier(group)
     dist.destroy_process_group()
-    found: list[float] = sums.tolist()
-    return found
+    assert sums.tolist() == [16.0] * 3
 
 
-@pytest.mark.parametrize("transport", ["in-host", "between-hosts"])
-def test_a_timeout_may_be_longer_than_clocks_can_count(transport: str, tmp_path: Any) -> None:
-    env = {} if transport == "in-host" else {"BAGUA_HOST_ID": ["a", "b"]}
-    with RankPool(2, env=env) as pool:
-        assert pool.run(_with_timeouts_of_ages, str(tmp_path)) == [[16.0] * 3] * 2
-
-
-def _with_timeouts_that_are_none() -> float:
+@on_ranks("peers")
+def test_a_timeout_that_is_not_positive_is_refused() -> None:
     for timeout in (timedelta(0), timedelta(seconds=-1), timedelta.max):
         with pytest.raises(ValueError, match=r"timeout of a group must be positive, got (0|-[0-9]+) ms"):
             dist.new_group(timeout=timeout)
@@ -98,12 +86,7 @@ def _with_timeouts_that_are_none() -> float:
     group: Any = dist.new_group()
     ones = torch.ones(1)
     dist.all_reduce(ones, group=group)
-    return ones.item()
-
-
-def test_a_timeout_that_is_not_positive_is_refused(peers: RankPool) -> None:
-    sums = peers.run(_with_timeouts_that_are_none)
-    assert sums == [float(len(sums))] * len(sums)
+    assert ones.item() == dist.get_world_size()
 
 
 _COMES_LATE = """

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process grows by in many steps between two hosts, against what it is told."""
 
-from pathlib import Path
-
 import bagua
 import pytest
 import torch
 from devices import here, randn
+from holdings import resident_bytes
 from hooked_models import emulated_hosts
 from ranks import run_ranks
 from torch import nn
@@ -16,11 +15,6 @@ pytestmark = [
     pytest.mark.any_device,
     pytest.mark.skipif(here(torch.zeros(1)).is_cuda, reason="the memory of the process is that of CPU tensors"),
 ]
-
-
-def _resident() -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmRSS:")[2].split()[0])
 
 
 def _growth(algorithm: str, options: dict[str, int], steps: int) -> tuple[float, float]:
@@ -37,12 +31,12 @@ def _growth(algorithm: str, options: dict[str, int], steps: int) -> tuple[float,
 
         with ddp.no_sync():
             step()
-        before = _resident()
+        before = resident_bytes()
         handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
         for _ in range(steps):
             step()
         weights = sum(p.nbytes for p in ddp.parameters())
-        return (_resident() - before) / weights, sum(handle.stats()["memory"].values()) / weights
+        return (resident_bytes() - before) / weights, sum(handle.stats()["memory"].values()) / weights
 
 
 def test_rounds_hold_no_more_memory_than_is_told() -> None:

@@ -1,35 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What would do nothing without a word: arguments in wrong places, models in wrappers, hooks that compress nothing."""
 
-import io
-import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import emulated_hosts, gradients_of, loss_of, perceptron, same
-from ranks import Pools, on_ranks, run_ranks
-from reference import named
+from hooked_models import emulated_hosts, gradients_of, logged, loss_of, optimizer_for, perceptron, same, take_steps
+from ranks import Pools, on_new_ranks, on_ranks
+from reference import for_each, named
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-
-def _of_every_algorithm(check: Callable[[str], None]) -> None:
-    for algorithm in bagua.available_algorithms():
-        with named(algorithm):
-            check(algorithm)
-
-
-def _optimizer(algorithm: str, model: nn.Module) -> torch.optim.Optimizer:
-    if bagua.describe(algorithm)["optimizer"] == "QAdamOptimizer":
-        return bagua.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=1)
-    return torch.optim.SGD(model.parameters(), lr=0.01)
-
 
 # --- arguments in wrong places ---
 
@@ -40,7 +23,9 @@ class _LooksLikeAnOptimizer:
     def step(self) -> None: ...
 
 
-def _options_as_optimizer(algorithm: str) -> None:
+@on_ranks(2)
+@for_each(bagua.available_algorithms())
+def test_options_that_are_not_given_by_name_are_refused(algorithm: str) -> None:
     ddp = DDP(perceptron())
     needed = ", optimizer=optimizer" if bagua.describe(algorithm)["optimizer"] else ""
     with pytest.raises(TypeError, match=rf"'{algorithm}'{needed}, hierarchical=False, average=True\)"):
@@ -58,12 +43,8 @@ def _options_as_optimizer(algorithm: str) -> None:
     with pytest.raises(TypeError, match=r"process_group must be .* got dict .* by name: write"):
         bagua.register_comm_hook(ddp, algorithm, None, {"hierarchical": False})  # type: ignore[arg-type]
     # Nothing was registered.
-    handle = bagua.register_comm_hook(ddp, algorithm, _optimizer(algorithm, ddp))
+    handle = bagua.register_comm_hook(ddp, algorithm, optimizer_for(algorithm, ddp))
     handle.remove()
-
-
-def test_options_that_are_not_given_by_name_are_refused(rank_pools: Pools) -> None:
-    rank_pools[2].run(_of_every_algorithm, _options_as_optimizer)
 
 
 @on_ranks(2)
@@ -75,47 +56,32 @@ def test_a_wrong_optimizer_on_one_rank_ends_the_registration_on_all() -> None:
         bagua.register_comm_hook(ddp, "bytegrad", wrong)
 
 
-def _refused_on_one_rank(what: str) -> float:
-    """Return how long this rank was in the call."""
-    is_wrong = dist.get_rank() == 1
-    model: Any = DDP(perceptron())
-    algorithm: Any = "bytegrad"
-    given: dict[str, Any] = {}
-    if is_wrong and what == "unknown name":
-        algorithm = "bytegrd"
-    elif is_wrong and what == "no name":
-        algorithm = None
-    elif is_wrong and what == "group":
-        given["process_group"] = {"average": False}
-    elif is_wrong and what == "optimizer of another model":
-        given["optimizer"] = torch.optim.SGD(perceptron().parameters(), lr=0.1)
-    elif is_wrong and what == "swapped":
-        model, algorithm = algorithm, model
-    elif is_wrong:
-        model = model.module
-    begin = time.monotonic()
-    expected = "" if is_wrong else "rank 1 could not register its algorithm"
-    with pytest.raises((TypeError, ValueError), match=expected):
-        bagua.register_comm_hook(model, algorithm, **given)
-    return time.monotonic() - begin
+@on_new_ranks(2)  # whether an unwrapped model's group is known depends on which groups there are
+def test_what_one_rank_refuses_ends_the_registration_on_all_at_once() -> None:
+    is_wrong, model = dist.get_rank() == 1, DDP(perceptron())
+    wrong: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "not wrapped": (model.module, "bytegrad", {}),
+        "swapped": ("bytegrad", model, {}),
+        "unknown name": (model, "bytegrd", {}),
+        "no name": (model, None, {}),
+        "group": (model, "bytegrad", {"process_group": {"average": False}}),
+        "optimizer of another model": (model, "bytegrad", {"optimizer": optimizer_for("bytegrad", perceptron())}),
+    }
+    for what, given in wrong.items():
+        first, second, options = given if is_wrong else (model, "bytegrad", {})
+        begin = time.monotonic()
+        expected = "" if is_wrong else "rank 1 could not register its algorithm"
+        with named(what), pytest.raises((TypeError, ValueError), match=expected):
+            bagua.register_comm_hook(first, second, **options)
+        assert time.monotonic() - begin < 30, "half of the timeout"
 
 
-@pytest.mark.parametrize(
-    "what", ["unknown name", "no name", "group", "optimizer of another model", "swapped", "not wrapped"]
-)
-def test_what_one_rank_refuses_ends_the_registration_on_all_at_once(what: str) -> None:
-    # Ranks of their own: whether an unwrapped model's group is known depends on which groups there are.
-    assert max(run_ranks(2, _refused_on_one_rank, what)) < 30, "half of the timeout"
-
-
-def _optimizer_of_another_model(algorithm: str) -> None:
+@on_ranks(2)
+@for_each(bagua.available_algorithms())
+def test_an_optimizer_of_another_model_is_refused(algorithm: str) -> None:
     ddp, other = DDP(perceptron()), perceptron()
     with pytest.raises(ValueError, match=f"given to algorithm '{algorithm}' does not hold .* pass the one that trains"):
-        bagua.register_comm_hook(ddp, algorithm, _optimizer(algorithm, other))
-
-
-def test_an_optimizer_of_another_model_is_refused(rank_pools: Pools) -> None:
-    rank_pools[2].run(_of_every_algorithm, _optimizer_of_another_model)
+        bagua.register_comm_hook(ddp, algorithm, optimizer_for(algorithm, other))
 
 
 # --- names of parameters ---
@@ -193,10 +159,7 @@ def test_an_algorithm_on_weights_sees_the_steps_of_a_compiled_model() -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     model = torch.compile(ddp, backend="eager")
     handle = bagua.register_comm_hook(model, "decentralized", optimizer=optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    take_steps(model, optimizer, range(3))
     assert handle.stats()["rounds"] == 3
     handle.synchronize()
 
@@ -212,21 +175,21 @@ def test_a_wrapper_of_more_than_a_ddp_model_is_refused() -> None:
         bagua.register_comm_hook(model, "bytegrad")
 
 
-def _frozen(algorithm: str) -> None:
+@on_ranks(2)
+@for_each(bagua.available_algorithms())
+def test_a_model_whose_parameters_are_all_frozen_is_refused(algorithm: str) -> None:
     ddp = DDP(perceptron())
-    optimizer = _optimizer(algorithm, ddp)
+    optimizer = optimizer_for(algorithm, ddp)
     ddp.requires_grad_(False)
     with pytest.raises(ValueError, match=r"all parameters of the model are frozen.*requires_grad=True"):
         bagua.register_comm_hook(ddp, algorithm, optimizer)
 
 
-def test_a_model_whose_parameters_are_all_frozen_is_refused(rank_pools: Pools) -> None:
-    rank_pools[2].run(_of_every_algorithm, _frozen)
-
-
-def _foreign_checkpoints(algorithm: str) -> None:
+@on_ranks(2)
+@for_each(bagua.available_algorithms())
+def test_a_checkpoint_of_something_else_is_refused(algorithm: str) -> None:
     ddp = DDP(perceptron())
-    handle = bagua.register_comm_hook(ddp, algorithm, _optimizer(algorithm, ddp))
+    handle = bagua.register_comm_hook(ddp, algorithm, optimizer_for(algorithm, ddp))
     for wrong, missing in (
         ({}, "algorithm, options, state, layout"),
         (ddp.module.state_dict(), "algorithm, options, state, layout"),
@@ -249,43 +212,34 @@ def _foreign_checkpoints(algorithm: str) -> None:
     ):
         with pytest.raises(TypeError, match=f"'{part}' of the checkpoint must be .*, got .*: pass what the state_dict"):
             handle.load_state_dict({**whole, part: value})
-    handle.load_state_dict(handle.state_dict())
+    # Some say that it is foreign, and others what they miss.
+    for foreign in ("zz", "sender.0", "sender.zz.0", "sender.minmax_uint8.0.pieces"):
+        with pytest.raises(ValueError, match="bagua: "):
+            handle.load_state_dict({**whole, "state": {foreign: torch.ones(2)}})
+    handle.load_state_dict(whole)
     handle.remove()
 
 
-def test_a_checkpoint_of_something_else_is_refused(rank_pools: Pools) -> None:
-    rank_pools[2].run(_of_every_algorithm, _foreign_checkpoints)
-
-
 # --- hooks that compress nothing ---
-
-
-@contextmanager
-def _log() -> Iterator[io.StringIO]:
-    text = io.StringIO()
-    logging.getLogger("bagua").addHandler(handler := logging.StreamHandler(text))
-    yield text
-    logging.getLogger("bagua").removeHandler(handler)
 
 
 def _lines_and_stages(algorithm: str, hosts: str, options: dict[str, Any]) -> tuple[list[str], list[str], set[str]]:
     """What registering and the first steps logged of compression, and the stages of the steps."""
     with emulated_hosts(hosts) as group:
         ddp = DDP(perceptron(), process_group=group)
-        optimizer = _optimizer(algorithm, ddp)
-        with _log() as registering:
+        optimizer = optimizer_for(algorithm, ddp, warmup=1)
+        with logged() as registering:
             handle = bagua.register_comm_hook(ddp, algorithm, optimizer, **options)
-        with _log() as training:
-            for step in range(4):
-                optimizer.zero_grad()
-                loss_of(ddp, step).backward()
-                optimizer.step()
+        with logged() as training:
+            take_steps(ddp, optimizer, range(4))
         handle.synchronize()
         stages = set(handle.stats()["seconds"])
         if bagua.describe(algorithm)["runs_in_background"]:
             handle.abort()
-    logged = [[line for line in text.getvalue().splitlines() if "compress" in line] for text in (registering, training)]
-    return logged[0], logged[1], stages
+    first, later = (
+        [line for line in text.getvalue().splitlines() if "compress" in line] for text in (registering, training)
+    )
+    return first, later, stages
 
 
 # With a codec, of everything, from the first step on, and with rounds that come within four steps.
@@ -321,7 +275,7 @@ def test_a_hook_says_once_where_it_compresses_nothing(
 
 
 def _two_argument_form(hosts: str) -> list[str]:
-    with emulated_hosts(hosts) as group, _log() as text:
+    with emulated_hosts(hosts) as group, logged() as text:
         ddp = DDP(perceptron(), process_group=group)
         ddp.register_comm_hook(*bagua.comm_hook("bytegrad", process_group=group))
         for step in range(2):

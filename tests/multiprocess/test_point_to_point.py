@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from holdings import resident_bytes
 from ranks import on_ranks, run_ranks
 from reference import DTYPES, values
 
@@ -27,20 +28,6 @@ def test_send_between_every_two_ranks() -> None:
             received = torch.empty_like(message)
             assert dist.recv(received, source) == source
             assert torch.equal(received, message)
-
-
-@pytest.mark.cpu_only("NCCL communicators of pairs are made one after another, a ring of them has to be a batch")
-@on_ranks("peers")
-def test_ring_of_isend_and_irecv() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    received = torch.empty(1000)
-    works: list[Any] = [
-        dist.isend(torch.full((1000,), float(rank)), (rank + 1) % size),
-        dist.irecv(received, (rank - 1) % size),
-    ]
-    for work in works:
-        work.wait()
-    assert (received == (rank - 1) % size).all()
 
 
 @pytest.mark.cpu_only("NCCL has no tags")
@@ -93,22 +80,6 @@ def test_receive_from_anyone_tells_the_source() -> None:
 
 
 @on_ranks("peers")
-def test_batch_isend_irecv_between_all() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    sent = [torch.full((3, 5), float(size * rank + peer)) for peer in range(size)]
-    received = [torch.full((3, 5), -1.0) for _ in range(size)]
-    operations = []
-    for peer in range(size):
-        if peer != rank:
-            operations.append(dist.P2POp(dist.isend, sent[peer], peer))
-            operations.append(dist.P2POp(dist.irecv, received[peer], peer))
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    for peer in range(size):
-        assert (received[peer] == (-1.0 if peer == rank else size * peer + rank)).all()
-
-
-@on_ranks("peers")
 def test_empty_message() -> None:
     rank = dist.get_rank()
     if rank == 0:
@@ -142,12 +113,6 @@ def test_two_ranks_exchange_large_messages() -> None:
     assert (received == 1 - rank).all()
 
 
-def _own_memory() -> int:
-    """MiB of this process that are in memory."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) >> 10
-
-
 def _send_to_a_rank_that_receives_later() -> int:
     """How many MiB the receiver has taken before it asks for any of 150 MiB."""
     rank, count = dist.get_rank(), 50
@@ -157,9 +122,9 @@ def _send_to_a_rank_that_receives_later() -> int:
         for i in range(count):
             dist.send(message.fill_(i), 1)
         return 0
-    before = _own_memory()
+    before = resident_bytes()
     time.sleep(1)
-    taken = _own_memory() - before
+    taken = (resident_bytes() - before) >> 20
     for i in range(count):
         dist.recv(message, 0)
         assert (message == i).all()
@@ -216,6 +181,22 @@ def test_collectives_pass_messages_that_wait_for_their_receives() -> None:
             assert (received == peer).all()
     for work in works:
         work.wait()
+
+
+@pytest.mark.cpu_only("of Python's objects")
+@on_ranks("peers")
+def test_objects_are_sent_to_one_rank() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    things = [
+        {"rank": peer, "text": "x" * (100 * peer), "nested": [None, (peer, {"n": [peer]})]} for peer in range(size)
+    ]
+    if rank == 0:
+        for peer in range(1, size):
+            dist.send_object_list([things[peer], peer], dst=peer)
+    else:
+        received: list[Any] = [None, None]
+        assert dist.recv_object_list(received, src=0) == 0
+        assert received == [things[rank], rank]
 
 
 def _segments_after_large_messages() -> int:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import here, randn
-from hooked_models import SMALL_BUCKETS, Leaves, emulated_hosts, same
+from hooked_models import Leaves, emulated_hosts, reduced, same
 from powersgd_reference import Reference, matrix_shape, torch_hooks_draws
-from ranks import RankPool, run_ranks
+from ranks import Pools, RankPool, on_new_ranks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -40,21 +40,13 @@ class Plan(NamedTuple):
     memory_format: torch.memory_format = torch.contiguous_format
 
 
-def _step(ddp: DDP, gradients: Step) -> Step:
-    for parameter in ddp.parameters():
-        parameter.grad = None
-    ddp(gradients).backward()
-    reduced = [parameter.grad for parameter in ddp.parameters()]
-    return [gradient.clone() for gradient in reduced if gradient is not None]
-
-
 def _train(plan: Plan) -> tuple[list[Step], dict[str, Tensor], dict[str, Any]]:
     with emulated_hosts(plan.hosts or "h" * dist.get_world_size()) as group:
         model = Leaves(*plan.shapes, dtype=plan.dtype, memory_format=plan.memory_format)
         ddp = DDP(model, process_group=group, **(plan.ddp_options or {}))
         handle = bagua.register_comm_hook(ddp, "powersgd", **{"start_step": 0, **plan.options})
         rank = dist.get_rank()
-        history = [_step(ddp, gradients_of(rank, step, plan.shapes, plan.dtype)) for step in range(plan.steps)]
+        history = [reduced(ddp, gradients_of(rank, step, plan.shapes, plan.dtype)) for step in range(plan.steps)]
         return history, handle.state_dict()["state"], handle.stats()
 
 
@@ -97,7 +89,7 @@ def test_gradients_are_those_of_the_definition(peers: RankPool, options: dict[st
 
 @pytest.mark.parametrize("hosts", ["AB", "AAB", "ABAB"])
 @pytest.mark.parametrize(("codec", "tolerance"), [("", 1e-5), ("int8", 0.15), ("minmax_uint8", 0.3)])
-def test_between_hosts_too(rank_pools: dict[int, RankPool], hosts: str, codec: str, tolerance: float) -> None:
+def test_between_hosts_too(rank_pools: Pools, hosts: str, codec: str, tolerance: float) -> None:
     # With a codec: the same bits everywhere, and near. Errors of one step come back as feedback in the next.
     _follow(rank_pools[len(hosts)], Plan({"codec": codec}, hosts), tolerance)
 
@@ -105,11 +97,11 @@ def test_between_hosts_too(rank_pools: dict[int, RankPool], hosts: str, codec: s
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)], ids=str
 )
-def test_in_every_dtype(rank_pools: dict[int, RankPool], dtype: torch.dtype, tolerance: float) -> None:
+def test_in_every_dtype(rank_pools: Pools, dtype: torch.dtype, tolerance: float) -> None:
     _follow(rank_pools[3], Plan({"rank": 2}, dtype=dtype), tolerance)
 
 
-def test_a_convolution_stored_by_channels_is_a_matrix_as_it_lies(rank_pools: dict[int, RankPool]) -> None:
+def test_a_convolution_stored_by_channels_is_a_matrix_as_it_lies(rank_pools: Pools) -> None:
     # A step from the same Q gives another product, as its rows are other columns of M; of rank 8 it is all of M.
     shapes = [(8, 30, 5, 5)]
     plan = Plan({"rank": 8, "min_compression": 0.5}, shapes=shapes, steps=2, memory_format=torch.channels_last)
@@ -143,7 +135,7 @@ def _train_with_torchs_hook(stock: Stock, shapes: Sequence[Shape]) -> list[Step]
     )
     ddp.register_comm_hook(state, torch_hook.powerSGD_hook)
     rank = dist.get_rank()
-    return [_step(ddp, gradients_of(rank, step, shapes)) for step in range(TORCH_STEPS + STEPS)]
+    return [reduced(ddp, gradients_of(rank, step, shapes)) for step in range(TORCH_STEPS + STEPS)]
 
 
 def _train_from_its_factors(stock: Stock, shapes: Sequence[Shape]) -> list[Step]:
@@ -163,7 +155,7 @@ def _train_from_its_factors(stock: Stock, shapes: Sequence[Shape]) -> list[Step]
         state["state"][f"q.{place}"] = here(start.T.contiguous())
     handle.load_state_dict(state)
     rank = dist.get_rank()
-    return [_step(ddp, gradients_of(rank, step, shapes)) for step in range(TORCH_STEPS + STEPS)]
+    return [reduced(ddp, gradients_of(rank, step, shapes)) for step in range(TORCH_STEPS + STEPS)]
 
 
 @pytest.mark.parametrize(
@@ -182,54 +174,16 @@ def test_gradients_are_those_of_torchs_hook_that_starts_from_the_same_factors(pe
 # --- buckets, checkpoints, what cannot be used ---
 
 
-@pytest.mark.parametrize("hosts", ["hhh", "ABB"])
-def test_other_buckets_change_no_bit(rank_pools: dict[int, RankPool], hosts: str) -> None:
-    plan = Plan({"rank": 3}, hosts)
-    for ddp_options in (SMALL_BUCKETS, {"bucket_cap_mb": 0.006}, {"gradient_as_bucket_view": True}):
-        others = rank_pools[3].run(_train, plan._replace(ddp_options=ddp_options))
-        for one, other in zip(rank_pools[3].run(_train, plan), others, strict=True):
-            assert same(one[0], other[0])
-            assert same(one[1], other[1])
-            if ddp_options is SMALL_BUCKETS:
-                assert other[2]["buckets"] > one[2]["buckets"]
-
-
-def _load_on_one_rank() -> str:
+@pytest.mark.cpu_only("on CUDA ranks compare nothing")
+@on_new_ranks(2)
+def test_a_checkpoint_on_one_rank_alone_is_found_out() -> None:
     ddp = DDP(Leaves(*SHAPES))
     handle = bagua.register_comm_hook(ddp, "powersgd", start_step=2)
     if dist.get_rank() == 0:
         handle.load_state_dict({**handle.state_dict(), "step": 7})
     with pytest.raises(RuntimeError, match=r"step 1 and step 8|step 8 and step 1") as refused:
-        _step(ddp, gradients_of(dist.get_rank(), 0))
-    return str(refused.value)
-
-
-@pytest.mark.cpu_only("on CUDA ranks compare nothing")
-def test_a_checkpoint_on_one_rank_alone_is_found_out() -> None:
-    for message in run_ranks(2, _load_on_one_rank):
-        assert "Load the handle's state_dict on all ranks" in message
-
-
-def _nan_on_one_rank() -> tuple[bool, bool, bool]:
-    # In several buckets: the others, too, go on from where they were.
-    ddp = DDP(Leaves(*SHAPES), **SMALL_BUCKETS)
-    handle = bagua.register_comm_hook(ddp, "powersgd", start_step=0)
-    rank = dist.get_rank()
-    for step in range(3):
-        _step(ddp, gradients_of(rank, step))
-    before = handle.state_dict()["state"]
-    gradients = gradients_of(rank, 3)
-    if rank == 1:
-        gradients[2][4, 5] = torch.nan
-    reduced = _step(ddp, gradients)
-    after = handle.state_dict()["state"]
-    following = _step(ddp, gradients_of(rank, 4))
-    return bool(reduced[2].isnan().all()), same(before, after), all(bool(g.isfinite().all()) for g in following)
-
-
-def test_a_nan_on_one_rank_reaches_all_and_leaves_no_trace(peers: RankPool) -> None:
-    for seen in peers.run(_nan_on_one_rank):
-        assert seen == (True, True, True)
+        reduced(ddp, gradients_of(dist.get_rank(), 0))
+    assert "Load the handle's state_dict on all ranks" in str(refused.value)
 
 
 # --- bytes ---
@@ -259,16 +213,6 @@ def test_factors_in_8_bits_take_a_quarter_of_the_bytes_and_vectors_stay_exact(pe
             assert_close([gradients[3]], [mean], 1e-6)
 
 
-def test_the_memory_it_says_is_that_of_two_sets_of_residuals_and_factors(rank_pools: dict[int, RankPool]) -> None:
+def test_the_memory_it_says_is_that_of_two_sets_of_residuals_and_factors(rank_pools: Pools) -> None:
     for _, state, stats in rank_pools[2].run(_train, Plan({"rank": 4})):
         assert stats["state_bytes"] == 2 * sum(t.nbytes for t in state.values() if t.is_floating_point()) > 0
-
-
-def test_before_the_start_step_gradients_are_exact(rank_pools: dict[int, RankPool]) -> None:
-    plan = Plan({"start_step": 3}, steps=4)
-    history, state, _ = rank_pools[2].run(_train, plan)[0]
-    for step in range(3):
-        expected = [torch.stack(ranks).mean(0) for ranks in zip(*_of_all(2, step, plan), strict=True)]
-        assert_close(history[step], expected, 1e-6)
-    assert "q.0" in state
-    assert not rank_pools[2].run(_train, plan._replace(steps=3))[0][1]

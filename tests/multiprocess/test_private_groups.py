@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.communication import from_torch_group
 from holdings import holdings, left_behind
-from ranks import Pools
+from ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 _CYCLES = 2
@@ -36,7 +36,18 @@ def _use(group: dist.ProcessGroup, use: str) -> None:
         _train(group, use)
 
 
-def _what_stays(backend: str, use: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("backend", "use"),
+    [
+        ("gloo", "bytegrad"),
+        ("gloo", "async"),
+        ("bagua", "async"),
+        ("gloo", "compressed"),
+        ("bagua", "communicators"),
+    ],
+)
+@on_ranks(2)
+def test_nothing_stays_of_a_private_group(backend: str, use: str) -> None:
     before = None
     for cycle in range(1 + _CYCLES):
         group = dist.new_group(backend=backend)
@@ -50,18 +61,4 @@ def _what_stays(backend: str, use: str) -> list[str]:
             # The default group has its threads now.
             before = holdings()
     assert before is not None
-    return left_behind(before)
-
-
-@pytest.mark.parametrize(
-    ("backend", "use"),
-    [
-        ("gloo", "bytegrad"),
-        ("gloo", "async"),
-        ("bagua", "async"),
-        ("gloo", "compressed"),
-        ("bagua", "communicators"),
-    ],
-)
-def test_nothing_stays_of_a_private_group(rank_pools: Pools, backend: str, use: str) -> None:
-    assert rank_pools[2].run(_what_stays, backend, use) == [[], []]
+    assert not left_behind(before)

@@ -10,9 +10,20 @@ import simulations as sim
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from followed_training import ONE_BUCKET, SEVERAL_BUCKETS, STEPS, Run, Training, assert_follows, take_step, train_rank
+from followed_training import (
+    ONE_BUCKET,
+    OTHER_LOOPS,
+    SEVERAL_BUCKETS,
+    STEPS,
+    Run,
+    Training,
+    assert_follows,
+    in_other_loops,
+    take_step,
+    train_rank,
+)
 from hooked_models import SMALL_BUCKETS, new_group, perceptron, same
-from ranks import Pools, RankPool
+from ranks import Pools, RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -79,20 +90,6 @@ def _follow(pool: RankPool, run: Run, tolerance: float = TOLERANCE) -> list[Trai
     return trainings
 
 
-def test_simulated_qadam_is_adam_until_the_warm_up_is_over() -> None:
-    models = sim.copies(sim.narrow_model(), 1)
-    optimizer = sim.ReferenceQAdam(models[0].parameters(), warmup=100, weight_decay=0.01)
-    history = sim.simulate(models, [optimizer], sim.QAdam([optimizer], [[0]], []), sim.one_batch_a_step(STEPS))
-    alone = sim.narrow_model()
-    adam = torch.optim.Adam(alone.parameters(), lr=1e-3, weight_decay=0.01)
-    for step in range(STEPS):
-        adam.zero_grad()
-        sim.batch_loss(alone, step, 0).backward()
-        adam.step()
-        # Each step of about 1e-3 is a result of a dozen operations that round to 6e-8 of it; weights are below 1.
-        torch.testing.assert_close(history[step][0], sim.flat(alone.parameters()), rtol=0, atol=1e-7 * (step + 1))
-
-
 @pytest.mark.parametrize("options", [FLAT, {}], ids=str)
 def test_qadam_on_one_host(ranks: RankPool, options: dict[str, Any]) -> None:
     _follow(ranks, _qadam(options))
@@ -111,23 +108,13 @@ def test_qadam_under_several_buckets(peers: RankPool, options: dict[str, Any]) -
     _follow(peers, _qadam(options, ddp_options=SMALL_BUCKETS)._replace(model=perceptron()), SEVERAL_BUCKETS)
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "closure": {"habit": "closure"},
-    "evaluation": {"habit": "evaluation"},
-    "no_sync": {"plan": sim.accumulating(STEPS, synchronised=False)},
-    "accumulation": {"plan": sim.accumulating(STEPS, synchronised=True)},
-    "bucket_views": {"ddp_options": {"gradient_as_bucket_view": True}},
-    "static_graph": {"ddp_options": {"static_graph": True}},
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
+@in_other_loops
 @pytest.mark.parametrize("options", [FLAT, {}], ids=str)
-def test_qadam_in_other_loops(rank_pools: Pools, setting: str, options: dict[str, Any]) -> None:
-    _follow(rank_pools[2], _qadam(options, **SETTINGS[setting]))
+def test_qadam_in_other_loops(rank_pools: Pools, loop: str, options: dict[str, Any]) -> None:
+    _follow(rank_pools[2], _qadam(options, **OTHER_LOOPS[loop]))
 
 
-def _zeroed_in_place(set_to_none: bool) -> list[Tensor]:
+def _zeroed(set_to_none: bool) -> list[Tensor]:
     ddp = DDP(sim.narrow_model())
     optimizer = bagua.QAdamOptimizer(two_groups(ddp), warmup_steps=2)
     bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer, **FLAT)
@@ -140,14 +127,16 @@ def _zeroed_in_place(set_to_none: bool) -> list[Tensor]:
     return history
 
 
-def test_gradients_set_to_zero_or_to_none_give_the_same_bits(rank_pools: Pools) -> None:
-    assert same(rank_pools[2].run(_zeroed_in_place, True), rank_pools[2].run(_zeroed_in_place, False))
+@on_ranks(2)
+def test_gradients_set_to_zero_or_to_none_give_the_same_bits() -> None:
+    assert same(_zeroed(True), _zeroed(False))
 
 
-def _halves_and_whole(synchronised: bool) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize("synchronised", [False, True], ids=["no_sync", "synchronised"])
+@on_ranks("peers")
+def test_accumulated_gradients_are_the_gradients_of_the_whole(synchronised: bool) -> None:
     """Two batches of the same numbers in one step, and a loss of twice the size in another's: the same gradients."""
     ddp = [DDP(sim.narrow_model()) for _ in range(2)]
-    finals = []
     for model in ddp:
         optimizer = bagua.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=3)
         bagua.register_comm_hook(model, "qadam", optimizer=optimizer)  # one host: nothing is coded
@@ -158,16 +147,10 @@ def _halves_and_whole(synchronised: bool) -> tuple[Tensor, Tensor]:
                 optimizer.zero_grad()
                 (2 * sim.batch_loss(model, number, dist.get_rank())).backward()
                 optimizer.step()
-        finals.append(sim.flat(model.parameters()))
-    return finals[0], finals[1]
-
-
-@pytest.mark.parametrize("synchronised", [False, True], ids=["no_sync", "synchronised"])
-def test_accumulated_gradients_are_the_gradients_of_the_whole(peers: RankPool, synchronised: bool) -> None:
-    for accumulated, whole in peers.run(_halves_and_whole, synchronised):
-        # Adam moves a weight by about 1e-3 a step, and a dozen operations round to 6e-8 of what they yield; a moment
-        # that is a hundred times larger than its root mean square may enlarge that.
-        torch.testing.assert_close(accumulated, whole, rtol=0, atol=1e-6)
+    accumulated, whole = (sim.flat(model.parameters()) for model in ddp)
+    # Adam moves a weight by about 1e-3 a step, and a dozen operations round to 6e-8 of what they yield; a moment that
+    # is a hundred times larger than its root mean square may enlarge that.
+    torch.testing.assert_close(accumulated, whole, rtol=0, atol=1e-6)
 
 
 def _warm_up(dtype: torch.dtype, ddp_options: dict[str, Any], warmup: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -192,45 +175,20 @@ def _warm_up(dtype: torch.dtype, ddp_options: dict[str, Any], warmup: int) -> tu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("ddp_options", [{}, SMALL_BUCKETS], ids=["one_bucket", "several_buckets"])
-def test_the_warm_up_is_adam_to_the_bit(rank_pools: Pools, dtype: torch.dtype, ddp_options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_the_warm_up_is_adam_to_the_bit(dtype: torch.dtype, ddp_options: dict[str, Any]) -> None:
     # Two ranks: adding two halves is halving their sum, so that DDP's own mean has the same bits.
-    for ours, stock in rank_pools[2].run(_warm_up, dtype, ddp_options, STEPS + 1):
-        assert ours[0].dtype == dtype
-        assert same(ours, stock)
+    ours, stock = _warm_up(dtype, ddp_options, STEPS + 1)
+    assert ours[0].dtype == dtype
+    assert same(ours, stock)
 
 
-def test_the_warm_up_ends_one_step_before_the_number_given(rank_pools: Pools) -> None:
+@on_ranks(2)
+def test_the_warm_up_ends_one_step_before_the_number_given() -> None:
     # Kept from the original: step `warmup_steps` moves the weights by the moments of the step before.
-    for ours, stock in rank_pools[2].run(_warm_up, torch.float32, {}, 10):
-        assert same(ours[:9], stock[:9])
-        assert not same(ours[9], stock[9])
-
-
-def _local_momentum() -> tuple[list[Tensor], list[Tensor]]:
-    """Without a hook: after the warm-up the second moments rest, the first go on."""
-    ours, reference = sim.narrow_model(), sim.narrow_model()
-    optimizer = bagua.QAdamOptimizer(two_groups(ours), warmup_steps=WARMUP)
-    expected = sim.ReferenceQAdam(two_groups(reference), WARMUP)
-    histories: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for number in range(STEPS):
-        for model, opt in ((ours, optimizer), (reference, expected)):
-            opt.zero_grad()
-            sim.batch_loss(model, number, 0).backward()
-        if number >= WARMUP:
-            for group in expected.param_groups:
-                for p in group["params"]:
-                    assert p.grad is not None
-                    p.grad = group["betas"][0] * expected.moments(p)[0] + (1 - group["betas"][0]) * p.grad
-        optimizer.step()
-        expected.step()
-        histories[0].append(sim.flat(ours.parameters()))
-        histories[1].append(sim.flat(reference.parameters()))
-    return histories
-
-
-def test_without_a_hook_the_moments_go_on_locally() -> None:
-    for ours, expected in zip(*_local_momentum(), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=ONE_BUCKET)
+    ours, stock = _warm_up(torch.float32, {}, 10)
+    assert same(ours[:9], stock[:9])
+    assert not same(ours[9], stock[9])
 
 
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:

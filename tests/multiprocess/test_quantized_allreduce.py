@@ -8,8 +8,8 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, same
-from ranks import RankPool
+from hooked_models import Leaves, emulated_hosts, same, same_everywhere
+from ranks import Pools, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -68,7 +68,19 @@ def _owed(handle: bagua.Handle, codec: str, *, is_mean: bool) -> list[Tensor]:
     return total
 
 
-def _identity(codec: str, average: bool, steps: int, residuals: str = "float32") -> None:
+@pytest.mark.parametrize(
+    ("codec", "average", "residuals"),
+    [
+        ("4bit", True, "float32"),
+        ("2bit", True, "float32"),
+        ("1bit", True, "float32"),
+        ("int8", False, "float32"),
+        ("4bit", True, "8bit"),
+    ],
+)
+@on_ranks("peers")
+def test_what_was_seen_and_what_is_owed_is_what_went_in(codec: str, average: bool, residuals: str) -> None:
+    steps = 60
     with emulated_hosts("h" * dist.get_world_size()) as group:
         size = dist.get_world_size()
         options = {**FLAT, **FEEDBACK, "codec": codec, "average": average, "residuals": residuals}
@@ -112,28 +124,6 @@ def _identity(codec: str, average: bool, steps: int, residuals: str = "float32")
         assert state_bytes > 2 * 4 * coded if residuals == "float32" else state_bytes < 2 * 2 * coded
 
 
-@pytest.mark.parametrize(
-    ("codec", "average", "residuals"),
-    [
-        ("4bit", True, "float32"),
-        ("2bit", True, "float32"),
-        ("1bit", True, "float32"),
-        ("int8", False, "float32"),
-        ("4bit", True, "8bit"),
-    ],
-)
-def test_what_was_seen_and_what_is_owed_is_what_went_in(
-    peers: RankPool, codec: str, average: bool, residuals: str
-) -> None:
-    peers.run(_identity, codec, average, 60, residuals)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("codec", ["4bit", "2bit", "minmax_uint8"])
-def test_so_it_is_after_hundreds_of_steps(peers: RankPool, codec: str) -> None:
-    peers.run(_identity, codec, True, 500)
-
-
 # --- residuals in 8 bits ---
 
 
@@ -151,7 +141,18 @@ def _coded(values: Tensor) -> list[Tensor]:
     return list(all_values.chunk(dist.get_world_size()))
 
 
-def _small_residuals() -> None:
+def _assert_close(one: Tensor, other: Tensor, most: float) -> None:
+    """Where additions are rounded otherwise, a value between two codes may take the other one."""
+    assert (one - other).norm() <= most * other.norm()
+
+
+def _gradient_of(module: nn.Linear) -> Tensor:
+    assert module.weight.grad is not None
+    return module.weight.grad.flatten().clone()
+
+
+@on_ranks("peers")
+def test_residuals_in_8_bits_are_those_of_loco() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     length = size * 128 * 5
     module = nn.Linear(128, length // 128, bias=False)
@@ -189,20 +190,6 @@ def _small_residuals() -> None:
     assert handle.stats()["state_bytes"] == 2 * (length + length // size) * 129 / 128
 
 
-def _assert_close(one: Tensor, other: Tensor, most: float) -> None:
-    """Where additions are rounded otherwise, a value between two codes may take the other one."""
-    assert (one - other).norm() <= most * other.norm()
-
-
-def _gradient_of(module: nn.Linear) -> Tensor:
-    assert module.weight.grad is not None
-    return module.weight.grad.flatten().clone()
-
-
-def test_residuals_in_8_bits_are_those_of_loco(peers: RankPool) -> None:
-    peers.run(_small_residuals)
-
-
 def _trained(hosts: str, steps: int, saved_at: int | None, **options: Any) -> list[Tensor]:
     with emulated_hosts(hosts) as group:
         trained = _make(group, **options)
@@ -216,15 +203,6 @@ def _trained(hosts: str, steps: int, saved_at: int | None, **options: Any) -> li
         return results
 
 
-def _continues(hosts: str, options: dict[str, Any]) -> None:
-    hosts = hosts[: dist.get_world_size()]
-    whole = _trained(hosts, 12, None, **options)
-    assert same(whole, _trained(hosts, 12, 6, **options))
-    with_all = [torch.empty_like(torch.cat([g.flatten() for g in whole])) for _ in hosts]
-    dist.all_gather(with_all, torch.cat([g.flatten() for g in whole]))
-    assert all(same(with_all[0], other) for other in with_all)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -236,8 +214,12 @@ def _continues(hosts: str, options: dict[str, Any]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("hosts", ["ABCD", "ABAC"])
-def test_a_continued_run_has_the_bits_of_an_unbroken_one(peers: RankPool, hosts: str, options: Any) -> None:
-    peers.run(_continues, hosts, {**FEEDBACK, **options})
+@on_ranks("peers")
+def test_a_continued_run_has_the_bits_of_an_unbroken_one(hosts: str, options: Any) -> None:
+    hosts, options = hosts[: dist.get_world_size()], {**FEEDBACK, **options}
+    whole = _trained(hosts, 12, None, **options)
+    assert same(whole, _trained(hosts, 12, 6, **options))
+    assert same_everywhere(*whole)
 
 
 def _seen_and_owed(first: int, saved: list[dict[str, Any]], codec: str) -> tuple[float, dict[str, Any]]:
@@ -260,71 +242,25 @@ def _seen_and_owed(first: int, saved: list[dict[str, Any]], codec: str) -> tuple
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 def test_on_another_number_of_ranks_what_their_residuals_hold_is_still_owed(
-    rank_pools: dict[int, RankPool], before: int, after: int
+    rank_pools: Pools, before: int, after: int
 ) -> None:
     saved = [state for _, state in rank_pools[before].run(_seen_and_owed, 0, [], "2bit")]
     for error, _ in rank_pools[after].run(_seen_and_owed, 9, saved, "2bit"):
         assert error < 3e-5
 
 
-def _exact_by_pattern() -> None:
-    with emulated_hosts("h" * dist.get_world_size()) as group:
-        trained = _make(group, **FLAT, exact=["leaves.[02]"], error_feedback=False)
-        size = dist.get_world_size()
-        results = _take(trained.ddp, [gradients_of(0, dist.get_rank())])
-        means = [sum(parts) / size for parts in zip(*(gradients_of(0, r) for r in range(size)), strict=True)]
-        for i, (result, mean) in enumerate(zip(results, means, strict=True)):
-            assert torch.allclose(result, mean, atol=1e-6) == (i in (0, 2)), i
-        assert trained.handle.state_dict()["state"] == {}
-
-
-def test_patterns_choose_what_stays_exact(peers: RankPool) -> None:
-    peers.run(_exact_by_pattern)
-
-
-def _kept(options: dict[str, Any], optimizer: type[torch.optim.Optimizer] | None, codecs: set[str]) -> None:
-    ddp = DDP(Leaves(*SHAPES), bucket_cap_mb=0.03)
-    given = optimizer(ddp.parameters(), lr=0.1) if optimizer else None
-    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=given, **FLAT, **options)
-    for step in range(2):
-        _take(ddp, [gradients_of(step, dist.get_rank())])
-    kept = {name.split(".")[1] for name in handle.state_dict()["state"] if name.startswith("sender")}
-    assert kept == codecs
-
-
-@pytest.mark.parametrize(
-    ("options", "optimizer", "codecs"),
-    [
-        ({}, None, {"4bit"}),
-        ({"codec": "2bit"}, None, set()),
-        ({"codec": "2bit"}, torch.optim.AdamW, set()),
-        ({"codec": "2bit"}, torch.optim.SGD, {"2bit"}),
-        ({"codec": "1bit"}, torch.optim.SGD, set()),
-        ({"codec": "int8"}, torch.optim.SGD, set()),
-        ({"codec": {"leaves.0": "int8", "leaves.2": "2bit", "*": "4bit"}}, torch.optim.AdamW, {"4bit"}),
-        ({"codec": "1bit", "error_feedback": True}, torch.optim.AdamW, {"1bit"}),
-        ({"error_feedback": False}, torch.optim.SGD, set()),
-    ],
-    ids=str,
-)
-def test_by_default_feedback_goes_by_bits_and_optimizer(
-    rank_pools: dict[int, RankPool], options: dict[str, Any], optimizer: Any, codecs: set[str]
-) -> None:
-    rank_pools[2].run(_kept, options, optimizer, codecs)
-
-
-def _other_optimizers() -> None:
+@on_ranks(2)
+def test_ranks_whose_optimizers_are_of_other_kinds_are_refused() -> None:
     ddp = DDP(Leaves(*SHAPES))
     kind = torch.optim.SGD if dist.get_rank() else torch.optim.AdamW
     with pytest.raises(ValueError, match="such as SGD"):
         bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=kind(ddp.parameters(), lr=0.1), codec="2bit")
 
 
-def test_ranks_whose_optimizers_are_of_other_kinds_are_refused(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_other_optimizers)
-
-
-def _exact_until(algorithm: str, start: int) -> None:
+@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce"])
+@on_ranks(2)
+def test_before_the_start_step_gradients_are_exact(algorithm: str) -> None:
+    start = 3
     ddp = DDP(Leaves(*SHAPES), bucket_cap_mb=0.03)
     handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, codec="4bit", start_step=start)
     ranks = range(dist.get_world_size())
@@ -340,41 +276,12 @@ def _exact_until(algorithm: str, start: int) -> None:
         assert all(is_exact) == (step < start), step
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce"])
-def test_before_the_start_step_gradients_are_exact(rank_pools: dict[int, RankPool], algorithm: str) -> None:
-    rank_pools[2].run(_exact_until, algorithm, 3)
-
-
-def _wire_bytes() -> float:
+@on_ranks("peers")
+def test_4bit_sends_less_than_15_percent_of_float32() -> None:
     with emulated_hosts("ABCD"[: dist.get_world_size()]) as group:
         ddp = DDP(nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1)), process_group=group)
         handle = bagua.register_comm_hook(ddp, "quantized_allreduce")
         for step in range(4):
             ddp(torch.randn(3, 1000, generator=torch.Generator().manual_seed(step))).sum().backward()
-        stats = handle.stats()
-        size = dist.get_world_size()
-        return float(stats["wire_bytes"] / (stats["logical_bytes"] * 2 * (size - 1) / size))
-
-
-def test_4bit_sends_less_than_15_percent_of_float32(peers: RankPool) -> None:
-    assert max(peers.run(_wire_bytes)) < 0.15
-
-
-def _wrong(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bagua.register_comm_hook(DDP(Leaves(*SHAPES)), "quantized_allreduce", **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"codec": "3bit"}, "no codec is named '3bit'"),
-        ({"codec": {"*.weight": "4bit"}}, "needs a codec for all other parameters"),
-        ({"rounding": "up"}, "'nearest' or 'stochastic', got 'up'"),
-        ({"residuals": "int4"}, "'float32' or '8bit', got 'int4'"),
-        ({"error_feedback": "on"}, "'auto', True or False, got 'on'"),
-        ({"start_step": -1}, "start_step must be at least 0, got -1"),
-    ],
-)
-def test_a_wrong_value_is_refused(peers: RankPool, options: dict[str, Any], message: str) -> None:
-    peers.run(_wrong, options, message)
+        stats, size = handle.stats(), dist.get_world_size()
+        assert stats["wire_bytes"] / (stats["logical_bytes"] * 2 * (size - 1) / size) < 0.15

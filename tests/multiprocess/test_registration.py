@@ -20,7 +20,7 @@ from hooked_models import (
     train,
     with_hook,
 )
-from ranks import RankPool, run_ranks
+from ranks import on_new_ranks, on_ranks, run_ranks
 from script_ranks import run_script
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 # --- wrong use of hooks ---
 
 
-def _second_hook() -> None:
+@on_ranks(2)
+def test_a_second_hook_raises() -> None:
     ddp = DDP(perceptron())
     bagua.register_comm_hook(ddp, "bytegrad")
     with pytest.raises(RuntimeError, match="already has a communication hook"):
@@ -44,23 +45,18 @@ def _second_hook() -> None:
         loss_of(model, 0).backward()
 
 
-def test_a_second_hook_raises(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_second_hook)
-
-
-def _python_reducer() -> None:
+@on_new_ranks(1)
+def test_the_python_reducer_raises() -> None:
+    # Ranks of its own: the reducer changes settings of torch for good.
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         ddp = DDP(perceptron())
     with pytest.raises(RuntimeError, match="python_reducer"):
         bagua.register_comm_hook(ddp, "bytegrad")
 
 
-def test_the_python_reducer_raises(rank_pools: dict[int, RankPool]) -> None:
-    # Ranks of its own: the reducer changes settings of torch for good.
-    run_ranks(1, _python_reducer)
-
-
-def _disagree(what: str) -> None:
+@pytest.mark.parametrize("what", ["algorithms", "options", "models"])
+@on_ranks("peers")
+def test_ranks_that_disagree_raise_everywhere(what: str) -> None:
     rank = dist.get_rank()
     odd = rank == dist.get_world_size() - 1
     # A group per rank: DDP itself would notice different models.
@@ -82,12 +78,8 @@ def _disagree(what: str) -> None:
     dist.destroy_process_group(alone)
 
 
-@pytest.mark.parametrize("what", ["algorithms", "options", "models"])
-def test_ranks_that_disagree_raise_everywhere(peers: RankPool, what: str) -> None:
-    peers.run(_disagree, what)
-
-
-def _explicit_group() -> None:
+@on_ranks(4)
+def test_a_hook_may_have_another_group_than_the_model() -> None:
     rank = dist.get_rank()
     half = [0, 1] if rank < 2 else [2, 3]
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -99,40 +91,22 @@ def _explicit_group() -> None:
     dist.destroy_process_group(halves[rank // 2])
 
 
-def test_a_hook_may_have_another_group_than_the_model(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[4].run(_explicit_group)
-
-
-def _registered_before_the_group(store: str) -> None:
+@on_new_ranks(2)
+def test_a_hook_may_be_made_before_the_process_group(tmp_path: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     hook = bagua.comm_hook("bytegrad", hierarchical=False)
-    dist.init_process_group("bagua", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    dist.init_process_group("bagua", store=dist.FileStore(str(tmp_path / "store"), size), rank=rank, world_size=size)
     lazily = train(perceptron(), lambda ddp: ddp.register_comm_hook(*hook))
     assert hook[0].stats()["steps"] == 3
     assert same(lazily, train(perceptron(), with_hook("bytegrad", hierarchical=False)))
 
 
-def test_a_hook_may_be_made_before_the_process_group(tmp_path: Path) -> None:
-    run_ranks(2, _registered_before_the_group, str(tmp_path / "store"))
-
-
 # --- wrong use of the backend ---
 
 
-def test_without_a_launcher_torch_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = []
-    for backend in ("bagua", "gloo"):
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.delenv(name, raising=False)
-        with pytest.raises(ValueError, match="environment variable RANK expected") as error:
-            dist.init_process_group(backend)
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-    assert not dist.is_initialized()
-
-
-def _group_options() -> None:
+@on_ranks(2)
+def test_group_options_are_carried_to_new_groups() -> None:
     for wrong in (object(), {"timeout": 3}):
         with pytest.raises(TypeError, match=r"bagua\.Options, got"):
             dist.new_group(pg_options=wrong)
@@ -149,26 +123,21 @@ def _group_options() -> None:
     dist.barrier()
 
 
-def test_group_options_are_carried_to_new_groups(rank_pools: dict[int, RankPool]) -> None:
-    rank_pools[2].run(_group_options)
-
-
-def _default_group_options(store: str) -> None:
+@on_new_ranks(2)
+def test_options_of_the_default_group(tmp_path: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     arguments = {"rank": rank, "world_size": size}
     with pytest.raises(TypeError, match=r"bagua\.Options, got"):
-        dist.init_process_group("bagua", store=dist.FileStore(store + "1", size), pg_options=object(), **arguments)
+        dist.init_process_group(
+            "bagua", store=dist.FileStore(str(tmp_path / "1"), size), pg_options=object(), **arguments
+        )
     assert not dist.is_initialized()
     options = bagua.Options(is_high_priority_stream=True)
-    dist.init_process_group("bagua", store=dist.FileStore(store + "2", size), pg_options=options, **arguments)
+    dist.init_process_group("bagua", store=dist.FileStore(str(tmp_path / "2"), size), pg_options=options, **arguments)
     default = dist.group.WORLD
     assert default is not None
     assert default._get_backend(torch.device("cpu")).options.is_high_priority_stream
-
-
-def test_options_of_the_default_group(tmp_path: Path) -> None:
-    run_ranks(2, _default_group_options, str(tmp_path / "store"))
 
 
 def _destroy_twice() -> tuple[str, str]:
@@ -301,7 +270,9 @@ def test_a_group_serves_the_devices_that_there_are(tmp_path: Path) -> None:
         assert lines[3] == "cpu:bagua,cuda:bagua ['cpu', 'cuda']"
 
 
-def _gather_shards() -> None:
+@on_ranks(2)
+def test_torch_finds_the_device_of_a_group() -> None:
+    """Torch gathers shards on the first device that is not the CPU, where the group names one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(4.0 * size).reshape(2 * size, 2)
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{peer}/cpu" for peer in range(size)])
@@ -311,8 +282,3 @@ def _gather_shards() -> None:
     sharded.gather(0, gathered)
     if gathered is not None:
         assert torch.equal(gathered, whole)
-
-
-def test_torch_finds_the_device_of_a_group(rank_pools: dict[int, RankPool]) -> None:
-    """Torch gathers shards on the first device that is not the CPU, where the group names one."""
-    rank_pools[2].run(_gather_shards)

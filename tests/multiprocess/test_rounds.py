@@ -2,6 +2,7 @@
 """local_sgd and diloco under stock DDP, step by step against a plain loop, torchft's fixtures and torch.optim.SGD."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import bagua
@@ -19,6 +20,8 @@ from rounds_training import (
     Plan,
     adam,
     assert_close,
+    averaged_every,
+    begun,
     momentum_sgd,
     three_layers,
     train,
@@ -50,7 +53,9 @@ class TwoWeights(nn.Module):
         return factor * (self.first + self.second).sum()
 
 
-def _follow_fixture(delay: int, mixing: float) -> tuple[tuple[float, ...], ...]:
+@pytest.mark.parametrize(("delay", "mixing"), FIXTURES)
+@on_ranks(2)
+def test_the_fixtures_of_torchft(delay: int, mixing: float) -> None:
     ddp = DDP(TwoWeights())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     plan = Plan(6, 2, delay, mixing, outer_lr=2.0, outer_momentum=0.0)
@@ -63,19 +68,14 @@ def _follow_fixture(delay: int, mixing: float) -> tuple[tuple[float, ...], ...]:
         if step % 3 == 0:
             fragment = (step // 3 - 1) % 2
             outer[fragment].append(handle.state_dict()["state"][f"outer_weights.{fragment}"].item())
-    return tuple(map(tuple, outer))
-
-
-@pytest.mark.parametrize(("delay", "mixing"), FIXTURES)
-def test_the_fixtures_of_torchft(rank_pools: Pools, delay: int, mixing: float) -> None:
-    assert rank_pools[2].run(_follow_fixture, delay, mixing) == [FIXTURES[delay, mixing]] * 2
+    assert tuple(map(tuple, outer)) == FIXTURES[delay, mixing]
 
 
 # --- against a plain loop ---
 
 
 def _follow_plan(plan: Plan, adaptive: bool) -> tuple[list[Tensor], dict[str, Any], list[dict[str, Tensor]]]:
-    return train(three_layers(), plan.register, adam if adaptive else momentum_sgd, sim.one_batch_a_step(26))
+    return train(plan.register, adam if adaptive else momentum_sgd, sim.one_batch_a_step(26))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_diloco_follows_a_plain_loop(rank_pools: Pools, size: int, plan: Plan) -
 def test_accumulated_gradients_make_one_step(rank_pools: Pools, synchronised: bool) -> None:
     steps = sim.accumulating(13, synchronised=synchronised)
     plan = Plan(4, 2, delay=1, mixing=0.5)
-    results = rank_pools[2].run(train, three_layers(), plan.register, momentum_sgd, steps)
+    results = rank_pools[2].run(train, plan.register, momentum_sgd, steps)
     models = sim.copies(three_layers(), 2)
     rounds = PlainRounds(models, plan, CONSECUTIVE[2])
     expected = sim.simulate(models, [momentum_sgd(model) for model in models], rounds, steps)
@@ -125,7 +125,7 @@ def test_other_settings_of_ddp_change_nothing(rank_pools: Pools, ddp_options: di
 
 
 def _train_with(plan: Plan, steps: sim.Plan, ddp_options: dict[str, Any]) -> list[Tensor]:
-    return train(three_layers(), plan.register, momentum_sgd, steps, **ddp_options)[0]
+    return train(plan.register, momentum_sgd, steps, **ddp_options)[0]
 
 
 # --- local_sgd ---
@@ -144,10 +144,7 @@ class Average(sim.Nothing):
 
 
 def _local_sgd(every: int) -> list[Tensor]:
-    def register(ddp: DDP, optimizer: torch.optim.Optimizer) -> bagua.Handle:
-        return bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer, sync_every=every)
-
-    return train(three_layers(), register, momentum_sgd, sim.one_batch_a_step(16))[0]
+    return train(averaged_every(every), momentum_sgd, sim.one_batch_a_step(16))[0]
 
 
 @pytest.mark.parametrize("every", [1, 5])
@@ -234,11 +231,8 @@ def test_what_a_rank_keeps_of_its_weights_is_lerp_to_the_bit(dtype: torch.dtype)
 
 def _coded(options: dict[str, Any], hosts: str) -> tuple[list[Tensor], dict[str, Any], list[dict[str, Tensor]]]:
     with emulated_hosts(hosts) as group:
-
-        def register(ddp: DDP, optimizer: torch.optim.Optimizer) -> bagua.Handle:
-            return Plan(4, 2, delay=1).register(ddp, optimizer, **options)
-
-        return train(three_layers(), register, momentum_sgd, sim.one_batch_a_step(24), process_group=group)
+        register = partial(Plan(4, 2, delay=1).register, **options)
+        return train(register, momentum_sgd, sim.one_batch_a_step(24), process_group=group)
 
 
 @pytest.mark.parametrize("codec", bagua.available_codecs())
@@ -276,11 +270,8 @@ def _on_hosts(
     plan: Plan, hosts: str, codec: str | None
 ) -> tuple[list[Tensor], dict[str, Any], list[dict[str, Tensor]]]:
     with emulated_hosts(hosts) as group:
-
-        def register(ddp: DDP, optimizer: torch.optim.Optimizer) -> bagua.Handle:
-            return plan.register(ddp, optimizer, hierarchical=True, codec=codec)
-
-        return train(three_layers(), register, momentum_sgd, sim.one_batch_a_step(14), process_group=group)
+        register = partial(plan.register, hierarchical=True, codec=codec)
+        return train(register, momentum_sgd, sim.one_batch_a_step(14), process_group=group)
 
 
 @pytest.mark.parametrize("hosts", ["AABB", *(pytest.param(h, marks=pytest.mark.long) for h in ("ABCA", "AAA"))])
@@ -342,17 +333,15 @@ def test_buffers_are_averaged_where_asked_for(rank_pools: Pools, average: bool) 
 
 
 def _gradients_stay() -> dict[str, Any]:
-    ddp = DDP(three_layers(), bucket_cap_mb=0.0001)
-    optimizer = adam(ddp)
-    handle = bagua.register_comm_hook(ddp, "diloco", optimizer=optimizer, sync_every=4, fragments=2, delay=1)
-    for step in range(6):
-        optimizer.zero_grad()
-        sim.batch_loss(ddp, step, dist.get_rank()).backward()
-        assert ddp.require_backward_grad_sync
-        optimizer.step()
+    training = begun(Plan(4, 2, delay=1).register, adam, bucket_cap_mb=0.0001)
+    for number in range(6):
+        training.optimizer.zero_grad()
+        sim.batch_loss(training.ddp, number, dist.get_rank()).backward()
+        assert training.ddp.require_backward_grad_sync
+        training.optimizer.step()
     with pytest.raises(RuntimeError, match="has not seen the forward"):
-        ddp.forward(torch.zeros(1, 23)).sum().backward()
-    return handle.stats()
+        training.ddp.forward(torch.zeros(1, 23)).sum().backward()
+    return training.handle.stats()
 
 
 def test_ddp_fills_no_buckets_and_memory_is_told(rank_pools: Pools) -> None:
@@ -365,17 +354,9 @@ def test_ddp_fills_no_buckets_and_memory_is_told(rank_pools: Pools) -> None:
         assert memory["residuals"] == 0
 
 
-def _memory_of_local_sgd() -> dict[str, int]:
-    ddp = DDP(three_layers())
-    optimizer = momentum_sgd(ddp)
-    handle = bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer, sync_every=2)
-    sim.batch_loss(ddp, 0, 0).backward()
-    optimizer.step()
-    memory: dict[str, int] = handle.stats()["memory"]
-    return memory
-
-
-def test_local_sgd_tells_what_a_round_holds(rank_pools: Pools) -> None:
+@on_ranks(2)
+def test_local_sgd_tells_what_a_round_holds() -> None:
+    training = begun(averaged_every(2))
+    training.step(0)
     weights = 4 * sum(p.numel() for p in three_layers().parameters())
-    for memory in rank_pools[2].run(_memory_of_local_sgd):
-        assert memory["largest_fragment"] == weights
+    assert training.handle.stats()["memory"]["largest_fragment"] == weights

@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """diloco without a schedule: what it chooses in the first steps, shows, keeps and does with it."""
 
-import copy
-import io
 import os
 import tempfile
 import time
+from functools import partial
 from typing import Any
 
-import bagua
 import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
-from bagua._native import _C
 from hooked_models import same
-from ranks import RankPool
-from rounds_training import momentum_sgd, three_layers
+from ranks import Pools, on_ranks
+from rounds_training import begun, begun_anew, register
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 # Eight steps are timed, and eight more beside an exchange; the ranks compare what they have found before the next.
 FIRST_STEPS = 17
@@ -28,22 +24,25 @@ class Training:
     """A small model with diloco, whose steps take as long as they are told to."""
 
     def __init__(self, **options: Any) -> None:
-        self.ddp = DDP(three_layers())
-        self.optimizer = momentum_sgd(self.ddp)
-        self.handle = bagua.register_comm_hook(self.ddp, "diloco", optimizer=self.optimizer, **options)
+        self._begin = partial(begun, partial(register, **options))
+        self.run = self._begin()
+        self.handle = self.run.handle
         self.steps = 0
 
     def train(self, steps: int, seconds: float = 0.0, *, skips: bool = False) -> None:
         for _ in range(steps):
             self.steps += 1
             time.sleep(seconds)
-            self.optimizer.zero_grad()
-            sim.batch_loss(self.ddp, self.steps, dist.get_rank()).backward()
             if not skips:
-                self.optimizer.step()
+                self.run.step(self.steps)
+                continue
+            self.run.optimizer.zero_grad()
+            sim.batch_loss(self.run.ddp, self.steps, dist.get_rank()).backward()
 
-    def weights(self) -> Tensor:
-        return sim.flat(self.ddp.parameters())
+    def begin_anew(self) -> None:
+        """Go on from a checkpoint."""
+        self.run = begun_anew(self.run, self._begin)
+        self.handle = self.run.handle
 
 
 def _by_itself(options: dict[str, Any]) -> tuple[dict[str, int], int, Tensor]:
@@ -59,7 +58,7 @@ def _by_itself(options: dict[str, Any]) -> tuple[dict[str, int], int, Tensor]:
     training.handle.synchronize()
     training.handle.reset()
     assert training.handle.stats()["chosen"] == chosen
-    return chosen, rounds, training.weights()
+    return chosen, rounds, training.run.weights()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,7 @@ def _by_itself(options: dict[str, Any]) -> tuple[dict[str, int], int, Tensor]:
     ids=str,
 )
 def test_ranks_choose_the_same_schedule_and_follow_it(
-    rank_pools: dict[int, RankPool], options: dict[str, Any], expected: dict[str, int]
+    rank_pools: Pools, options: dict[str, Any], expected: dict[str, int]
 ) -> None:
     results = rank_pools[3].run(_by_itself, options)
     for chosen, rounds, weights in results:
@@ -86,29 +85,18 @@ def test_ranks_choose_the_same_schedule_and_follow_it(
         assert same(weights, results[0][2])
 
 
-def _broken(break_after: int) -> tuple[dict[str, int], Tensor]:
-    """Train, and go on in another run from a checkpoint beside the first."""
-    training = Training(mixing=0.5)
-    training.train(break_after)
-    chosen = dict(training.handle.stats()["chosen"])
-    file = io.BytesIO()
-    torch.save([training.ddp.module.state_dict(), training.optimizer.state_dict(), training.handle.state_dict()], file)
-    whole, broken = training, Training(mixing=0.5)
-    weights, optimizer, rounds = torch.load(io.BytesIO(file.getvalue()))
-    broken.ddp.module.load_state_dict(weights)
-    broken.optimizer.load_state_dict(optimizer)
-    broken.handle.load_state_dict(rounds)
+@on_ranks(2)
+def test_a_checkpoint_holds_what_was_chosen() -> None:
+    whole, broken = Training(mixing=0.5), Training(mixing=0.5)
+    whole.train(FIRST_STEPS + 3)
+    broken.run, broken.steps = whole.run, whole.steps
+    broken.begin_anew()
+    chosen = dict(whole.handle.stats()["chosen"])
     assert broken.handle.stats()["chosen"] == chosen
-    broken.steps = break_after
+    assert chosen["sync_every"] >= 30
     for run in (whole, broken):
         run.train(30)
-    assert same(whole.weights(), broken.weights())
-    return chosen, copy.deepcopy(broken.weights())
-
-
-def test_a_checkpoint_holds_what_was_chosen(rank_pools: dict[int, RankPool]) -> None:
-    for chosen, _ in rank_pools[2].run(_broken, FIRST_STEPS + 3):
-        assert chosen["sync_every"] >= 30
+    assert same(whole.run.weights(), broken.run.weights())
 
 
 def _goes_on_before_the_choice() -> dict[str, int]:
@@ -122,7 +110,7 @@ def _goes_on_before_the_choice() -> dict[str, int]:
     return dict(training.handle.stats()["chosen"])
 
 
-def test_a_run_that_goes_on_from_before_the_choice_measures_anew(rank_pools: dict[int, RankPool]) -> None:
+def test_a_run_that_goes_on_from_before_the_choice_measures_anew(rank_pools: Pools) -> None:
     chosen = rank_pools[2].run(_goes_on_before_the_choice)
     assert chosen[0] == chosen[1] != {}
 
@@ -136,7 +124,7 @@ def _skips_the_last_measured_step() -> dict[str, int]:
     return dict(training.handle.stats()["chosen"])
 
 
-def test_no_rank_waits_in_its_optimizer_for_one_that_skips_the_step(rank_pools: dict[int, RankPool]) -> None:
+def test_no_rank_waits_in_its_optimizer_for_one_that_skips_the_step(rank_pools: Pools) -> None:
     chosen = rank_pools[2].run(_skips_the_last_measured_step, timeout=30.0)
     assert chosen[0] == chosen[1] != {}
 
@@ -151,22 +139,7 @@ def _choose_and_say() -> str:
         return file.read().decode()
 
 
-def test_one_rank_says_what_was_chosen(rank_pools: dict[int, RankPool]) -> None:
+def test_one_rank_says_what_was_chosen(rank_pools: Pools) -> None:
     first, other = rank_pools[2].run(_choose_and_say)
     assert first.count("bagua: diloco goes on with sync_every=") == 1
     assert "bagua: diloco goes on" not in other
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"delay": "late"}, "'delay' takes a number or 'auto', got 'late'"),
-        ({"sync_every": 1.5}, "'sync_every' of algorithm 'diloco' takes a str or int, got 1.5"),
-        ({"sync_every": 9, "fragments": 2}, "must be a multiple of fragments"),
-        ({"sync_every": 9, "delay": 9}, "delay must be less than"),
-    ],
-)
-def test_what_is_neither_a_number_nor_auto_is_refused(options: dict[str, Any], expected: str) -> None:
-    with pytest.raises((ValueError, TypeError)) as error:
-        _C.check_options("diloco", options)
-    assert expected in str(error.value)

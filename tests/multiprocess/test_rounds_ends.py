@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """local_sgd and diloco: checkpoints anywhere in a round, ends, and ranks that do not keep step."""
 
-import copy
-import io
 import itertools
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import bagua
 import pytest
-import simulations as sim
-import torch
 import torch.distributed as dist
-from hooked_models import same
-from ranks import Pools, run_ranks
-from rounds_training import Plan, adam, momentum_sgd, three_layers
+from hooked_models import same, same_everywhere
+from ranks import Pools, on_ranks, run_ranks
+from rounds_training import Plan, adam, averaged_every, begun, begun_anew, register
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.any_device
 
@@ -25,28 +20,13 @@ pytestmark = pytest.mark.any_device
 def _train_on(plan: Plan, options: dict[str, Any], breaks: Sequence[int]) -> list[Tensor]:
     """The weights after every step, of a run that is saved and begun anew after the steps of `breaks`."""
     history: list[Tensor] = []
-    model = three_layers()
-
-    def begin() -> tuple[DDP, torch.optim.Optimizer, bagua.Handle]:
-        ddp = DDP(copy.deepcopy(model))
-        optimizer = adam(ddp)
-        return ddp, optimizer, plan.register(ddp, optimizer, **options)
-
-    ddp, optimizer, handle = begin()
+    begin = partial(begun, partial(plan.register, **options), adam)
+    training = begin()
     for step in range(1, 20):
-        optimizer.zero_grad()
-        sim.batch_loss(ddp, step, dist.get_rank()).backward()
-        optimizer.step()
-        history.append(sim.flat(ddp.parameters()))
+        training.step(step)
+        history.append(training.weights())
         if step in breaks:
-            file = io.BytesIO()
-            torch.save([ddp.module.state_dict(), optimizer.state_dict(), handle.state_dict()], file)
-            file.seek(0)
-            ddp, optimizer, handle = begin()
-            weights, state, rounds = torch.load(file)
-            ddp.module.load_state_dict(weights)
-            optimizer.load_state_dict(state)
-            handle.load_state_dict(rounds)
+            training = begun_anew(training, begin)
     return history
 
 
@@ -65,23 +45,6 @@ def test_a_checkpoint_anywhere_in_a_round_continues_to_the_bit(
     whole = rank_pools[2].run(_train_on, plan, options, [])
     broken = rank_pools[2].run(_train_on, plan, options, [1, 6, 7, 12])
     assert same(whole, broken)
-
-
-def _end(algorithm: str, options: dict[str, Any], call: str, steps: int) -> Tensor:
-    ddp = DDP(three_layers())
-    optimizer = momentum_sgd(ddp)
-    handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = sim.batch_loss(ddp, step, dist.get_rank())
-        loss.backward()
-        optimizer.step()
-    getattr(handle, call)()
-    weights = sim.flat(ddp.parameters())
-    if call != "remove":
-        getattr(handle, call)()
-        assert same(weights, sim.flat(ddp.parameters())), "a second call has nothing left to do"
-    return weights
 
 
 ENDS: list[tuple[str, dict[str, Any], str, int]] = [
@@ -105,26 +68,30 @@ _SHORT_ENDS = [ENDS[1], ENDS[9], ENDS[16], ENDS[22], ENDS[29], ENDS[38], ENDS[46
     [end if end in _SHORT_ENDS else pytest.param(*end, marks=pytest.mark.long) for end in ENDS],
     ids=str,
 )
+@on_ranks(3)
 def test_ranks_end_with_the_same_weights_wherever_they_stop(
-    rank_pools: Pools, algorithm: str, options: dict[str, Any], call: str, steps: int
+    algorithm: str, options: dict[str, Any], call: str, steps: int
 ) -> None:
-    weights = rank_pools[3].run(_end, algorithm, options, call, steps)
-    assert all(same(weights[0], own) for own in weights)
+    training = begun(partial(register, algorithm=algorithm, **options))
+    for number in range(steps):
+        training.step(number)
+    getattr(training.handle, call)()
+    weights = training.weights()
+    assert same_everywhere(weights)
+    if call != "remove":
+        getattr(training.handle, call)()
+        assert same(weights, training.weights()), "a second call has nothing left to do"
 
 
 # --- ranks that do not keep step ---
 
 
 def _with_uneven_steps(end: str, ahead: int) -> str:
-    ddp = DDP(three_layers())
-    optimizer = momentum_sgd(ddp)
-    handle = bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer, sync_every=3)
+    training = begun(averaged_every(3))
     try:
-        for step in range(5 + (ahead if dist.get_rank() == 1 else 0)):
-            optimizer.zero_grad()
-            sim.batch_loss(ddp, step, dist.get_rank()).backward()
-            optimizer.step()
-        getattr(handle, end)()
+        for number in range(5 + (ahead if dist.get_rank() == 1 else 0)):
+            training.step(number)
+        getattr(training.handle, end)()
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -155,13 +122,9 @@ def test_a_rank_in_a_round_that_the_others_have_not_reached_is_told(end: str) ->
 def _stay_away() -> str:
     if dist.get_rank() == 0:
         return _with_uneven_steps("synchronize", 0)
-    ddp = DDP(three_layers())
-    optimizer = momentum_sgd(ddp)
-    bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer, sync_every=3)
-    for step in range(2):
-        optimizer.zero_grad()
-        sim.batch_loss(ddp, step, 1).backward()
-        optimizer.step()
+    training = begun(averaged_every(3))
+    for number in range(2):
+        training.step(number)
     time.sleep(6)
     return ""
 

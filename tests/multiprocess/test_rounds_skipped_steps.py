@@ -4,19 +4,21 @@
 import contextlib
 from collections.abc import Sequence
 
-import bagua
 import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
 from hooked_models import same
-from ranks import Pools
+from ranks import Pools, on_ranks
 from rounds_training import (
     CLOSE,
     CONSECUTIVE,
     PlainRounds,
     Plan,
     Register,
+    Training,
+    averaged_every,
+    begun,
     begun_anew,
     momentum_sgd,
     three_layers,
@@ -32,9 +34,8 @@ pytestmark = pytest.mark.any_device
 
 def _scaled(zero_first: bool, overflows: Sequence[tuple[int, int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """A GradScaler of each rank's own; `overflows` are (rank, step)."""
-    ddp, rank = DDP(three_layers()), dist.get_rank()
-    optimizer = momentum_sgd(ddp)
-    handle = Plan(3, outer_lr=0.5).register(ddp, optimizer)
+    rank = dist.get_rank()
+    ddp, optimizer, handle = begun(Plan(3, outer_lr=0.5).register)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     history = []
     for step in range(1, 12):
@@ -86,10 +87,13 @@ def test_a_step_skipped_before_gradients_are_dropped_counts_too(rank_pools: Pool
 LAST_STEPS = [(1, 8, False), (0, 9, True), (1, 10, True), (0, 10, False)]
 
 
-def _train_scaled(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, skipped: int | None, idle: int | None, drop: bool
-) -> None:
+def _plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02)
+
+
+def _train_scaled(training: Training, steps: range, skipped: int | None, idle: int | None, drop: bool) -> None:
     """Step `skipped` overflows; step `idle` moves nothing, as a step that is skipped, and is taken."""
+    model, optimizer, _ = training
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in steps:
         if not drop:
@@ -112,24 +116,18 @@ def _skip_last(end: str, register: Register, skips: bool) -> list[Tensor]:
     """The weights at the ends of trainings whose last step one rank skips, or takes without moving."""
     weights = []
     for skipping, steps, drop in LAST_STEPS:
-        ddp = DDP(three_layers())
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
-        handle = register(ddp, optimizer)
+        training = begun(register, _plain_sgd)
         last = steps if dist.get_rank() == skipping else None
-        with handle if end == "with" else contextlib.nullcontext():
-            _train_scaled(ddp, optimizer, range(1, steps + 1), last if skips else None, None if skips else last, drop)
+        with training.handle if end == "with" else contextlib.nullcontext():
+            _train_scaled(training, range(1, steps + 1), last if skips else None, None if skips else last, drop)
         if end == "state_dict":
-            ddp, optimizer, handle = begun_anew(ddp, optimizer, handle, register)
-            _train_scaled(ddp, optimizer, range(steps + 1, 20), None, None, drop)
-            handle.synchronize()
+            training = begun_anew(training, lambda: begun(register, _plain_sgd))
+            _train_scaled(training, range(steps + 1, 20), None, None, drop)
+            training.handle.synchronize()
         elif end != "with":
-            getattr(handle, end)()
-        weights.append(sim.flat(ddp.parameters()))
+            getattr(training.handle, end)()
+        weights.append(training.weights())
     return weights
-
-
-def _averaged_every_third_step(ddp: DDP, optimizer: torch.optim.Optimizer) -> bagua.Handle:
-    return bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer, sync_every=3)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def _averaged_every_third_step(ddp: DDP, optimizer: torch.optim.Optimizer) -> ba
     [
         *((Plan(6, 2, delay=1, mixing=0.25).register, end) for end in ("synchronize", "abort", "remove", "state_dict")),
         *((Plan(3).register, end) for end in ("with", "state_dict")),
-        *((_averaged_every_third_step, end) for end in ("synchronize", "remove", "state_dict")),
+        *((averaged_every(3), end) for end in ("synchronize", "remove", "state_dict")),
     ],
 )
 def test_a_last_step_that_a_rank_skips_counts(rank_pools: Pools, end: str, register: Register) -> None:
@@ -146,31 +144,23 @@ def test_a_last_step_that_a_rank_skips_counts(rank_pools: Pools, end: str, regis
     assert same(one, rank_pools[2].run(_skip_last, end, register, False, timeout=60.0)[0])
 
 
-def _synchronize_before_the_step(skips: bool) -> dict[str, Tensor]:
-    ddp = DDP(three_layers())
-    optimizer = momentum_sgd(ddp)
-    handle = Plan(4).register(ddp, optimizer)
+@pytest.mark.parametrize("skips", [False, True], ids=["finite", "nan"])
+@on_ranks(2)
+def test_a_step_that_follows_a_synchronisation_counts_once(skips: bool) -> None:
+    ddp, optimizer, handle = begun(Plan(4).register)
     for step in range(1, 4):
         optimizer.zero_grad()
         # One gradient that is not finite: the end takes the step for one that was skipped.
         (sim.batch_loss(ddp, step, 0) * (float("nan") if skips and step == 3 else 1.0)).backward()
         handle.synchronize()
         optimizer.step()
-    state: dict[str, Tensor] = handle.state_dict()["state"]
-    return state
-
-
-@pytest.mark.parametrize("skips", [False, True], ids=["finite", "nan"])
-def test_a_step_that_follows_a_synchronisation_counts_once(rank_pools: Pools, skips: bool) -> None:
-    for state in rank_pools[2].run(_synchronize_before_the_step, skips):
-        assert state["step"] == 3
+    assert handle.state_dict()["state"]["step"] == 3
 
 
 def _accumulate(skipped: int, empty: bool, synchronised: bool) -> tuple[int, Tensor]:
     """Rank 1 skips a step, or its first micro-batch has gradients that are all zero."""
-    ddp, rank = DDP(three_layers()), dist.get_rank()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
-    handle = Plan(4, 2, delay=1).register(ddp, optimizer)
+    rank = dist.get_rank()
+    ddp, optimizer, handle = begun(Plan(4, 2, delay=1).register, _plain_sgd)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(1, 10):
         optimizer.zero_grad()

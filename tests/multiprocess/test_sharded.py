@@ -7,7 +7,8 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, run_ranks
+from hooked_models import same_everywhere
+from ranks import on_new_ranks, on_ranks
 from sharded_models import (
     MESHES,
     WIDTHS,
@@ -18,6 +19,7 @@ from sharded_models import (
     made_model,
     mesh_of,
     plain_step,
+    policies,
     sharded,
     trained,
 )
@@ -89,27 +91,15 @@ def test_what_is_exact_is_what_fsdp2_computes(mesh_name: str, step: Any) -> None
     computes_as_fsdp2_does(mesh_name, step)
 
 
+@on_new_ranks(4)  # as what DTensor remembers of a mesh outlives its groups
 def test_clipping_sees_the_norm_of_the_whole() -> None:
-    # On new ranks: what DTensor remembers of a mesh outlives its groups.
-    run_ranks(4, computes_as_fsdp2_does, "hybrid", clipped)
+    computes_as_fsdp2_does("hybrid", clipped)
 
 
 def computes_as_fsdp2_does(mesh_name: str, step: Any) -> None:
     mesh, model = mesh_of(mesh_name), made_model()
     expected = trained(sharded(model, mesh), step=step)
     check_equal(trained(in_full_precision(sharded(model, mesh), mesh), step=step), expected, rtol=1e-5, atol=1e-6)
-
-
-def policies() -> dict[str, dict[str, Any]]:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    return {
-        "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-        "reduced in bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
-        "reduced in float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
-        "kept whole": {"reshard_after_forward": False},
-        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    }
 
 
 @on_two_meshes
@@ -144,10 +134,8 @@ def test_coded_gradients_are_near_and_the_same_on_all_hosts(mesh_name: str, grad
         exact = torch.cat([others[name].flatten() for name in step])
         error = (torch.cat([gradient.flatten() for gradient in step.values()]) - exact).norm() / exact.norm()
         assert error < {"int8": 0.015, "bytegrad": 0.015, "4bit": 0.2, "powersgd": 0.5}[gradients], error
-    for gradient in own.gradients[-1].values() if mesh_name == "hybrid" else ():
-        twin = gradient.clone()
-        dist.broadcast(twin, src=dist.get_rank() % 2, group=mesh.get_group("replicate"))
-        assert torch.equal(twin, gradient)
+    if mesh_name == "hybrid":
+        assert same_everywhere(*own.gradients[-1].values(), group=mesh.get_group("replicate"))
     stats = handle.stats()
     assert stats["steps"] == stats["rounds"] == 3
     # Two blocks and the head: what is frozen is not reduced.

@@ -10,7 +10,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import emulated_hosts
+from hooked_models import emulated_hosts, same_everywhere
 from ranks import on_ranks
 from reference import named
 from sharded_models import (
@@ -21,6 +21,7 @@ from sharded_models import (
     mesh_of,
     on_hosts,
     plain_step,
+    policies,
     sharded,
     shards_of,
     trained,
@@ -104,9 +105,7 @@ def test_rounds_over_shards_are_those_of_ddp_between_hosts(algorithm: str, optio
     check_same(own, under_ddp(algorithm, range(9), plain, make, **options))
     assert any((own[-1][name] - one).abs().max() > 1e-4 for name, one in start.items() if one.numel())
     assert handle.stats()["steps"] == 9
-    twins = [torch.empty_like(own[-1]["head.weight"]) for _ in range(2)]
-    dist.all_gather(twins, own[-1]["head.weight"], group=mesh_of_hosts())
-    assert torch.equal(*twins)
+    assert same_everywhere(own[-1]["head.weight"], group=mesh_of_hosts())
 
 
 def mesh_of_hosts() -> dist.ProcessGroup:
@@ -129,10 +128,7 @@ def test_an_overflow_in_one_shard_is_a_skipped_step_of_its_host() -> None:
         optimizer.step()
     handle.synchronize()
     assert handle.stats()["steps"] == 2
-    own = shards_of(model)["head.weight"]
-    twins = [torch.empty_like(own) for _ in range(2)]
-    dist.all_gather(twins, own, group=mesh_of_hosts())
-    assert torch.equal(*twins)
+    assert same_everywhere(shards_of(model)["head.weight"], group=mesh_of_hosts())
 
 
 @on_ranks(4)
@@ -190,18 +186,7 @@ def test_steps_count_as_the_optimizer_takes_them_or_skips_them(step: Step) -> No
     check_same([own[i] for i in [*exact, 8]], [expected[i] for i in [*exact, 8]])
 
 
-def policies() -> dict[str, dict[str, Any]]:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    return {
-        "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-        "float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
-        "kept whole": {"reshard_after_forward": False},
-        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    }
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "kept whole", "offloaded"])
+@pytest.mark.parametrize("name", ["bfloat16", "reduced in float16", "kept whole", "offloaded"])
 @on_ranks(4)
 def test_a_host_by_itself_computes_what_fsdp2_does_with_every_policy(name: str) -> None:
     policy = policies()[name]
@@ -210,7 +195,7 @@ def test_a_host_by_itself_computes_what_fsdp2_does_with_every_policy(name: str) 
     alone = trained(sharded(made_model(), mesh_of()["shard"], **policy))
     for step, others in zip(own.gradients, alone.gradients, strict=True):
         for gradient, other in zip(step.values(), others.values(), strict=True):
-            torch.testing.assert_close(gradient, other, rtol=1e-3 if name == "float16" else 1e-6, atol=1e-6)
+            torch.testing.assert_close(gradient, other, rtol=1e-3 if name == "reduced in float16" else 1e-6, atol=1e-6)
     assert handle.stats()["steps"] == 3
 
 
@@ -259,10 +244,8 @@ def test_after_remove_hosts_are_equal_and_fsdp2_reduces_between_them() -> None:
     optimizer.step()
     plain_step(model, 4)
     optimizer.step()
-    for tensor in (*shards_of(model).values(), *(local(p.grad) for p in model.parameters() if p.grad is not None)):
-        twins = [torch.empty_like(tensor) for _ in range(2)]
-        dist.all_gather(twins, tensor, group=hosts)
-        assert torch.equal(*twins)
+    gradients = (local(p.grad) for p in model.parameters() if p.grad is not None)
+    assert same_everywhere(*shards_of(model).values(), *gradients, group=hosts)
     bagua.fsdp.compress(model, "local_sgd", optimizer=optimizer)
 
 

@@ -57,22 +57,6 @@ def test_operation_outlives_an_impatient_wait(backend: str) -> None:
     run_ranks(2, _short_wait_then_long_wait, backend=backend)
 
 
-def _monitored_barrier() -> str:
-    # Of the group: until torch 2.13 dist.monitored_barrier() refuses every backend but "gloo" by its name.
-    group: Any = dist.group.WORLD
-    group.monitored_barrier(timedelta(seconds=20))
-    if dist.get_rank() == ABSENT:
-        return ""
-    with pytest.raises(RuntimeError) as caught:
-        group.monitored_barrier(timedelta(seconds=TIMEOUT))
-    return str(caught.value)
-
-
-def test_monitored_barrier_names_the_missing_rank(backend: str) -> None:
-    messages = run_ranks(3, _monitored_barrier, backend=backend)
-    assert f"ank {ABSENT}" in messages[0]
-
-
 def _error_of_barrier(limit: float) -> str:
     group: Any = dist.group.WORLD
     try:

@@ -1,34 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives of bagua.torch_api: both documented generations of signatures, every dtype, any communicator."""
 
-import doctest
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import bagua.torch_api as api
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api import _reductions, communication
+from bagua.torch_api import communication
 from bagua.torch_api.communication import CommMember
-from ranks import RankPool, on_ranks
-from reference import DTYPES, OPERATIONS, assert_reduced, dtypes_of, named, reduce_op, values
+from ranks import on_ranks
+from reference import DTYPES, OPERATIONS, assert_reduced, dtypes_of, for_each, reduce_op, values
 from torch_api_calls import exactly, from_all, started
-
-
-@on_ranks(2)
-def test_examples_in_docstrings_with_two_ranks() -> None:
-    rank, _ = started()
-    results = doctest.testmod(_reductions, extraglobs={"torch": torch, "rank": rank})
-    assert results.attempted > 0
-    assert results.failed == 0
-
-
-def _of_every_dtype(calls: Callable[[torch.dtype], None]) -> None:
-    for dtype in DTYPES:
-        with named(dtype):
-            calls(dtype)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -102,7 +87,9 @@ def test_reduce_to_every_root_in_both_generations_of_calls(op: str, dtype: torch
                 assert rank == root or not recv.any()
 
 
-def _broadcast(dtype: torch.dtype) -> None:
+@on_ranks("ranks")
+@for_each(DTYPES)
+def test_broadcast_takes_root_and_src(dtype: torch.dtype) -> None:
     rank, size = started()
     inputs = from_all(dtype, (5, 7))
     calls: list[Any] = [
@@ -121,11 +108,9 @@ def _broadcast(dtype: torch.dtype) -> None:
     exactly(tensor, inputs[0])
 
 
-def test_broadcast_takes_root_and_src(ranks: RankPool) -> None:
-    ranks.run(_of_every_dtype, _broadcast)
-
-
-def _gathers(dtype: torch.dtype) -> None:
+@on_ranks("ranks")
+@for_each(DTYPES)
+def test_allgather_and_gather(dtype: torch.dtype) -> None:
     rank, size = started()
     inputs = from_all(dtype, (2, 3))
     joined = torch.stack(inputs)
@@ -152,11 +137,9 @@ def _gathers(dtype: torch.dtype) -> None:
         exactly(tensor, joined if rank == root else inputs[rank])
 
 
-def test_allgather_and_gather(ranks: RankPool) -> None:
-    ranks.run(_of_every_dtype, _gathers)
-
-
-def _scatters(dtype: torch.dtype) -> None:
+@on_ranks("ranks")
+@for_each(DTYPES)
+def test_scatter(dtype: torch.dtype) -> None:
     rank, size = started()
     for root in range(size):
         # What the root sends: row r for rank r.
@@ -171,10 +154,6 @@ def _scatters(dtype: torch.dtype) -> None:
         tensor = whole.clone() if rank == root else torch.zeros(6, dtype=dtype)
         api.scatter_inplace(tensor, 6, root)
         exactly(tensor.view(-1), whole.view(-1) if rank == root else whole[rank].view(-1))
-
-
-def test_scatter(ranks: RankPool) -> None:
-    ranks.run(_of_every_dtype, _scatters)
 
 
 @pytest.mark.parametrize(("op", "dtype"), [("SUM", torch.int32), ("AVG", torch.float64), ("MIN", torch.float16)])
@@ -192,7 +171,9 @@ def test_reduce_scatter_leaves_the_result_in_the_first_part(op: str, dtype: torc
     exactly(send[1:], inputs[rank][1:])
 
 
-def _alltoalls(dtype: torch.dtype) -> None:
+@on_ranks("ranks")
+@for_each(DTYPES)
+def test_alltoall(dtype: torch.dtype) -> None:
     rank, size = started()
     inputs = from_all(dtype, (size, 3))
     expected = torch.stack([one[rank] for one in inputs])
@@ -202,10 +183,6 @@ def _alltoalls(dtype: torch.dtype) -> None:
     tensor = inputs[rank].clone()
     api.alltoall_inplace(tensor)
     exactly(tensor, expected)
-
-
-def test_alltoall(ranks: RankPool) -> None:
-    ranks.run(_of_every_dtype, _alltoalls)
 
 
 @on_ranks("ranks")

@@ -4,7 +4,6 @@
 import gc
 import os
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,8 @@ from bagua.torch_api import _groups, communication
 from bagua.torch_api.communication import BaguaProcessGroup, CommMember, Communicator
 from bagua.torch_api.exceptions import RepeatedInitializationError
 from holdings import wait_for
-from ranks import Pools, on_ranks, run_ranks
+from ranks import Pools, on_new_ranks, on_ranks, run_ranks
+from script_ranks import free_port
 from torch_api_calls import started
 
 
@@ -62,12 +62,6 @@ def test_a_communicator_is_of_the_class_that_scripts_import() -> None:
     _destroy(group)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def _initialise_from_environment(port: int, other: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -88,7 +82,7 @@ def _initialise_from_environment(port: int, other: int) -> None:
 
 
 def test_initialisation_from_the_environment_again_after_destruction() -> None:
-    run_ranks(2, _initialise_from_environment, _free_port(), _free_port())
+    run_ranks(2, _initialise_from_environment, free_port(), free_port())
 
 
 def _initialise_twice() -> None:
@@ -209,19 +203,18 @@ def test_group_over_a_group_of_torch() -> None:
     gc.collect()
 
 
-def _communicators_of_hosts(hosts: str, asks_inter_first: bool) -> None:
+def _communicators_of_hosts(hosts: str) -> None:
     rank = dist.get_rank()
     local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     leaders = [hosts.index(host) for host in sorted(set(hosts), key=hosts.index)]
     with _hosts(hosts) as group:
-        if asks_inter_first == (rank % 2 == 0):  # the order need not be the same on all ranks
+        if rank % 2 == 0:  # the order need not be the same on all ranks
             inter, intra = group.get_inter_node_communicator(), group.get_intra_node_communicator()
         else:
             intra, inter = group.get_intra_node_communicator(), group.get_inter_node_communicator()
         assert isinstance(intra, Communicator)
         assert (intra.rank(), intra.nranks()) == (local.index(rank), len(local))
         assert _sum_over(intra, 2.0**rank) == sum(2.0**one for one in local)
-        assert group.get_intra_node_communicator() is intra
         assert group.get_intra_node_communicator() is intra
         assert isinstance(inter, Communicator) is (rank in leaders)
         if isinstance(inter, Communicator):
@@ -235,7 +228,7 @@ def _communicators_of_hosts(hosts: str, asks_inter_first: bool) -> None:
 
 @pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abab", "abba", "abbb", "abcd", "aab", "aba", "abb", "ab", "aa"])
 def test_communicators_of_a_host_and_between_hosts(rank_pools: Pools, hosts: str) -> None:
-    rank_pools[len(hosts)].run(_communicators_of_hosts, hosts, True)
+    rank_pools[len(hosts)].run(_communicators_of_hosts, hosts)
 
 
 @on_ranks(3)
@@ -248,7 +241,8 @@ def test_communicator_needs_no_rank_outside() -> None:
         api.barrier()
 
 
-def _abort() -> None:
+@on_new_ranks(2)
+def test_abort_ends_what_is_in_flight_and_leaves_other_groups_alone() -> None:
     rank, _ = started()
     comm = communication.new_group().get_global_communicator()
     assert isinstance(comm, Communicator)
@@ -285,11 +279,8 @@ def _abort() -> None:
     assert _sum_over(None, 1.0) == 2
 
 
-def test_abort_ends_what_is_in_flight_and_leaves_other_groups_alone() -> None:
-    run_ranks(2, _abort)
-
-
-def _example_of_the_documentation() -> None:
+@on_new_ranks(2)
+def test_example_of_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "torch_api.md").read_text()
     (example,) = re.findall(r"^## Collectives\n\n```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     scope: dict[str, Any] = {}
@@ -298,7 +289,3 @@ def _example_of_the_documentation() -> None:
     # The maximum of what both have.
     if scope["rank"] == 1:
         assert scope["tensor"].tolist() == [4, 6]
-
-
-def test_example_of_the_documentation() -> None:
-    run_ranks(2, _example_of_the_documentation)

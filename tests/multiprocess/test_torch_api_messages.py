@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """bagua.torch_api: coalesced calls, objects, messages, barriers, and tensors of every kind."""
 
+from pathlib import Path
+
 import bagua.torch_api as api
 import torch
-from ranks import RankPool, on_ranks
+from ranks import on_ranks
 from reference import DTYPES, assert_reduced, values
 from torch import Tensor
 from torch_api_calls import exactly, from_all, started
@@ -55,18 +57,13 @@ def test_send_and_recv() -> None:
         exactly(received.view(2, 3), inputs[(rank - 1) % size])
 
 
-def _barrier(folder: str) -> None:
-    from pathlib import Path
-
+@on_ranks("ranks")
+def test_nobody_passes_a_barrier_before_all_have_come(tmp_path: Path) -> None:
     rank, size = started()
     for turn in range(3):
-        Path(folder, f"{turn}-{rank}").touch()
+        Path(tmp_path, f"{turn}-{rank}").touch()
         api.barrier()
-        assert len(list(Path(folder).glob(f"{turn}-*"))) == size
-
-
-def test_nobody_passes_a_barrier_before_all_have_come(ranks: RankPool, tmp_path: object) -> None:
-    ranks.run(_barrier, str(tmp_path))
+        assert len(list(tmp_path.glob(f"{turn}-*"))) == size
 
 
 @on_ranks("ranks")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm
-from hooked_models import loss_of, perceptron
+from hooked_models import loss_of, mean_loss_of, perceptron, same_everywhere, take_steps
 from ranks import Pools, on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -45,10 +45,7 @@ def _algorithm(name: str, optimizer: torch.optim.Optimizer, options: dict[str, A
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 10) -> list[Tensor]:
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    take_steps(model, optimizer, range(steps))
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
@@ -86,13 +83,6 @@ def test_both_doors_average_gradients_inside_hosts(name: str, options: dict[str,
     run_ranks(4, _through_both_doors, name, options, env={"BAGUA_HOST_ID": ["a", "a", "b", "b"]})
 
 
-def _check_same_everywhere(model: nn.Module) -> None:
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    everywhere = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, weights)
-    assert all(torch.equal(weights, other) for other in everywhere)
-
-
 @on_ranks(2)
 def test_async_is_aborted_and_resumed_through_the_module() -> None:
     started()
@@ -101,7 +91,7 @@ def test_async_is_aborted_and_resumed_through_the_module() -> None:
     model.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=1, warmup_steps=2))  # type: ignore[operator]
     _train(model, optimizer, 5)
     model.bagua_algorithm.abort(model)  # type: ignore[operator, union-attr]
-    _check_same_everywhere(model)
+    assert same_everywhere(*model.parameters())
     model.bagua_algorithm.resume(model)  # type: ignore[operator, union-attr]
     _train(model, optimizer, 3)
     model.bagua_algorithm.abort(model)  # type: ignore[operator, union-attr]
@@ -123,7 +113,7 @@ def test_rounds_end_through_the_module_with_the_same_weights() -> None:
         scaler.update()
     for end in ("synchronize", "abort"):
         getattr(model.bagua_algorithm, end)(model)
-        _check_same_everywhere(model)
+        assert same_everywhere(*model.parameters())
         model.bagua_algorithm.resume(model)  # type: ignore[operator, union-attr]
         _train(model, optimizer, 3)
 
@@ -182,10 +172,7 @@ def test_gradients_accumulate_with_and_without_no_sync() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
         expected = perceptron()
-        for peer in range(size):
-            for step in range(2):
-                generator = torch.Generator().manual_seed(1000 * step + peer)
-                (expected(torch.randn(6, 23, generator=generator)).square().mean() / size).backward()
+        (mean_loss_of(expected, 0) + mean_loss_of(expected, 1)).backward()
         if with_no_sync:
             with model.no_sync():  # type: ignore[operator]
                 loss_of(model, 0).backward()
@@ -218,10 +205,7 @@ def test_weights_and_optimizer_state_become_those_of_rank_0() -> None:
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         assert float(state["step"]) == 1
-        for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]):
-            everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-            dist.all_gather(everywhere, tensor.contiguous())
-            assert all(torch.equal(tensor, other) for other in everywhere)
+        assert same_everywhere(parameter, state["exp_avg"], state["exp_avg_sq"])
 
 
 @on_ranks(2)

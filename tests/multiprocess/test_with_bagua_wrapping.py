@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
-from hooked_models import loss_of, perceptron
+from hooked_models import mean_loss_of, perceptron, same_everywhere, take_steps
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch_api_calls import started
@@ -26,32 +26,13 @@ def _allreduce() -> Algorithm:
     return Algorithm.init("gradient_allreduce")
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(3)) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-
-
 def _assert_trained_on_the_mean(model: nn.Module, steps: int = 3) -> None:
     """Compare with SGD on the mean of the ranks' gradients, in one process."""
-    alone, size = perceptron(), dist.get_world_size()
-    optimizer = _sgd(alone)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(size):
-            generator = torch.Generator().manual_seed(1000 * step + rank)
-            (alone(torch.randn(6, 23, generator=generator)).square().mean() / size).backward()
-        optimizer.step()
+    alone = perceptron()
+    take_steps(alone, _sgd(alone), range(steps), mean_loss_of)
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         # The same additions in another order, in float32.
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def _assert_same_everywhere(tensor: Tensor) -> None:
-    everywhere = [torch.empty_like(tensor).contiguous() for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, tensor.detach().contiguous())
-    assert all(torch.equal(everywhere[0], other) for other in everywhere)
 
 
 @on_ranks(2)
@@ -63,7 +44,7 @@ def test_a_module_keeps_its_name_and_is_averaged_once_however_often_it_is_wrappe
     for step in range(3):
         model.with_bagua([optimizer], _allreduce())  # type: ignore[operator]
         assert model.bagua_module_name == "mine"
-        _train(model, optimizer, range(step, step + 1))
+        take_steps(model, optimizer, range(step, step + 1))
     _assert_trained_on_the_mean(model)
 
 
@@ -90,14 +71,14 @@ def test_a_failure_leaves_no_half_wrapped_module() -> None:
         model.with_bagua(optimizer, _allreduce())  # type: ignore[operator]
     with pytest.raises(TypeError, match="got one of str"):
         model.with_bagua(["sgd"], _allreduce())  # type: ignore[operator]
-    _train(model, optimizer, range(1))  # the former algorithm is still at work
+    take_steps(model, optimizer, range(1))  # the former algorithm is still at work
     with pytest.raises(ArithmeticError):
         model.with_bagua([optimizer], FailingAlgorithm())  # type: ignore[operator]
     assert not hasattr(model, "bagua_algorithm")
     assert not hasattr(model, "no_sync")
     assert not model._forward_pre_hooks
     model.with_bagua([optimizer], _allreduce())  # type: ignore[operator]
-    _train(model, optimizer, range(1, 3))
+    take_steps(model, optimizer, range(1, 3))
     _assert_trained_on_the_mean(model)
 
 
@@ -144,14 +125,14 @@ def test_frozen_parameters_buffers_and_memory_formats() -> None:
         model = Mixed()
         optimizer = _sgd(model)
         model.with_bagua([optimizer], _allreduce(), do_flatten=do_flatten)  # type: ignore[operator]
-        _assert_same_everywhere(model.frozen.weight)
+        assert same_everywhere(model.frozen.weight)
         assert float(model.norm.running_mean[0]) == dist.get_rank(), "with_bagua leaves buffers alone"  # type: ignore[index]
         model(x).square().mean().backward()
         assert model.trained.weight.is_contiguous(memory_format=torch.channels_last)
         gradient = model.trained.weight.grad
         assert gradient is not None
         assert gradient.is_contiguous(memory_format=torch.channels_last)
-        _assert_same_everywhere(gradient)
+        assert same_everywhere(gradient)
 
 
 @on_ranks(2)
@@ -171,7 +152,7 @@ def test_groups_of_torch_and_of_bagua_are_taken() -> None:
     for group in (dist.new_group(everyone), bagua.torch_api.new_group(everyone)):
         model = perceptron()
         optimizer = _sgd(model)
-        _train(model.with_bagua([optimizer], _allreduce(), process_group=group), optimizer)  # type: ignore[operator]
+        take_steps(model.with_bagua([optimizer], _allreduce(), process_group=group), optimizer, range(3))  # type: ignore[operator]
         _assert_trained_on_the_mean(model)
     with pytest.raises(TypeError, match="got 'world'"):
         perceptron().with_bagua([], _allreduce(), process_group="world")  # type: ignore[operator]
@@ -184,7 +165,7 @@ def test_a_wrapped_model_is_freed_with_its_last_reference() -> None:
         model = perceptron()
         optimizer = _sgd(model)
         model.with_bagua([optimizer], Algorithm.init(name, hierarchical=False))  # type: ignore[operator]
-        _train(model, optimizer, range(2))
+        take_steps(model, optimizer, range(2))
         seen = [weakref.ref(model), weakref.ref(model[0].weight)]  # type: ignore[index, arg-type]
         buffer = io.BytesIO()
         torch.save(list(model.parameters()), buffer)  # with the attributes that torch saves of a parameter

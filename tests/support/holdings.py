@@ -59,6 +59,11 @@ def left_behind(before: Holdings, seconds: float = 10.0) -> list[str]:
     return more_than(before)
 
 
+def resident_bytes() -> int:
+    """What of this process is in memory."""
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+
+
 def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> bool:
     """Look until the condition holds or the time is over; return whether it holds."""
     end = time.monotonic() + seconds

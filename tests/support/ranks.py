@@ -239,30 +239,47 @@ def run_ranks(
         return pool.run(function, *args, timeout=timeout, dying=dying)
 
 
-def on_ranks(where: int | str, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Body = Callable[..., None]
+
+
+def on_ranks(where: int | str, timeout: float = 120.0) -> Callable[[Body], Body]:
     """Make a test of what every rank calls: on so many of `rank_pools`, or on the ranks of a fixture.
 
     Its arguments are parameters of the test.
     """
     fixture = "rank_pools" if isinstance(where, int) else where
 
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(body).parameters
+    def run(body: Body, arguments: Sequence[Any], given: Any) -> None:
+        __tracebackhide__ = True
+        (given[where] if isinstance(where, int) else given).run(body, *arguments, timeout=timeout)
 
-        def test(**given: Any) -> None:
-            __tracebackhide__ = True
-            pool = given[fixture][where] if isinstance(where, int) else given[fixture]
-            pool.run(body, *(given[name] for name in own), timeout=timeout)
+    return lambda body: _test_of(body, run, fixture)
 
-        names = [fixture, *own]
-        signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
-        described = {name: getattr(body, name) for name in ("__name__", "__qualname__", "__module__", "__doc__")}
-        vars(test).update(__signature__=signature, on_each_rank=body)
-        for name, value in described.items():
-            setattr(test, name, value)
-        return test
 
-    return decorate
+def on_new_ranks(size: int, **options: Any) -> Callable[[Body], Body]:
+    """As on_ranks(), on new ranks that run_ranks() starts with these options."""
+
+    def run(body: Body, arguments: Sequence[Any]) -> None:
+        __tracebackhide__ = True
+        run_ranks(size, body, *arguments, **options)
+
+    return lambda body: _test_of(body, run)
+
+
+def _test_of(body: Body, run: Callable[..., None], *fixtures: str) -> Body:
+    own = inspect.signature(body).parameters
+
+    def test(**given: Any) -> None:
+        __tracebackhide__ = True
+        run(body, [given[name] for name in own], *(given[name] for name in fixtures))
+
+    names = [*fixtures, *own]
+    signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
+    described = {name: getattr(body, name) for name in ("__name__", "__qualname__", "__module__", "__doc__")}
+    vars(test).update(__signature__=signature, on_each_rank=body)
+    for name, value in described.items():
+        setattr(test, name, value)
+    return test
 
 
 def _describe(function: Callable[..., Any]) -> tuple[str, str, str]:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What collectives have to return, computed plainly on one rank, and the values that make the answer exact."""
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,25 @@ def named(*case: object) -> Iterator[None]:
         yield
     except BaseException as error:  # what pytest.raises() misses is no Exception
         raise AssertionError(f"{case}: {error}") from error
+
+
+def for_each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Do with each case what is written of one; what comes after the case is the same for all."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        _, *others = inspect.signature(body).parameters.values()
+
+        def each(*given: Any) -> None:
+            for case in cases:
+                with named(case):
+                    body(case, *given)
+
+        vars(each).update(__signature__=inspect.Signature(others))
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(each, name, getattr(body, name))
+        return each
+
+    return decorate
 
 
 def reduce_op(name: str) -> dist.ReduceOp.RedOpType:

@@ -54,9 +54,7 @@ def run_script(
     Nothing is imported but the modules of `fresh` where it names some; a new interpreter imports them, for all ranks.
     """
     __tracebackhide__ = True
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "STORE": f"{folder}/store"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "STORE": f"{folder}/store"}
     environments = [
         {name: value if isinstance(value, str) else value[rank] for name, value in (env or {}).items()}
         | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **meeting}
@@ -75,6 +73,12 @@ def run_script(
     for rank, (end, code) in enumerate(zip(ends, codes or [0] * ranks, strict=True)):
         assert end.code == code, f"rank {rank} ended with {end.code}:\n{end.output}"
     return ends
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _start(job: _Job, imports: Sequence[str], connection: Connection) -> None:

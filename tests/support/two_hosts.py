@@ -5,13 +5,14 @@ The ranks of the training (`several_hosts/train_script.py`) write down what they
 """
 
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bagua.bench.emulated_hosts import Host, Network, NoEmulatedHosts, emulated_hosts
+from bagua.bench.emulated_hosts import INTERFACE, Host, Network, NoEmulatedHosts, emulated_hosts
 
 SCRIPT = Path(__file__).parents[1] / "several_hosts" / "train_script.py"
 STEPS = 20
@@ -26,6 +27,11 @@ def hosts_over(network: Network | None = None, count: int = 2) -> Iterator[list[
         except NoEmulatedHosts as error:
             pytest.skip(f"no emulated hosts on this machine: {error}")
         yield hosts
+
+
+def set_link(host: Host, state: str) -> None:
+    """Take a host's network away, or give it back: "down" or "up"."""
+    subprocess.run(["ip", "-n", host.namespace, "link", "set", INTERFACE, state], check=True)
 
 
 def results_of(folder: Path) -> list[dict[str, Any]]:

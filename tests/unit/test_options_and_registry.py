@@ -24,10 +24,7 @@ def test_available_algorithms_begin_with_those_of_the_original_in_its_order() ->
     ]
     ours = {"quantized_allreduce", "powersgd", "local_sgd", "diloco"}
     assert ours <= set(bagua.available_algorithms()[6:])
-
-
-def test_the_list_of_algorithms_is_a_copy() -> None:
-    bagua.available_algorithms().clear()
+    bagua.available_algorithms().clear()  # of a copy
     assert bagua.available_algorithms()
 
 
@@ -64,14 +61,6 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones(name: str) -> None:
         bagua.comm_hook(name)
     for known in bagua.available_algorithms():
         assert known in str(error.value)
-
-
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-def test_an_unknown_option_is_refused_with_the_known_ones(algorithm: str) -> None:
-    with pytest.raises(ValueError, match=f"'{algorithm}' has no option 'averge'") as error:
-        bagua.comm_hook(algorithm, averge=True)
-    assert "average" in str(error.value)
-    assert "hierarchical" in str(error.value)
 
 
 @pytest.mark.parametrize("algorithm", bagua.available_algorithms())

@@ -97,18 +97,6 @@ def test_steps_with_momenta_go_over_memory_once(
     assert [weights is p for weights in taken] == [True] * (STEPS - WARMUP if is_native else 0)
 
 
-def test_a_step_with_a_momentum_tells_autograd_that_the_weights_have_changed() -> None:
-    p = _weights(5)
-    optimizer = bagua.QAdamOptimizer([p], warmup_steps=WARMUP)
-    _steps_with_momenta(p, optimizer, STEPS)
-    square = (p * p).sum()
-    optimizer.momenta([p])
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        square.backward()
-
-
 @pytest.mark.parametrize(
     "moment", ["before the backward", "after it", "in accumulation", "after a step that was skipped"]
 )

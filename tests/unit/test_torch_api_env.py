@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bagua.torch_api.env and the numbers of ReduceOp; the examples in the docstrings of bagua.torch_api."""
+"""bagua.torch_api.env, the numbers of ReduceOp, what the import does to torch and what not, examples in docstrings."""
 
 import doctest
 import importlib
@@ -7,13 +7,17 @@ import inspect
 import pickle
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import bagua.torch_api as api
 import pytest
+import torch
 import torch.distributed as dist
 from bagua.torch_api import _reduce_op, communication, env
+from script_ranks import run_script
+from torch import nn
 
 # Getter -> variable, default, a value and what it reads as.
 VARIABLES: dict[Callable[[], Any], tuple[str, Any, str, Any]] = {
@@ -123,3 +127,23 @@ def test_examples_in_docstrings(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_bagua_alone_patches_nothing(tmp_path: Path) -> None:
+    code = (
+        "import bagua, torch; print(hasattr(torch.nn.Module, 'with_bagua'), hasattr(torch.Tensor, 'is_bagua_tensor'))"
+    )
+    assert run_script(code, 1, tmp_path)[0].output.split() == ["False", "False"]
+
+
+def test_torch_compile_works_with_the_patches() -> None:
+    assert api.BaguaModule.with_bagua is nn.Module.with_bagua  # type: ignore[attr-defined]
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    x = torch.randn(2, 3)
+    # Dynamo makes modules of its own and reads all attributes of their classes.
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True, dynamic=True)(x), model(x))
+
+
+def test_every_attribute_of_a_module_that_is_not_wrapped_can_be_read() -> None:
+    module = nn.Linear(1, 1)
+    assert [name for name in dir(module) if not hasattr(module, name)] == []
