@@ -39,10 +39,10 @@ _ELEMENTWISE = (
 _FIRST = 3
 _MOST_FIRST = 8
 _GROWTH = 4
-# Seconds. A transfer that would take longer ends sooner by steps that take about as many more.
+# Seconds. A transfer that would take longer ends sooner by steps that take so many more.
 _SOON = 30.0
-_MORE = 5.0
-_GROWTH_OF_A_LONG_ONE = 2.0
+_MORE = 4.0
+_MOST_GROWTH = 8
 
 
 def can_be_gradual(ddp: DistributedDataParallel, optimizer: Optimizer) -> bool:
@@ -110,17 +110,18 @@ class Pace:
         if len(self._first_seconds) < _FIRST:
             return
         usual = sorted(self._first_seconds)[len(self._first_seconds) // 4]
-        longer, most, growth = seconds - usual, self._share * usual, float(_GROWTH)
+        longer, most = seconds - usual, self._share * usual
         if longer > most / 2 and left / measured * usual > _SOON:
             self._is_long = True
         if self._is_long:
-            most, growth = _MORE, min(_GROWTH_OF_A_LONG_ONE, 1 + _MORE / usual)
-        if longer > most:
+            fitting = int(measured * _MORE / max(longer, usual / 100))
+            self.numbers = min(max(self._least, fitting), _MOST_GROWTH * measured)
+        elif longer > most:
             self.numbers = max(self._least, measured // 2)
         elif longer > most / 2:
             self.numbers = measured
         else:
-            self.numbers = max(self.numbers, int(growth * measured))
+            self.numbers = max(self.numbers, _GROWTH * measured)
 
 
 class GradualTransfer:
