@@ -31,8 +31,8 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_540, 16_000),
-    "python_shim": Layer({".py"}, 13_329, 8_500),
-    "tests": Layer({".py"}, 31_060, 22_000, counts_tests=True),
+    "python_shim": Layer({".py"}, 13_744, 8_500),
+    "tests": Layer({".py"}, 29_800, 22_000, counts_tests=True),
 }
 
 
