@@ -121,20 +121,20 @@ def _coded(hosts: int) -> int:
     return hosts - 1 + (_rounds(hosts) if hosts > _MOST_IN_ONE_GATHER else hosts - 1)
 
 
-def _ring_delays(hosts: int) -> float:
-    return float(hosts - 1)
+def _more_in_a_ring(hosts: int) -> int:
+    return _ring(hosts) - _ring(2)
 
 
-def _delays_in_parts(hosts: int) -> float:
-    return 1.0 if hosts <= _MOST_AT_ONCE else 2.0
+def _more_in_parts(hosts: int) -> int:
+    return 0 if hosts <= _MOST_AT_ONCE else 2
 
 
-def _coded_delays(hosts: int) -> float:
-    return 1.0 if hosts <= _MOST_IN_ONE_GATHER else 1.5
+def _more_coded(hosts: int) -> int:
+    return 0 if hosts <= _MOST_IN_ONE_GATHER else 1
 
 
-def _same_delays(hosts: int) -> float:
-    return 1.0
+def _no_more(hosts: int) -> int:
+    return 0
 
 
 def _neighbours(hosts: int) -> int:
@@ -152,25 +152,25 @@ class Way:
     Attributes:
         copies: how often a host sends each byte of a message.
         messages: in how many messages for a bucket.
-        delays: how many times as often as between two hosts messages wait for each other.
+        more_delays: how many more times than between two hosts messages wait for each other.
     """
 
     copies: Callable[[int], float] = _allreduced
     messages: Callable[[int], int] = _coded
-    delays: Callable[[int], float] = _coded_delays
+    more_delays: Callable[[int], int] = _more_coded
     is_after_the_step: bool = False
 
 
 WAYS = {
-    "gloo": Way(messages=_ring, delays=_ring_delays),
-    "gloo, fp16 hook": Way(messages=_ring, delays=_ring_delays),
-    "gradient_allreduce": Way(messages=_in_parts, delays=_delays_in_parts),
+    "gloo": Way(messages=_ring, more_delays=_more_in_a_ring),
+    "gloo, fp16 hook": Way(messages=_ring, more_delays=_more_in_a_ring),
+    "gradient_allreduce": Way(messages=_in_parts, more_delays=_more_in_parts),
     "bytegrad": Way(),
     "quantized_allreduce, 4bit": Way(),
-    "powersgd, rank 4": Way(messages=lambda hosts: 2 * _in_parts(hosts), delays=_delays_in_parts),
+    "powersgd, rank 4": Way(messages=lambda hosts: 2 * _in_parts(hosts), more_delays=_more_in_parts),
     "qadam": Way(),
-    "low_precision_decentralized": Way(_neighbours, _neighbours, _same_delays, is_after_the_step=True),
-    "decentralized": Way(messages=_in_parts, delays=_delays_in_parts),
+    "low_precision_decentralized": Way(_neighbours, _neighbours, _no_more, is_after_the_step=True),
+    "decentralized": Way(messages=_in_parts, more_delays=_more_in_parts),
 }
 
 
@@ -180,7 +180,7 @@ def step_seconds(way: str, price: Price, step: Step, sent: float, line: Line) ->
     wire = kind.copies(line.hosts) * sent * 8 / (price.efficiency * line.bits_per_second)
     messages = kind.messages(line.hosts) * len(step.ready) * MESSAGE_SECONDS
     processor = (messages + 1e-9 * price.nanoseconds * step.elements) * line.ranks_per_core
-    delay = price.delays * kind.delays(line.hosts) * line.round_trip / 2
+    delay = (price.delays + kind.more_delays(line.hosts)) * line.round_trip / 2
     delay *= 1 - _DELAYS_HIDDEN * wire / (wire + delay)
     behind = _BEHIND_THE_LINE if line.ranks_per_core <= 1 else 1.0
     if kind.is_after_the_step:
