@@ -46,7 +46,7 @@ def _a_real_model_is_measured() -> None:
         step.step()
         assert time.perf_counter() - begin > _SHAPES.compute, name
         sent = (step.wire_bytes() or 0) - before
-        if name in ("bytegrad", "quantized_allreduce", "powersgd"):
+        if name in ("bytegrad", "quantized_allreduce"):
             # By the roles that it sees in the model, as the plan has it.
             coded = coded_bytes(_C.check_options(name, options), _SHAPES.parameters)
             assert sent == pytest.approx(share * coded, rel=0.05), name
