@@ -31,7 +31,7 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_540, 16_000),
-    "python_shim": Layer({".py"}, 13_744, 8_500),
+    "python_shim": Layer({".py"}, 13_770, 8_500),
     "tests": Layer({".py"}, 29_800, 22_000, counts_tests=True),
 }
 

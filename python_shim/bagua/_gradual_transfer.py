@@ -163,7 +163,7 @@ class GradualTransfer:
         # Since the first newcomer has all, which waits for those that are a part behind, and no longer.
         self._steps_of_waiting = 0
         self._works: list[dist.Work] | None = None
-        # What has to live as long as they, and where what comes belongs.
+        # What has to live as long as these works, and where what comes belongs.
         self._sent = torch.empty(0)
         self._came: tuple[Tensor, list[Tensor]] | None = None
         rank, size = self._group.rank(), self._group.size()

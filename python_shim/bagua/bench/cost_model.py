@@ -56,7 +56,7 @@ class Price:
 
 
 def backward_shares(parameters: Sequence[Parameter]) -> list[float]:
-    """Return the share of a backward's arithmetic that comes before each parameter's gradient, the last one's first.
+    """Return, in the parameters' order, the share of a backward's arithmetic before each gradient. The last comes first.
 
     It is in proportion to the parameter's size. That of an embedding takes none. Where there are convolutions they take
     all of it, and equal parts, as images shrink where channels grow.

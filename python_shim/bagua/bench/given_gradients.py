@@ -59,7 +59,11 @@ def _put(root: nn.Module, parameter: Parameter, weight: nn.Parameter) -> None:
     for index, part in enumerate(path):
         if part not in dict(root.named_children()):
             is_last = index == len(path) - 1
-            root.add_module(part, _ROLES.get(parameter.role, nn.Module)() if is_last else nn.Module())
+            layer = _ROLES.get(parameter.role, nn.Module)() if is_last else nn.Module()
+            if is_last and parameter.role in _ROLES:
+                # Only its type is wanted.
+                layer.register_parameter("weight", None)
+            root.add_module(part, layer)
         root = root.get_submodule(part)
     setattr(root, name, weight)
 

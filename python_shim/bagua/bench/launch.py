@@ -60,7 +60,7 @@ def _run_ranks(settings: Settings, folder: str, meeting: str, hosts: Sequence[Ho
     try:
         for rank in range(settings.ranks):
             number = rank * settings.hosts // settings.ranks
-            command = [sys.executable, "-m", "bagua.bench.launch", str(file), str(rank), meeting]
+            command = [sys.executable, "-m", "bagua.bench.launch", str(file), str(rank), meeting, str(os.getpid())]
             variables = {**os.environ, "LOCAL_RANK": str(rank)}
             if hosts:
                 command, variables = hosts[number].command(command), hosts[number].environment()
@@ -78,15 +78,23 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Return the exit status of the first that fails, or 0 when all have ended."""
     while True:
         codes = [rank.poll() for rank in ranks]
-        failed = [code for code in codes if code]
-        if failed or None not in codes:
-            return abs(failed[0]) if failed else 0
+        for rank, code in enumerate(codes):
+            if code is not None and code < 0:
+                print(f"bagua.bench: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+            if code:
+                return max(code, 1)
+        if None not in codes:
+            return 0
         time.sleep(0.05)
 
 
-def _be_rank(file: str, rank: str, meeting: str) -> int:
+def _be_rank(file: str, rank: str, meeting: str, parent: str) -> int:
     """Be one of the ranks, which end with the process that has started them."""
+    # An interrupt from the terminal reaches that process, too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        return 1
     # Written by that process.
     settings: Settings = pickle.loads(Path(file).read_bytes())
     dist.init_process_group("bagua", init_method=meeting, rank=int(rank), world_size=settings.ranks)
@@ -124,7 +132,8 @@ def _measure(settings: Settings) -> int:
         if wrong:
             print(f"{wrong} of {len(results)} results are WRONG", file=sys.stderr)
     dist.destroy_process_group()
-    return 1 if wrong else 0
+    # The first rank says so when it has written all; others end before it.
+    return 1 if wrong and is_first else 0
 
 
 if __name__ == "__main__":

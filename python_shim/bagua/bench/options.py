@@ -28,7 +28,7 @@ from bagua.bench.emulated_hosts import (
     share_of,
     time_of,
 )
-from bagua.bench.shapes import Shapes, add_arguments, named_by
+from bagua.bench.shapes import NoShapes, Shapes, add_arguments, named_by
 
 _LINE = ("rate", "delay", "loss", "jitter", "buffer", "packet", "congestion")
 _Value = TypeVar("_Value")
@@ -50,7 +50,7 @@ columns:
   time     of one call in microseconds: minimum, median and maximum over the iterations, each that of the
            slowest rank. An iteration of a collective is as many calls, one after another, as take 10 ms,
            and at least one; its time is their mean. An algorithm's iteration is one training step without
-           arithmetic: forward, backward and optimizer of a DistributedDataParallel model with one parameter
+           arithmetic of its own: forward, backward and optimizer of a DistributedDataParallel model with one parameter
            of this size. With --model, --sizes or --script it has their parameters, and --compute is slept.
   algbw    size / median time, in GB/s (1e9 bytes); the time includes a model's arithmetic
   busbw    algbw times the bytes that a rank has to send per byte of size, whatever the implementation
@@ -221,10 +221,12 @@ def parse(arguments: Sequence[str]) -> Settings:
     parser = _parser()
     mark = [*arguments, "--"].index("--")
     args = parser.parse_args(arguments[:mark])
+    if not args.script:
+        args = parser.parse_args(arguments)
     names_model = bool(args.model or args.sizes or args.script)
     tests = _tests(parser, args.tests or ["algorithms" if names_model else "collectives"])
     if names_model and (args.begin or args.end or args.factor):
-        parser.error("-b, -e and -f are about sizes: a model has its own, leave them out")
+        parser.error("-b, -e and -f are about a vector: a model has its own shapes, leave them out")
     if names_model and set(tests) & set(COLLECTIVES):
         parser.error("collectives have no model: name algorithms, or leave the model out")
     if args.script and is_under_a_launcher():
@@ -278,7 +280,7 @@ def parse(arguments: Sequence[str]) -> Settings:
 def _shapes(parser: argparse.ArgumentParser, args: argparse.Namespace, of_script: Sequence[str]) -> Shapes | None:
     try:
         return named_by(args, of_script)
-    except (RuntimeError, ValueError, OSError) as error:
+    except NoShapes as error:
         parser.error(str(error))
 
 

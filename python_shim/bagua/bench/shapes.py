@@ -74,6 +74,10 @@ def _resnet50() -> list[Parameter]:
 MODELS: dict[str, Callable[[], list[Parameter]]] = {"gpt2": _gpt2, "resnet50": _resnet50}
 
 
+class NoShapes(RuntimeError):
+    """There are no shapes; the text says why."""
+
+
 @dataclass(frozen=True)
 class Shapes:
     """A model as the bench needs it: its parameters in order, and the seconds of a step's arithmetic, if known."""
@@ -113,15 +117,17 @@ def named_by(args: argparse.Namespace, of_script: Sequence[str]) -> Shapes | Non
     """Return the model that these arguments name, if they do; `of_script` are the script's own.
 
     Raises:
-        ValueError: a file that cannot be read as shapes.
-        OSError: no such file.
-        RuntimeError: a script that takes too few steps.
+        NoShapes: a file that cannot be read as shapes, or a script that takes too few steps.
     """
     if args.script:
         parameters, seconds = from_script(args.script, of_script)
         return Shapes(args.script, tuple(parameters), args.compute or seconds)
     if args.sizes:
-        return Shapes(args.sizes.name, tuple(from_file(args.sizes)), args.compute)
+        try:
+            parameters = from_file(args.sizes)
+        except (ValueError, OSError) as error:
+            raise NoShapes(str(error)) from None
+        return Shapes(args.sizes.name, tuple(parameters), args.compute)
     return Shapes(args.model, tuple(MODELS[args.model]()), args.compute) if args.model else None
 
 
@@ -141,6 +147,9 @@ def from_file(path: Path) -> list[Parameter]:
         name = name.split()[-1]
         role = "embedding" if "embed" in name else ""
         found.append(Parameter(name, tuple(map(int, shape.split("x"))), role))
+    names = {parameter.name for parameter in found}
+    if len(names) < max(1, len(found)):
+        raise ValueError(f"{path} has no shapes" if not found else f"{path}: two parameters have the same name")
     return found
 
 
@@ -152,8 +161,10 @@ def from_script(script: str, arguments: Sequence[str]) -> tuple[list[Parameter],
     """Run a training script as the only rank, and return its model's shapes and the seconds of a step.
 
     Raises:
-        RuntimeError: its optimizer took too few steps.
+        NoShapes: there is no such script, or its optimizer took too few steps.
     """
+    if not Path(script).is_file():
+        raise NoShapes(f"{script}: there is no such file")
     moments: list[float] = []
     models: list[DistributedDataParallel] = []
     optimizers: list[Any] = []
@@ -192,11 +203,11 @@ def from_script(script: str, arguments: Sequence[str]) -> tuple[list[Parameter],
         if dist.is_initialized():
             dist.destroy_process_group()
     if len(moments) <= _SETTLING + 1:
-        raise RuntimeError(f"{script} ended after {len(moments)} steps of an optimizer: a plan takes {_STEPS + 1}")
+        raise NoShapes(f"{script} ended after {len(moments)} steps of an optimizer: it takes {_STEPS + 1} to know them")
     times = [after - begin for begin, after in itertools.pairwise(moments)]
     compute = statistics.median(times[_SETTLING:])
     if models:
         tensors = [parameter for parameter in models[-1].module.parameters() if parameter.requires_grad]
         return parameters_of(tensors, names_and_roles(models[-1].module, tensors)), compute
     tensors = [parameter for group in optimizers[-1].param_groups for parameter in group["params"]]
-    return parameters_of(tensors, [("", "")] * len(tensors)), compute
+    return parameters_of(tensors, [(f"parameter{number}.weight", "") for number in range(len(tensors))]), compute

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step without arithmetic: what is left is what an algorithm does, as a user gets it.
+"""A training step without arithmetic of its own: what is left is what an algorithm does, as a user gets it.
 
 A DistributedDataParallel model with one parameter, or with those of a real model, whose gradients are given instead of
 computed. A step is forward, backward and optimizer, each of which may be the moment at which an algorithm communicates.

@@ -141,7 +141,7 @@ def advice(own: Mapping[str, str]) -> Iterator[str]:
             f"{' and '.join(repr(command) for command in congestion.commands_for_bbr())}"
         )
     for package, (names, purpose) in _OPTIONAL.items():
-        if not any(map(importlib.util.find_spec, names)):
+        if not any((spec := importlib.util.find_spec(name)) and spec.origin for name in names):
             yield f"{package} is not installed, which {purpose} would need: type 'pip install {package}'"
 
 
