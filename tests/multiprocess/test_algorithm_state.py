@@ -36,6 +36,7 @@ class Case(NamedTuple):
 # Odd halves where the number of exchanges so far decides about the next.
 CASES = {
     "gradient_allreduce": Case("gradient_allreduce", {}, size=3),
+    "gradient_allreduce_between_hosts": Case("gradient_allreduce", {}, size=4, hosts="ABAB"),
     "bytegrad": Case("bytegrad", FLAT, size=3),
     "bytegrad_between_hosts": Case("bytegrad", {}, size=3, hosts="AAB"),
     "decentralized": Case("decentralized", {}, size=3),

@@ -98,7 +98,7 @@ def test_work_and_tensor_may_be_dropped_before_they_are_done() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@on_ranks("peers")
+@on_ranks("ranks")
 def test_a_tensor_that_is_coalesced_twice_is_reduced_once() -> None:
     total = sum(range(1, dist.get_world_size() + 1))
     own = dist.get_rank() + 1.0

@@ -150,6 +150,19 @@ def _reduce(gradient: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str
 
 
 @on_ranks("peers")
+def test_a_value_that_is_not_finite_spoils_its_chunk_only() -> None:
+    size = dist.get_world_size()
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for value in (float("nan"), float("inf"), float("-inf")):
+            gradient = torch.linspace(-1, 1, 10 * size).to(dtype)
+            if dist.get_rank() == size - 1:
+                gradient[3] = value  # in the chunk of rank 0
+            result, _ = _reduce(gradient, {"hierarchical": False})
+            assert not result[:10].isfinite().any(), (dtype, value)
+            assert result[10:].isfinite().all(), (dtype, value)
+
+
+@on_ranks("peers")
 def test_on_a_single_host_the_hierarchical_form_is_the_plain_mean() -> None:
     results = []
     for name in ("bytegrad", "gradient_allreduce"):

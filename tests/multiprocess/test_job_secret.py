@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from bagua import _fresh_store
 from bagua._native import _C
-from ranks import on_new_ranks, run_ranks
+from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.skipif(
@@ -41,8 +41,12 @@ _CERTIFIED = {
 }
 
 
-def _losses(algorithm: str, forgers: Sequence[subprocess.Popen[bytes]] = (), makes_groups: bool = True) -> list[float]:
-    """Train a small model until the forgers are gone; return the first losses, to the bit."""
+def _train(algorithm: str, besiege: bool) -> list[float]:
+    return _losses(algorithm, _besiege() if besiege else [], makes_groups=True)
+
+
+def _losses(algorithm: str, besiegers: list[subprocess.Popen[bytes]], makes_groups: bool) -> list[float]:
+    """Train a small model until the besiegers are gone; return the first losses, to the bit."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
@@ -50,7 +54,7 @@ def _losses(algorithm: str, forgers: Sequence[subprocess.Popen[bytes]] = (), mak
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(1 + dist.get_rank())
     losses: list[float] = []
-    while len(losses) < 30 or not _are_gone(forgers):
+    while len(losses) < 30 or not _are_gone(besiegers):
         loss = ddp(torch.randn(16, 64)).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -67,19 +71,63 @@ def _met(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
-def _are_gone(forgers: Sequence[subprocess.Popen[bytes]]) -> bool:
+def _are_gone(besiegers: list[subprocess.Popen[bytes]]) -> bool:
     """On all ranks."""
-    is_over = torch.tensor([all(forger.poll() is not None for forger in forgers)], dtype=torch.uint8)
+    is_over = torch.tensor([all(besieger.poll() is not None for besieger in besiegers)], dtype=torch.uint8)
     dist.all_reduce(is_over, dist.ReduceOp.MIN)
-    if is_over.item() and any(forger.returncode != 0 for forger in forgers):
-        raise AssertionError("a forger has failed: see what it has printed")
+    if is_over.item() and any(besieger.returncode != 0 for besieger in besiegers):
+        raise AssertionError("a besieger has failed: see what it has printed")
     return bool(is_over.item())
+
+
+# What a stranger may do with a port: say nothing, nonsense, what a rank without a secret says, half a greeting or all
+# of one.
+_BESIEGER = """
+import os, socket, ssl, sys
+host, port = sys.argv[1].rsplit(":", 1)
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+waiting = []
+for number in range(int(sys.argv[2])):
+    stranger = socket.create_connection((host, int(port)), timeout=60)
+    kind = number % 5
+    try:
+        if kind == 1:
+            stranger.sendall(os.urandom(500))
+        elif kind == 2:
+            stranger.sendall(b"BGWH" + bytes([1, 0]) + bytes(42) + os.urandom(100))
+        elif kind == 3:
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            try:
+                context.wrap_bio(incoming, outgoing).do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            greeting = outgoing.read()
+            stranger.sendall(greeting if number % 2 else greeting[: len(greeting) // 2])
+    except OSError:
+        pass  # Turned away already.
+    waiting.append(stranger)
+    if len(waiting) > 200:
+        waiting.pop(0).close()
+"""
+
+
+def _own_address() -> str:
+    (line,) = [line for line in _C.own_record().splitlines() if line.startswith("address=")]
+    return line.split("@")[1]
+
+
+def _besiege() -> list[subprocess.Popen[bytes]]:
+    addresses: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(addresses, _own_address())
+    count = str(10_000 // dist.get_world_size())
+    return [subprocess.Popen([sys.executable, "-c", _BESIEGER, addresses[dist.get_rank() - 1], count])]
 
 
 @functools.cache
 def _plain(algorithm: str) -> list[list[float]]:
     """The losses of both ranks without a secret."""
-    return run_ranks(2, _losses, algorithm, env=_TWO_HOSTS)
+    return run_ranks(2, _train, algorithm, False, env=_TWO_HOSTS)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +136,13 @@ def _plain(algorithm: str) -> list[list[float]]:
     ids=["gradient_allreduce", "bytegrad", "certificates"],
 )
 def test_a_training_with_a_secret_has_the_same_losses(algorithm: str, env: dict[str, str]) -> None:
-    protected = run_ranks(2, _losses, algorithm, env={**_TWO_HOSTS, **env, "BAGUA_JOB_SECRET": _SECRET})
+    protected = run_ranks(2, _train, algorithm, False, env={**_TWO_HOSTS, **env, "BAGUA_JOB_SECRET": _SECRET})
     assert protected == _plain(algorithm)
+
+
+def test_ten_thousand_strangers_do_not_disturb_a_training() -> None:
+    besieged = run_ranks(2, _train, "bytegrad", True, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}, timeout=300)
+    assert besieged == _plain("bytegrad")
 
 
 # Whoever reaches the port of the store can write there.
@@ -267,6 +320,12 @@ def test_nothing_can_be_read_on_the_network(env: dict[str, str]) -> None:
     assert found == 0
 
 
+def _error_of_joining(store: str) -> str:
+    _, result = _join(store, 30.0, [0, 1])
+    assert isinstance(result, str), "was let in"
+    return result
+
+
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
@@ -281,9 +340,7 @@ def test_nothing_can_be_read_on_the_network(env: dict[str, str]) -> None:
     ids=["empty", "empty file name", "short", "both", "no file", "half", "certificate alone"],
 )
 def test_what_cannot_protect_a_job_is_refused(env: dict[str, str], expected: str, tmp_path: Path) -> None:
-    joining = str(tmp_path / "store"), 30.0, [0, 1]
-    for _, error in run_ranks(2, _join, *joining, backend="gloo", env={**_TWO_HOSTS, **env}):
-        assert isinstance(error, str), "was let in"
+    for error in run_ranks(2, _error_of_joining, str(tmp_path / "store"), backend="gloo", env={**_TWO_HOSTS, **env}):
         assert expected in error
         assert _SECRET not in error
 
@@ -296,24 +353,30 @@ def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
     assert [found for _, found in ranks] == [[3.0]] * 2
 
 
-_PROTECTED = {**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}
-
-
-@on_new_ranks(2, env={**_PROTECTED, "BAGUA_NCCL_NET": "0"})
-def test_nccl_between_hosts_is_refused_over_its_own_sockets() -> None:
+def _error_of_nccl() -> str:
     group = dist.group.WORLD
     assert group is not None
     with pytest.raises(ValueError, match="NCCL, with BAGUA_NCCL_NET=0, would send data") as refused:
         group._get_backend(torch.device("cpu")).eager_connect_single_device(torch.device("cuda:0"))
-    assert "unset BAGUA_JOB_SECRET on all ranks" in str(refused.value)
+    return str(refused.value)
 
 
-@on_new_ranks(2, backend="gloo", env=_PROTECTED)
-def test_a_hook_on_a_stock_group_takes_a_protected_one() -> None:
+def test_nccl_between_hosts_is_refused_over_its_own_sockets() -> None:
+    for error in run_ranks(2, _error_of_nccl, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET, "BAGUA_NCCL_NET": "0"}):
+        assert "unset BAGUA_JOB_SECRET on all ranks" in error
+
+
+def _bytes_of_a_hook_on_gloo() -> int:
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     handle = bagua.register_comm_hook(ddp, "bytegrad")
     ddp(torch.ones(2, 2)).sum().backward()
-    assert handle.stats()["wire_bytes_between_hosts"] > 0
+    sent: int = handle.stats()["wire_bytes_between_hosts"]
+    return sent
+
+
+def test_a_hook_on_a_stock_group_takes_a_protected_one() -> None:
+    env = {**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}
+    assert min(run_ranks(2, _bytes_of_a_hook_on_gloo, backend="gloo", env=env)) > 0
 
 
 def _places_of_the_secret() -> int:

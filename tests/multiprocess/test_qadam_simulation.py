@@ -191,6 +191,26 @@ def test_the_warm_up_ends_one_step_before_the_number_given() -> None:
     assert not same(ours[9], stock[9])
 
 
+def test_without_a_hook_the_moments_go_on_locally() -> None:
+    """After the warm-up second moments rest, and the first go on without decay, each by the settings of its group."""
+    ours, reference = sim.narrow_model(), sim.narrow_model()
+    optimizer = bagua.QAdamOptimizer(two_groups(ours), warmup_steps=WARMUP)
+    expected = sim.ReferenceQAdam(two_groups(reference), WARMUP)
+    for number in range(STEPS):
+        for model, stepped in ((ours, optimizer), (reference, expected)):
+            stepped.zero_grad()
+            sim.batch_loss(model, number, 0).backward()
+        for group in expected.param_groups if number >= WARMUP else ():
+            for p in group["params"]:
+                assert p.grad is not None
+                p.grad.lerp_(expected.moments(p)[0], group["betas"][0])
+        optimizer.step()
+        expected.step()
+        torch.testing.assert_close(
+            sim.flat(ours.parameters()), sim.flat(reference.parameters()), rtol=0, atol=ONE_BUCKET
+        )
+
+
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     model = sim.narrow_model()
     optimizer = bagua.QAdamOptimizer(model.parameters(), warmup_steps=2)

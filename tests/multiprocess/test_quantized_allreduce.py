@@ -76,6 +76,7 @@ def _owed(handle: bagua.Handle, codec: str, *, is_mean: bool) -> list[Tensor]:
         ("1bit", True, "float32"),
         ("int8", False, "float32"),
         ("4bit", True, "8bit"),
+        pytest.param("minmax_uint8", True, "float32", marks=pytest.mark.long),
     ],
 )
 @on_ranks("peers")

@@ -56,7 +56,7 @@ class Price:
 
 
 def backward_shares(parameters: Sequence[Parameter]) -> list[float]:
-    """Return, in the parameters' order, the share of a backward's arithmetic before each gradient. The last comes first.
+    """Return, in the parameters' order, a backward's share of arithmetic before each gradient; the last comes first.
 
     It is in proportion to the parameter's size. That of an embedding takes none. Where there are convolutions they take
     all of it, and equal parts, as images shrink where channels grow.
