@@ -21,7 +21,7 @@ _SHAPES = Shapes(
     "a model",
     (
         Parameter("embed", (512, 64), "embedding"),
-        Parameter("weight", (64, 256)),
+        Parameter("weight", (512, 256)),
         Parameter("bias", (256,)),
         Parameter("head.weight", (300, 256), "head"),
         Parameter("head.bias", (300,), "head"),
