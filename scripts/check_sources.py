@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_540, 16_000),
     "python_shim": Layer({".py"}, 13_770, 8_500),
-    "tests": Layer({".py"}, 29_894, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 29_900, 22_000, counts_tests=True),
 }
 
 

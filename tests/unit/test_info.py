@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,7 +179,10 @@ def test_a_gpu_of_an_architecture_that_was_not_built(monkeypatch: pytest.MonkeyP
 
 
 def test_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts_module.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else name)
+    # A folder of that name that happens to be here has no origin.
+    specs = {"matplotlib": ModuleSpec("matplotlib", None)}
+    found = ModuleSpec("found", None, origin="found.py")
+    monkeypatch.setattr(facts_module.importlib.util, "find_spec", lambda name: specs.get(name, found))
     text = _advice()
     assert "pip install matplotlib" in text
     assert "pip install lightning" not in text
