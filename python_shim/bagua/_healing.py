@@ -31,6 +31,9 @@ _PIECE_BYTES = 16 << 20
 # Of which sums are taken, so that what has the same bytes elsewhere differs.
 _DIGEST_BYTES = 4096
 _logger = logging.getLogger("bagua")
+# In the place of a digest, with the rank, so that it equals no other: forwards with weights that were not there have
+# changed the buffers.
+_BUFFERS_ARE_DUE = "buffers are due on rank"
 
 
 class _Said(NamedTuple):
@@ -40,8 +43,6 @@ class _Said(NamedTuple):
     model: str
     weights: int
     others: str
-    # Forwards with weights that were not there have changed the buffers.
-    are_buffers_due: bool
     first_step: int
     part: Part | None
     # Digest of the list of those that could travel later.
@@ -118,8 +119,7 @@ class TrainingState:
             group=former_group,
             model="\n".join(self.shapes()),
             weights=_digest(trainable_parameters(self._ddp)) if are_weights_equal else 0,
-            others="buffers are due" if self._are_buffers_due else self._digest_of_others(),
-            are_buffers_due=self._are_buffers_due,
+            others=f"{_BUFFERS_ARE_DUE} {group.rank()}" if self._are_buffers_due else self._digest_of_others(),
             first_step=first_step if progress.step < 0 else 0,
             part=self.part if progress == A_PART else None,
             parameters=digest_of(later),
@@ -139,7 +139,7 @@ class TrainingState:
         if said[source].progress.stage is Stage.TORN:
             text = "a step of the optimizer has failed in the middle on all members, which go on from what rank %d has"
             _logger.warning(text, source)
-        if said[source].are_buffers_due:
+        if said[source].others.startswith(_BUFFERS_ARE_DUE):
             _logger.warning(
                 "buffers are those of rank %d, which has computed them from weights that were not whole", source
             )
@@ -327,7 +327,7 @@ def _rank_of(said: _Said) -> tuple[bool, bool, Progress, int]:
     It has whole weights, and then right buffers, and of those that have both it is the furthest.
     """
     is_whole = said.progress.step >= 0 and said.progress.stage is not Stage.TORN
-    return is_whole, not said.are_buffers_due, said.progress, said.first_step
+    return is_whole, not said.others.startswith(_BUFFERS_ARE_DUE), said.progress, said.first_step
 
 
 def _refuse_other_models(said: Sequence[_Said]) -> None:

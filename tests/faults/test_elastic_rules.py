@@ -269,6 +269,15 @@ def test_states_beside_the_model_are_made_equal_and_weights_whose_steps_were_tak
     assert same_everywhere(*ddp.parameters()) == (former_group > 0)
 
 
+@on_new_ranks(2)
+def test_buffers_that_are_right_on_no_rank_are_made_equal_all_the_same() -> None:
+    count = _Count(dist.get_rank())
+    _, _, state = _unequal([count])
+    state._are_buffers_due = True
+    state.heal(Progress(3, Stage.DONE), timedelta(seconds=20))
+    assert count.count == 0
+
+
 def test_what_cannot_be_told_apart_by_its_numbers_has_another_digest() -> None:
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.zeros(2), torch.zeros(2, 0)]
     tensors += [torch.tensor(1 - 2j)]
