@@ -29,9 +29,7 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
     family: str = ""  # a column of the figure
     rate: float | None = None  # the highest learning rate; None: the task's
-    as_given: bool = (
-        False  # what is not among the options has the default of the day, and not that of the first records
-    )
+    as_given: bool = False  # other options have their defaults of the day, and not those of the first records
 
     @property
     def baseline(self) -> Row:

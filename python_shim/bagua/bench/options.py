@@ -8,10 +8,10 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,10 +28,9 @@ from bagua.bench.emulated_hosts import (
     share_of,
     time_of,
 )
-from bagua.bench.shapes import NoShapes, Shapes, add_arguments, named_by
+from bagua.bench.shapes import NoShapes, Shapes, add_arguments, argument_of, named_by
 
 _LINE = ("rate", "delay", "loss", "jitter", "buffer", "packet", "congestion")
-_Value = TypeVar("_Value")
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 _DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32", 8: "float64"}
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
@@ -136,16 +135,6 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _read(reader: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    def read(text: str) -> _Value:
-        try:
-            return reader(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bagua.bench",
@@ -189,11 +178,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where tensors are (auto)")
     line = parser.add_argument_group("line between the hosts", "Hosts are then network namespaces, which needs root.")
-    line.add_argument("--rate", type=_read(rate_of), metavar="RATE", help="bits per second of a host: 1G")
-    line.add_argument("--delay", type=_read(time_of), metavar="TIME", help="round trip: 10ms")
-    line.add_argument("--loss", type=_read(share_of), metavar="SHARE", help="packets that get lost: 0.1%%")
+    line.add_argument("--rate", type=argument_of(rate_of), metavar="RATE", help="bits per second of a host: 1G")
+    line.add_argument("--delay", type=argument_of(time_of), metavar="TIME", help="round trip: 10ms")
+    line.add_argument("--loss", type=argument_of(share_of), metavar="SHARE", help="packets that get lost: 0.1%%")
     line.add_argument(
-        "--jitter", type=_read(time_of), metavar="TIME", help="what packets take longer at most, each way: 5ms"
+        "--jitter", type=argument_of(time_of), metavar="TIME", help="what packets take longer at most, each way: 5ms"
     )
     line.add_argument(
         "--buffer", metavar="SIZE", help="queue in front of the line, which drops packets when it is full: 50ms, 256K"
@@ -201,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     line.add_argument("--packet", type=_positive, metavar="BYTES", help=f"largest IP packet ({Network.packet})")
     line.add_argument(
         "--congestion",
-        type=_read(congestion_of),
+        type=argument_of(congestion_of),
         metavar="NAME[,NAME]",
         help="TCP's congestion control, and another that a process may choose: cubic, or cubic,bbr (the kernel's)",
     )

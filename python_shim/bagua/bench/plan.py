@@ -17,7 +17,7 @@ from bagua._message_bytes import Parameter, coded_bytes
 from bagua._native import _C
 from bagua.bench.cost_model import WAYS, Line, Price, Step, fragment_seconds, step_seconds, total_bytes
 from bagua.bench.emulated_hosts import rate_of, time_of
-from bagua.bench.shapes import NoShapes, Shapes, add_arguments, named_by
+from bagua.bench.shapes import NoShapes, Shapes, add_arguments, argument_of, named_by
 
 PRICES = Path(__file__).with_name("prices.json")
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -164,8 +164,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser, is_required=True)
-    parser.add_argument("--rate", type=rate_of, help="what a host can send, as 1G (under torchrun it is measured)")
-    parser.add_argument("--delay", type=time_of, default=0.0, help="round trip between hosts, as 10ms (0)")
+    parser.add_argument(
+        "--rate", type=argument_of(rate_of), help="what a host can send, as 1G (under torchrun it is measured)"
+    )
+    parser.add_argument("--delay", type=argument_of(time_of), default=0.0, help="round trip between hosts, as 10ms (0)")
     parser.add_argument(
         "--hosts", type=int, nargs="+", default=[], metavar="N", help="how many hosts train together (2); or several"
     )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +26,7 @@ from bagua._message_bytes import Parameter, parameters_of
 from bagua.bench.emulated_hosts import time_of
 
 _STEPS, _SETTLING = 8, 3
+_Value = TypeVar("_Value")
 
 
 def _gpt2() -> list[Parameter]:
@@ -92,11 +93,16 @@ class Shapes:
         return sum(parameter.elements for parameter in self.parameters)
 
 
-def _time(text: str) -> float:
-    try:
-        return time_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def argument_of(reader: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """Return what argparse can call, whose ValueError has a text for the user."""
+
+    def read(text: str) -> _Value:
+        try:
+            return reader(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
@@ -110,7 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool) -> None
         help="a training script, which runs alone until its optimizer has taken a few steps: shapes and arithmetic are "
         "its own (what comes after -- are its arguments)",
     )
-    parser.add_argument("--compute", type=_time, help="arithmetic of a step, as 80ms (with --script it is measured)")
+    parser.add_argument(
+        "--compute", type=argument_of(time_of), help="arithmetic of a step, as 80ms (with --script it is measured)"
+    )
 
 
 def named_by(args: argparse.Namespace, of_script: Sequence[str]) -> Shapes | None:
