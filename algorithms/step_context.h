@@ -53,6 +53,10 @@ class StepContext {
   // declare runsInBackground.
   virtual c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
                                                             Task task) = 0;
+  // The same among the ranks that hold the other parts of this rank's weights, which are members of other groups. Null
+  // where every rank has them whole.
+  virtual c10::intrusive_ptr<c10d::Work> submitAmongShards(const char* name, const std::vector<at::Tensor>& tensors,
+                                                           Task task) = 0;
   // One more round of communication in the statistics.
   virtual void countRound() = 0;
   // For the statistics, what the algorithm holds beside the model: what it is -> bytes. Replaces what was noted before.

@@ -353,6 +353,13 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitInBackground(const char* name, 
   return submitTo(*background_, name, tensors, Wait::kLater, std::move(task));
 }
 
+c10::intrusive_ptr<c10d::Work> HookRunner::submitAmongShards(const char* name, const std::vector<at::Tensor>& tensors,
+                                                             Task task) {
+  if (!shards_) return {};
+  ledger_->countLogicalBytes(tensors);
+  return submitTo(*shards_, name, tensors, Wait::kLater, std::move(task));
+}
+
 c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, const char* name,
                                                     const std::vector<at::Tensor>& tensors, Wait wait, Task task,
                                                     std::shared_ptr<const GradientList> gradients) {

@@ -165,6 +165,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
                                         Task task) override;
   c10::intrusive_ptr<c10d::Work> submitInBackground(const char* name, const std::vector<at::Tensor>& tensors,
                                                     Task task) override;
+  c10::intrusive_ptr<c10d::Work> submitAmongShards(const char* name, const std::vector<at::Tensor>& tensors,
+                                                   Task task) override;
   void countRound() override { ledger_->countRound(); }
   void noteMemory(std::map<std::string, int64_t> bytes) override { ledger_->noteMemory(std::move(bytes)); }
   void noteChosen(std::map<std::string, int64_t> values) override { ledger_->noteChosen(std::move(values)); }

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from bagua._attachment import check_layers, check_optimizer, check_weights
 from bagua._belongings import Belongings
 from bagua._eager import eager
-from bagua._handle import OptionValue
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._sharded_model import ShardedModel
@@ -44,20 +43,6 @@ def check_rounds(sharded: ShardedModel, model: nn.Module, optimizer: Any, algori
     check_weights(list(sharded.trained.values()), algorithm)
     check_layers(model, algorithm)
     check_optimizer(sharded.trained, optimizer, algorithm)
-
-
-def scheduled(algorithm: str, options: dict[str, OptionValue]) -> dict[str, OptionValue]:
-    """Return the options of rounds with a schedule that all ranks know.
-
-    Only ranks that hold the same shards measure together; ranks of one host would choose different schedules.
-    """
-    if options["sync_every"] == "auto":
-        raise ValueError(
-            f"sync_every='auto' of algorithm {algorithm!r} is measured among ranks with the same shards, and those of "
-            "one host could choose differently: give a number of steps"
-        )
-    simple: dict[str, OptionValue] = {"fragments": 1, "delay": 0}
-    return {name: simple[name] if value == "auto" and name in simple else value for name, value in options.items()}
 
 
 class ShardedRounds:

@@ -28,7 +28,7 @@ from bagua._native import _C
 from bagua._registry import available_algorithms, available_codecs, describe
 from bagua._sharded import ShardReduction
 from bagua._sharded_model import ShardedModel
-from bagua._sharded_rounds import ShardedRounds, check_rounds, is_in_rounds, scheduled
+from bagua._sharded_rounds import ShardedRounds, check_rounds, is_in_rounds
 from bagua._states import StatesOfAllRanks
 from bagua._stats import ShardedStats
 from bagua._torch_private import default_group, gathered_dtype, reshards_to_another_mesh, shape_in_buffer
@@ -186,8 +186,6 @@ def _algorithm_and_options(
             "trains in rounds, 'local_sgd' or 'diloco'"
         )
     complete = _C.check_options(name, given, ["process_group"])
-    if is_in_rounds(name):
-        complete = scheduled(name, complete)
     if complete.get("average") is False:
         raise ValueError("average=False: FSDP2 itself says whether gradients are summed, set_gradient_divide_factor()")
     return name, dict(complete)
@@ -269,7 +267,7 @@ def compress(
         refuse(executors, device)
         raise
     start(hook, group, device, sharded.description(), f" and weights={weights!r}")
-    if sharded.is_hybrid and hook.keeps_residuals:
+    if sharded.is_hybrid and (hook.keeps_residuals or rounds is not None):
         hook.use_shards(executors_for(sharded.shards, device))
     reduction = ShardReduction(sharded, hook, None if rounds is None else rounds.after_backward)
     reduction.attach()

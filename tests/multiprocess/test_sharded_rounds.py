@@ -88,6 +88,9 @@ def check_same(own: Sequence[Weights], expected: Sequence[Weights]) -> None:
             assert error < 1e-6, f"{name} is off by {error:.2g} after step {number}"
 
 
+# So many it takes to measure, to agree among the ranks of the same shards, and among those of a host.
+STEPS_OF_CHOICE = 18
+
 PLANS: list[tuple[str, dict[str, Any]]] = [
     ("local_sgd", {"sync_every": 3}),
     ("diloco", {"sync_every": 3, "fragments": 1, "delay": 0}),
@@ -114,6 +117,30 @@ def mesh_of_hosts() -> dist.ProcessGroup:
     group = groups[dist.get_rank() % 2]
     assert group is not None
     return group
+
+
+@on_ranks(4)
+def test_one_schedule_is_chosen_for_all_shards_and_kept_by_checkpoints() -> None:
+    model, handle, optimizer = in_rounds()
+    for number in range(STEPS_OF_CHOICE - 1):
+        plain(model, optimizer, number)
+    assert handle.stats()["chosen"] == {}
+    plain(model, optimizer, 0)
+    chosen = handle.stats()["chosen"]
+    schedules: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(schedules, chosen)
+    assert all(schedule == chosen for schedule in schedules)
+    assert chosen["sync_every"] >= 30
+    other, resumed, another = in_rounds()
+    other.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    another.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(handle.state_dict())
+    assert resumed.stats()["chosen"] == chosen
+    steps = range(chosen["sync_every"])
+    one, expected = (followed(*run, steps, plain) for run in ((other, resumed, another), (model, handle, optimizer)))
+    assert handle.stats()["rounds"] == chosen["fragments"]
+    assert all(torch.equal(one[-1][name], tensor) for name, tensor in expected[-1].items())
+    assert same_everywhere(expected[-1]["head.weight"], group=mesh_of_hosts())
 
 
 @on_ranks(4)
@@ -262,7 +289,6 @@ def test_what_cannot_be_trained_in_rounds_is_refused_with_its_name(mesh_name: st
     cases: list[tuple[str, str, dict[str, Any]]] = [
         ("local_sgd", "pass it as optimizer=", {}),
         ("local_sgd", "does not hold 12", {"optimizer": of_another}),
-        ("diloco", "sync_every='auto'", {"optimizer": optimizer}),
         ("async", "fully_shard keeps in shards", {"optimizer": optimizer}),
     ]
     for algorithm, words, options in cases:

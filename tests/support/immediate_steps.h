@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -29,9 +30,17 @@ class ImmediateSteps final : public StepContext {
                                                     Task task) override {
     return submit(name, tensors, Wait::kLater, std::move(task));
   }
+  c10::intrusive_ptr<c10d::Work> submitAmongShards(const char* name, const std::vector<at::Tensor>& tensors,
+                                                   Task task) override {
+    return shards ? shards(name, tensors, std::move(task)) : c10::intrusive_ptr<c10d::Work>();
+  }
   void countRound() override {}
   void noteMemory(std::map<std::string, int64_t> /*bytes*/) override {}
   void noteChosen(std::map<std::string, int64_t> /*values*/) override {}
+
+  // What the ranks do that hold the other parts of the weights; none: these are whole.
+  std::function<c10::intrusive_ptr<c10d::Work>(const char* name, const std::vector<at::Tensor>& tensors, Task task)>
+      shards = {};
 
  private:
   const std::string name_ = "under test";

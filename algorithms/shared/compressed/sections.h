@@ -29,8 +29,8 @@ struct CodecSection {
 
 using CodecOf = std::function<std::string(const BucketEntry& entry)>;
 
-// The largest first. It is the bucket's own tensor, with zeros in the places of the others, unless these are many: a
-// copy of all would cost more than a few zeros on the line. Where the bucket holds several parts, one for each rank,
+// The largest first. It is the bucket's own tensor, with zeros in the places of the others, where these are few: a
+// copy of all would cost more than these on the line. Where the bucket holds several parts, one for each rank,
 // all of them are cut alike: the first says how.
 std::vector<CodecSection> sectionsOf(const Bucket& bucket, const CodecOf& codecOf, int parts = 1);
 

@@ -34,6 +34,13 @@ void awaitDevice(const StepContext& context) {
   c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
 }
 
+StepContext::Task leastOf(const at::Tensor& numbers) {
+  return [numbers](Communicator& communicator, StageSeconds& seconds) mutable {
+    const Stage stage(seconds, stages::kAgreeOnSchedule);
+    communicator.allReduce(numbers, c10d::ReduceOp::MIN);
+  };
+}
+
 }  // namespace
 
 double Measurement::stepSeconds() const {
@@ -57,6 +64,8 @@ std::optional<Measured> Measurement::afterStep(StepContext& context, const Excha
   if (steps_ < kBegin + kBesideExchange) return std::nullopt;
   if (agreement_) {
     stop();
+    if (!std::exchange(isAmongShards_, true)) agreement_ = beginAgreementAmongShards(context);
+    if (agreement_) return std::nullopt;
     return Measured{.stepSeconds = -agreed_[1].item<double>(), .stepsOfExchange = agreed_[0].item<double>()};
   }
   if (exchange_) {
@@ -71,15 +80,16 @@ std::optional<Measured> Measurement::afterStep(StepContext& context, const Excha
 // Every rank takes the longest step that one had, and the shortest exchange: the last to come has not waited for
 // others.
 void Measurement::beginAgreement(StepContext& context) {
+  isAmongShards_ = false;
   agreed_ = at::empty({2}, context.parameters().front().options().dtype(at::kDouble).requires_grad(false));
   agreed_[0].fill_(*stepsOfExchange_);
   agreed_[1].fill_(-stepSeconds());
-  agreement_ =
-      context.submitInBackground("bagua:agree_on_schedule", {agreed_},
-                                 [numbers = agreed_](Communicator& communicator, StageSeconds& seconds) mutable {
-                                   const Stage stage(seconds, stages::kAgreeOnSchedule);
-                                   communicator.allReduce(numbers, c10d::ReduceOp::MIN);
-                                 });
+  agreement_ = context.submitInBackground("bagua:agree_on_schedule", {agreed_}, leastOf(agreed_));
+}
+
+// The parts of a model follow one schedule: each of them is trained in the same steps.
+c10::intrusive_ptr<c10d::Work> Measurement::beginAgreementAmongShards(StepContext& context) {
+  return context.submitAmongShards("bagua:agree_on_schedule", {agreed_}, leastOf(agreed_));
 }
 
 void Measurement::stop() {

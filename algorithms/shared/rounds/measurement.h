@@ -18,8 +18,9 @@ class Measurement {
   using Exchange = std::function<c10::intrusive_ptr<c10d::Work>()>;
 
   // Called at the end of every step. `begin` starts an exchange. Returns what all ranks have found in the step after
-  // the last that it needs. They compare it in between: a rank whose optimizer skips that step takes part only when its
-  // next forward begins, and until then no other rank waits for it. Collective.
+  // the last that it needs. They compare it in between, first those of the group, and in the next step those that hold
+  // other parts of the weights: a rank whose optimizer skips such a step takes part only when its next forward begins,
+  // and until then no other rank waits for it. Collective.
   std::optional<Measured> afterStep(StepContext& context, const Exchange& begin);
   // Waits for what is under way.
   void stop();
@@ -29,6 +30,8 @@ class Measurement {
 
   [[nodiscard]] double stepSeconds() const;
   void beginAgreement(StepContext& context);
+  // Null where there are no other parts.
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> beginAgreementAmongShards(StepContext& context);
 
   int64_t steps_ = 0;
   Clock::time_point lastEnd_{};
@@ -37,6 +40,8 @@ class Measurement {
   // How many steps had ended when the exchange was found to be over.
   std::optional<double> stepsOfExchange_;
   c10::intrusive_ptr<c10d::Work> agreement_;
+  // Whether those that hold other parts compare it.
+  bool isAmongShards_ = false;
   // What it makes the same on all ranks: see beginAgreement().
   at::Tensor agreed_;
 };

@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
 
 #include <stdexcept>
@@ -80,6 +81,18 @@ TEST_F(MeasurementTest, ALongOneIsWaitedFor) {
   // By steps that took longer than they slept.
   EXPECT_GE(found.stepsOfExchange, 8);
   EXPECT_NEAR(found.stepsOfExchange * found.stepSeconds, 0.4, 0.2);
+}
+
+TEST_F(MeasurementTest, RanksWithOtherPartsOfTheWeightsGoByTheSameNumbers) {
+  context_.shards = [&](const char* /*name*/, const std::vector<at::Tensor>& tensors, StepContext::Task /*task*/) {
+    // One of them has seen the exchange end earlier, after longer steps.
+    tensors.front().copy_(at::tensor({0.5, -2.0}));
+    return c10::make_intrusive<Timed>(Clock::now());
+  };
+  const auto found = measured(25ms);
+  EXPECT_EQ(steps_, 18);
+  EXPECT_EQ(found.stepsOfExchange, 0.5);
+  EXPECT_EQ(found.stepSeconds, 2);
 }
 
 TEST_F(MeasurementTest, AnErrorOfTheExchangeComesOutInTheStepThatFindsItOver) {
