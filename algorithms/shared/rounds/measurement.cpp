@@ -35,7 +35,7 @@ void awaitDevice(const StepContext& context) {
 }
 
 StepContext::Task leastOf(const at::Tensor& numbers) {
-  return [numbers](Communicator& communicator, StageSeconds& seconds) mutable {
+  return [numbers = numbers](Communicator& communicator, StageSeconds& seconds) mutable {
     const Stage stage(seconds, stages::kAgreeOnSchedule);
     communicator.allReduce(numbers, c10d::ReduceOp::MIN);
   };
