@@ -13,9 +13,7 @@
 #include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
 #include "algorithms/shared/cache_blocks.h"
-#include "algorithms/shared/compressed/feedback.h"
-#include "algorithms/shared/compressed/mean.h"
-#include "algorithms/shared/compressed/unused.h"
+#include "algorithms/shared/compressed/coded_gradients.h"
 #include "kernels/device_ways.h"
 #include "kernels/loops/adam/adam.h"
 
@@ -25,12 +23,9 @@ namespace {
 // Adam with 8-bit messages. While the optimizer warms up the gradients are averaged in full precision; after that each
 // rank updates the momentum by its own gradient, the momenta are averaged with 8-bit messages, and the optimizer, whose
 // variance is frozen, finds them in place of the gradients.
-class QAdam final : public Algorithm, public UsesMomenta, public KeepsState {
+class QAdam final : public compressed::CodedGradients, public UsesMomenta {
  public:
-  QAdam(bool hierarchical, const std::string& codec, bool hasFeedback)
-      : options_{.hierarchical = hierarchical}, codec_(codec), hasFeedback_(hasFeedback) {
-    CodecRegistry::find(codec);
-  }
+  using CodedGradients::CodedGradients;
 
   void useMomenta(std::vector<Momentum> momenta) override {
     auto shared = std::make_shared<const std::vector<Momentum>>(std::move(momenta));
@@ -49,35 +44,14 @@ class QAdam final : public Algorithm, public UsesMomenta, public KeepsState {
       const Stage stage(bucket.seconds, stages::kUpdateMomentum);
       updateMomenta(bucket.entries, *momenta);
     }
-    auto coding = compressed::codingOf(CodecRegistry::find(codec_).codec, bucket.key);
-    if (!hasFeedback_ || !compressed::isCoded(options_, communicator.topology())) {
-      return compressed::reduceToMean(bucket.flat, options_, coding, bucket.seconds, communicator);
-    }
-    feedback_.beginBucket(bucket.step);
-    feedback_.useFor(bucket, codec_, options_, communicator, coding);
-    std::vector<compressed::Sum> sums = {{bucket.flat, coding}};
-    if (bucket.tellsUse) sums.push_back(compressed::sumOfUses(bucket));
-    const auto isFinite = compressed::reduceToMeans(sums, options_, bucket.seconds, communicator);
-    if (bucket.tellsUse) {
-      feedback_.keepUnused(bucket, sums.back().flat, options_, communicator, coding);
-      compressed::clearUnused(bucket, sums.back().flat);
-    }
-    feedback_.endBucket(bucket.flat, isFinite);
+    CodedGradients::reduce(bucket, communicator);
   }
 
-  void endSparse(const at::Tensor& values, int64_t step) override {
-    if (!hasFeedback_) return;
-    feedback_.beginBucket(step);
-    feedback_.endBucket(values);
-  }
-
-  [[nodiscard]] int64_t stateBytes() const override { return feedback_.bytes(); }
-  [[nodiscard]] AlgorithmState state() const override { return feedback_.state(); }
-  void load(const AlgorithmState& state, StepContext& context) override { feedback_.load(state, context.parameters()); }
-
-  [[nodiscard]] ReduceTraits traits() const override { return {.bucketsMayOverlap = true}; }
-  [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
-    return compressed::whyUncoded(options_, topology);
+  [[nodiscard]] ReduceTraits traits() const override {
+    ReduceTraits traits = CodedGradients::traits();
+    // Another step may be one of the warm-up, or use other momenta.
+    traits.isStateless = traits.isReplayable = false;
+    return traits;
   }
 
  private:
@@ -124,10 +98,6 @@ class QAdam final : public Algorithm, public UsesMomenta, public KeepsState {
     return momenta_;
   }
 
-  const compressed::MeanOptions options_;
-  const std::string codec_;
-  const bool hasFeedback_;
-  compressed::Feedback feedback_;
   std::mutex mutex_;
   // Replaced before a forward, while a program of a step that failed may still read the old ones.
   std::shared_ptr<const std::vector<Momentum>> momenta_ = std::make_shared<const std::vector<Momentum>>();
@@ -146,12 +116,15 @@ BAGUA_REGISTER_ALGORITHM({
                  "compressed); False: 8 bits between all ranks."},
                 {"codec", std::string(compressed::kDefaultCodec),
                  "One of bagua.available_codecs(). With '1bit' and error_feedback it is 1-bit Adam."},
-                {"error_feedback", false, "Whether what coding leaves behind is added to the next step's momentum."}},
-    .create =
-        [](const Options& options) {
-          return std::make_unique<QAdam>(options.get<bool>("hierarchical"), options.get<std::string>("codec"),
-                                         options.get<bool>("error_feedback"));
-        },
+                {"error_feedback", false, "Whether what coding leaves behind is added to the next step's momentum."},
+                Guard::option()},
+    .create = [](const Options& options) -> std::unique_ptr<Algorithm> {
+      return std::make_unique<QAdam>(compressed::Selection::ofOne(options.get<std::string>("codec")),
+                                     compressed::CodedGradientsOptions{
+                                         .mean = {.hierarchical = options.get<bool>("hierarchical")},
+                                         .feedback = compressed::FeedbackChoice(options.get<bool>("error_feedback"))},
+                                     Guard::modeOf(options));
+    },
 })
 
 }  // namespace bagua

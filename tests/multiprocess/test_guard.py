@@ -74,6 +74,24 @@ def test_heavy_tails_in_one_layer_are_found_and_coded_finer(
         assert seen["looks"] == seen["alarms"] == 0
 
 
+def _momenta_with_tails(guard: str) -> dict[str, Any]:
+    ddp = DDP(Leaves(*SHAPES))
+    optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
+    handle = bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer, guard=guard, **FLAT)
+    for step in range(600):
+        reduced(ddp, _gradients(step, dist.get_rank(), [1]))
+        optimizer.step()
+    return handle.stats()["guard"]
+
+
+def test_heavy_tails_of_a_momentum_are_found_and_coded_finer(rank_pools: Pools) -> None:
+    for seen in rank_pools[2].run(_momenta_with_tails, "warn"):
+        assert seen["alarms"] >= 1
+        assert seen["raised"] == {}
+    for seen in rank_pools[2].run(_momenta_with_tails, "adapt"):
+        assert set(seen["raised"]) == {"leaves.1"}
+
+
 FOUR_BITS: dict[str, Any] = {"algorithm": "quantized_allreduce", "codec": {"*": "4bit"}}
 
 
@@ -174,14 +192,16 @@ def _network() -> nn.Module:
         ("quantized_allreduce", {}),
         ("quantized_allreduce", {"codec": "2bit"}),
         ("quantized_allreduce", {"codec": "2bit", "rounding": "stochastic"}),
+        ("qadam", {}),
     ],
     ids=str,
 )
 @on_ranks(2)
 def test_a_training_that_its_codec_suits_is_not_disturbed(algorithm: str, options: dict[str, Any]) -> None:
     ddp = DDP(_network(), bucket_cap_mb=0.05)
-    handle = bagua.register_comm_hook(ddp, algorithm, **FLAT, **options)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
+    make = bagua.QAdamOptimizer if algorithm == "qadam" else torch.optim.AdamW
+    optimizer = make(ddp.parameters(), lr=3e-3)
+    handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **FLAT, **options)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(400):
         tokens = (torch.randint(50, (16, 1), generator=generator) + torch.arange(9)) % 50
@@ -231,7 +251,7 @@ def test_a_training_by_factors_that_diverges_is_saved(rank_pools: Pools, rank: i
         assert saved < 1.1 * exact
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce", "powersgd"])
+@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce", "qadam", "powersgd"])
 def test_another_word_is_refused(algorithm: str) -> None:
     with pytest.raises(ValueError, match="guard must be None, 'warn' or 'adapt', got 'adopt'"):
         bagua.comm_hook(algorithm, guard="adopt")
