@@ -106,6 +106,7 @@ def register_comm_hook(
     hierarchical: bool = True,
     codec: str = "int8",
     error_feedback: bool = False,
+    guard: str | None = "warn",
 ) -> Handle:
     """Adam whose momentum travels with 8 bits once its variance is frozen.
 
@@ -114,6 +115,8 @@ def register_comm_hook(
             nothing is compressed); False: 8 bits between all ranks.
         codec: One of bagua.available_codecs(). With '1bit' and error_feedback it is 1-bit Adam.
         error_feedback: Whether what coding leaves behind is added to the next step's momentum.
+        guard: Looks at samples of what coding does: 'warn' logs a line where it is worse than the codec
+            promises, 'adapt' also codes that parameter finer; None: nothing.
     """
 
 @overload
