@@ -32,6 +32,8 @@ class StepContext {
   [[nodiscard]] virtual const std::vector<at::Tensor>& buffers() const = 0;
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;
+  // Whether this rank logs what is the same on all.
+  [[nodiscard]] virtual bool isSpeaker() const = 0;
   // Which of the ranks share a host.
   [[nodiscard]] virtual const HostTopology& topology() const = 0;
 

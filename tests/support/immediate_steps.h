@@ -21,6 +21,7 @@ class ImmediateSteps final : public StepContext {
   [[nodiscard]] const std::vector<at::Tensor>& buffers() const override { return buffers_; }
   [[nodiscard]] int rank() const override { return communicator_.rank(); }
   [[nodiscard]] int size() const override { return communicator_.size(); }
+  [[nodiscard]] bool isSpeaker() const override { return rank() == 0; }
   [[nodiscard]] const HostTopology& topology() const override { return communicator_.topology(); }
   void checkWeightsAreFree(const char* /*call*/) const override {}
   void checkThatAllCan(const char* /*call*/) override {}

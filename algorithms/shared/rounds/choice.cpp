@@ -29,7 +29,7 @@ void Rounds::chooseInStep(StepContext& context) {
   if (!measured_) return;
   chosenAfter_ = step_;
   useChoice(context);
-  if (context.rank() != 0) return;
+  if (!context.isSpeaker()) return;
   const bool isLong = schedule_->every() > kLongestRound;
   // A warning, as torch shows nothing below.
   LOG(WARNING) << "bagua: " << context.algorithm() << " goes on with sync_every=" << schedule_->every()
