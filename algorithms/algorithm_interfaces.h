@@ -153,6 +153,8 @@ struct ParameterFacts {
   std::string name;
   // "embedding", "head" (of the last linear layer), or nothing.
   std::string role;
+  // Of the whole parameter, where parts of its gradient travel; 0: as many as the gradient has.
+  int64_t elements = 0;
 };
 
 // Codes gradients under guard, whose table the hook keeps in checkpoints.

@@ -202,13 +202,16 @@ void bindHook(py::module& module) {
       .def("use_optimizer", &HookRunner::useOptimizer, py::arg("is_linear"))
       .def(
           "use_parameters",
-          [](HookRunner& self, const std::vector<std::pair<std::string, std::string>>& namesAndRoles) {
+          [](HookRunner& self, const std::vector<std::pair<std::string, std::string>>& namesAndRoles,
+             const std::vector<int64_t>& elements) {
             std::vector<ParameterFacts> facts;
             facts.reserve(namesAndRoles.size());
-            for (const auto& [name, role] : namesAndRoles) facts.push_back({name, role});
+            for (const auto& [name, role] : namesAndRoles) facts.push_back({.name = name, .role = role});
+            for (size_t i = 0; i < elements.size(); ++i) facts.at(i).elements = elements[i];
             self.useParameters(facts);
           },
-          py::arg("names_and_roles"))
+          py::arg("names_and_roles"), py::arg("elements") = std::vector<int64_t>(),
+          "`elements`: of the whole parameters, where parts of gradients travel.")
       .def(
           "use_background",
           [](HookRunner& self, const Executors& executors) { self.useBackground(executors.provider); },

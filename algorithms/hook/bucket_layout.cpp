@@ -150,10 +150,11 @@ void BucketLayouts::check(const BucketLayout& layout) const {
   std::set<int64_t> seen;
   for (const auto& group : layout) {
     for (const int64_t position : group) {
-      TORCH_CHECK_VALUE(
-          position >= 0 && position < static_cast<int64_t>(positions_.size()) && seen.insert(position).second,
-          "bagua: the bucket layout of the checkpoint does not fit this model, which has ", positions_.size(),
-          " trainable parameters (position ", position, ")");
+      // Who is given no model learns of parameters as gradients come.
+      const bool isKnown = isLearning_ || position < static_cast<int64_t>(positions_.size());
+      TORCH_CHECK_VALUE(position >= 0 && isKnown && seen.insert(position).second,
+                        "bagua: the bucket layout of the checkpoint does not fit this model, which has ",
+                        positions_.size(), " trainable parameters (position ", position, ")");
     }
   }
 }

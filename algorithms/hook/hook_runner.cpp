@@ -110,9 +110,21 @@ void HookRunner::agree(const std::string& parameters, const std::string& optimiz
   const bool goesByLinear = algorithm_->as<ReadsOptimizer>() != nullptr && isOptimizerLinear_.value_or(false);
   const std::string kind = goesByLinear ? " for an optimizer such as SGD" : "";
   const bool needsLikeDevices = AlgorithmRegistry::find(name_).needsLikeDevices;
-  members_.agree({name_ + "(" + options_.toString() + ")" + use + kind + optimizer, parameters},
-                 needsLikeDevices ? arithmetic : "", device);
+  const Registration own{name_ + "(" + options_.toString() + ")" + use + kind + optimizer, parameters};
+  agreeAmongShards(own, device);
+  members_.agree(own, needsLikeDevices ? arithmetic : "", device);
   begin();
+}
+
+// Before the members do: who hears here that a rank refuses, or has something else, passes that on to its members.
+void HookRunner::agreeAmongShards(const Registration& own, at::Device device) {
+  if (!shards_) return;
+  try {
+    agreeOn(own, kOfRegistration, *shards_, device);
+  } catch (...) {
+    agreeOn({}, kOfRegistration, members_.group(), device);
+    throw;
+  }
 }
 
 void HookRunner::begin() {

@@ -89,7 +89,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   }
   // The ranks of this host, where gradients stay inside it, else none. After begin().
   [[nodiscard]] std::vector<int> hostRanks() const;
-  // The ranks that hold the other parts of what this rank has gradients of; before the first step.
+  // The ranks that hold the other parts of what this rank has gradients of; before agree().
   void useShards(std::shared_ptr<ExecutorProvider> group) { shards_ = std::move(group); }
   // A group of these; before the first step.
   void useHost(std::shared_ptr<ExecutorProvider> group) { host_ = std::move(group); }
@@ -188,6 +188,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Where all ranks are at the same step when they make themselves equal: a rank that is at another one, and waits in a
   // round, finds out at once.
   [[nodiscard]] ExecutorProvider& meetingGroup() const { return countsSteps() ? *background_ : members_.group(); }
+  void agreeAmongShards(const Registration& own, at::Device device);
   void checkThatAllCan(const char* call) override;
   void checkThatAllCan(const char* call, const AgreementWords& words, Registration own);
   // Throws where a CUDA graph is captured on the device of `tensors`, unless it may repeat a step of the algorithm.

@@ -241,6 +241,7 @@ def compress(
     sharded = ShardedModel(model)
     group, device, rounds = sharded.group, sharded.device, None
     executors = executors_for(group, device)
+    shards = executors_for(sharded.shards, device) if sharded.is_hybrid else None
     try:
         caches = _caches(sharded, weights)
         name, complete = _algorithm_and_options(gradients, algorithm, options, is_hybrid=sharded.is_hybrid)
@@ -250,7 +251,10 @@ def compress(
             check_rounds(sharded, model, optimizer, name)
             rounds = ShardedRounds(model, sharded)
         hook = _C.Hook(name, complete, executors, sharded.shapes() if rounds is None else rounds.shards)
-        hook.use_parameters(sharded.names_and_roles * sharded.parts)
+        hook.use_parameters(
+            sharded.names_and_roles * sharded.parts,
+            [parameter.sharded_param.numel() for parameter in sharded.parameters] * sharded.parts,
+        )
         if rounds is not None:
             hook.use_model(layers_of(names for names, _ in sharded.names_and_roles), list(model.buffers()))
         elif optimizer is not None:
@@ -263,12 +267,14 @@ def compress(
                     f"algorithm {name!r} cannot reduce-scatter, which a mesh of one dimension takes: choose a codec, "
                     "'bytegrad', 'gradient_allreduce', or a mesh of two dimensions"
                 )
+        if shards is not None:
+            hook.use_shards(shards)
     except Exception:
-        refuse(executors, device)
+        for one in (shards, executors):
+            if one is not None:
+                refuse(one, device)
         raise
     start(hook, group, device, sharded.description(), f" and weights={weights!r}")
-    if sharded.is_hybrid and (hook.keeps_residuals or rounds is not None):
-        hook.use_shards(executors_for(sharded.shards, device))
     reduction = ShardReduction(sharded, hook, None if rounds is None else rounds.after_backward)
     reduction.attach()
     if rounds is not None and optimizer is not None:

@@ -13,8 +13,10 @@
 namespace bagua::compressed {
 namespace {
 
-// Elements.
+// Elements of a parameter.
 constexpr int64_t kSmall = 1024;
+// And of a part of it that travels by itself: what is below a group of the codecs shares its scale with others.
+constexpr int64_t kSmallPart = 128;
 
 // What 8 bits code beside few bits elsewhere: few bits would harm these most, as rows of embeddings and heads are used
 // rarely and unevenly, and save least on 1-D parameters, which are few.
@@ -83,7 +85,9 @@ void checkNeedsNoModel(const std::string& option, const std::string& key) {
 
 bool isMeant(const std::string& key, const ParameterFacts& facts, const at::Tensor& gradient) {
   if (key == "1d") return gradient.dim() <= 1;
-  if (key == "small") return gradient.numel() < kSmall;
+  if (key == "small") {
+    return gradient.numel() < kSmallPart || std::max(facts.elements, gradient.numel()) < kSmall;
+  }
   if (isOneOf(wordsOfRole(), key)) return facts.role == key;
   return fits(key, facts.name);
 }

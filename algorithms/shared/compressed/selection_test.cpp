@@ -111,6 +111,15 @@ TEST(Selection, GivesRolesEightBitsBesideACodecOfFewerBitsThatIsGivenAlone) {
   }
 }
 
+TEST(Selection, TakesAPartOfAGradientForSmallByTheWholeUnlessItSharesAScaleWithOthers) {
+  Selection selection("int8", kExactByDefault);
+  selection.useParameters({{.name = "adapter", .elements = 2048}, {.name = "norm", .elements = 1000}});
+  EXPECT_EQ(selection.codecOf(0, at::zeros({8, 64})), "int8");
+  EXPECT_EQ(selection.codecOf(0, at::zeros({2, 64})), "int8");
+  EXPECT_EQ(selection.codecOf(0, at::zeros({2, 63})), "");
+  EXPECT_EQ(selection.codecOf(1, at::zeros({500})), "");
+}
+
 // Of float32's, of parameters with these roles and shapes: what a rank sends to each owner and gets back.
 struct Shaped {
   ParameterFacts facts;

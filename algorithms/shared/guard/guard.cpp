@@ -126,7 +126,7 @@ void Guard::judge(const Reading& reading, int64_t step) {
     watched.isNew = true;
     advice = ". From step " + std::to_string(step) + " on it is coded with " + reading.finer;
   }
-  if (rank_ != 0) return;
+  if (rank_ != 0 || std::exchange(excursion.isSaid, !adapts())) return;
   LOG(WARNING) << "bagua: '" << nameOf(reading.parameter) << "' at step " << step - 1 << ": " << complaintOf(reading)
                << advice;
 }

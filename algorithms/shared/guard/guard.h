@@ -98,6 +98,8 @@ class Guard {
     int64_t over = 0;
     bool isOut = false;
     double last = 0;
+    // Whether the user was told; once is enough.
+    bool isSaid = false;
   };
   struct Watched {
     int64_t level = 0;
