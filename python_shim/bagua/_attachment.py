@@ -26,7 +26,7 @@ from bagua._torch_private import divides_by_ranks_at_work, has_step_hooks, is_jo
 
 PICKLE_ADVICE = (
     "a model with a bagua communication hook cannot be pickled or deep-copied: the copy would train without the hook. "
-    "Save model.module.state_dict() and the handle's state_dict() instead"
+    "Save model.module.state_dict() and the state_dict() of the handle, or of comm_hook's state, instead"
 )
 _logger = logging.getLogger("bagua")
 _OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {"Optimizer": Optimizer, "QAdamOptimizer": QAdamOptimizer}
@@ -157,10 +157,18 @@ def check_model(ddp: DistributedDataParallel, algorithm: str, *, is_hierarchical
     check_layers(ddp, algorithm)
 
 
+def check_numbers(parameters: Sequence[Tensor], algorithm: str) -> None:
+    """Refuse complex parameters, which only sums take."""
+    if algorithm != "gradient_allreduce" and any(p.is_complex() for p in parameters):
+        raise ValueError(
+            f"algorithm {algorithm!r} does not take complex parameters: choose 'gradient_allreduce', or keep them as "
+            "torch.view_as_real"
+        )
+
+
 def check_weights(parameters: Sequence[Tensor], algorithm: str) -> None:
     """Refuse parameters that cannot be exchanged."""
-    if any(p.is_complex() for p in parameters):
-        raise ValueError(f"algorithm {algorithm!r} does not take complex parameters")
+    check_numbers(parameters, algorithm)
     devices = {p.device for p in parameters}
     if len(devices) > 1:
         raise ValueError(f"algorithm {algorithm!r} takes a model on one device, got {sorted(map(str, devices))}")
@@ -202,10 +210,11 @@ class Attachment:
         # whether that is still at work.
         self._is_bypassed = self._is_in_bypass = False
         if self._runs_in_background and ddp.broadcast_buffers:
-            if any(True for _ in ddp.module.buffers()) and not hook.options.get("average_buffers"):
+            has_own = any(True for _ in ddp.module.buffers()) and not hook.options.get("average_buffers")
+            if has_own and group.rank() == 0:
                 _logger.warning(
                     "algorithm %r switches DDP's broadcast_buffers off: each rank keeps running statistics of its own "
-                    "until handle.abort(), which gives all ranks those of rank 0",
+                    "until handle.synchronize() or abort(), which give all ranks those of rank 0",
                     hook.name,
                 )
             ddp.broadcast_buffers = False

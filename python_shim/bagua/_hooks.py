@@ -3,7 +3,8 @@
 # No `from __future__ import annotations` here: torch compares the annotations of a hook with the types themselves.
 
 import contextlib
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from bagua._attachment import (
     PICKLE_ADVICE,
     Attachment,
     check_model,
+    check_numbers,
     check_optimizer,
     facts_of,
     is_linear,
@@ -132,6 +134,7 @@ def _make_hook(
             f"algorithm {algorithm!r} has nothing to do: all parameters of the model are frozen. Set "
             "requires_grad=True on those to be trained, before the model is wrapped in DistributedDataParallel"
         )
+    check_numbers(parameters, algorithm)
     _C.check_names(algorithm, complete, [name for name, _ in ddp.module.named_parameters()])
     check_optimizer(trained, optimizer, algorithm)
     if describe(algorithm)["optimizer"]:
@@ -241,7 +244,10 @@ def register_comm_hook(
 
 
 class HookState:
-    """The state of the two-argument form: an algorithm that finds its process group at the first bucket."""
+    """The state of the two-argument form: an algorithm that finds its process group at the first bucket.
+
+    It has its handle from then on. What is loaded or followed before is so at that bucket.
+    """
 
     def __init__(
         self, algorithm: str, options: dict[str, OptionValue], process_group: dist.ProcessGroup | None
@@ -250,20 +256,52 @@ class HookState:
         self._options = options
         self._process_group = process_group
         self._hook: _C.Hook | None = None
+        self._handle: Handle | None = None
+        self._loaded: Mapping[str, Any] = {}
+        self._followed: list[torch.amp.GradScaler] = []
 
     def run(self, bucket: dist.GradBucket) -> torch.futures.Future[list[torch.Tensor]]:
         if self._hook is None:
-            device = bucket.buffer().device
-            group = self._process_group or dist.group.WORLD
-            if group is None:
-                raise RuntimeError("a bagua communication hook needs an initialised process group")
-            self._hook = _C.Hook(self._algorithm, self._options, executors_for(group, device))
-            say_if_nothing_is_coded(self._hook, group)
+            self._hook = self._begun(bucket)
         return self._hook.run(bucket)
+
+    def _begun(self, bucket: dist.GradBucket) -> _C.Hook:
+        check_numbers(bucket.parameters(), self._algorithm)
+        device = bucket.buffer().device
+        group = self._process_group or dist.group.WORLD
+        if group is None:
+            raise RuntimeError("a bagua communication hook needs an initialised process group")
+        hook = _C.Hook(self._algorithm, self._options, executors_for(group, device))
+        say_if_nothing_is_coded(hook, group)
+        handle = Handle(hook, None, None, group)
+        if self._loaded:
+            handle.load_state_dict(dict(self._loaded))
+        for scaler in self._followed:
+            handle.follow(scaler)
+        self._handle = handle
+        return hook
 
     def stats(self) -> Stats | dict[str, Any]:
         """As `Handle.stats()`; empty before the first bucket."""
-        return {} if self._hook is None else cast("Stats", self._hook.stats())
+        return {} if self._handle is None else self._handle.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Handle.state_dict()`, which every rank saves; before the first bucket, what was loaded."""
+        return dict(self._loaded) if self._handle is None else self._handle.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As `Handle.load_state_dict()`; before the first bucket, which then raises what that raises."""
+        if self._handle is None:
+            self._loaded = state_dict
+        else:
+            self._handle.load_state_dict(dict(state_dict))
+
+    def follow(self, scaler: torch.amp.GradScaler) -> None:
+        """As `Handle.follow()`, with "quantized_allreduce" and "powersgd"."""
+        if self._handle is None:
+            self._followed.append(scaler)
+        else:
+            self._handle.follow(scaler)
 
     def __reduce__(self) -> str:
         raise TypeError(PICKLE_ADVICE)
@@ -285,7 +323,8 @@ def comm_hook(
 
     Prefer `register_comm_hook`: it checks that the ranks agree, and its hook needs no Python on the way of a gradient.
     This one is given no model: it knows shapes, but neither names of parameters nor which are embeddings or the head.
-    Options that need them are refused, but for a default.
+    Options that need them are refused, but for a default. The state has `stats()`, `state_dict()`, `load_state_dict()`
+    and `follow(scaler)` of a `Handle`: without them a run that continues lacks its residuals.
 
     Args:
         algorithm: one of `available_algorithms()`; one that needs the optimizer has to go through `register_comm_hook`.

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bagua._argument_checks import check_algorithm, check_optimizer_type
-from bagua._attachment import check_optimizer, is_linear, say_if_nothing_is_coded, scaler_of, unwrapped
+from bagua._attachment import check_numbers, check_optimizer, is_linear, say_if_nothing_is_coded, scaler_of, unwrapped
 from bagua._executors import executors_for, refuse, start
 from bagua._handle import Handle, OptionArgument
 from bagua._layers import layers_of
@@ -246,6 +246,7 @@ def compress(
         caches = _caches(sharded, weights)
         name, complete = _algorithm_and_options(gradients, algorithm, options, is_hybrid=sharded.is_hybrid)
         _C.check_names(name, complete, sharded.all_names)
+        check_numbers(list(sharded.trained.values()), name)
         check_optimizer_type(name, optimizer)
         if is_in_rounds(name):
             check_rounds(sharded, model, optimizer, name)

@@ -197,6 +197,16 @@ def test_an_optimizer_of_other_parameters_is_refused(algorithm: str, only_rank: 
     _still_trains(ddp, algorithm)
 
 
+@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce", "powersgd", "local_sgd"])
+@on_ranks(2, timeout=SECONDS)
+def test_complex_parameters_are_for_sums_alone(algorithm: str) -> None:
+    ddp = DDP(Leaves((3, 2), dtype=torch.complex64))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="complex parameters"):
+        bagua.register_comm_hook(ddp, algorithm, optimizer)
+    bagua.register_comm_hook(ddp, "gradient_allreduce")
+
+
 @on_ranks(2, timeout=SECONDS)
 def test_qadam_takes_its_own_optimizer_only() -> None:
     ddp = DDP(perceptron())

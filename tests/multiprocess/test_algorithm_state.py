@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from async_drift import let_rounds_come_in
 from followed_training import take_step
-from hooked_models import Leaves, emulated_hosts, perceptron
+from hooked_models import Leaves, emulated_hosts, perceptron, take_steps
 from ranks import Pools, RankPool, on_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -235,3 +235,40 @@ def test_a_checkpoint_of_something_else_is_refused() -> None:
         with pytest.raises((KeyError, ValueError), match=missing):
             _hooked("low_precision_decentralized", **FLAT).handle.load_state_dict(broken)
     _hooked("low_precision_decentralized", **FLAT).handle.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("quantized_allreduce", {"codec": "4bit", "exact": ()}), ("powersgd", {"start_step": 0, "rank": 1})],
+    ids=["quantized_allreduce", "powersgd"],
+)
+@on_ranks(2)
+def test_what_comm_hook_keeps_can_be_saved_and_is_loaded_with_the_first_bucket(
+    algorithm: str, options: dict[str, Any]
+) -> None:
+    def begun() -> tuple[DDP, Any, torch.optim.Optimizer]:
+        ddp = DDP(perceptron(), bucket_cap_mb=0.002)
+        state, hook = bagua.comm_hook(algorithm, **FLAT, **options)
+        ddp.register_comm_hook(state, hook)
+        return ddp, state, torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    ddp, state, optimizer = begun()
+    assert state.state_dict() == {}
+    take_steps(ddp, optimizer, range(4))
+    saved = state.state_dict()
+    assert saved["step"] == 4
+    assert saved["state"]
+    other, resumed, another = begun()
+    other.load_state_dict(ddp.state_dict())
+    resumed.load_state_dict(saved)
+    fresh, _, third = begun()
+    fresh.load_state_dict(ddp.state_dict())
+    for one, its in ((ddp, optimizer), (other, another), (fresh, third)):
+        take_steps(one, its, range(4, 8))
+    whole, continued, without = ([p.detach() for p in one.parameters()] for one in (ddp, other, fresh))
+    assert all(map(torch.equal, whole, continued))
+    assert not all(map(torch.equal, whole, without)), "the state makes a difference"
+    third_state = begun()
+    third_state[1].load_state_dict({**saved, "algorithm": "bytegrad"})
+    with pytest.raises(ValueError, match="written with algorithm 'bytegrad'"):
+        take_steps(third_state[0], third_state[2], range(1))

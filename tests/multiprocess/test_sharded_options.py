@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from reference import named
-from sharded_models import MESHES, compressed, local, loss_of, made_model, mesh_of, sharded, trained
-from torch import nn
+from sharded_models import MESHES, compressed, local, loss_of, made_model, mesh_of, on_hosts, sharded, trained
+from torch import Tensor, nn
 
 on_meshes = pytest.mark.parametrize("mesh_name", MESHES)
 
@@ -145,6 +145,42 @@ def test_hosts_that_ask_for_different_codecs_get_an_error() -> None:
         bagua.fsdp.compress(ours, "int8" if dist.get_rank() < 2 else "4bit")
     with pytest.raises(ValueError, match="rank 1 could not" if dist.get_rank() < 2 else "expected a codec"):
         bagua.fsdp.compress(ours, "int8" if dist.get_rank() < 2 else "no codec")
+
+
+@on_ranks(4)
+def test_ranks_of_a_host_that_ask_for_different_codecs_are_told_on_all_hosts() -> None:
+    ours = sharded(made_model(), mesh_of())
+    with pytest.raises(ValueError, match="other options"):
+        bagua.fsdp.compress(ours, "int8" if dist.get_rank() % 2 else "4bit")
+    with pytest.raises(ValueError, match=r"other options|could not register"):
+        bagua.fsdp.compress(ours, "int8" if dist.get_rank() == 2 else "4bit")
+    with pytest.raises(ValueError, match="expected a codec" if dist.get_rank() == 3 else "could not register"):
+        bagua.fsdp.compress(ours, "int8" if dist.get_rank() < 3 else "no codec")
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter, whose matrices have 2048 elements each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(256, 8, bias=False), nn.Linear(8, 256, bias=False))])
+        self.frozen = nn.Linear(256, 256).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.frozen(x) + self.blocks[0](x)
+        return result
+
+
+@on_meshes
+@on_ranks(4)
+def test_shards_are_small_where_their_whole_parameters_are(mesh_name: str) -> None:
+    model = sharded(Adapted(), mesh_of(mesh_name))
+    with on_hosts(mesh_name):
+        handle = bagua.fsdp.compress(model, "int8")
+    model(torch.randn(4, 256)).square().sum().backward()
+    stats = handle.stats()
+    # Without a codec half of the bytes or more, as each of two hosts sends what it has.
+    assert 0 < stats["wire_bytes_between_hosts"] < 0.3 * stats["logical_bytes"]
 
 
 @on_ranks(4)
