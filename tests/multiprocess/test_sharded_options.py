@@ -176,7 +176,7 @@ class Adapted(nn.Module):
 def test_shards_are_small_where_their_whole_parameters_are(mesh_name: str) -> None:
     model = sharded(Adapted(), mesh_of(mesh_name))
     with on_hosts(mesh_name):
-        handle = bagua.fsdp.compress(model, "int8")
+        handle = bagua.fsdp.compress(model, "int8", guard=None)
     model(torch.randn(4, 256)).square().sum().backward()
     stats = handle.stats()
     # Without a codec half of the bytes or more, as each of two hosts sends what it has.
