@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_608, 16_000),
     "python_shim": Layer({".py"}, 13_769, 8_500),
-    "tests": Layer({".py"}, 29_934, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 30_334, 22_000, counts_tests=True),
 }
 
 
