@@ -67,6 +67,8 @@ class Connection final : public EventLoop::Handler, public FrameSink, public std
   [[nodiscard]] Stream& stream() { return stream_; }
   [[nodiscard]] const FrameReader& reader() const { return reader_; }
   [[nodiscard]] SentFrames& sent() { return sent_; }
+  // Frames that are counted have gone one way or the other.
+  [[nodiscard]] bool hasCarried() const { return reader_.frames() > 0 || sent_.hasAny(); }
 
   // A thread may write now.
   [[nodiscard]] bool isFree() const { return !isBlocked && !isBusy && !isClosed; }
@@ -102,6 +104,10 @@ class Connection final : public EventLoop::Handler, public FrameSink, public std
   std::atomic<bool> isAnswered = false;
   // The other side is the peer, and takes the connection for one of this link.
   bool isWelcome = false;
+  // It has not said so for long, and is given up where it does on another connection.
+  bool isOverdue = false;
+  // Opened beside one that is overdue: it takes no frames before it is welcome.
+  bool isSpare = false;
   // The kernel takes no more; the loop tells when it does.
   bool isBlocked = false;
   // A thread is writing.

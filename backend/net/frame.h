@@ -37,6 +37,11 @@ using ProcessId = std::array<uint64_t, 2>;
 // 7. A link ends when its process has ended (where it listened, connections are refused, or another process answers),
 //    when the peer has lost its end of it (the answer to a Hello names no link), or when no connection has been
 //    possible for the time of the link's patience.
+// 8. A Hello may stay unanswered though a connection was possible: a kernel takes connections also for a process that
+//    is stopped, or has not joined yet, and somebody who never answers may take them. So after half of its patience a
+//    link opens another connection beside, and after twice that time again, and so on. These are given no frames
+//    before they are answered. If the first is answered after all, they end. If one of them is answered and the first
+//    is not, that ends, with 3. and 4.: its Hello is refused by 5. if it arrives yet.
 //
 // Whoever opens a connection says this first. The answer is a kWelcome with a Hello of the other side.
 struct Hello {

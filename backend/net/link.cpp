@@ -285,7 +285,7 @@ void Link::pump(Lock& lock) {
   while (error_.empty() && failure.empty()) {
     // A connection that has half written a frame goes on; else the first that takes one does.
     const auto found = std::find_if(connections_.begin(), connections_.end(), [&](const auto& candidate) {
-      return candidate->isFree() && (candidate->hasToWrite() || giveFrame(*candidate));
+      return candidate->isFree() && (candidate->hasToWrite() || (!candidate->isSpare && giveFrame(*candidate)));
     });
     if (found == connections_.end()) break;
     const auto connection = *found;

@@ -155,9 +155,14 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   [[nodiscard]] std::chrono::milliseconds pause() const;
   [[nodiscard]] bool isDialing() const;
   [[nodiscard]] bool hasWelcome() const;
+  // Limits for how long a connection that is opened is waited for: see Hello.
+  void limitWait(const std::shared_ptr<Connection>& connection);
+  void noteOverdue(Connection& connection);
   void add(const std::shared_ptr<Connection>& connection, bool wantsWritable);
   // Whoever is refused at the peer's address knows that nobody listens there any more.
   [[nodiscard]] bool isReachable() const;
+  // The peer has come from another address than its own, where others may be: it can come again.
+  [[nodiscard]] bool comesByItself() const { return !peersSource_.empty() && !isReachable(); }
 
   // --- link_loss.cpp. These are called under the mutex.
   // A connection is there, or again.
@@ -169,6 +174,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // Sends again what has not come, once that is known. Returns false where the peer contradicts itself.
   bool settle(const std::shared_ptr<Connection>& connection);
   void noteReconnection();
+  void noteUnopened(int error, const std::string& text, bool isAnswered);
   void watch();
 
   // --- On the loop's thread, not under the mutex.
@@ -223,6 +229,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   int failures_ = 0;
   // Of these, those that somebody has refused, or has ended without a word.
   int refusals_ = 0;
+  // Spare connections that were opened, since one has last become welcome.
+  int spares_ = 0;
   std::string lastFailure_;
   // The peer has answered at its address; or its connections have come from there.
   bool isAnswered_ = false;

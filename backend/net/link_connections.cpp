@@ -41,6 +41,8 @@ constexpr int64_t kLeastUnsent = 16 << 10;
 constexpr uint64_t kBacklogBytes = 512U << 10U;
 // The kernel asks a host again after 1, 2, 4 and more seconds. Where a line was cut for a while, another try is faster.
 constexpr milliseconds kDialTime{3000};
+// The wait for a Hello's answer doubles so many times.
+constexpr int kMostDoublings = 12;
 
 }  // namespace
 
@@ -116,7 +118,8 @@ void Link::openWhereNeeded() {
 }
 
 bool Link::isDialing() const {
-  return std::any_of(connections_.begin(), connections_.end(), [](const auto& one) { return !one->isWelcome; });
+  return std::any_of(connections_.begin(), connections_.end(),
+                     [](const auto& one) { return !one->isWelcome && !one->isOverdue; });
 }
 
 bool Link::hasWelcome() const {
@@ -155,13 +158,11 @@ void Link::open() {
           .from = self_, .to = process_, .link = id_, .peerLink = peerLink_.value_or(0), .connection = number};
       const auto connection = std::make_shared<Connection>(
           weak_from_this(), Stream(std::move(socket), std::move(encrypted)), number, /*isOwn=*/true, bytesOf(hello));
+      connection->isSpare = !hasWelcome() && std::any_of(connections_.begin(), connections_.end(),
+                                                         [](const auto& one) { return one->isOverdue; });
+      if (connection->isSpare) ++spares_;
       add(connection, true);
-      loop_->callLater(kDialTime, [weak = weak_from_this(), tried = std::weak_ptr(connection)] {
-        const auto link = weak.lock();
-        const auto unanswered = tried.lock();
-        if (link && unanswered && !unanswered->isAnswered)
-          link->lose(unanswered, ETIMEDOUT, "its host does not answer");
-      });
+      limitWait(connection);
       return;
     }
     text = std::generic_category().message(error);
@@ -174,6 +175,29 @@ void Link::open() {
   loop_->callLater(milliseconds(0), [weak = weak_from_this(), error, text] {
     if (const auto link = weak.lock()) link->onUnopened(nullptr, error, text);
   });
+}
+
+void Link::limitWait(const std::shared_ptr<Connection>& connection) {
+  loop_->callLater(kDialTime, [weak = weak_from_this(), tried = std::weak_ptr(connection)] {
+    const auto link = weak.lock();
+    const auto unanswered = tried.lock();
+    if (link && unanswered && !unanswered->isAnswered) link->lose(unanswered, ETIMEDOUT, "its host does not answer");
+  });
+  const auto welcomeTime = opening_.patience / 2 * (1 << std::min(spares_, kMostDoublings));
+  loop_->callLater(welcomeTime, [weak = weak_from_this(), tried = std::weak_ptr(connection)] {
+    const auto link = weak.lock();
+    const auto unwelcome = tried.lock();
+    if (!link || !unwelcome || unwelcome->isWelcome || !unwelcome->isAnswered) return;
+    const Lock lock(link->mutex_);
+    if (!link->error_.empty() || unwelcome->isClosed) return;
+    link->noteOverdue(*unwelcome);
+    if (!link->hasWelcome()) link->dial();
+  });
+}
+
+void Link::noteOverdue(Connection& connection) {
+  if (std::exchange(connection.isOverdue, true)) return;
+  lastFailure_ = "cannot connect to " + address_.text() + ": its process does not answer";
 }
 
 void Link::add(const std::shared_ptr<Connection>& connection, bool wantsWritable) {
@@ -248,8 +272,15 @@ bool Link::onWelcome(Connection& connection, const Hello& hello) {
       over = "Connection closed by peer: its process has ended, another one answers at " + address_.text();
     } else if (hello.link == 0 || peerLink_.value_or(hello.link) != hello.link) {
       over = "Connection closed by peer: it has given up what it had with this process";
+    } else if (connection.isSpare && hasWelcome()) {
+      // The one beside which it was opened was only late.
+      connection.isOverdue = true;
+      shutdown(connection.socket().number(), SHUT_RDWR);
+      return true;
     } else {
       connection.isWelcome = true;
+      connection.isOverdue = false;
+      connection.isSpare = false;
       peerLink_ = hello.link;
       isAnswered_ = true;
       beginWith(connection);

@@ -126,7 +126,7 @@ bool Link::settle(const std::shared_ptr<Connection>& connection) {
   }
   outbox_.sendAgain(std::move(frames));
   std::erase(ended_, connection);
-  noteReconnection();
+  if (connection->hasCarried()) noteReconnection();
   return true;
 }
 
@@ -178,33 +178,37 @@ void Link::onUnopened(const std::shared_ptr<Connection>& connection, int error, 
     } else {
       isDialPlanned_ = false;
     }
-    ++failures_;
-    lastFailure_ = "cannot connect to " + address_.text() + ": " + text;
-    const bool isAnswered = connection && connection->isAnswered;
-    if (error == ECONNREFUSED && !isAnswered && isReachable() && !hasWelcome()) {
-      if (!firstRefusal_) firstRefusal_ = Clock::now();
-    } else {
-      firstRefusal_.reset();
-    }
-    if (firstRefusal_ && Clock::now() - *firstRefusal_ >= kSecondLook) {
-      lastError_ =
-          "Connection closed by peer: its process has ended, nobody listens at " + address_.text() + " any more";
-      hasPeerDied_ = true;
-    }
-    if (error == ECONNREFUSED || isAnswered) ++refusals_;
+    // One that was overdue has been replaced, and says nothing new.
+    const bool isNews = !connection || !connection->isOverdue;
+    if (isNews) noteUnopened(error, text, connection && connection->isAnswered);
     if (!lastError_.empty()) {
       if (connections_.empty()) over = lastError_;
     } else if (hasWelcome()) {
-      noMoreBefore_ = Clock::now() + kWithoutMore;
+      if (isNews) noMoreBefore_ = Clock::now() + kWithoutMore;
       sayLastWords();
       pump(lock);
-    } else if (refusals_ >= (isReachable() ? kMostRefusalsOfPeer : kMostRefusals)) {
+    } else if (!comesByItself() && refusals_ >= (isReachable() ? kMostRefusalsOfPeer : kMostRefusals)) {
       over = lastFailure_;
     } else {
       dialLater(firstRefusal_ ? kSecondLook : pause());
     }
   }
   if (!over.empty()) close(over);
+}
+
+void Link::noteUnopened(int error, const std::string& text, bool isAnswered) {
+  ++failures_;
+  lastFailure_ = "cannot connect to " + address_.text() + ": " + text;
+  if (error == ECONNREFUSED && !isAnswered && isReachable() && !hasWelcome()) {
+    if (!firstRefusal_) firstRefusal_ = Clock::now();
+  } else {
+    firstRefusal_.reset();
+  }
+  if (firstRefusal_ && Clock::now() - *firstRefusal_ >= kSecondLook) {
+    lastError_ = "Connection closed by peer: its process has ended, nobody listens at " + address_.text() + " any more";
+    hasPeerDied_ = true;
+  }
+  if (error == ECONNREFUSED || isAnswered) ++refusals_;
 }
 
 bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
@@ -235,6 +239,7 @@ bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
 
 void Link::beginWith(const Connection& connection) {
   lonelyLooks_ = 0;
+  spares_ = 0;
   lastError_.clear();
   hasPeerDied_ = false;
   firstRefusal_.reset();
@@ -272,10 +277,15 @@ void Link::lookForSilence() {
     bool isAnySilent = false;
     for (const auto& connection : connections_) {
       if (!connection->isAnswered) continue;
-      isTouched = true;
       const bool isSilent = unansweredFor(connection->socket()) >= lookInterval();
       connection->silentLooks = isSilent ? connection->silentLooks + 1 : 0;
-      isAnySilent = isAnySilent || connection->silentLooks >= kSilentLooks;
+      if (connection->silentLooks >= kSilentLooks) {
+        isAnySilent = true;
+        if (!connection->isWelcome) noteOverdue(*connection);
+      }
+      // What is on the way may take connections, and lead nowhere.
+      if (!connection->isWelcome && !hasTakenBytes(connection->socket())) continue;
+      isTouched = true;
       if (connection->silentLooks < kLooks) ++heard;
     }
     lonelyLooks_ = isTouched ? 0 : lonelyLooks_ + 1;
@@ -289,7 +299,8 @@ void Link::lookForSilence() {
              "firewall, or the translator of addresses before it, has to let connections in";
     }
     for (const auto& connection : connections_) {
-      if (connection->silentLooks >= kLooks) shutdown(connection->socket().number(), SHUT_RDWR);
+      const bool isReplaced = connection->isOverdue && hasWelcome();
+      if (isReplaced || connection->silentLooks >= kLooks) shutdown(connection->socket().number(), SHUT_RDWR);
     }
     if (isAnySilent) dial();
   }

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <ctime>
 #include <filesystem>
 #include <future>
@@ -313,6 +314,12 @@ class SilentPeer : public TwoTransports {
     }
     return false;
   }
+  // Returns how many connections wait there.
+  [[nodiscard]] static int triesAt(const FileDescriptor& listening) {
+    int tries = 0;
+    while (FileDescriptor(accept(listening.number(), nullptr, nullptr)).isOpen()) ++tries;
+    return tries;
+  }
 };
 
 TEST_F(SilentPeer, IsLostOnceItHasAcknowledgedNothingForLong) {
@@ -327,14 +334,39 @@ TEST_F(SilentPeer, IsLostOnceItHasAcknowledgedNothingForLong) {
 
 // A stopped process reads nothing, and its kernel says so.
 TEST_F(SilentPeer, IsNotLostWhereItsKernelStillAnswers) {
+  first_ = Transport::listenAt("127.0.0.1", 2, nullptr, kPatience);
   FileDescriptor listening = listenAt("127.0.0.1");
   const ProcessAddress stopped{{1, 2}, addressOf(listening)};
   groups_[0] = first_->join(8, 0, {first_->address(), stopped});
   const Bytes sent = pattern(kEagerBytes, 3);
   std::vector<std::unique_ptr<Group::Sending>> sending;
   for (uint32_t i = 0; i < 4; ++i) sending.push_back(groups_[0]->send(1, 1, i, all(sent)));
-  EXPECT_FALSE(isLostSoon()) << *groups_[0]->findLost();
+  std::this_thread::sleep_for(2 * kPatience);
+  EXPECT_FALSE(groups_[0]->findLost()) << *groups_[0]->findLost();
   EXPECT_FALSE(sending.back()->state().isComplete);
+  // Two at once, one more after half of the patience, and one after twice that time again.
+  EXPECT_EQ(triesAt(listening), 4);
+}
+
+// What takes connections for a host that is dead.
+TEST_F(SilentPeer, IsLostWhereConnectionsAreTakenAndNothingElseIs) {
+  FileDescriptor listening = listenAt("127.0.0.1");
+  // Drops what is longer than the longest header of TCP.
+  constexpr uint32_t kLongestHeader = 60;
+  std::array<sock_filter, 4> longer{{{BPF_LD | BPF_W | BPF_LEN, 0, 0, 0},
+                                     {BPF_JMP | BPF_JGT | BPF_K, 0, 1, kLongestHeader},
+                                     {BPF_RET | BPF_K, 0, 0, 0},
+                                     {BPF_RET | BPF_K, 0, 0, 0xFFFFFFFF}}};
+  const sock_fprog drop{longer.size(), longer.data()};
+  ASSERT_EQ(setsockopt(listening.number(), SOL_SOCKET, SO_ATTACH_FILTER, &drop, sizeof(drop)), 0);
+  groups_[0] = first_->join(8, 0, {first_->address(), {{1, 2}, addressOf(listening)}});
+  const Bytes sent = pattern(10, 1);
+  const auto sending = groups_[0]->send(1, 1, 0, all(sent));
+  ASSERT_TRUE(isLostSoon());
+  EXPECT_NE(groups_[0]->findLost()->find("its process does not answer. Nor has it come"), std::string::npos)
+      << *groups_[0]->findLost();
+  // What takes nothing is tried again sooner than what takes bytes.
+  EXPECT_GE(triesAt(listening), 3);
 }
 
 }  // namespace

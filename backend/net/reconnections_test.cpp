@@ -8,8 +8,8 @@
 #include <random>
 #include <thread>
 
-#include "backend/net/greeting.h"
-#include "backend/net/transport.h"
+#include "backend/net/connection_counts.h"
+#include "tests/support/made_up_peer.h"
 #include "tests/support/open_sockets.h"
 #include "tests/support/two_transports.h"
 
@@ -112,73 +112,6 @@ TEST_P(ResetAtRandom, MessagesOfAllSizesArriveOnceAndWhole) {
 }
 
 INSTANTIATE_TEST_SUITE_P(SharedMemory, ResetAtRandom, ::testing::Values(false, true));
-
-// A process of another kind: this test says what it likes.
-class MadeUpPeer : public ::testing::Test {
- protected:
-  void SetUp() override {
-    group_ = transport_->join(7, 0, {transport_->address(), {kPeer, addressOf(listening_)}});
-    group_->watch(1);
-  }
-  // The next connection of the transport, and what it says first.
-  FileDescriptor accept() {
-    FileDescriptor accepted;
-    for (const auto end = std::chrono::steady_clock::now() + 10s; !accepted.isOpen();) {
-      accepted = FileDescriptor(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC));
-      if (std::chrono::steady_clock::now() > end) break;
-      if (!accepted.isOpen()) std::this_thread::sleep_for(1ms);
-    }
-    EXPECT_EQ(recv(accepted.number(), &hello_, sizeof(hello_), MSG_WAITALL), static_cast<ssize_t>(sizeof(hello_)));
-    return accepted;
-  }
-  void answer(const FileDescriptor& connection, Hello hello) const {
-    hello.to = hello_.from;
-    hello.connection = hello_.connection;
-    const auto bytes = answerOf(hello);
-    EXPECT_EQ(::send(connection.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
-              static_cast<ssize_t>(bytes.size()));
-  }
-  static void say(const FileDescriptor& connection, const Frame& frame) {
-    ::send(connection.number(), &frame, sizeof(frame), MSG_NOSIGNAL);
-  }
-  static Frame hear(const FileDescriptor& connection) {
-    Frame frame;
-    const timeval limit{.tv_sec = 10, .tv_usec = 0};
-    setsockopt(connection.number(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
-    EXPECT_EQ(recv(connection.number(), &frame, sizeof(frame), MSG_WAITALL), static_cast<ssize_t>(sizeof(frame)));
-    return frame;
-  }
-  static void sayBytes(const FileDescriptor& connection, const Bytes& bytes) {
-    EXPECT_EQ(::send(connection.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
-              static_cast<ssize_t>(bytes.size()));
-  }
-  static Bytes hearBytes(const FileDescriptor& connection, size_t size) {
-    Bytes bytes(size);
-    EXPECT_EQ(recv(connection.number(), bytes.data(), size, MSG_WAITALL), static_cast<ssize_t>(size));
-    return bytes;
-  }
-  // Resets the connection that hello_ was for. Returns the next one, over which both have said of it that nothing came.
-  FileDescriptor replace(const FileDescriptor& connection) {
-    const uint64_t number = hello_.connection;
-    reset(connection);
-    auto next = accept();
-    answer(next, {.from = kPeer, .link = 5});
-    EXPECT_EQ(hear(next).kind, Frame::Kind::kEnded);
-    say(next, {.kind = Frame::Kind::kEnded, .key = {.stream = number}, .total = 0});
-    return next;
-  }
-  [[nodiscard]] std::string lost(std::chrono::milliseconds within = 5s) const {
-    const auto end = std::chrono::steady_clock::now() + within;
-    while (!group_->findLost() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(1ms);
-    return group_->findLost().value_or("nothing is lost");
-  }
-
-  static constexpr ProcessId kPeer{1, 2};
-  const FileDescriptor listening_ = listenAt("127.0.0.1");
-  const std::shared_ptr<Transport> transport_ = Transport::listenAt("127.0.0.1", 1);
-  std::shared_ptr<Group> group_;
-  Hello hello_;
-};
 
 TEST_F(MadeUpPeer, AnotherProcessAtTheAddressOfThePeerMeansThatItHasEnded) {
   const auto first = accept();
@@ -317,13 +250,93 @@ TEST_F(MadeUpPeer, OfAConnectionThatNeverCameNothingHasComeAndItIsNotTakenLater)
   EXPECT_EQ(word.kind, Frame::Kind::kEnded);
   EXPECT_EQ(word.key.stream, theirs);
   EXPECT_EQ(word.total, 0);
-  const FileDescriptor late(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const auto to = transport_->address().address;
-  ASSERT_EQ(connect(late.number(), to.get(), to.size()), 0);
-  const Hello hello{.from = kPeer, .to = transport_->address().process, .link = 5, .connection = theirs};
-  ASSERT_EQ(::send(late.number(), &hello, sizeof(hello), MSG_NOSIGNAL), static_cast<ssize_t>(sizeof(hello)));
+  const auto late = come("127.0.0.1", theirs);
   uint8_t byte = 0;
   EXPECT_EQ(recv(late.number(), &byte, 1, 0), 0) << "it is answered";
+  EXPECT_FALSE(group_->findLost());
+}
+
+// A translator of addresses has forgotten the peer, and somebody else has the peer's own address here.
+TEST_F(MadeUpPeer, ThatHasComeFromElsewhereMayComeAgainWhoeverIsAtItsAddress) {
+  const auto first = accept();
+  const uint64_t theirs = hello_.connection + 1;
+  const auto came = come("127.0.0.2", theirs);
+  EXPECT_EQ(hear(came).kind, Frame::Kind::kWelcome);
+  shutdown(listening_.number(), SHUT_RDWR);
+  reset(first);
+  reset(came);
+  // Meanwhile every connection to that address is refused.
+  std::this_thread::sleep_for(3s);
+  EXPECT_FALSE(group_->findLost()) << *group_->findLost();
+  EXPECT_EQ(hear(come("127.0.0.2", theirs + 2)).kind, Frame::Kind::kWelcome);
+}
+
+// A Hello has not been answered for long, and has been said on a second connection.
+class UnansweredHello : public MadeUpPeer {
+ protected:
+  UnansweredHello() : MadeUpPeer(2, kPatience) {}
+  void SetUp() override {
+    MadeUpPeer::SetUp();
+    sending_ = group_->send(1, 1, 0, {.data = sent_.data(), .size = sent_.size(), .ready = sent_.size()});
+    firstOne_ = accept();
+    first_ = hello_;
+    const auto begun = std::chrono::steady_clock::now();
+    secondOne_ = accept();
+    second_ = hello_;
+    EXPECT_GT(std::chrono::steady_clock::now() - begun, kPatience / 4);
+    EXPECT_NE(second_.connection, first_.connection);
+    std::this_thread::sleep_for(50ms);
+    EXPECT_EQ(recv(secondOne_.number(), &word_, sizeof(word_), MSG_DONTWAIT), -1) << "it may be needless";
+  }
+  void answerTo(const Hello& hello, const FileDescriptor& connection) {
+    hello_ = hello;
+    answer(connection, {.from = kPeer, .link = 5});
+  }
+  // Both say of `ended` that nothing has come over it.
+  void expectLastWords(const Hello& ended, const FileDescriptor& connection) {
+    word_ = hear(connection);
+    EXPECT_EQ(word_.kind, Frame::Kind::kEnded);
+    EXPECT_EQ(word_.key.stream, ended.connection);
+    EXPECT_EQ(word_.total, 0);
+    say(connection, {.kind = Frame::Kind::kEnded, .key = {.stream = ended.connection}, .total = 0});
+  }
+  void expectMessage(const FileDescriptor& connection) {
+    EXPECT_EQ(hear(connection).kind, Frame::Kind::kUnsolicited);
+    EXPECT_EQ(hearBytes(connection, sent_.size()), sent_);
+  }
+
+  static constexpr std::chrono::milliseconds kPatience{1600};
+  const Bytes sent_ = pattern(100, 1);
+  const uint64_t replaced_ = reconnections();
+  std::unique_ptr<Group::Sending> sending_;
+  FileDescriptor firstOne_;
+  FileDescriptor secondOne_;
+  Hello first_;
+  Hello second_;
+  Frame word_;
+};
+
+TEST_F(UnansweredHello, IsGivenUpWhereAnotherIsAnsweredAndWhatItsConnectionTookComesAgain) {
+  answerTo(second_, secondOne_);
+  expectLastWords(first_, secondOne_);
+  expectMessage(secondOne_);
+  EXPECT_EQ(reconnections(), replaced_ + 1);
+  EXPECT_FALSE(group_->findLost());
+}
+
+TEST_F(UnansweredHello, GoesOnIfItIsAnsweredAfterAllAndTheOtherConnectionEnds) {
+  answerTo(first_, firstOne_);
+  expectMessage(firstOne_);
+  std::this_thread::sleep_for(50ms);
+  answerTo(second_, secondOne_);
+  EXPECT_EQ(recv(secondOne_.number(), &word_, sizeof(word_), 0), 0);
+  expectLastWords(second_, firstOne_);
+  std::this_thread::sleep_for(50ms);
+  EXPECT_EQ(reconnections(), replaced_) << "nothing has been replaced";
+  // Nor is it a sign that more connections than the first are not possible.
+  const Bytes large = pattern(kEagerBytes, 2);
+  const auto sending = group_->send(1, 1, 1, {.data = large.data(), .size = large.size(), .ready = large.size()});
+  EXPECT_TRUE(accept().isOpen());
   EXPECT_FALSE(group_->findLost());
 }
 

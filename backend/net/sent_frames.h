@@ -26,6 +26,7 @@ class SentFrames {
   void clear() { kept_.clear(); }
 
   [[nodiscard]] bool isEmpty() const { return acknowledged_ == given_; }
+  [[nodiscard]] bool hasAny() const { return given_ > 0; }
   [[nodiscard]] uint64_t unacknowledged() const { return given_ - acknowledged_; }
 
  private:

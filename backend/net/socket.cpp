@@ -127,6 +127,13 @@ std::chrono::milliseconds unansweredFor(const FileDescriptor& socket) {
   return std::chrono::milliseconds(info.tcpi_last_ack_recv);
 }
 
+bool hasTakenBytes(const FileDescriptor& socket) {
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  // The connection itself counts for one.
+  return getsockopt(socket.number(), IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_bytes_acked > 1;
+}
+
 Line lineOf(const FileDescriptor& socket) {
   tcp_info info{};
   socklen_t size = sizeof(info);

@@ -65,6 +65,8 @@ void configure(const FileDescriptor& socket);
 int errorOf(const FileDescriptor& socket);
 // Returns for how long the other host's kernel has sent nothing, though it has something to acknowledge; 0: it has not.
 std::chrono::milliseconds unansweredFor(const FileDescriptor& socket);
+// Returns whether the other host's kernel has acknowledged a byte.
+bool hasTakenBytes(const FileDescriptor& socket);
 // The kernel has seen this of the line that a connection goes over; zeros where it does not tell.
 struct Line {
   // The shortest round trip of the last minutes, and that of late; 0 where nothing has been sent for two round trips.
