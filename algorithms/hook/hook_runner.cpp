@@ -104,29 +104,6 @@ void HookRunner::useBackground(std::shared_ptr<ExecutorProvider> group) {
   })->wait(kNoTimeout);
 }
 
-void HookRunner::agree(const std::string& parameters, const std::string& optimizer, at::Device device,
-                       const std::string& arithmetic) {
-  const std::string use = watchesUse() ? " with find_unused_parameters or static_graph" : "";
-  const bool goesByLinear = algorithm_->as<ReadsOptimizer>() != nullptr && isOptimizerLinear_.value_or(false);
-  const std::string kind = goesByLinear ? " for an optimizer such as SGD" : "";
-  const bool needsLikeDevices = AlgorithmRegistry::find(name_).needsLikeDevices;
-  const Registration own{name_ + "(" + options_.toString() + ")" + use + kind + optimizer, parameters};
-  agreeAmongShards(own, device);
-  members_.agree(own, needsLikeDevices ? arithmetic : "", device);
-  begin();
-}
-
-// Before the members do: who hears here that a rank refuses, or has something else, passes that on to its members.
-void HookRunner::agreeAmongShards(const Registration& own, at::Device device) {
-  if (!shards_) return;
-  try {
-    agreeOn(own, kOfRegistration, *shards_, device);
-  } catch (...) {
-    agreeOn({}, kOfRegistration, members_.group(), device);
-    throw;
-  }
-}
-
 void HookRunner::begin() {
   if (std::exchange(hasBegun_, true)) return;
   if (auto* const onWeights = algorithm_->as<ActsOnWeights>()) onWeights->useModel(*this);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The user's handle asks this of a hook between two steps; and its ranks may change there.
+// The ranks of a hook agree before the first step; the user's handle asks the rest of it between two steps, and its
+// ranks may change there.
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
@@ -38,6 +39,29 @@ uint32_t hashOfTable(const at::Tensor& table) {
 }
 
 }  // namespace
+
+void HookRunner::agree(const std::string& parameters, const std::string& optimizer, at::Device device,
+                       const std::string& arithmetic) {
+  const std::string use = watchesUse() ? " with find_unused_parameters or static_graph" : "";
+  const bool goesByLinear = algorithm_->as<ReadsOptimizer>() != nullptr && isOptimizerLinear_.value_or(false);
+  const std::string kind = goesByLinear ? " for an optimizer such as SGD" : "";
+  const bool needsLikeDevices = AlgorithmRegistry::find(name_).needsLikeDevices;
+  const Registration own{name_ + "(" + options_.toString() + ")" + use + kind + optimizer, parameters};
+  agreeAmongShards(own, device);
+  members_.agree(own, needsLikeDevices ? arithmetic : "", device);
+  begin();
+}
+
+// Before the members do: who hears here that a rank refuses, or has something else, passes that on to its members.
+void HookRunner::agreeAmongShards(const Registration& own, at::Device device) {
+  if (!shards_) return;
+  try {
+    agreeOn(own, kOfRegistration, *shards_, device);
+  } catch (...) {
+    agreeOn({}, kOfRegistration, members_.group(), device);
+    throw;
+  }
+}
 
 void HookRunner::checkMembers() const {
   // It remembers weights of the former members, and the groups of its own consist of them.
