@@ -188,7 +188,6 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Where all ranks are at the same step when they make themselves equal: a rank that is at another one, and waits in a
   // round, finds out at once.
   [[nodiscard]] ExecutorProvider& meetingGroup() const { return countsSteps() ? *background_ : members_.group(); }
-  void agreeAmongShards(const Registration& own, at::Device device);
   void checkThatAllCan(const char* call) override;
   void checkThatAllCan(const char* call, const AgreementWords& words, Registration own);
   // Throws where a CUDA graph is captured on the device of `tensors`, unless it may repeat a step of the algorithm.

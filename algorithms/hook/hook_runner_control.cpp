@@ -5,6 +5,8 @@
 #include <c10/util/Exception.h>
 
 #include <cmath>
+#include <exception>
+#include <functional>
 #include <utility>
 
 #include "algorithms/hook/hook_runner.h"
@@ -38,6 +40,20 @@ uint32_t hashOfTable(const at::Tensor& table) {
   return static_cast<uint32_t>(hashOf({static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()}));
 }
 
+// Where `call` throws, the ranks of another group are told, if there is one: they may wait for this one.
+void passingOn(const std::function<void()>& call, ExecutorProvider* others, at::Device device) {
+  try {
+    call();
+  } catch (...) {
+    const auto error = std::current_exception();
+    try {
+      if (others != nullptr) agreeOn({}, kOfRegistration, *others, device);
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): what `call` threw says why
+    }
+    std::rethrow_exception(error);
+  }
+}
+
 }  // namespace
 
 void HookRunner::agree(const std::string& parameters, const std::string& optimizer, at::Device device,
@@ -47,20 +63,15 @@ void HookRunner::agree(const std::string& parameters, const std::string& optimiz
   const std::string kind = goesByLinear ? " for an optimizer such as SGD" : "";
   const bool needsLikeDevices = AlgorithmRegistry::find(name_).needsLikeDevices;
   const Registration own{name_ + "(" + options_.toString() + ")" + use + kind + optimizer, parameters};
-  agreeAmongShards(own, device);
-  members_.agree(own, needsLikeDevices ? arithmetic : "", device);
+  // Whoever hears that a rank refuses, or has something else, passes that on to its other group. The members are on all
+  // hosts, so that what they find has reached every rank when the shards agree once more.
+  const auto amongShards = [&] {
+    if (shards_) agreeOn(own, kOfRegistration, *shards_, device);
+  };
+  passingOn(amongShards, &members_.group(), device);
+  passingOn([&] { members_.agree(own, needsLikeDevices ? arithmetic : "", device); }, shards_.get(), device);
+  amongShards();
   begin();
-}
-
-// Before the members do: who hears here that a rank refuses, or has something else, passes that on to its members.
-void HookRunner::agreeAmongShards(const Registration& own, at::Device device) {
-  if (!shards_) return;
-  try {
-    agreeOn(own, kOfRegistration, *shards_, device);
-  } catch (...) {
-    agreeOn({}, kOfRegistration, members_.group(), device);
-    throw;
-  }
 }
 
 void HookRunner::checkMembers() const {

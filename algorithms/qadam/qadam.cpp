@@ -47,6 +47,10 @@ class QAdam final : public compressed::CodedGradients, public UsesMomenta {
     CodedGradients::reduce(bucket, communicator);
   }
 
+  void reduceToParts(Bucket& /*bucket*/, at::Tensor& /*own*/, Communicator& /*communicator*/) override {
+    TORCH_CHECK_VALUE(false, "bagua: qadam has momenta of whole parameters, and reduces nothing to parts");
+  }
+
   [[nodiscard]] ReduceTraits traits() const override {
     ReduceTraits traits = CodedGradients::traits();
     // Another step may be one of the warm-up, or use other momenta.

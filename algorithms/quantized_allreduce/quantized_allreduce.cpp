@@ -49,7 +49,7 @@ BAGUA_REGISTER_ALGORITHM({
         {{"codec", std::string("4bit"),
           "One of bagua.available_codecs(), with int8 for embeddings, the head and what has one dimension where it has "
           "fewer bits; or a mapping to codecs from 'embedding', 'head' (the last linear layer), '1d' (biases, norms), "
-          "'small' (below 1024 elements; of a shard, below 128) and patterns of parameters' names, of which the first "
+          "'small' (below 1024 elements, or a shard below 128) and patterns of parameters' names, of which the first "
           "that fits counts; the "
           "last is '*'.",
           true},

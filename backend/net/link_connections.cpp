@@ -161,6 +161,7 @@ void Link::open() {
       connection->isSpare = !hasWelcome() && std::any_of(connections_.begin(), connections_.end(),
                                                          [](const auto& one) { return one->isOverdue; });
       if (connection->isSpare) ++spares_;
+      connection->isAdditional = hasWelcome();
       add(connection, true);
       limitWait(connection);
       return;

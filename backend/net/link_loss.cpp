@@ -184,10 +184,11 @@ void Link::onUnopened(const std::shared_ptr<Connection>& connection, int error, 
     if (!lastError_.empty()) {
       if (connections_.empty()) over = lastError_;
     } else if (hasWelcome()) {
-      if (isNews) noMoreBefore_ = Clock::now() + kWithoutMore;
+      if (isNews || connection->isAdditional) noMoreBefore_ = Clock::now() + kWithoutMore;
       sayLastWords();
       pump(lock);
-    } else if (!comesByItself() && refusals_ >= (isReachable() ? kMostRefusalsOfPeer : kMostRefusals)) {
+    } else if (connections_.empty() && !comesByItself() &&
+               refusals_ >= (isReachable() ? kMostRefusalsOfPeer : kMostRefusals)) {
       over = lastFailure_;
     } else {
       dialLater(firstRefusal_ ? kSecondLook : pause());
@@ -280,7 +281,8 @@ void Link::lookForSilence() {
       const bool isSilent = unansweredFor(connection->socket()) >= lookInterval();
       connection->silentLooks = isSilent ? connection->silentLooks + 1 : 0;
       if (connection->silentLooks >= kSilentLooks) {
-        isAnySilent = true;
+        // Nobody misses one beside those that work.
+        isAnySilent = isAnySilent || connection->isWelcome || !hasWelcome();
         if (!connection->isWelcome) noteOverdue(*connection);
       }
       // What is on the way may take connections, and lead nowhere.

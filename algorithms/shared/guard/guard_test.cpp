@@ -69,7 +69,7 @@ TEST(Guard, RaisesStepByStepAndComesDownByRule) {
   EXPECT_THAT(step(guard, 3007, 0.01), ElementsAre(kParameter));
 }
 
-TEST(Guard, OnlyWarnsIfThatIsAskedForOnceForEachExcursion) {
+TEST(Guard, OnlyWarnsIfThatIsAskedForOnceAndCountsEachExcursion) {
   Guard guard(Guard::Mode::kWarn);
   guard.useNames({"a.weight", "b.weight"});
   ::testing::internal::CaptureStderr();
@@ -79,9 +79,11 @@ TEST(Guard, OnlyWarnsIfThatIsAskedForOnceForEachExcursion) {
   EXPECT_EQ(guard.levelOf(kParameter), 0);
   EXPECT_EQ(guard.report().alarms, 1);
   EXPECT_NEAR(guard.report().worst[0], 0.3, 1e-6);
-  step(guard, 9, 0.01);
-  for (int64_t number = 10; number < 13; ++number) step(guard, number, 0.3);
+  ::testing::internal::CaptureStderr();
+  step(guard, 9, 0.01, 0);
+  for (int64_t number = 10; number < 13; ++number) step(guard, number, 0.3, 0);
   EXPECT_EQ(guard.report().alarms, 2);
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }
 
 TEST(Guard, SaysNothingOnOtherRanksAndOfWhatIsNotFinite) {

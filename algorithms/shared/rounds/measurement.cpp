@@ -64,7 +64,7 @@ std::optional<Measured> Measurement::afterStep(StepContext& context, const Excha
   if (steps_ < kBegin + kBesideExchange) return std::nullopt;
   if (agreement_) {
     stop();
-    if (!std::exchange(isAmongShards_, true)) agreement_ = beginAgreementAmongShards(context);
+    if (!std::exchange(hasAskedShards_, true)) agreement_ = beginAgreementAmongShards(context);
     if (agreement_) return std::nullopt;
     return Measured{.stepSeconds = -agreed_[1].item<double>(), .stepsOfExchange = agreed_[0].item<double>()};
   }
@@ -80,7 +80,7 @@ std::optional<Measured> Measurement::afterStep(StepContext& context, const Excha
 // Every rank takes the longest step that one had, and the shortest exchange: the last to come has not waited for
 // others.
 void Measurement::beginAgreement(StepContext& context) {
-  isAmongShards_ = false;
+  hasAskedShards_ = false;
   agreed_ = at::empty({2}, context.parameters().front().options().dtype(at::kDouble).requires_grad(false));
   agreed_[0].fill_(*stepsOfExchange_);
   agreed_[1].fill_(-stepSeconds());

@@ -2,12 +2,14 @@
 #include "algorithms/shared/rounds/measurement.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/minimum.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
 
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "tests/support/immediate_steps.h"
 #include "tests/support/lone_communicator.h"
@@ -84,10 +86,11 @@ TEST_F(MeasurementTest, ALongOneIsWaitedFor) {
 }
 
 TEST_F(MeasurementTest, RanksWithOtherPartsOfTheWeightsGoByTheSameNumbers) {
-  context_.shards = [&](const char* /*name*/, const std::vector<at::Tensor>& tensors, StepContext::Task /*task*/) {
-    // One of them has seen the exchange end earlier, after longer steps.
-    tensors.front().copy_(at::tensor({0.5, -2.0}));
-    return c10::make_intrusive<Timed>(Clock::now());
+  context_.shards = [&](const char* name, const std::vector<at::Tensor>& tensors, StepContext::Task task) {
+    // One of them has seen the exchange end earlier, after longer steps: what is asked for is the least.
+    EXPECT_EQ(tensors.front().numel(), 2);
+    tensors.front().copy_(at::minimum(tensors.front(), at::tensor({0.5, -2.0}, at::kDouble)));
+    return context_.submit(name, tensors, StepContext::Wait::kLater, std::move(task));
   };
   const auto found = measured(25ms);
   EXPECT_EQ(steps_, 18);
