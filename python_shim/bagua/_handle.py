@@ -23,6 +23,12 @@ OptionValue = bool | int | float | str | None
 OptionArgument = OptionValue | Sequence[str] | Mapping[str, str]
 
 
+def check_scaler(scaler: Any) -> None:
+    """Refuse what cannot be followed."""
+    if not callable(getattr(scaler, "update", None)) or not callable(getattr(scaler, "get_scale", None)):
+        raise TypeError(f"expected a torch.amp.GradScaler, got {type(scaler).__qualname__}")
+
+
 class Handle:
     """What `register_comm_hook` returns: figures and control of one algorithm at work on one model.
 
@@ -163,6 +169,8 @@ class Handle:
                 f"the checkpoint lacks {', '.join(missing)}: pass what the state_dict() of this rank's handle has "
                 "returned, not that of the model or the optimizer"
             )
+        if "order" in state_dict:
+            raise ValueError("the checkpoint is of what bagua.comm_hook returned, which numbers parameters otherwise")
         for key, own in (("algorithm", self.algorithm), ("options", self.options)):
             saved, name = state_dict[key], self.algorithm
             if saved != own and (key == "algorithm" or comparable(saved, name) != comparable(own, name)):
@@ -206,8 +214,7 @@ class Handle:
             RuntimeError: as `rescale`.
             TypeError: what is no GradScaler.
         """
-        if not callable(getattr(scaler, "update", None)) or not callable(getattr(scaler, "get_scale", None)):
-            raise TypeError(f"expected a torch.amp.GradScaler, got {type(scaler).__qualname__}")
+        check_scaler(scaler)
         self.rescale(1)
         if scaler in self._followed:
             return

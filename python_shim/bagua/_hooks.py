@@ -34,7 +34,7 @@ from bagua._attachment import (
 )
 from bagua._buckets import BucketSplitter
 from bagua._executors import executors_for, refuse, start
-from bagua._handle import Handle, OptionArgument, OptionValue
+from bagua._handle import Handle, OptionArgument, OptionValue, check_scaler
 from bagua._layers import layers_of
 from bagua._message_bytes import parameters_of
 from bagua._native import _C
@@ -243,10 +243,15 @@ def register_comm_hook(
     return handle
 
 
+# With comm_hook parameters are numbered as their gradients come, not in the model's order.
+_BY_ARRIVAL = "arrival"
+_WITH_RESIDUALS = ("quantized_allreduce", "powersgd")
+
+
 class HookState:
     """The state of the two-argument form: an algorithm that finds its process group at the first bucket.
 
-    It has its handle from then on. What is loaded or followed before is so at that bucket.
+    It has its handle from then on; what is loaded or followed before is so at that bucket.
     """
 
     def __init__(
@@ -257,47 +262,55 @@ class HookState:
         self._process_group = process_group
         self._hook: _C.Hook | None = None
         self._handle: Handle | None = None
-        self._loaded: Mapping[str, Any] = {}
+        self._loaded: dict[str, Any] | None = None
         self._followed: list[torch.amp.GradScaler] = []
 
     def run(self, bucket: dist.GradBucket) -> torch.futures.Future[list[torch.Tensor]]:
-        if self._hook is None:
-            self._hook = self._begun(bucket)
-        return self._hook.run(bucket)
-
-    def _begun(self, bucket: dist.GradBucket) -> _C.Hook:
         check_numbers(bucket.parameters(), self._algorithm)
-        device = bucket.buffer().device
-        group = self._process_group or dist.group.WORLD
-        if group is None:
-            raise RuntimeError("a bagua communication hook needs an initialised process group")
-        hook = _C.Hook(self._algorithm, self._options, executors_for(group, device))
-        say_if_nothing_is_coded(hook, group)
-        handle = Handle(hook, None, None, group)
-        if self._loaded:
-            handle.load_state_dict(dict(self._loaded))
-        for scaler in self._followed:
-            handle.follow(scaler)
-        self._handle = handle
-        return hook
+        if self._hook is None or self._handle is None:
+            group = self._process_group or dist.group.WORLD
+            if group is None:
+                raise RuntimeError("a bagua communication hook needs an initialised process group")
+            executors = executors_for(group, bucket.buffer().device)
+            self._hook = _C.Hook(self._algorithm, self._options, executors)
+            self._handle = Handle(self._hook, None, None, group)
+            say_if_nothing_is_coded(self._hook, group)
+        if self._loaded is not None:
+            self._handle.load_state_dict(self._loaded)
+            self._loaded = None
+        while self._followed:
+            self._handle.follow(self._followed.pop())
+        return self._hook.run(bucket)
 
     def stats(self) -> Stats | dict[str, Any]:
         """As `Handle.stats()`; empty before the first bucket."""
         return {} if self._handle is None else self._handle.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Handle.state_dict()`, which every rank saves; before the first bucket, what was loaded."""
-        return dict(self._loaded) if self._handle is None else self._handle.state_dict()
+        """As `Handle.state_dict()`, which every rank saves; before the first bucket what was loaded, or nothing."""
+        if self._loaded is not None or self._handle is None:
+            return {**(self._loaded or {}), "order": _BY_ARRIVAL}
+        return {**self._handle.state_dict(), "order": _BY_ARRIVAL}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As `Handle.load_state_dict()`; before the first bucket, which then raises what that raises."""
-        if self._handle is None:
-            self._loaded = state_dict
-        else:
-            self._handle.load_state_dict(dict(state_dict))
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"the checkpoint must be a dict, got {type(state_dict).__qualname__}")
+        if state_dict.get("order") != _BY_ARRIVAL:
+            raise ValueError(
+                "the checkpoint is not of what comm_hook returned: a handle's goes to register_comm_hook's"
+            )
+        given = {name: value for name, value in state_dict.items() if name != "order"}
+        if self._handle is not None:
+            self._handle.load_state_dict(given)
+        elif given:
+            self._loaded = given
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """As `Handle.follow()`, with "quantized_allreduce" and "powersgd"."""
+        check_scaler(scaler)
+        if self._algorithm not in _WITH_RESIDUALS:
+            raise RuntimeError(f"algorithm {self._algorithm!r} remembers no gradients, and needs no follow()")
         if self._handle is None:
             self._followed.append(scaler)
         else:

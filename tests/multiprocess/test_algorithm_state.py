@@ -253,7 +253,7 @@ def test_what_comm_hook_keeps_can_be_saved_and_is_loaded_with_the_first_bucket(
         return ddp, state, torch.optim.SGD(ddp.parameters(), lr=0.1)
 
     ddp, state, optimizer = begun()
-    assert state.state_dict() == {}
+    assert "state" not in state.state_dict()
     take_steps(ddp, optimizer, range(4))
     saved = state.state_dict()
     assert saved["step"] == 4
@@ -268,7 +268,20 @@ def test_what_comm_hook_keeps_can_be_saved_and_is_loaded_with_the_first_bucket(
     whole, continued, without = ([p.detach() for p in one.parameters()] for one in (ddp, other, fresh))
     assert all(map(torch.equal, whole, continued))
     assert not all(map(torch.equal, whole, without)), "the state makes a difference"
-    third_state = begun()
-    third_state[1].load_state_dict({**saved, "algorithm": "bytegrad"})
+    wrong, its_state, its_optimizer = begun()
+    its_state.load_state_dict({**saved, "algorithm": "bytegrad"})
     with pytest.raises(ValueError, match="written with algorithm 'bytegrad'"):
-        take_steps(third_state[0], third_state[2], range(1))
+        take_steps(wrong, its_optimizer, range(1))
+    handle = bagua.register_comm_hook(DDP(perceptron()), algorithm, **FLAT, **options)
+    with pytest.raises(ValueError, match="numbers parameters otherwise"):
+        handle.load_state_dict(saved)
+    with pytest.raises(ValueError, match="not of what comm_hook returned"):
+        its_state.load_state_dict(handle.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    resumed.follow(scaler)
+    before = [value for name, value in sorted(resumed.state_dict()["state"].items()) if value.is_floating_point()]
+    scaler.update(4.0)
+    after = [value for name, value in sorted(resumed.state_dict()["state"].items()) if value.is_floating_point()]
+    assert any(bool((0.5 * one == two).all()) and bool(one.any()) for one, two in zip(before, after, strict=True))
+    with pytest.raises(RuntimeError, match="needs no follow"):
+        bagua.comm_hook("bytegrad")[0].follow(scaler)
