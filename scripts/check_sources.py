@@ -31,8 +31,8 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_540, 16_000),
-    "python_shim": Layer({".py"}, 13_769, 8_500),
-    "tests": Layer({".py"}, 29_903, 22_000, counts_tests=True),
+    "python_shim": Layer({".py"}, 14_060, 8_500),
+    "tests": Layer({".py"}, 30_150, 22_000, counts_tests=True),
 }
 
 

@@ -33,6 +33,7 @@ from bagua._states import StatesOfAllRanks
 from bagua._stats import ShardedStats
 from bagua._torch_private import default_group, gathered_dtype, reshards_to_another_mesh, shape_in_buffer
 from bagua._weight_cache import CachedGather
+from bagua._weight_changes import FrozenWeights
 
 __all__ = ["compress"]
 
@@ -44,12 +45,18 @@ class _ShardedHandle(Handle):
     """The handle of an algorithm at work on a sharded model; state and figures are those of this rank's shards."""
 
     def __init__(
-        self, hook: _C.Hook, reduction: ShardReduction, caches: list[CachedGather], rounds: ShardedRounds | None
+        self,
+        hook: _C.Hook,
+        reduction: ShardReduction,
+        caches: list[CachedGather],
+        frozen: FrozenWeights | None,
+        rounds: ShardedRounds | None,
     ) -> None:
         # A checkpoint is this rank's alone, whatever dimension of the mesh it differs in.
         super().__init__(hook, None, None, default_group())
         self._reduction = reduction
         self._caches = caches
+        self._frozen = frozen
         self._rounds = rounds
 
     def stats(self) -> ShardedStats:
@@ -119,6 +126,8 @@ class _ShardedHandle(Handle):
         self._reduction.detach()
         for cache in self._caches:
             cache.detach()
+        if self._frozen is not None:
+            self._frozen.remove()
 
 
 def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
@@ -137,8 +146,7 @@ def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
         raise ValueError(
             f"weights={weights!r} and reshard_after_forward=<number of ranks> are two ways to the same: leave one out"
         )
-    codec = None if weights == "cache" else weights
-    if codec is not None and not all(_is_coded_by(group) for group in sharded.groups):
+    if weights != "cache" and not all(_is_coded_by(group) for group in sharded.groups):
         raise ValueError(
             f"weights={weights!r} takes CPU tensors, and groups of parameters that are gathered in one dtype of "
             "floating point: choose 'cache'"
@@ -150,7 +158,12 @@ def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
             weights,
             sharded.group.size() * sum(sizes) / 2**20,
         )
-    return [CachedGather(group, number, codec) for number, group in enumerate(sharded.groups)]
+    names = {id(p): name for p, (name, _) in zip(sharded.parameters, sharded.names_and_roles, strict=True)}
+    said: set[str] = set()
+    return [
+        CachedGather(group, number, [names[id(parameter)] for parameter in group.fsdp_params], weights, said)
+        for number, group in enumerate(sharded.groups)
+    ]
 
 
 def _is_coded_by(group: Any) -> bool:
@@ -275,9 +288,10 @@ def compress(
         rounds.attach(hook, optimizer)
     for cache in caches:
         cache.attach()
+    frozen = FrozenWeights(model, caches, group) if caches and device.type == "cpu" else None
     if dist.get_rank() == 0:
         say_if_nothing_is_coded(hook, group)
-    handle = _ShardedHandle(hook, reduction, caches, rounds)
+    handle = _ShardedHandle(hook, reduction, caches, frozen, rounds)
     if scaler is not None and handle.keeps_residuals:
         handle.follow(scaler)
     return handle
