@@ -58,6 +58,7 @@ class ShardedRounds:
         self.shards: list[Tensor] = [padded_shard(parameter) for parameter in sharded.parameters]
         # The gradient of each, and its version, when the shard got it.
         self._shown: list[tuple[Tensor, int] | None] = [None] * len(self.shards)
+        # Whether a forward was seen since the optimizer's last step: several backwards may follow it, or of several.
         self._is_announced = False
         self._removable: list[Any] = []
 
@@ -109,13 +110,13 @@ class ShardedRounds:
                 "given to compress() itself, not another of its methods, and in training mode (to freeze parts of it, "
                 "put those in evaluation mode)"
             )
-        self._is_announced = False
         self.show_gradients()
         self._hook.after_backward()
 
     @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._hook.after_step()
+        self._is_announced = False
         # What they were is known, and their memory is the user's.
         self._shown = [None] * len(self.shards)
         for shard in self.shards:

@@ -206,7 +206,32 @@ def skipped_by_a_host(model: Any, optimizer: torch.optim.Optimizer, number: int)
     optimizer.zero_grad(set_to_none=number == 2)
 
 
-@pytest.mark.parametrize("step", [accumulated_in_whole, accumulated_in_host, skipped_by_a_host])
+def two_forwards_first(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    losses = [loss_of(model, number, part) for part in range(2)]
+    if isinstance(model, DDP):
+        sum(losses).backward()
+    else:
+        for loss in losses:
+            loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def backward_twice(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss = loss_of(model, number)
+    if isinstance(model, DDP):
+        (2 * loss).backward()
+    else:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+STEPS = [accumulated_in_whole, accumulated_in_host, skipped_by_a_host, two_forwards_first, backward_twice]
+
+
+@pytest.mark.parametrize("step", STEPS)
 @on_ranks(4)
 def test_steps_count_as_the_optimizer_takes_them_or_skips_them(step: Step) -> None:
     options = {"sync_every": 3, "fragments": 1, "delay": 0}
