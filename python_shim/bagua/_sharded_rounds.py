@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from bagua._native import _C
 from bagua._registry import describe
 from bagua._sharded_model import ShardedModel
 from bagua._torch_private import local_part, padded_shard, tree_leaves, version_of
+
+_logger = logging.getLogger("bagua")
 
 
 def is_in_rounds(algorithm: str) -> bool:
@@ -43,6 +46,26 @@ def check_rounds(sharded: ShardedModel, model: nn.Module, optimizer: Any, algori
     check_weights(list(sharded.trained.values()), algorithm)
     check_layers(model, algorithm)
     check_optimizer(sharded.trained, optimizer, algorithm)
+
+
+def warn_of_replicas_inside_hosts(sharded: ShardedModel, algorithm: str) -> None:
+    """Say on one rank where the mesh has hosts along its other dimension: every step then travels between them.
+
+    Collective.
+    """
+    hosts = []
+    for group in (sharded.group, sharded.shards):
+        found: list[str] = [""] * group.size()
+        dist.all_gather_object(found, _C.local_host_id(), group=group)
+        hosts.append(set(found))
+    replicas, shards = map(len, hosts)
+    if replicas == 1 and shards > 1 and dist.get_rank() == 0:
+        _logger.warning(
+            "algorithm %r exchanges weights inside a host, and shards are gathered between %d hosts in every step: "
+            "the first dimension of the mesh is for hosts, and the second for the ranks of each",
+            algorithm,
+            shards,
+        )
 
 
 class ShardedRounds:

@@ -28,7 +28,7 @@ from bagua._native import _C
 from bagua._registry import available_algorithms, available_codecs, describe
 from bagua._sharded import ShardReduction
 from bagua._sharded_model import ShardedModel
-from bagua._sharded_rounds import ShardedRounds, check_rounds, is_in_rounds
+from bagua._sharded_rounds import ShardedRounds, check_rounds, is_in_rounds, warn_of_replicas_inside_hosts
 from bagua._states import StatesOfAllRanks
 from bagua._stats import ShardedStats
 from bagua._torch_private import default_group, gathered_dtype, reshards_to_another_mesh, shape_in_buffer
@@ -176,7 +176,18 @@ def _algorithm_and_options(
     gradients: str, algorithm: str | None, options: dict[str, OptionArgument], *, is_hybrid: bool
 ) -> tuple[str, dict[str, OptionArgument]]:
     """Return which algorithm `gradients` and `algorithm` stand for, and all of its options."""
+    if "process_group" in options:
+        raise ValueError(
+            "compress() takes no process_group: gradients are exchanged along the first dimension of the mesh that "
+            "fully_shard was given"
+        )
     if gradients in available_codecs():
+        if "codec" in options:
+            raise ValueError(
+                f"gradients={gradients!r} and codec={options['codec']!r} are two codecs of the same: name one of "
+                f"bagua.available_codecs() in gradients=, and several by gradients={algorithm or _BY_DEFAULT!r}, "
+                f"codec={options['codec']!r}"
+            )
         name = _BY_DEFAULT if algorithm is None else algorithm
         check_algorithm(name)
         if "codec" not in {option["name"] for option in describe(name)["options"]}:
@@ -198,7 +209,7 @@ def _algorithm_and_options(
             "choose one that reduces gradients, such as 'quantized_allreduce', 'bytegrad' or 'powersgd', or one that "
             "trains in rounds, 'local_sgd' or 'diloco'"
         )
-    complete = _C.check_options(name, given, ["process_group"])
+    complete = _C.check_options(name, given, ["weights", "algorithm", "optimizer"])
     if complete.get("average") is False:
         raise ValueError("average=False: FSDP2 itself says whether gradients are summed, set_gradient_divide_factor()")
     return name, dict(complete)
@@ -258,7 +269,7 @@ def compress(
         caches = _caches(sharded, weights)
         name, complete = _algorithm_and_options(gradients, algorithm, options, is_hybrid=sharded.is_hybrid)
         _C.check_names(name, complete, sharded.all_names)
-        check_optimizer_type(name, optimizer)
+        check_optimizer_type(name, optimizer, is_by_name=True)
         if is_in_rounds(name):
             check_rounds(sharded, model, optimizer, name)
             rounds = ShardedRounds(model, sharded)
@@ -286,6 +297,7 @@ def compress(
     reduction.attach()
     if rounds is not None and optimizer is not None:
         rounds.attach(hook, optimizer)
+        warn_of_replicas_inside_hosts(sharded, name)
     for cache in caches:
         cache.attach()
     frozen = FrozenWeights(model, caches, group) if caches and device.type == "cpu" else None

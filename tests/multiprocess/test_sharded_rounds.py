@@ -10,7 +10,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import emulated_hosts, same_everywhere
+from hooked_models import emulated_hosts, logged, same_everywhere
 from ranks import on_ranks
 from reference import named
 from sharded_models import (
@@ -333,3 +333,17 @@ def test_what_cannot_be_trained_in_rounds_is_refused_with_its_name(mesh_name: st
     model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
     with pytest.raises(RuntimeError, match="assign=True"):
         loss_of(model, 0)
+
+
+@on_ranks(4)
+def test_a_mesh_whose_replicas_are_inside_hosts_is_warned_of() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = torch.arange(4).view(2, 2)
+    for layout, has_warning in ((ranks, False), (ranks.T.contiguous(), True)):
+        with on_hosts("hybrid"), logged() as text:
+            mesh = DeviceMesh("cpu", layout, mesh_dim_names=("replicate", "shard"))
+            model = sharded(made_model(), mesh)
+            bagua.fsdp.compress(model, "local_sgd", optimizer=momentum_sgd(model), sync_every=2)
+        is_said = "the first dimension of the mesh is for hosts" in text.getvalue()
+        assert is_said == (has_warning and dist.get_rank() == 0)
