@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from bagua._eager import eager
 from bagua._torch_private import padded_shard, shard_moment
 
-# Integers as long as an element, whose sum costs one look at it.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Of the integers whose sum takes torch one look at them, and no conversion.
+_WORD = torch.int64.itemsize
 
 _watched: weakref.WeakSet[WeightChanges] = weakref.WeakSet()
 
@@ -46,10 +46,13 @@ def _watch_optimizers() -> None:
 
 def _digest_of(parameter: Any) -> int:
     """Return what all but surely differs once this rank's trained shard has other bits, however they came there."""
-    shard = padded_shard(parameter)
-    if not shard.numel() or not parameter.sharded_param.requires_grad:
+    if not parameter.sharded_param.requires_grad:
         return 0
-    return int(shard.reshape(-1).view(_INTEGERS[shard.element_size()]).sum(dtype=torch.int64))
+    own = padded_shard(parameter).reshape(-1).view(torch.uint8)
+    if own.storage_offset() % _WORD:
+        own = own.clone()
+    words = len(own) // _WORD * _WORD
+    return int(own[:words].view(torch.int64).sum() + own[words:].sum())
 
 
 class WeightChanges:

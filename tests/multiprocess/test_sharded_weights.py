@@ -131,6 +131,23 @@ def test_frozen_weights_that_changed_without_a_version_are_gathered_again(weight
 
 
 @on_ranks(4)
+def test_only_the_first_forward_after_a_step_asks_for_changes_of_frozen_weights() -> None:
+    for are_frozen in (True, False):
+        model = sharded(made_model(), mesh_of("line")).requires_grad_(not are_frozen)
+        model.head.requires_grad_(True)
+        ours = compressed(model, weights="cache")
+        optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3, foreach=True)
+        loss_of(ours, 0).backward()
+        optimizer.step()
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as asked:
+            for steps in (1, 2):
+                for part in range(2):
+                    loss_of(ours, steps, part).backward()
+                    assert asked.call_count == (steps if are_frozen else 0)
+                optimizer.step()
+
+
+@on_ranks(4)
 def test_a_change_that_other_ranks_cannot_know_of_is_an_error_with_its_name_and_a_remedy() -> None:
     mesh = mesh_of("line")
     ours = compressed(sharded(made_model(), mesh), weights="cache")
