@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_608, 16_000),
-    "python_shim": Layer({".py"}, 13_769, 8_500),
-    "tests": Layer({".py"}, 30_334, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_613, 16_000),
+    "python_shim": Layer({".py"}, 14_150, 8_500),
+    "tests": Layer({".py"}, 30_700, 22_000, counts_tests=True),
 }
 
 

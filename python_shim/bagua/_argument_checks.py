@@ -67,13 +67,13 @@ def _takes(algorithm: str, option: str, value: Any) -> bool:
     return True
 
 
-def check_optimizer_type(algorithm: str, optimizer: Any) -> None:
-    """Refuse what is no optimizer, such as options that were not given by name, or an optimizer's name."""
+def check_optimizer_type(algorithm: str, optimizer: Any, *, is_by_name: bool = False) -> None:
+    """Refuse what is no optimizer, such as an optimizer's name, or, unless it was given by name, an option."""
     if optimizer is None or isinstance(optimizer, Optimizer):
         return
     info = describe(algorithm)
     expected = f"optimizer must be a {class_of_optimizer(info['optimizer'])}, got {shown(optimizer)}"
-    if info["optimizer"] and not _options_meant(info, optimizer):
+    if is_by_name or (info["optimizer"] and not _options_meant(info, optimizer)):
         raise TypeError(f"{expected}: pass the optimizer itself: optimizer=optimizer")
     raise TypeError(f"{expected}. {by_name('register_comm_hook(model, ', algorithm, optimizer)}")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from bagua._native import _C
 from bagua._registry import describe
 from bagua._sharded_model import ShardedModel
 from bagua._torch_private import local_part, padded_shard, tree_leaves, version_of
+
+_logger = logging.getLogger("bagua")
 
 
 def is_in_rounds(algorithm: str) -> bool:
@@ -45,6 +48,26 @@ def check_rounds(sharded: ShardedModel, model: nn.Module, optimizer: Any, algori
     check_optimizer(sharded.trained, optimizer, algorithm)
 
 
+def warn_of_replicas_inside_hosts(sharded: ShardedModel, algorithm: str) -> None:
+    """Say on one rank where the mesh has hosts along its other dimension: every step then travels between them.
+
+    Collective.
+    """
+    hosts = []
+    for group in (sharded.group, sharded.shards):
+        found: list[str] = [""] * group.size()
+        dist.all_gather_object(found, _C.local_host_id(), group=group)
+        hosts.append(set(found))
+    replicas, shards = map(len, hosts)
+    if replicas == 1 and shards > 1 and dist.get_rank() == 0:
+        _logger.warning(
+            "algorithm %r exchanges weights inside a host, and shards are gathered between %d hosts in every step: "
+            "the first dimension of the mesh is for hosts, and the second for the ranks of each",
+            algorithm,
+            shards,
+        )
+
+
 class ShardedRounds:
     """The hooks on a sharded model and its optimizer, for as long as an algorithm in rounds is at work.
 
@@ -58,6 +81,7 @@ class ShardedRounds:
         self.shards: list[Tensor] = [padded_shard(parameter) for parameter in sharded.parameters]
         # The gradient of each, and its version, when the shard got it.
         self._shown: list[tuple[Tensor, int] | None] = [None] * len(self.shards)
+        # Whether a forward was seen since the optimizer's last step: several backwards may follow it, or of several.
         self._is_announced = False
         self._removable: list[Any] = []
 
@@ -109,13 +133,13 @@ class ShardedRounds:
                 "given to compress() itself, not another of its methods, and in training mode (to freeze parts of it, "
                 "put those in evaluation mode)"
             )
-        self._is_announced = False
         self.show_gradients()
         self._hook.after_backward()
 
     @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._hook.after_step()
+        self._is_announced = False
         # What they were is known, and their memory is the user's.
         self._shown = [None] * len(self.shards)
         for shard in self.shards:

@@ -270,13 +270,16 @@ def gathered_dtype(parameter: Any) -> torch.dtype:
     return own if dtype is None else dtype
 
 
-def shard_moment(parameter: Any) -> tuple[int, int, int]:
-    """Return what differs once a rank's shard of a parameter was replaced, or changed in place.
+def shard_moment(parameter: Any) -> tuple[int, ...]:
+    """Return what differs once a parameter was replaced, or changed in place by an operation on it, on all ranks alike.
 
-    Not by operations on many tensors at once, such as those of optimizers.
+    Not by operations on many tensors at once, such as those of optimizers. On a device, whose bits one would have to
+    wait for, it differs on those ranks too whose shard alone was changed.
     """
-    shard = parameter.sharded_param._local_tensor
-    return shard.data_ptr(), shard._version, parameter.sharded_param._version
+    sharded = parameter.sharded_param
+    own = sharded._local_tensor
+    here = () if own.is_cpu else (own.data_ptr(), own._version)
+    return id(sharded), sharded._version, *here
 
 
 def shape_in_buffer(parameter: Any) -> torch.Size:

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Sequence, Set
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bagua._executors import shared_executors_for
 from bagua._native import _C
@@ -19,26 +17,28 @@ from bagua._torch_private import (
     comm_of_fsdp,
     gathered_dtype,
     is_in_backward,
+    padded_shard,
     reshards_after_forward,
     set_comm_of_fsdp,
     shape_in_buffer,
     shard_group,
     shard_moment,
+    version_of,
 )
+from bagua._weight_changes import WeightChanges, are_finite
 
-_coded: weakref.WeakSet[CachedGather] = weakref.WeakSet()
+# Where a parameter begins in a rank's part of what is gathered, how long it is, and whether it is trained.
+_Column = tuple[int, int, bool]
+
+_logger = logging.getLogger("bagua")
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    """Have caches that code differences count the steps of optimizers that hold one of their parameters."""
-
-    def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for cache in _coded:
-            cache.note_step(held)
-
-    register_optimizer_step_post_hook(count)
+def _in_columns(output: Tensor, parts: Tensor, columns: Sequence[_Column]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return where each column of all ranks' parts belongs, and its values among those that lie next to each other."""
+    place = 0
+    for begin, length, _ in columns:
+        yield output.narrow(1, begin, length), parts.narrow(1, place, length)
+        place += length
 
 
 class CachedGather:
@@ -49,7 +49,9 @@ class CachedGather:
 
     With a codec it is the coded difference to what the other ranks hold of a shard that is gathered, and each rank
     computes with what all hold, its own shard too: what a difference has lost is in the next one. Without a step of an
-    optimizer nothing is gathered.
+    optimizer nothing is gathered. Weights that were changed in another way are gathered in full. Where a version tells
+    of it all ranks know; a rank that finds it by itself makes its difference NaN, which all others see in what they
+    decode, as they see one of weights that are not finite.
 
     What a group with frozen weights gathers depends on whether this rank finds them changed. Ranks that find different
     things could exchange weights of two groups, where these are as long. So each part ends with the group's number.
@@ -57,25 +59,30 @@ class CachedGather:
     Args:
         group: FSDP2's group of parameters.
         number: which group of the model it is.
-        codec: of differences; None: in full precision.
+        names: those of its parameters.
+        weights: "cache", or the codec of differences.
+        said: what all groups of the model have warned of.
     """
 
-    def __init__(self, group: Any, number: int, codec: str | None = None) -> None:
+    def __init__(self, group: Any, number: int, names: Sequence[str], weights: str, said: set[str]) -> None:
         self._group = group
+        self._names = names
+        self._weights = weights
         self._number = torch.tensor([number], device=group.device)
-        self._codec = codec
+        self._codec = None if weights == "cache" else weights
+        self._changes = WeightChanges(group, has_digests=self._codec is not None)
+        self._said = said
         # How often it has gathered, and the bytes of this rank's weights that went into that.
         self.gathers = 0
         self.given_bytes = 0
         # This rank's shards as they were when the others got them, and how many steps optimizers had taken then.
         self._given: Tensor | None = None
         self._steps = -1
-        self._steps_taken = 0
         self._former = comm_of_fsdp(group, "all_gather")
         self._cache: Tensor | None = None
         # Whether it holds the last gather, and of which moments of this rank's shards.
         self._is_complete = False
-        self._moments: list[tuple[int, int, int]] = []
+        self._moments: list[tuple[int, ...]] = []
         # Which were frozen then. The moment of one that was trained since does not tell whether it was changed.
         self._were_frozen: list[bool] = []
         # What it holds in the place of this rank's own shards, where FSDP2 is about to put them as they are now.
@@ -83,20 +90,41 @@ class CachedGather:
 
     def attach(self) -> None:
         """Take the place of FSDP2's all-gather. Collective."""
+        self._changes.watch()
         if self._codec is not None:
-            _watch_optimizers()
-            _coded.add(self)
             shared_executors_for(shard_group(self._group), self._group.device)
         set_comm_of_fsdp(self._group, "all_gather", self)
 
     def detach(self) -> None:
-        _coded.discard(self)
+        self._changes.unwatch()
         set_comm_of_fsdp(self._group, "all_gather", self._former)
 
-    def note_step(self, held: Set[int]) -> None:
-        """Count a step of an optimizer that holds the parameters with these ids; the same ones on all ranks."""
-        if any(id(parameter.sharded_param) in held for parameter in self._group.fsdp_params):
-            self._steps_taken += 1
+    def progress(self) -> tuple[int, int]:
+        """Return what differs once weights were trained; on all ranks alike."""
+        return self._changes.steps, sum(version_of(parameter.sharded_param) for parameter in self._group.fsdp_params)
+
+    def has_frozen(self) -> bool:
+        """Return whether it serves gathers of weights that are frozen."""
+        return self._is_complete and not all(p.sharded_param.requires_grad for p in self._group.fsdp_params)
+
+    def have_frozen_changed(self) -> bool:
+        """Return whether a frozen shard of this rank has other bits than the ranks have gathered."""
+        if not self._is_complete or self._cache is None or not self._cache.is_cpu:
+            return False
+        ranks = shard_group(self._group)
+        former = self._cache.chunk(ranks.size())[ranks.rank()] if self._given is None else self._given
+        for parameter, (begin, length, is_trained) in zip(self._group.fsdp_params, self._columns(former), strict=False):
+            if not is_trained:
+                now = padded_shard(parameter).reshape(-1).to(gathered_dtype(parameter)).view(torch.uint8)
+                held = former.narrow(0, begin, length).view(torch.uint8)
+                # Tensor subclasses say themselves what is gathered.
+                if now.numel() == held.numel() and not torch.equal(now, held):
+                    return True
+        return False
+
+    def forget(self) -> None:
+        """Have the group gathered in full; on all ranks."""
+        self._is_complete = False
 
     @property
     def bytes(self) -> int:
@@ -129,37 +157,47 @@ class CachedGather:
             if counts
         )
         columns = self._columns(input_tensor)
-        whole = [(0, input_tensor.numel())]
-        to_gather: list[tuple[int, int]] = []
+        to_gather = columns
+        may_differ = False
         if is_known and is_in_backward():
-            self._check(whole, input_tensor, has_changed=moments != self._moments)
-        elif is_known and self._codec is not None and self._steps == self._steps_taken:
-            self._check(whole, input_tensor)
-        elif is_known and any(is_frozen):
-            to_gather = [column[:2] for column in columns if column[2]]
-            self._check([column[:2] for column in columns if not column[2]], input_tensor)
-        else:
-            to_gather = whole
+            self._check(columns, input_tensor, is_backward=True)
+            to_gather = []
+        elif is_known and self._codec is not None and (moved := self._changes.moved()) is not None:
+            self._warn(moved)
+            is_known = False
+        elif is_known and self._codec is not None and self._steps == self._changes.steps:
+            self._check(columns, input_tensor)
+            to_gather = []
+        elif is_known:
+            may_differ = self._codec is not None
+            to_gather = [column for column in columns if column[2] or not any(is_frozen)]
+            self._check([column for column in columns if column not in to_gather], input_tensor)
         self._is_complete = False
-        has_rest = to_gather != whole or self._codec is not None
-        if is_known and has_rest and self._cache is not None and self._cache is not output_tensor:
+        has_rest = to_gather != columns or may_differ
+        if has_rest and self._cache is not None and self._cache is not output_tensor:
             output_tensor.copy_(self._cache, non_blocking=True)
         given = input_tensor.clone() if self._codec is not None else None
-        base = self._held if is_known and self._codec is not None else None
-        if base is not None:
+        if self._codec is not None and is_known and self._held is not None:
+            base = self._held
             input_tensor.copy_(base)
-        if base is None and to_gather == whole and not any(is_frozen):
+            assert given is not None
+            is_done = not to_gather or self._gather_differences(output_tensor, given, group, to_gather, base)
+            if not is_done:
+                self._gather(output_tensor, given, group, to_gather)
+        elif to_gather == columns and not any(is_frozen):
             self._exchange(output_tensor, input_tensor, group, is_coded=False)
         elif to_gather:
-            self._gather(output_tensor, input_tensor if given is None else given, group, to_gather, base)
-        self._given, self._steps = given, self._steps_taken
+            self._gather(output_tensor, input_tensor, group, to_gather)
+        if to_gather:
+            self._changes.note()
+        self._given, self._steps = given, self._changes.steps
         if any(is_frozen) or reshards_after_forward(self._group) or self._codec is not None:
             self._keep(output_tensor, has_changed=bool(to_gather))
             self._is_complete, self._moments, self._were_frozen = True, moments, is_frozen
         else:
             self._cache = None
 
-    def _columns(self, shards: Tensor) -> list[tuple[int, int, bool]]:
+    def _columns(self, shards: Tensor) -> list[_Column]:
         """Return where each parameter begins in this rank's part, how long it is, and whether it is trained."""
         parameters = self._group.fsdp_params
         are_bytes = shards.dtype == torch.uint8
@@ -172,56 +210,87 @@ class CachedGather:
         trained = [bool(parameter.sharded_param.requires_grad) for parameter in parameters]
         return list(zip(begins, lengths, trained, strict=True))
 
-    def _check(self, columns: Sequence[tuple[int, int]], shards: Tensor, *, has_changed: bool = False) -> None:
+    def _check(self, columns: Sequence[_Column], shards: Tensor, *, is_backward: bool = False) -> None:
         """Refuse shards that are no longer what was gathered: nobody would know of it on the other ranks."""
+        changed = None
+        if is_backward:
+            moments = enumerate(zip(map(shard_moment, self._group.fsdp_params), self._moments, strict=True))
+            changed = next((self._names[place] for place, (now, then) in moments if now != then), None)
         former = self._held if self._given is None else self._given
-        if former is not None:
-            for begin, length in columns:
-                held, now = (one.narrow(0, begin, length).view(torch.uint8) for one in (former, shards))
-                has_changed = has_changed or not torch.equal(held, now)
-        if has_changed:
-            # FSDP2 has put the new shards into the cache already. Who tries again gathers everything.
-            self._is_complete = False
+        if former is not None and changed is None:
+            pairs = ((begin, former.narrow(0, begin, n), shards.narrow(0, begin, n)) for begin, n, _ in columns)
+            begins = (begin for begin, *two in pairs if not torch.equal(*(one.view(torch.uint8) for one in two)))
+            changed = next((self._name_at(begin, shards) for begin in begins), None)
+        if changed is None:
+            return
+        # FSDP2 has put the new shards into the cache already. Who tries again gathers everything.
+        self._is_complete = False
+        if is_backward:
             raise RuntimeError(
-                "bagua.fsdp: with weights= a weight was changed between its forward and its backward, a frozen one "
-                "through .data, or a coded one without a step of an optimizer of torch: change frozen weights under "
-                "torch.no_grad() instead"
+                f"bagua.fsdp: {changed} was changed between its forward and its backward, for both of which "
+                f"weights={self._weights!r} gathers it once: change weights before the forward or after the backward, "
+                "or leave weights= out"
             )
+        raise RuntimeError(
+            f"bagua.fsdp: {changed} was changed since weights={self._weights!r} has gathered it, without a step of an "
+            "optimizer of torch, and where its version does not tell of it, so that other ranks cannot know: through "
+            ".data, to_local() or torch._foreach_ functions. Change the parameter itself on all ranks, under "
+            "torch.no_grad() (copy_, lerp_) or by load_state_dict, as to swap averaged weights in; derive an optimizer "
+            "of your own from torch.optim.Optimizer"
+        )
 
-    def _gather(
-        self,
-        output: Tensor,
-        shards: Tensor,
-        group: dist.ProcessGroup,
-        columns: Sequence[tuple[int, int]],
-        base: Tensor | None,
-    ) -> None:
-        """Gather these columns of all ranks' parts, or add what they have become since all ranks had `base` of them."""
-        pieces = [shards.narrow(0, *column) for column in columns]
-        if base is None:
-            pieces.append(self._number.view(shards.dtype))
-        else:
-            pieces = [
-                piece.float() - base.narrow(0, *column).float() for piece, column in zip(pieces, columns, strict=True)
-            ]
-        own = torch.cat(pieces)
+    def _name_at(self, begin: int, shards: Tensor) -> str:
+        """Return the name of the parameter whose column begins there."""
+        columns = self._columns(shards)
+        if len(columns) != len(self._names):
+            return f"one of {', '.join(self._names)}"
+        return next(name for name, column in zip(self._names, columns, strict=True) if column[0] == begin and column[1])
+
+    def _warn(self, place: int) -> None:
+        """Say once that something costs gathers in full precision."""
+        if not self._said and shard_group(self._group).rank() == 0:
+            _logger.warning(
+                "weights=%r: %s was changed other than by a step of an optimizer of torch. What changes so is gathered "
+                "in full precision",
+                self._weights,
+                self._names[place],
+            )
+        self._said.add("changed")
+
+    def _gather(self, output: Tensor, shards: Tensor, group: dist.ProcessGroup, columns: Sequence[_Column]) -> None:
+        """Gather these columns of all ranks' parts."""
+        number = self._number.view(shards.dtype)
+        own = torch.cat([*(shards.narrow(0, begin, length) for begin, length, _ in columns), number])
         gathered = torch.empty(group.size() * own.numel(), dtype=own.dtype, device=own.device)
-        self._exchange(gathered, own, group, is_coded=base is not None)
-        parts, rows, place = gathered.view(group.size(), -1), output.view(group.size(), -1), 0
+        self._exchange(gathered, own, group, is_coded=False)
+        parts = gathered.view(group.size(), -1)
         # A device would have to be waited for.
-        if (
-            base is None
-            and own.is_cpu
-            and (parts[:, -len(pieces[-1]) :].contiguous().view(torch.int64) != self._number).any()
-        ):
+        if own.is_cpu and (parts[:, -len(number) :].contiguous().view(torch.int64) != self._number).any():
             raise RuntimeError(
                 "bagua.fsdp: the ranks gather weights of different groups of parameters: frozen weights were changed "
                 "on some of them alone. Change them on all ranks alike"
             )
-        for begin, length in columns:
-            target, values = rows.narrow(1, begin, length), parts.narrow(1, place, length)
-            target.copy_(values) if base is None else target.add_(values)
-            place += length
+        for target, values in _in_columns(output.view(group.size(), -1), parts, columns):
+            target.copy_(values)
+
+    def _gather_differences(
+        self, output: Tensor, shards: Tensor, group: dist.ProcessGroup, columns: Sequence[_Column], base: Tensor
+    ) -> bool:
+        """Add what these columns of all ranks' parts have become since all ranks had `base` of this rank's.
+
+        Returns False, on all ranks, and adds nothing, where one rank has no difference to give.
+        """
+        own = torch.cat([shards.narrow(0, b, n).float() - base.narrow(0, b, n).float() for b, n, _ in columns])
+        if (moved := self._changes.moved_here()) is not None:
+            self._warn(moved)
+            own.fill_(torch.nan)
+        gathered = torch.empty(group.size() * own.numel(), dtype=own.dtype, device=own.device)
+        self._exchange(gathered, own, group, is_coded=True)
+        if not are_finite(gathered):
+            return False
+        for target, values in _in_columns(output.view(group.size(), -1), gathered.view(group.size(), -1), columns):
+            target.add_(values)
+        return True
 
     def _exchange(self, output: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_coded: bool) -> None:
         self.gathers += 1

@@ -28,11 +28,12 @@ from bagua._native import _C
 from bagua._registry import available_algorithms, available_codecs, describe
 from bagua._sharded import ShardReduction
 from bagua._sharded_model import ShardedModel
-from bagua._sharded_rounds import ShardedRounds, check_rounds, is_in_rounds
+from bagua._sharded_rounds import ShardedRounds, check_rounds, is_in_rounds, warn_of_replicas_inside_hosts
 from bagua._states import StatesOfAllRanks
 from bagua._stats import ShardedStats
 from bagua._torch_private import default_group, gathered_dtype, reshards_to_another_mesh, shape_in_buffer
 from bagua._weight_cache import CachedGather
+from bagua._weight_changes import FrozenWeights
 
 __all__ = ["compress"]
 
@@ -44,12 +45,18 @@ class _ShardedHandle(Handle):
     """The handle of an algorithm at work on a sharded model; state and figures are those of this rank's shards."""
 
     def __init__(
-        self, hook: _C.Hook, reduction: ShardReduction, caches: list[CachedGather], rounds: ShardedRounds | None
+        self,
+        hook: _C.Hook,
+        reduction: ShardReduction,
+        caches: list[CachedGather],
+        frozen: FrozenWeights | None,
+        rounds: ShardedRounds | None,
     ) -> None:
         # A checkpoint is this rank's alone, whatever dimension of the mesh it differs in.
         super().__init__(hook, None, None, default_group())
         self._reduction = reduction
         self._caches = caches
+        self._frozen = frozen
         self._rounds = rounds
 
     def stats(self) -> ShardedStats:
@@ -119,6 +126,8 @@ class _ShardedHandle(Handle):
         self._reduction.detach()
         for cache in self._caches:
             cache.detach()
+        if self._frozen is not None:
+            self._frozen.remove()
 
 
 def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
@@ -137,8 +146,7 @@ def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
         raise ValueError(
             f"weights={weights!r} and reshard_after_forward=<number of ranks> are two ways to the same: leave one out"
         )
-    codec = None if weights == "cache" else weights
-    if codec is not None and not all(_is_coded_by(group) for group in sharded.groups):
+    if weights != "cache" and not all(_is_coded_by(group) for group in sharded.groups):
         raise ValueError(
             f"weights={weights!r} takes CPU tensors, and groups of parameters that are gathered in one dtype of "
             "floating point: choose 'cache'"
@@ -150,7 +158,12 @@ def _caches(sharded: ShardedModel, weights: str | None) -> list[CachedGather]:
             weights,
             sharded.group.size() * sum(sizes) / 2**20,
         )
-    return [CachedGather(group, number, codec) for number, group in enumerate(sharded.groups)]
+    names = {id(p): name for p, (name, _) in zip(sharded.parameters, sharded.names_and_roles, strict=True)}
+    said: set[str] = set()
+    return [
+        CachedGather(group, number, [names[id(parameter)] for parameter in group.fsdp_params], weights, said)
+        for number, group in enumerate(sharded.groups)
+    ]
 
 
 def _is_coded_by(group: Any) -> bool:
@@ -163,7 +176,18 @@ def _algorithm_and_options(
     gradients: str, algorithm: str | None, options: dict[str, OptionArgument], *, is_hybrid: bool
 ) -> tuple[str, dict[str, OptionArgument]]:
     """Return which algorithm `gradients` and `algorithm` stand for, and all of its options."""
+    if "process_group" in options:
+        raise ValueError(
+            "compress() takes no process_group: gradients are exchanged along the first dimension of the mesh that "
+            "fully_shard was given"
+        )
     if gradients in available_codecs():
+        if "codec" in options:
+            raise ValueError(
+                f"gradients={gradients!r} and codec={options['codec']!r} are two codecs of the same: name one of "
+                f"bagua.available_codecs() in gradients=, and several by gradients={algorithm or _BY_DEFAULT!r}, "
+                f"codec={options['codec']!r}"
+            )
         name = _BY_DEFAULT if algorithm is None else algorithm
         check_algorithm(name)
         if "codec" not in {option["name"] for option in describe(name)["options"]}:
@@ -185,7 +209,7 @@ def _algorithm_and_options(
             "choose one that reduces gradients, such as 'quantized_allreduce', 'bytegrad' or 'powersgd', or one that "
             "trains in rounds, 'local_sgd' or 'diloco'"
         )
-    complete = _C.check_options(name, given, ["process_group"])
+    complete = _C.check_options(name, given, ["weights", "algorithm", "optimizer"])
     if complete.get("average") is False:
         raise ValueError("average=False: FSDP2 itself says whether gradients are summed, set_gradient_divide_factor()")
     return name, dict(complete)
@@ -247,7 +271,7 @@ def compress(
         name, complete = _algorithm_and_options(gradients, algorithm, options, is_hybrid=sharded.is_hybrid)
         _C.check_names(name, complete, sharded.all_names)
         check_numbers(list(sharded.trained.values()), name)
-        check_optimizer_type(name, optimizer)
+        check_optimizer_type(name, optimizer, is_by_name=True)
         if is_in_rounds(name):
             check_rounds(sharded, model, optimizer, name)
             rounds = ShardedRounds(model, sharded)
@@ -280,11 +304,13 @@ def compress(
     reduction.attach()
     if rounds is not None and optimizer is not None:
         rounds.attach(hook, optimizer)
+        warn_of_replicas_inside_hosts(sharded, name)
     for cache in caches:
         cache.attach()
+    frozen = FrozenWeights(model, caches, group) if caches and device.type == "cpu" else None
     if dist.get_rank() == 0:
         say_if_nothing_is_coded(hook, group)
-    handle = _ShardedHandle(hook, reduction, caches, rounds)
+    handle = _ShardedHandle(hook, reduction, caches, frozen, rounds)
     if scaler is not None and handle.keeps_residuals:
         handle.follow(scaler)
     return handle

@@ -130,10 +130,16 @@ def test_what_cannot_be_done_right_is_refused_with_its_name() -> None:
         (sharded(model, mesh), "optimizer", {"gradients": "decentralized"}),
         (sharded(model, mesh), "average", {"average": False}),
         (sharded(model, mesh), "nonsense", {"nonsense": 1}),
+        (sharded(model, mesh), "did you mean 'optimizer'", {"optimiser": 1}),
+        (sharded(model, mesh), "dimension of the mesh", {"process_group": mesh.get_group("replicate")}),
+        (sharded(model, mesh), "two codecs", {"codec": "4bit"}),
+        (sharded(model, mesh), "two codecs", {"algorithm": "diloco", "codec": "4bit"}),
     ]
     for given, words, options in cases:
         with named(words), pytest.raises(ValueError, match=words):
             bagua.fsdp.compress(given, **options)
+    with pytest.raises(TypeError, match=r"optimizer must be .*: pass the optimizer itself"):
+        bagua.fsdp.compress(sharded(model, mesh), optimizer="sgd")
     with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(ValueError, match="compiled_autograd"):
         bagua.fsdp.compress(sharded(model, mesh))
 

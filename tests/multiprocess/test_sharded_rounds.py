@@ -10,7 +10,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import emulated_hosts, same_everywhere
+from hooked_models import emulated_hosts, logged, same_everywhere
 from ranks import on_ranks
 from reference import named
 from sharded_models import (
@@ -164,7 +164,7 @@ def test_an_overflow_in_one_shard_is_a_skipped_step_of_its_host() -> None:
 
 @on_ranks(4)
 def test_coded_rounds_send_few_bytes_and_only_when_a_fragment_is_exchanged() -> None:
-    model, handle, optimizer = in_rounds("int8", algorithm="diloco", sync_every=3, fragments=1)
+    model, handle, optimizer = in_rounds("int8", algorithm="diloco", sync_every=3, fragments=1, delay=0)
     sent = []
     for number in range(9):
         plain(model, optimizer, number)
@@ -206,7 +206,32 @@ def skipped_by_a_host(model: Any, optimizer: torch.optim.Optimizer, number: int)
     optimizer.zero_grad(set_to_none=number == 2)
 
 
-@pytest.mark.parametrize("step", [accumulated_in_whole, accumulated_in_host, skipped_by_a_host])
+def two_forwards_first(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    losses = [loss_of(model, number, part) for part in range(2)]
+    if isinstance(model, DDP):
+        sum(losses).backward()
+    else:
+        for loss in losses:
+            loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def backward_twice(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss = loss_of(model, number)
+    if isinstance(model, DDP):
+        (2 * loss).backward()
+    else:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+STEPS = [accumulated_in_whole, accumulated_in_host, skipped_by_a_host, two_forwards_first, backward_twice]
+
+
+@pytest.mark.parametrize("step", STEPS)
 @on_ranks(4)
 def test_steps_count_as_the_optimizer_takes_them_or_skips_them(step: Step) -> None:
     options = {"sync_every": 3, "fragments": 1, "delay": 0}
@@ -308,3 +333,17 @@ def test_what_cannot_be_trained_in_rounds_is_refused_with_its_name(mesh_name: st
     model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
     with pytest.raises(RuntimeError, match="assign=True"):
         loss_of(model, 0)
+
+
+@on_ranks(4)
+def test_a_mesh_whose_replicas_are_inside_hosts_is_warned_of() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = torch.arange(4).view(2, 2)
+    for layout, has_warning in ((ranks, False), (ranks.T.contiguous(), True)):
+        with on_hosts("hybrid"), logged() as text:
+            mesh = DeviceMesh("cpu", layout, mesh_dim_names=("replicate", "shard"))
+            model = sharded(made_model(), mesh)
+            bagua.fsdp.compress(model, "local_sgd", optimizer=momentum_sgd(model), sync_every=2)
+        is_said = "the first dimension of the mesh is for hosts" in text.getvalue()
+        assert is_said == (has_warning and dist.get_rank() == 0)

@@ -96,18 +96,70 @@ def test_weights_that_are_frozen_after_a_step_are_gathered_once_more() -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
 
 
+def outcome(model: Any) -> torch.Tensor:
+    """What a forward computes, the same input on all ranks."""
+    with torch.no_grad():
+        result: torch.Tensor = model(torch.linspace(-1, 1, 67).expand(1, -1))
+    # FSDP2 leaves the root whole.
+    model.reshard()
+    return result
+
+
+@pytest.mark.parametrize("weights", ["cache", "int8"])
 @on_ranks(4)
-def test_weights_that_change_where_nobody_can_know_are_an_error() -> None:
+def test_frozen_weights_that_changed_without_a_version_are_gathered_again(weights: str) -> None:
+    model, mesh = made_model(), mesh_of("line")
+    # Which has a single row, so that three ranks see nothing of it.
+    model.blocks[0].scale.requires_grad_(False)
+
+    def many_at_once(one: Any) -> None:
+        torch._foreach_mul_([one.frozen.weight, one.blocks[0].scale], 2.0)
+
+    def by_data(one: Any) -> None:
+        one.blocks[0].scale.data.mul_(2)
+
+    def shard(one: Any) -> None:
+        one.blocks[0].scale.to_local().mul_(2)
+
+    stock, ours = sharded(model, mesh), compressed(sharded(model, mesh), weights=weights)
+    for change in (many_at_once, by_data, shard):
+        for one in (stock, ours):
+            trained(one, range(1), rate=0.0)
+            with torch.no_grad():
+                change(one)
+        torch.testing.assert_close(outcome(ours), outcome(stock), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(4)
+def test_only_the_first_forward_after_a_step_asks_for_changes_of_frozen_weights() -> None:
+    for are_frozen in (True, False):
+        model = sharded(made_model(), mesh_of("line")).requires_grad_(not are_frozen)
+        model.head.requires_grad_(True)
+        ours = compressed(model, weights="cache")
+        optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3, foreach=True)
+        loss_of(ours, 0).backward()
+        optimizer.step()
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as asked:
+            for steps in (1, 2):
+                for part in range(2):
+                    loss_of(ours, steps, part).backward()
+                    assert asked.call_count == (steps if are_frozen else 0)
+                optimizer.step()
+
+
+@on_ranks(4)
+def test_a_change_that_other_ranks_cannot_know_of_is_an_error_with_its_name_and_a_remedy() -> None:
     mesh = mesh_of("line")
     ours = compressed(sharded(made_model(), mesh), weights="cache")
     trained(ours)
+    loss_of(ours, 0)
     ours.frozen.weight.to_local().data.mul_(2)
-    with pytest.raises(RuntimeError, match="a frozen one through"):
+    with pytest.raises(RuntimeError, match=r"frozen.weight was changed since weights='cache' .* \(copy_, lerp_\)"):
         loss_of(ours, 0)
     ours = compressed(sharded(made_model(), mesh), weights="cache")
     loss = loss_of(ours, 0)
     ours.blocks[1].inner.weight.to_local().data.mul_(2)
-    with pytest.raises(RuntimeError, match="between its forward and its backward"):
+    with pytest.raises(RuntimeError, match=r"blocks.1.inner.weight was changed between its forward and its backward"):
         loss.backward()
 
 
@@ -134,11 +186,13 @@ def test_frozen_weights_that_were_changed_on_some_ranks_alone_are_an_error() -> 
         fully_shard(layer, mesh=mesh)
     ours = compressed(fully_shard(model, mesh=mesh), weights="cache")
     ours(torch.ones(1, 8)).sum().backward()
+    ours(torch.ones(1, 8))
     # Each rank gathers one of two layers, which are as long.
     with torch.no_grad():
         ours.frozen[0 if dist.get_rank() == 2 else 1].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="on some of them alone"):
-        ours(torch.ones(1, 8))
+        # Of which the ranks have told each other before.
+        with mock.patch.object(dist, "all_reduce"), pytest.raises(RuntimeError, match="on some of them alone"):
+            ours(torch.ones(1, 8))
 
 
 @contextmanager
@@ -197,10 +251,85 @@ def test_without_a_step_of_an_optimizer_no_difference_is_gathered() -> None:
             optimizer.step()
         assert len(whole) == 0
         loss_of(ours, 5).backward()
-    with torch.no_grad():
-        ours.head.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="without a step"):
+    ours.head.weight.to_local().data.mul_(2)
+    with pytest.raises(RuntimeError, match=r"head.weight was changed since weights='int8' .* without a step"):
         loss_of(ours, 5)
+
+
+class Setting(torch.optim.Optimizer):
+    """Its step sets all weights to a value."""
+
+    def __init__(self, parameters: Any, value: float) -> None:
+        super().__init__(parameters, {})
+        self.value = value
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.fill_(self.value)
+
+
+@pytest.mark.parametrize("codec", ["int8", "1bit"])
+@on_ranks(4)
+def test_after_weights_that_were_not_finite_the_next_ones_are_gathered_in_full(codec: str) -> None:
+    mesh = mesh_of("line")
+    stock, ours = sharded(made_model(), mesh), compressed(sharded(made_model(), mesh), weights=codec)
+    for one in (stock, ours):
+        trained(one, range(2))
+        for value in (torch.inf, 0.01):
+            # Of the head, rank 3 has fewer rows than the others, of the scale rank 0 has all.
+            optimizer = Setting([*one.head.parameters(), one.blocks[0].scale], value)
+            optimizer.step()
+            assert outcome(one).isfinite().all() == (value == 0.01)
+    # The block was trained by coded differences, but for what was set.
+    with coded() as sizes:
+        torch.testing.assert_close(outcome(ours), outcome(stock), rtol=1e-2, atol=1e-2)
+        assert not sizes
+        trained(ours, range(2))
+        assert sizes
+
+
+@pytest.mark.parametrize("way", ["load", "copy", "data", "many at once"])
+@on_ranks(4)
+def test_weights_that_were_changed_after_a_step_are_gathered_in_full(way: str) -> None:
+    """Averages that are swapped in, and the weights that are swapped back."""
+    mesh = mesh_of("line")
+    ours = compressed(sharded(made_model(), mesh), weights="1bit")
+    whole = sharded(made_model(), mesh)
+
+    def swap(one: Any, weights: dict[str, Any]) -> None:
+        if way == "load":
+            one.load_state_dict(weights)
+        for name, parameter in one.named_parameters():
+            if way == "copy":
+                parameter.copy_(weights[name])
+            elif way == "data":
+                parameter.data.copy_(weights[name])
+        if way == "many at once":
+            own = dict(one.named_parameters())
+            torch._foreach_mul_(list(own.values()), 0.0)
+            torch._foreach_add_(list(own.values()), [weights[name] for name in own])
+
+    trained(ours)
+    with torch.no_grad():
+        last = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+        averages = {name: 0.5 * one for name, one in last.items()}
+        swap(ours, averages)
+        whole.load_state_dict(averages)
+        torch.testing.assert_close(outcome(ours), outcome(whole), rtol=1e-5, atol=1e-6)
+        if way in ("load", "copy"):
+            swap(ours, last)
+            whole.load_state_dict(last)
+            torch.testing.assert_close(outcome(ours), outcome(whole), rtol=1e-5, atol=1e-6)
+    if way in ("load", "copy"):
+        with torch.no_grad():
+            # Before a step, which would hide it.
+            for one in (ours, whole):
+                one.zero_grad()
+                swap(one, averages)
+                torch.optim.SGD(one.parameters(), lr=1e-3).step()
+        torch.testing.assert_close(outcome(ours), outcome(whole), rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(4)
