@@ -196,7 +196,7 @@ def register_comm_hook(
     Args:
         codec: One of bagua.available_codecs(), with int8 for embeddings, the head and what has one dimension
             where it has fewer bits; or a mapping to codecs from 'embedding', 'head' (the last linear layer),
-            '1d' (biases, norms), 'small' (below 1024 elements; of a shard, below 128) and patterns of
+            '1d' (biases, norms), 'small' (below 1024 elements, or a shard below 128) and patterns of
             parameters' names, of which the first that fits counts; the last is '*'.
         error_feedback: Whether what coding leaves behind is added to the next step's gradients, at the sender
             and at the owner of a chunk. 'auto': with 4 bits, and with 2 where the optimizer is given and is
@@ -374,7 +374,7 @@ def comm_hook(
     Args:
         codec: One of bagua.available_codecs(), with int8 for embeddings, the head and what has one dimension
             where it has fewer bits; or a mapping to codecs from 'embedding', 'head' (the last linear layer),
-            '1d' (biases, norms), 'small' (below 1024 elements; of a shard, below 128) and patterns of
+            '1d' (biases, norms), 'small' (below 1024 elements, or a shard below 128) and patterns of
             parameters' names, of which the first that fits counts; the last is '*'.
         error_feedback: Whether what coding leaves behind is added to the next step's gradients, at the sender
             and at the owner of a chunk. 'auto': with 4 bits, and with 2 where the optimizer is given and is
