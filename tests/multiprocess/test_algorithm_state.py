@@ -278,6 +278,7 @@ def test_what_comm_hook_keeps_can_be_saved_and_is_loaded_with_the_first_bucket(
     with pytest.raises(ValueError, match="not of what comm_hook returned"):
         its_state.load_state_dict(handle.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))  # which makes the scale
     resumed.follow(scaler)
     before = [value for name, value in sorted(resumed.state_dict()["state"].items()) if value.is_floating_point()]
     scaler.update(4.0)
