@@ -266,7 +266,6 @@ class HookState:
         self._followed: list[torch.amp.GradScaler] = []
 
     def run(self, bucket: dist.GradBucket) -> torch.futures.Future[list[torch.Tensor]]:
-        check_numbers(bucket.parameters(), self._algorithm)
         if self._hook is None or self._handle is None:
             group = self._process_group or dist.group.WORLD
             if group is None:
@@ -275,6 +274,7 @@ class HookState:
             self._hook = _C.Hook(self._algorithm, self._options, executors)
             self._handle = Handle(self._hook, None, None, group)
             say_if_nothing_is_coded(self._hook, group)
+        check_numbers(bucket.parameters(), self._algorithm)
         if self._loaded is not None:
             self._handle.load_state_dict(self._loaded)
             self._loaded = None
