@@ -153,7 +153,7 @@ struct ParameterFacts {
   std::string name;
   // "embedding", "head" (of the last linear layer), or nothing.
   std::string role;
-  // Of the whole parameter, where parts of its gradient travel; 0: as many as the gradient has.
+  // The whole parameter has so many, where parts of its gradient travel; 0 stands for as many as the gradient has.
   int64_t elements = 0;
 };
 

@@ -32,7 +32,7 @@ class StepContext {
   [[nodiscard]] virtual const std::vector<at::Tensor>& buffers() const = 0;
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;
-  // Whether this rank logs what is the same on all.
+  // Of what is the same on all ranks one speaks to the user, and this tells whether it is this one.
   [[nodiscard]] virtual bool isSpeaker() const = 0;
   // Which of the ranks share a host.
   [[nodiscard]] virtual const HostTopology& topology() const = 0;

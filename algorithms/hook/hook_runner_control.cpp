@@ -40,7 +40,8 @@ uint32_t hashOfTable(const at::Tensor& table) {
   return static_cast<uint32_t>(hashOf({static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()}));
 }
 
-// Where `call` throws, the ranks of another group are told, if there is one: they may wait for this one.
+// The ranks of another group, if there is one, are told where `call` throws: they may have found nothing wrong, and
+// wait for this one.
 void passingOn(const std::function<void()>& call, ExecutorProvider* others, at::Device device) {
   try {
     call();
@@ -195,13 +196,7 @@ void HookRunner::checkThatAllCan(const char* call) { checkThatAllCan(call, kOfAb
 void HookRunner::checkThatAllCan(const char* call, const AgreementWords& words, Registration own) {
   const at::Device device = parameters_.front().device();
   if (countsSteps()) own.text += c10::str(" after step ", algorithm_->as<ActsOnWeights>()->commonStep());
-  try {
-    checkWeightsAreFree(call);
-  } catch (...) {
-    // The other ranks may have found nothing wrong and wait for this one.
-    agreeOn({}, words, meetingGroup(), device);
-    throw;
-  }
+  passingOn([&] { checkWeightsAreFree(call); }, &meetingGroup(), device);
   agreeOn(own, words, meetingGroup(), device);
 }
 

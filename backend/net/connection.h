@@ -108,7 +108,7 @@ class Connection final : public EventLoop::Handler, public FrameSink, public std
   bool isOverdue = false;
   // Opened beside one that is overdue: it takes no frames before it is welcome.
   bool isSpare = false;
-  // Whether it was opened beside one that works.
+  // It was opened beside one that works, and nobody misses it.
   bool isAdditional = false;
   // The kernel takes no more; the loop tells when it does.
   bool isBlocked = false;

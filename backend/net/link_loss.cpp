@@ -178,7 +178,7 @@ void Link::onUnopened(const std::shared_ptr<Connection>& connection, int error, 
     } else {
       isDialPlanned_ = false;
     }
-    // One that was overdue has been replaced, and says nothing new.
+    // One that was overdue has been replaced, and says nothing new. An additional one has led nowhere.
     const bool isNews = !connection || !connection->isOverdue;
     if (isNews) noteUnopened(error, text, connection && connection->isAnswered);
     if (!lastError_.empty()) {
@@ -285,7 +285,7 @@ void Link::lookForSilence() {
         isAnySilent = isAnySilent || connection->isWelcome || !hasWelcome();
         if (!connection->isWelcome) noteOverdue(*connection);
       }
-      // What is on the way may take connections, and lead nowhere.
+      // A proxy on the way may take connections that lead nowhere.
       if (!connection->isWelcome && !hasTakenBytes(connection->socket())) continue;
       isTouched = true;
       if (connection->silentLooks < kLooks) ++heard;

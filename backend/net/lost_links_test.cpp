@@ -341,14 +341,13 @@ TEST_F(SilentPeer, IsNotLostWhereItsKernelStillAnswers) {
   const Bytes sent = pattern(kEagerBytes, 3);
   std::vector<std::unique_ptr<Group::Sending>> sending;
   for (uint32_t i = 0; i < 4; ++i) sending.push_back(groups_[0]->send(1, 1, i, all(sent)));
-  std::this_thread::sleep_for(2 * kPatience);
-  EXPECT_FALSE(groups_[0]->findLost()) << *groups_[0]->findLost();
+  EXPECT_FALSE(isLostSoon()) << *groups_[0]->findLost();
   EXPECT_FALSE(sending.back()->state().isComplete);
   // Two at once, one more after half of the patience, and one after twice that time again.
   EXPECT_EQ(triesAt(listening), 4);
 }
 
-// What takes connections for a host that is dead.
+// A proxy takes connections for a host that is dead.
 TEST_F(SilentPeer, IsLostWhereConnectionsAreTakenAndNothingElseIs) {
   FileDescriptor listening = listenAt("127.0.0.1");
   // Drops what is longer than the longest header of TCP.

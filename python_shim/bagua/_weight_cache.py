@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from bagua._eager import eager
 from bagua._executors import shared_executors_for
 from bagua._native import _C
 from bagua._torch_private import (
@@ -311,3 +312,30 @@ class CachedGather:
             self._cache.copy_(output, non_blocking=True)
         elif has_changed:
             self._cache.copy_(output, non_blocking=True)
+
+
+class FrozenWeights:
+    """Has all ranks gather frozen weights anew that one of them has found changed, where no version tells of it.
+
+    Nothing of them travels that could say so. So in the first forward after weights were trained, where there are
+    frozen ones, the ranks exchange a byte for each group of parameters.
+    """
+
+    def __init__(self, model: nn.Module, caches: Sequence[CachedGather], group: dist.ProcessGroup) -> None:
+        self._caches = caches
+        self._group = group
+        self._progress: list[tuple[int, int]] = []
+        # Before FSDP2 gathers.
+        self.remove: Callable[[], None] = model.register_forward_pre_hook(self._before_forward, prepend=True).remove
+
+    @eager
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        progress = [cache.progress() for cache in self._caches]
+        if progress == self._progress or not any(cache.has_frozen() for cache in self._caches):
+            return
+        self._progress = progress
+        changed = torch.tensor([cache.have_frozen_changed() for cache in self._caches], dtype=torch.uint8)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
+        for cache, has_changed in zip(self._caches, changed.tolist(), strict=True):
+            if has_changed:
+                cache.forget()

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence, Set
-from typing import Any, Protocol
+from collections.abc import Collection, Set
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from bagua._eager import eager
 from bagua._torch_private import padded_shard, shard_moment
 
 # Of the integers whose sum takes torch one look at them, and no conversion.
@@ -124,45 +122,6 @@ class WeightChanges:
         """Return the place of a parameter that was changed other than by a step; found by this rank alone."""
         digests = map(_digest_of, self._group.fsdp_params)
         return next((i for i, pair in enumerate(zip(digests, self._digests, strict=True)) if pair[0] != pair[1]), None)
-
-
-class _Cache(Protocol):
-    """What `CachedGather` shows of itself."""
-
-    def progress(self) -> tuple[int, int]: ...
-
-    def has_frozen(self) -> bool: ...
-
-    def have_frozen_changed(self) -> bool: ...
-
-    def forget(self) -> None: ...
-
-
-class FrozenWeights:
-    """Has all ranks gather frozen weights anew that one of them has found changed, where no version tells of it.
-
-    Nothing of them travels that could say so. So in the first forward after weights were trained, where there are
-    frozen ones, the ranks exchange a byte for each group of parameters.
-    """
-
-    def __init__(self, model: nn.Module, caches: Sequence[_Cache], group: dist.ProcessGroup) -> None:
-        self._caches = caches
-        self._group = group
-        self._progress: list[tuple[int, int]] = []
-        # Before FSDP2 gathers.
-        self.remove: Callable[[], None] = model.register_forward_pre_hook(self._before_forward, prepend=True).remove
-
-    @eager
-    def _before_forward(self, model: nn.Module, args: Any) -> None:
-        progress = [cache.progress() for cache in self._caches]
-        if progress == self._progress or not any(cache.has_frozen() for cache in self._caches):
-            return
-        self._progress = progress
-        changed = torch.tensor([cache.have_frozen_changed() for cache in self._caches], dtype=torch.uint8)
-        dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
-        for cache, has_changed in zip(self._caches, changed.tolist(), strict=True):
-            if has_changed:
-                cache.forget()
 
 
 def are_finite(values: Tensor) -> bool:

@@ -32,8 +32,7 @@ from bagua._sharded_rounds import ShardedRounds, check_rounds, is_in_rounds, war
 from bagua._states import StatesOfAllRanks
 from bagua._stats import ShardedStats
 from bagua._torch_private import default_group, gathered_dtype, reshards_to_another_mesh, shape_in_buffer
-from bagua._weight_cache import CachedGather
-from bagua._weight_changes import FrozenWeights
+from bagua._weight_cache import CachedGather, FrozenWeights
 
 __all__ = ["compress"]
 

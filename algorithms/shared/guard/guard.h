@@ -98,7 +98,7 @@ class Guard {
     int64_t over = 0;
     bool isOut = false;
     double last = 0;
-    // Whether the user was told; once is enough.
+    // The user was told, for whom once is enough.
     bool isSaid = false;
   };
   struct Watched {

@@ -40,7 +40,7 @@ class Measurement {
   // How many steps had ended when the exchange was found to be over.
   std::optional<double> stepsOfExchange_;
   c10::intrusive_ptr<c10d::Work> agreement_;
-  // Whether those that hold other parts, if there are any, have been asked.
+  // The ranks that hold other parts, if there are any, have been asked.
   bool hasAskedShards_ = false;
   // What it makes the same on all ranks: see beginAgreement().
   at::Tensor agreed_;
