@@ -113,7 +113,8 @@ TEST(Selection, GivesRolesEightBitsBesideACodecOfFewerBitsThatIsGivenAlone) {
 
 TEST(Selection, TakesAPartOfAGradientForSmallByTheWholeUnlessItSharesAScaleWithOthers) {
   Selection selection("int8", kExactByDefault);
-  selection.useParameters({{.name = "adapter", .elements = 2048}, {.name = "norm", .elements = 1000}});
+  selection.useParameters(
+      {{.name = "adapter", .role = "", .elements = 2048}, {.name = "norm", .role = "", .elements = 1000}});
   EXPECT_EQ(selection.codecOf(0, at::zeros({8, 64})), "int8");
   EXPECT_EQ(selection.codecOf(0, at::zeros({2, 64})), "int8");
   EXPECT_EQ(selection.codecOf(0, at::zeros({2, 63})), "");
