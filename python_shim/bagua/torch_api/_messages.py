@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages from one rank: broadcast, send and recv, objects; and the barrier.
+"""Broadcast, and the barrier.
 
 `comm` and errors: see `bagua.torch_api.communication`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +12,6 @@ from torch import Tensor
 
 from bagua._torch_private import device_types
 from bagua.torch_api._checks import Checks
-from bagua.torch_api._coalescing import flattened
 from bagua.torch_api._collective import collective
 from bagua.torch_api._communicators import Comm
 
@@ -37,40 +33,6 @@ def broadcast(checks: Checks, tensor: Tensor, root: int = 0, comm: Comm = None, 
         root = src
     root = checks.peer("root", root)
     dist.broadcast(tensor, group=checks.group, group_src=root)
-
-
-@collective("broadcast_coalesced")
-def broadcast_coalesced(checks: Checks, tensors: Sequence[Tensor], src: int = 0, comm: Comm = None) -> None:
-    """As `broadcast` for each of `tensors`, with one message per dtype and device."""
-    src = checks.peer("src", src)
-    for flat in flattened(checks.tensors("tensors", tensors)):
-        dist.broadcast(flat, group=checks.group, group_src=src)
-
-
-@collective("broadcast_object")
-def broadcast_object(checks: Checks, obj: Any, src: int = 0, comm: Comm = None) -> Any:
-    """Return the `obj` of rank `src` on all ranks, on rank `src` the same one; None outside the communicator.
-
-    It travels pickled: use it among processes that trust each other.
-    """
-    src = checks.peer("src", src)
-    objects = [obj if checks.rank == src else None]
-    dist.broadcast_object_list(objects, group=checks.group, group_src=src)
-    return objects[0]
-
-
-@collective("send")
-def send(checks: Checks, tensor: Tensor, dst: int, comm: Comm = None) -> None:
-    """Send `tensor` to rank `dst`, which has to call `recv`."""
-    flat, dst = checks.flat("tensor", tensor), checks.other("dst", dst)
-    dist.send(flat, group=checks.group, group_dst=dst)
-
-
-@collective("recv")
-def recv(checks: Checks, tensor: Tensor, src: int, comm: Comm = None) -> None:
-    """Overwrite `tensor` by what rank `src` sends with `send`."""
-    flat, src = checks.flat("tensor", tensor), checks.other("src", src)
-    dist.recv(flat, group=checks.group, group_src=src)
 
 
 @collective("barrier")

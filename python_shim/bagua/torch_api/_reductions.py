@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives that reduce: allreduce, reduce, reduce_scatter.
+"""Collectives that reduce: allreduce, reduce.
 
 `op` is a `bagua.torch_api.ReduceOp` or one of torch.distributed. `comm` and errors: see
 `bagua.torch_api.communication`.
@@ -8,14 +8,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any, overload
 
 import torch.distributed as dist
 from torch import Tensor
 
 from bagua.torch_api._checks import Checks
-from bagua.torch_api._coalescing import flattened
 from bagua.torch_api._collective import collective
 from bagua.torch_api._communicators import Comm
 
@@ -121,37 +119,3 @@ def _is_out_of_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 # The documented ones, in the place of *args and **kwargs.
 allreduce.__signature__ = inspect.signature(allreduce_inplace)  # type: ignore[attr-defined]
 reduce.__signature__ = inspect.signature(reduce_inplace)  # type: ignore[attr-defined]
-
-
-@collective("reduce_scatter")
-def reduce_scatter(
-    checks: Checks, send_tensor: Tensor, recv_tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None
-) -> None:
-    """Reduce `send_tensor` over all ranks; rank r gets the r-th part of the result in `recv_tensor`."""
-    send, recv = checks.flat("send_tensor", send_tensor), checks.flat("recv_tensor", recv_tensor)
-    checks.multiple("send_tensor", send, "recv_tensor", recv)
-    torch_op = checks.reduction(op)
-    dist.reduce_scatter_tensor(recv, send, torch_op, group=checks.group)
-
-
-@collective("reduce_scatter")
-def reduce_scatter_inplace(checks: Checks, tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
-    """Reduce `tensor` over all ranks; rank r finds the r-th part of the result in the FIRST part of `tensor`.
-
-    The other parts are left as they were.
-    """
-    flat = checks.flat("tensor", tensor)
-    count, torch_op = checks.chunk("tensor", flat), checks.reduction(op)
-    result = flat.new_empty(count)
-    dist.reduce_scatter_tensor(result, flat, torch_op, group=checks.group)
-    flat[:count].copy_(result)
-
-
-@collective("allreduce_coalesced")
-def allreduce_coalesced_inplace(
-    checks: Checks, tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, comm: Comm = None
-) -> None:
-    """As `allreduce_inplace` for each of `tensors`, with one message per dtype and device."""
-    torch_op = checks.reduction(op)
-    for flat in flattened(checks.tensors("tensors", tensors)):
-        dist.all_reduce(flat, torch_op, group=checks.group)

@@ -14,18 +14,6 @@ additions of Bagua 0.7 to 0.9.
 """
 
 from bagua.torch_api._communicators import CommMember, Communicator
-from bagua.torch_api._exchanges import (
-    allgather,
-    allgather_inplace,
-    alltoall,
-    alltoall_inplace,
-    alltoall_v,
-    alltoall_v_inplace,
-    gather,
-    gather_inplace,
-    scatter,
-    scatter_inplace,
-)
 from bagua.torch_api._groups import (
     BaguaProcessGroup,
     from_torch_group,
@@ -33,17 +21,9 @@ from bagua.torch_api._groups import (
     is_initialized,
     new_group,
 )
-from bagua.torch_api._messages import barrier, broadcast, broadcast_coalesced, broadcast_object, recv, send
+from bagua.torch_api._messages import barrier, broadcast
 from bagua.torch_api._reduce_op import ReduceOp
-from bagua.torch_api._reductions import (
-    allreduce,
-    allreduce_coalesced_inplace,
-    allreduce_inplace,
-    reduce,
-    reduce_inplace,
-    reduce_scatter,
-    reduce_scatter_inplace,
-)
+from bagua.torch_api._reductions import allreduce, allreduce_inplace, reduce, reduce_inplace
 from bagua.torch_api.exceptions import RepeatedInitializationError
 
 __all__ = [
@@ -52,31 +32,14 @@ __all__ = [
     "Communicator",
     "ReduceOp",
     "RepeatedInitializationError",
-    "allgather",
-    "allgather_inplace",
     "allreduce",
-    "allreduce_coalesced_inplace",
     "allreduce_inplace",
-    "alltoall",
-    "alltoall_inplace",
-    "alltoall_v",
-    "alltoall_v_inplace",
     "barrier",
     "broadcast",
-    "broadcast_coalesced",
-    "broadcast_object",
     "from_torch_group",
-    "gather",
-    "gather_inplace",
     "init_process_group",
     "is_initialized",
     "new_group",
-    "recv",
     "reduce",
     "reduce_inplace",
-    "reduce_scatter",
-    "reduce_scatter_inplace",
-    "scatter",
-    "scatter_inplace",
-    "send",
 ]
