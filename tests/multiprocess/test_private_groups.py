@@ -7,7 +7,6 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api.communication import from_torch_group
 from holdings import holdings, left_behind
 from ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -30,8 +29,6 @@ def _train(group: dist.ProcessGroup, algorithm: str) -> None:
 def _use(group: dist.ProcessGroup, use: str) -> None:
     if use == "compressed":
         bagua.compressed.all_reduce(torch.ones(300), group=group)
-    elif use == "communicators":
-        from_torch_group(group).get_intra_node_communicator()
     else:
         _train(group, use)
 
@@ -43,7 +40,6 @@ def _use(group: dist.ProcessGroup, use: str) -> None:
         ("gloo", "async"),
         ("bagua", "async"),
         ("gloo", "compressed"),
-        ("bagua", "communicators"),
     ],
 )
 @on_ranks(2)

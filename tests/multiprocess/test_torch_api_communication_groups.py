@@ -5,11 +5,8 @@ import gc
 import os
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import bagua.torch_api as api
 import pytest
@@ -19,7 +16,7 @@ from bagua.torch_api import _groups, communication
 from bagua.torch_api.communication import BaguaProcessGroup, CommMember, Communicator
 from bagua.torch_api.exceptions import RepeatedInitializationError
 from holdings import wait_for
-from ranks import Pools, on_new_ranks, on_ranks, run_ranks
+from ranks import on_new_ranks, on_ranks, run_ranks
 from script_ranks import free_port
 from torch_api_calls import started
 
@@ -34,20 +31,7 @@ def _destroy(group: BaguaProcessGroup) -> None:
     """Leave the ranks, which other tests use too, as they were."""
     if dist.get_rank() not in group.ranks:
         return
-    made = {group.torch_group}
-    made |= {comm.torch_group for comm in group._communicators.values() if isinstance(comm, Communicator)}
-    for one in made:
-        dist.destroy_process_group(one)
-
-
-@contextmanager
-def _hosts(hosts: str) -> Iterator[BaguaProcessGroup]:
-    """A group of all ranks in which rank r is on host hosts[r]."""
-    started()
-    with mock.patch.dict(os.environ, BAGUA_HOST_ID=hosts[dist.get_rank()]):
-        group = communication.new_group()
-    yield group
-    _destroy(group)
+    dist.destroy_process_group(group.torch_group)
 
 
 @on_ranks(2)
@@ -184,44 +168,6 @@ def test_group_over_a_group_of_torch() -> None:
         _ = comm.torch_group
     del over
     gc.collect()
-
-
-def _communicators_of_hosts(hosts: str) -> None:
-    rank = dist.get_rank()
-    local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    leaders = [hosts.index(host) for host in sorted(set(hosts), key=hosts.index)]
-    with _hosts(hosts) as group:
-        if rank % 2 == 0:  # the order need not be the same on all ranks
-            inter, intra = group.get_inter_node_communicator(), group.get_intra_node_communicator()
-        else:
-            intra, inter = group.get_intra_node_communicator(), group.get_inter_node_communicator()
-        assert isinstance(intra, Communicator)
-        assert (intra.rank(), intra.nranks()) == (local.index(rank), len(local))
-        assert _sum_over(intra, 2.0**rank) == sum(2.0**one for one in local)
-        assert group.get_intra_node_communicator() is intra
-        assert isinstance(inter, Communicator) is (rank in leaders)
-        if isinstance(inter, Communicator):
-            assert (inter.rank(), inter.nranks()) == (leaders.index(rank), len(leaders))
-        assert _sum_over(inter, 2.0**rank) == (sum(2.0**one for one in leaders) if rank in leaders else 2.0**rank)
-        # Groups that are made later, by all, still form.
-        later: Any = dist.new_group()
-        dist.all_reduce(torch.ones(1), group=later)
-        dist.destroy_process_group(later)
-
-
-@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abab", "abba", "abbb", "abcd", "aab", "aba", "abb", "ab", "aa"])
-def test_communicators_of_a_host_and_between_hosts(rank_pools: Pools, hosts: str) -> None:
-    rank_pools[len(hosts)].run(_communicators_of_hosts, hosts)
-
-
-@on_ranks(3)
-def test_communicator_needs_no_rank_outside() -> None:
-    """Only the ranks of host a ask; nobody else has to take part."""
-    rank = dist.get_rank()
-    with _hosts("aab") as group:
-        if rank != 2:
-            assert _sum_over(group.get_intra_node_communicator(), 1.0) == 2.0
-        api.barrier()
 
 
 @on_new_ranks(2)

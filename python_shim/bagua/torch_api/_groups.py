@@ -11,41 +11,30 @@ from typing import Any
 import torch.distributed as dist
 
 from bagua._executors import ranks_and_store
-from bagua._fresh_store import new_name
-from bagua._named_groups import destroy_with, new_named_group
-from bagua._native import _C
 from bagua._torch_private import backend_of, device_types, timeout_of
 from bagua.torch_api._communicators import Comm, CommMember, Communicator, alive
 from bagua.torch_api.exceptions import RepeatedInitializationError
 
 
 class BaguaProcessGroup:
-    """A torch process group with communicators for all its ranks, for those of a host and for one of each host.
+    """A torch process group, with a communicator of its ranks.
 
-    Made by `init_process_group`, `new_group` and `from_torch_group`.
-
-    `get_global_communicator()` never waits for other ranks. The other two make a torch group of the communicator's
-    ranks at their first call. Every rank of that communicator has to make this call, no other needs to, and in any
-    order; ranks outside get `CommMember.NON_COMM_MEMBER` at once. Where a peer never makes the call, an error is
-    raised after the group's timeout. When the group has other members (torch's reconfigure), ask for them again.
+    Made by `init_process_group`, `new_group` and `from_torch_group`. It never waits for other ranks.
     """
 
     def __init__(self, torch_group: dist.ProcessGroup | None, ranks: Sequence[int], group_name: str = "") -> None:
         self._ranks = list(ranks)
         self.group_name = group_name
         self._torch_group = None if torch_group is None else weakref.ref(torch_group)
-        self._communicators: dict[str, Communicator | CommMember] = {}
-        # Of the members that these are for.
-        self._epoch = 0
-        if torch_group is not None and _changed_store(torch_group) is None:
-            store = _hosts_of(torch_group)
-            store.set(str(torch_group.rank()), _C.local_host_id())
+        self._communicator: Communicator | CommMember = CommMember.NON_COMM_MEMBER
+        if torch_group is not None:
+            self._communicator = Communicator(torch_group)
 
     @property
     def ranks(self) -> list[int]:
         """The global ranks of the members."""
         group = None if self._torch_group is None else self._torch_group()
-        if group is None or _changed_store(group) is None:
+        if group is None or getattr(backend_of(group, device_types(group)[0]), "reconfigured_store", None) is None:
             return self._ranks
         return ranks_and_store(group, device_types(group)[0])[0]
 
@@ -58,82 +47,12 @@ class BaguaProcessGroup:
 
     def get_global_communicator(self) -> Communicator | CommMember:
         """Return the communicator of all ranks of the group."""
-        return self._communicator("global")
-
-    def get_inter_node_communicator(self) -> Communicator | CommMember:
-        """Return the communicator of one rank per host: that of the group's lowest rank there."""
-        return self._communicator("inter")
-
-    def get_intra_node_communicator(self) -> Communicator | CommMember:
-        """Return the communicator of the group's ranks on this host."""
-        return self._communicator("intra")
-
-    def _communicator(self, kind: str) -> Communicator | CommMember:
-        if self._torch_group is None:
-            return CommMember.NON_COMM_MEMBER
-        group = self.torch_group
-        epoch = getattr(backend_of(group, device_types(group)[0]), "epoch", 0)
-        if epoch != self._epoch:
-            self._communicators.clear()
-            self._epoch = epoch
-        if kind not in self._communicators:
-            self._communicators[kind] = self._make_communicator(kind)
-        return self._communicators[kind]
-
-    def _make_communicator(self, kind: str) -> Communicator | CommMember:
-        group = self.torch_group
-        if kind == "global":
-            return Communicator(group)
-        ranks = self._ranks_in(kind)
-        if group.rank() not in ranks:
-            return CommMember.NON_COMM_MEMBER
-        name = f"{group.group_name}_bagua_{kind}_{ranks[0]}"
-        store = _changed_store(group)
-        if store is not None:
-            store = dist.PrefixStore(f"bagua_torch_api/{kind}/{ranks[0]}", store)
-            name += f"_{new_name(store, ranks.index(group.rank()), len(ranks), _timeout_of(group))}"
-        global_ranks = self.ranks
-        made = new_named_group(
-            name, [global_ranks[rank] for rank in ranks], dist.get_backend(group), _timeout_of(group), store
-        )
-        destroy_with(group, made)
-        return Communicator(made)
-
-    def _ranks_in(self, kind: str) -> list[int]:
-        hosts = self._host_ids()
-        if kind == "inter":
-            return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
-        own = hosts[self.torch_group.rank()]
-        return [rank for rank, host in enumerate(hosts) if host == own]
-
-    def _host_ids(self) -> list[str]:
-        group = self.torch_group
-        changed = _changed_store(group)
-        if changed is not None:
-            return [_host_in(changed.get(f"host/{rank}").decode()) for rank in range(group.size())]
-        store = _hosts_of(group)
-        return [store.get(str(rank)).decode() for rank in range(group.size())]
+        return self._communicator
 
 
 # The groups live as long as torch's.
 _groups_over: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = weakref.WeakKeyDictionary()
 _default_torch_group: weakref.ref[dist.ProcessGroup] | None = None
-
-
-def _changed_store(group: dist.ProcessGroup) -> dist.Store | None:
-    """Return where the members have met, if they are not those that the group was made with."""
-    store: dist.Store | None = getattr(backend_of(group, device_types(group)[0]), "reconfigured_store", None)
-    return store
-
-
-def _host_in(record: str) -> str:
-    """Return the host that a rank has told the others when they met."""
-    return next(line for line in record.splitlines() if line.startswith("host="))
-
-
-def _hosts_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return where its ranks tell on which host they are. By the group's name: another's is not to be taken for it."""
-    return dist.PrefixStore(f"bagua_torch_api/hosts/{group.group_name}", _C.sealed_store(group.get_group_store()))
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
