@@ -9,7 +9,7 @@ import torch
 from ranks import on_ranks
 from torch_api_calls import started
 
-MODULES = ["_checks", "_reductions", "algorithms.base", "bucket", "distributed"]
+MODULES = ["_collectives", "algorithms.base", "bucket", "distributed"]
 
 
 @pytest.mark.parametrize("name", MODULES)

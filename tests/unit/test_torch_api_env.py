@@ -15,7 +15,7 @@ import bagua.torch_api as api
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api import _reduce_op, communication, env
+from bagua.torch_api import communication, env
 from script_ranks import run_script
 from torch import nn
 
@@ -72,17 +72,6 @@ def test_reduce_op_has_the_numbers_of_the_original() -> None:
     }
 
 
-def test_reduce_op_is_translated_by_name_not_by_number() -> None:
-    for one in api.ReduceOp:
-        # torch's numbers mean something else: its 1 is AVG, ours PRODUCT.
-        assert _reduce_op.to_torch(one, "test") == getattr(dist.ReduceOp, one.name)
-        assert _reduce_op.to_torch(int(one), "test") == getattr(dist.ReduceOp, one.name)
-    assert _reduce_op.to_torch(dist.ReduceOp.AVG, "test") == dist.ReduceOp.AVG
-    for wrong in (4, -1, True, 1.0, None, "SUM"):
-        with pytest.raises(ValueError, match=r"^test: op must be a bagua\.torch_api\.ReduceOp"):
-            _reduce_op.to_torch(wrong, "test")
-
-
 @pytest.mark.parametrize(
     ("function", "signature"),
     [
@@ -116,7 +105,7 @@ def _modules() -> list[ModuleType]:
     names = [
         one.name.removeprefix("bagua.torch_api.") for one in pkgutil.walk_packages(api.__path__, "bagua.torch_api.")
     ]
-    alone = [name for name in names if name.split(".")[0] in ("contrib", "env", "_reduce_op")]
+    alone = [name for name in names if name.split(".")[0] in ("contrib", "env")]
     return [importlib.import_module(f"bagua.torch_api.{name}") for name in alone]
 
 

@@ -20,10 +20,9 @@ from bagua._eager import disabled, eager
 from bagua._executors import executors_for, private_executors_for
 from bagua._tensors_apart import broadcast_state, broadcast_tensor
 from bagua._torch_private import at_end_of_backward, is_in_backward
-from bagua.torch_api._checks import some
 from bagua.torch_api._groups import bagua_group
 from bagua.torch_api._scheduler import Scheduler
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, some
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.env import get_default_bucket_size

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bagua.torch_api._checks import some
+from bagua.torch_api.algorithms.base import some
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.tensor import as_bagua, set_backend
 

@@ -13,6 +13,15 @@ Definition: `bagua.torch_api.communication` of Bagua 0.6, whose `allreduce` and 
 additions of Bagua 0.7 to 0.9.
 """
 
+from bagua.torch_api._collectives import (
+    ReduceOp,
+    allreduce,
+    allreduce_inplace,
+    barrier,
+    broadcast,
+    reduce,
+    reduce_inplace,
+)
 from bagua.torch_api._communicators import CommMember, Communicator
 from bagua.torch_api._groups import (
     BaguaProcessGroup,
@@ -21,9 +30,6 @@ from bagua.torch_api._groups import (
     is_initialized,
     new_group,
 )
-from bagua.torch_api._messages import barrier, broadcast
-from bagua.torch_api._reduce_op import ReduceOp
-from bagua.torch_api._reductions import allreduce, allreduce_inplace, reduce, reduce_inplace
 from bagua.torch_api.exceptions import RepeatedInitializationError
 
 __all__ = [

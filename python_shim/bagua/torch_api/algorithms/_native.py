@@ -20,8 +20,7 @@ from bagua._handle import OptionArgument
 from bagua._layers import layers_of
 from bagua._native import _C
 from bagua._registry import OptionInfo, describe
-from bagua.torch_api._checks import some
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, some
 from bagua.torch_api.bucket import BaguaBucket, Operation
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import as_bagua

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -13,6 +13,15 @@ from bagua._registry import describe
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import as_bagua, backend_of
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few of these names, for a message.
+
+    >>> some(["a", "b", "c", "d"])
+    "'a', 'b', 'c', ..."
+    """
+    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def _gradient_of(parameter: Tensor) -> Tensor | None:
