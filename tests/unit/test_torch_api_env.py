@@ -4,7 +4,6 @@
 import doctest
 import importlib
 import inspect
-import pickle
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
@@ -47,18 +46,6 @@ def test_number_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         env.get_world_size()
 
 
-def test_node_rank_is_torchrun_s_where_torchrun_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    assert env.get_node_rank() == 0
-    monkeypatch.setenv("NODE_RANK", "5")
-    monkeypatch.setenv("GROUP_RANK", "2")
-    assert env.get_node_rank() == 5
-    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    assert env.get_node_rank() == 2
-
-
 def test_reduce_op_has_the_numbers_of_the_original() -> None:
     assert {one.name: int(one) for one in api.ReduceOp} == {
         "SUM": 0,
@@ -86,11 +73,6 @@ def test_signature_is_the_documented_one(function: Callable[..., Any], signature
     shown = inspect.signature(function)
     plain = [one.replace(annotation=inspect.Parameter.empty) for one in shown.parameters.values()]
     assert str(shown.replace(parameters=plain, return_annotation=inspect.Signature.empty)) == signature
-
-
-def test_stand_ins_for_communicators_keep_their_identity() -> None:
-    for member in communication.CommMember:
-        assert pickle.loads(pickle.dumps(member)) is member
 
 
 def test_nothing_is_initialised_by_the_import() -> None:

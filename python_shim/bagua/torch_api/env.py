@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 
-_TORCHELASTIC = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
 
 def get_world_size() -> int:
     """Number of processes: WORLD_SIZE, by default 1."""
@@ -26,16 +24,6 @@ def get_local_rank() -> int:
 def get_local_size() -> int:
     """Number of processes on this host: LOCAL_WORLD_SIZE, by default 1."""
     return _integer("LOCAL_WORLD_SIZE", 1)
-
-
-def get_node_rank() -> int:
-    """Number of this host: GROUP_RANK where torchrun started the process, else NODE_RANK, by default 0.
-
-    No communication uses it: which ranks share a host is found, see `BaguaProcessGroup`.
-    """
-    if all(name in os.environ for name in _TORCHELASTIC):
-        return _integer("GROUP_RANK", 0)
-    return _integer("NODE_RANK", 0)
 
 
 def get_default_bucket_size() -> int:
