@@ -18,11 +18,17 @@ import torch.distributed as dist
 
 from bagua import _at_exit
 from bagua._fresh_store import fresh_part, new_name
-from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._tensors_apart import broadcast_state
-from bagua._torch_private import backend_of, default_group, set_timeout, timeout_of
+from bagua._torch_private import (
+    backend_of,
+    default_group,
+    listed_groups,
+    new_listed_group,
+    set_timeout,
+    timeout_of,
+)
 
 # How long members that have just met wait for each other to make a further group: one that dies in between is not seen.
 _MEETING = timedelta(seconds=10)
@@ -46,9 +52,25 @@ def _private_group(
     store = dist.PrefixStore(f"bagua_private_group/{ranks[0]}", changed or group.get_group_store())
     limit = min(timeout, _MEETING) if changed else timeout
     unique = new_name(store, list(members).index(group.rank()), len(ranks), limit)
-    private = new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, limit, changed and store)
+    world = default_group()
+    # Else torch splits a group that is bound to a device: all ranks would have to take part in that.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        # `dist.new_group(use_local_synchronization=True)`, which needs no call of the other ranks either, counts one
+        # group more on those that call: groups made later get other names on some ranks than on the rest, and never
+        # form (seen with torch 2.15; 2.11 counts otherwise, to a similar effect). A name of ours counts nothing.
+        private = new_listed_group(ranks, name, f"{group.group_name}_bagua_hook_{unique}", limit, changed and store)
+    finally:
+        world.bound_device_id = bound
     set_timeout(backend_of(private, device).options, timeout)
     return private
+
+
+def _destroy(known: weakref.ref[dist.ProcessGroup]) -> None:
+    # It may have been destroyed before, as all groups by `torch.distributed.destroy_process_group()`.
+    group = known()
+    if group is not None and group in listed_groups():
+        dist.destroy_process_group(group)
 
 
 def ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], dist.Store | None]:
@@ -119,7 +141,8 @@ def private_executors_for(
     use = _Use()
     timeout = timeout_of(backend_of(group, device))
     private = _private_group(group, device, timeout, members)
-    destroy_with(use, private)
+    # Else its threads stay until the process ends.
+    weakref.finalize(use, _destroy, weakref.ref(private)).atexit = False
     return _C.with_owned(_executors_over(private, device, timeout, is_serial=is_serial), use)
 
 
