@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hooked_models import Leaves, same
-from ranks import on_ranks
+from ranks import Pools, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -44,7 +44,7 @@ def _mean(given: Sequence[Given], i: int) -> Tensor:
     return sum((g[i].double() for g in given if g[i] is not None), zero) / len(given)  # type: ignore[union-attr]
 
 
-def _owed(state: dict[str, Tensor]) -> Totals:
+def _owed(state: dict[str, Tensor], average: bool = True) -> Totals:
     """What the residuals of all ranks will still add to the results, by parameter."""
     totals = []
     for i, shape in enumerate(SHAPES):
@@ -56,7 +56,7 @@ def _owed(state: dict[str, Tensor]) -> Totals:
             pieces = state.get(f"{name}.pieces", torch.tensor([[0, owed.numel()]])).tolist()
             begin = 0
             for first, last in pieces:
-                share = 1 if kind == "owner" else dist.get_world_size()
+                share = dist.get_world_size() if average and kind != "owner" else 1
                 owed[first:last] += values.flatten()[begin : begin + last - first].double() / share
                 begin += last - first
         dist.all_reduce(owed)
@@ -69,6 +69,7 @@ class Account:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.is_small = options.get("residuals") == "8bit"
+        self.average = options.get("average", True)
         self.seen, self.true = ([torch.zeros(shape).double() for shape in SHAPES] for _ in range(2))
 
     def note(self, model: nn.Module, *given: Sequence[Given]) -> None:
@@ -84,10 +85,10 @@ class Account:
 
     def add(self, of_ranks: Sequence[Given]) -> None:
         for i, true in enumerate(self.true):
-            true += _mean(of_ranks, i)
+            true += _mean(of_ranks, i) * (1 if self.average else len(of_ranks))
 
     def check(self, state: dict[str, Tensor], scale: float = 1) -> None:
-        for i, owed in enumerate(_owed(state)):
+        for i, owed in enumerate(_owed(state, self.average)):
             # Small residuals owe five times themselves, but for the rounding to 8 bits in each step.
             left = self.seen[i] + (5 if self.is_small else 1) * owed / scale - self.true[i]
             off = left.norm() / self.true[i].norm()
@@ -111,7 +112,15 @@ def _given_in(step: int) -> list[Given]:
 
 
 @pytest.mark.parametrize("is_view", [False, True])
-@pytest.mark.parametrize("options", ALGORITHMS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *ALGORITHMS,
+        {**QUANTIZED, "codec": "int8", "average": False},
+        pytest.param({**QUANTIZED, "codec": "minmax_uint8"}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @on_ranks("peers")
 def test_what_is_owed_to_a_parameter_that_no_rank_used_stays_owed(options: dict[str, Any], is_view: bool) -> None:
     ddp, handle = _hooked(options, find_unused_parameters=True, gradient_as_bucket_view=is_view)
@@ -366,3 +375,34 @@ def test_a_checkpoint_of_the_first_step_loses_nothing_and_later_ones_have_all_bi
     saved_at: int, ddp_options: dict[str, Any], has_same_bits: bool
 ) -> None:
     assert continued({**QUANTIZED, "codec": "2bit"}, saved_at, ddp_options) == has_same_bits
+
+
+def _state_after_more_steps(first: int, saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """After nine steps with what the residuals of other ranks hold, which counts as having gone in."""
+    options = {**QUANTIZED, "codec": "2bit"}
+    ddp, handle = _hooked(options)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if saved:
+        # A new rank has the buckets and steps of the others, and no residuals.
+        handle.load_state_dict(saved[rank] if rank < len(saved) else {**saved[0], "state": {}})
+    account = Account(options)
+    for true, owed in zip(account.true, _owed(handle.state_dict()["state"]), strict=True):
+        true += owed
+    for step in range(first, first + 9):
+        given = [gradients_of(step, each) for each in range(size)]
+        ddp.zero_grad()
+        ddp(given[rank]).backward()
+        account.note(ddp, given)
+    state = handle.state_dict()
+    account.check(state["state"])
+    # In memory there are those of the step before, too.
+    held = sum(values.nbytes for values in state["state"].values() if values.is_floating_point())
+    assert handle.stats()["state_bytes"] >= 2 * held > 0
+    return state
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_on_another_number_of_ranks_what_their_residuals_hold_is_still_owed(
+    rank_pools: Pools, before: int, after: int
+) -> None:
+    rank_pools[after].run(_state_after_more_steps, 9, rank_pools[before].run(_state_after_more_steps, 0, []))
