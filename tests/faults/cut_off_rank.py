@@ -23,13 +23,9 @@ START_SECONDS = 120.0
 
 
 def _obey() -> None:
-    """Get into trouble when told to, while the other threads work; until the test wants no more."""
-    for line in sys.stdin:
-        if line == "reset connections to the store\n":
-            count = reset_connections(lambda own, peer: STORE_PORT in (own, peer))
-        else:
-            count = reset_connections(lambda own, peer: STORE_PORT not in (own, peer))
-        print(f"reset {count}", flush=True)
+    """Reset the connections to the store for each line, while the other threads work; until the test wants no more."""
+    for _ in sys.stdin:
+        print(f"reset {reset_connections(lambda own, peer: STORE_PORT in (own, peer))}", flush=True)
 
 
 def _add() -> None:

@@ -2,7 +2,6 @@
 """Hooks that differ between the ranks: an error on every rank that names what differs."""
 
 import itertools
-import os
 from typing import Any
 
 import bagua
@@ -13,14 +12,11 @@ from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trouble import (
     LAYOUTS,
-    SLACK_SECONDS,
     TRANSPORTS,
     Outcome,
-    announce_trouble,
     expect_error,
     same_cause,
     selection,
-    time_of_trouble,
 )
 
 SIZE = 3
@@ -78,30 +74,3 @@ def test_hooks_of_the_two_argument_form_that_differ_are_told_at_the_first_bucket
     assert "do not make the same call" in cause
     assert cause.count("bagua:reduce_bucket") >= 2
     assert LAZY_HOOKS[case][3] in cause
-
-
-def _load_another_algorithm() -> tuple[Outcome, float]:
-    ddp = DDP(torch.nn.Linear(4, 1))
-    handle = bagua.register_comm_hook(ddp, "bytegrad")
-    state = handle.state_dict()
-    dist.barrier()
-    if _is_odd():
-        with pytest.raises(ValueError, match=r"'gradient_allreduce', this hook has 'bytegrad'"):
-            handle.load_state_dict({**state, "algorithm": "gradient_allreduce"})
-        # As a script that the exception ends.
-        announce_trouble()
-        os._exit(1)
-    handle.load_state_dict(state)
-    outcome = expect_error(ddp(torch.ones(2, 4)).sum().backward)
-    return outcome, time_of_trouble()
-
-
-@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["in-host"]))
-def test_a_rank_with_the_checkpoint_of_another_algorithm_says_so_and_the_others_end_with_it(transport: str) -> None:
-    results = run_ranks(SIZE, _load_another_algorithm, env=TRANSPORTS[transport], dying={ODD_ONE})
-    survivors = [result for result in results if result is not None]
-    assert len(survivors) == SIZE - 1
-    same_cause([outcome.message for outcome, _ in survivors])
-    for outcome, left in survivors:
-        assert outcome.when - left < SLACK_SECONDS
-        assert f"rank {ODD_ONE}" in outcome.message

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """async at the end of a process or a group; its weights of every dtype; buffers."""
 
-import os
 from pathlib import Path
 
 import bagua
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from async_drift import LENGTH, ROUNDS, SECONDS, Drift
 from hooked_models import Leaves, everywhere, logged, new_group, same_everywhere
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from script_ranks import run_script
 from slowness import Moment
 from torch import nn
@@ -150,24 +149,6 @@ def test_a_block_that_ends_by_an_exception_waits_for_nobody() -> None:
     stopped = trained.rounds()
     trained.steps(3)
     assert trained.rounds() == stopped
-
-
-def _lose_a_rank() -> str:
-    trained = Drift()
-    trained.steps_with_rounds(5)
-    if dist.get_rank() == 1:
-        os._exit(0)
-    try:
-        while True:
-            trained.step()
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_the_death_of_a_rank_raises_on_the_others() -> None:
-    errors = run_ranks(3, _lose_a_rank, group_timeout=4.0, timeout=SECONDS, dying={1})
-    for rank in (0, 2):
-        assert f"rank {rank}" in errors[rank]
 
 
 @on_ranks("peers", timeout=SECONDS)

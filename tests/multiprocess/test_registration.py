@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registering backend and hooks: without an import, wrongly, twice; failures in the middle of a step."""
+"""Registering backend and hooks: without an import, wrongly, twice."""
 
-import os
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -54,23 +53,16 @@ def test_the_python_reducer_raises() -> None:
         bagua.register_comm_hook(ddp, "bytegrad")
 
 
-@pytest.mark.parametrize("what", ["algorithms", "options", "models"])
 @on_ranks("peers")
-def test_ranks_that_disagree_raise_everywhere(what: str) -> None:
+def test_ranks_whose_models_differ_raise_everywhere() -> None:
     rank = dist.get_rank()
-    odd = rank == dist.get_world_size() - 1
+    last = dist.get_world_size() - 1
     # A group per rank: DDP itself would notice different models.
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
-    ddp = DDP(Leaves(5, 3) if odd and what == "models" else Leaves(5, 4), process_group=alone)
-    name = "gradient_allreduce" if odd and what == "algorithms" else "bytegrad"
-    options = {"average": not odd} if what == "options" else {}
-    with pytest.raises(ValueError, match=f"rank {dist.get_world_size() - 1} registered") as error:
-        bagua.register_comm_hook(ddp, name, process_group=dist.group.WORLD, **options)
-    if what == "models":
-        assert f"rank {rank} has" in str(error.value)
-    else:
-        # What differs, for both sides to read.
-        assert "bytegrad(" in str(error.value).split(" against ")[1]
+    ddp = DDP(Leaves(5, 3 if rank == last else 4), process_group=alone)
+    with pytest.raises(ValueError, match=f"rank {last} registered") as error:
+        bagua.register_comm_hook(ddp, "bytegrad", process_group=dist.group.WORLD)
+    assert f"rank {rank} has" in str(error.value)
     # Nothing was registered: the right call still works.
     same_model = DDP(Leaves(5, 4))
     bagua.register_comm_hook(same_model, "bytegrad")
@@ -151,43 +143,6 @@ def _destroy_twice() -> tuple[str, str]:
 
 def test_destroying_the_group_twice_is_as_with_gloo() -> None:
     assert run_ranks(2, _destroy_twice, backend="bagua") == run_ranks(2, _destroy_twice, backend="gloo")
-
-
-# --- failures in the middle of a step ---
-
-
-def _raise_in_backward(then_exit: bool) -> str:
-    rank = dist.get_rank()
-    ddp = DDP(perceptron())
-    bagua.register_comm_hook(ddp, "bytegrad", hierarchical=False)
-    loss_of(ddp, 0).backward()
-
-    def planted(gradient: torch.Tensor) -> None:
-        raise ArithmeticError("planted")
-
-    if rank == 1:
-        ddp.module[0].weight.register_hook(planted)
-    try:
-        loss_of(ddp, 1).backward()
-    except ArithmeticError:
-        if then_exit:
-            os._exit(3)
-        return "planted"
-    except dist.DistBackendError as error:
-        return str(error)
-    return "finished"
-
-
-@pytest.mark.parametrize("then_exit", [False, True], ids=["stays", "dies"])
-def test_an_exception_on_one_rank_ends_the_others(then_exit: bool) -> None:
-    # Whole seconds before the others may give up if the rank stays; they notice at once if it dies.
-    errors = run_ranks(
-        3, _raise_in_backward, then_exit, group_timeout=4.0, timeout=30.0, dying={1} if then_exit else ()
-    )
-    assert errors[1] == (None if then_exit else "planted")
-    for rank in (0, 2):
-        assert "reduce_bucket" in errors[rank]
-        assert f"rank {rank}" in errors[rank]
 
 
 # --- scripts ---
