@@ -2,6 +2,7 @@
 """The collectives of bagua.torch_api: both documented generations of signatures, every dtype, any communicator."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import bagua.torch_api as api
@@ -105,3 +106,24 @@ def test_broadcast_takes_root_and_src(dtype: torch.dtype) -> None:
     tensor = inputs[rank].clone()
     api.broadcast(tensor)
     exactly(tensor, inputs[0])
+
+
+@on_ranks("ranks")
+def test_parameters_are_changed_in_place() -> None:
+    """In place on a leaf that requires a gradient, which autograd would refuse."""
+    rank, size = started()
+    parameter = torch.nn.Parameter(torch.full((2, size), float(rank)))
+    api.allreduce(parameter)
+    assert parameter.tolist() == [[float(sum(range(size)))] * size] * 2
+    api.broadcast(parameter)
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+
+
+@on_ranks("ranks")
+def test_nobody_passes_a_barrier_before_all_have_come(tmp_path: Path) -> None:
+    rank, size = started()
+    for turn in range(3):
+        Path(tmp_path, f"{turn}-{rank}").touch()
+        api.barrier()
+        assert len(list(tmp_path.glob(f"{turn}-*"))) == size
