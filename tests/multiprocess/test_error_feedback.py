@@ -2,7 +2,6 @@
 """What the optimizer saw and what residuals hold is what went in, whichever way a step ends."""
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import bagua
@@ -300,28 +299,6 @@ def test_rescale_multiplies_residuals_and_nothing_else(options: dict[str, Any]) 
     other.load_state_dict(handle.state_dict())
     other.rescale(4)
     assert same(before, other.state_dict()["state"])
-
-
-@on_ranks(2)
-def test_the_scale_of_an_optimizer_that_accelerate_has_wrapped_is_followed() -> None:
-    """Without a call of the user's."""
-    ddp = DDP(nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    # As accelerate's AcceleratedOptimizer is made.
-    wrapped: Any = SimpleNamespace(optimizer=optimizer, scaler=scaler)
-    options: dict[str, Any] = {"hierarchical": False, "codec": {"*": "4bit"}, "exact": ()}
-    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=wrapped, **options)
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
-    scaler.scale(ddp(x).square().mean()).backward()
-    before = handle.state_dict()["state"]
-    scaler.step(optimizer)
-    scaler.update(2.0)
-    after = handle.state_dict()["state"]
-    assert before["sender.4bit.0"].abs().max() > 0
-    for name, values in before.items():
-        if values.is_floating_point():
-            assert torch.equal(after[name], values / 4), name
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """quantized_allreduce: residuals in 8 bits, checkpoints, steps that are exact. test_error_feedback.py has the sums."""
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import bagua
@@ -156,3 +157,25 @@ def test_before_the_start_step_gradients_are_exact(algorithm: str) -> None:
         means = [sum(parts) / len(ranks) for parts in zip(*(gradients_of(step, r) for r in ranks), strict=True)]
         is_exact = [torch.allclose(r, m, atol=1e-6) for r, m in zip(results, means, strict=True)]
         assert all(is_exact) == (step < start), step
+
+
+@on_ranks(2)
+def test_the_scale_of_an_optimizer_that_accelerate_has_wrapped_is_followed() -> None:
+    """Without a call of the user's."""
+    ddp = DDP(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    # As accelerate's AcceleratedOptimizer is made.
+    wrapped: Any = SimpleNamespace(optimizer=optimizer, scaler=scaler)
+    options: dict[str, Any] = {"hierarchical": False, "codec": {"*": "4bit"}, "exact": ()}
+    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", optimizer=wrapped, **options)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    scaler.scale(ddp(x).square().mean()).backward()
+    before = handle.state_dict()["state"]
+    scaler.step(optimizer)
+    scaler.update(2.0)
+    after = handle.state_dict()["state"]
+    assert before["sender.4bit.0"].abs().max() > 0
+    for name, values in before.items():
+        if values.is_floating_point():
+            assert torch.equal(after[name], values / 4), name
