@@ -3,7 +3,6 @@
 
 from typing import Any
 
-import bagua
 import lightning_runs as runs
 import pytest
 import torch
@@ -235,16 +234,6 @@ def test_async_pauses_for_validation_and_ends_with_equal_weights() -> None:
     assert module.rounds > 0
     first, second = runs.everyones(runs.weights_of(module))
     runs.assert_same_bits(first, second)
-
-
-@on_ranks("pair")
-def test_the_hook_is_one_of_ours() -> None:
-    module = runs.Module()
-    handles: list[bagua.Handle] = []
-    module.on_train_batch_end = lambda *_: handles.append(module.trainer.strategy.handle)  # type: ignore
-    runs.quiet_trainer("bagua_bytegrad").fit(module, runs.loader())
-    stats = handles[-1].stats()
-    assert (stats["algorithm"], stats["steps"]) == ("bytegrad", runs.STEPS_PER_EPOCH)
 
 
 @on_ranks("pair")

@@ -20,6 +20,7 @@ from hooked_models import (
     new_group,
     perceptron,
     random_gradient,
+    reduced,
     same,
     same_everywhere,
     train,
@@ -76,21 +77,21 @@ def test_gradient_allreduce_is_ddp_to_the_bit(mode: str) -> None:
     assert same(hooked, _stock(perceptron(), **MODES[mode]))
 
 
-@pytest.mark.parametrize("length", [1, 3, 97, 20_011])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("lengths", [(1,), (3,), (501, 96), (20_011,)], ids=str)
 @on_ranks("ranks")
-def test_gradient_allreduce_is_the_mean_and_the_same_everywhere(length: int) -> None:
-    ddp = DDP(Leaves(length))
+def test_gradient_allreduce_is_the_mean_and_the_same_everywhere(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    ddp = DDP(Leaves(*lengths, dtype=dtype))
     bagua.register_comm_hook(ddp, "gradient_allreduce")
     for step in range(3):
-        ddp.zero_grad()
-        ddp([random_gradient(length, dist.get_rank(), step)]).backward()
-        given = torch.stack([random_gradient(length, rank, step) for rank in range(dist.get_world_size())]).double()
-        gradient = ddp.module.leaves[0].grad
-        assert gradient is not None
+        all_given = [[random_gradient(n, rank, step, dtype) for n in lengths] for rank in range(dist.get_world_size())]
+        result = torch.cat(reduced(ddp, all_given[dist.get_rank()]))
+        assert result.dtype == dtype
+        given = torch.stack([torch.cat(of_rank).double() for of_rank in all_given])
         # n - 1 additions and a division, each rounding a number below the magnitudes added up.
-        bound = given.abs().sum(0) * given.shape[0] * torch.finfo(torch.float32).eps
-        assert ((gradient.double() - given.mean(0)).abs() <= bound).all()
-        assert same_everywhere(gradient)
+        bound = given.abs().sum(0) * len(given) * torch.finfo(dtype).eps
+        assert ((result.double() - given.mean(0)).abs() <= bound).all()
+        assert same_everywhere(result)
 
 
 @pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True}], ids=str)
@@ -224,22 +225,6 @@ def test_several_models_of_one_process_do_not_meet() -> None:
     assert same(gradients_of(together[0]), apart[0])
     assert same(gradients_of(together[1]), apart[1])
     assert same(gradients_of(together[2]), apart[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@on_ranks("peers")
-def test_gradients_of_other_dtypes(dtype: torch.dtype) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    ddp = DDP(Leaves(501, 96, dtype=dtype))
-    bagua.register_comm_hook(ddp, "gradient_allreduce")
-    ddp([random_gradient(501, rank, 1, dtype), random_gradient(96, rank, 1, dtype)]).backward()
-    result = torch.cat([leaf.grad for leaf in ddp.module.leaves])
-    assert result.dtype == dtype
-    all_given = [torch.cat([random_gradient(n, r, 1, dtype) for n in (501, 96)]).double() for r in range(size)]
-    given = torch.stack(all_given)
-    bound = given.abs().sum(0) * len(given) * torch.finfo(dtype).eps
-    assert ((result.double() - given.mean(0)).abs() <= bound).all()
-    assert same_everywhere(result)
 
 
 def _scaled_training(overflow_on: int, algorithm: str, options: dict[str, Any]) -> list[tuple[float, list[Tensor]]]:
