@@ -7,8 +7,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api._communicators import Communicator
-from bagua.torch_api._groups import BaguaProcessGroup, from_torch_group
+from bagua.torch_api._groups import BaguaProcessGroup, Communicator, from_torch_group
 from members import Members, model
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua._torch_private import device_types
-from bagua.torch_api._communicators import Comm, Communicator
-from bagua.torch_api._groups import resolve
+from bagua.torch_api._groups import Comm, Communicator, resolve
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

@@ -1,19 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups: the default one, groups of some ranks, and groups over those of torch."""
+"""Process groups, the default one, of some ranks and over those of torch, and what collectives take as `comm`."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from bagua._executors import ranks_and_store
 from bagua._torch_private import backend_of, device_types, timeout_of
-from bagua.torch_api._communicators import Comm, CommMember, Communicator, alive
 from bagua.torch_api.exceptions import RepeatedInitializationError
+
+
+class CommMember(Enum):
+    """What may stand in the place of a communicator."""
+
+    WORLD = "all ranks of the default group"
+    NON_COMM_MEMBER = "this process is not in the communicator: every operation returns at once and does nothing"
+
+
+class Communicator:
+    """Some ranks that communicate with each other. Ranks, roots and peers are positions INSIDE the communicator.
+
+    `BaguaProcessGroup.get_global_communicator()` returns it. The original calls the class `BaguaSingleCommunicatorPy`.
+    """
+
+    def __init__(self, torch_group: dist.ProcessGroup) -> None:
+        # torch keeps a group alive until it is destroyed; then we have to let it go, too.
+        self._torch_group = weakref.ref(torch_group)
+        self._is_aborted = False
+
+    @property
+    def torch_group(self) -> dist.ProcessGroup:
+        """The torch process group of these ranks. RuntimeError once it is destroyed."""
+        group = self._torch_group()
+        if group is None:
+            raise RuntimeError("the torch process group of this bagua group was destroyed: make a new one")
+        return group
+
+    def rank(self) -> int:
+        """This process's rank, from 0."""
+        return self.torch_group.rank()
+
+    def nranks(self) -> int:
+        """The number of ranks."""
+        return self.torch_group.size()
+
+    def device_id(self) -> int:
+        """The index of this process's current CUDA device; -1 where there is none."""
+        return torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+    def abort(self) -> None:
+        """Fail what is in flight, on this rank and, once they notice, on its peers. Nothing can be communicated after.
+
+        Callable from any thread; a second call does nothing.
+        """
+        if not self._is_aborted:
+            self._is_aborted = True
+            self.torch_group.abort()
+
+    def check_abort(self) -> bool:
+        """True if this rank has aborted the communicator."""
+        return self._is_aborted
+
+    def __repr__(self) -> str:
+        group = self._torch_group()
+        return "Communicator()" if group is None else f"Communicator(rank={group.rank()}, nranks={group.size()})"
+
+
+Comm = Communicator | CommMember | None
 
 
 class BaguaProcessGroup:
@@ -25,15 +85,13 @@ class BaguaProcessGroup:
     def __init__(self, torch_group: dist.ProcessGroup | None, ranks: Sequence[int], group_name: str = "") -> None:
         self._ranks = list(ranks)
         self.group_name = group_name
-        self._torch_group = None if torch_group is None else weakref.ref(torch_group)
-        self._communicator: Communicator | CommMember = CommMember.NON_COMM_MEMBER
-        if torch_group is not None:
-            self._communicator = Communicator(torch_group)
+        self._communicator = CommMember.NON_COMM_MEMBER if torch_group is None else Communicator(torch_group)
 
     @property
     def ranks(self) -> list[int]:
         """The global ranks of the members."""
-        group = None if self._torch_group is None else self._torch_group()
+        communicator = self._communicator
+        group = communicator._torch_group() if isinstance(communicator, Communicator) else None
         if group is None or getattr(backend_of(group, device_types(group)[0]), "reconfigured_store", None) is None:
             return self._ranks
         return ranks_and_store(group, device_types(group)[0])[0]
@@ -41,9 +99,9 @@ class BaguaProcessGroup:
     @property
     def torch_group(self) -> dist.ProcessGroup:
         """The torch process group. RuntimeError on ranks outside it, and once it is destroyed."""
-        if self._torch_group is None:
+        if not isinstance(self._communicator, Communicator):
             raise RuntimeError(f"rank {dist.get_rank()} is not in this group, which has the ranks {self.ranks}")
-        return alive(self._torch_group)
+        return self._communicator.torch_group
 
     def get_global_communicator(self) -> Communicator | CommMember:
         """Return the communicator of all ranks of the group."""
@@ -106,7 +164,7 @@ def new_group(ranks: Sequence[int] | None = None) -> BaguaProcessGroup:
         ranks: global ranks, in any order; all by default.
 
     Returns:
-        The group; on ranks outside it one whose communicators are `CommMember.NON_COMM_MEMBER`.
+        The group; on ranks outside it one whose communicator is `CommMember.NON_COMM_MEMBER`.
 
     Raises:
         ValueError: no rank, a rank named twice, or one that is no rank of the default group.
@@ -128,7 +186,7 @@ def from_torch_group(group: dist.ProcessGroup | int | None) -> BaguaProcessGroup
 
     Args:
         group: a torch group with ranks of the default group; None for torch's default group. What `dist.new_group`
-            returns on ranks outside its group gives a group whose communicators are `CommMember.NON_COMM_MEMBER`.
+            returns on ranks outside its group gives a group whose communicator is `CommMember.NON_COMM_MEMBER`.
 
     Raises:
         TypeError: `group` is no torch process group.

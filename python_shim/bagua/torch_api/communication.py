@@ -22,9 +22,10 @@ from bagua.torch_api._collectives import (
     reduce,
     reduce_inplace,
 )
-from bagua.torch_api._communicators import CommMember, Communicator
 from bagua.torch_api._groups import (
     BaguaProcessGroup,
+    CommMember,
+    Communicator,
     from_torch_group,
     init_process_group,
     is_initialized,
