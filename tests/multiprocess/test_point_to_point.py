@@ -30,24 +30,6 @@ def test_send_between_every_two_ranks() -> None:
             assert torch.equal(received, message)
 
 
-@pytest.mark.cpu_only("NCCL has no tags")
-@on_ranks("peers")
-def test_tags_match_whatever_the_order() -> None:
-    """Rank 0 sends three tags in one order, the others receive them in the opposite order."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if rank == 0:
-        works: list[Any] = [
-            dist.isend(torch.tensor([tag]), peer, tag=tag) for peer in range(1, size) for tag in (1, 2, 3)
-        ]
-        for work in works:
-            work.wait()
-    else:
-        for tag in (3, 2, 1):
-            received = torch.zeros(1, dtype=torch.int64)
-            dist.recv(received, 0, tag=tag)
-            assert received.item() == tag
-
-
 @pytest.mark.cpu_only("NCCL communicators of pairs are made one after another, a ring of them has to be a batch")
 @on_ranks("peers")
 def test_pending_receive_holds_up_no_later_operation() -> None:

@@ -145,23 +145,16 @@ def test_what_cannot_be_done_right_is_refused_with_its_name() -> None:
 
 
 @on_ranks(4)
-def test_hosts_that_ask_for_different_codecs_get_an_error() -> None:
+def test_hosts_and_ranks_of_a_host_that_ask_for_different_codecs_are_all_told() -> None:
     ours = sharded(made_model(), mesh_of())
-    with pytest.raises(ValueError, match="other options"):
-        bagua.fsdp.compress(ours, "int8" if dist.get_rank() < 2 else "4bit")
-    with pytest.raises(ValueError, match="rank 1 could not" if dist.get_rank() < 2 else "expected a codec"):
-        bagua.fsdp.compress(ours, "int8" if dist.get_rank() < 2 else "no codec")
-
-
-@on_ranks(4)
-def test_ranks_of_a_host_that_ask_for_different_codecs_are_told_on_all_hosts() -> None:
-    ours = sharded(made_model(), mesh_of())
-    with pytest.raises(ValueError, match="other options"):
-        bagua.fsdp.compress(ours, "int8" if dist.get_rank() % 2 else "4bit")
-    with pytest.raises(ValueError, match=r"other options|could not register"):
-        bagua.fsdp.compress(ours, "int8" if dist.get_rank() == 2 else "4bit")
-    with pytest.raises(ValueError, match="expected a codec" if dist.get_rank() == 3 else "could not register"):
-        bagua.fsdp.compress(ours, "int8" if dist.get_rank() < 3 else "no codec")
+    # A host, a rank on each of them, and one alone, of which the ranks of its host are told by their own group.
+    for odd, told in (((2, 3), "other options"), ((1, 3), "other options"), ((2,), "other options|could not register")):
+        with named(odd), pytest.raises(ValueError, match=told):
+            bagua.fsdp.compress(ours, "4bit" if dist.get_rank() in odd else "int8")
+    for odd, told in (((2, 3), "rank 1 could not"), ((3,), "could not register")):
+        is_odd = dist.get_rank() in odd
+        with named(odd), pytest.raises(ValueError, match="expected a codec" if is_odd else told):
+            bagua.fsdp.compress(ours, "no codec" if is_odd else "int8")
 
 
 class Adapted(nn.Module):
