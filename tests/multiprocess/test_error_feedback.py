@@ -363,7 +363,9 @@ def _state_after_more_steps(first: int, saved: list[dict[str, Any]]) -> dict[str
         # A new rank has the buckets and steps of the others, and no residuals.
         handle.load_state_dict(saved[rank] if rank < len(saved) else {**saved[0], "state": {}})
     account = Account(options)
-    for true, owed in zip(account.true, _owed(handle.state_dict()["state"]), strict=True):
+    held_before = _owed(handle.state_dict()["state"])
+    assert held_before[0].any() == bool(saved)
+    for true, owed in zip(account.true, held_before, strict=True):
         true += owed
     for step in range(first, first + 9):
         given = [gradients_of(step, each) for each in range(size)]
