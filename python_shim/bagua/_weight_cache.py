@@ -176,7 +176,10 @@ class CachedGather:
         self._is_complete = False
         has_rest = to_gather != columns or may_differ
         if has_rest and self._cache is not None and self._cache is not output_tensor:
+            # In which FSDP2 has put this rank's shards already, as they are now.
+            own = input_tensor.clone()
             output_tensor.copy_(self._cache, non_blocking=True)
+            input_tensor.copy_(own)
         given = input_tensor.clone() if self._codec is not None else None
         if self._codec is not None and is_known and self._held is not None:
             base = self._held

@@ -10,6 +10,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._weight_cache import CachedGather
 from hooked_models import same_everywhere
 from ranks import on_ranks
 from sharded_models import check_equal, compressed, loss_of, made_model, mesh_of, sharded, trained
@@ -57,14 +58,21 @@ def test_weights_are_gathered_once_a_step_and_frozen_ones_once_ever() -> None:
         assert sum(sizes) == 3 * of_trained + of_frozen + NUMBER
 
 
+def fresh(gather: CachedGather, *size: Any, **kind: Any) -> torch.Tensor:
+    """As on a device, where what was gathered is copied back into it."""
+    memory: torch.Tensor = gather._former.allocate(*size, **kind)
+    return memory
+
+
+@pytest.mark.parametrize("allocate", [CachedGather.allocate, fresh])
 @on_ranks(4)
-def test_of_a_group_with_frozen_and_trained_weights_the_trained_ones_are_gathered() -> None:
+def test_of_a_group_with_frozen_and_trained_weights_the_trained_ones_are_gathered(allocate: Any) -> None:
     model, mesh = made_model(), mesh_of("line")
     model.blocks[0].inner.requires_grad_(False)
     model.blocks[1].norm.requires_grad_(False)
     of_trained, of_frozen = sizes_of(model, trained=True), sizes_of(model, trained=False)
     expected = trained(sharded(model, mesh))
-    with gathered() as sizes:
+    with gathered() as sizes, mock.patch.object(CachedGather, "allocate", allocate):
         own = trained(compressed(sharded(model, mesh), weights="cache"))
         # Of three groups with frozen weights: two in each step, and once the third.
         assert sum(sizes) == 3 * of_trained + of_frozen + NUMBER * 7
