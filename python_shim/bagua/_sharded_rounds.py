@@ -14,7 +14,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from bagua._attachment import check_layers, check_optimizer, check_weights
+from bagua._attachment import check_layers, check_optimizer, check_weights, moves_nothing
 from bagua._belongings import Belongings
 from bagua._eager import eager
 from bagua._native import _C
@@ -138,6 +138,8 @@ class ShardedRounds:
 
     @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._hook.is_before_step and moves_nothing(optimizer):
+            return
         self._hook.after_step()
         self._is_announced = False
         # What they were is known, and their memory is the user's.
