@@ -61,6 +61,7 @@ class ShardedModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.whole = model
         self.modules = one_of_each_fsdp_state(_modules_of_fsdp(model))
         self.groups = [group for module in self.modules for group in fsdp_groups(module)]
         if not all(is_sharded(group) for group in self.groups):
