@@ -160,7 +160,8 @@ class CachedGather:
         columns = self._columns(input_tensor)
         to_gather = columns
         may_differ = False
-        if is_known and is_in_backward():
+        # A backward may prefetch what its forward has left out, and gathered before the last step of an optimizer.
+        if is_known and is_in_backward() and self._steps == self._changes.steps:
             self._check(columns, input_tensor, is_backward=True)
             to_gather = []
         elif is_known and self._codec is not None and (moved := self._changes.moved()) is not None:

@@ -171,6 +171,18 @@ def test_a_change_that_other_ranks_cannot_know_of_is_an_error_with_its_name_and_
         loss.backward()
 
 
+@on_ranks(4)
+def test_what_a_backward_prefetches_without_its_forward_is_gathered_anew() -> None:
+    def step(model: Any, number: int) -> None:
+        loss_of(model, number, skipped=0 if number == 1 else -1).backward()
+
+    model, mesh = made_model(), mesh_of("line")
+    stock, ours = sharded(model, mesh), compressed(sharded(model, mesh), weights="cache")
+    for one in (stock, ours):
+        one.blocks[1].set_modules_to_backward_prefetch([one.blocks[0]])
+    check_equal(trained(ours, step=step), trained(stock, step=step), rtol=1e-5, atol=1e-6)
+
+
 class Twins(nn.Module):
     """Two frozen layers of one size, and one that is trained."""
 
