@@ -270,7 +270,7 @@ def gathered_dtype(parameter: Any) -> torch.dtype:
     # Before the first forward only the policy knows it.
     dtype: torch.dtype | None = getattr(parameter, "param_dtype", parameter.mp_policy.param_dtype)
     own: torch.dtype = parameter.sharded_param.dtype
-    return own if dtype is None else dtype
+    return own if dtype is None or not own.is_floating_point else dtype
 
 
 def shard_moment(parameter: Any) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bagua._weight_cache import CachedGather
 from hooked_models import same_everywhere
 from ranks import on_ranks
-from sharded_models import check_equal, compressed, loss_of, made_model, mesh_of, sharded, trained
+from sharded_models import check_equal, compressed, loss_of, made_model, mesh_of, policies, sharded, trained
 from torch import nn
 
 # What a group with frozen weights gathers ends with its number, in float32.
@@ -373,6 +373,8 @@ def test_what_does_not_go_together_with_it_is_refused_with_its_name() -> None:
     from torch.distributed.fsdp import fully_shard
 
     model, mesh = made_model(), mesh_of("line")
+    with_integers = made_model()
+    with_integers.levels = nn.Parameter(torch.arange(8), requires_grad=False)
 
     def own_gather() -> Any:
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
@@ -388,6 +390,7 @@ def test_what_does_not_go_together_with_it_is_refused_with_its_name() -> None:
         (sharded(model, mesh), "int9", "expected None, 'cache' or a codec"),
         (fully_shard(made_model(), mesh=mesh, reshard_after_forward=2), "cache", "reshard_after_forward"),
         (own_gather(), "cache", "set_custom_all_gather"),
+        (sharded(with_integers, mesh, **policies()["bfloat16"]), "int8", "one dtype of floating point"),
         (sharded(model, mesh_of("hybrid")), "cache", "mesh of one dimension"),
     ]
     for given, weights, words in cases:
