@@ -24,7 +24,6 @@ from bagua._torch_private import (
     is_view_of_buffer,
     local_gradient,
     parameters_being_reduced,
-    set_comm_of_fsdp,
     set_replica_group,
     shape_in_buffer,
     was_gathered,
@@ -138,9 +137,7 @@ class ShardReduction:
                 set_replica_group(group, Replicas(self._model.group, self))
                 self._undo.append(partial(set_replica_group, group, self._model.group))
             else:
-                scatter = Scatter(group, self)
-                set_comm_of_fsdp(group, "reduce_scatter", scatter)
-                self._undo.append(partial(set_comm_of_fsdp, group, "reduce_scatter", scatter.stock))
+                self._undo.append(self._model.put_comm(group, "reduce_scatter", Scatter(group, self)))
 
     def detach(self) -> None:
         for undo in reversed(self._undo):
@@ -148,6 +145,7 @@ class ShardReduction:
 
     @eager
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self._model.check_placed()
         if torch.is_inference_mode_enabled() and not any(map(was_gathered, self._model.parameters)):
             raise ValueError(
                 "bagua.fsdp: the first forward of the model is under torch.inference_mode(), in which FSDP2 would make "
@@ -222,6 +220,7 @@ class ShardReduction:
     def _begin_step(self) -> None:
         # An end that an error has kept from being called is none any more.
         self._is_ending = False
+        self._model.check_placed()
         if any(has_all_reduce_hook(group) for group in self._model.groups):
             raise ValueError(
                 "bagua.fsdp: set_all_reduce_hook() has given the model a hook, which would see gradients before they "

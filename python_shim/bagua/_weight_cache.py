@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from bagua._eager import eager
 from bagua._executors import shared_executors_for
 from bagua._native import _C
+from bagua._sharded_model import ShardedModel
 from bagua._torch_private import (
     comm_of_fsdp,
     gathered_dtype,
     is_in_backward,
     padded_shard,
     reshards_after_forward,
-    set_comm_of_fsdp,
     shape_in_buffer,
     shard_group,
     shard_moment,
@@ -89,16 +89,16 @@ class CachedGather:
         # What it holds in the place of this rank's own shards, where FSDP2 is about to put them as they are now.
         self._held: Tensor | None = None
 
-    def attach(self) -> None:
+    def attach(self, model: ShardedModel) -> None:
         """Take the place of FSDP2's all-gather. Collective."""
         self._changes.watch()
         if self._codec is not None:
             shared_executors_for(shard_group(self._group), self._group.device)
-        set_comm_of_fsdp(self._group, "all_gather", self)
+        self._take_off = model.put_comm(self._group, "all_gather", self)
 
     def detach(self) -> None:
         self._changes.unwatch()
-        set_comm_of_fsdp(self._group, "all_gather", self._former)
+        self._take_off()
 
     def progress(self) -> tuple[int, int]:
         """Return what differs once weights were trained; on all ranks alike."""

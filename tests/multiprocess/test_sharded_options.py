@@ -7,6 +7,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._torch_private import comm_of_fsdp, fsdp_groups
 from ranks import on_ranks
 from reference import named
 from sharded_models import (
@@ -107,6 +108,26 @@ def test_what_only_a_backward_shows_is_refused_there(mesh_name: str) -> None:
     hooked.set_all_reduce_hook(lambda _: None)
     with pytest.raises(ValueError, match="set_all_reduce_hook"):
         loss_of(hooked, 0).backward()
+
+
+@pytest.mark.parametrize("which", ["all_gather", "reduce_scatter"])
+@on_ranks(4)
+def test_communication_that_was_set_afterwards_is_refused_and_stays_after_remove(which: str) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    ours = sharded(made_model(), mesh_of("line"))
+    handle = bagua.fsdp.compress(ours, "gradient_allreduce", weights="cache")
+    trained(ours, range(1))
+    own = {"all_gather": collectives.DefaultAllGather, "reduce_scatter": collectives.DefaultReduceScatter}[which]()
+    loss = loss_of(ours, 0)
+    getattr(ours.blocks[0], f"set_custom_{which}")(own)
+    with pytest.raises(ValueError, match=rf"set_custom_{which}\(\): call handle.remove\(\)"):
+        loss.backward()
+    with pytest.raises(ValueError, match=rf"set_custom_{which}\(\): call handle.remove\(\)"):
+        loss_of(ours, 0)
+    handle.remove()
+    [group] = fsdp_groups(ours.blocks[0])
+    assert comm_of_fsdp(group, which) is own
 
 
 @pytest.mark.parametrize("mesh_name", ["hybrid", "line"])
