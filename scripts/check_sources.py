@@ -31,8 +31,8 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_613, 16_000),
-    "python_shim": Layer({".py"}, 14_105, 8_500),
-    "tests": Layer({".py"}, 30_658, 22_000, counts_tests=True),
+    "python_shim": Layer({".py"}, 14_177, 8_500),
+    "tests": Layer({".py"}, 30_786, 22_000, counts_tests=True),
 }
 
 
