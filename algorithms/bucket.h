@@ -85,6 +85,8 @@ struct Bucket {
   bool isCaptured = false;
   // The flat tensor holds a part for each rank: see ReducesToParts.
   bool isInParts = false;
+  // This rank's group has the first shards of the parameters, or all there is of them: it speaks for those with others.
+  bool isOfFirstShards = true;
   // Synchronised backwards before this one, in earlier runs too where this one continues a checkpoint.
   int64_t step = 0;
   // For whatever is drawn at random: of the step and the first parameter, the same on all ranks.

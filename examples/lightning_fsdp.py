@@ -38,6 +38,15 @@ class Sharded(lightning.LightningModule):
             print(f"step {self.global_step}: loss {loss.item():.3f}")
         return loss
 
+    def validation_step(self, batch: list[Tensor]) -> None:
+        images, labels = batch
+        accuracy = (self.network(images).argmax(dim=1) == labels).float().mean()
+        self.log("accuracy", accuracy, sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        if self.global_rank == 0 and self.global_step:
+            print(f"step {self.global_step}: accuracy {self.trainer.callback_metrics['accuracy'].item():.3f}")
+
     def on_train_end(self) -> None:
         stats = self.handle.stats()
         if self.global_rank == 0:
@@ -49,16 +58,20 @@ class Sharded(lightning.LightningModule):
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 torch.manual_seed(0)
-images = torch.randn(6400, 64)
-data = DataLoader(TensorDataset(images, images[:, :10].argmax(dim=1)), batch_size=32)
+images = torch.randn(7040, 64)
+labels = images[:, :10].argmax(dim=1)
+data = DataLoader(TensorDataset(images[:6400], labels[:6400]), batch_size=32)
+validation_data = DataLoader(TensorDataset(images[6400:], labels[6400:]), batch_size=32)
 strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="bagua")  # bagua
 trainer = lightning.Trainer(
     accelerator="cpu",
     devices=2,
     strategy=strategy,
     max_steps=100,
+    # Under torch.inference_mode() FSDP2 makes weights that cannot be trained.
+    inference_mode=False,
     enable_checkpointing=False,
     enable_progress_bar=False,
     logger=False,
 )
-trainer.fit(Sharded(), data)
+trainer.fit(Sharded(), data, validation_data)

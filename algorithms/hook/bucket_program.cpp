@@ -20,6 +20,7 @@ void BucketProgram::reduce(Bucket& bucket, int64_t firstParameter, Algorithm& al
   bucket.retained = retained;
   bucket.key = bucketKey(kSeed, step, firstParameter);
   bucket.isInParts = isInParts;
+  bucket.isOfFirstShards = isOfFirstShards;
   switch (way) {
     case Way::kReduce:
       algorithm.reduce(bucket, communicator);

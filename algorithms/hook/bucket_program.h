@@ -26,6 +26,7 @@ struct BucketProgram {
   Way way = Way::kReduce;
   // The gradients are in parts, of which this rank's mean goes to `own`.
   bool isInParts = false;
+  bool isOfFirstShards = true;
   at::Tensor own = {};
   // Bucket::retained of all parts.
   std::shared_ptr<Bucket::Retained> retained = std::make_shared<Bucket::Retained>();

@@ -218,6 +218,7 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitBucket(const char* name, const 
                                                         BucketProgram program) {
   // The end of backward waits for it.
   const auto wait = traits_.bucketsMayOverlap ? Wait::kNowInAnyOrder : Wait::kNow;
+  program.isOfFirstShards = isOfFirstShards();
   program.isCaptured = members_.group().isCapturing(program.gradients.device());
   auto gradients = layouts_.gradientsOf(program.parts);
   // Guards at different levels would code the same gradients in different ways.

@@ -159,7 +159,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   [[nodiscard]] const std::vector<at::Tensor>& buffers() const override { return buffers_; }
   [[nodiscard]] int rank() const override { return members_.group().identity().rank; }
   [[nodiscard]] int size() const override { return members_.group().identity().size; }
-  [[nodiscard]] bool isSpeaker() const override { return rank() == 0 && (!shards_ || shards_->identity().rank == 0); }
+  [[nodiscard]] bool isSpeaker() const override { return rank() == 0 && isOfFirstShards(); }
+  [[nodiscard]] bool isOfFirstShards() const { return !shards_ || shards_->identity().rank == 0; }
   [[nodiscard]] const HostTopology& topology() const override { return *members_.topology(); }
   void checkWeightsAreFree(const char* call) const override;
   c10::intrusive_ptr<c10d::Work> submit(const char* name, const std::vector<at::Tensor>& tensors, Wait wait,

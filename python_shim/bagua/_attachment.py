@@ -145,6 +145,11 @@ def check_optimizer(trained: Mapping[str, Tensor], optimizer: Any, algorithm: st
         )
 
 
+def moves_nothing(optimizer: Optimizer) -> bool:
+    """Return whether all rates are 0: such a step of torch's checkpoint helpers makes an optimizer's state."""
+    return all(bool(group.get("lr") == 0) for group in optimizer.param_groups)
+
+
 def check_model(ddp: DistributedDataParallel, algorithm: str, *, is_hierarchical: bool) -> None:
     """Refuse a model whose weights cannot be exchanged, or one that communicates where the algorithm must not."""
     check_weights(trainable_parameters(ddp), algorithm)
@@ -273,7 +278,8 @@ class Attachment:
 
     @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._hook.after_step()
+        if self._hook.is_before_step or not moves_nothing(optimizer):
+            self._hook.after_step()
 
     @eager
     def _at_backward(self, gradient: Tensor) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from bagua._eager import eager
 from bagua._native import _C
 from bagua._sharded_model import ShardedModel
 from bagua._torch_private import (
@@ -23,9 +24,9 @@ from bagua._torch_private import (
     is_view_of_buffer,
     local_gradient,
     parameters_being_reduced,
-    set_comm_of_fsdp,
     set_replica_group,
     shape_in_buffer,
+    was_gathered,
     watch_fsdp_reductions,
 )
 
@@ -129,18 +130,28 @@ class ShardReduction:
         """Take the place of FSDP2's exchange between the ranks of the model's group."""
         watch_fsdp_reductions()
         self._undo = [after_fsdp_backward(module, self._at_end) for module in self._model.modules]
+        # Before FSDP2 gathers.
+        self._undo.append(self._model.whole.register_forward_pre_hook(self._before_forward, prepend=True).remove)
         for group in self._model.groups:
             if self._model.is_hybrid:
                 set_replica_group(group, Replicas(self._model.group, self))
                 self._undo.append(partial(set_replica_group, group, self._model.group))
             else:
-                scatter = Scatter(group, self)
-                set_comm_of_fsdp(group, "reduce_scatter", scatter)
-                self._undo.append(partial(set_comm_of_fsdp, group, "reduce_scatter", scatter.stock))
+                self._undo.append(self._model.put_comm(group, "reduce_scatter", Scatter(group, self)))
 
     def detach(self) -> None:
         for undo in reversed(self._undo):
             undo()
+
+    @eager
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self._model.check_placed()
+        if torch.is_inference_mode_enabled() and not any(map(was_gathered, self._model.parameters)):
+            raise ValueError(
+                "bagua.fsdp: the first forward of the model is under torch.inference_mode(), in which FSDP2 would make "
+                "tensors for its weights that no training can change: evaluate under torch.no_grad(), which Lightning "
+                "does with Trainer(inference_mode=False)"
+            )
 
     def start(self, flat: Tensor, result: Tensor, op: Any, factor: float | None = None) -> _Started:
         """Reduce what FSDP2 has put into a flat tensor; `result` is the same, or takes this rank's part of it.
@@ -209,6 +220,7 @@ class ShardReduction:
     def _begin_step(self) -> None:
         # An end that an error has kept from being called is none any more.
         self._is_ending = False
+        self._model.check_placed()
         if any(has_all_reduce_hook(group) for group in self._model.groups):
             raise ValueError(
                 "bagua.fsdp: set_all_reduce_hook() has given the model a hook, which would see gradients before they "

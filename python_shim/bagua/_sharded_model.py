@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import compress
 from typing import Any
 
@@ -19,6 +20,7 @@ from bagua._torch_private import (
     is_sharded,
     one_of_each_fsdp_state,
     replica_group,
+    set_comm_of_fsdp,
     shape_in_buffer,
     shard_group,
 )
@@ -61,6 +63,9 @@ class ShardedModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.whole = model
+        # What communicates in the place of FSDP2: for which group, and what of it.
+        self._placed: list[tuple[Any, str, Any]] = []
         self.modules = one_of_each_fsdp_state(_modules_of_fsdp(model))
         self.groups = [group for module in self.modules for group in fsdp_groups(module)]
         if not all(is_sharded(group) for group in self.groups):
@@ -113,6 +118,28 @@ class ShardedModel:
                 raise ValueError(
                     f"a module's {which} is {type(comm).__name__}: set_custom_{which}(), set_symm_mem_for_comm() and "
                     "set_allocate_memory_from_process_group_for_comm() do not go together with compress()"
+                )
+
+    def put_comm(self, group: Any, which: str, comm: Any) -> Callable[[], None]:
+        """Have something else communicate for a group; returns what takes it off again, unless it was replaced."""
+        former = comm_of_fsdp(group, which)
+        set_comm_of_fsdp(group, which, comm)
+        self._placed.append((group, which, comm))
+
+        def take_off() -> None:
+            if comm_of_fsdp(group, which) is comm:
+                set_comm_of_fsdp(group, which, former)
+
+        return take_off
+
+    def check_placed(self) -> None:
+        """Refuse what the user has put in the place of ours since."""
+        for group, which, comm in self._placed:
+            found = comm_of_fsdp(group, which)
+            if found is not comm:
+                raise ValueError(
+                    f"bagua.fsdp: {type(found).__name__} has taken the place of what compress() has put there, as by "
+                    f"set_custom_{which}(): call handle.remove() before"
                 )
 
     @property

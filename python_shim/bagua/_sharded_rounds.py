@@ -14,7 +14,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from bagua._attachment import check_layers, check_optimizer, check_weights
+from bagua._attachment import check_layers, check_optimizer, check_weights, moves_nothing
 from bagua._belongings import Belongings
 from bagua._eager import eager
 from bagua._native import _C
@@ -81,6 +81,8 @@ class ShardedRounds:
         self.shards: list[Tensor] = [padded_shard(parameter) for parameter in sharded.parameters]
         # The gradient of each, and its version, when the shard got it.
         self._shown: list[tuple[Tensor, int] | None] = [None] * len(self.shards)
+        # Whether the optimizer zeroes gradients by an operation on all of them, which changes no version.
+        self._zeroes_unseen = False
         # Whether a forward was seen since the optimizer's last step: several backwards may follow it, or of several.
         self._is_announced = False
         self._removable: list[Any] = []
@@ -88,6 +90,7 @@ class ShardedRounds:
     def attach(self, hook: _C.Hook, optimizer: Optimizer) -> None:
         self._hook = hook
         self._optimizer = optimizer
+        self._zeroes_unseen = any(optimizer.defaults.get(kind) for kind in ("foreach", "fused"))
         self._removable = [
             # Before FSDP2 gathers: weights may change there.
             self._model.register_forward_pre_hook(self._before_forward, prepend=True),
@@ -106,7 +109,7 @@ class ShardedRounds:
                 "was registered, as after load_state_dict(assign=True) or model.to(): call handle.remove() before, and "
                 "compress() afterwards"
             )
-        self.show_gradients()
+        self._show_zeroed_gradients()
         self.changing_weights(lambda: self._hook.before_forward([]))
         self._is_announced = True
 
@@ -122,7 +125,7 @@ class ShardedRounds:
 
     @eager
     def _at_backward(self, gradient: Tensor) -> None:
-        self.show_gradients()
+        self._show_zeroed_gradients()
         self._hook.at_backward(is_bypassed=False)
 
     def after_backward(self) -> None:
@@ -138,6 +141,8 @@ class ShardedRounds:
 
     @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._hook.is_before_step and moves_nothing(optimizer):
+            return
         self._hook.after_step()
         self._is_announced = False
         # What they were is known, and their memory is the user's.
@@ -164,12 +169,27 @@ class ShardedRounds:
                 own = pad(own, [0, 0] * (own.dim() - 1) + [0, len(shard) - len(own)])
             shard.grad = own.to(shard.dtype)
 
+    def _show_zeroed_gradients(self) -> None:
+        """Show gradients, also those of a skipped step that were zeroed unseen. Collective among the ranks of a host.
+
+        A rank alone cannot tell: its shards may have gradients of zeros.
+        """
+        self.show_gradients()
+        found = [p.sharded_param.grad for p in self._sharded.parameters if p.sharded_param.grad is not None]
+        if not (self._zeroes_unseen and self._hook.is_before_step and found):
+            return
+        is_any = torch.tensor(float(any(bool(local_part(one).any()) for one in found)), device=self._sharded.device)
+        dist.all_reduce(is_any, dist.ReduceOp.MAX, self._sharded.shards)
+        if not is_any:
+            self._shown = [None] * len(self.shards)
+            self.show_gradients()
+
     def show_last_gradients(self) -> None:
         """Show the gradients of a step after which no forward comes. Collective among the ranks of a host.
 
         An overflow in one shard makes a scaler skip the step on all of them, so each has to see one of its own.
         """
-        self.show_gradients()
+        self._show_zeroed_gradients()
         gradients = [shard.grad for shard in self.shards if shard.grad is not None]
         is_over = torch.tensor(
             float(not all(bool(one.isfinite().all()) for one in gradients)), device=self._sharded.device

@@ -156,8 +156,7 @@ def has_python_reducer(ddp: DistributedDataParallel) -> bool:
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[Any]:
     """Return the list of a model's communication hooks, in which torch's own method notes them."""
-    hooks: list[Any] = ddp._comm_hooks
-    return hooks
+    return cast("list[Any]", ddp._comm_hooks)
 
 
 def name_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
@@ -205,8 +204,7 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 def replica_group(group: Any) -> dist.ProcessGroup | None:
     """Return where a group's gradients are all-reduced; None where the mesh has one dimension."""
-    found: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
-    return found
+    return cast("dist.ProcessGroup | None", getattr(group.mesh_info, "replicate_process_group", None))
 
 
 def set_replica_group(group: Any, replicas: dist.ProcessGroup) -> None:
@@ -263,11 +261,16 @@ def reshards_to_another_mesh(group: Any) -> bool:
     return reshards_after_forward(group) and group.post_forward_mesh_info != group.mesh_info
 
 
+def was_gathered(parameter: Any) -> bool:
+    """Return whether FSDP2 has made the tensor that a parameter is while it is whole, which then stays."""
+    return hasattr(parameter, "_unsharded_param")
+
+
 def gathered_dtype(parameter: Any) -> torch.dtype:
     # Before the first forward only the policy knows it.
     dtype: torch.dtype | None = getattr(parameter, "param_dtype", parameter.mp_policy.param_dtype)
     own: torch.dtype = parameter.sharded_param.dtype
-    return own if dtype is None else dtype
+    return own if dtype is None or not own.is_floating_point else dtype
 
 
 def shard_moment(parameter: Any) -> tuple[int, ...]:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from bagua._eager import eager
 from bagua._executors import shared_executors_for
 from bagua._native import _C
+from bagua._sharded_model import ShardedModel
 from bagua._torch_private import (
     comm_of_fsdp,
     gathered_dtype,
     is_in_backward,
     padded_shard,
     reshards_after_forward,
-    set_comm_of_fsdp,
     shape_in_buffer,
     shard_group,
     shard_moment,
@@ -89,16 +89,16 @@ class CachedGather:
         # What it holds in the place of this rank's own shards, where FSDP2 is about to put them as they are now.
         self._held: Tensor | None = None
 
-    def attach(self) -> None:
+    def attach(self, model: ShardedModel) -> None:
         """Take the place of FSDP2's all-gather. Collective."""
         self._changes.watch()
         if self._codec is not None:
             shared_executors_for(shard_group(self._group), self._group.device)
-        set_comm_of_fsdp(self._group, "all_gather", self)
+        self._take_off = model.put_comm(self._group, "all_gather", self)
 
     def detach(self) -> None:
         self._changes.unwatch()
-        set_comm_of_fsdp(self._group, "all_gather", self._former)
+        self._take_off()
 
     def progress(self) -> tuple[int, int]:
         """Return what differs once weights were trained; on all ranks alike."""
@@ -160,7 +160,8 @@ class CachedGather:
         columns = self._columns(input_tensor)
         to_gather = columns
         may_differ = False
-        if is_known and is_in_backward():
+        # A backward may prefetch what its forward has left out, and gathered before the last step of an optimizer.
+        if is_known and is_in_backward() and self._steps == self._changes.steps:
             self._check(columns, input_tensor, is_backward=True)
             to_gather = []
         elif is_known and self._codec is not None and (moved := self._changes.moved()) is not None:
@@ -176,7 +177,10 @@ class CachedGather:
         self._is_complete = False
         has_rest = to_gather != columns or may_differ
         if has_rest and self._cache is not None and self._cache is not output_tensor:
+            # In which FSDP2 has put this rank's shards already, as they are now.
+            own = input_tensor.clone()
             output_tensor.copy_(self._cache, non_blocking=True)
+            input_tensor.copy_(own)
         given = input_tensor.clone() if self._codec is not None else None
         if self._codec is not None and is_known and self._held is not None:
             base = self._held

@@ -305,7 +305,7 @@ def compress(
         rounds.attach(hook, optimizer)
         warn_of_replicas_inside_hosts(sharded, name)
     for cache in caches:
-        cache.attach()
+        cache.attach(sharded)
     frozen = FrozenWeights(model, caches, group) if caches and device.type == "cpu" else None
     if dist.get_rank() == 0:
         say_if_nothing_is_coded(hook, group)

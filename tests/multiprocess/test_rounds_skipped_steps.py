@@ -208,3 +208,24 @@ def test_schedulers_of_the_inner_optimizer_do_not_notice(rank_pools: Pools) -> N
         assert rates == expected
         # Both ranks train on the same data.
         torch.testing.assert_close(weights, same_weights, rtol=0, atol=CLOSE)
+
+
+@on_ranks(2)
+def test_the_step_by_which_torch_makes_the_state_of_an_optimizer_does_not_count() -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights = []
+    for is_asked in (False, True):
+        training = begun(Plan(3).register, _plain_sgd)
+        if is_asked:
+            get_state_dict(training.ddp, training.optimizer)
+        with torch.no_grad():
+            for parameter in training.ddp.parameters():
+                parameter.mul_(0.5)
+        for step in range(6):
+            training.step(step)
+            training.optimizer.zero_grad()
+            if is_asked:
+                get_state_dict(training.ddp, training.optimizer)
+        weights.append(training.weights())
+    assert torch.equal(*weights)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from sharded_models import loss_of, made_model, mesh_of, sharded, shards_of
+from sharded_models import loss_of, made_model, mesh_of, on_hosts, sharded, shards_of
 from torch import Tensor
 
 
@@ -55,3 +55,34 @@ def test_a_run_continues_a_distributed_checkpoint_with_the_same_bits(mesh_name: 
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
+
+
+@pytest.mark.parametrize("kind", ["plain", "momentum", "rate in a tensor"])
+@on_ranks(4)
+def test_the_step_by_which_torch_makes_the_state_of_an_optimizer_is_none_of_a_round(kind: str) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    mesh = mesh_of()
+    trainings = []
+    for is_asked in (False, True):
+        model = sharded(made_model(), mesh)
+        rate = torch.tensor(1e-4) if kind == "rate in a tensor" else 1e-4
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9 if kind == "momentum" else 0.0)
+        with on_hosts("hybrid"):
+            handle = bagua.fsdp.compress(model, "diloco", optimizer=optimizer, sync_every=3, fragments=1, delay=0)
+        if is_asked:
+            get_state_dict(model, optimizer)
+        with torch.no_grad():
+            # As dcp.load() writes them.
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        for step in range(6):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_asked:
+                get_state_dict(model, optimizer)
+        trainings.append((shards_of(model), handle.stats()["rounds"]))
+    (expected, rounds), (own, others) = trainings
+    assert rounds == others == 2
+    assert all(torch.equal(own[name], one) for name, one in expected.items())

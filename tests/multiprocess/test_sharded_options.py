@@ -7,9 +7,22 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._torch_private import comm_of_fsdp, fsdp_groups
 from ranks import on_ranks
 from reference import named
-from sharded_models import MESHES, compressed, local, loss_of, made_model, mesh_of, on_hosts, sharded, trained
+from sharded_models import (
+    MESHES,
+    check_equal,
+    compressed,
+    in_full_precision,
+    local,
+    loss_of,
+    made_model,
+    mesh_of,
+    on_hosts,
+    sharded,
+    trained,
+)
 from torch import Tensor, nn
 
 on_meshes = pytest.mark.parametrize("mesh_name", MESHES)
@@ -95,6 +108,41 @@ def test_what_only_a_backward_shows_is_refused_there(mesh_name: str) -> None:
     hooked.set_all_reduce_hook(lambda _: None)
     with pytest.raises(ValueError, match="set_all_reduce_hook"):
         loss_of(hooked, 0).backward()
+
+
+@pytest.mark.parametrize("which", ["all_gather", "reduce_scatter"])
+@on_ranks(4)
+def test_communication_that_was_set_afterwards_is_refused_and_stays_after_remove(which: str) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    ours = sharded(made_model(), mesh_of("line"))
+    handle = bagua.fsdp.compress(ours, "gradient_allreduce", weights="cache")
+    trained(ours, range(1))
+    own = {"all_gather": collectives.DefaultAllGather, "reduce_scatter": collectives.DefaultReduceScatter}[which]()
+    loss = loss_of(ours, 0)
+    getattr(ours.blocks[0], f"set_custom_{which}")(own)
+    with pytest.raises(ValueError, match=rf"set_custom_{which}\(\): call handle.remove\(\)"):
+        loss.backward()
+    with pytest.raises(ValueError, match=rf"set_custom_{which}\(\): call handle.remove\(\)"):
+        loss_of(ours, 0)
+    handle.remove()
+    [group] = fsdp_groups(ours.blocks[0])
+    assert comm_of_fsdp(group, which) is own
+
+
+@pytest.mark.parametrize("mesh_name", ["hybrid", "line"])
+@on_ranks(4)
+def test_a_first_forward_in_inference_mode_is_refused_with_a_remedy(mesh_name: str) -> None:
+    mesh, model = mesh_of(mesh_name), made_model()
+    stock, ours = sharded(model, mesh), in_full_precision(sharded(model, mesh), mesh)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"torch.no_grad\(\), .*inference_mode=False"):
+        loss_of(ours, 0)
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(ours, 0), loss_of(stock, 0))
+    for _ in range(2):
+        check_equal(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
+        with torch.inference_mode():
+            torch.testing.assert_close(loss_of(ours, 0), loss_of(stock, 0))
 
 
 @on_ranks(4)

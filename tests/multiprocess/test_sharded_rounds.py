@@ -43,6 +43,10 @@ def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
 
+def many_at_once(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, foreach=True)
+
+
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -229,14 +233,15 @@ def backward_twice(model: Any, optimizer: torch.optim.Optimizer, number: int) ->
 
 
 STEPS = [accumulated_in_whole, accumulated_in_host, skipped_by_a_host, two_forwards_first, backward_twice]
+TRAININGS = [(step, momentum_sgd) for step in STEPS] + [(step, many_at_once) for step in STEPS[1:3]]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "make"), TRAININGS)
 @on_ranks(4)
-def test_steps_count_as_the_optimizer_takes_them_or_skips_them(step: Step) -> None:
-    options = {"sync_every": 3, "fragments": 1, "delay": 0}
-    own = followed(*in_rounds(**options), range(8), step)
-    expected = under_ddp("diloco", range(8), step, **options)
+def test_steps_count_as_the_optimizer_takes_them_or_skips_them(step: Step, make: Any) -> None:
+    options: dict[str, Any] = {"sync_every": 3, "fragments": 1, "delay": 0}
+    own = followed(*in_rounds(make=make, **options), range(8), step)
+    expected = under_ddp("diloco", range(8), step, make, **options)
     # A host that has skipped the step of an exchange notices in its next forward.
     exact = [i for i in range(8) if step is not skipped_by_a_host or i not in (2, 5)]
     check_same([own[i] for i in [*exact, 8]], [expected[i] for i in [*exact, 8]])

@@ -10,9 +10,10 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._weight_cache import CachedGather
 from hooked_models import same_everywhere
 from ranks import on_ranks
-from sharded_models import check_equal, compressed, loss_of, made_model, mesh_of, sharded, trained
+from sharded_models import check_equal, compressed, loss_of, made_model, mesh_of, policies, sharded, trained
 from torch import nn
 
 # What a group with frozen weights gathers ends with its number, in float32.
@@ -57,14 +58,21 @@ def test_weights_are_gathered_once_a_step_and_frozen_ones_once_ever() -> None:
         assert sum(sizes) == 3 * of_trained + of_frozen + NUMBER
 
 
+def fresh(gather: CachedGather, *size: Any, **kind: Any) -> torch.Tensor:
+    """As on a device, where what was gathered is copied back into it."""
+    memory: torch.Tensor = gather._former.allocate(*size, **kind)
+    return memory
+
+
+@pytest.mark.parametrize("allocate", [CachedGather.allocate, fresh])
 @on_ranks(4)
-def test_of_a_group_with_frozen_and_trained_weights_the_trained_ones_are_gathered() -> None:
+def test_of_a_group_with_frozen_and_trained_weights_the_trained_ones_are_gathered(allocate: Any) -> None:
     model, mesh = made_model(), mesh_of("line")
     model.blocks[0].inner.requires_grad_(False)
     model.blocks[1].norm.requires_grad_(False)
     of_trained, of_frozen = sizes_of(model, trained=True), sizes_of(model, trained=False)
     expected = trained(sharded(model, mesh))
-    with gathered() as sizes:
+    with gathered() as sizes, mock.patch.object(CachedGather, "allocate", allocate):
         own = trained(compressed(sharded(model, mesh), weights="cache"))
         # Of three groups with frozen weights: two in each step, and once the third.
         assert sum(sizes) == 3 * of_trained + of_frozen + NUMBER * 7
@@ -161,6 +169,18 @@ def test_a_change_that_other_ranks_cannot_know_of_is_an_error_with_its_name_and_
     ours.blocks[1].inner.weight.to_local().data.mul_(2)
     with pytest.raises(RuntimeError, match=r"blocks.1.inner.weight was changed between its forward and its backward"):
         loss.backward()
+
+
+@on_ranks(4)
+def test_what_a_backward_prefetches_without_its_forward_is_gathered_anew() -> None:
+    def step(model: Any, number: int) -> None:
+        loss_of(model, number, skipped=0 if number == 1 else -1).backward()
+
+    model, mesh = made_model(), mesh_of("line")
+    stock, ours = sharded(model, mesh), compressed(sharded(model, mesh), weights="cache")
+    for one in (stock, ours):
+        one.blocks[1].set_modules_to_backward_prefetch([one.blocks[0]])
+    check_equal(trained(ours, step=step), trained(stock, step=step), rtol=1e-5, atol=1e-6)
 
 
 class Twins(nn.Module):
@@ -353,6 +373,8 @@ def test_what_does_not_go_together_with_it_is_refused_with_its_name() -> None:
     from torch.distributed.fsdp import fully_shard
 
     model, mesh = made_model(), mesh_of("line")
+    with_integers = made_model()
+    with_integers.levels = nn.Parameter(torch.arange(8), requires_grad=False)
 
     def own_gather() -> Any:
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
@@ -368,6 +390,7 @@ def test_what_does_not_go_together_with_it_is_refused_with_its_name() -> None:
         (sharded(model, mesh), "int9", "expected None, 'cache' or a codec"),
         (fully_shard(made_model(), mesh=mesh, reshard_after_forward=2), "cache", "reshard_after_forward"),
         (own_gather(), "cache", "set_custom_all_gather"),
+        (sharded(with_integers, mesh, **policies()["bfloat16"]), "int8", "one dtype of floating point"),
         (sharded(model, mesh_of("hybrid")), "cache", "mesh of one dimension"),
     ]
     for given, weights, words in cases:

@@ -77,7 +77,7 @@ std::vector<int64_t> Guard::begin(const Bucket& bucket, int rank) {
   // While a graph is captured nobody may ask what a device has done.
   if (!isOn() || bucket.isCaptured) return {};
   const std::lock_guard<std::mutex> lock(mutex_);
-  rank_ = rank;
+  isSpeaker_ = rank == 0 && bucket.isOfFirstShards;
   settle(bucket.step, adapts());
   if (!adapts()) return {};
   lower(bucket.step);
@@ -126,7 +126,7 @@ void Guard::judge(const Reading& reading, int64_t step) {
     watched.isNew = true;
     advice = ". From step " + std::to_string(step) + " on it is coded with " + reading.finer;
   }
-  if (rank_ != 0 || std::exchange(excursion.isSaid, !adapts())) return;
+  if (!isSpeaker_ || std::exchange(excursion.isSaid, !adapts())) return;
   LOG(WARNING) << "bagua: '" << nameOf(reading.parameter) << "' at step " << step - 1 << ": " << complaintOf(reading)
                << advice;
 }
@@ -138,7 +138,7 @@ void Guard::lower(int64_t step) {
     watched.since = step;
     watched.patience *= 2;
     watched.isNew = true;
-    if (rank_ != 0) continue;
+    if (!isSpeaker_) continue;
     LOG(WARNING) << "bagua: '" << nameOf(parameter) << "' is coded a level coarser again from step " << step
                  << " on; if that does not do, it stays finer for " << watched.patience << " steps";
   }

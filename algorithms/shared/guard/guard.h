@@ -63,7 +63,8 @@ class Guard {
   [[nodiscard]] bool isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn = 64) const;
 
   // Before all else of a bucket: gives the verdicts on earlier steps, once for all buckets of a step. Those of the
-  // bucket's parameters that are coded at another level from now on. Rank 0 says what there is to say.
+  // bucket's parameters that are coded at another level from now on. Rank 0 of those that hold the first shards says
+  // what there is to say.
   std::vector<int64_t> begin(const Bucket& bucket, int rank);
   // What a look at a bucket of the step has found; see Read.
   void note(int64_t step, const at::Tensor& numbers, Read read);
@@ -124,7 +125,7 @@ class Guard {
 
   const Mode mode_;
   mutable std::mutex mutex_;
-  int rank_ = 0;
+  bool isSpeaker_ = true;
   std::vector<std::string> names_;
   std::deque<Pending> pending_;
   WatchedByParameter watched_;

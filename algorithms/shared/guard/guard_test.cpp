@@ -30,12 +30,16 @@ Bucket bucketAt(int64_t step) {
 }
 
 // A step in which the guard reads `value`.
-std::vector<int64_t> step(Guard& guard, int64_t number, double value, int rank = 1) {
-  auto changed = guard.begin(bucketAt(number), rank);
-  guard.note(number, at::tensor({value}), [](const float* numbers) {
+std::vector<int64_t> step(Guard& guard, const Bucket& bucket, double value, int rank = 1) {
+  auto changed = guard.begin(bucket, rank);
+  guard.note(bucket.step, at::tensor({value}), [](const float* numbers) {
     return std::vector<Guard::Reading>{{kParameter, Guard::Measure::kCoding, numbers[0], kLimit, "4bit", "int8"}};
   });
   return changed;
+}
+
+std::vector<int64_t> step(Guard& guard, int64_t number, double value, int rank = 1) {
+  return step(guard, bucketAt(number), value, rank);
 }
 
 TEST(Guard, GivesAVerdictWhenTwoLooksInARowFindTheSameAndInTheNextStep) {
@@ -92,6 +96,18 @@ TEST(Guard, SaysNothingOnOtherRanksAndOfWhatIsNotFinite) {
   for (int64_t number = 0; number < 4; ++number) step(guard, number, std::numeric_limits<double>::quiet_NaN(), 0);
   EXPECT_EQ(guard.report().alarms, 0);
   for (int64_t number = 4; number < 8; ++number) step(guard, number, 1, 1);
+  EXPECT_EQ(guard.report().alarms, 1);
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+}
+
+TEST(Guard, SaysNothingWhereOthersHoldTheFirstShards) {
+  Guard guard(Guard::Mode::kWarn);
+  ::testing::internal::CaptureStderr();
+  for (int64_t number = 0; number < 4; ++number) {
+    Bucket bucket = bucketAt(number);
+    bucket.isOfFirstShards = false;
+    step(guard, bucket, 1, 0);
+  }
   EXPECT_EQ(guard.report().alarms, 1);
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }

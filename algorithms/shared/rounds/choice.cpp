@@ -25,7 +25,7 @@ int64_t elementsOf(const auto& fragment) {
 }  // namespace
 
 void Rounds::chooseInStep(StepContext& context) {
-  measured_ = measurement_.afterStep(context, [&] { return tryLine(context); });
+  measured_ = measurement_.afterStep(context, [&](auto end) { return tryLine(context, std::move(end)); });
   if (!measured_) return;
   chosenAfter_ = step_;
   useChoice(context);
@@ -45,7 +45,7 @@ void Rounds::useChoice(StepContext& context) {
       {{"sync_every", schedule_->every()}, {"fragments", schedule_->fragments()}, {"delay", schedule_->delay()}});
 }
 
-c10::intrusive_ptr<c10d::Work> Rounds::tryLine(StepContext& context) const {
+c10::intrusive_ptr<c10d::Work> Rounds::tryLine(StepContext& context, std::shared_ptr<Measurement::End> end) const {
   const auto& longest = *std::max_element(fragments_.begin(), fragments_.end(), [](const auto& one, const auto& other) {
     return elementsOf(one) < elementsOf(other);
   });
@@ -54,8 +54,8 @@ c10::intrusive_ptr<c10d::Work> Rounds::tryLine(StepContext& context) const {
     const auto options = context.parameters().front().options().dtype(bucket->dtype).requires_grad(false);
     flats.push_back(at::zeros({bucket->weights.numel()}, options));
   }
-  auto program = [flats, codec = isCoded() ? settings_.codec : nullptr, hierarchical = settings_.hierarchical](
-                     Communicator& communicator, StageSeconds& seconds) mutable {
+  auto program = [flats, codec = isCoded() ? settings_.codec : nullptr, hierarchical = settings_.hierarchical,
+                  end = std::move(end)](Communicator& communicator, StageSeconds& seconds) mutable {
     for (auto& flat : flats) {
       const Stage stage(seconds, stages::kMeasureLine);
       if (codec) {
@@ -65,6 +65,7 @@ c10::intrusive_ptr<c10d::Work> Rounds::tryLine(StepContext& context) const {
         communicator.allReduce(flat, c10d::ReduceOp::AVG);
       }
     }
+    if (flats.front().is_cpu()) *end = Measurement::Clock::now();
   };
   return context.submitInBackground("bagua:measure_line", flats, std::move(program));
 }

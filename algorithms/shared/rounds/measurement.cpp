@@ -16,9 +16,13 @@ constexpr int64_t kSettling = 4;
 constexpr int64_t kTimed = 4;
 // An exchange that takes longer is waited for, once.
 constexpr int64_t kBesideExchange = 8;
+// A step that takes so many times as long has waited for something.
+constexpr double kWaiting = 3;
 
-double secondsSince(std::chrono::steady_clock::time_point begin) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+using Clock = Measurement::Clock;
+
+double secondsBetween(Clock::time_point begin, Clock::time_point end) {
+  return std::chrono::duration<double>(end - begin).count();
 }
 
 // Also on a device, where to wait for a program only makes the stream wait.
@@ -46,18 +50,28 @@ StepContext::Task leastOf(const at::Tensor& numbers) {
 double Measurement::stepSeconds() const {
   std::vector<double> sorted = seconds_;
   std::sort(sorted.begin(), sorted.end());
-  return sorted[sorted.size() / 2];
+  return std::max(sorted[sorted.size() / 2], 1e-6);
+}
+
+double Measurement::stepsBetween(Clock::time_point begin, Clock::time_point end) const {
+  if (secondsBetween(begin, end) <= kWaiting * stepSeconds()) return 1;
+  const Clock::time_point over = exchangeEnd_->load();
+  if (over != Clock::time_point()) end = std::clamp(over, begin, end);
+  return std::max(1.0, secondsBetween(begin, end) / stepSeconds());
 }
 
 std::optional<Measured> Measurement::afterStep(StepContext& context, const Exchange& begin) {
   constexpr int64_t kBegin = kSettling + kTimed;
   if (++steps_ >= kSettling) awaitDevice(context);
-  const double taken = secondsSince(std::exchange(lastEnd_, Clock::now()));
-  if (steps_ > kSettling && steps_ <= kBegin) seconds_.push_back(taken);
-  if (steps_ == kBegin) exchange_ = begin();
+  const bool isOver = exchange_ && exchange_->isCompleted();
+  const auto end = Clock::now();
+  const auto before = std::exchange(lastEnd_, end);
+  if (steps_ > kSettling && steps_ <= kBegin) seconds_.push_back(secondsBetween(before, end));
+  if (steps_ == kBegin) exchange_ = begin(exchangeEnd_);
   if (steps_ <= kBegin) return std::nullopt;
-  if (exchange_ && exchange_->isCompleted()) {
-    stepsOfExchange_ = static_cast<double>(steps_ - kBegin);
+  stepsBeside_ += stepsBetween(before, end);
+  if (isOver) {
+    stepsOfExchange_ = stepsBeside_;
     // An error of the exchange comes out here.
     std::exchange(exchange_, {})->wait(kNoTimeout);
   }
@@ -71,7 +85,7 @@ std::optional<Measured> Measurement::afterStep(StepContext& context, const Excha
   if (exchange_) {
     const auto waiting = Clock::now();
     waitUntilOver(*std::exchange(exchange_, {}));
-    stepsOfExchange_ = kBesideExchange + secondsSince(waiting) / std::max(stepSeconds(), 1e-6);
+    stepsOfExchange_ = stepsBeside_ + secondsBetween(waiting, Clock::now()) / stepSeconds();
   }
   beginAgreement(context);
   return std::nullopt;

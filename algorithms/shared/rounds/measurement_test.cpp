@@ -18,7 +18,8 @@ namespace bagua::rounds {
 namespace {
 
 using namespace std::chrono_literals;
-using Clock = std::chrono::steady_clock;
+using Clock = Measurement::Clock;
+using End = std::shared_ptr<Measurement::End>;
 
 // Over at a moment.
 class Timed final : public c10d::Work {
@@ -42,13 +43,14 @@ class Failed final : public c10d::Work {
 
 class MeasurementTest : public ::testing::Test {
  protected:
-  // What was found of an exchange of this length, by steps of 10 ms.
-  Measured measured(Clock::duration exchange) {
+  // What was found of an exchange of this length, by steps of 10 ms. The tenth is as long as `tenth`.
+  Measured measured(Clock::duration exchange, Clock::duration tenth = 10ms, bool isEndKnown = true) {
     Measurement measurement;
     for (int step = 1; step <= 64; ++step) {
-      std::this_thread::sleep_for(10ms);
-      const auto found = measurement.afterStep(context_, [&]() -> c10::intrusive_ptr<c10d::Work> {
+      std::this_thread::sleep_for(step == 10 ? tenth : 10ms);
+      const auto found = measurement.afterStep(context_, [&](const End& end) -> c10::intrusive_ptr<c10d::Work> {
         ++begun_;
+        if (isEndKnown) *end = Clock::now() + exchange;
         return c10::make_intrusive<Timed>(Clock::now() + exchange);
       });
       if (!found) continue;
@@ -77,6 +79,14 @@ TEST_F(MeasurementTest, AnExchangeLastsAsManyStepsAsEndBeforeItIsOver) {
   EXPECT_EQ(measured(0ms).stepsOfExchange, 1);
 }
 
+TEST_F(MeasurementTest, AStepThatHasWaitedCountsAsThoseThatTheExchangeLasted) {
+  const auto found = measured(150ms, 600ms);
+  EXPECT_NEAR(found.stepsOfExchange * found.stepSeconds, 0.15, 0.05);
+  EXPECT_NEAR(measured(150ms, 600ms, false).stepsOfExchange * found.stepSeconds, 0.6, 0.2);
+  // It was over before.
+  EXPECT_EQ(measured(0ms, 600ms).stepsOfExchange, 1);
+}
+
 TEST_F(MeasurementTest, ALongOneIsWaitedFor) {
   const auto found = measured(400ms);
   EXPECT_EQ(steps_, 17);
@@ -101,7 +111,8 @@ TEST_F(MeasurementTest, RanksWithOtherPartsOfTheWeightsGoByTheSameNumbers) {
 TEST_F(MeasurementTest, AnErrorOfTheExchangeComesOutInTheStepThatFindsItOver) {
   Measurement measurement;
   const auto step = [&] {
-    measurement.afterStep(context_, []() -> c10::intrusive_ptr<c10d::Work> { return c10::make_intrusive<Failed>(); });
+    measurement.afterStep(context_,
+                          [](const End&) -> c10::intrusive_ptr<c10d::Work> { return c10::make_intrusive<Failed>(); });
   };
   for (int i = 0; i < 8; ++i) step();
   EXPECT_THROW(step(), std::runtime_error);

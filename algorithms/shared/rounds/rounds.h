@@ -120,7 +120,8 @@ class Rounds final : public Algorithm,
   // Measures until the schedule can be chosen. Steps that are skipped count, as ranks wait for each other here.
   void chooseInStep(StepContext& context);
   // An exchange like that of the longest fragment, whose result nobody uses.
-  [[nodiscard]] c10::intrusive_ptr<c10d::Work> tryLine(StepContext& context) const;
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> tryLine(StepContext& context,
+                                                       std::shared_ptr<Measurement::End> end) const;
   // What follows from `measured`, shown in the statistics.
   void useChoice(StepContext& context);
   void makeFragments(const StepContext& context);
