@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_838, 16_000),
     "python_shim": Layer({".py"}, 14_119, 8_500),
-    "tests": Layer({".py"}, 30_702, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 30_704, 22_000, counts_tests=True),
 }
 
 
