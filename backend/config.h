@@ -24,8 +24,9 @@ std::optional<std::string> masterAddress();
 // it is a number from 1 to 64.
 int socketConnections();
 
-// BAGUA_PORT: where this process listens for CPU tensors from other processes, a port or a range of ports such as
-// 29500-29599, both ends included. By default (0 to 0) the system chooses. Throws ValueError for anything else.
+// BAGUA_PORT: where this process listens for CPU tensors from other processes, and for members of a group that changes:
+// a port or a range of ports such as 29500-29599, both ends included. By default (0 to 0) the system chooses. Throws
+// ValueError for anything else.
 struct PortRange {
   uint16_t first = 0;
   uint16_t last = 0;

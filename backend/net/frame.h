@@ -36,7 +36,8 @@ using ProcessId = std::array<uint64_t, 2>;
 //    long. Both may do it at the same time: the link has two then.
 // 7. A link ends when its process has ended (where it listened, connections are refused, or another process answers),
 //    when the peer has lost its end of it (the answer to a Hello names no link), or when no connection has been
-//    possible for the time of the link's patience.
+//    possible for the time of the link's patience. A refusal says nothing where a firewall may be what refuses: a peer
+//    that comes by itself, and has not been reached, is probed some seconds later.
 // 8. A Hello may stay unanswered though a connection was possible: a kernel takes connections also for a process that
 //    is stopped, or has not joined yet, and somebody who never answers may take them. So after half of its patience a
 //    link opens another connection beside, and after twice that time again, and so on. These are given no frames
@@ -46,13 +47,15 @@ using ProcessId = std::array<uint64_t, 2>;
 // Whoever opens a connection says this first. The answer is a kWelcome with a Hello of the other side.
 struct Hello {
   static constexpr uint64_t kMagic = 0x4F4C'4C45'4857'4742;  // "BGWHELLO"
+  // No link has this number: theirs are odd.
+  static constexpr uint64_t kNoLink = 2;
   uint64_t magic = kMagic;
   ProcessId from = {};
   ProcessId to = {};
   // The link that the connection belongs to. A process that has lost a link makes another one. In an answer, 0: it has
   // none that this would be a connection of.
   uint64_t link = 0;
-  // The link of the other process that this one has heard of; 0: none yet.
+  // The link of the other process that this one has heard of; 0: none yet; kNoLink: see Probe.
   uint64_t peerLink = 0;
   // The connection among all of these two links: even numbers are those that the process with the lower name opens.
   uint64_t connection = 0;

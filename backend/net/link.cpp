@@ -38,6 +38,7 @@ Link::Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, ui
 
 Link::~Link() {
   for (const auto& connection : connections_) loop_->remove(connection->socket().number());
+  if (probe_) probe_->stop();
 }
 
 // --- Messages --------------------------------------------------------------------------------------------------------
@@ -240,10 +241,12 @@ std::optional<uint32_t> Link::chooseCell(uint32_t payloadBytes) {
 void Link::close(const std::string& reason) {
   std::vector<std::shared_ptr<Connection>> closed;
   std::vector<std::shared_ptr<Signal>> signals;
+  std::shared_ptr<Probe> probe;
   {
     const Lock lock(mutex_);
     if (!error_.empty()) return;
     error_ = reason;
+    probe = std::move(probe_);
     isLost_ = true;
     // They are kept until the link goes: a thread may be writing to one.
     closed = connections_;
@@ -259,6 +262,7 @@ void Link::close(const std::string& reason) {
     peersMemory_.reset();
   }
   for (const auto& connection : closed) loop_->remove(connection->socket().number());
+  if (probe) probe->stop();
   for (const auto& signal : signals) {
     if (signal) signal->notify();
   }

@@ -20,6 +20,7 @@
 #include "backend/net/loss_watch.h"
 #include "backend/net/outbox.h"
 #include "backend/net/payload_memory.h"
+#include "backend/net/probe.h"
 #include "backend/net/stream.h"
 
 namespace bagua::net {
@@ -161,8 +162,10 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void add(const std::shared_ptr<Connection>& connection, bool wantsWritable);
   // Whoever is refused at the peer's address knows that nobody listens there any more.
   [[nodiscard]] bool isReachable() const;
-  // The peer has come from another address than its own, where others may be: it can come again.
+  // The peer has come, and its address leads to nobody, or to others: it can come again.
   [[nodiscard]] bool comesByItself() const { return !peersSource_.empty() && !isReachable(); }
+  // Finds out after this time, or twice it, whether the peer can be reached, if a connection works then.
+  void probeLater(std::chrono::milliseconds least);
 
   // --- link_loss.cpp. These are called under the mutex.
   // A connection is there, or again.
@@ -191,7 +194,11 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // Looks whether the peer's kernel still answers, and again after a while.
   void lookForSilence();
   void lookLater();
+  void probe();
+  void onProbed(Probe::Result result);
   [[nodiscard]] std::chrono::milliseconds lookInterval() const { return opening_.patience / kLooks; }
+  // By then the kernel has found the end of a process on all of its connections.
+  [[nodiscard]] std::chrono::milliseconds beforeProbe() const { return lookInterval() * 3 / 2; }
 
   const std::shared_ptr<EventLoop> loop_;
   const ProcessId self_;
@@ -232,9 +239,11 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // Spare connections that were opened, since one has last become welcome.
   int spares_ = 0;
   std::string lastFailure_;
-  // The peer has answered at its address; or its connections have come from there.
-  bool isAnswered_ = false;
+  // Whether the peer answers at its address, as far as it has been tried; and from where its connections have come.
+  enum class Reach { kUntried, kAnswers, kFiltered } reach_ = Reach::kUntried;
   std::string peersSource_;
+  bool isProbePlanned_ = false;
+  std::shared_ptr<Probe> probe_;
   std::chrono::steady_clock::time_point noMoreBefore_;
   // Connections that have been replaced, and when that was last logged.
   uint64_t reconnections_ = 0;

@@ -126,7 +126,47 @@ bool Link::hasWelcome() const {
   return std::any_of(connections_.begin(), connections_.end(), [](const auto& one) { return one->isWelcome; });
 }
 
-bool Link::isReachable() const { return isAnswered_ || (address_.size() > 0 && peersSource_ == address_.address()); }
+// Where nothing translates addresses, it is likely that nothing filters connections either: that is taken for granted
+// until there has been time for a probe, so that a death is noticed soon.
+bool Link::isReachable() const {
+  if (reach_ != Reach::kUntried) return reach_ == Reach::kAnswers;
+  return address_.size() > 0 && peersSource_ == address_.address();
+}
+
+void Link::probeLater(milliseconds least) {
+  if (std::exchange(isProbePlanned_, true)) return;
+  // Hundreds of links that were made together do not do it together.
+  const auto part = static_cast<int>(id_ / 2 % 1024U);
+  loop_->callLater(least + least * part / 1024, [weak = weak_from_this()] {
+    if (const auto link = weak.lock()) link->probe();
+  });
+}
+
+void Link::probe() {
+  std::shared_ptr<Probe> probe;
+  SocketAddress to;
+  {
+    const Lock lock(mutex_);
+    isProbePlanned_ = false;
+    if (!error_.empty() || probe_ || !hasWelcome() || address_.size() == 0) return;
+    const Hello hello{.from = self_, .to = process_, .link = id_, .peerLink = Hello::kNoLink};
+    to = address_;
+    probe = probe_ = std::make_shared<Probe>(loop_, hello, [weak = weak_from_this()](Probe::Result result) {
+      if (const auto link = weak.lock()) link->onProbed(result);
+    });
+  }
+  probe->start(to, opening_.encryption.get(), lookInterval());
+}
+
+void Link::onProbed(Probe::Result result) {
+  const Lock lock(mutex_);
+  probe_.reset();
+  if (result == Probe::Result::kAnswered) reach_ = Reach::kAnswers;
+  if (result != Probe::Result::kFiltered) return;
+  // A process that has ended refuses, too. A line that is cut for a while is silent.
+  if (hasWelcome()) reach_ = Reach::kFiltered;
+  probeLater(opening_.patience);
+}
 
 void Link::dial() {
   if (address_.size() > 0 && lastError_.empty() && !isDialPlanned_ && !isDialing()) open();
@@ -212,6 +252,7 @@ void Link::learnAddress(const SocketAddress& address) {
   const Lock lock(mutex_);
   const bool isNew = address_.size() == 0;
   address_ = address;
+  if (isNew && reach_ == Reach::kUntried && hasWelcome()) probeLater(beforeProbe());
   if (isNew && error_.empty() && isWatched_ && !hasWelcome()) dialLater(milliseconds(0));
 }
 
@@ -246,6 +287,7 @@ bool Link::adopt(Stream& stream, const Hello& hello) {
   if (isKnown || hello.connection % 2 != parityOf(process_, self_)) return true;
   peerLink_ = hello.link;
   peersSource_ = peerOf(stream.socket());
+  if (reach_ != Reach::kAnswers) probeLater(beforeProbe());
   const bool hasBuffered = stream.hasBuffered();
   const Hello answer{
       .from = self_, .to = process_, .link = id_, .peerLink = hello.link, .connection = hello.connection};
@@ -283,7 +325,7 @@ bool Link::onWelcome(Connection& connection, const Hello& hello) {
       connection.isOverdue = false;
       connection.isSpare = false;
       peerLink_ = hello.link;
-      isAnswered_ = true;
+      reach_ = Reach::kAnswers;
       beginWith(connection);
       pump(lock);
       return true;

@@ -209,7 +209,11 @@ void Link::noteUnopened(int error, const std::string& text, bool isAnswered) {
     lastError_ = "Connection closed by peer: its process has ended, nobody listens at " + address_.text() + " any more";
     hasPeerDied_ = true;
   }
-  if (error == ECONNREFUSED || isAnswered) ++refusals_;
+  // Whoever has never been reached may be behind a firewall that refuses, and come when it has something to say.
+  const bool isRefused = error == ECONNREFUSED && (isReachable() || isOfThisHost(address_));
+  if (isRefused || isAnswered) ++refusals_;
+  // Something lets some connections through and not others.
+  if (!isAnswered && hasWelcome()) probeLater(beforeProbe());
 }
 
 bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
@@ -298,7 +302,7 @@ void Link::lookForSilence() {
     } else if (lonelyLooks_ >= kLooks) {
       over = lastFailure_ +
              ". Nor has it come to this process. One of the two has to be reachable for the other: its "
-             "firewall, or the translator of addresses before it, has to let connections in";
+             "firewall, or the translator of addresses before it, has to let connections in. Or its process has ended";
     }
     for (const auto& connection : connections_) {
       const bool isReplaced = connection->isOverdue && hasWelcome();

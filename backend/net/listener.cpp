@@ -60,10 +60,12 @@ FileDescriptor listenAt(const std::string& address, config::PortRange ports) {
     TORCH_CHECK_WITH(DistNetworkError, errno == EADDRINUSE && ports.first != 0, "bagua: cannot listen at ", address,
                      " port ", port, ": ", std::generic_category().message(errno));
   }
-  C10_THROW_ERROR(DistNetworkError,
-                  c10::str("bagua: cannot listen at ", address, ": all ports of BAGUA_PORT=", ports.first, "-",
-                           ports.last, " are taken. Each process of a host needs one: name more ports (also to the ",
-                           "firewall), or end what holds these"));
+  C10_THROW_ERROR(
+      DistNetworkError,
+      c10::str("bagua: cannot listen at ", address, ": all ports of BAGUA_PORT=", ports.first, "-", ports.last,
+               " are taken. Each process of a host needs one, of a group that is ",
+               "reconfigured two, with bagua.elastic three: name more ports (also to the firewall), or end ",
+               "what holds these"));
 }
 
 // A connection that has not said yet whose it is, nor shown that it may be here.

@@ -250,21 +250,6 @@ std::vector<int> socketsAt(uint16_t port) {
   return connectedSockets([&](uint16_t own, uint16_t /*peer*/) { return own == port; });
 }
 
-int listenerAt(uint16_t port) {
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    const int number = std::stoi(entry.path().filename());
-    int listens = 0;
-    socklen_t size = sizeof(listens);
-    if (getsockopt(number, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) continue;
-    sockaddr_in own{};
-    size = sizeof(own);
-    if (getsockname(number, reinterpret_cast<sockaddr*>(&own), &size) == 0 && ntohs(own.sin_port) == port) {
-      return number;
-    }
-  }
-  return -1;
-}
-
 TEST_F(TwoTransports, AnIdleConnectionIsProbed) {
   ASSERT_TRUE(arrives(1, pattern(10, 1)));
   const auto sockets = socketsAt(second_->address().address.port());
@@ -281,6 +266,8 @@ TEST_F(TwoTransports, AnIdleConnectionIsProbed) {
     EXPECT_LE(idle, 60) << "address translators forget a connection after a minute or more";
     const int probing = valueOf(IPPROTO_TCP, TCP_KEEPINTVL) * valueOf(IPPROTO_TCP, TCP_KEEPCNT);
     EXPECT_EQ(std::chrono::seconds(idle + probing), kPatienceWithSilence);
+    // A line may be cut just before a probe: two more looks, with up to one before the first of them, follow its error.
+    EXPECT_GE(std::chrono::seconds(probing) + kPatienceWithSilence / 8, kPatienceWithSilence);
     // It would end the connection to a process that is stopped.
     EXPECT_EQ(valueOf(IPPROTO_TCP, TCP_USER_TIMEOUT), 0);
   }
@@ -297,13 +284,9 @@ class SilentPeer : public TwoTransports {
   }
   // Neither connections nor new ones get through.
   void silence() {
-    sock_filter drop{BPF_RET | BPF_K, 0, 0, 0};
-    const sock_fprog all{1, &drop};
     auto sockets = socketsAt(second_->address().address.port());
     sockets.push_back(listenerAt(second_->address().address.port()));
-    for (const int socket : sockets) {
-      ASSERT_EQ(setsockopt(socket, SOL_SOCKET, SO_ATTACH_FILTER, &all, sizeof(all)), 0);
-    }
+    for (const int socket : sockets) deafen(socket);
   }
   // Returns whether the link is lost within a time that is long beside its patience.
   [[nodiscard]] bool isLostSoon() {

@@ -19,9 +19,10 @@ namespace {
 
 std::string textOf(int error) { return std::generic_category().message(error); }
 
-constexpr int kSecondsBeforeProbe = 9;
-constexpr int kSecondsBetweenProbes = 5;
-constexpr int kProbes = 3;
+// The kernel counts from the last sign of life. A line may be cut just before the first probe, so that comes early.
+constexpr int kSecondsBeforeProbe = 3;
+constexpr int kSecondsBetweenProbes = 3;
+constexpr int kProbes = 7;
 static_assert(std::chrono::seconds(kSecondsBeforeProbe + kProbes * kSecondsBetweenProbes) == kPatienceWithSilence);
 
 void set(const FileDescriptor& socket, int level, int option, int value) {
@@ -102,6 +103,12 @@ FileDescriptor startConnecting(const SocketAddress& to, int& error) {
   configure(socket);
   error = connect(socket.number(), to.get(), to.size()) == 0 || errno == EINPROGRESS ? 0 : errno;
   return socket;
+}
+
+bool isOfThisHost(const SocketAddress& address) {
+  const SocketAddress anyPort(address.address(), 0);
+  const FileDescriptor socket(::socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+  return bind(socket.number(), anyPort.get(), anyPort.size()) == 0;
 }
 
 void configure(const FileDescriptor& socket) {

@@ -57,6 +57,8 @@ FileDescriptor startConnecting(const SocketAddress& to, int& error);
 // A link ends when the other host has given no sign for this long, so that one that has lost its power is known within
 // half a minute. Without a limit that takes two hours, or for ever.
 inline constexpr std::chrono::milliseconds kPatienceWithSilence{24'000};
+// Returns whether an address is one of this host's, where no firewall is asked.
+bool isOfThisHost(const SocketAddress& address);
 // Prepares a connection: it does not wait for more to send, what is unsent stays in this process, and an idle one is
 // probed. Probes keep the connection known to address translators and firewalls on the way, which forget it after a
 // minute or more, and end it after kPatienceWithSilence without an answer.

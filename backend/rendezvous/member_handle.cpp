@@ -2,7 +2,9 @@
 #include "backend/rendezvous/member_handle.h"
 
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 
+#include <cerrno>
 #include <charconv>
 #include <cstdio>
 #include <exception>
@@ -10,10 +12,13 @@
 #include <optional>
 #include <random>
 #include <sstream>
+#include <system_error>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 #include <vector>
 
+#include "backend/config.h"
+#include "backend/net/listener.h"
 #include "backend/operation/operation.h"
 #include "backend/os/fork_held_mutex.h"
 #include "backend/os/local_address.h"
@@ -32,11 +37,17 @@ struct Server {
 };
 
 c10::intrusive_ptr<c10d::TCPStore> startServer() {
+  const std::string address = net::localAddress();
+  const auto listening = net::listenAt(address, config::ports());
   c10d::TCPStoreOptions options;
-  options.port = 0;
+  options.port = net::addressOf(listening).port();
   options.isServer = true;
   options.waitWorkers = false;
-  return c10::make_intrusive<c10d::TCPStore>(net::localAddress(), options);
+  // The server owns what it is given.
+  const int file = fcntl(listening.number(), F_DUPFD_CLOEXEC, 0);
+  TORCH_CHECK_WITH(DistNetworkError, file >= 0, "bagua: no file for a store: ", std::generic_category().message(errno));
+  options.masterListenFd = file;
+  return c10::make_intrusive<c10d::TCPStore>(address, options);
 }
 
 uint16_t portOfServer() {

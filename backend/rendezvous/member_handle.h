@@ -20,8 +20,8 @@ struct MemberHandle {
   std::string address;
   uint16_t port = 0;
 
-  // Of a new member of this process. The first call starts the store, which serves until the process ends. Throws
-  // DistNetworkError where it cannot.
+  // Of a new member of this process. The first call starts the store, which serves until the process ends, at a port of
+  // BAGUA_PORT. Throws DistNetworkError where it cannot.
   static MemberHandle draw(int rank);
   // Writes "bagua:000003:0123456789abcdef:4711:10.0.0.1"; parse() reads it, and throws ValueError for anything else.
   [[nodiscard]] std::string toString() const;

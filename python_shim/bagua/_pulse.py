@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import os
 import selectors
 import socket
@@ -12,6 +13,8 @@ import threading
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+
+from bagua._native import _C
 
 # Seconds within which a host answers that is there.
 _PROBE = 3.0
@@ -31,9 +34,7 @@ class Pulse:
     """
 
     def __init__(self, handle: str) -> None:
-        address = handle.split(":", 4)[4]
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._listener = _listen_at(handle.split(":", 4)[4])
         self._listener.setblocking(False)
         # A member's name, from which handle_of and address_of take what they return.
         self.name = f"{self._listener.getsockname()[1]}:{handle}"
@@ -88,6 +89,19 @@ class Pulse:
         with contextlib.suppress(OSError):
             connection.send(self.name.encode())
         selector.register(connection, selectors.EVENT_READ)
+
+
+def _listen_at(address: str) -> socket.socket:
+    """Listen at the first port of BAGUA_PORT that is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    first, last = _C.listening_ports()
+    for port in range(first, last):
+        try:
+            return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return socket.create_server((address, last), family=family, backlog=_BACKLOG)
 
 
 def handle_of(member: str) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua._native import _C
+from bagua._pulse import Pulse, address_of
 from ranks import run_ranks
 
 _HOSTS = ["one", "one", "other"]
@@ -43,6 +44,27 @@ def test_every_rank_takes_one_port_of_the_range() -> None:
     seen = run_ranks(len(_HOSTS), _sum_and_port, env=environment)
     assert [total for total, _ in seen] == [3.0] * len(_HOSTS)
     assert sorted(port for _, port in seen) == list(range(first, last + 1))
+
+
+def _ports_of_a_member() -> list[int]:
+    dist.destroy_process_group()
+    dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1, enable_reconfigure=True)
+    handle = dist._get_reconfigure_handle()
+    pulse = Pulse(handle)
+    pulse.stop()
+    dist.destroy_process_group()
+    return [_own_port(), int(handle.split(":")[3]), address_of(pulse.name)[1]]
+
+
+@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
+def test_members_that_come_and_go_are_met_and_felt_at_ports_of_the_range() -> None:
+    first = _free_ports(3 * len(_HOSTS))
+    last = first + 3 * len(_HOSTS) - 1
+    environment = {"BAGUA_HOST_ID": _HOSTS, "BAGUA_PORT": f"{first}-{last}", "MASTER_ADDR": "127.0.0.1"}
+    seen = run_ranks(len(_HOSTS), _ports_of_a_member, env=environment)
+    for ports in seen:
+        assert len(set(ports)) == 3
+        assert all(first <= port <= last for port in ports)
 
 
 def _error_of_a_sum() -> str:

@@ -17,7 +17,9 @@ STORE_PORT = 29400
 # Ranks import torch, on cores that others use too.
 SLACK_SECONDS = 8.0
 # An idle connection is probed after the first, and given up after the second without an answer.
-PROBE_SECONDS, PATIENCE_SECONDS = 9.0, 24.0
+PROBE_SECONDS, PATIENCE_SECONDS = 3.0, 24.0
+# More than a rank dials another in vain before it waits only for that one to come.
+LATE_SECONDS = 4.0
 
 
 class _Ranks:
@@ -27,11 +29,12 @@ class _Ranks:
         self.processes = processes
         self.translator = translator
 
-    def do(self, what: str) -> list[str]:
-        """Return what each rank says of it."""
+    def do(self, what: str, late: float = 0.0) -> list[str]:
+        """Return what each rank says of it; each is so many seconds later than the one before."""
         words = []
-        for process in self.processes:
+        for number, process in enumerate(self.processes):
             assert process.stdin is not None
+            time.sleep(late * number)
             process.stdin.write(what + "\n")
             process.stdin.flush()
         for process in self.processes:
@@ -39,9 +42,9 @@ class _Ranks:
             words.append(process.stdout.readline().strip())
         return words
 
-    def seconds(self, what: str) -> float:
+    def seconds(self, what: str, late: float = 0.0) -> float:
         """Return how long it took."""
-        words = self.do(what)
+        words = self.do(what, late)
         assert not any(word.startswith("error") for word in words), words
         return max(map(float, words))
 
@@ -81,6 +84,25 @@ def test_it_is_enough_that_one_of_two_can_be_reached(ranks: _Ranks) -> None:
     for what in ("10", "1000000", "message"):
         ranks.seconds(what)
     assert ranks.connections() >= 1
+
+
+def test_a_rank_is_waited_for_whose_address_refuses_and_that_is_late(ranks: _Ranks) -> None:
+    ranks.translator.refuses = True
+    # Both are there, and have exchanged nothing.
+    ranks.seconds("0")
+    assert LATE_SECONDS - 1 < ranks.seconds("10", LATE_SECONDS) < LATE_SECONDS + SLACK_SECONDS
+
+
+# The kernel's limit for an idle connection counts from its last sign of life, not from the cut.
+@pytest.mark.long
+@pytest.mark.parametrize("idle", [2.7, 8.7])
+def test_a_network_that_is_away_from_idle_ranks_costs_time_only(idle: float, ranks: _Ranks) -> None:
+    ranks.seconds("10")
+    time.sleep(idle)
+    ranks.translator.is_cut = True
+    time.sleep(PATIENCE_SECONDS - 1.5)
+    ranks.translator.is_cut = False
+    assert ranks.seconds("10") < SLACK_SECONDS
 
 
 @pytest.mark.long

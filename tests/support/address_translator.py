@@ -37,12 +37,14 @@ class Translator:
     Attributes:
         forgets_after: seconds without a packet after which it no longer knows a connection.
         refuses: it resets what it does not know, and what goes to the private address; else it drops that.
+        is_cut: nothing gets through, and nobody is told.
         lets_out_to: the only port to which the host inside may open connections; 0: to all.
         opened: connections that the host inside has opened, by the port that they go to.
     """
 
     forgets_after: float = 1e9
     refuses: bool = False
+    is_cut: bool = False
     lets_out_to: int = 0
     opened: list[int] = field(default_factory=list)
     _flows: dict[bytes, _Flow] = field(default_factory=dict)  # by the port outside
@@ -138,7 +140,7 @@ def _translate(translator: Translator, devices: Sequence[int], ended: int) -> No
         for device in readable:
             to, translate = ways[device]
             packet = bytearray(os.read(device, 1 << 16))
-            if packet[0] >> 4 != 4 or packet[9] != _TCP:
+            if translator.is_cut or packet[0] >> 4 != 4 or packet[9] != _TCP:
                 continue
             for way, result in zip((to, device), translate(packet), strict=True):
                 if result is not None:

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gtest/gtest.h>
+#include <linux/filter.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -32,6 +34,28 @@ std::vector<int> connectedSockets(const IsChosen& isChosen) {
     if (isChosen(ntohs(own.sin_port), ntohs(peer.sin_port))) found.push_back(number);
   }
   return found;
+}
+
+inline int listenerAt(uint16_t port) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int number = std::stoi(entry.path().filename());
+    int listens = 0;
+    socklen_t size = sizeof(listens);
+    if (getsockopt(number, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) continue;
+    sockaddr_in own{};
+    size = sizeof(own);
+    if (getsockname(number, reinterpret_cast<sockaddr*>(&own), &size) == 0 && ntohs(own.sin_port) == port) {
+      return number;
+    }
+  }
+  return -1;
+}
+
+// The kernel drops what arrives at this socket.
+inline void deafen(int socket) {
+  sock_filter drop{BPF_RET | BPF_K, 0, 0, 0};
+  const sock_fprog all{1, &drop};
+  ASSERT_EQ(setsockopt(socket, SOL_SOCKET, SO_ATTACH_FILTER, &all, sizeof(all)), 0);
 }
 
 // Resets a connection as the network does: both ends find it broken, and what is on its way is lost.

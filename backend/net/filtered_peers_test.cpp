@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// Firewalls on the way to a peer: they drop connections or refuse them, all or some, and the peer may live all the
+// same.
+#include <gtest/gtest.h>
+
+#include <future>
+#include <thread>
+
+#include "backend/net/probe.h"
+#include "tests/support/made_up_peer.h"
+#include "tests/support/open_sockets.h"
+#include "tests/support/two_transports.h"
+
+namespace bagua::net {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr std::chrono::milliseconds kPatience{2400};
+// A probe is over by then, where it is answered, or refused.
+constexpr std::chrono::milliseconds kUntilProbed = kPatience / 2;
+
+class Firewall : public MadeUpPeer {
+ protected:
+  Firewall() : MadeUpPeer(2, kPatience) {}
+  void SetUp() override {}
+  void join() { group_ = transport_->join(7, 0, {transport_->address(), {kPeer, address_}}); }
+  // From here on, connections to the peer are reset.
+  void refuse() const { shutdown(listening_.number(), SHUT_RDWR); }
+  FileDescriptor comeFrom(const std::string& address) {
+    const uint64_t parity = parityOf(kPeer, transport_->address().process);
+    auto came = come(address, 2 * ++came_ + parity);
+    EXPECT_EQ(hear(came).kind, Frame::Kind::kWelcome);
+    group_->watch(1);
+    return came;
+  }
+  // Only this process hears that the connection is gone.
+  void expectThatItMayComeAgain(const FileDescriptor& connection) {
+    reset(connection);
+    std::this_thread::sleep_for(1s);
+    EXPECT_FALSE(group_->findLost()) << *group_->findLost();
+    comeFrom("127.0.0.1");
+  }
+
+  const SocketAddress address_ = addressOf(listening_);
+  uint64_t came_ = 0;
+};
+
+TEST_F(Firewall, ThatRefusesAllDoesNotMeanThatThePeerHasEnded) {
+  refuse();
+  join();
+  const auto came = comeFrom("127.0.0.1");
+  std::this_thread::sleep_for(kUntilProbed);
+  expectThatItMayComeAgain(came);
+}
+
+TEST_F(Firewall, ThatRefusesAllButTheFirstConnectionDoesNotMeanThatThePeerHasEnded) {
+  join();
+  group_->watch(1);
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  std::this_thread::sleep_for(50ms);
+  refuse();
+  // It asks for a second connection.
+  const Bytes large = pattern(kEagerBytes, 1);
+  const auto sending = group_->send(1, 1, 0, {.data = large.data(), .size = large.size(), .ready = large.size()});
+  std::this_thread::sleep_for(kUntilProbed);
+  expectThatItMayComeAgain(first);
+}
+
+// A peer with several interfaces, that has never been spoken to.
+TEST_F(Firewall, ThatIsNotThereMeansThatADeathIsNoticedSoon) {
+  join();
+  const auto came = comeFrom("127.0.0.2");
+  const auto probe = accept();
+  EXPECT_EQ(hello_.peerLink, Hello::kNoLink);
+  answer(probe, {.from = kPeer, .link = 0});
+  uint8_t byte = 0;
+  EXPECT_EQ(recv(probe.number(), &byte, 1, 0), 0) << "it does not stay";
+  EXPECT_FALSE(group_->findLost());
+  refuse();
+  reset(came);
+  const auto begun = std::chrono::steady_clock::now();
+  EXPECT_NE(lost().find("its process has ended, nobody listens"), std::string::npos) << lost();
+  EXPECT_LT(std::chrono::steady_clock::now() - begun, 1s);
+}
+
+TEST_F(Firewall, ThatIsNotThereMeansThatAPeerIsProbedOnce) {
+  join();
+  const auto came = comeFrom("127.0.0.1");
+  const auto probe = accept();
+  answer(probe, {.from = kPeer, .link = 0});
+  std::this_thread::sleep_for(2 * kPatience);
+  EXPECT_FALSE(FileDescriptor(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC)).isOpen());
+  EXPECT_FALSE(group_->findLost());
+}
+
+// A firewall on the way to the second process, which drops connections after the first.
+class SilentFirewall : public TwoTransports {
+ protected:
+  static uint16_t portOf(const std::shared_ptr<Transport>& transport) { return transport->address().address.port(); }
+};
+
+TEST_F(SilentFirewall, LeavesTheConnectionsThatThereAre) {
+  ASSERT_TRUE(arrives(1, pattern(10, 1)));
+  deafen(listenerAt(portOf(second_)));
+  // It asks for more connections.
+  EXPECT_TRUE(arrives(2, pattern(40U << 20U, 2)));
+  // Only the second process can open one again.
+  ASSERT_GT(
+      resetConnections([&](uint16_t own, uint16_t peer) { return own == portOf(second_) || peer == portOf(second_); }),
+      0);
+  EXPECT_TRUE(arrives(3, pattern(1U << 20U, 3)));
+  EXPECT_FALSE(groups_[0]->findLost());
+  EXPECT_FALSE(groups_[1]->findLost());
+}
+
+class OneProbe : public TwoTransports {
+ protected:
+  [[nodiscard]] Probe::Result resultAt(const SocketAddress& to, const ProcessId& process) const {
+    std::promise<Probe::Result> told;
+    const Hello hello{.from = {1, 2}, .to = process, .link = 1, .peerLink = Hello::kNoLink};
+    const auto probe = std::make_shared<Probe>(loop_, hello, [&](Probe::Result result) { told.set_value(result); });
+    loop_->callLater(0ms, [&] { probe->start(to, nullptr, 300ms); });
+    return told.get_future().get();
+  }
+  const std::shared_ptr<EventLoop> loop_ = std::make_shared<EventLoop>();
+  const FileDescriptor listening_ = listenAt("127.0.0.1");
+};
+
+TEST_F(OneProbe, IsAnsweredByTheProcessItself) {
+  const auto& [process, address] = first_->address();
+  EXPECT_EQ(resultAt(address, process), Probe::Result::kAnswered);
+  EXPECT_EQ(resultAt(address, second_->address().process), Probe::Result::kUnclear) << "another one";
+}
+
+TEST_F(OneProbe, TellsWhetherConnectionsGetThere) {
+  const auto to = addressOf(listening_);
+  EXPECT_EQ(resultAt(to, {3, 4}), Probe::Result::kUnclear) << "it is stopped";
+  deafen(listening_.number());
+  EXPECT_EQ(resultAt(to, {3, 4}), Probe::Result::kFiltered) << "no answer";
+  shutdown(listening_.number(), SHUT_RDWR);
+  EXPECT_EQ(resultAt(to, {3, 4}), Probe::Result::kFiltered) << "refused";
+}
+
+TEST_F(OneProbe, ThatIsStoppedTellsNothing) {
+  bool isTold = false;
+  const Hello hello{.from = {1, 2}, .to = {3, 4}, .link = 1, .peerLink = Hello::kNoLink};
+  const auto probe = std::make_shared<Probe>(loop_, hello, [&](Probe::Result) { isTold = true; });
+  loop_->callLater(0ms, [&] { probe->start(addressOf(listening_), nullptr, 100ms); });
+  probe->stop();
+  std::this_thread::sleep_for(300ms);
+  loop_->stop();
+  EXPECT_FALSE(isTold);
+}
+
+}  // namespace
+}  // namespace bagua::net
