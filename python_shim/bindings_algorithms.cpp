@@ -285,8 +285,8 @@ void bindAlgorithms(py::module& module) {
              py::arg("most_bytes"), "Cuts DDP's buckets into smaller ones, between two steps.");
   module.def("lay_out_buckets", &layOutBuckets, py::arg("reducer"), py::arg("layout"), py::arg("count"),
              "Has DDP's buckets hold what another rank's hold, between two steps.");
-  module.def("forget_use", &forgetUse, py::arg("reducer"),
-             "Drops which parameters a backward that has failed had used.");
+  module.def("forget_backward", &forgetBackward, py::arg("reducer"),
+             "Drops what DDP has noted of a backward that has failed.");
 }
 
 }  // namespace bagua

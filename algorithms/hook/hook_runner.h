@@ -234,6 +234,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool hasLeft_ = false;
   // Why nothing of the step at hand travels: the members do not agree.
   std::exception_ptr refusal_;
+  // A bucket of the backward at hand could not be exchanged.
+  bool hasBackwardFailed_ = false;
   // In the first step of a static graph DDP hands over all buckets, none of them as the last, at the end of backward.
   bool isFirstStatic_;
   // Since the last synchronised backward.

@@ -179,7 +179,7 @@ class TrainingState:
     def forget_step(self) -> None:
         """Drop what a step that has failed leaves: gradients, and what DDP and a GradScaler have noted of them."""
         self._ddp.zero_grad()
-        _C.forget_use(self._ddp.reducer)
+        _C.forget_backward(self._ddp.reducer)
         for other in self._others:
             if isinstance(other, torch.amp.GradScaler) and other.is_enabled():
                 # It refuses before it has scaled anything, when there is nothing to forget.

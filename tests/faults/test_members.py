@@ -156,6 +156,31 @@ def test_survivors_go_on_with_the_same_model_and_hook_when_the_member_that_all_m
     assert sizes == [2] * 4
 
 
+def _lose_one_within_a_backward() -> Tensor:
+    members = Members()
+    training = Training(members, "qadam")
+    members.become(0, 1, LAST)
+    for number in range(3):
+        training.step(number)
+    if members.me == LAST:
+        die(members.shared)
+    # The next bucket meets a group that has failed already.
+    slow = training.ddp.module[2].register_forward_hook(lambda *out: out[2].register_hook(lambda _: time.sleep(0.8)))
+    with pytest.raises(RuntimeError):
+        training.steps_until_one_fails()
+    slow.remove()
+    members.become(0, 1)
+    training.heal()
+    for number in range(5, 8):
+        training.step(number)
+    return training.weights()
+
+
+def test_after_a_backward_in_which_one_bucket_failed_before_another_the_model_goes_on() -> None:
+    first, second, _ = run_ranks(SIZE, _lose_one_within_a_backward, dying={LAST})
+    assert torch.equal(first, second)
+
+
 # What of a state is the same on all ranks.
 SHARED = ("step", "exchanges", "outer_weights", "outer_momentum")
 
