@@ -136,6 +136,8 @@ void bindControl(HookClass& hook) {
       .def("meet_again", &HookRunner::meetAgain, noGil)
       .def("shared", &HookRunner::shared, noGil)
       .def("begin_again", &HookRunner::beginAgain, py::arg("shared"), noGil)
+      .def("end_change", &HookRunner::endChange)
+      .def("abort_host", &HookRunner::abortHost, noGil)
       .def("abort", &HookRunner::abort, noGil)
       .def("resume", &HookRunner::resume, noGil)
       .def("end_within", &HookRunner::endWithin, py::arg("limit"), noGil)

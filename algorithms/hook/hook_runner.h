@@ -78,6 +78,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   int meetAgain();
   [[nodiscard]] AlgorithmState shared() const;
   void beginAgain(const AlgorithmState& shared);
+  void endChange() { hasToBegin_ = false; }
+  // Where gradients stay inside a host, its ranks may wait for one that has failed in the model's group: ends that.
+  void abortHost();
   // Before the first step, where they are known.
   void useParameters(const std::vector<ParameterFacts>& facts);
   // The same; see ReadsOptimizer. The ranks compare it where the algorithm goes by it.
@@ -178,6 +181,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void followMembers(at::Device device);
   // Throws where the algorithm has not begun again.
   void checkMembers() const;
+  // What is on its way among the former members has failed, and may touch a gradient for a moment yet.
+  void awaitFormerPrograms();
   // The algorithm anew, with what is known of the model.
   void takeAgain();
   // Puts an algorithm to work, which begins anew.
