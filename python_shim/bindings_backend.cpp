@@ -43,6 +43,7 @@ void bindOptions(py::module& module) {
                      "CUDA: run communication on a stream of high priority.")
       .def_readwrite("_is_serial", &GroupOptions::isSerial)
       .def_readwrite("_waits_for_reconfigure", &GroupOptions::waitsForReconfigure)
+      .def_readwrite("_records", &GroupOptions::records)
       .def("__copy__", &copyOf)
       .def("__deepcopy__", [](const GroupOptions& options, const py::dict&) { return copyOf(options); })
       .def("__repr__", &optionsText);

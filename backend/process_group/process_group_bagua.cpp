@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
 
 #include "backend/operation/timeouts.h"
 #include "backend/security/sealed_store.h"
@@ -15,7 +16,9 @@ ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::in
   options_->timeout = limitedTimeout(options_->timeout);
   if (!options_->waitsForReconfigure) {
     const auto& ranks = options_->global_ranks_in_group;
-    auto members = exchangeRecords(*store, rank, size, options_->timeout);
+    const auto records = std::exchange(options_->records, {});
+    auto members = records.empty() ? exchangeRecords(*store, rank, size, options_->timeout)
+                                   : membersHere(*store, rank, records);
     current_ = std::make_shared<GroupEpoch>(
         std::move(store), std::move(members), GroupIdentity{options_->group_name, rank, size}, options_,
         std::vector<uint64_t>(ranks.begin(), ranks.end()), /*survivesDeaths=*/false);

@@ -19,6 +19,7 @@ class Options:
     _timeout: timedelta
     _is_serial: bool
     _waits_for_reconfigure: bool
+    _records: list[str]
     def __copy__(self) -> Options: ...
     def __deepcopy__(self, memo: dict[int, Any]) -> Options: ...
 

@@ -8,6 +8,7 @@ and executors over the other backend's operations run those of CUDA tensors.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,16 +23,13 @@ from bagua._named_groups import destroy_with, new_named_group
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._tensors_apart import broadcast_state
-from bagua._torch_private import backend_of, default_group, set_timeout, timeout_of
-
-# How long members that have just met wait for each other to make a further group: one that dies in between is not seen.
-_MEETING = timedelta(seconds=10)
+from bagua._torch_private import backend_of, default_group, timeout_of
 
 
 def _private_group(
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta, members: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    """Make a second group of the same ranks, or of `members` among them, for the hook alone.
+    """Make a second group of the same ranks, or of `members` among them, for the hook alone. Collective among all.
 
     Its programs run beside the user's, in an order of their own; in one group they would meet in another order on each
     rank. For CPU tensors it is ours, whatever the backend of `group`; for CUDA tensors it is of the same backend.
@@ -42,13 +40,19 @@ def _private_group(
     everybody, changed = ranks_and_store(group, device)
     members = range(len(everybody)) if members is None else members
     ranks = [everybody[member] for member in members]
-    # Of several groups at once, each has its own part of the store.
-    store = dist.PrefixStore(f"bagua_private_group/{ranks[0]}", changed or group.get_group_store())
-    limit = min(timeout, _MEETING) if changed else timeout
-    unique = new_name(store, list(members).index(group.rank()), len(ranks), limit)
-    private = new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, limit, changed and store)
-    set_timeout(backend_of(private, device).options, timeout)
-    return private
+    options = None
+    if changed is None:
+        # Of several groups at once, each has its own part of the store.
+        store = dist.PrefixStore(f"bagua_private_group/{ranks[0]}", group.get_group_store())
+        unique = new_name(store, list(members).index(group.rank()), len(ranks), timeout)
+    else:
+        # By an operation, which ends when a member dies: whoever waits at a store does not hear of that.
+        said: list[Any] = [None] * len(everybody)
+        dist.all_gather_object(said, (secrets.token_hex(16), _C.own_record()), group=group)
+        unique = said[members[0]][0]
+        options = _C.Options()
+        options._records = [said[member][1] for member in members]
+    return new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, timeout, changed, options)
 
 
 def ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], dist.Store | None]:
@@ -107,7 +111,7 @@ def private_executors_for(
     *,
     is_serial: bool = False,
 ) -> Any:
-    """Return executors over a group of their own, which ends with them. Collective among its members.
+    """Return executors over a group of their own, which ends with them. Collective, also among those left out of it.
 
     Their programs run beside those of `executors_for`, in an order of their own.
 

@@ -13,7 +13,12 @@ from bagua._torch_private import default_group, listed_groups, new_listed_group
 
 
 def new_named_group(
-    name: str, ranks: Sequence[int], backend: str, timeout: timedelta, store: dist.Store | None = None
+    name: str,
+    ranks: Sequence[int],
+    backend: str,
+    timeout: timedelta,
+    store: dist.Store | None = None,
+    options: object = None,
 ) -> dist.ProcessGroup:
     """Make a process group of `ranks`. Each of them has to call, with the same arguments, and no other needs to.
 
@@ -26,12 +31,13 @@ def new_named_group(
         name: unique among the groups of this process, the same on all of `ranks`.
         ranks: global ranks, ascending.
         store: where they meet; without it, in the default group's.
+        options: of the backend.
     """
     world = default_group()
     # Else torch splits a group that is bound to a device: all ranks would have to take part in that.
     device, world.bound_device_id = world.bound_device_id, None
     try:
-        return new_listed_group(ranks, backend, name, timeout, store)
+        return new_listed_group(ranks, backend, name, timeout, store, options)
     finally:
         world.bound_device_id = device
 

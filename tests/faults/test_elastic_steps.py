@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import _healing
+from bagua import _executors, _healing
 from bagua.elastic import Training
 from elastic_ranks import join, weights_of
 from holdings import wait_for
@@ -16,7 +16,7 @@ from members import model
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import die
+from trouble import TRANSPORTS, die
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 SIZE = 3
@@ -160,6 +160,37 @@ def test_a_death_while_an_algorithm_averages_in_a_step_leaves_equal_weights() ->
     (first, steps), (second, other_steps), _ = run_ranks(SIZE, _die_in_a_round, dying={LAST})
     assert torch.equal(first, second)
     assert steps == other_steps == STEPS
+
+
+def _die_as_groups_are_made(place: str) -> float:
+    """Return how long the others take to their next step."""
+    me, shared, members = join(at_least=SIZE)
+    with members:
+        optimizer = torch.optim.SGD((network := model()).parameters(), 0.05)
+        training = members.train(DDP(network), optimizer, "local_sgd", sync_every=2)
+        members._group._meetings.at_least = 1
+        begin = seconds = 0.0
+        while training.step < STEPS:
+            with training.attempt():
+                if training.step == 5 and not begin:
+                    begin = time.monotonic()
+                    if me == LAST:
+                        setattr(_executors, place, lambda *_, **__: die(shared))
+                        raise _of_user("code, after which all meet")
+                _backward(training)
+                optimizer.step()
+                optimizer.zero_grad()
+            if begin and not seconds and training.step > 5:
+                seconds = time.monotonic() - begin
+        training.wait_for_end()
+    return seconds
+
+
+@pytest.mark.parametrize("place", ["_private_group", "new_named_group"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_death_as_an_algorithm_makes_a_group_is_noticed_like_any_other(transport: str, place: str) -> None:
+    times = run_ranks(SIZE, _die_as_groups_are_made, place, env=TRANSPORTS[transport], dying={LAST})
+    assert max(times[:LAST]) < 6
 
 
 def _oldest_fails() -> tuple[bool, str, bool]:
