@@ -175,7 +175,7 @@ c10d::ErrorType ProcessGroupBagua::getError() {
 
 void ProcessGroupBagua::endAttempt(const char* how) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (attempt_) attempt_->end(how);
+  if (attempt_) attempt_->endByCall(how);
 }
 
 void ProcessGroupBagua::abort() {
