@@ -56,6 +56,17 @@ c10::intrusive_ptr<ProcessGroupBagua> createGroup(const c10::intrusive_ptr<c10d:
   return c10::make_intrusive<ProcessGroupBagua>(store, rank, size, options);
 }
 
+c10::intrusive_ptr<c10d::Backend> shrink(ProcessGroupBagua& self, const std::vector<int64_t>& excluded, int flags,
+                                         const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  const auto meetAfresh = [&self](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+    const py::gil_scoped_acquire gil;
+    const auto fresh = py::module_::import("bagua._fresh_store").attr("fresh_part");
+    return fresh(store, rank, size, self.timeout()).cast<c10::intrusive_ptr<c10d::Store>>();
+  };
+  const py::gil_scoped_release noGil;
+  return self.shrinkTo(excluded, flags, opts, meetAfresh);
+}
+
 void bindProcessGroup(py::module& module) {
   py::class_<ProcessGroupBagua, c10d::Backend, DroppedWithoutGil<ProcessGroupBagua>>(
       module, "ProcessGroupBagua", "The c10d backend 'bagua' of one process group.")
@@ -68,6 +79,9 @@ void bindProcessGroup(py::module& module) {
       .def_property_readonly("epoch", &ProcessGroupBagua::epoch, "Another number once the group has other members.")
       .def_property_readonly("reconfigured_store", &ProcessGroupBagua::reconfiguredStore,
                              "Where the members since the last reconfigure have met; None before the first one.")
+      // In the place of the base class's.
+      .def("shrink", &shrink, py::arg("ranks_to_exclude"), py::arg("shrink_flags") = 0,
+           py::arg("opts_override") = nullptr)
       // torch calls this on the ranks that are left out of a split. Ours needs nothing of them.
       .def(
           "perform_nocolor_split", [](ProcessGroupBagua&, const at::Device&) {}, py::arg("device"));

@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import pickle
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from hooked_models import same_everywhere
 from members import HOOKS, Members, Training
 from ranks import on_new_ranks, run_ranks
 from torch import Tensor
-from trouble import TRANSPORTS, die
+from trouble import TRANSPORTS, die, store
 
 SIZE = 3
 LAST = SIZE - 1
@@ -340,3 +341,27 @@ def test_shrink_group_leaves_out_the_dead() -> None:
     results = run_ranks(SIZE, _shrink, dying={1})
     assert results[0] == (0, 2, 11.0)
     assert results[2] == (1, 2, 11.0)
+
+
+def _shrink_again() -> tuple[tuple[int, int, float], str]:
+    """Have the first attempt fail, as one of them does not come; then the other is there first."""
+    rank, shared = dist.get_rank(), store()
+    if rank == 1:
+        die()
+    shrink = dist.distributed_c10d.shrink_group
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError, match="Not there after"):
+            shrink([1])
+        shared.set("tried", "")
+        time.sleep(1)
+    else:
+        shared.wait(["tried"])
+    shrink([1])
+    config = pickle.loads(_C.flight_recorder_trace())["pg_config"]
+    return _sum(), config[max(config)]["ranks"]
+
+
+def test_shrink_group_can_be_called_again_where_a_rank_did_not_come() -> None:
+    results = run_ranks(SIZE, _shrink_again, dying={1}, group_timeout=4.0)
+    assert results[0] == ((0, 2, 11.0), "[0, 2]")
+    assert results[2] == ((1, 2, 11.0), "[0, 2]")
