@@ -71,9 +71,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Once the ranks have agreed; when they do so again, nothing is left to do.
   void begin();
   // An algorithm that acts on weights may get other members between two steps like this, on all of them: they meet,
-  // the furthest rank tells the others its shared(), all begin again with that, and make the groups that it needs.
-  // Until then, and where one of these throws, the next forward is refused. meetAgain() ends what is on its way among
-  // the former members; it returns the furthest rank. Collective.
+  // the furthest rank tells the others its shared(), all begin again with that, make the groups that it needs, and call
+  // endChange(). Until then, and where one of these throws, the next forward is refused, or begins the change anew.
+  // meetAgain() ends what is on its way among the former members; it returns the furthest rank. Collective.
   [[nodiscard]] bool haveMembersChanged() const { return members_.haveChanged() || hasToBegin_; }
   int meetAgain();
   [[nodiscard]] AlgorithmState shared() const;
@@ -257,7 +257,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool hasParts_ = false;
   c10::intrusive_ptr<c10d::Work> agreement_;
   int64_t step_ = 0;
-  // The algorithm could not begin again among other members.
+  // The algorithm has not begun again among other members, or lacks groups of them.
   bool hasToBegin_ = false;
   // The furthest member was at this step when they last met.
   int64_t furthestStep_ = 0;

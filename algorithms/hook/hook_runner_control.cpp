@@ -150,7 +150,6 @@ void HookRunner::beginAgain(const AlgorithmState& shared) {
     if (!shared.empty()) algorithm_->as<KeepsState>()->load(shared, *this);
     throw;
   }
-  hasToBegin_ = false;
 }
 
 void HookRunner::checkWeightsAreFree(const char* call) const {

@@ -185,6 +185,7 @@ def begin_again(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -
     furthest = hook.meet_again()
     hook.begin_again(broadcast_state(hook.shared() if group.rank() == furthest else None, furthest, group, device))
     _make_groups(hook, group, device)
+    hook.end_change()
 
 
 def _make_groups(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -9,10 +9,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from bagua import _executors
+from bagua._native import _C
 from holdings import holdings, wait_for
 from hooked_models import same_everywhere
 from members import HOOKS, Members, Training
@@ -263,6 +266,28 @@ def test_where_an_algorithm_cannot_go_on_all_members_say_so_and_are_equal_once_i
             training.backward(3)
     training.handle.remove()
     assert same_everywhere(training.weights())
+
+
+def _fail_to_make_groups() -> tuple[Tensor, list[bool]]:
+    members = Members()
+    training = Training(members, "local_sgd")
+    members.become(0, 1, LAST)
+    fails = mock.patch.object(_executors, "private_executors_for", side_effect=dist.DistBackendError("no group"))
+    with fails, pytest.raises(dist.DistBackendError, match="no group"):
+        training.backward(0)
+    has_to_begin = [training.handle._hook.have_members_changed]
+    for number in range(4):
+        training.step(number)
+    has_to_begin.append(training.handle._hook.have_members_changed)
+    training.handle.synchronize()
+    return training.weights(), has_to_begin
+
+
+def test_an_algorithm_whose_groups_could_not_be_made_makes_them_at_the_next_forward() -> None:
+    results = run_ranks(SIZE, _fail_to_make_groups)
+    for weights, has_to_begin in results:
+        assert torch.equal(weights, results[0][0])
+        assert has_to_begin == [True, False]
 
 
 def _wait_in_vain() -> tuple[float, float]:
