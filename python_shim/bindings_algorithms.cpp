@@ -136,6 +136,8 @@ void bindControl(HookClass& hook) {
       .def("meet_again", &HookRunner::meetAgain, noGil)
       .def("shared", &HookRunner::shared, noGil)
       .def("begin_again", &HookRunner::beginAgain, py::arg("shared"), noGil)
+      .def("end_change", &HookRunner::endChange)
+      .def("abort_host", &HookRunner::abortHost, noGil)
       .def("abort", &HookRunner::abort, noGil)
       .def("resume", &HookRunner::resume, noGil)
       .def("end_within", &HookRunner::endWithin, py::arg("limit"), noGil)
@@ -285,8 +287,8 @@ void bindAlgorithms(py::module& module) {
              py::arg("most_bytes"), "Cuts DDP's buckets into smaller ones, between two steps.");
   module.def("lay_out_buckets", &layOutBuckets, py::arg("reducer"), py::arg("layout"), py::arg("count"),
              "Has DDP's buckets hold what another rank's hold, between two steps.");
-  module.def("forget_use", &forgetUse, py::arg("reducer"),
-             "Drops which parameters a backward that has failed had used.");
+  module.def("forget_backward", &forgetBackward, py::arg("reducer"),
+             "Drops what DDP has noted of a backward that has failed.");
 }
 
 }  // namespace bagua

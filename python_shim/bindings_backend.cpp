@@ -43,6 +43,7 @@ void bindOptions(py::module& module) {
                      "CUDA: run communication on a stream of high priority.")
       .def_readwrite("_is_serial", &GroupOptions::isSerial)
       .def_readwrite("_waits_for_reconfigure", &GroupOptions::waitsForReconfigure)
+      .def_readwrite("_records", &GroupOptions::records)
       .def("__copy__", &copyOf)
       .def("__deepcopy__", [](const GroupOptions& options, const py::dict&) { return copyOf(options); })
       .def("__repr__", &optionsText);
@@ -53,6 +54,17 @@ c10::intrusive_ptr<ProcessGroupBagua> createGroup(const c10::intrusive_ptr<c10d:
   // It waits for the other ranks, which may be threads of this process.
   const py::gil_scoped_release noGil;
   return c10::make_intrusive<ProcessGroupBagua>(store, rank, size, options);
+}
+
+c10::intrusive_ptr<c10d::Backend> shrink(ProcessGroupBagua& self, const std::vector<int64_t>& excluded, int flags,
+                                         const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  const auto meetAfresh = [&self](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+    const py::gil_scoped_acquire gil;
+    const auto fresh = py::module_::import("bagua._fresh_store").attr("fresh_part");
+    return fresh(store, rank, size, self.timeout()).cast<c10::intrusive_ptr<c10d::Store>>();
+  };
+  const py::gil_scoped_release noGil;
+  return self.shrinkTo(excluded, flags, opts, meetAfresh);
 }
 
 void bindProcessGroup(py::module& module) {
@@ -67,6 +79,9 @@ void bindProcessGroup(py::module& module) {
       .def_property_readonly("epoch", &ProcessGroupBagua::epoch, "Another number once the group has other members.")
       .def_property_readonly("reconfigured_store", &ProcessGroupBagua::reconfiguredStore,
                              "Where the members since the last reconfigure have met; None before the first one.")
+      // In the place of the base class's.
+      .def("shrink", &shrink, py::arg("ranks_to_exclude"), py::arg("shrink_flags") = 0,
+           py::arg("opts_override") = nullptr)
       // torch calls this on the ranks that are left out of a split. Ours needs nothing of them.
       .def(
           "perform_nocolor_split", [](ProcessGroupBagua&, const at::Device&) {}, py::arg("device"));

@@ -12,7 +12,9 @@ namespace {
 // A derived class may reach these members of DDP's reducer, which offers no other way to reset them.
 class OpenedReducer : public c10d::Reducer {
  public:
-  static void forgetUse(c10d::Reducer& reducer) {
+  static void forgetBackward(c10d::Reducer& reducer) {
+    reducer.*(&OpenedReducer::expect_autograd_hooks_) = false;
+    reducer.*(&OpenedReducer::require_finalize_) = false;
     at::Tensor& used = reducer.*(&OpenedReducer::local_used_map_);
     if (used.defined()) used.zero_();
     reducer.*(&OpenedReducer::local_used_map_reduced_) = false;
@@ -62,6 +64,6 @@ void layOutBuckets(c10d::Reducer& reducer, const std::vector<std::vector<int64_t
   reducer.initialize_buckets(std::move(buckets));
 }
 
-void forgetUse(c10d::Reducer& reducer) { OpenedReducer::forgetUse(reducer); }
+void forgetBackward(c10d::Reducer& reducer) { OpenedReducer::forgetBackward(reducer); }
 
 }  // namespace bagua

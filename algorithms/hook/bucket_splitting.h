@@ -23,8 +23,9 @@ void splitBuckets(c10d::Reducer& reducer, c10d::Logger& logger, const std::vecto
 // made them where other ranks were. At such a moment, too.
 void layOutBuckets(c10d::Reducer& reducer, const std::vector<std::vector<int64_t>>& layout, int64_t count);
 
-// Drops what DDP has noted of the parameters that a backward has used, as it does itself at the end of one: one that
-// has failed would have the next wait for gradients of parameters that this does not use (find_unused_parameters=True).
-void forgetUse(c10d::Reducer& reducer);
+// Drops what DDP has noted of a backward that has failed, as it does itself at the end of one, which it queues with the
+// last bucket: the next forward would be refused, as would other buckets, and with find_unused_parameters=True the next
+// backward would wait for gradients of parameters that it does not use. Between two steps.
+void forgetBackward(c10d::Reducer& reducer);
 
 }  // namespace bagua

@@ -115,14 +115,14 @@ std::vector<int> HookRunner::hostRanks() const {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradients) {
-  // After the backward there is more to do than DDP waits for.
-  if (actsOnWeights_) return runBucket(gradients);
   try {
     return runBucket(gradients);
   } catch (const c10::DistError&) {
+    hasBackwardFailed_ = true;
     return failedFuture();
   } catch (...) {
     if (!refusal_) throw;
+    hasBackwardFailed_ = true;
     return failedFuture();
   }
 }
@@ -324,6 +324,8 @@ void HookRunner::checkCapture(const std::vector<at::Tensor>& tensors) const {
 void HookRunner::afterBackward() {
   checkCapture(parameters_);
   const at::NoGradGuard noGrad;
+  // DDP, whose own end comes next, raises the error of the bucket.
+  if (std::exchange(hasBackwardFailed_, false)) return forwards_.clear();
   happen(StepEvent::kBackwardEnds);
   if (countsSteps()) gradients_.note();
   forwards_.clear();
@@ -382,6 +384,8 @@ c10::intrusive_ptr<c10d::Work> HookRunner::submitTo(ExecutorProvider& group, con
 void HookRunner::beforeForward(std::vector<Momentum> momenta) {
   checkCapture(parameters_);
   const at::NoGradGuard noGrad;
+  // An error of another kind may have ended that backward before its end.
+  hasBackwardFailed_ = false;
   if (!parameters_.empty()) followMembers(parameters_.front().device());
   lookForSkippedStep();
   happen(StepEvent::kForward);

@@ -71,13 +71,16 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Once the ranks have agreed; when they do so again, nothing is left to do.
   void begin();
   // An algorithm that acts on weights may get other members between two steps like this, on all of them: they meet,
-  // the furthest rank tells the others its shared(), all begin again with that, and make the groups that it needs.
-  // Until then, and where one of these throws, the next forward is refused. meetAgain() ends what is on its way among
-  // the former members; it returns the furthest rank. Collective.
+  // the furthest rank tells the others its shared(), all begin again with that, make the groups that it needs, and call
+  // endChange(). Until then, and where one of these throws, the next forward is refused, or begins the change anew.
+  // meetAgain() ends what is on its way among the former members; it returns the furthest rank. Collective.
   [[nodiscard]] bool haveMembersChanged() const { return members_.haveChanged() || hasToBegin_; }
   int meetAgain();
   [[nodiscard]] AlgorithmState shared() const;
   void beginAgain(const AlgorithmState& shared);
+  void endChange() { hasToBegin_ = false; }
+  // Where gradients stay inside a host, its ranks may wait for one that has failed in the model's group: ends that.
+  void abortHost();
   // Before the first step, where they are known.
   void useParameters(const std::vector<ParameterFacts>& facts);
   // The same; see ReadsOptimizer. The ranks compare it where the algorithm goes by it.
@@ -179,6 +182,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void followMembers(at::Device device);
   // Throws where the algorithm has not begun again.
   void checkMembers() const;
+  // What is on its way among the former members has failed, and may touch a gradient for a moment yet.
+  void awaitFormerPrograms();
   // The algorithm anew, with what is known of the model.
   void takeAgain();
   // Puts an algorithm to work, which begins anew.
@@ -235,6 +240,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool hasLeft_ = false;
   // Why nothing of the step at hand travels: the members do not agree.
   std::exception_ptr refusal_;
+  // A bucket of the backward at hand could not be exchanged.
+  bool hasBackwardFailed_ = false;
   // In the first step of a static graph DDP hands over all buckets, none of them as the last, at the end of backward.
   bool isFirstStatic_;
   // Since the last synchronised backward.
@@ -251,7 +258,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   bool hasParts_ = false;
   c10::intrusive_ptr<c10d::Work> agreement_;
   int64_t step_ = 0;
-  // The algorithm could not begin again among other members.
+  // The algorithm has not begun again among other members, or lacks groups of them.
   bool hasToBegin_ = false;
   // The furthest member was at this step when they last met.
   int64_t furthestStep_ = 0;

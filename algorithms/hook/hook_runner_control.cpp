@@ -17,6 +17,9 @@
 namespace bagua {
 namespace {
 
+// An operation that has failed returns within milliseconds, except on a machine that is much too busy.
+constexpr std::chrono::seconds kAbortTime{60};
+
 constexpr const char* kSuccessor = "gradient_allreduce";
 
 constexpr AgreementWords kOfLeaving{"could not remove its algorithm",
@@ -86,9 +89,20 @@ void HookRunner::checkMembers() const {
 void HookRunner::followMembers(at::Device device) {
   if (!members_.haveChanged()) return;
   checkMembers();
+  awaitFormerPrograms();
   step_ = members_.meetAgain(step_, *configuration_, device).step;
   if (!hasLeft_) takeAgain();
   members_.follow();
+}
+
+void HookRunner::abortHost() {
+  if (host_) host_->executorFor(parameters_.front().device())->abort("the members of the model's group have changed");
+}
+
+void HookRunner::awaitFormerPrograms() {
+  TORCH_CHECK_WITH(DistBackendError, ledger_->waitForPrograms(kAbortTime), "bagua: on rank ", rank(), " of ", size(),
+                   " an operation among the former members has not returned within ", kAbortTime.count(),
+                   " s, and may yet write into a gradient");
 }
 
 void HookRunner::takeAgain() {
@@ -101,6 +115,8 @@ int HookRunner::meetAgain() {
   const at::NoGradGuard noGrad;
   // An exchange among living members ends, one in which a dead one has a part fails. Both leave the weights alone.
   if (backgroundExecutor_) backgroundExecutor_->shutdown();
+  abortHost();
+  awaitFormerPrograms();
   const auto furthest = members_.meetAgain(step_, *configuration_, parameters_.front().device());
   furthestStep_ = furthest.step;
   return furthest.rank;
@@ -134,7 +150,6 @@ void HookRunner::beginAgain(const AlgorithmState& shared) {
     if (!shared.empty()) algorithm_->as<KeepsState>()->load(shared, *this);
     throw;
   }
-  hasToBegin_ = false;
 }
 
 void HookRunner::checkWeightsAreFree(const char* call) const {

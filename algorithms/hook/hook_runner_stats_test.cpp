@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Figures that another thread asks for.
+// Figures that another thread asks for, and programs that another thread still runs.
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
@@ -73,6 +73,21 @@ TEST(HookLedger, IsLentAsLongAsAProgramLives) {
   std::thread other([&] { copy.reset(); });
   EXPECT_TRUE(ledger->waitForPrograms(std::chrono::seconds(20)));
   other.join();
+}
+
+TEST(HookRunner, GoesOnAmongOtherMembersWhenNoProgramOfTheFormerCanTouchAGradient) {
+  const auto group = std::make_shared<testing::ImmediateGroup>();
+  const at::Tensor parameter = at::zeros({3});
+  HookRunner runner("gradient_allreduce", {}, group, {parameter});
+  const std::vector<BucketEntry> entries{{.parameter = 0, .gradient = at::zeros({3}), .isUsed = true}};
+  const auto reduce = [&] { runner.reduceBucket(at::zeros({3}), entries, /*isFirst=*/true, /*isLast=*/true); };
+  reduce();
+  ++group->number;
+  auto next = std::async(std::launch::async, reduce);
+  EXPECT_EQ(next.wait_for(std::chrono::milliseconds(200)), std::future_status::timeout);
+  group->programs.clear();
+  next.get();
+  EXPECT_EQ(runner.step(), 2);
 }
 
 }  // namespace

@@ -112,6 +112,8 @@ std::exception_ptr HealthThread::explain(const std::exception_ptr& error, const 
 void HealthThread::reportAbort(const std::string& reason) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    // Otherwise nobody waits for a rank that has begun nothing.
+    if (survivesDeaths_) start();
     if (!isStarted_ || failure_ || report_) return;
     report_.emplace(Report{.message = c10::str("rank ", group_.rank, " of ", group_.size, ", group '", group_.name,
                                                "': ", reason, " (Connection closed by peer)"),

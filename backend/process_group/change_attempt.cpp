@@ -63,6 +63,11 @@ void ChangeAttempt::end(const char* how) {
   ended_.compare_exchange_strong(none, how);
 }
 
+void ChangeAttempt::endByCall(const char* how) {
+  isByCall_ = true;
+  end(how);
+}
+
 void ChangeAttempt::check() const {
   const char* const how = ended_;
   TORCH_CHECK_WITH(DistBackendError, how == nullptr, "bagua:reconfigure: the group ", how,

@@ -17,14 +17,19 @@ namespace bagua {
 // One call of reconfigure() while it waits for other members. abort() and shutdown() end it from another thread.
 class ChangeAttempt {
  public:
-  // `how` is a literal: "was aborted". The first one counts.
+  // This member waits no longer. `how` is a literal: "did not hear in time". The first one counts.
   void end(const char* how);
+  // The same, by a call about the group: "was aborted".
+  void endByCall(const char* how);
   [[nodiscard]] bool hasEnded() const { return ended_ != nullptr; }
+  // Whether there was such a call, also where the members had met already.
+  [[nodiscard]] bool hasEndedByCall() const { return isByCall_; }
   // Throws DistBackendError once it has been ended.
   void check() const;
 
  private:
   std::atomic<const char*> ended_ = nullptr;
+  std::atomic<bool> isByCall_ = false;
 };
 
 // A part of the store in which the members meet. Waiting in it ends with the attempt.

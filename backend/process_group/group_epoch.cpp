@@ -55,19 +55,24 @@ void GroupEpoch::rename(const std::string& name) {
   identity_.name = name;
 }
 
-std::shared_ptr<MessageExecutor> GroupEpoch::makeExecutor(at::Device device) {
+GroupHealth& GroupEpoch::health() {
   if (!health_) {
     // Below the epoch's id: no failure of an earlier group of that name is found.
     health_ =
         std::make_unique<GroupHealth>(identity_, c10::make_intrusive<c10d::PrefixStore>(c10::str(members_.id), store_),
                                       globalRanks_, GroupHealth::kStorePatience, survivesDeaths_);
   }
-  if (device.is_cpu()) return makeCpuExecutor(identity_, members_, topology_, *health_, options_->isSerial);
+  return *health_;
+}
+
+std::shared_ptr<MessageExecutor> GroupEpoch::makeExecutor(at::Device device) {
+  GroupHealth& health = this->health();
+  if (device.is_cpu()) return makeCpuExecutor(identity_, members_, topology_, health, options_->isSerial);
   if (topology_->hostCount() > 1 && config::ncclNet() == false) {
     checkKeepsSecret("NCCL, with BAGUA_NCCL_NET=0,", "Unset BAGUA_NCCL_NET on all ranks");
   }
 #if BAGUA_WITH_CUDA
-  const auto log = health_->addLog("cuda");
+  const auto log = health.addLog("cuda");
   auto executor =
       makeNcclExecutor(identity_, store_, device, topology_, options_->timeout, options_->highPriorityStream, log);
   endWithGroup(executor, *log);
@@ -134,6 +139,11 @@ void GroupEpoch::close(const std::string& how) {
 }
 
 void GroupEpoch::abort(const std::string& how) {
+  if (survivesDeaths_) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    // Members may wait for one that leaves before its first operation.
+    if (executors_.empty() && closed_.empty()) health().addLog("cpu")->reportAbort("the group " + how);
+  }
   close(how);
   for (const auto& [device, executor] : executors()) executor->abort("the group " + how);
   stopHealth();

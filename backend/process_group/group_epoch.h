@@ -62,6 +62,8 @@ class GroupEpoch {
 
  private:
   std::shared_ptr<MessageExecutor> makeExecutor(at::Device device);
+  // Under the mutex.
+  GroupHealth& health();
   void close(const std::string& how);
   void stopHealth();
 
@@ -75,7 +77,7 @@ class GroupEpoch {
 
   mutable std::mutex mutex_;
   GroupIdentity identity_;
-  // Made with the first executor; outlives them all.
+  // Made when it is first needed; outlives all executors.
   std::unique_ptr<GroupHealth> health_;
   Executors executors_;
   // Why no operation is accepted any more; empty while the epoch is open.

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "backend/torch_compat.h"
 
 namespace bagua {
@@ -19,6 +22,8 @@ struct GroupOptions final : c10d::Backend::Options {
   bool isSerial = false;
   // The group has no members, and meets nobody, before reconfigure(). torch's options have this field from 2.14 on.
   bool waitsForReconfigure = false;
+  // What the ranks have told each other already (ownRecord()), by another way than the store; empty: they do it there.
+  std::vector<std::string> records;
 };
 
 }  // namespace bagua

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
 
 #include "backend/operation/timeouts.h"
 #include "backend/security/sealed_store.h"
@@ -15,7 +16,9 @@ ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::in
   options_->timeout = limitedTimeout(options_->timeout);
   if (!options_->waitsForReconfigure) {
     const auto& ranks = options_->global_ranks_in_group;
-    auto members = exchangeRecords(*store, rank, size, options_->timeout);
+    const auto records = std::exchange(options_->records, {});
+    auto members = records.empty() ? exchangeRecords(*store, rank, size, options_->timeout)
+                                   : membersHere(*store, rank, records);
     current_ = std::make_shared<GroupEpoch>(
         std::move(store), std::move(members), GroupIdentity{options_->group_name, rank, size}, options_,
         std::vector<uint64_t>(ranks.begin(), ranks.end()), /*survivesDeaths=*/false);
@@ -148,21 +151,28 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::merge(const StorePtr& store
 
 void ProcessGroupBagua::eagerConnectSingleDevice(at::Device device) { executorFor(device); }
 
-c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::shrink(const std::vector<int64_t>& excluded, int flags,
-                                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::shrinkTo(const std::vector<int64_t>& excluded, int flags,
+                                                              const c10::intrusive_ptr<c10d::Backend::Options>& opts,
+                                                              const MeetAfresh& meetAfresh) {
   constexpr int kAbort = 1;  // torch.distributed.SHRINK_ABORT
   const std::set<int64_t> without(excluded.begin(), excluded.end());
   for (const int64_t rank : without) checks("bagua:shrink").rank(rank, "excluded rank");
   TORCH_CHECK_VALUE(!without.contains(rank_), checks("bagua:shrink").where(), ": this rank is among the excluded");
   const auto present = current();
   if ((flags & kAbort) != 0) present->abort("was aborted by shrink_group");
-  const auto lower = std::distance(without.begin(), without.lower_bound(rank_));
-  const auto left = static_cast<size_t>(size_) - without.size();
+  const auto rank = static_cast<int>(rank_ - std::distance(without.begin(), without.lower_bound(rank_)));
+  const auto size = static_cast<int>(static_cast<size_t>(size_) - without.size());
+  const auto options = optionsOf(opts);
+  // As the flight recorder names them.
+  options->global_ranks_in_group.clear();
+  for (size_t former = 0; former < options_->global_ranks_in_group.size(); ++former) {
+    if (without.contains(static_cast<int64_t>(former))) continue;
+    options->global_ranks_in_group.push_back(options_->global_ranks_in_group[former]);
+  }
   // A connection of its own: the new group may block on the store while this one uses it.
   const auto store =
       c10::make_intrusive<c10d::PrefixStore>(c10::str("shrunk/", c10::Join("-", without)), present->store()->clone());
-  return c10::make_intrusive<ProcessGroupBagua>(store, static_cast<int>(rank_ - lower), static_cast<int>(left),
-                                                optionsOf(opts));
+  return c10::make_intrusive<ProcessGroupBagua>(meetAfresh(store, rank, size), rank, size, options);
 }
 
 c10d::ErrorType ProcessGroupBagua::getError() {
@@ -172,7 +182,7 @@ c10d::ErrorType ProcessGroupBagua::getError() {
 
 void ProcessGroupBagua::endAttempt(const char* how) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (attempt_) attempt_->end(how);
+  if (attempt_) attempt_->endByCall(how);
 }
 
 void ProcessGroupBagua::abort() {

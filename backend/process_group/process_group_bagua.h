@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -85,9 +86,13 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   void eagerConnectSingleDevice(at::Device device) override;
 
   bool supportsShrinking() const override { return true; }
-  // A new group of the ranks that are not in `excluded`, which alone call this. They meet in the store of this one.
-  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags,
-                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  // The ranks of a new group meet: `rank` of `size` gets a part of the store that no other attempt has used.
+  using MeetAfresh = std::function<StorePtr(const StorePtr& store, int rank, int size)>;
+  // A new group of the ranks that are not in `excluded`, which alone call this. They meet in the store of this one, by
+  // `meetAfresh`: they may have to call again, where one of them did not come.
+  c10::intrusive_ptr<c10d::Backend> shrinkTo(const std::vector<int64_t>& excluded, int flags,
+                                             const c10::intrusive_ptr<c10d::Backend::Options>& opts,
+                                             const MeetAfresh& meetAfresh);
 
 #if BAGUA_HAS_RECONFIGURE
   bool supportsReconfigure() const override { return true; }

@@ -160,27 +160,30 @@ ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::Reconfigur
   auto next = std::make_shared<GroupEpoch>(std::move(meeting.store), std::move(meeting.members),
                                            GroupIdentity{options_->group_name, rank, size}, options_,
                                            firstRanks(members), /*survivesDeaths=*/true);
-  bool isShutDown = false;
+  bool isUnwanted = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    isShutDown = isShutDown_;
+    isUnwanted = attempt->hasEndedByCall();
     // What is called from here on is about the new epoch, in whose store others may wait later.
     attempt_.reset();
-    if (!isShutDown) {
+    if (!isUnwanted) {
       std::swap(current_, next);
       isReconfigured_ = true;
       rank_ = rank;
       size_ = size;
     }
   }
-  // The earlier epoch, or the new one, which came too late. After a failure nobody may be left to answer.
+  if (isUnwanted) {
+    // The others have begun the new epoch: they are told.
+    next->abort("was aborted");
+    attempt->check();
+  }
+  // The earlier epoch. After a failure nobody may be left to answer.
   if (next && next->hasFailed()) {
     next->abort("was reconfigured");
   } else if (next) {
     next->shutdown();
   }
-  TORCH_CHECK_WITH(DistBackendError, !isShutDown, "bagua:reconfigure: rank ", rank, ": group '", options_->group_name,
-                   "' has been shut down");
   return completedWork();
 }
 

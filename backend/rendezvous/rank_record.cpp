@@ -228,14 +228,16 @@ GroupMembers exchangeRecords(c10d::Store& store, int rank, int size, millisecond
   for (const auto& value : store.multiGet(keys)) records.emplace_back(value.begin(), value.end());
   // Not as the store has it: what was recorded of an earlier group would be that on all ranks alike.
   records[rank] = own;
-  auto members = [&] {
-    try {
-      return membersOf(records);
-    } catch (...) {
-      waitUntilAllHaveRead(store, size);
-      throw;
-    }
-  }();
+  try {
+    return membersHere(store, rank, records);
+  } catch (const c10::ValueError&) {
+    waitUntilAllHaveRead(store, size);
+    throw;
+  }
+}
+
+GroupMembers membersHere(c10d::Store& store, int rank, const std::vector<std::string>& records) {
+  auto members = membersOf(records);
   separateThreads(store, static_cast<size_t>(rank), members);
   if (!members.addresses[rank].starts_with("none: ")) {
     const auto transport = members.ownTransport ? members.ownTransport : net::processTransport();

@@ -37,6 +37,9 @@ struct GroupMembers {
 // same on all ranks.
 GroupMembers membersOf(const std::vector<std::string>& records);
 
+// The same, as this rank takes part in the group, whose ranks share a store.
+GroupMembers membersHere(c10d::Store& store, int rank, const std::vector<std::string>& records);
+
 // Exchanges the records of a new group through its store; throws as membersOf(), or DistBackendError where ranks have
 // not come in time. Keys: "host/RANK", "hosts_read", and "thread/RANK" where ranks are threads of one process.
 GroupMembers exchangeRecords(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout);

@@ -52,9 +52,9 @@ def create_backend(dist_backend_opts: BackendOptions, pg_options: Any) -> Any:
         set_timeout(options, timeout)
         # A group made for one rank needs nobody: it is alone at once, so a model can be wrapped before others come.
         options._waits_for_reconfigure = waits_for_reconfigure(dist_backend_opts) and size > 1
-        # Members that are not known yet will meet at one of themselves.
-        waits = options._waits_for_reconfigure
-        store = dist_backend_opts.store if waits else fresh_part(dist_backend_opts.store, rank, size, timeout)
+        # Members that are not known yet will meet at one of themselves, and those that have met have drawn a name.
+        has_met = options._waits_for_reconfigure or options._records
+        store = dist_backend_opts.store if has_met else fresh_part(dist_backend_opts.store, rank, size, timeout)
         return _C.ProcessGroupBagua(store, rank, size, options)
     except Exception:
         # Else this rank, when it tries again, would name the group differently from one that comes for the first time.

@@ -8,6 +8,7 @@ and executors over the other backend's operations run those of CUDA tensors.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,23 +22,13 @@ from bagua._fresh_store import fresh_part, new_name
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._tensors_apart import broadcast_state
-from bagua._torch_private import (
-    backend_of,
-    default_group,
-    listed_groups,
-    new_listed_group,
-    set_timeout,
-    timeout_of,
-)
-
-# How long members that have just met wait for each other to make a further group: one that dies in between is not seen.
-_MEETING = timedelta(seconds=10)
+from bagua._torch_private import backend_of, default_group, listed_groups, new_listed_group, timeout_of
 
 
 def _private_group(
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta, members: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    """Make a second group of the same ranks, or of `members` among them, for the hook alone.
+    """Make a second group of the same ranks, or of `members` among them, for the hook alone. Collective among all.
 
     Its programs run beside the user's, in an order of their own; in one group they would meet in another order on each
     rank. For CPU tensors it is ours, whatever the backend of `group`; for CUDA tensors it is of the same backend.
@@ -48,22 +39,37 @@ def _private_group(
     everybody, changed = ranks_and_store(group, device)
     members = range(len(everybody)) if members is None else members
     ranks = [everybody[member] for member in members]
-    # Of several groups at once, each has its own part of the store.
-    store = dist.PrefixStore(f"bagua_private_group/{ranks[0]}", changed or group.get_group_store())
-    limit = min(timeout, _MEETING) if changed else timeout
-    unique = new_name(store, list(members).index(group.rank()), len(ranks), limit)
+    options = None
+    if changed is None:
+        # Of several groups at once, each has its own part of the store.
+        store = dist.PrefixStore(f"bagua_private_group/{ranks[0]}", group.get_group_store())
+        unique = new_name(store, list(members).index(group.rank()), len(ranks), timeout)
+    else:
+        # By an operation, which ends when a member dies: whoever waits at a store does not hear of that.
+        said: list[Any] = [None] * len(everybody)
+        dist.all_gather_object(said, (secrets.token_hex(16), _C.own_record()), group=group)
+        unique = said[members[0]][0]
+        options = _C.Options()
+        options._records = [said[member][1] for member in members]
+    return _new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, timeout, changed, options)
+
+
+def _new_named_group(
+    name: str, ranks: list[int], backend: str, timeout: timedelta, store: dist.Store | None, options: Any
+) -> dist.ProcessGroup:
+    """Make a group that only `ranks` make, ascending, under a name that no other group of this process has.
+
+    `torch.distributed.new_group(use_local_synchronization=True)` needs no call of the other ranks either, but counts
+    one group more on those that call: groups made later get other names on some ranks than on the rest, and never form
+    (seen with torch 2.15; 2.11 counts otherwise, to a similar effect). A name of ours counts nothing.
+    """
     world = default_group()
     # Else torch splits a group that is bound to a device: all ranks would have to take part in that.
-    bound, world.bound_device_id = world.bound_device_id, None
+    device, world.bound_device_id = world.bound_device_id, None
     try:
-        # `dist.new_group(use_local_synchronization=True)`, which needs no call of the other ranks either, counts one
-        # group more on those that call: groups made later get other names on some ranks than on the rest, and never
-        # form (seen with torch 2.15; 2.11 counts otherwise, to a similar effect). A name of ours counts nothing.
-        private = new_listed_group(ranks, name, f"{group.group_name}_bagua_hook_{unique}", limit, changed and store)
+        return new_listed_group(ranks, backend, name, timeout, store, options)
     finally:
-        world.bound_device_id = bound
-    set_timeout(backend_of(private, device).options, timeout)
-    return private
+        world.bound_device_id = device
 
 
 def _destroy(known: weakref.ref[dist.ProcessGroup]) -> None:
@@ -129,7 +135,7 @@ def private_executors_for(
     *,
     is_serial: bool = False,
 ) -> Any:
-    """Return executors over a group of their own, which ends with them. Collective among its members.
+    """Return executors over a group of their own, which ends with them. Collective, also among those left out of it.
 
     Their programs run beside those of `executors_for`, in an order of their own.
 
@@ -204,6 +210,7 @@ def begin_again(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -
     furthest = hook.meet_again()
     hook.begin_again(broadcast_state(hook.shared() if group.rank() == furthest else None, furthest, group, device))
     _make_groups(hook, group, device)
+    hook.end_change()
 
 
 def _make_groups(hook: _C.Hook, group: dist.ProcessGroup, device: torch.device) -> None:

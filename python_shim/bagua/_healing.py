@@ -38,8 +38,8 @@ _BUFFERS_ARE_DUE = "buffers are due on rank"
 
 class _Said(NamedTuple):
     progress: Progress
-    # Which group its steps were taken in. Zero is that of nobody, and differs from no other.
-    group: int
+    # The groups that it has been in since its last step. None of one that has taken no step with others.
+    groups: frozenset[int]
     model: str
     weights: int
     others: str
@@ -78,13 +78,15 @@ class TrainingState:
         self.transfer: GradualTransfer | None = None
         # What has come of a transfer that was interrupted.
         self.part: Part | None = None
+        # The groups of the rank that the weights are of.
+        self.groups: frozenset[int] = frozenset()
 
     def heal(
         self,
         progress: Progress,
         limit: timedelta,
         *,
-        former_group: int = 0,
+        groups: frozenset[int] = frozenset(),
         first_step: int = 0,
         are_weights_equal: bool = False,
         step_bytes: int = 0,
@@ -95,8 +97,8 @@ class TrainingState:
         Args:
             progress: this rank's.
             limit: for all of it.
-            former_group: a number of the group that this rank has taken its steps in; the steps of ranks from another
-                group than the furthest one's are dropped, and a warning says so.
+            groups: numbers of the groups that this rank has been in since its last step; the steps of ranks that share
+                none with the furthest one are dropped, and a warning says so.
             first_step: which step its weights are of where no rank has taken any.
             are_weights_equal: whether ranks of the same progress have the same weights, to the bit; those that have not
                 are healed, too, and a warning says so.
@@ -110,13 +112,12 @@ class TrainingState:
         self.progress = progress
         self.transfer = None
         group = self._ddp.process_group
-        if progress.step < 0:
-            former_group = 0
+        self.groups = groups if progress.step >= 0 else frozenset()
         later = gradual_parameters(self._ddp, self._optimizer)
         numbers, size = self._size_of(later)
         own = _Said(
             progress=progress,
-            group=former_group,
+            groups=self.groups,
             model="\n".join(self.shapes()),
             weights=_digest(trainable_parameters(self._ddp)) if are_weights_equal else 0,
             others=f"{_BUFFERS_ARE_DUE} {group.rank()}" if self._are_buffers_due else self._digest_of_others(),
@@ -152,6 +153,7 @@ class TrainingState:
             self._send(odd, group, self._state_of_others(), [])
         elif group.rank() in behind:
             later = self._receive(source, group, said[source].progress, keeps=has[group.rank()] > 0)
+            self.groups = said[source].groups
         elif group.rank() in odd:
             self._receive(source, group, progress)
         if behind or odd:
@@ -179,7 +181,7 @@ class TrainingState:
     def forget_step(self) -> None:
         """Drop what a step that has failed leaves: gradients, and what DDP and a GradScaler have noted of them."""
         self._ddp.zero_grad()
-        _C.forget_use(self._ddp.reducer)
+        _C.forget_backward(self._ddp.reducer)
         for other in self._others:
             if isinstance(other, torch.amp.GradScaler) and other.is_enabled():
                 # It refuses before it has scaled anything, when there is nothing to forget.
@@ -316,7 +318,7 @@ class TrainingState:
 def _numbers_of(newcomer: _Said, source: _Said) -> int:
     """Return how many numbers a newcomer has that are those of the source: it took all of its steps since they came."""
     part = newcomer.part
-    if part is None or (part.step, part.group) != (source.progress.step, source.group):
+    if part is None or part.step != source.progress.step or part.group not in source.groups:
         return 0
     return part.numbers if part.parameters == newcomer.parameters == source.parameters else 0
 
@@ -341,7 +343,7 @@ def _refuse_other_models(said: Sequence[_Said]) -> None:
 
 def _differs(rank: int, own: _Said, furthest: _Said) -> bool:
     """Whether a rank needs what the furthest one has."""
-    if own.group and furthest.group and own.group != furthest.group:
+    if own.groups and furthest.groups and own.groups.isdisjoint(furthest.groups):
         _logger.warning("%d steps of rank %d are dropped: they were taken in another group", own.progress.step, rank)
         return True
     if own.progress != furthest.progress:

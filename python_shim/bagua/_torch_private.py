@@ -79,7 +79,7 @@ def listed_groups() -> list[dist.ProcessGroup]:
 
 
 def new_listed_group(
-    ranks: Sequence[int], backend: str, name: str, timeout: timedelta, store: dist.Store | None = None
+    ranks: Sequence[int], backend: str, name: str, timeout: timedelta, store: dist.Store | None, options: object
 ) -> dist.ProcessGroup:
     """Make and list a group under a name of our own: `new_group` counts groups, on every rank alike.
 
@@ -94,6 +94,7 @@ def new_listed_group(
         backend,
         store,
         name,  # type: ignore[arg-type]
+        backend_options=options,
         timeout=timeout,
     )
     assert isinstance(group, dist.ProcessGroup)  # this rank is one of `ranks`

@@ -210,8 +210,9 @@ class Training:
         self._seconds = 0.0
         # Steps and bytes at the last change.
         self._sent = (0, 0)
-        # The meeting since which this member has taken its steps.
-        self._met = 0
+        # The groups that it has been in since its last step, the last of them, and what step that was.
+        self._groups: frozenset[int] = frozenset()
+        self._met, self._met_at = 0, 0
         self._are_weights_equal = describe(handle.algorithm)["is_exact"]
         # How many blocks or meetings have failed one after another while the members stayed the same.
         self._fruitless = 0
@@ -310,6 +311,7 @@ class Training:
             members = self._group.members
             if error is not None:
                 self._group.abort()
+                self.handle._hook.abort_host()
             try:
                 self._group.meet(self._contract())
                 self._heal()
@@ -356,23 +358,27 @@ class Training:
     def _heal(self, step_bytes: int | None = None) -> None:
         step_bytes = self._step_bytes() if step_bytes is None else step_bytes
         limit, progress = timedelta(hours=1), self._count.progress
+        # A member that has got no further than this one may not know the last of these, in which it has failed to heal.
+        groups = self._groups if progress.step == self._met_at else frozenset({self._met})
         try:
             self._count.progress = self._state.heal(
                 progress,
                 limit,
-                former_group=self._met,
+                groups=groups,
                 first_step=self._first_step,
                 are_weights_equal=self._are_weights_equal,
                 step_bytes=step_bytes,
                 share=self._share,
             )
         except BaseException:
-            self._count.progress = self._state.progress
+            self._count.progress, self._groups = self._state.progress, self._state.groups
+            self._met_at = self._count.progress.step
             raise
         self._transfer = self._state.transfer
         # What has come in a step is put in place before the step is watched.
         self._count.begin_last()
-        self._met = self._group.uuid
+        self._met, self._met_at = self._group.uuid, self.step
+        self._groups = self._state.groups | {self._met}
 
     def _step_bytes(self) -> int:
         """How much of a newcomer's weights travels in a step."""

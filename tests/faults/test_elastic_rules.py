@@ -263,8 +263,8 @@ def test_states_beside_the_model_are_made_equal_and_weights_whose_steps_were_tak
     count = _Count(dist.get_rank())
     me, ddp, state = _unequal([count])
     progress = Progress(3, Stage.DONE)
-    group = former_group + me if former_group else 0
-    assert state.heal(progress, timedelta(seconds=20), former_group=group) == progress
+    groups = frozenset({former_group + me}) if former_group else frozenset()
+    assert state.heal(progress, timedelta(seconds=20), groups=groups) == progress
     assert count.count == 0
     assert same_everywhere(*ddp.parameters()) == (former_group > 0)
 

@@ -2,13 +2,14 @@
 """bagua.elastic: what may fail in the middle of a step, and what users do in one, with deaths in between."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import _healing
+from bagua import _executors, _healing
 from bagua.elastic import Training
 from elastic_ranks import join, weights_of
 from holdings import wait_for
@@ -16,7 +17,7 @@ from members import model
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import die
+from trouble import TRANSPORTS, die
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 SIZE = 3
@@ -162,6 +163,37 @@ def test_a_death_while_an_algorithm_averages_in_a_step_leaves_equal_weights() ->
     assert steps == other_steps == STEPS
 
 
+def _die_as_groups_are_made(place: str) -> float:
+    """Return how long the others take to their next step."""
+    me, shared, members = join(at_least=SIZE)
+    with members:
+        optimizer = torch.optim.SGD((network := model()).parameters(), 0.05)
+        training = members.train(DDP(network), optimizer, "local_sgd", sync_every=2)
+        members._group._meetings.at_least = 1
+        begin = seconds = 0.0
+        while training.step < STEPS:
+            with training.attempt():
+                if training.step == 5 and not begin:
+                    begin = time.monotonic()
+                    if me == LAST:
+                        setattr(_executors, place, lambda *_, **__: die(shared))
+                        raise _of_user("code, after which all meet")
+                _backward(training)
+                optimizer.step()
+                optimizer.zero_grad()
+            if begin and not seconds and training.step > 5:
+                seconds = time.monotonic() - begin
+        training.wait_for_end()
+    return seconds
+
+
+@pytest.mark.parametrize("place", ["_private_group", "_new_named_group"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_death_as_an_algorithm_makes_a_group_is_noticed_like_any_other(transport: str, place: str) -> None:
+    times = run_ranks(SIZE, _die_as_groups_are_made, place, env=TRANSPORTS[transport], dying={LAST})
+    assert max(times[:LAST]) < 6
+
+
 def _oldest_fails() -> tuple[bool, str, bool]:
     me, shared, members = join(at_least=SIZE)
     is_oldest, error = False, ""
@@ -190,6 +222,42 @@ def test_the_member_whose_own_code_fails_again_and_again_ends_and_those_that_see
     results = run_ranks(SIZE, _oldest_fails, timeout=60.0)
     assert sorted(one[:2] for one in results) == [(False, "")] * LAST + [(True, "of the user's code")]
     assert all(has_ended for is_oldest, _, has_ended in results if not is_oldest)
+
+
+def _heal_apart() -> tuple[Tensor, list[str]]:
+    """Have a member fail to heal when the other has healed, both with the weights of the same steps."""
+    _, _, members = join(at_least=2)
+    warnings: list[str] = []
+    _healing._logger.warning = lambda text, *_: warnings.append(text)  # type: ignore[method-assign]
+    with members:
+        optimizer = torch.optim.SGD((network := model()).parameters(), 0.05)
+        training = members.train(DDP(network), optimizer)
+        heal, is_armed = training._state.heal, iter([True, False])
+
+        def heal_and_fail(*args: Any, **kwargs: Any) -> Any:
+            progress = heal(*args, **kwargs)
+            if next(is_armed, False):
+                time.sleep(0.3)  # until the other has healed
+                raise _of_user("second death, of which the other has not heard")
+            return progress
+
+        has_failed = dist.get_rank() == 0
+        while training.step < STEPS:
+            with training.attempt():
+                if training.step == 5 and not has_failed:
+                    has_failed = True
+                    training._state.heal = heal_and_fail  # type: ignore[method-assign]
+                    raise _of_user("code")
+                _backward(training)
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights_of(training), warnings
+
+
+def test_members_of_which_one_has_healed_and_another_has_not_drop_no_steps() -> None:
+    (first, warnings), (second, others) = run_ranks(2, _heal_apart)
+    assert torch.equal(first, second)
+    assert warnings == others == []
 
 
 class _Branches(nn.Module):

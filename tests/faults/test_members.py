@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks come and go, and the same process group, model and hook go on: c10d's reconfigure."""
 
+import contextlib
 import os
+import pickle
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from bagua import _executors
+from bagua._native import _C
 from holdings import holdings, wait_for
 from hooked_models import same_everywhere
 from members import HOOKS, Members, Training
 from ranks import on_new_ranks, run_ranks
 from torch import Tensor
-from trouble import TRANSPORTS, die
+from trouble import TRANSPORTS, die, store
 
 SIZE = 3
 LAST = SIZE - 1
@@ -156,6 +161,31 @@ def test_survivors_go_on_with_the_same_model_and_hook_when_the_member_that_all_m
     assert sizes == [2] * 4
 
 
+def _lose_one_within_a_backward() -> Tensor:
+    members = Members()
+    training = Training(members, "qadam")
+    members.become(0, 1, LAST)
+    for number in range(3):
+        training.step(number)
+    if members.me == LAST:
+        die(members.shared)
+    # The next bucket meets a group that has failed already.
+    slow = training.ddp.module[2].register_forward_hook(lambda *out: out[2].register_hook(lambda _: time.sleep(0.8)))
+    with pytest.raises(RuntimeError):
+        training.steps_until_one_fails()
+    slow.remove()
+    members.become(0, 1)
+    training.heal()
+    for number in range(5, 8):
+        training.step(number)
+    return training.weights()
+
+
+def test_after_a_backward_in_which_one_bucket_failed_before_another_the_model_goes_on() -> None:
+    first, second, _ = run_ranks(SIZE, _lose_one_within_a_backward, dying={LAST})
+    assert torch.equal(first, second)
+
+
 # What of a state is the same on all ranks.
 SHARED = ("step", "exchanges", "outer_weights", "outer_momentum")
 
@@ -238,6 +268,28 @@ def test_where_an_algorithm_cannot_go_on_all_members_say_so_and_are_equal_once_i
     assert same_everywhere(training.weights())
 
 
+def _fail_to_make_groups() -> tuple[Tensor, list[bool]]:
+    members = Members()
+    training = Training(members, "local_sgd")
+    members.become(0, 1, LAST)
+    fails = mock.patch.object(_executors, "private_executors_for", side_effect=dist.DistBackendError("no group"))
+    with fails, pytest.raises(dist.DistBackendError, match="no group"):
+        training.backward(0)
+    has_to_begin = [training.handle._hook.have_members_changed]
+    for number in range(4):
+        training.step(number)
+    has_to_begin.append(training.handle._hook.have_members_changed)
+    training.handle.synchronize()
+    return training.weights(), has_to_begin
+
+
+def test_an_algorithm_whose_groups_could_not_be_made_makes_them_at_the_next_forward() -> None:
+    results = run_ranks(SIZE, _fail_to_make_groups)
+    for weights, has_to_begin in results:
+        assert torch.equal(weights, results[0][0])
+        assert has_to_begin == [True, False]
+
+
 def _wait_in_vain() -> tuple[float, float]:
     members = Members()
     members.become(members.me)
@@ -261,6 +313,48 @@ def test_an_abort_ends_a_change_that_waits_for_members() -> None:
     assert total == 1.0
 
 
+def _abort_as_it_ends() -> list[tuple[float, bool]]:
+    members = Members()
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    seen = []
+    for number in range(6):
+
+        def abort(key: str = f"begun/{number}") -> None:
+            members.shared.wait([key])
+            backend.abort()
+
+        aborts = threading.Thread(target=abort)
+        has_begun = True
+        if members.me == 1:
+            # It waits for the other, and looks now and then whether that has come.
+            aborts.start()
+        else:
+            time.sleep(0.3)
+        try:
+            members.become(0, 1)
+        except dist.DistBackendError:
+            has_begun = False
+        if members.me == 0:
+            members.shared.set(f"begun/{number}", "")
+        else:
+            aborts.join()
+        begin = time.monotonic()
+        is_usable = False
+        if has_begun:
+            with contextlib.suppress(dist.DistBackendError):
+                dist.barrier()
+                is_usable = True
+        seen.append((time.monotonic() - begin, is_usable))
+        members.wait_for_all(f"seen/{number}", 2)
+    return seen
+
+
+def test_an_abort_counts_also_when_the_members_have_just_met() -> None:
+    for seen in run_ranks(2, _abort_as_it_ends):
+        assert [is_usable for _, is_usable in seen] == [False] * len(seen)
+        assert max(seconds for seconds, _ in seen) < 5
+
+
 def _shrink() -> tuple[int, int, float]:
     if dist.get_rank() == 1:
         die()
@@ -272,3 +366,27 @@ def test_shrink_group_leaves_out_the_dead() -> None:
     results = run_ranks(SIZE, _shrink, dying={1})
     assert results[0] == (0, 2, 11.0)
     assert results[2] == (1, 2, 11.0)
+
+
+def _shrink_again() -> tuple[tuple[int, int, float], str]:
+    """Have the first attempt fail, as one of them does not come; then the other is there first."""
+    rank, shared = dist.get_rank(), store()
+    if rank == 1:
+        die()
+    shrink = dist.distributed_c10d.shrink_group
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError, match="Not there after"):
+            shrink([1])
+        shared.set("tried", "")
+        time.sleep(1)
+    else:
+        shared.wait(["tried"])
+    shrink([1])
+    config = pickle.loads(_C.flight_recorder_trace())["pg_config"]
+    return _sum(), config[max(config)]["ranks"]
+
+
+def test_shrink_group_can_be_called_again_where_a_rank_did_not_come() -> None:
+    results = run_ranks(SIZE, _shrink_again, dying={1}, group_timeout=4.0)
+    assert results[0] == ((0, 2, 11.0), "[0, 2]")
+    assert results[2] == ((1, 2, 11.0), "[0, 2]")

@@ -22,6 +22,8 @@ class ImmediateGroup final : public Executor, public ExecutorProvider {
 
   // What isCapturing() says.
   bool capturing = false;
+  // What epoch() says.
+  uint64_t number = 0;
   std::vector<Operation> operations;
   std::vector<Program> programs;
 
@@ -42,6 +44,7 @@ class ImmediateGroup final : public Executor, public ExecutorProvider {
   // Not kept by what it returns, as the test holds it.
   std::shared_ptr<Executor> executorFor(at::Device /*device*/) override { return {std::shared_ptr<void>(), this}; }
   [[nodiscard]] bool isCapturing(at::Device /*device*/) const override { return capturing; }
+  [[nodiscard]] uint64_t epoch() const override { return number; }
   [[nodiscard]] GroupIdentity identity() const override { return identity_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return std::chrono::seconds(60); }
   [[nodiscard]] std::shared_ptr<const HostTopology> topology() const override { return topology_; }
