@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_613, 16_000),
-    "python_shim": Layer({".py"}, 13_552, 8_500),
-    "tests": Layer({".py"}, 29_966, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_890, 16_000),
+    "python_shim": Layer({".py"}, 13_654, 8_500),
+    "tests": Layer({".py"}, 30_436, 22_000, counts_tests=True),
 }
 
 

@@ -118,13 +118,12 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradie
   try {
     return runBucket(gradients);
   } catch (const c10::DistError&) {
-    hasBackwardFailed_ = true;
-    return failedFuture();
+    // DDP raises it at the end of the backward.
   } catch (...) {
     if (!refusal_) throw;
-    hasBackwardFailed_ = true;
-    return failedFuture();
   }
+  hasBackwardFailed_ = true;
+  return failedFuture();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HookRunner::runBucket(c10d::GradBucket& gradients) {

@@ -17,8 +17,8 @@ ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::in
   if (!options_->waitsForReconfigure) {
     const auto& ranks = options_->global_ranks_in_group;
     const auto records = std::exchange(options_->records, {});
-    auto members = records.empty() ? exchangeRecords(*store, rank, size, options_->timeout)
-                                   : membersHere(*store, rank, records);
+    auto members =
+        records.empty() ? exchangeRecords(*store, rank, size, options_->timeout) : membersHere(*store, rank, records);
     current_ = std::make_shared<GroupEpoch>(
         std::move(store), std::move(members), GroupIdentity{options_->group_name, rank, size}, options_,
         std::vector<uint64_t>(ranks.begin(), ranks.end()), /*survivesDeaths=*/false);

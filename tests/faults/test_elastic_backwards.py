@@ -69,7 +69,9 @@ def _train(kind: str, disturbance: str) -> tuple[Tensor, int, float]:
         ddp = DDP(network, bucket_cap_mb=0.001, find_unused_parameters=finds_unused)
         is_qadam = algorithm == "qadam"
         parameters = network.parameters()
-        optimizer = bagua.QAdamOptimizer(parameters, 0.01, 2, eps=0.1) if is_qadam else torch.optim.SGD(parameters, 0.05)
+        optimizer = (
+            bagua.QAdamOptimizer(parameters, 0.01, 2, eps=0.1) if is_qadam else torch.optim.SGD(parameters, 0.05)
+        )
         training = members.train(ddp, optimizer, algorithm, **options)
         members._group._meetings.at_least = 1
         is_over = False
