@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_613, 16_000),
     "python_shim": Layer({".py"}, 14_105, 8_500),
-    "tests": Layer({".py"}, 30_658, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 30_676, 22_000, counts_tests=True),
 }
 
 
