@@ -157,7 +157,7 @@ struct ParameterFacts {
   int64_t elements = 0;
 };
 
-// Codes gradients under guard, whose table the hook keeps in checkpoints.
+// Codes gradients or differences of weights under guard, whose table the hook keeps in checkpoints.
 class IsGuarded {
  public:
   virtual ~IsGuarded() = default;

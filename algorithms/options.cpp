@@ -18,12 +18,7 @@ const char* typeName(const OptionValue& value) {
   return kNames.at(value.index());
 }
 
-std::string typesOf(const OptionInfo& option) {
-  const std::string own = typeName(option.defaultValue);
-  if (!option.alsoTakes) return own;
-  const bool isNone = *option.alsoTakes == OptionValue(std::string());
-  return own + " or " + (isNone ? "None" : typeName(*option.alsoTakes));
-}
+bool isNone(const OptionValue& value) { return value == OptionValue(std::string()); }
 
 std::string namesOf(const std::vector<OptionInfo>& declared) {
   if (declared.empty()) return "none";
@@ -33,6 +28,16 @@ std::string namesOf(const std::vector<OptionInfo>& declared) {
 }
 
 }  // namespace
+
+bool OptionInfo::takesNone() const { return isNone(defaultValue) || (alsoTakes && isNone(*alsoTakes)); }
+
+std::string OptionInfo::types() const {
+  std::string all =
+      (std::holds_alternative<int64_t>(defaultValue) ? "an " : "a ") + std::string(typeName(defaultValue));
+  if (takesMapping) all += " or mapping";
+  if (alsoTakes && !isNone(*alsoTakes)) all += std::string(" or ") + typeName(*alsoTakes);
+  return all + (takesNone() ? " or None" : "");
+}
 
 std::string toString(const OptionValue& value) {
   if (const auto* flag = std::get_if<bool>(&value)) return *flag ? "True" : "False";
@@ -65,7 +70,7 @@ Options::Options(const std::string& algorithm, const std::vector<OptionInfo>& de
     }
     const bool isTaken = converted.index() == option.defaultValue.index() ||
                          (option.alsoTakes && converted.index() == option.alsoTakes->index());
-    TORCH_CHECK_TYPE(isTaken, "option '", name, "' of algorithm '", algorithm, "' takes a ", typesOf(option), ", got ",
+    TORCH_CHECK_TYPE(isTaken, "option '", name, "' of algorithm '", algorithm, "' takes ", option.types(), ", got ",
                      bagua::toString(value), " (", typeName(value), ")");
     const auto* const number = std::get_if<double>(&converted);
     TORCH_CHECK_VALUE(number == nullptr || std::isfinite(*number), "option '", name, "' of algorithm '", algorithm,

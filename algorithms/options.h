@@ -22,6 +22,10 @@ struct OptionInfo {
   // The option takes this beside values of the default's type: None, which is an empty string, or any value of this
   // type.
   std::optional<OptionValue> alsoTakes = {};
+
+  [[nodiscard]] bool takesNone() const;
+  // "an int", "a str or None": for an error.
+  [[nodiscard]] std::string types() const;
 };
 
 // "True", "3", "0.5", "'all'", "None": as Python writes it.

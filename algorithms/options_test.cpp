@@ -54,7 +54,16 @@ TEST(Options, AnUnknownNameSaysWhatMayHaveBeenMeant) {
 
 TEST(Options, AWrongTypeNamesBothTypes) {
   EXPECT_THROW(Options("test", kDeclared, {{"average", int64_t{1}}}), c10::TypeError);
-  EXPECT_THAT(messageOf({{"interval", 1.5}}), HasSubstr("takes a int, got 1.5 (float)"));
+  EXPECT_THAT(messageOf({{"interval", 1.5}}), HasSubstr("takes an int, got 1.5 (float)"));
+}
+
+TEST(Options, AnErrorNamesAllTypesThatAnOptionTakes) {
+  const OptionValue none = std::string();
+  EXPECT_EQ((OptionInfo{"interval", int64_t{3}, ""}.types()), "an int");
+  EXPECT_EQ((OptionInfo{"codec", none, ""}.types()), "a str or None");
+  EXPECT_EQ((OptionInfo{"guard", std::string("warn"), "", false, none}.types()), "a str or None");
+  EXPECT_EQ((OptionInfo{"delay", std::string("auto"), "", false, int64_t{}}.types()), "a str or int");
+  EXPECT_EQ((OptionInfo{"codec", std::string("4bit"), "", true}.types()), "a str or mapping");
 }
 
 TEST(Options, AFloatIsFinite) {

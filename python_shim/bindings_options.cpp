@@ -47,11 +47,6 @@ const OptionInfo& optionOf(const std::string& algorithm, const std::string& name
   return *found;
 }
 
-// Python's None is an empty string.
-bool takesNone(const OptionInfo& option) {
-  return option.alsoTakes == OptionValue(std::string()) || option.defaultValue == OptionValue(std::string());
-}
-
 // Python's integers have no end.
 OptionValue wholeNumber(const std::string& algorithm, const OptionInfo& option, const py::handle& value) {
   int overflow = 0;
@@ -74,7 +69,7 @@ OptionValue wholeNumber(const std::string& algorithm, const OptionInfo& option, 
 py::dict pythonValues(const std::string& algorithm, const OptionValues& values) {
   py::dict dict;
   for (const auto& [name, value] : values) {
-    const bool isNone = value == OptionValue(std::string()) && takesNone(optionOf(algorithm, name));
+    const bool isNone = value == OptionValue(std::string()) && optionOf(algorithm, name).takesNone();
     dict[py::str(name)] = isNone ? py::none() : py::cast(value);
   }
   return dict;
@@ -97,12 +92,12 @@ OptionValues optionValues(const std::string& algorithm, const py::dict& given, c
       converted = py::cast<std::string>(value);
     } else if (const auto text = textOf(value, option.takesMapping)) {
       converted = *text;
-    } else if (value.is_none() && takesNone(option)) {
+    } else if (value.is_none() && option.takesNone()) {
       converted = std::string();
     } else {
       const bool isMapping = !option.takesMapping && py::isinstance<py::dict>(value);
       throw py::type_error("option '" + option.name + "' of algorithm '" + algorithm + "' takes " +
-                           (isMapping ? "no mapping" : "a bool, int, float or str") + ", got " +
+                           (isMapping ? "no mapping" : option.types()) + ", got " +
                            py::cast<std::string>(py::repr(value)));
     }
   }

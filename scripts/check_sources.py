@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_890, 16_000),
     "python_shim": Layer({".py"}, 13_654, 8_500),
-    "tests": Layer({".py"}, 30_436, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 30_454, 22_000, counts_tests=True),
 }
 
 

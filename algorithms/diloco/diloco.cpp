@@ -35,6 +35,7 @@ BAGUA_REGISTER_ALGORITHM({
          {"mixing", 0.0, "What a rank keeps of its own weights when a fragment is synchronised, 0 to 1."},
          {"codec", std::string(), "How differences are coded, one of available_codecs(); None: in full precision."},
          {"error_feedback", true, "What a codec leaves of a difference is added to the next."},
+         Guard::option(Guard::Messages::kDifferences),
          {"hierarchical", false,
           "Gradients averaged in every step inside a host, rounds between hosts; False: every rank by itself."},
          {"average_buffers", false,
@@ -51,8 +52,9 @@ BAGUA_REGISTER_ALGORITHM({
                                .outer = rounds::OuterOptions{.rate = options.get<double>("outer_lr"),
                                                              .momentum = options.get<double>("outer_momentum"),
                                                              .nesterov = options.get<bool>("nesterov")},
-                               .codec = codec.empty() ? nullptr : CodecRegistry::find(codec).codec,
+                               .codec = codec.empty() ? nullptr : &CodecRegistry::find(codec),
                                .errorFeedback = options.get<bool>("error_feedback"),
+                               .guard = Guard::modeOf(options, Guard::Messages::kDifferences),
                                .hierarchical = options.get<bool>("hierarchical"),
                                .averageBuffers = options.get<bool>("average_buffers")});
         },

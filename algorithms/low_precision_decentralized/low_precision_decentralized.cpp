@@ -10,6 +10,7 @@
 
 #include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
+#include "algorithms/shared/compressed/coding_look.h"
 #include "algorithms/shared/compressed/mean.h"
 #include "algorithms/shared/weight_exchanges/ring_exchange.h"
 #include "algorithms/shared/weights.h"
@@ -20,10 +21,13 @@ namespace {
 
 // Draws the weights of neighbours in a ring together after every step, by differences of 8 bits against replicas that
 // both ends hold.
-class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, public KeepsState {
+class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, public KeepsState, public IsGuarded {
  public:
-  LowPrecisionDecentralized(bool hierarchical, int64_t interval, const std::string& codec)
-      : hierarchical_(hierarchical), interval_(interval), codec_(CodecRegistry::find(codec).codec) {
+  LowPrecisionDecentralized(bool hierarchical, int64_t interval, const std::string& codec, Guard::Mode guard)
+      : hierarchical_(hierarchical),
+        interval_(interval),
+        codec_(CodecRegistry::find(codec)),
+        guard_(std::make_shared<Guard>(guard, Guard::Messages::kDifferences)) {
     TORCH_CHECK_VALUE(interval >= 1, "bagua: communication_interval must be at least 1, got ", interval);
   }
 
@@ -40,6 +44,8 @@ class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, 
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override {
     return compressed::whyUncoded({.hierarchical = hierarchical_}, topology);
   }
+
+  [[nodiscard]] Guard& guard() override { return *guard_; }
 
   void beforeForward(StepContext& context) override { prepare(context); }
 
@@ -154,13 +160,26 @@ class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, 
                               communicator.allReduce(flat, c10d::ReduceOp::AVG);
                             });
     }
-    return context.submit("bagua:exchange_differences", {weights}, StepContext::Wait::kNowInAnyOrder,
-                          [flat = weights, replicas = replicas_[bucket], topology = *topology_,
-                           coding = compressed::codingOf(codec_, keyOf(bucket))](Communicator& communicator,
-                                                                                 StageSeconds& seconds) mutable {
-                            const RingExchange ring(topology, communicator.rank(), flat.numel(), coding);
-                            ring.step(flat, replicas, seconds, communicator);
-                          });
+    return context.submit(
+        "bagua:exchange_differences", {weights}, StepContext::Wait::kNowInAnyOrder,
+        [flat = weights, replicas = replicas_[bucket], topology = *topology_,
+         coding = compressed::codingOf(codec_.codec, keyOf(bucket)),
+         look = lookAt(weights, bucket, context.rank())](Communicator& communicator, StageSeconds& seconds) mutable {
+          const RingExchange ring(topology, communicator.rank(), flat.numel(), coding);
+          ring.step(flat, replicas, seconds, communicator, look);
+        });
+  }
+
+  // That of the guard, if it wants one. The ranks of the first host speak, each of the lanes that it owns.
+  [[nodiscard]] RingExchange::Look lookAt(const at::Tensor& weights, size_t bucket, int rank) const {
+    const int64_t step = step_ - 1;
+    Bucket seen{.flat = weights, .step = step, .key = bucketKey(0, step, buckets_[bucket].firstPosition())};
+    guard_->begin(seen, topology_->hostOf(rank));
+    if (!guard_->isDue(seen, 0)) return {};
+    seen.entries = buckets_[bucket].entriesOf(weights);
+    return [guard = guard_, seen, codec = codec_.name](const at::Tensor& difference, int64_t begin) {
+      compressed::CodingLook(difference, begin, seen.entries, codec, {.key = seen.key}).tell(*guard, seen.step);
+    };
   }
 
   // Of the step at hand.
@@ -170,7 +189,9 @@ class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, 
 
   const bool hierarchical_;
   const int64_t interval_;
-  const std::shared_ptr<const Codec> codec_;
+  const CodecInfo& codec_;
+  // A program that is abandoned may outlive us.
+  const std::shared_ptr<Guard> guard_;
   // The participants as hosts.
   std::optional<HostTopology> topology_;
   std::vector<WeightBucket> buckets_;
@@ -194,12 +215,13 @@ BAGUA_REGISTER_ALGORITHM({
                  "of ranks."},
                 {"communication_interval", int64_t{1}, "Exchange after every n-th step."},
                 {"codec", std::string(compressed::kDefaultCodec),
-                 "Of the differences: one of bagua.available_codecs()."}},
+                 "Of the differences: one of bagua.available_codecs()."},
+                Guard::option(Guard::Messages::kDifferences)},
     .create =
         [](const Options& options) {
-          return std::make_unique<LowPrecisionDecentralized>(options.get<bool>("hierarchical"),
-                                                             options.get<int64_t>("communication_interval"),
-                                                             options.get<std::string>("codec"));
+          return std::make_unique<LowPrecisionDecentralized>(
+              options.get<bool>("hierarchical"), options.get<int64_t>("communication_interval"),
+              options.get<std::string>("codec"), Guard::modeOf(options, Guard::Messages::kDifferences));
         },
 })
 

@@ -12,7 +12,8 @@
 
 namespace bagua {
 
-WeightBucket::WeightBucket(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {
+WeightBucket::WeightBucket(std::vector<at::Tensor> parameters, std::vector<int64_t> positions)
+    : parameters_(std::move(parameters)), positions_(std::move(positions)) {
   for (const auto& parameter : parameters_) numel_ += parameter.numel();
 }
 
@@ -24,6 +25,14 @@ void WeightBucket::forEachPart(const at::Tensor& flat, Visit&& visit) const {
     visit(parameter, flat.narrow(0, begin, parameter.numel()).view(parameter.sizes()));
     begin += parameter.numel();
   }
+}
+
+BucketEntries WeightBucket::entriesOf(const at::Tensor& flat) const {
+  std::vector<BucketEntry> entries;
+  forEachPart(flat, [&](const at::Tensor& /*parameter*/, const at::Tensor& part) {
+    entries.push_back({positions_[entries.size()], part});
+  });
+  return entries;
 }
 
 at::Tensor WeightBucket::pack() const { return packAs(parameters_.front().scalar_type()); }
@@ -67,6 +76,7 @@ void WeightBucket::add(const at::Tensor& flat) const {
 std::vector<WeightBucket> weightBuckets(const std::vector<at::Tensor>& parameters, int64_t bucketBytes) {
   struct Open {
     std::vector<at::Tensor> parameters;
+    std::vector<int64_t> positions;
     int64_t bytes = 0;
   };
   std::vector<Open> groups;
@@ -79,11 +89,12 @@ std::vector<WeightBucket> weightBuckets(const std::vector<at::Tensor>& parameter
     }
     if (group == groups.end()) group = groups.emplace(group);
     group->parameters.push_back(*parameter);
+    group->positions.push_back(parameters.rend() - parameter - 1);
     group->bytes += static_cast<int64_t>(parameter->nbytes());
   }
   std::vector<WeightBucket> buckets;
   buckets.reserve(groups.size());
-  for (auto& group : groups) buckets.emplace_back(std::move(group.parameters));
+  for (auto& group : groups) buckets.emplace_back(std::move(group.parameters), std::move(group.positions));
   return buckets;
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "algorithms/bucket.h"
 #include "algorithms/step_context.h"
 
 namespace bagua {
@@ -13,9 +14,13 @@ namespace bagua {
 // Weights that travel together: parameters of one dtype on one device, as one flat tensor and back.
 class WeightBucket {
  public:
-  explicit WeightBucket(std::vector<at::Tensor> parameters);
+  // `positions`: of the parameters among all that are cut into buckets.
+  WeightBucket(std::vector<at::Tensor> parameters, std::vector<int64_t> positions);
 
   [[nodiscard]] int64_t numel() const { return numel_; }
+  [[nodiscard]] int64_t firstPosition() const { return positions_.front(); }
+  // The parts of a flat tensor, which has an element for each of the parameters.
+  [[nodiscard]] BucketEntries entriesOf(const at::Tensor& flat) const;
   // A new flat tensor with the values of the parameters, one after another.
   [[nodiscard]] at::Tensor pack() const;
   // The same in another dtype.
@@ -34,6 +39,7 @@ class WeightBucket {
   void forEachPart(const at::Tensor& flat, Visit&& visit) const;
 
   const std::vector<at::Tensor> parameters_;
+  const std::vector<int64_t> positions_;
   int64_t numel_ = 0;
 };
 

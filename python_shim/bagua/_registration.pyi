@@ -52,8 +52,7 @@ def register_comm_hook(
         average: Mean over the ranks; False: sum.
         codec: One of bagua.available_codecs().
         start_step: Full precision before this step.
-        guard: Looks at samples of what coding does: 'warn' logs a line where it is worse than the codec
-            promises, 'adapt' also codes that parameter finer; None: nothing.
+        guard: 'warn' logs where coding loses too much, 'adapt' also codes that finer; None: looks at nothing.
     """
 
 @overload
@@ -86,6 +85,7 @@ def register_comm_hook(
     hierarchical: bool = True,
     communication_interval: int = 1,
     codec: str = "int8",
+    guard: str | None = "warn",
 ) -> Handle:
     """Weights of neighbours in a ring drawn together by 8-bit differences after every step.
 
@@ -94,6 +94,7 @@ def register_comm_hook(
             False: a ring of ranks.
         communication_interval: Exchange after every n-th step.
         codec: Of the differences: one of bagua.available_codecs().
+        guard: 'warn' logs where coding loses too much; None: looks at nothing.
     """
 
 @overload
@@ -115,8 +116,7 @@ def register_comm_hook(
             nothing is compressed); False: 8 bits between all ranks.
         codec: One of bagua.available_codecs(). With '1bit' and error_feedback it is 1-bit Adam.
         error_feedback: Whether what coding leaves behind is added to the next step's momentum.
-        guard: Looks at samples of what coding does: 'warn' logs a line where it is worse than the codec
-            promises, 'adapt' also codes that parameter finer; None: nothing.
+        guard: 'warn' logs where coding loses too much, 'adapt' also codes that finer; None: looks at nothing.
     """
 
 @overload
@@ -169,8 +169,7 @@ def register_comm_hook(
             of factors are what factors of sums are, and each byte leaves a host once.
         codec: One of available_codecs(), for the factors; '': full precision.
         seed: Of the random factors.
-        guard: Looks at samples of what coding does: 'warn' logs a line where it is worse than the codec
-            promises, 'adapt' also codes that parameter finer; None: nothing.
+        guard: 'warn' logs where coding loses too much, 'adapt' also codes that finer; None: looks at nothing.
     """
 
 @overload
@@ -202,8 +201,7 @@ def register_comm_hook(
             and at the owner of a chunk. 'auto': with 4 bits, and with 2 where the optimizer is given and is
             SGD.
         start_step: Full precision before this step.
-        guard: Looks at samples of what coding does: 'warn' logs a line where it is worse than the codec
-            promises, 'adapt' also codes that parameter finer; None: nothing.
+        guard: 'warn' logs where coding loses too much, 'adapt' also codes that finer; None: looks at nothing.
         residuals: How error feedback keeps what is left behind: 'float32', or '8bit', a moving average in a
             quarter of the memory.
         exact: What travels uncoded in the same messages: words and patterns as in codec.
@@ -250,6 +248,7 @@ def register_comm_hook(
     mixing: float = 0.0,
     codec: str | None = None,
     error_feedback: bool = True,
+    guard: str | None = "warn",
     hierarchical: bool = False,
     average_buffers: bool = False,
 ) -> Handle:
@@ -269,6 +268,7 @@ def register_comm_hook(
         mixing: What a rank keeps of its own weights when a fragment is synchronised, 0 to 1.
         codec: How differences are coded, one of available_codecs(); None: in full precision.
         error_feedback: What a codec leaves of a difference is added to the next.
+        guard: 'warn' logs where coding loses too much; None: looks at nothing.
         hierarchical: Gradients averaged in every step inside a host, rounds between hosts; False: every rank by
             itself.
         average_buffers: Floating-point buffers (running statistics) are averaged with the last fragment of a
@@ -318,8 +318,7 @@ def comm_hook(
         average: Mean over the ranks; False: sum.
         codec: One of bagua.available_codecs().
         start_step: Full precision before this step.
-        guard: Looks at samples of what coding does: 'warn' logs a line where it is worse than the codec
-            promises, 'adapt' also codes that parameter finer; None: nothing.
+        guard: 'warn' logs where coding loses too much, 'adapt' also codes that finer; None: looks at nothing.
     """
 
 @overload
@@ -350,8 +349,7 @@ def comm_hook(
             of factors are what factors of sums are, and each byte leaves a host once.
         codec: One of available_codecs(), for the factors; '': full precision.
         seed: Of the random factors.
-        guard: Looks at samples of what coding does: 'warn' logs a line where it is worse than the codec
-            promises, 'adapt' also codes that parameter finer; None: nothing.
+        guard: 'warn' logs where coding loses too much, 'adapt' also codes that finer; None: looks at nothing.
     """
 
 @overload
@@ -380,8 +378,7 @@ def comm_hook(
             and at the owner of a chunk. 'auto': with 4 bits, and with 2 where the optimizer is given and is
             SGD.
         start_step: Full precision before this step.
-        guard: Looks at samples of what coding does: 'warn' logs a line where it is worse than the codec
-            promises, 'adapt' also codes that parameter finer; None: nothing.
+        guard: 'warn' logs where coding loses too much, 'adapt' also codes that finer; None: looks at nothing.
         residuals: How error feedback keeps what is left behind: 'float32', or '8bit', a moving average in a
             quarter of the memory.
         exact: What travels uncoded in the same messages: words and patterns as in codec.

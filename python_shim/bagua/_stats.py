@@ -7,7 +7,7 @@ from typing import TypedDict
 
 
 class GuardStats(TypedDict):
-    """What the guard of an algorithm that codes gradients has seen since the registration, on all ranks together.
+    """What the guard of an algorithm that codes has seen since the registration; of gradients on all ranks together.
 
     Attributes:
         looks: samples of buckets that it has looked at.
@@ -15,7 +15,7 @@ class GuardStats(TypedDict):
         coding_loss: what coding loses of a message, in parts of its squared norm without outliers. This and the next
             two are the largest of what was seen last of each parameter.
         error_of_mean: how far the mean is from the true one, in parts of its squared norm.
-        held_back: what error feedback holds, in squared norms of a gradient.
+        held_back: what error feedback holds, in squared norms of a message.
         raised: parameter -> by how many levels it is coded finer than asked for, with guard="adapt".
     """
 

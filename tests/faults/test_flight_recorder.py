@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hooked_models import captured_stderr
 from ranks import run_ranks
 from script_ranks import run_script
-from trouble import TRANSPORTS, VICTIM, captured_stderr, die, expect_error, fail_without_the_victim, store, warm_up
+from trouble import TRANSPORTS, VICTIM, die, expect_error, fail_without_the_victim, store, warm_up
 
 SIZE = 3
 TIMEOUT = 3.0

@@ -10,9 +10,10 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from hooked_models import captured_stderr
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TAKES_ALL, TRANSPORTS, VICTIM, captured_stderr, selection, warm_up
+from trouble import TAKES_ALL, TRANSPORTS, VICTIM, selection, warm_up
 
 SIZE = 3
 

@@ -8,11 +8,9 @@ import fcntl
 import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -173,24 +171,6 @@ def time_of_trouble() -> float:
 def kill_the_victim() -> None:
     """End a victim that cannot end itself, being stopped or stuck."""
     os.kill(int(store().get("victim")), signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def captured_stderr() -> Iterator[Callable[[], str]]:
-    """Give a function that returns what this process, C++ included, has written there so far."""
-    with tempfile.TemporaryFile("w+") as captured:
-        usual = os.dup(2)
-        os.dup2(captured.fileno(), 2)
-
-        def text() -> str:
-            # Not by the descriptor that is written to, whose place would move.
-            return Path(f"/proc/self/fd/{captured.fileno()}").read_text()
-
-        try:
-            yield text
-        finally:
-            os.dup2(usual, 2)
-            os.close(usual)
 
 
 def expect_error(call: Callable[[], Any]) -> Outcome:

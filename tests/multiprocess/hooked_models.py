@@ -5,8 +5,10 @@ import copy
 import io
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -175,6 +177,24 @@ def logged(name: str = "bagua") -> Iterator[io.StringIO]:
         yield text
     finally:
         logging.getLogger(name).removeHandler(handler)
+
+
+@contextmanager
+def captured_stderr() -> Iterator[Callable[[], str]]:
+    """Give a function that returns what this process, C++ included, has written there so far."""
+    with tempfile.TemporaryFile("w+") as captured:
+        usual = os.dup(2)
+        os.dup2(captured.fileno(), 2)
+
+        def text() -> str:
+            # Not by the descriptor that is written to, whose place would move.
+            return Path(f"/proc/self/fd/{captured.fileno()}").read_text()
+
+        try:
+            yield text
+        finally:
+            os.dup2(usual, 2)
+            os.close(usual)
 
 
 @contextmanager

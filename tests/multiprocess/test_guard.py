@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard finds gradients that a codec does not suit, says which, and has them coded finer; else it is quiet."""
+"""The guard finds what a codec does not suit, says whose it is, and has gradients coded finer; else it is quiet."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, reduced, same
+from hooked_models import Leaves, captured_stderr, emulated_hosts, optimizer_for, reduced, same
 from ranks import Pools, RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -74,22 +74,44 @@ def test_heavy_tails_in_one_layer_are_found_and_coded_finer(
         assert seen["looks"] == seen["alarms"] == 0
 
 
-def _momenta_with_tails(guard: str) -> dict[str, Any]:
+def _moved(algorithm: str, tails: Sequence[int], options: dict[str, Any]) -> tuple[dict[str, Any], str, list[Tensor]]:
+    """Have weights move by what they are given: figures, what was logged, and the weights."""
     ddp = DDP(Leaves(*SHAPES))
-    optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
-    handle = bagua.register_comm_hook(ddp, "qadam", optimizer=optimizer, guard=guard, **FLAT)
-    for step in range(600):
-        reduced(ddp, _gradients(step, dist.get_rank(), [1]))
-        optimizer.step()
-    return handle.stats()["guard"]
+    optimizer = optimizer_for(algorithm, ddp)
+    handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
+    with captured_stderr() as said:
+        for step in range(600):
+            reduced(ddp, _gradients(step, dist.get_rank(), tails))
+            optimizer.step()
+        return dict(handle.stats()), said(), [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
 def test_heavy_tails_of_a_momentum_are_found_and_coded_finer(rank_pools: Pools) -> None:
-    for seen in rank_pools[2].run(_momenta_with_tails, "warn"):
-        assert seen["alarms"] >= 1
-        assert seen["raised"] == {}
-    for seen in rank_pools[2].run(_momenta_with_tails, "adapt"):
-        assert set(seen["raised"]) == {"leaves.1"}
+    for guard, raised in (("warn", set()), ("adapt", {"leaves.1"})):
+        for stats, _, _ in rank_pools[2].run(_moved, "qadam", [1], {**FLAT, "guard": guard}):
+            assert stats["guard"]["alarms"] >= 1
+            assert set(stats["guard"]["raised"]) == raised
+
+
+ROUNDS: dict[str, Any] = {"codec": "4bit", "sync_every": 2, "fragments": 1, "delay": 0}
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [("diloco", ROUNDS), ("low_precision_decentralized", FLAT)], ids=str)
+def test_heavy_tails_of_differences_are_told_and_nothing_travels_for_it(
+    rank_pools: Pools, algorithm: str, options: dict[str, Any]
+) -> None:
+    watched = rank_pools[2].run(_moved, algorithm, [1], options)
+    unwatched = rank_pools[2].run(_moved, algorithm, [1], {**options, "guard": None})
+    for rank, ((seen, said, weights), (plain, nothing, others)) in enumerate(zip(watched, unwatched, strict=True)):
+        assert seen["guard"]["alarms"] >= 1
+        assert said.count("bagua: 'leaves.1' at step ") == said.count(" is sound") == 1 - rank
+        assert same(weights, others)
+        assert seen["wire_bytes"] == plain["wire_bytes"]
+        assert (plain["guard"]["looks"], nothing.count("bagua: '")) == (0, 0)
+    for seen, said, _ in rank_pools[2].run(_moved, algorithm, [], options):
+        assert seen["guard"]["looks"] > 3
+        assert (seen["guard"]["alarms"], said.count("bagua: '")) == (0, 0)
+        assert 0 < seen["guard"]["coding_loss"] < 0.02
 
 
 FOUR_BITS: dict[str, Any] = {"algorithm": "quantized_allreduce", "codec": {"*": "4bit"}}
@@ -193,6 +215,8 @@ def _network() -> nn.Module:
         ("quantized_allreduce", {"codec": "2bit"}),
         ("quantized_allreduce", {"codec": "2bit", "rounding": "stochastic"}),
         ("qadam", {}),
+        ("diloco", {"codec": "4bit", "sync_every": 4, "fragments": 2, "delay": 1}),
+        ("low_precision_decentralized", {}),
     ],
     ids=str,
 )
@@ -212,8 +236,8 @@ def test_a_training_that_its_codec_suits_is_not_disturbed(algorithm: str, option
         loss.backward()
         optimizer.step()
     seen = handle.stats()["guard"]
-    # Each of the first steps has some, but those of a warm-up are not coded.
-    assert seen["looks"] > (4 if algorithm == "qadam" else 10)
+    # Each of the first steps has some, but those of a warm-up are not coded, and weights have fewer buckets.
+    assert seen["looks"] > (4 if algorithm in ("qadam", "low_precision_decentralized") else 10)
     assert seen["alarms"] == 0
     assert 0 < seen["coding_loss"] < 3
 
@@ -252,10 +276,3 @@ def test_a_training_by_factors_that_diverges_is_saved(rank_pools: Pools, rank: i
     for saved, seen in rank_pools[2].run(_fitted, "powersgd", {**factors, "guard": "adapt"}, rates):
         assert seen["raised"] == {"weight": 1}
         assert saved < 1.1 * exact
-
-
-@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce", "powersgd"])
-def test_another_word_is_refused(algorithm: str) -> None:
-    with pytest.raises(ValueError, match="guard must be None, 'warn' or 'adapt', got 'adopt'"):
-        bagua.comm_hook(algorithm, guard="adopt")
-    bagua.comm_hook(algorithm, guard=None)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """diloco without a schedule: what it chooses in the first steps, shows, keeps and does with it."""
 
-import os
-import tempfile
 import time
 from functools import partial
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 import simulations as sim
 import torch
 import torch.distributed as dist
-from hooked_models import same
+from hooked_models import captured_stderr, same
 from ranks import Pools, on_ranks
 from rounds_training import begun, begun_anew, register
 from torch import Tensor
@@ -130,13 +128,9 @@ def test_no_rank_waits_in_its_optimizer_for_one_that_skips_the_step(rank_pools: 
 
 
 def _choose_and_say() -> str:
-    with tempfile.TemporaryFile() as file:
-        before = os.dup(2)
-        os.dup2(file.fileno(), 2)
+    with captured_stderr() as said:
         Training().train(FIRST_STEPS)
-        os.dup2(before, 2)
-        file.seek(0)
-        return file.read().decode()
+        return said()
 
 
 def test_one_rank_says_what_was_chosen(rank_pools: Pools) -> None:

@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "algorithms/shared/compressed/ladder.h"
@@ -20,6 +21,9 @@ namespace {
 
 // Elements of a sample: what a cache holds.
 constexpr int64_t kSample = 1 << 16;
+// Differences of parameters with fewer elements share the scales of their neighbours, which error feedback makes good:
+// they are not looked at. Of the others it is so many at least.
+constexpr int64_t kFewest = 512;
 // Of how many coded elements one travels in float32, and how many at least and at most.
 constexpr int64_t kCodedOfExact = 64;
 constexpr int64_t kFewestExact = 128;
@@ -32,6 +36,8 @@ constexpr double kStochastic = 8;
 constexpr int64_t kColumns = 4;
 // Error feedback holds back less than this many squared norms of a gradient as long as it brings back what it holds.
 constexpr double kSoundResidual = 4;
+// Differences shrink with the learning rate, at once, and residuals some rounds later.
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 // Errors of several codings, and of the step before, add up in a mean.
 constexpr double kErrorsOfMean = 4;
 
@@ -53,6 +59,34 @@ Piece placeOfSample(const Piece& chunk, int64_t groupElements, uint64_t key) {
   return {begin, begin + longest};
 }
 
+// Whole groups that hold nothing but `elements`, at most so many elements of them; none where there are none. The last
+// bits of the key have drawn the bucket.
+Piece groupsOf(const Piece& elements, int64_t groupElements, int64_t most, uint64_t key) {
+  const int64_t first = (elements.begin + groupElements - 1) / groupElements;
+  const int64_t count = elements.end / groupElements - first;
+  const int64_t taken = std::min(count, std::max<int64_t>(most / groupElements, 1));
+  const int64_t begin = first + static_cast<int64_t>((key >> 8U) % static_cast<uint64_t>(count - taken + 1));
+  return {begin * groupElements, (begin + taken) * groupElements};
+}
+
+double soundLossWith(const std::string& codec, Rounding rounding) {
+  return soundLossOf(codec) * (rounding == Rounding::kStochastic ? kStochastic : 1);
+}
+
+at::ScalarType typeOf(const at::Tensor& values) {
+  return values.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// A part of a chunk, as it is decoded. A device takes chunks whole.
+at::Tensor decodedPart(const Codec& codec, const at::Tensor& chunk, const Piece& part, const Encoding& encoding) {
+  at::Tensor packed = scratchTensor({codec.layout().packedBytes(chunk.numel())}, chunk.options().dtype(at::kByte));
+  codec.start(chunk, encoding, packed);
+  codec.encode(chunk, part, encoding, packed);
+  at::Tensor sums = at::zeros({part.end - part.begin}, chunk.options().dtype(typeOf(chunk)));
+  codec.decodeAdd(packed, part, chunk.scalar_type(), sums);
+  return sums;
+}
+
 at::Tensor squared(const at::Tensor& values) { return values.square().sum(); }
 
 // Without outliers: a typical magnitude is what the square roots of those that are not zero have as their mean.
@@ -66,30 +100,50 @@ at::Tensor squaredWithoutOutliers(const at::Tensor& values) {
 
 CodingLook::CodingLook(const at::Tensor& flat, const BucketEntries& entries, std::string codec, const Coding& coding,
                        const MeanOptions& options, const Communicator& communicator, uint64_t key)
-    : codec_(std::move(codec)),
-      soundLoss_(soundLossOf(codec_) * (coding.sender.rounding == Rounding::kStochastic ? kStochastic : 1)) {
+    : codec_(std::move(codec)), soundLoss_(soundLossWith(codec_, coding.sender.rounding)) {
   const CodedLanes coded(options, flat.numel(), communicator);
   const Piece chunk = chunkToLookAt(coded.lanes, key);
-  const auto layout = coding.codec->layout();
   const Piece whole{0, chunk.end - chunk.begin};
-  // A device takes chunks whole.
-  const Piece part = worksOnCpu(flat) ? placeOfSample(chunk, layout.groupElements, key) : whole;
+  const auto& codes = *coding.codec;
+  const Piece part = worksOnCpu(flat) ? placeOfSample(chunk, codes.layout().groupElements, key) : whole;
   sample_ = {chunk.begin + part.begin, chunk.begin + part.end};
-  const at::Tensor values = elementsOf(flat, chunk);
-  at::Tensor packed = scratchTensor({layout.packedBytes(values.numel())}, flat.options().dtype(at::kByte));
   const Encoding encoding{.rounding = coding.sender.rounding, .key = coding.sender.key};
-  coding.codec->start(values, encoding, packed);
-  coding.codec->encode(values, part, encoding, packed);
-  const auto type = flat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor decoded = at::zeros({part.end - part.begin}, flat.options().dtype(type));
-  coding.codec->decodeAdd(packed, part, flat.scalar_type(), decoded);
-  const at::Tensor sample = elementsOf(flat, sample_).to(type);
+  const at::Tensor received = decodedPart(codes, elementsOf(flat, chunk), part, encoding);
+  const at::Tensor sample = elementsOf(flat, sample_).to(typeOf(flat));
   // Residuals of the lanes of a host are those of another tensor.
   const bool hasResidual = coding.sender.hasFeedback() && coded.lanes.count() == 1;
-  const at::Tensor residual = hasResidual ? elementsOf(coding.sender.residual, sample_).to(type) : at::Tensor();
+  const at::Tensor residual = hasResidual ? elementsOf(coding.sender.residual, sample_) : at::Tensor();
   seen_ = seenIn(entries, options.isToParts ? entries.size() / communicator.size() : entries.size());
   if (!options.isToParts) chooseExact(std::clamp(flat.numel() / kCodedOfExact, kFewestExact, kMostExact));
-  numbers_ = at::cat({lossesOf(sample, decoded, residual).to(at::kFloat), elementsOf(flat, exact_).to(at::kFloat)});
+  numbers_ = at::cat({lossesOf(sample, received, residual).to(at::kFloat), elementsOf(flat, exact_).to(at::kFloat)});
+}
+
+CodingLook::CodingLook(const at::Tensor& differences, int64_t begin, const BucketEntries& entries, std::string codec,
+                       const Encoding& encoding)
+    : codec_(std::move(codec)), soundLoss_(soundLossWith(codec_, encoding.rounding)) {
+  const auto& codes = *CodecRegistry::find(codec_).codec;
+  const int64_t most = std::max(kSample / static_cast<int64_t>(entries.size()), kFewest);
+  std::vector<at::Tensor> samples;
+  std::vector<at::Tensor> residuals;
+  int64_t length = 0;
+  int64_t place = -begin;
+  for (const auto& entry : entries) {
+    const int64_t end = place + entry.gradient.numel();
+    const Piece own{std::max<int64_t>(place, 0), std::min(end, differences.numel())};
+    place = end;
+    const Piece groups = groupsOf(own, codes.layout().groupElements, most, encoding.key);
+    if (own.end - own.begin < kFewest || groups.end <= groups.begin) continue;
+    samples.push_back(elementsOf(differences, groups));
+    if (encoding.hasFeedback()) residuals.push_back(elementsOf(encoding.residual, groups));
+    seen_.push_back({entry.parameter, {length, length + groups.end - groups.begin}});
+    length = seen_.back().within.end;
+  }
+  if (seen_.empty()) return;
+  // They are coded without the others, whose groups have scales of their own.
+  const at::Tensor chunk = at::cat(samples);
+  const Encoding alone{.rounding = encoding.rounding, .key = encoding.key};
+  const at::Tensor received = decodedPart(codes, chunk, {0, length}, alone);
+  numbers_ = lossesOf(chunk, received, residuals.empty() ? at::Tensor() : at::cat(residuals)).to(at::kFloat);
 }
 
 std::vector<CodingLook::Seen> CodingLook::seenIn(const BucketEntries& entries, size_t perPart) const {
@@ -123,24 +177,34 @@ at::Tensor CodingLook::lossesOf(const at::Tensor& values, const at::Tensor& deco
     const at::Tensor own = elementsOf(values, within);
     losses.push_back(squared(elementsOf(errors, within)));
     losses.push_back(squaredWithoutOutliers(own));
-    losses.push_back(residual.defined() ? squared(elementsOf(residual, within)) : at::zeros_like(losses.back()));
+    losses.push_back(residual.defined() ? squared(elementsOf(residual, within).to(values.scalar_type()))
+                                        : at::zeros_like(losses.back()));
     losses.push_back(squared(own));
   }
   return at::stack(losses);
 }
 
+void CodingLook::tell(Guard& guard, int64_t step) const {
+  if (!seen_.empty()) tell(guard, step, numbers_, numbers_, kNoLimit);
+}
+
 void CodingLook::tell(Guard& guard, int64_t step, const at::Tensor& flat, const at::Tensor& numbers) const {
+  tell(guard, step, flat, numbers, kSoundResidual);
+}
+
+void CodingLook::tell(Guard& guard, int64_t step, const at::Tensor& flat, const at::Tensor& numbers,
+                      double soundResidual) const {
   // Behind the exact elements come the same ones of the mean that was coded.
   const at::Tensor told = at::cat({numbers, elementsOf(flat, exact_).to(at::kFloat)});
   guard.note(step, told,
-             [codec = codec_, limit = soundLoss_, seen = seen_, ofMean = exactParameter_,
+             [codec = codec_, limit = soundLoss_, soundResidual, seen = seen_, ofMean = exactParameter_,
               count = exact_.end - exact_.begin](const float* number) {
                const std::string finer = finerThan(codec, 1).empty() ? "float32" : finerThan(codec, 1);
                std::vector<Guard::Reading> readings;
                for (const auto& [parameter, within] : seen) {
                  readings.push_back({parameter, Guard::Measure::kCoding, number[0] / number[1], limit, codec, finer});
                  readings.push_back(
-                     {parameter, Guard::Measure::kResidual, number[2] / number[3], kSoundResidual, codec, finer});
+                     {parameter, Guard::Measure::kResidual, number[2] / number[3], soundResidual, codec, finer});
                  number += kColumns;
                }
                const double far = squaredDistance(number + count, number, count) / squaredNorm(number, count);

@@ -32,40 +32,45 @@ std::string shown(double value) {
   return text.str();
 }
 
-std::string complaintOf(const Guard::Reading& reading) {
-  const std::string value = shown(reading.value);
-  const std::string limit = shown(reading.limit);
-  switch (reading.measure) {
-    case Guard::Measure::kCoding:
-      return "coding with " + reading.codec + " loses " + value +
-             " of its gradient's squared norm, outliers apart; up to " + limit + " is sound";
-    case Guard::Measure::kMean:
-      return "the mean that " + reading.codec + " gives is off by " + value +
-             " of the true mean's squared norm; up to " + limit + " is sound";
-    case Guard::Measure::kResidual:
-      return "error feedback of " + reading.codec + " holds back " + value +
-             " times the squared norm of its gradient; up to " + limit + " is sound";
-  }
-  TORCH_INTERNAL_ASSERT(false);
-}
-
 }  // namespace
 
-OptionInfo Guard::option() {
+OptionInfo Guard::option(Messages messages) {
+  const std::string adapts = messages == Messages::kGradients ? ", 'adapt' also codes that finer" : "";
   return {.name = "guard",
           .defaultValue = std::string("warn"),
-          .summary =
-              "Looks at samples of what coding does: 'warn' logs a line where it is worse than the codec promises, "
-              "'adapt' also codes that parameter finer; None: nothing.",
+          .summary = "'warn' logs where coding loses too much" + adapts + "; None: looks at nothing.",
           .alsoTakes = std::string()};
 }
 
-Guard::Mode Guard::modeOf(const Options& options) {
+Guard::Mode Guard::modeOf(const Options& options, Messages messages) {
   const auto& word = options.get<std::string>("guard");
   if (word.empty()) return Mode::kOff;
-  TORCH_CHECK_VALUE(word == "warn" || word == "adapt", "bagua: guard must be None, 'warn' or 'adapt', got '", word,
+  TORCH_CHECK_VALUE(word != "adapt" || messages == Messages::kGradients,
+                    "bagua: guard='adapt' is for algorithms that code gradients: of differences of weights each rank "
+                    "looks at its own messages, so that the ranks would not code finer at the same time. Take "
+                    "guard='warn', and a codec of more bits where it warns");
+  TORCH_CHECK_VALUE(word == "warn" || word == "adapt", "bagua: guard must be ",
+                    messages == Messages::kGradients ? "None, 'warn' or 'adapt'" : "None or 'warn'", ", got '", word,
                     "'");
   return word == "warn" ? Mode::kWarn : Mode::kAdapt;
+}
+
+std::string Guard::complaintOf(const Reading& reading) const {
+  const std::string value = shown(reading.value);
+  const std::string limit = shown(reading.limit);
+  const std::string message = messages_ == Messages::kGradients ? "gradient" : "difference";
+  switch (reading.measure) {
+    case Measure::kCoding:
+      return "coding with " + reading.codec + " loses " + value + " of its " + message +
+             "'s squared norm, outliers apart; up to " + limit + " is sound";
+    case Measure::kMean:
+      return "the mean that " + reading.codec + " gives is off by " + value +
+             " of the true mean's squared norm; up to " + limit + " is sound";
+    case Measure::kResidual:
+      return "error feedback of " + reading.codec + " holds back " + value + " times the squared norm of its " +
+             message + "; up to " + limit + " is sound";
+  }
+  TORCH_INTERNAL_ASSERT(false);
 }
 
 bool Guard::isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn) const {
@@ -116,7 +121,8 @@ void Guard::judge(const Reading& reading, int64_t step) {
   }
   if (++excursion.over < kLooks || excursion.isOut) return;
   ++alarms_;
-  std::string advice = ". With guard='adapt' it would be coded finer";
+  std::string advice = messages_ == Messages::kGradients ? ". With guard='adapt' it would be coded finer"
+                                                         : ". Coded with " + reading.finer + " it would lose less";
   excursion.isOut = true;
   if (adapts()) {
     watched.excursions = {};

@@ -24,8 +24,13 @@ namespace bagua {
 // An algorithm looks at a sample of some buckets, those that isDue() names, which are the same on all ranks. It lets
 // the numbers that it finds travel with the gradients, and hands over their means. So all ranks come to the same
 // verdicts at the same steps without an exchange of their own. A verdict is given at the begin of the next step.
+//
+// Of differences of weights each rank looks at its own messages, and no number travels: its verdicts are its own, so
+// that it can only warn.
 class Guard {
  public:
+  // What messages consist of.
+  enum class Messages { kGradients, kDifferences };
   enum class Measure {
     // What coding loses of a message, as a part of its squared norm without outliers.
     kCoding,
@@ -49,12 +54,12 @@ class Guard {
   using Read = std::function<std::vector<Reading>(const float* numbers)>;
 
   // The option of every algorithm that is guarded.
-  static OptionInfo option();
+  static OptionInfo option(Messages messages = Messages::kGradients);
   enum class Mode { kOff, kWarn, kAdapt };
   // Throws ValueError for another word.
-  static Mode modeOf(const Options& options);
+  static Mode modeOf(const Options& options, Messages messages = Messages::kGradients);
 
-  explicit Guard(Mode mode) : mode_(mode) {}
+  explicit Guard(Mode mode, Messages messages = Messages::kGradients) : mode_(mode), messages_(messages) {}
 
   [[nodiscard]] bool isOn() const { return mode_ != Mode::kOff; }
   [[nodiscard]] bool adapts() const { return mode_ == Mode::kAdapt; }
@@ -63,8 +68,8 @@ class Guard {
   [[nodiscard]] bool isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn = 64) const;
 
   // Before all else of a bucket: gives the verdicts on earlier steps, once for all buckets of a step. Those of the
-  // bucket's parameters that are coded at another level from now on. Rank 0 of those that hold the first shards says
-  // what there is to say.
+  // bucket's parameters that are coded at another level from now on. Whoever comes as rank 0, of those that hold the
+  // first shards, says what there is to say.
   std::vector<int64_t> begin(const Bucket& bucket, int rank);
   // What a look at a bucket of the step has found; see Read.
   void note(int64_t step, const at::Tensor& numbers, Read read);
@@ -122,8 +127,10 @@ class Guard {
   void judge(const Reading& reading, int64_t step);
   void lower(int64_t step);
   [[nodiscard]] std::string nameOf(int64_t parameter) const;
+  [[nodiscard]] std::string complaintOf(const Reading& reading) const;
 
   const Mode mode_;
+  const Messages messages_;
   mutable std::mutex mutex_;
   bool isSpeaker_ = true;
   std::vector<std::string> names_;

@@ -112,6 +112,22 @@ TEST(Guard, SaysNothingWhereOthersHoldTheFirstShards) {
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }
 
+TEST(Guard, OfDifferencesItOnlyWarns) {
+  const auto modeWith = [](const std::string& word) {
+    return Guard::modeOf(Options("test", {Guard::option(Guard::Messages::kDifferences)}, {{"guard", word}}),
+                         Guard::Messages::kDifferences);
+  };
+  EXPECT_EQ(modeWith("warn"), Guard::Mode::kWarn);
+  EXPECT_EQ(modeWith(""), Guard::Mode::kOff);
+  EXPECT_THROW(modeWith("adapt"), c10::ValueError);
+  EXPECT_THROW(modeWith("adopt"), c10::ValueError);
+  Guard guard(Guard::Mode::kWarn, Guard::Messages::kDifferences);
+  ::testing::internal::CaptureStderr();
+  for (int64_t number = 0; number < 3; ++number) step(guard, number, 0.3, 0);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), AllOf(HasSubstr("loses 0.3 of its difference's squared norm"),
+                                                              HasSubstr("Coded with int8 it would lose less")));
+}
+
 TEST(Guard, AContinuedRunComesToTheSameVerdicts) {
   for (int64_t half = 1; half < 8; ++half) {
     Guard whole(Guard::Mode::kAdapt);

@@ -54,8 +54,9 @@ c10::intrusive_ptr<c10d::Work> Rounds::tryLine(StepContext& context, std::shared
     const auto options = context.parameters().front().options().dtype(bucket->dtype).requires_grad(false);
     flats.push_back(at::zeros({bucket->weights.numel()}, options));
   }
-  auto program = [flats, codec = isCoded() ? settings_.codec : nullptr, hierarchical = settings_.hierarchical,
-                  end = std::move(end)](Communicator& communicator, StageSeconds& seconds) mutable {
+  const auto codec = isCoded() ? settings_.codec->codec : nullptr;
+  auto program = [flats, codec, hierarchical = settings_.hierarchical, end = std::move(end)](
+                     Communicator& communicator, StageSeconds& seconds) mutable {
     for (auto& flat : flats) {
       const Stage stage(seconds, stages::kMeasureLine);
       if (codec) {

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "algorithms/shared/cache_blocks.h"
+#include "algorithms/shared/compressed/coding_look.h"
 #include "algorithms/shared/compressed/collectives.h"
 #include "algorithms/shared/compressed/mean.h"
 
@@ -66,7 +67,8 @@ int64_t bytesOf(const at::Tensor& tensor) { return tensor.defined() ? static_cas
 
 }  // namespace
 
-Rounds::Rounds(Settings settings) : settings_(std::move(settings)) {
+Rounds::Rounds(Settings settings)
+    : settings_(std::move(settings)), guard_(std::make_shared<Guard>(settings_.guard, Guard::Messages::kDifferences)) {
   TORCH_CHECK_VALUE(settings_.mixing >= 0 && settings_.mixing <= 1, "bagua: mixing must be from 0 to 1, got ",
                     settings_.mixing);
   if (settings_.outer) check(*settings_.outer);
@@ -113,8 +115,8 @@ void Rounds::makeFragments(const StepContext& context) {
     for (const auto& [dtype, group] : groups) {
       std::vector<at::Tensor> parameters;
       for (const int64_t position : group) parameters.push_back(context.parameters()[position]);
-      fragment.buckets.push_back(std::make_shared<FragmentBucket>(
-          FragmentBucket{WeightBucket(std::move(parameters)), dtype, group.front(), {}}));
+      fragment.buckets.push_back(
+          std::make_shared<FragmentBucket>(FragmentBucket{WeightBucket(std::move(parameters), group), dtype, {}}));
     }
   }
   if (!settings_.averageBuffers) return;
@@ -278,19 +280,28 @@ void Rounds::take(int64_t number, StepContext& context) {
   if (number + 1 == static_cast<int64_t>(fragments_.size())) exchange.buffers = packAll(buffers_);
   std::vector<at::Tensor> tensors = flats;
   tensors.insert(tensors.end(), exchange.buffers.begin(), exchange.buffers.end());
-  const auto codec = isCoded() ? settings_.codec : nullptr;
+  const auto* const codec = isCoded() ? settings_.codec : nullptr;
+  if (codec != nullptr) guard_->begin({.flat = flats.front(), .step = step_}, context.isSpeaker() ? 0 : 1);
   auto program = [buckets = fragment.buckets, flats, buffers = exchange.buffers, outer = settings_.outer, codec,
-                  hierarchical = settings_.hierarchical, errorFeedback = settings_.errorFeedback,
+                  hierarchical = settings_.hierarchical, errorFeedback = settings_.errorFeedback, guard = guard_,
+                  sharesHost = topology_->maxRanksPerHost() > 1,
                   step = step_](Communicator& communicator, StageSeconds& seconds) mutable {
     for (size_t i = 0; i < buckets.size(); ++i) {
       FragmentBucket& bucket = *buckets[i];
-      if (codec) {
-        const uint64_t key = bucketKey(kSeed, step, bucket.firstParameter);
+      if (codec != nullptr) {
+        const uint64_t key = bucketKey(kSeed, step, bucket.weights.firstPosition());
         const auto rounding =
-            !errorFeedback && codec->canRoundStochastically() ? Rounding::kStochastic : Rounding::kNearest;
-        const compressed::Coding coding{.codec = codec,
+            !errorFeedback && codec->codec->canRoundStochastically() ? Rounding::kStochastic : Rounding::kNearest;
+        const compressed::Coding coding{.codec = codec->codec,
                                         .sender = {rounding, key, bucket.residual, bucket.residual},
                                         .owner = {rounding, ~key, bucket.ownerResidual, bucket.ownerResidual}};
+        if (guard->isOn()) {
+          const Stage stage(seconds, stages::kGuard);
+          Encoding seen = coding.sender;
+          // That is of the lanes of this rank alone, whose elements the host adds up.
+          if (sharesHost) seen.residual.reset();
+          compressed::CodingLook(flats[i], 0, bucket.weights.entriesOf(flats[i]), codec->name, seen).tell(*guard, step);
+        }
         compressed::reduceToMean(flats[i], {.hierarchical = hierarchical}, coding, seconds, communicator);
       } else {
         const Stage stage(seconds, stages::kAverageFragment);

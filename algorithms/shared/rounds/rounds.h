@@ -27,8 +27,10 @@ struct Settings {
   // Of the weights that an outer optimizer holds. Without one, weights are averaged as they are and nothing is held.
   std::optional<OuterOptions> outer = {};
   // Of the differences; null: full precision.
-  std::shared_ptr<const Codec> codec = {};
+  const CodecInfo* codec = nullptr;
   bool errorFeedback = true;
+  // Of what is coded.
+  Guard::Mode guard = Guard::Mode::kOff;
   // Gradients are averaged inside a host, so that its ranks are one participant.
   bool hierarchical = false;
   // Whether floating-point buffers are averaged once a round.
@@ -47,7 +49,8 @@ class Rounds final : public Algorithm,
                      public ActsOnWeights,
                      public RunsInBackground,
                      public CountsSkippedSteps,
-                     public KeepsState {
+                     public KeepsState,
+                     public IsGuarded {
  public:
   // Throws ValueError.
   explicit Rounds(Settings settings);
@@ -61,6 +64,7 @@ class Rounds final : public Algorithm,
   [[nodiscard]] ReduceTraits traits() const override { return {.bucketsMayOverlap = true}; }
 
   [[nodiscard]] int64_t commonStep() const override { return step_; }
+  [[nodiscard]] Guard& guard() override { return *guard_; }
 
   void beforeForward(StepContext& context) override;
   void afterStep(StepContext& context) override;
@@ -85,8 +89,6 @@ class Rounds final : public Algorithm,
   struct FragmentBucket {
     WeightBucket weights;
     at::ScalarType dtype;
-    // Of all parameters of the model; for what is drawn at random.
-    int64_t firstParameter;
     // Nothing is defined before the start, nor without an outer optimizer.
     OuterState outer;
     // Of error feedback; undefined where there is none.
@@ -146,6 +148,8 @@ class Rounds final : public Algorithm,
                                     const StepContext& context) const;
 
   const Settings settings_;
+  // A program that is abandoned may outlive us.
+  const std::shared_ptr<Guard> guard_;
   // None until it is chosen.
   std::optional<Schedule> schedule_;
   Measurement measurement_;

@@ -108,14 +108,18 @@ at::Tensor RingExchange::differenceOf(const at::Tensor& own, const RingReplicas&
   return difference;
 }
 
-void RingExchange::step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& seconds,
-                        Communicator& communicator) const {
+void RingExchange::step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& seconds, Communicator& communicator,
+                        const Look& look) const {
   enterHost(flat, seconds, communicator);
   const at::Tensor own = ownPart(flat, communicator.rank());
   at::Tensor difference;
   {
     const Stage stage(seconds, stages::kCompress);
     difference = differenceOf(own, replicas);
+  }
+  if (look) {
+    const Stage stage(seconds, stages::kGuard);
+    look(difference, lanes_.begin(lanes_.firstLane(communicator.rank())));
   }
   if (worksOnCpu(flat) && canGoInPieces(communicator.topology())) {
     exchangeInPieces(difference, own, replicas, seconds, communicator);

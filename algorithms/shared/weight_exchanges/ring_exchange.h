@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -38,7 +39,10 @@ class RingExchange {
   // With x the weights in `flat` after a local step (the mean over the host):
   //   d = x + left / 3 + right / 3 - 5 / 3 self, coded as one chunk, goes to both neighbours;
   //   self += d, left += d of the left one, right += d of the right one; x = self.
-  void step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& seconds, Communicator& communicator) const;
+  // `look`, if there is one, is shown d, which is that of the elements of `flat` from `begin` on.
+  using Look = std::function<void(const at::Tensor& difference, int64_t begin)>;
+  void step(at::Tensor& flat, RingReplicas& replicas, StageSeconds& seconds, Communicator& communicator,
+            const Look& look = {}) const;
 
  private:
   void enterHost(at::Tensor& flat, StageSeconds& seconds, Communicator& communicator) const;
