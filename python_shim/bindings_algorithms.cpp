@@ -137,7 +137,7 @@ void bindControl(HookClass& hook) {
       .def("shared", &HookRunner::shared, noGil)
       .def("begin_again", &HookRunner::beginAgain, py::arg("shared"), noGil)
       .def("end_change", &HookRunner::endChange)
-      .def("abort_host", &HookRunner::abortHost, noGil)
+      .def("abort_own_groups", &HookRunner::abortOwnGroups, noGil)
       .def("abort", &HookRunner::abort, noGil)
       .def("resume", &HookRunner::resume, noGil)
       .def("end_within", &HookRunner::endWithin, py::arg("limit"), noGil)

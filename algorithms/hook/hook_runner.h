@@ -79,8 +79,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   [[nodiscard]] AlgorithmState shared() const;
   void beginAgain(const AlgorithmState& shared);
   void endChange() { hasToBegin_ = false; }
-  // Where gradients stay inside a host, its ranks may wait for one that has failed in the model's group: ends that.
-  void abortHost();
+  // Where this rank leaves a step by an error, others may wait for it in the groups that only the algorithm has: the
+  // ranks of its host for its gradients, all of them for its part of an exchange. Ends that.
+  void abortOwnGroups();
   // Before the first step, where they are known.
   void useParameters(const std::vector<ParameterFacts>& facts);
   // The same; see ReadsOptimizer. The ranks compare it where the algorithm goes by it.
@@ -183,6 +184,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Throws where the algorithm has not begun again.
   void checkMembers() const;
   // What is on its way among the former members has failed, and may touch a gradient for a moment yet.
+  void abortHost();
   void awaitFormerPrograms();
   // The algorithm anew, with what is known of the model.
   void takeAgain();

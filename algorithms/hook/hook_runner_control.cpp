@@ -17,6 +17,8 @@
 namespace bagua {
 namespace {
 
+constexpr const char* kMembersChange = "the members of the model's group have changed";
+
 // An operation that has failed returns within milliseconds, except on a machine that is much too busy.
 constexpr std::chrono::seconds kAbortTime{60};
 
@@ -95,8 +97,13 @@ void HookRunner::followMembers(at::Device device) {
   members_.follow();
 }
 
+void HookRunner::abortOwnGroups() {
+  if (backgroundExecutor_) backgroundExecutor_->abort(kMembersChange);
+  abortHost();
+}
+
 void HookRunner::abortHost() {
-  if (host_) host_->executorFor(parameters_.front().device())->abort("the members of the model's group have changed");
+  if (host_) host_->executorFor(parameters_.front().device())->abort(kMembersChange);
 }
 
 void HookRunner::awaitFormerPrograms() {

@@ -311,7 +311,7 @@ class Training:
             members = self._group.members
             if error is not None:
                 self._group.abort()
-                self.handle._hook.abort_host()
+                self.handle._hook.abort_own_groups()
             try:
                 self._group.meet(self._contract())
                 self._heal()
