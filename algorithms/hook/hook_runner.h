@@ -184,7 +184,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   // Throws where the algorithm has not begun again.
   void checkMembers() const;
   // What is on its way among the former members has failed, and may touch a gradient for a moment yet.
-  void abortHost();
+  void abortHost(const char* reason);
   void awaitFormerPrograms();
   // The algorithm anew, with what is known of the model.
   void takeAgain();

@@ -17,8 +17,6 @@
 namespace bagua {
 namespace {
 
-constexpr const char* kMembersChange = "the members of the model's group have changed";
-
 // An operation that has failed returns within milliseconds, except on a machine that is much too busy.
 constexpr std::chrono::seconds kAbortTime{60};
 
@@ -98,12 +96,13 @@ void HookRunner::followMembers(at::Device device) {
 }
 
 void HookRunner::abortOwnGroups() {
-  if (backgroundExecutor_) backgroundExecutor_->abort(kMembersChange);
-  abortHost();
+  constexpr const char* kReason = "a rank has left the step by an error";
+  if (backgroundExecutor_) backgroundExecutor_->abort(kReason);
+  abortHost(kReason);
 }
 
-void HookRunner::abortHost() {
-  if (host_) host_->executorFor(parameters_.front().device())->abort(kMembersChange);
+void HookRunner::abortHost(const char* reason) {
+  if (host_) host_->executorFor(parameters_.front().device())->abort(reason);
 }
 
 void HookRunner::awaitFormerPrograms() {
@@ -122,7 +121,7 @@ int HookRunner::meetAgain() {
   const at::NoGradGuard noGrad;
   // An exchange among living members ends, one in which a dead one has a part fails. Both leave the weights alone.
   if (backgroundExecutor_) backgroundExecutor_->shutdown();
-  abortHost();
+  abortHost("the members of the model's group have changed");
   awaitFormerPrograms();
   const auto furthest = members_.meetAgain(step_, *configuration_, parameters_.front().device());
   furthestStep_ = furthest.step;

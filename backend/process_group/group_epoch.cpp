@@ -141,8 +141,12 @@ void GroupEpoch::close(const std::string& how) {
 void GroupEpoch::abort(const std::string& how) {
   if (survivesDeaths_) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    // Members may wait for one that leaves before its first operation.
-    if (executors_.empty() && closed_.empty()) health().addLog("cpu")->reportAbort("the group " + how);
+    try {
+      // Members may wait for one that leaves before its first operation.
+      if (executors_.empty() && closed_.empty()) health().addLog("cpu")->reportAbort("the group " + how);
+    } catch (const std::exception& error) {
+      LOG(WARNING) << "bagua: the others cannot be told that the group " << how << ": " << error.what();
+    }
   }
   close(how);
   for (const auto& [device, executor] : executors()) executor->abort("the group " + how);

@@ -150,6 +150,13 @@ def moves_nothing(optimizer: Optimizer) -> bool:
     return all(bool(group.get("lr") == 0) for group in optimizer.param_groups)
 
 
+def makes_state_only(optimizer: Optimizer) -> bool:
+    """Return whether a step changes no weight and has no gradients, where nobody knows of a backward before it."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    return moves_nothing(optimizer) and not any(gradient.is_sparse or bool(gradient.any()) for gradient in gradients)
+
+
 def check_model(ddp: DistributedDataParallel, algorithm: str, *, is_hierarchical: bool) -> None:
     """Refuse a model whose weights cannot be exchanged, or one that communicates where the algorithm must not."""
     check_weights(trainable_parameters(ddp), algorithm)

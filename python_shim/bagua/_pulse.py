@@ -101,7 +101,13 @@ def _listen_at(address: str) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-    return socket.create_server((address, last), family=family, backlog=_BACKLOG)
+    try:
+        return socket.create_server((address, last), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        advice = "a process with bagua.elastic takes three: name more ports (also to the firewall)"
+        raise OSError(errno.EADDRINUSE, f"none of BAGUA_PORT={first}-{last} is free: {advice}") from error
 
 
 def handle_of(member: str) -> str:

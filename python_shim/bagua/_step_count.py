@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bagua._attachment import unwrapped
+from bagua._attachment import makes_state_only, unwrapped
 from bagua._progress import Progress, Stage
 from bagua._torch_private import version_of
 
@@ -53,10 +53,12 @@ class StepCount:
 
     def _count(self, *_: Any) -> None:
         self._versions_before = None
-        self.progress = Progress(self.progress.step + 1, Stage.IN_STEP)
+        if not makes_state_only(self._optimizer):
+            self.progress = Progress(self.progress.step + 1, Stage.IN_STEP)
 
     def _end(self, *_: Any) -> None:
-        self.progress = self.progress._replace(stage=Stage.AFTER_STEP)
+        if self.progress.stage is Stage.IN_STEP:
+            self.progress = self.progress._replace(stage=Stage.AFTER_STEP)
 
     def _versions(self) -> list[Any]:
         """Return what differs once weights, or what is kept of them, have changed."""

@@ -121,8 +121,11 @@ void Guard::judge(const Reading& reading, int64_t step) {
   }
   if (++excursion.over < kLooks || excursion.isOut) return;
   ++alarms_;
-  std::string advice = messages_ == Messages::kGradients ? ". With guard='adapt' it would be coded finer"
-                                                         : ". Coded with " + reading.finer + " it would lose less";
+  std::string advice = ". With guard='adapt' it would be coded finer";
+  if (messages_ == Messages::kDifferences) {
+    // Not every algorithm can send float32.
+    advice = reading.finer == "float32" ? "" : ". Coded with " + reading.finer + " it would lose less";
+  }
   excursion.isOut = true;
   if (adapts()) {
     watched.excursions = {};

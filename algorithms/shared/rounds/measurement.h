@@ -45,7 +45,7 @@ class Measurement {
   c10::intrusive_ptr<c10d::Work> exchange_;
   std::shared_ptr<End> exchangeEnd_ = std::make_shared<End>();
   double stepsBeside_ = 0;
-  // How many steps had ended when the exchange was found to be over.
+  // How many steps the exchange has lasted: stepsBeside_ when it was found to be over.
   std::optional<double> stepsOfExchange_;
   c10::intrusive_ptr<c10d::Work> agreement_;
   // The ranks that hold other parts, if there are any, have been asked.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from bagua._attachment import PICKLE_ADVICE
+from bagua._attachment import PICKLE_ADVICE, makes_state_only
 from bagua._eager import disabled, eager
 from bagua._executors import executors_for, private_executors_for
 from bagua._tensors_apart import broadcast_state, broadcast_tensor
@@ -263,7 +263,8 @@ class Engine:
 
     @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._post_optimizer_step_hook(optimizer)
+        if not makes_state_only(optimizer):
+            self._post_optimizer_step_hook(optimizer)
 
     def __reduce__(self) -> str:
         raise TypeError(PICKLE_ADVICE)

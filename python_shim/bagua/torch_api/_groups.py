@@ -33,7 +33,8 @@ class Communicator:
     def __init__(self, torch_group: dist.ProcessGroup) -> None:
         # torch keeps a group alive until it is destroyed; then we have to let it go, too.
         self._torch_group = weakref.ref(torch_group)
-        self._is_aborted = False
+        # Of the group's members, when they were aborted.
+        self._aborted_epoch: int | None = None
 
     @property
     def torch_group(self) -> dist.ProcessGroup:
@@ -42,6 +43,11 @@ class Communicator:
         if group is None:
             raise RuntimeError("the torch process group of this bagua group was destroyed: make a new one")
         return group
+
+    @property
+    def _epoch(self) -> int:
+        group = self.torch_group
+        return getattr(backend_of(group, device_types(group)[0]), "epoch", 0)
 
     def rank(self) -> int:
         """This process's rank, from 0."""
@@ -60,13 +66,15 @@ class Communicator:
 
         Callable from any thread; a second call does nothing.
         """
-        if not self._is_aborted:
-            self._is_aborted = True
+        if not self.check_abort():
+            self._aborted_epoch = self._epoch
             self.torch_group.abort()
 
     def check_abort(self) -> bool:
-        """True if this rank has aborted the communicator."""
-        return self._is_aborted
+        """True if this rank has aborted the communicator, and its group has had the same members since."""
+        if self._torch_group() is None:
+            return self._aborted_epoch is not None
+        return self._aborted_epoch == self._epoch
 
     def __repr__(self) -> str:
         group = self._torch_group()
