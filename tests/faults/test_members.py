@@ -161,6 +161,10 @@ def test_survivors_go_on_with_the_same_model_and_hook_when_the_member_that_all_m
     assert sizes == [2] * 4
 
 
+def _pause(_: Tensor) -> None:
+    time.sleep(0.8)
+
+
 def _lose_one_within_a_backward() -> Tensor:
     members = Members()
     training = Training(members, "qadam")
@@ -170,7 +174,7 @@ def _lose_one_within_a_backward() -> Tensor:
     if members.me == LAST:
         die(members.shared)
     # The next bucket meets a group that has failed already.
-    slow = training.ddp.module[2].register_forward_hook(lambda *out: out[2].register_hook(lambda _: time.sleep(0.8)))
+    slow = training.ddp.module[2].register_forward_hook(lambda *out: out[2].register_hook(_pause) and None)
     with pytest.raises(RuntimeError):
         training.steps_until_one_fails()
     slow.remove()
