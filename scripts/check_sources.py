@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_894, 16_000),
+    "backend": Layer({".h", ".cpp"}, 22_896, 16_000),
     "python_shim": Layer({".py"}, 13_678, 8_500),
-    "tests": Layer({".py"}, 30_479, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 30_484, 22_000, counts_tests=True),
 }
 
 

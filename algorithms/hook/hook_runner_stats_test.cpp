@@ -82,6 +82,8 @@ TEST(HookRunner, GoesOnAmongOtherMembersWhenNoProgramOfTheFormerCanTouchAGradien
   const std::vector<BucketEntry> entries{{.parameter = 0, .gradient = at::zeros({3}), .isUsed = true}};
   const auto reduce = [&] { runner.reduceBucket(at::zeros({3}), entries, /*isFirst=*/true, /*isLast=*/true); };
   reduce();
+  // Its members have nothing to agree on any more, which this group could not do.
+  runner.leave({});
   ++group->number;
   auto next = std::async(std::launch::async, reduce);
   EXPECT_EQ(next.wait_for(std::chrono::milliseconds(200)), std::future_status::timeout);

@@ -163,12 +163,14 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::shrinkTo(const std::vector<
   const auto rank = static_cast<int>(rank_ - std::distance(without.begin(), without.lower_bound(rank_)));
   const auto size = static_cast<int>(static_cast<size_t>(size_) - without.size());
   const auto options = optionsOf(opts);
-  // As the flight recorder names them.
-  options->global_ranks_in_group.clear();
-  for (size_t former = 0; former < options_->global_ranks_in_group.size(); ++former) {
-    if (without.contains(static_cast<int64_t>(former))) continue;
-    options->global_ranks_in_group.push_back(options_->global_ranks_in_group[former]);
+  // As the flight recorder names them. A group of all ranks has no list.
+  const auto& known = options_->global_ranks_in_group;
+  std::vector<uint64_t> left;
+  for (int64_t former = 0; former < size_; ++former) {
+    if (without.contains(former)) continue;
+    left.push_back(known.size() == static_cast<size_t>(size_) ? known[former] : static_cast<uint64_t>(former));
   }
+  options->global_ranks_in_group = std::move(left);
   // A connection of its own: the new group may block on the store while this one uses it.
   const auto store =
       c10::make_intrusive<c10d::PrefixStore>(c10::str("shrunk/", c10::Join("-", without)), present->store()->clone());
