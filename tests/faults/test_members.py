@@ -354,9 +354,10 @@ def _abort_as_it_ends() -> list[tuple[float, bool]]:
 
 
 def test_an_abort_counts_also_when_the_members_have_just_met() -> None:
-    for seen in run_ranks(2, _abort_as_it_ends):
+    for seen in run_ranks(2, _abort_as_it_ends, group_timeout=4.0):
         assert [is_usable for _, is_usable in seen] == [False] * len(seen)
-        assert max(seconds for seconds, _ in seen) < 5
+        # The other mostly hears of it at once, and at the latest has its timeout.
+        assert max(seconds for seconds, _ in seen) < 10
 
 
 def _shrink() -> tuple[int, int, float]:
