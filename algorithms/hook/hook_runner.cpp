@@ -25,14 +25,9 @@ c10::intrusive_ptr<c10::ivalue::Future> completedFuture(const at::Tensor& value)
   return future;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> failedFuture(std::exception_ptr error) {
-  auto failed = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  failed->setError(std::move(error));
-  return failed;
-}
-
 Slots slotsOf(const std::vector<BucketEntry>& entries) {
   Slots slots;
+  slots.reserve(entries.size());
   for (const auto& entry : entries) slots.push_back({.parameter = entry.parameter, .gradient = entry.gradient});
   return slots;
 }
@@ -113,17 +108,21 @@ std::vector<int> HookRunner::hostRanks() const {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HookRunner::run(c10d::GradBucket& gradients) {
-  std::exception_ptr error;  // DDP raises it at the end of the backward.
   try {
     return runBucket(gradients);
   } catch (const c10::DistError&) {
-    error = std::current_exception();
+    return failBackward(std::current_exception());
   } catch (...) {
     if (!refusal_) throw;
-    error = std::current_exception();
+    return failBackward(std::current_exception());
   }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> HookRunner::failBackward(std::exception_ptr error) {
   hasBackwardFailed_ = true;
-  return failedFuture(error);
+  auto failed = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  failed->setError(std::move(error));
+  return failed;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HookRunner::runBucket(c10d::GradBucket& gradients) {

@@ -79,8 +79,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   [[nodiscard]] AlgorithmState shared() const;
   void beginAgain(const AlgorithmState& shared);
   void endChange() { hasToBegin_ = false; }
-  // Where this rank leaves a step by an error, others may wait for it in the groups that only the algorithm has: the
-  // ranks of its host for its gradients, all of them for its part of an exchange. Ends that.
+  // Ends the waits of other ranks, where this one leaves a step by an error: they may wait in the groups that only the
+  // algorithm has, those of its host for its gradients, all of them for its part of an exchange.
   void abortOwnGroups();
   // Before the first step, where they are known.
   void useParameters(const std::vector<ParameterFacts>& facts);
@@ -178,13 +178,15 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void noteChosen(std::map<std::string, int64_t> values) override { ledger_->noteChosen(std::move(values)); }
 
   c10::intrusive_ptr<c10::ivalue::Future> runBucket(c10d::GradBucket& gradients);
+  // DDP raises the error at the end of the backward, whose step ends here.
+  c10::intrusive_ptr<c10::ivalue::Future> failBackward(std::exception_ptr error);
   // The members agree, and the algorithm begins anew, if the group has others than before. Throws where it cannot.
   // Collective.
   void followMembers(at::Device device);
   // Throws where the algorithm has not begun again.
   void checkMembers() const;
-  // What is on its way among the former members has failed, and may touch a gradient for a moment yet.
   void abortHost(const char* reason);
+  // Programs among the former members have failed by now, and may touch a gradient for a moment yet.
   void awaitFormerPrograms();
   // The algorithm anew, with what is known of the model.
   void takeAgain();

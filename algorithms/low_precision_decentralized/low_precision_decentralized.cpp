@@ -170,7 +170,7 @@ class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, 
         });
   }
 
-  // That of the guard, if it wants one. The ranks of the first host speak, each of the lanes that it owns.
+  // Returns the guard's look, if it wants one. The ranks of the first host speak, each of the lanes that it owns.
   [[nodiscard]] RingExchange::Look lookAt(const at::Tensor& weights, size_t bucket, int rank) const {
     const int64_t step = step_ - 1;
     Bucket seen{.flat = weights, .step = step, .key = bucketKey(0, step, buckets_[bucket].firstPosition())};

@@ -18,7 +18,7 @@ namespace bagua::compressed {
 namespace {
 
 constexpr int64_t kElements = 4000;
-// Of a parameter that is too small to be looked at.
+// A parameter of so few elements is too small to be looked at.
 constexpr int64_t kFew = 300;
 
 at::Tensor random(int64_t elements, int64_t seed) {
@@ -49,7 +49,7 @@ struct Seen {
   std::string said;
 };
 
-// What a guard makes of three steps. `begin`: of the first element that is coded, `residual`: in differences.
+// Returns what a guard makes of three steps. Elements are coded from `begin` on; `residual` is in differences.
 Seen seen(const std::string& codec, int64_t begin = 0, double residual = 0) {
   Guard guard(Guard::Mode::kWarn, Guard::Messages::kDifferences);
   guard.useNames({"sound", "zeros", "small", "tailed", "last"});

@@ -25,7 +25,7 @@ namespace bagua {
 // the numbers that it finds travel with the gradients, and hands over their means. So all ranks come to the same
 // verdicts at the same steps without an exchange of their own. A verdict is given at the begin of the next step.
 //
-// Of differences of weights each rank looks at its own messages, and no number travels: its verdicts are its own, so
+// Each rank looks at its own differences of weights, and no number travels: its verdicts are its own, so
 // that it can only warn.
 class Guard {
  public:
