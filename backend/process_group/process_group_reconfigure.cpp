@@ -66,13 +66,22 @@ void checkThatHandlesAgree(c10d::Store& store, const Handles& handles, int rank,
                     own);
 }
 
+constexpr const char* kBegun = "begun";
+
+// Throws unless rank 0 has said that all members begin.
+void checkBegun(c10d::Store& store, int rank, int size) {
+  const auto word = store.get(kBegun);
+  TORCH_CHECK_WITH(DistBackendError, std::string(word.begin(), word.end()) == "yes", "bagua:reconfigure: rank ", rank,
+                   " of the new ", size, " has come when the others had given up");
+}
+
 // All members begin, or none: a member that comes when others have given up finds what they left in the store, and
 // would go on alone.
 void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline, const ChangeAttempt& attempt) {
   constexpr std::chrono::milliseconds kPause{2};
   const std::string met = "met";
   const std::string left = "left";
-  const std::string begun = "begun";
+  const std::string begun = kBegun;
   // Who has given up is not to be counted, if only for a moment.
   if (rank != 0) attempt.check();
   store.add(met, 1);
@@ -94,13 +103,13 @@ void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline, co
     store.wait({begun}, leftUntil(deadline));
   } catch (const std::exception&) {
     store.add(left, 1);
+    // Where rank 0 has said so already, the others begin, and would wait for this one if it did not.
+    if (store.check({begun})) return checkBegun(store, rank, size);
     attempt.check();
     TORCH_CHECK_WITH(DistBackendError, false, "bagua:reconfigure: rank ", rank, " of the new ", size,
                      " did not hear in time that all members have come");
   }
-  const auto word = store.get(begun);
-  TORCH_CHECK_WITH(DistBackendError, std::string(word.begin(), word.end()) == "yes", "bagua:reconfigure: rank ", rank,
-                   " of the new ", size, " has come when the others had given up");
+  checkBegun(store, rank, size);
 }
 
 c10::intrusive_ptr<c10d::Work> completedWork() {

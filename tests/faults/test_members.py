@@ -139,7 +139,7 @@ def _lose_one(algorithm: str) -> tuple[Tensor, list[int]]:
         first = next(training.ddp.parameters())
         first.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     # What waits for the dead rank may be a later step.
-    with pytest.raises(dist.DistBackendError):
+    with pytest.raises(RuntimeError):
         training.steps_until_one_fails()
     members.become(0, 1)
     training.heal()
@@ -315,6 +315,48 @@ def test_an_abort_ends_a_change_that_waits_for_members() -> None:
     (seconds, total), _ = run_ranks(2, _wait_in_vain)
     assert seconds < 10
     assert total == 1.0
+
+
+def _abort_as_it_ends() -> list[tuple[float, bool]]:
+    members = Members()
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    seen = []
+    for number in range(6):
+
+        def abort(key: str = f"begun/{number}") -> None:
+            members.shared.wait([key])
+            backend.abort()
+
+        aborts = threading.Thread(target=abort)
+        has_begun = True
+        if members.me == 1:
+            # It waits for the other, and looks now and then whether that has come.
+            aborts.start()
+        else:
+            time.sleep(0.3)
+        try:
+            members.become(0, 1)
+        except dist.DistBackendError:
+            has_begun = False
+        if members.me == 0:
+            members.shared.set(f"begun/{number}", "")
+        else:
+            aborts.join()
+        begin = time.monotonic()
+        is_usable = False
+        if has_begun:
+            with contextlib.suppress(dist.DistBackendError):
+                dist.barrier()
+                is_usable = True
+        seen.append((time.monotonic() - begin, is_usable))
+        members.wait_for_all(f"seen/{number}", 2)
+    return seen
+
+
+def test_an_abort_counts_also_when_the_members_have_just_met() -> None:
+    for seen in run_ranks(2, _abort_as_it_ends):
+        assert [is_usable for _, is_usable in seen] == [False] * len(seen)
+        assert max(seconds for seconds, _ in seen) < 5
 
 
 def _shrink() -> tuple[int, int, float]:
