@@ -26,8 +26,11 @@ Handle ofNobody(const Handle& handle, int number) {
   constexpr size_t kPair = 8;
   constexpr size_t kProcess = 16;
   std::memcpy(changed.data() + kPair, &number, sizeof(number));
-  changed[kProcess] = static_cast<char>('a' + number % 6);
-  changed[kProcess + 1] = static_cast<char>('0' + number / 6);
+  // Its first digit is never this process's own, which would be reached at once.
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  const size_t first = kDigits.find(changed[kProcess]);
+  changed[kProcess] = kDigits.at((first + 1 + number % 15) % 16);
+  changed[kProcess + 1] = kDigits.at(number / 15);
   char* const colon = std::find(changed.begin() + kProcess, changed.end(), ':');
   std::fill(colon + 1, changed.end(), '\0');
   *std::next(colon) = '1';

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group whose members change, and a training on it, for tests of reconfigure."""
 
+import itertools
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -96,7 +98,9 @@ class Training:
         self.steps += 1
 
     def steps_until_one_fails(self) -> None:
-        for number in range(1000, 3000):
+        # By time: where nothing is waited for, thousands of steps go by before a death is noticed.
+        end = time.monotonic() + 30
+        for number in itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(1000)):
             self.step(number)
 
     def heal(self) -> None:
