@@ -16,13 +16,19 @@ struct Avx2 : HalvesOfF16C<Avx2> {
     return _mm256_permutevar8x32_ps(numbers, (__m256i)index);
   }
 
-  // The lowest byte of each.
-  static BAGUA_GROUP Types::Bytes narrow(Types::Ints x) {
+  static BAGUA_GROUP void storeLowestBytes(Types::Ints x, uint8_t* to) {
     const __m256i lowest = _mm256_shuffle_epi8(
         (__m256i)x, _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
                                      0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
     const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1));
-    return bitCast<Types::Bytes>(_mm_cvtsi128_si64(both));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), both);
+  }
+  static BAGUA_GROUP Types::Ints loadBytes(const uint8_t* from) {
+    return (Types::Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  }
+
+  static BAGUA_GROUP Types::Ints larger(Types::Ints a, Types::Ints b) {
+    return (Types::Ints)_mm256_max_epi32((__m256i)a, (__m256i)b);
   }
 };
 

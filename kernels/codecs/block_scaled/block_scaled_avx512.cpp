@@ -21,8 +21,15 @@ struct Avx512 : HalvesOfF16C<Avx512> {
     return _mm512_permutexvar_ps((__m512i)index, numbers);
   }
 
-  static BAGUA_GROUP Types::Bytes narrow(Types::Ints x) {
-    return bitCast<Types::Bytes>(_mm512_cvtepi32_epi8((__m512i)x));
+  static BAGUA_GROUP void storeLowestBytes(Types::Ints x, uint8_t* to) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)x));
+  }
+  static BAGUA_GROUP Types::Ints loadBytes(const uint8_t* from) {
+    return (Types::Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+
+  static BAGUA_GROUP Types::Ints larger(Types::Ints a, Types::Ints b) {
+    return (Types::Ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
   }
 };
 

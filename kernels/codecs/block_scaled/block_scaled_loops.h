@@ -94,9 +94,16 @@ struct LoopsOver {
   static BAGUA_GROUP void sumsOf(const Source<Element>& source, int64_t first, int64_t count, Numbers& h) {
     if (count < kGroup) memset(h.x, 0, sizeof(h.x));
     withCount(count, [&](auto n) {
-      load(source.values + first, n, h.x);
-      if (source.residual == nullptr) return;
-      const float* residual = source.residual + first;
+      const Element* values = source.values + first;
+      const float* residual = source.residual == nullptr ? nullptr : source.residual + first;
+      if constexpr (std::is_same_v<Element, T>) {
+        if (residual != nullptr) {
+          for (int64_t i = 0; i < n; ++i) h.x[i] = values[i] + static_cast<T>(residual[i]);
+          return;
+        }
+      }
+      load(values, n, h.x);
+      if (residual == nullptr) return;
       for (int64_t i = 0; i < n; ++i) h.x[i] += static_cast<T>(residual[i]);
     });
   }
@@ -109,6 +116,16 @@ struct LoopsOver {
     } else {
       Machine::load(h.x, group);
     }
+  }
+
+  // What is coded of a group. h is left out where nobody needs it: the copy takes longer than to code it.
+  static BAGUA_GROUP void groupOf(const Source<Element>& source, int64_t first, int64_t count, Numbers& h,
+                                  typename Machine::Group& group) {
+    if constexpr (std::is_same_v<Element, float>) {
+      if (count == kGroup && source.residual == nullptr) return Machine::load(source.values + first, group);
+    }
+    sumsOf(source, first, count, h);
+    toGroup(h, group);
   }
 
   static BAGUA_GROUP void fromGroup(const typename Machine::Group& group, Numbers& values) {
@@ -146,9 +163,8 @@ struct LoopsOver {
       const int64_t count = end - first < kGroup ? end - first : kGroup;
       const Draw draw(source.key, first / kGroup);
       Numbers h;
-      sumsOf(source, first, count, h);
       typename Machine::Group group;
-      toGroup(h, group);
+      groupOf(source, first, count, h, group);
       const Coded<Machine> coded = Format::template code<Machine, kIsStochastic>(group, draw);
       writeGroup<Format>(coded, bytes);
       if (source.nextResidual != nullptr) keepRest(source, first, count, h, coded, draw);
@@ -163,31 +179,46 @@ struct LoopsOver {
     }
   }
 
-  // Calls visit(first, count, numbers) for every group; numbers of a NaN group are NaN.
+  // Calls visit(first, count, coded, draw) for every group.
   template <class Visit>
-  static BAGUA_GROUP void forDecoded(const uint8_t* bytes, uint64_t key, int64_t begin, int64_t end,
-                                     const Visit& visit) {
+  static BAGUA_GROUP void forCoded(const uint8_t* bytes, uint64_t key, int64_t begin, int64_t end, const Visit& visit) {
     for (int64_t first = begin; first < end; first += kGroup, bytes += kBytes) {
       const Coded<Machine> coded = readGroup<Format, Machine>(bytes);
-      Numbers numbers;
-      if (Format::isNan(coded.scale)) {
-        for (T& x : numbers.x) x = ElementTraits<T>::nan();
-      } else {
-        typename Machine::Group group;
-        Format::template values<Machine>(coded, Draw(key, first / kGroup), group);
-        fromGroup(group, numbers);
-      }
-      withCount(end - first < kGroup ? end - first : kGroup, [&](auto count) { visit(first, count, numbers); });
+      const Draw draw(key, first / kGroup);
+      withCount(end - first < kGroup ? end - first : kGroup, [&](auto count) { visit(first, count, coded, draw); });
     }
   }
 
+  // Those of a NaN group are NaN.
+  static BAGUA_GROUP void numbersOf(const Coded<Machine>& coded, const Draw& draw, Numbers& numbers) {
+    if (Format::isNan(coded.scale)) {
+      for (T& x : numbers.x) x = ElementTraits<T>::nan();
+      return;
+    }
+    typename Machine::Group group;
+    Format::template values<Machine>(coded, draw, group);
+    fromGroup(group, numbers);
+  }
+
   static void decode(const uint8_t* bytes, uint64_t key, int64_t begin, int64_t end, Element* values) {
-    forDecoded(bytes, key, begin, end,
-               [&](int64_t first, auto count, const Numbers& numbers) { store(numbers.x, count, values + first); });
+    forCoded(bytes, key, begin, end, [&](int64_t first, auto count, const Coded<Machine>& coded, const Draw& draw) {
+      if constexpr (std::is_same_v<Element, float>) {
+        if (count == kGroup && !Format::isNan(coded.scale)) {
+          typename Machine::Group group;
+          Format::template values<Machine>(coded, draw, group);
+          return Machine::store(group, values + first);
+        }
+      }
+      Numbers numbers;
+      numbersOf(coded, draw, numbers);
+      store(numbers.x, count, values + first);
+    });
   }
 
   static void add(const uint8_t* bytes, uint64_t key, int64_t begin, int64_t end, T* sums) {
-    forDecoded(bytes, key, begin, end, [&](int64_t first, auto count, Numbers& numbers) {
+    forCoded(bytes, key, begin, end, [&](int64_t first, auto count, const Coded<Machine>& coded, const Draw& draw) {
+      Numbers numbers;
+      numbersOf(coded, draw, numbers);
       round(numbers.x, count);
       T* to = sums + (first - begin);
       for (int64_t i = 0; i < count; ++i) to[i] += numbers.x[i];

@@ -21,7 +21,6 @@ struct Vectors {
   using Floats __attribute__((vector_size(kWidth * 4))) = float;
   using Ints __attribute__((vector_size(kWidth * 4))) = int32_t;
   using UInts __attribute__((vector_size(kWidth * 4))) = uint32_t;
-  using Bytes __attribute__((vector_size(kWidth))) = uint8_t;
 };
 
 template <>
@@ -29,7 +28,6 @@ struct Vectors<1> {
   using Floats = float;
   using Ints = int32_t;
   using UInts = uint32_t;
-  using Bytes = uint8_t;
 };
 
 template <class Isa>
@@ -42,7 +40,6 @@ struct VectorMachine {
   using Floats = Vectors<kWidth>::Floats;
   using Ints = Vectors<kWidth>::Ints;
   using UInts = Vectors<kWidth>::UInts;
-  using Bytes = Vectors<kWidth>::Bytes;
   using Group = Floats[kParts];
 
   static BAGUA_GROUP Floats floats(float x) { return Floats{} + x; }
@@ -66,8 +63,14 @@ struct VectorMachine {
   // The numbers of a part's elements in the group.
   static BAGUA_GROUP UInts elements(int part) { return elementNumbers() + static_cast<uint32_t>(part * kWidth); }
 
-  static BAGUA_GROUP void load(const float* from, Group& x) { memcpy(&x, from, sizeof(x)); }
-  static BAGUA_GROUP void store(const Group& x, float* to) { memcpy(to, &x, sizeof(x)); }
+  static BAGUA_GROUP void load(const float* from, Group& x) {
+#pragma GCC unroll 128
+    for (int i = 0; i < kParts; ++i) memcpy(&x[i], from + i * kWidth, sizeof(x[i]));
+  }
+  static BAGUA_GROUP void store(const Group& x, float* to) {
+#pragma GCC unroll 128
+    for (int i = 0; i < kParts; ++i) memcpy(to + i * kWidth, &x[i], sizeof(x[i]));
+  }
 
   // Sums and rotations fold the group in halves, down to neighbours, so that they do not depend on the width.
   static BAGUA_GROUP float sum(const Group& x) {
@@ -168,8 +171,7 @@ struct VectorMachine {
     for (int i = 0; i < kStep; ++i) {
       Ints all = codes[i];
       for (int j = 1; j < 8 / kBits; ++j) all |= codes[i + j * kStep] << (j * kBits);
-      const Bytes bytes = narrow(all);
-      memcpy(to + i * kWidth, &bytes, sizeof(bytes));
+      storeLowestBytes(all, to + i * kWidth);
     }
   }
 
@@ -177,9 +179,7 @@ struct VectorMachine {
   static BAGUA_GROUP void loadCodes(const uint8_t* from, Ints (&codes)[kParts]) {
     constexpr int kStep = kParts * kBits / 8;
     for (int i = 0; i < kStep; ++i) {
-      Bytes bytes;
-      memcpy(&bytes, from + i * kWidth, sizeof(bytes));
-      const Ints all = widen(bytes);
+      const Ints all = loadBytes(from + i * kWidth);
       for (int j = 0; j < 8 / kBits; ++j) codes[i + j * kStep] = (all >> (j * kBits)) & ((1 << kBits) - 1);
     }
   }
@@ -195,22 +195,28 @@ struct VectorMachine {
     }
   }
 
-  static BAGUA_GROUP Ints larger(Ints a, Ints b) { return select(a > b, a, b); }
+  static BAGUA_GROUP Ints larger(Ints a, Ints b) {
+    if constexpr (kIsVector) {
+      return Isa::larger(a, b);
+    } else {
+      return a > b ? a : b;
+    }
+  }
   static BAGUA_GROUP Floats largerMagnitude(Floats a, Floats b) { return asFloats(larger(bits(a), bits(b))); }
 
-  static BAGUA_GROUP Bytes narrow(Ints x) {
+  static BAGUA_GROUP void storeLowestBytes(Ints x, uint8_t* to) {
     if constexpr (kIsVector) {
-      return Isa::narrow(x);
+      Isa::storeLowestBytes(x, to);
     } else {
-      return static_cast<uint8_t>(x);
+      *to = static_cast<uint8_t>(x);
     }
   }
 
-  static BAGUA_GROUP Ints widen(Bytes x) {
+  static BAGUA_GROUP Ints loadBytes(const uint8_t* from) {
     if constexpr (kIsVector) {
-      return __builtin_convertvector(x, Ints);
+      return Isa::loadBytes(from);
     } else {
-      return x;
+      return *from;
     }
   }
 

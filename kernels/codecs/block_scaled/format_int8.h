@@ -15,16 +15,25 @@ struct EightBits {
   static BAGUA_GROUP Coded<Machine> code(typename Machine::Floats (&x)[Machine::kParts], const Draw& draw) {
     const float largest = Machine::largest(x);
     const Content content = contentOf(largest);
-    if (content != Content::kNumbers) return withoutNumbers<Machine>(content == Content::kNan ? kNanScale : 0);
     if (largest > kLargest) clampToLargest<Machine>(x);
     Coded<Machine> coded;
-    coded.scale = bfloat16OfFloat((largest < kLargest ? largest : kLargest) / 127.0F, true);
-    const auto reciprocal = Machine::floats(1.0F / floatOfBFloat16(static_cast<uint32_t>(coded.scale)));
+    // One way to the codes, on which they stay in registers.
+    auto reciprocal = Machine::floats(0.0F);
+    if (content == Content::kNumbers) {
+      coded.scale = bfloat16OfFloat((largest < kLargest ? largest : kLargest) / 127.0F, true);
+      reciprocal = Machine::floats(1.0F / floatOfBFloat16(static_cast<uint32_t>(coded.scale)));
+    } else {
+      coded.scale = content == Content::kNan ? kNanScale : 0;
+      for (int i = 0; i < Machine::kParts; ++i) x[i] = Machine::floats(0.0F);
+    }
     for (int i = 0; i < Machine::kParts; ++i) {
       auto level = times(x[i], reciprocal);
-      if constexpr (kIsStochastic) level = floorOf<Machine>(level + uniform<Machine>(draw, i));
-      level = Machine::select(level > 127.0F, Machine::floats(127.0F), level);
-      level = Machine::select(level < -127.0F, Machine::floats(-127.0F), level);
+      // The scale is rounded up, so that the nearest level is never beyond the last; the next one may be.
+      if constexpr (kIsStochastic) {
+        level = floorOf<Machine>(level + uniform<Machine>(draw, i));
+        level = Machine::select(level > 127.0F, Machine::floats(127.0F), level);
+        level = Machine::select(level < -127.0F, Machine::floats(-127.0F), level);
+      }
       coded.codes[i] = Machine::bits(level + kRounder) & 0xFF;
     }
     return coded;
