@@ -69,7 +69,7 @@ def main() -> None:
         devices=args.devices,
         num_nodes=args.nodes,
         max_epochs=args.epochs,
-        logger=CSVLogger(args.logs),
+        logger=CSVLogger(args.logs, name=None),
         callbacks=[BaguaStatsCallback(), ModelCheckpoint(monitor="accuracy", mode="max")],
     )
     trainer.fit(

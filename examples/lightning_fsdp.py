@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 2 examples/lightning_fsdp.py
 """
 
 import logging
+import os
 
 import bagua
 import lightning
@@ -28,8 +29,8 @@ class Sharded(lightning.LightningModule):
         for layer in self.network:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.network, mesh=mesh)
-        # hierarchical=False compresses inside a host, too; between machines leave it out.
-        self.handle = bagua.fsdp.compress(self.network, weights="cache", hierarchical=False)  # bagua
+        # bagua: coded between machines; inside one nothing is, which hierarchical=False would change.
+        self.handle = bagua.fsdp.compress(self.network, weights="cache")
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         images, labels = batch
@@ -62,10 +63,13 @@ images = torch.randn(7040, 64)
 labels = images[:, :10].argmax(dim=1)
 data = DataLoader(TensorDataset(images[:6400], labels[:6400]), batch_size=32)
 validation_data = DataLoader(TensorDataset(images[6400:], labels[6400:]), batch_size=32)
-strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="bagua")  # bagua
+# As many as torchrun has started.
+ranks, machines = int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+strategy = ModelParallelStrategy(ranks, tensor_parallel_size=1, process_group_backend="bagua")  # bagua
 trainer = lightning.Trainer(
     accelerator="cpu",
-    devices=2,
+    devices=ranks // machines,
+    num_nodes=machines,
     strategy=strategy,
     max_steps=100,
     # Under torch.inference_mode() FSDP2 makes weights that cannot be trained.

@@ -28,8 +28,8 @@ network = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
 optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
 data = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
 model, optimizer, data = accelerator.prepare(network, optimizer, data)
-# hierarchical=False compresses inside a host, too; between machines leave it out.
-handle = bagua.fsdp.compress(model, weights="cache", hierarchical=False)  # bagua
+# bagua: coded between machines; inside one nothing is, which hierarchical=False would change.
+handle = bagua.fsdp.compress(model, weights="cache")
 
 for epoch in range(3):
     for x, y in data:

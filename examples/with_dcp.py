@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.distributed.checkpoint (DCP): trains, saves and resumes; the lines marked `bagua` are the change.
 
-torchrun --standalone --nproc-per-node 2 examples/with_dcp.py
+torchrun --standalone --nproc-per-node 2 examples/with_dcp.py FOLDER     (which all machines see)
 """
 
 import io
-import tempfile
+import sys
 from typing import Any
 
 import bagua
@@ -24,9 +24,7 @@ class Training:
         torch.manual_seed(0)
         self.model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.handle = bagua.register_comm_hook(
-            self.model, "quantized_allreduce", optimizer=self.optimizer, hierarchical=False
-        )
+        self.handle = bagua.register_comm_hook(self.model, "quantized_allreduce", optimizer=self.optimizer)
 
     def train(self, begin: int, end: int) -> None:
         """Take some steps."""
@@ -63,14 +61,12 @@ class Training:
 def main() -> None:
     """Compare an unbroken training with one that was resumed."""
     dist.init_process_group("bagua")
-    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folders)
     whole = Training()
     whole.train(0, 10)
-    whole.save(folders[0])
+    whole.save(sys.argv[1])
     whole.train(10, 20)
     resumed = Training()
-    resumed.load(folders[0])
+    resumed.load(sys.argv[1])
     resumed.train(10, 20)
     pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
     if dist.get_rank() == 0:

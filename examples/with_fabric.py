@@ -4,6 +4,8 @@
 torchrun --standalone --nproc-per-node 2 examples/with_fabric.py
 """
 
+import os
+
 import bagua
 import torch
 from lightning.fabric import Fabric
@@ -12,8 +14,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-# bagua: in place of strategy="ddp"
-fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="bagua"))
+strategy = DDPStrategy(process_group_backend="bagua")  # bagua: in place of strategy="ddp"
+# As many ranks as torchrun has started, on as many machines.
+devices, machines = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+fabric = Fabric(accelerator="cpu", devices=devices, num_nodes=machines, strategy=strategy)
 fabric.launch()
 
 torch.manual_seed(0)

@@ -38,8 +38,8 @@ model = nn.Sequential(first, nn.ReLU(), last)
 for layer in model:
     fully_shard(layer)
 fully_shard(model)
-# hierarchical=False compresses inside a host, too; between machines leave it out.
-handle = bagua.fsdp.compress(model, gradients="int8", weights="cache", hierarchical=False)  # bagua
+# bagua: coded between machines; inside one nothing is, which hierarchical=False would change.
+handle = bagua.fsdp.compress(model, gradients="int8", weights="cache")
 optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
 
 torch.manual_seed(dist.get_rank())  # other data on each

@@ -55,6 +55,7 @@ def train(config: dict) -> None:
                 ray.train.report(report, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
 
 
+# On several machines, a folder that all of them see.
 with tempfile.TemporaryDirectory() as storage:
     result = TorchTrainer(
         train,

@@ -36,6 +36,7 @@ with tempfile.TemporaryDirectory() as folder:
         args=TrainingArguments(
             output_dir=folder,
             use_cpu=True,
+            ddp_find_unused_parameters=False,
             per_device_train_batch_size=8,
             num_train_epochs=2,
             learning_rate=3e-3,

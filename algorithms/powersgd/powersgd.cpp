@@ -360,7 +360,7 @@ BAGUA_REGISTER_ALGORITHM({
                 {"hierarchical", false,
                  "True: on a single host nothing is compressed. Between hosts there is no difference: sums of factors "
                  "are what factors of sums are, and each byte leaves a host once."},
-                {"codec", std::string(), "One of available_codecs(), for the factors; '': full precision."},
+                {"codec", std::string(), "One of available_codecs(), for the factors; None: full precision."},
                 {"seed", int64_t{0}, "Of the random factors."},
                 Guard::option()},
     .create =

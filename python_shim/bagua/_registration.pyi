@@ -167,7 +167,7 @@ def register_comm_hook(
             it is.
         hierarchical: True: on a single host nothing is compressed. Between hosts there is no difference: sums
             of factors are what factors of sums are, and each byte leaves a host once.
-        codec: One of available_codecs(), for the factors; '': full precision.
+        codec: One of available_codecs(), for the factors; None: full precision.
         seed: Of the random factors.
         guard: 'warn' logs where coding loses too much, 'adapt' also codes that finer; None: looks at nothing.
     """
@@ -347,7 +347,7 @@ def comm_hook(
             it is.
         hierarchical: True: on a single host nothing is compressed. Between hosts there is no difference: sums
             of factors are what factors of sums are, and each byte leaves a host once.
-        codec: One of available_codecs(), for the factors; '': full precision.
+        codec: One of available_codecs(), for the factors; None: full precision.
         seed: Of the random factors.
         guard: 'warn' logs where coding loses too much, 'adapt' also codes that finer; None: looks at nothing.
     """

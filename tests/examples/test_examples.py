@@ -74,8 +74,8 @@ def test_training_of_sharded_models(name: str) -> None:
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_dcp_holds_the_states_of_all_ranks() -> None:
-    assert "resumed with the same bits: True" in _output("with_dcp")
+def test_a_checkpoint_of_dcp_holds_the_states_of_all_ranks(tmp_path: Path) -> None:
+    assert "resumed with the same bits: True" in _output("with_dcp", str(tmp_path))
 
 
 @pytest.mark.long
