@@ -43,6 +43,12 @@ bool read(const std::string& text, Number& number) {
   return error == std::errc() && stop == end;
 }
 
+std::optional<bool> zeroOrOne(const char* name) {
+  const auto text = firstOf({name});
+  TORCH_CHECK_VALUE(!text || *text == "0" || *text == "1", "bagua: ", name, " is to be 0 or 1, got '", *text, "'");
+  return text ? std::optional(*text == "1") : std::nullopt;
+}
+
 int64_t readDefaultBucketBytes() {
   const auto text = c10::utils::get_env("BAGUA_DEFAULT_BUCKET_SIZE");
   if (!text || text->empty()) return int64_t{10} << 20;
@@ -113,12 +119,7 @@ int ncclChannels() {
 }
 
 std::optional<bool> ncclNet() {
-  static const std::optional<bool> chosen = []() -> std::optional<bool> {
-    const auto text = firstOf({"BAGUA_NCCL_NET"});
-    TORCH_CHECK_VALUE(!text || *text == "0" || *text == "1", "bagua: BAGUA_NCCL_NET is to be 0 or 1, got '", *text,
-                      "'");
-    return text ? std::optional(*text == "1") : std::nullopt;
-  }();
+  static const std::optional<bool> chosen = zeroOrOne("BAGUA_NCCL_NET");
   return chosen;
 }
 
@@ -149,7 +150,7 @@ std::optional<TlsFiles> tlsFiles() {
   return TlsFiles{.certificate = *std::move(certificate), .key = *std::move(key), .authority = *std::move(authority)};
 }
 
-bool usesSharedMemory() { return c10::utils::get_env("BAGUA_SHARED_MEMORY") != "0"; }
+bool usesSharedMemory() { return zeroOrOne("BAGUA_SHARED_MEMORY").value_or(true); }
 
 int64_t defaultBucketBytes() {
   static const int64_t bytes = readDefaultBucketBytes();
