@@ -80,6 +80,11 @@ def test_too_few_ports_are_an_error_on_all_ranks_that_says_so() -> None:
         assert f"all ports of BAGUA_PORT={port}-{port} are taken" in text
 
 
+def test_a_switch_that_is_neither_0_nor_1_is_an_error_on_all_ranks() -> None:
+    for text in run_ranks(2, _error_of_a_sum, env={"BAGUA_SHARED_MEMORY": "false"}):
+        assert "BAGUA_SHARED_MEMORY is to be 0 or 1, got 'false'" in text
+
+
 @pytest.mark.parametrize("value", ["http", "0", "70000", "29599-29500", "29500-", "29500,29501"])
 def test_what_is_no_port_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_PORT", value)
