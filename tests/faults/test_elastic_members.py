@@ -26,13 +26,11 @@ from members import Members as Changing
 from ranks import on_new_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import store
+from trouble import TAKES_ALL, store
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 # So many are at work, once those who have died are replaced.
 SIZE = 3
-# These have tests of their own below; ranks of the last take different steps.
-TAKEN = ("bytegrad", "quantized_allreduce", "diloco", "async")
 
 
 def _meeting_store(me: int, shared: dist.Store) -> dist.Store:
@@ -143,9 +141,12 @@ def _go_through(algorithm: str, deaths: int, transport: str) -> list[dict[str, A
     [
         ("bytegrad", 3, "between-hosts"),
         pytest.param("quantized_allreduce", 4, "in-host", marks=pytest.mark.long),
-        pytest.param("diloco", 4, "between-hosts", marks=pytest.mark.long),
-        *(pytest.param(name, 3, "between-hosts", marks=pytest.mark.long) for name in HOOKS if name not in TAKEN),
-        pytest.param("bytegrad", 50, "between-hosts", marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+        *(
+            pytest.param(name, deaths, "between-hosts", marks=[pytest.mark.long, pytest.mark.timeout(1800)])
+            for name in HOOKS
+            if name != "async"  # its ranks take different steps
+            for deaths in ([50] if TAKES_ALL or name == "bytegrad" else [4])
+        ),
     ],
 )
 def test_deaths_at_random_moments_and_newcomers_leave_equal_weights_and_nothing_else(
