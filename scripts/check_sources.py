@@ -31,8 +31,8 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_905, 16_000),
-    "python_shim": Layer({".py"}, 13_678, 8_500),
-    "tests": Layer({".py"}, 30_485, 22_000, counts_tests=True),
+    "python_shim": Layer({".py"}, 13_681, 8_500),
+    "tests": Layer({".py"}, 30_489, 22_000, counts_tests=True),
 }
 
 

@@ -99,6 +99,7 @@ class CachedGather:
     def detach(self) -> None:
         self._changes.unwatch()
         self._take_off()
+        self._cache = self._given = self._held = None
 
     def progress(self) -> tuple[int, int]:
         """Return what differs once weights were trained; on all ranks alike."""
@@ -138,7 +139,9 @@ class CachedGather:
             self._is_complete = False
             cache = None
         if cache is None or device.type != "cpu":
-            memory: Tensor = self._former.allocate(size, dtype=dtype, device=device)
+            # Trainings write to what an evaluation in inference mode may be the first to gather into.
+            with torch.inference_mode(False):
+                memory: Tensor = self._former.allocate(size, dtype=dtype, device=device)
             return memory
         if self._is_complete:
             ranks = shard_group(self._group)

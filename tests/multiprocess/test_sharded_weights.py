@@ -363,6 +363,7 @@ def test_the_memory_that_it_takes_is_said_and_given_back() -> None:
     kept = handle.stats()["memory"]["gathered weights"]
     assert 4 * whole <= kept < 1.1 * 4 * whole
     handle.remove()
+    assert handle.stats()["memory"] == {"gathered weights": 0}
     with gathered() as sizes:
         trained(ours, range(1))
     assert sum(sizes) > sizes_of(model, trained=True) + sizes_of(model, trained=False)
