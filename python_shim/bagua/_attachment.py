@@ -159,7 +159,7 @@ def makes_state_only(optimizer: Optimizer) -> bool:
 
 def check_model(ddp: DistributedDataParallel, algorithm: str, *, is_hierarchical: bool) -> None:
     """Refuse a model whose weights cannot be exchanged, or one that communicates where the algorithm must not."""
-    check_weights(trainable_parameters(ddp), algorithm)
+    check_weights(trained_by_name(ddp), algorithm)
     info = describe(algorithm)
     if not info["runs_in_background"]:
         return
@@ -169,19 +169,20 @@ def check_model(ddp: DistributedDataParallel, algorithm: str, *, is_hierarchical
     check_layers(ddp, algorithm)
 
 
-def check_numbers(parameters: Sequence[Tensor], algorithm: str) -> None:
+def check_numbers(trained: Mapping[str, Tensor], algorithm: str) -> None:
     """Refuse complex parameters, which only sums take."""
-    if algorithm != "gradient_allreduce" and any(p.is_complex() for p in parameters):
+    found = [name for name, p in trained.items() if p.is_complex()]
+    if found and algorithm != "gradient_allreduce":
         raise ValueError(
-            f"algorithm {algorithm!r} does not take complex parameters: choose 'gradient_allreduce', or keep them as "
-            "torch.view_as_real"
+            f"algorithm {algorithm!r} does not take complex parameters ({', '.join(found[:3])}): choose "
+            "'gradient_allreduce', or keep them as torch.view_as_real"
         )
 
 
-def check_weights(parameters: Sequence[Tensor], algorithm: str) -> None:
+def check_weights(trained: Mapping[str, Tensor], algorithm: str) -> None:
     """Refuse parameters that cannot be exchanged."""
-    check_numbers(parameters, algorithm)
-    devices = {p.device for p in parameters}
+    check_numbers(trained, algorithm)
+    devices = {p.device for p in trained.values()}
     if len(devices) > 1:
         raise ValueError(f"algorithm {algorithm!r} takes a model on one device, got {sorted(map(str, devices))}")
 

@@ -134,7 +134,7 @@ def _make_hook(
             f"algorithm {algorithm!r} has nothing to do: all parameters of the model are frozen. Set "
             "requires_grad=True on those to be trained, before the model is wrapped in DistributedDataParallel"
         )
-    check_numbers(parameters, algorithm)
+    check_numbers(trained, algorithm)
     _C.check_names(algorithm, complete, [name for name, _ in ddp.module.named_parameters()])
     check_optimizer(trained, optimizer, algorithm)
     if describe(algorithm)["optimizer"]:
@@ -274,7 +274,7 @@ class HookState:
             self._hook = _C.Hook(self._algorithm, self._options, executors)
             self._handle = Handle(self._hook, None, None, group)
             say_if_nothing_is_coded(self._hook, group)
-        check_numbers(bucket.parameters(), self._algorithm)
+        check_numbers({f"of shape {[*p.shape]}": p for p in bucket.parameters() if p.is_complex()}, self._algorithm)
         if self._loaded is not None:
             self._handle.load_state_dict(self._loaded)
             self._loaded = None

@@ -43,7 +43,7 @@ def check_rounds(sharded: ShardedModel, model: nn.Module, optimizer: Any, algori
         raise ValueError(
             f"algorithm {algorithm!r} does not go together with offload_policy=CPUOffloadPolicy() on a GPU"
         )
-    check_weights(list(sharded.trained.values()), algorithm)
+    check_weights(sharded.trained, algorithm)
     check_layers(model, algorithm)
     check_optimizer(sharded.trained, optimizer, algorithm)
 

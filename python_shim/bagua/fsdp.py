@@ -269,7 +269,7 @@ def compress(
         caches = _caches(sharded, weights)
         name, complete = _algorithm_and_options(gradients, algorithm, options, is_hybrid=sharded.is_hybrid)
         _C.check_names(name, complete, sharded.all_names)
-        check_numbers(list(sharded.trained.values()), name)
+        check_numbers(sharded.trained, name)
         check_optimizer_type(name, optimizer, is_by_name=True)
         if is_in_rounds(name):
             check_rounds(sharded, model, optimizer, name)

@@ -163,6 +163,17 @@ TEST_P(CodecMeanContract, DoesNotDependOnTheNumberOfThreads) {
   }
 }
 
+TEST_P(CodecMeanContract, ASumBeyondTheLargestNumberIsNoFiniteOne) {
+  const at::Tensor values = at::full({300}, 6e4, at::kHalf);
+  const at::Tensor received = at::stack({encoded(values), encoded(values)});
+  for (const double divisor : {1, 2}) {
+    at::Tensor mean = at::full_like(values, 7);
+    at::Tensor packed = packedFor(300);
+    codec().decodeMean(received, {0, 300}, divisor, {}, mean, packed);
+    EXPECT_EQ(mean.isfinite().all().item<bool>(), divisor == 2);
+  }
+}
+
 // Overflow in a gradient has to be seen by whoever gets the mean.
 TEST_P(CodecMeanContract, OfANonFiniteCopyIsNan) {
   const int64_t group = codec().layout().groupElements;

@@ -208,9 +208,14 @@ def test_an_optimizer_of_other_parameters_is_refused(algorithm: str, only_rank: 
 def test_complex_parameters_are_for_sums_alone(algorithm: str) -> None:
     ddp = DDP(Leaves((3, 2), dtype=torch.complex64))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="complex parameters"):
+    with pytest.raises(ValueError, match=r"complex parameters \(leaves\.0\)"):
         bagua.register_comm_hook(ddp, algorithm, optimizer)
     bagua.register_comm_hook(ddp, "gradient_allreduce")
+    if algorithm != "local_sgd":
+        unnamed = DDP(Leaves((3, 2), dtype=torch.complex64))
+        unnamed.register_comm_hook(*bagua.comm_hook(algorithm))
+        with pytest.raises(ValueError, match=r"complex parameters \(of shape \[3, 2\]\)"):
+            unnamed([torch.ones(3, 2, dtype=torch.complex64)]).real.backward()
 
 
 @on_ranks(2, timeout=SECONDS)

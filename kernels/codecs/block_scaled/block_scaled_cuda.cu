@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     for (int i = 0; i < Warp::kParts; ++i) {
       const int64_t element = group * kGroup + Warp::elements(i);
-      if (element < length) mean[element] = toElement<Element>(sums[i] / divisor);
+      if (element < length) mean[element] = Traits::store(sums[i] / divisor);
     }
   });
 }

@@ -71,10 +71,12 @@ struct LoopsOver {
     }
   }
 
+  // As they are, or as decode() does.
+  template <bool kIsBounded = true>
   static BAGUA_GROUP void store(const T* from, int64_t count, Element* to) {
     if constexpr (std::is_same_v<Element, HalfBits>) {
       alignas(64) float bounded[kGroup];
-      for (int64_t i = 0; i < count; ++i) bounded[i] = boundedToHalf(from[i]);
+      for (int64_t i = 0; i < count; ++i) bounded[i] = kIsBounded ? boundedToHalf(from[i]) : from[i];
       Isa::storeHalves(bounded, count, to);
     } else {
       for (int64_t i = 0; i < count; ++i) to[i] = toElement<Element>(from[i]);
@@ -230,7 +232,7 @@ struct LoopsOver {
       withCount(count - first < kGroup ? count - first : kGroup, [&](auto n) {
         T means[kGroup];
         for (int64_t i = 0; i < n; ++i) means[i] = sums[first + i] / divisor;
-        store(means, n, values + first);
+        store<false>(means, n, values + first);
       });
     }
   }

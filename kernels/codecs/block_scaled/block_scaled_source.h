@@ -39,7 +39,7 @@ BAGUA_HOST_DEVICE float boundedToHalf(float x) {
   return bounded < -kMax ? -kMax : bounded;
 }
 
-// A decoded number as an element.
+// A decoded number as an element. A mean is stored as it is: there sums that no half holds are to be seen.
 template <class Element>
 BAGUA_HOST_DEVICE Element toElement(typename ElementTraits<Element>::Compute x) {
   if constexpr (std::is_same_v<Element, HalfBits>) {
