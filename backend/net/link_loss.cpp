@@ -33,8 +33,8 @@ constexpr milliseconds kSecondLook{250};
 // A first small message after a pause is unanswered for a round trip, whatever its connection has been silent for.
 constexpr int kSilentLooks = 2;
 constexpr std::chrono::minutes kLogInterval{1};
-// A peer may have this rank remember so many connections that never come.
-constexpr size_t kMostNeverComing = 65536;
+// So many connections that never come are remembered by their numbers.
+constexpr size_t kMostNeverComing = 1024;
 
 Frame lastWordOf(uint64_t number, uint64_t frames) {
   return {.kind = Frame::Kind::kEnded, .key = {.stream = number}, .total = frames};
@@ -213,7 +213,7 @@ void Link::noteUnopened(int error, const std::string& text, bool isAnswered) {
   const bool isRefused = error == ECONNREFUSED && (isReachable() || isOfThisHost(address_));
   if (isRefused || isAnswered) ++refusals_;
   // Something lets some connections through and not others.
-  if (!isAnswered && hasWelcome()) probeLater(beforeProbe());
+  if (!isAnswered && hasWelcome()) probeLater(spread(beforeProbe()));
 }
 
 bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
@@ -227,8 +227,10 @@ bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
   const auto found = std::find_if(ended_.begin(), ended_.end(), isIt);
   if (found == ended_.end()) {
     const bool isOfPeer = number % 2 == parityOf(process_, self_);
-    if (!isOfPeer || frames > 0 || neverComing_.size() >= kMostNeverComing) return false;
+    if (!isOfPeer || frames > 0) return false;
     if (!neverComing_.insert(number).second) return false;
+    // One that is refused without need is opened again by the peer.
+    if (neverComing_.size() > kMostNeverComing) noneBelow_ = neverComing_.extract(neverComing_.begin()).value() + 1;
     outbox_.addControl(lastWordOf(number, 0));
     pump(lock);
     return true;

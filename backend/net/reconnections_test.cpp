@@ -256,6 +256,21 @@ TEST_F(MadeUpPeer, OfAConnectionThatNeverCameNothingHasComeAndItIsNotTakenLater)
   EXPECT_FALSE(group_->findLost());
 }
 
+TEST_F(MadeUpPeer, AnyNumberOfConnectionsMayNeverCome) {
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  const uint64_t theirs = hello_.connection + 1;
+  for (uint64_t number = theirs; number < theirs + 4000; number += 2) {
+    say(first, {.kind = Frame::Kind::kEnded, .key = {.stream = number}, .total = 0});
+    Frame word = hear(first);
+    while (word.kind == Frame::Kind::kReceived) word = hear(first);
+    ASSERT_EQ(word.key.stream, number);
+  }
+  uint8_t byte = 0;
+  EXPECT_EQ(recv(come("127.0.0.1", theirs).number(), &byte, 1, 0), 0) << "it is answered";
+  EXPECT_EQ(hear(come("127.0.0.1", theirs + 4000)).kind, Frame::Kind::kWelcome);
+}
+
 // A translator of addresses has forgotten the peer, and somebody else has the peer's own address here.
 TEST_F(MadeUpPeer, ThatHasComeFromElsewhereMayComeAgainWhoeverIsAtItsAddress) {
   const auto first = accept();

@@ -67,6 +67,10 @@ void checkThatHandlesAgree(c10d::Store& store, const Handles& handles, int rank,
 }
 
 constexpr const char* kBegun = "begun";
+// What rank 0 adds to the number of those who gave up when it decides: more than there are members.
+constexpr int64_t kDecided = int64_t{1} << 32U;
+// Its word follows within this time, and less than who has ended the attempt waits for (see meetInTime).
+constexpr std::chrono::milliseconds kUntilWord{150};
 
 // Throws unless rank 0 has said that all members begin.
 void checkBegun(c10d::Store& store, int rank, int size) {
@@ -91,19 +95,22 @@ void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline, co
     bool isComplete = haveMet();
     for (; !isComplete && isInTime(); isComplete = haveMet()) std::this_thread::sleep_for(kPause);
     // If this process was stopped, others have given up without being able to say so.
-    isComplete = isComplete && isInTime();
+    isComplete = isComplete && isInTime() && store.add(left, kDecided) == kDecided;
     const std::string word = isComplete ? "yes" : "no";
     store.set(begun, std::vector<uint8_t>(word.begin(), word.end()));
     if (!isComplete) attempt.check();
     TORCH_CHECK_WITH(DistBackendError, isComplete, "bagua:reconfigure: only ", store.add(met, 0), " of the new ", size,
-                     " members, without ", store.add(left, 0), " who gave up, have come in time");
+                     " members, without ", store.add(left, 0) % kDecided, " who gave up, have come in time");
     return;
   }
   try {
     store.wait({begun}, leftUntil(deadline));
   } catch (const std::exception&) {
-    store.add(left, 1);
-    // Where rank 0 has said so already, the others begin, and would wait for this one if it did not.
+    // Where rank 0 has decided already, the others begin, and would wait for this one if it did not.
+    const bool isDecided = store.add(left, 1) > kDecided;
+    for (const auto end = Clock::now() + kUntilWord; isDecided && Clock::now() < end && !store.check({begun});) {
+      std::this_thread::sleep_for(kPause);
+    }
     if (store.check({begun})) return checkBegun(store, rank, size);
     attempt.check();
     TORCH_CHECK_WITH(DistBackendError, false, "bagua:reconfigure: rank ", rank, " of the new ", size,
