@@ -200,7 +200,7 @@ def main() -> str | None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     find_data(args.data)
-    print(f"Training twice on {args.ranks} ranks, {args.epochs} epochs each: about 3 minutes on 2 cores.", flush=True)
+    print(f"Training twice on {args.ranks} ranks, {args.epochs} epochs each: 3 to 7 minutes on 2 cores.", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
             results = [run(name, args, Path(folder, f"{name}.json")) for name in RUNS]
