@@ -123,8 +123,6 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // A link looks so many times for a sign of the peer before its patience is over. It counts looks and not seconds:
   // while this process or its machine was stopped, nobody could see a sign.
   static constexpr int kLooks = 8;
-  // Whether the peer answers at its address, as far as it has been tried.
-  enum class Reach { kUntried, kAnswers, kFiltered };
 
   // --- Connection::Owner
   Delivery begin(const Frame& frame, const std::vector<uint8_t>& context) override;
@@ -166,12 +164,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   [[nodiscard]] bool isReachable() const;
   // The peer has come, and its address leads to nobody, or to others: it can come again.
   [[nodiscard]] bool comesByItself() const { return !peersSource_.empty() && !isReachable(); }
-  // Finds out after this time whether the peer can be reached, if a connection works then.
-  void probeLater(std::chrono::milliseconds delay);
-  // Does so as soon as it is this link's turn, if that is not known.
-  void probeSoon();
-  // This time, or up to twice it: hundreds of links that were made together do not do the same together.
-  [[nodiscard]] std::chrono::milliseconds spread(std::chrono::milliseconds least) const;
+  // Finds out after this time, or twice it, whether the peer can be reached, if a connection works then.
+  void probeLater(std::chrono::milliseconds least);
 
   // --- link_loss.cpp. These are called under the mutex.
   // A connection is there, or again.
@@ -200,7 +194,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // Looks whether the peer's kernel still answers, and again after a while.
   void lookForSilence();
   void lookLater();
-  void probe(Reach known);
+  void probe();
   void onProbed(Probe::Result result);
   [[nodiscard]] std::chrono::milliseconds lookInterval() const { return opening_.patience / kLooks; }
   // By then the kernel has found the end of a process on all of its connections.
@@ -247,8 +241,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // Spare connections that were opened, since one has last become welcome.
   int spares_ = 0;
   std::string lastFailure_;
-  Reach reach_ = Reach::kUntried;
-  // From where the peer's connections have come.
+  // Whether the peer answers at its address, as far as it has been tried; and from where its connections have come.
+  enum class Reach { kUntried, kAnswers, kFiltered } reach_ = Reach::kUntried;
   std::string peersSource_;
   bool isProbePlanned_ = false;
   std::shared_ptr<Probe> probe_;

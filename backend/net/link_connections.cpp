@@ -4,7 +4,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <system_error>
 #include <utility>
@@ -42,24 +41,9 @@ constexpr int64_t kLeastUnsent = 16 << 10;
 constexpr uint64_t kBacklogBytes = 512U << 10U;
 // The kernel asks a host again after 1, 2, 4 and more seconds. Where a line was cut for a while, another try is faster.
 constexpr milliseconds kDialTime{3000};
+constexpr milliseconds kUntilEndsAreRead{100};
 // The wait for a Hello's answer doubles so many times.
 constexpr int kMostDoublings = 12;
-// The first probe of a peer leaves after this time, or so long after that of another one: hundreds of links that are
-// made together are not kept from their start.
-constexpr milliseconds kBeforeFirstProbe{100};
-constexpr milliseconds kBetweenFirstProbes{10};
-
-// Returns when the next link of this process may probe its peer for the first time.
-Clock::time_point nextTurn() {
-  static std::atomic<Clock::duration> last = Clock::duration(0);
-  const auto now = Clock::now().time_since_epoch();
-  auto before = last.load();
-  auto turn = before;
-  do {
-    turn = std::max<Clock::duration>(now + kBeforeFirstProbe, before + kBetweenFirstProbes);
-  } while (!last.compare_exchange_weak(before, turn));
-  return Clock::time_point(turn);
-}
 
 }  // namespace
 
@@ -150,33 +134,21 @@ bool Link::isReachable() const {
   return address_.size() > 0 && peersSource_ == address_.address();
 }
 
-milliseconds Link::spread(milliseconds least) const {
-  const auto part = static_cast<int>(id_ / 2 % 1024U);
-  return least + least * part / 1024;
-}
-
-void Link::probeLater(milliseconds delay) {
+void Link::probeLater(milliseconds least) {
   if (std::exchange(isProbePlanned_, true)) return;
-  loop_->callLater(delay, [weak = weak_from_this(), known = reach_] {
-    if (const auto link = weak.lock()) link->probe(known);
+  // Hundreds of links that were made together do not do it together.
+  const auto part = static_cast<int>(id_ / 2 % 1024U);
+  loop_->callLater(least + least * part / 1024, [weak = weak_from_this()] {
+    if (const auto link = weak.lock()) link->probe();
   });
 }
 
-// Before that a refusal is taken for the end of the peer, though it may be a firewall's.
-void Link::probeSoon() {
-  if (isProbePlanned_ || reach_ == Reach::kAnswers) return;
-  probeLater(reach_ == Reach::kUntried ? std::chrono::ceil<milliseconds>(nextTurn() - Clock::now())
-                                       : spread(beforeProbe()));
-}
-
-void Link::probe(Reach known) {
+void Link::probe() {
   std::shared_ptr<Probe> probe;
   SocketAddress to;
   {
     const Lock lock(mutex_);
     isProbePlanned_ = false;
-    // A connection of this side has been answered meanwhile.
-    if (known != Reach::kAnswers && reach_ == Reach::kAnswers) return;
     if (!error_.empty() || probe_ || !hasWelcome() || address_.size() == 0) return;
     const Hello hello{.from = self_, .to = process_, .link = id_, .peerLink = Hello::kNoLink};
     to = address_;
@@ -192,9 +164,15 @@ void Link::onProbed(Probe::Result result) {
   probe_.reset();
   if (result == Probe::Result::kAnswered) reach_ = Reach::kAnswers;
   if (result != Probe::Result::kFiltered) return;
-  // A process that has ended refuses, too. A line that is cut for a while is silent.
-  if (hasWelcome()) reach_ = Reach::kFiltered;
-  probeLater(spread(opening_.patience));
+  // A process that has ended refuses, too, and the ends of its connections may not have been read yet: they are by
+  // then. A line that is cut for a while is silent.
+  loop_->callLater(kUntilEndsAreRead, [weak = weak_from_this()] {
+    const auto link = weak.lock();
+    if (!link) return;
+    const Lock later(link->mutex_);
+    if (link->hasWelcome()) link->reach_ = Reach::kFiltered;
+  });
+  probeLater(opening_.patience);
 }
 
 void Link::dial() {
@@ -281,7 +259,7 @@ void Link::learnAddress(const SocketAddress& address) {
   const Lock lock(mutex_);
   const bool isNew = address_.size() == 0;
   address_ = address;
-  if (isNew && hasWelcome()) probeSoon();
+  if (isNew && reach_ == Reach::kUntried && hasWelcome()) probeLater(beforeProbe());
   if (isNew && error_.empty() && isWatched_ && !hasWelcome()) dialLater(milliseconds(0));
 }
 
@@ -317,7 +295,7 @@ bool Link::adopt(Stream& stream, const Hello& hello) {
   if (isKnown || hello.connection % 2 != parityOf(process_, self_)) return true;
   peerLink_ = hello.link;
   peersSource_ = peerOf(stream.socket());
-  probeSoon();
+  if (reach_ != Reach::kAnswers) probeLater(beforeProbe());
   const bool hasBuffered = stream.hasBuffered();
   const Hello answer{
       .from = self_, .to = process_, .link = id_, .peerLink = hello.link, .connection = hello.connection};

@@ -213,7 +213,7 @@ void Link::noteUnopened(int error, const std::string& text, bool isAnswered) {
   const bool isRefused = error == ECONNREFUSED && (isReachable() || isOfThisHost(address_));
   if (isRefused || isAnswered) ++refusals_;
   // Something lets some connections through and not others.
-  if (!isAnswered && hasWelcome()) probeLater(spread(beforeProbe()));
+  if (!isAnswered && hasWelcome()) probeLater(beforeProbe());
 }
 
 bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {

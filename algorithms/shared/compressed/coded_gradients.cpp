@@ -16,9 +16,6 @@
 namespace bagua::compressed {
 namespace {
 
-// Chunks of a bucket that the guard looks at in the first steps.
-constexpr int kMostTurns = 8;
-
 Bucket bucketOf(const Bucket& whole, const CodecSection& section) {
   return {.flat = section.flat, .entries = section.entries, .tellsUse = whole.tellsUse, .retained = whole.retained};
 }
@@ -131,16 +128,12 @@ void CodedGradients::addSums(const Bucket& bucket, Coded& coded, const Communica
 CodedGradients::Looks CodedGradients::lookAt(Bucket& bucket, const Coded& coded,
                                              const Communicator& communicator) const {
   Looks looks;
-  // Each look is at the chunk of one rank. In the first steps they are chosen in turn, and as often as an alarm takes.
-  const int64_t turn = (bucket.step - options_.startStep) / Guard::kLooks;
-  const int64_t turns = std::min(communicator.size(), kMostTurns);
-  if (!guard_.isDue(bucket, options_.startStep, 64, Guard::kLooks * turns)) return looks;
-  const uint64_t key = turn < turns ? static_cast<uint64_t>(turn) << 8U : bucket.key;
+  if (!guard_.isDue(bucket, options_.startStep)) return looks;
   const Stage stage(bucket.seconds, stages::kGuard);
   for (size_t i = 0; i < coded.sections.size(); ++i) {
     const auto& [codec, flat, entries, pieces] = coded.sections[i];
     if (codec.empty() || flat.numel() == 0) continue;
-    looks.emplace(i, CodingLook(flat, entries, codec, coded.sums[i].coding, coded.mean, communicator, key));
+    looks.emplace(i, CodingLook(flat, entries, codec, coded.sums[i].coding, coded.mean, communicator, bucket.key));
   }
   return looks;
 }

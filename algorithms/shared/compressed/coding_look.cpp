@@ -32,10 +32,8 @@ constexpr int64_t kMostExact = 1 << 13;
 constexpr double kOutlier = 4;
 // Stochastic rounding, whose scales no value exceeds, loses up to so many times as much: five with 2 bits.
 constexpr double kStochastic = 8;
-// Numbers of each parameter. Those beyond the largest sum are not told, lest their sums, which travel with gradients
-// that are finite, make the step a lost one.
+// Numbers of each parameter.
 constexpr int64_t kColumns = 4;
-constexpr double kLargestSum = 0x1p100;
 // Error feedback holds back less than this many squared norms of a gradient as long as it brings back what it holds.
 constexpr double kSoundResidual = 4;
 // Differences shrink with the learning rate, at once, and residuals some rounds later.
@@ -46,7 +44,7 @@ constexpr double kErrorsOfMean = 4;
 // The chunk of a message that the key draws; its last bits have drawn the bucket.
 Piece chunkToLookAt(const HostLanes& lanes, uint64_t key) {
   const int lane = static_cast<int>((key >> 8U) % lanes.count());
-  const int host = static_cast<int>((key >> 8U) / lanes.count() % lanes.hostCount());
+  const int host = static_cast<int>((key >> 16U) % lanes.hostCount());
   const Piece chunk = chunkOf(lanes, lane, host);
   return chunk.begin < chunk.end ? chunk : chunkOf(lanes, 0, 0);
 }
@@ -183,8 +181,7 @@ at::Tensor CodingLook::lossesOf(const at::Tensor& values, const at::Tensor& deco
                                         : at::zeros_like(losses.back()));
     losses.push_back(squared(own));
   }
-  const at::Tensor rows = at::stack(losses).view({-1, kColumns});
-  return rows.masked_fill_(rows.amax(1, true) > kLargestSum, 0).view(-1);
+  return at::stack(losses);
 }
 
 void CodingLook::tell(Guard& guard, int64_t step) const {

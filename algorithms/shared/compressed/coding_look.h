@@ -14,7 +14,7 @@
 
 namespace bagua::compressed {
 
-// A look of the guard at values that are about to travel: a sample of them, at a place that a key tells, is coded
+// A look of the guard at values that are about to travel: a sample of them, at a place that is drawn by a key, is coded
 // here once more, and a few travel in float32 beside the coded ones. None do so where each rank gets a part alone: that
 // is not coded as a mean, and no rank has the others' to compare. All parts of a gradient count as that of the first.
 // It sees those differences of weights that this rank sends, some of every parameter; nothing travels for it.

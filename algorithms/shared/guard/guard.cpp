@@ -14,6 +14,10 @@
 namespace bagua {
 namespace {
 
+// In so many steps, from the first that is coded on, the guard looks at every bucket.
+constexpr int64_t kFirstSteps = 2;
+// Looks in a row that have to find the same: a single one may be a step that is unlike the others.
+constexpr int64_t kLooks = 2;
 // A level stays for so many steps at first. Each return doubles them.
 constexpr int64_t kPatience = 1000;
 // More than there are codecs to be finer than.
@@ -69,17 +73,16 @@ std::string Guard::complaintOf(const Reading& reading) const {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-bool Guard::isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn, int64_t firstSteps) const {
+bool Guard::isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn) const {
   if (!isOn() || bucket.isCaptured) return false;
-  return bucket.step < startStep + firstSteps || bucket.key % oneIn == 0;
+  return bucket.step < startStep + kFirstSteps || bucket.key % oneIn == 0;
 }
 
 std::vector<int64_t> Guard::begin(const Bucket& bucket, int rank) {
   // While a graph is captured nobody may ask what a device has done.
   if (!isOn() || bucket.isCaptured) return {};
   const std::lock_guard<std::mutex> lock(mutex_);
-  isSpeaker_ = rank == 0;
-  isOfFirstShards_ = bucket.isOfFirstShards;
+  isSpeaker_ = rank == 0 && bucket.isOfFirstShards;
   settle(bucket.step, adapts());
   if (!adapts()) return {};
   lower(bucket.step);
@@ -133,11 +136,8 @@ void Guard::judge(const Reading& reading, int64_t step) {
     advice = ". From step " + std::to_string(step) + " on it is coded with " + reading.finer;
   }
   if (!isSpeaker_ || std::exchange(excursion.isSaid, !adapts())) return;
-  // What most shards have the first one says. Others may have what it has not: one line tells where to look.
-  if (!isOfFirstShards_ && std::exchange(hasSpoken_, true)) return;
-  LOG(WARNING) << "bagua: '" << nameOf(reading.parameter)
-               << (isOfFirstShards_ ? "'" : "', in another shard than the first,") << " at step " << step - 1 << ": "
-               << complaintOf(reading) << advice;
+  LOG(WARNING) << "bagua: '" << nameOf(reading.parameter) << "' at step " << step - 1 << ": " << complaintOf(reading)
+               << advice;
 }
 
 void Guard::lower(int64_t step) {
@@ -147,7 +147,7 @@ void Guard::lower(int64_t step) {
     watched.since = step;
     watched.patience *= 2;
     watched.isNew = true;
-    if (!isSpeaker_ || !isOfFirstShards_) continue;
+    if (!isSpeaker_) continue;
     LOG(WARNING) << "bagua: '" << nameOf(parameter) << "' is coded a level coarser again from step " << step
                  << " on; if that does not do, it stays finer for " << watched.patience << " steps";
   }

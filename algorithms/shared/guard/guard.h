@@ -63,16 +63,13 @@ class Guard {
 
   [[nodiscard]] bool isOn() const { return mode_ != Mode::kOff; }
   [[nodiscard]] bool adapts() const { return mode_ == Mode::kAdapt; }
-  // Looks in a row that have to find the same: a single one may be a step that is unlike the others.
-  static constexpr int64_t kLooks = 2;
   // One bucket of `oneIn`, drawn anew in every step, and each in the first steps from `startStep` on. None that a CUDA
   // graph captures, which would repeat the look without end.
-  [[nodiscard]] bool isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn = 64,
-                           int64_t firstSteps = kLooks) const;
+  [[nodiscard]] bool isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn = 64) const;
 
   // Before all else of a bucket: gives the verdicts on earlier steps, once for all buckets of a step. Those of the
-  // bucket's parameters that are coded at another level from now on. Whoever comes as rank 0 says what there is to say;
-  // of those that hold other shards than the first one line, and of the first parameter only.
+  // bucket's parameters that are coded at another level from now on. Whoever comes as rank 0, of those that hold the
+  // first shards, says what there is to say.
   std::vector<int64_t> begin(const Bucket& bucket, int rank);
   // What a look at a bucket of the step has found; see Read.
   void note(int64_t step, const at::Tensor& numbers, Read read);
@@ -136,9 +133,6 @@ class Guard {
   const Messages messages_;
   mutable std::mutex mutex_;
   bool isSpeaker_ = true;
-  bool isOfFirstShards_ = true;
-  // Of other shards: the one line that they have.
-  bool hasSpoken_ = false;
   std::vector<std::string> names_;
   std::deque<Pending> pending_;
   WatchedByParameter watched_;
