@@ -29,7 +29,7 @@ class Sharded(lightning.LightningModule):
         for layer in self.network:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.network, mesh=mesh)
-        # bagua: coded between machines; inside one nothing is, which hierarchical=False would change.
+        # bagua: gradients are coded between machines. hierarchical=False codes them inside one, too.
         self.handle = bagua.fsdp.compress(self.network, weights="cache")
 
     def training_step(self, batch: list[Tensor]) -> Tensor:

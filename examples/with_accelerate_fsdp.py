@@ -28,7 +28,7 @@ network = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
 optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
 data = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
 model, optimizer, data = accelerator.prepare(network, optimizer, data)
-# bagua: coded between machines; inside one nothing is, which hierarchical=False would change.
+# bagua: gradients are coded between machines. hierarchical=False codes them inside one, too.
 handle = bagua.fsdp.compress(model, weights="cache")
 
 for epoch in range(3):

@@ -38,7 +38,7 @@ model = nn.Sequential(first, nn.ReLU(), last)
 for layer in model:
     fully_shard(layer)
 fully_shard(model)
-# bagua: coded between machines; inside one nothing is, which hierarchical=False would change.
+# bagua: gradients are coded between machines. hierarchical=False codes them inside one, too.
 handle = bagua.fsdp.compress(model, gradients="int8", weights="cache")
 optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
 

@@ -218,7 +218,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   std::vector<Frame> lastWords_;
   // Connections of the peer of which it has said the last word before they came.
   std::set<uint64_t> neverComing_;
-  // Of those with lower numbers none is taken any more, if it is not there yet.
+  // The link takes no new connection of the peer with a lower number: which of them never come is forgotten.
   uint64_t noneBelow_ = 0;
   uint64_t opened_ = 0;
   LossWatch lossWatch_;

@@ -164,8 +164,8 @@ void Link::onProbed(Probe::Result result) {
   probe_.reset();
   if (result == Probe::Result::kAnswered) reach_ = Reach::kAnswers;
   if (result != Probe::Result::kFiltered) return;
-  // A process that has ended refuses, too, and the ends of its connections may not have been read yet: they are by
-  // then. A line that is cut for a while is silent.
+  // A process that has ended refuses, too, and the ends of its connections may not have been read yet. They have been
+  // after this time. A line that is cut for a while is silent.
   loop_->callLater(kUntilEndsAreRead, [weak = weak_from_this()] {
     const auto link = weak.lock();
     if (!link) return;

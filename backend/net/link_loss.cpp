@@ -33,7 +33,7 @@ constexpr milliseconds kSecondLook{250};
 // A first small message after a pause is unanswered for a round trip, whatever its connection has been silent for.
 constexpr int kSilentLooks = 2;
 constexpr std::chrono::minutes kLogInterval{1};
-// So many connections that never come are remembered by their numbers.
+// A link remembers the numbers of so many connections that never come.
 constexpr size_t kMostNeverComing = 1024;
 
 Frame lastWordOf(uint64_t number, uint64_t frames) {
@@ -229,7 +229,7 @@ bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
     const bool isOfPeer = number % 2 == parityOf(process_, self_);
     if (!isOfPeer || frames > 0) return false;
     if (!neverComing_.insert(number).second) return false;
-    // One that is refused without need is opened again by the peer.
+    // The peer opens another where one is refused without need.
     if (neverComing_.size() > kMostNeverComing) noneBelow_ = neverComing_.extract(neverComing_.begin()).value() + 1;
     outbox_.addControl(lastWordOf(number, 0));
     pump(lock);

@@ -163,7 +163,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::shrinkTo(const std::vector<
   const auto rank = static_cast<int>(rank_ - std::distance(without.begin(), without.lower_bound(rank_)));
   const auto size = static_cast<int>(static_cast<size_t>(size_) - without.size());
   const auto options = optionsOf(opts);
-  // As the flight recorder names them. A group of all ranks has no list.
+  // The flight recorder names these ranks. A group of all ranks has no list.
   const auto& known = options_->global_ranks_in_group;
   std::vector<uint64_t> left;
   for (int64_t former = 0; former < size_; ++former) {

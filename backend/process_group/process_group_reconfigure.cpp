@@ -67,7 +67,7 @@ void checkThatHandlesAgree(c10d::Store& store, const Handles& handles, int rank,
 }
 
 constexpr const char* kBegun = "begun";
-// What rank 0 adds to the number of those who gave up when it decides: more than there are members.
+// Rank 0 adds this to the number of those who gave up when it decides. It is more than there are members.
 constexpr int64_t kDecided = int64_t{1} << 32U;
 // Its word follows within this time, and less than who has ended the attempt waits for (see meetInTime).
 constexpr std::chrono::milliseconds kUntilWord{150};
@@ -106,7 +106,7 @@ void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline, co
   try {
     store.wait({begun}, leftUntil(deadline));
   } catch (const std::exception&) {
-    // Where rank 0 has decided already, the others begin, and would wait for this one if it did not.
+    // The others begin if rank 0 has decided already, and would wait for this one if it did not begin, too.
     const bool isDecided = store.add(left, 1) > kDecided;
     for (const auto end = Clock::now() + kUntilWord; isDecided && Clock::now() < end && !store.check({begun});) {
       std::this_thread::sleep_for(kPause);

@@ -139,7 +139,7 @@ def _lose_one(algorithm: str) -> tuple[Tensor, list[int]]:
         first = next(training.ddp.parameters())
         first.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     # What waits for the dead rank may be a later step.
-    with pytest.raises(RuntimeError):
+    with pytest.raises(dist.DistError):
         training.steps_until_one_fails()
     members.become(0, 1)
     training.heal()

@@ -71,7 +71,7 @@ struct LoopsOver {
     }
   }
 
-  // As they are, or as decode() does.
+  // Stores numbers as they are, or bounded to what an element holds, as decode() does.
   template <bool kIsBounded = true>
   static BAGUA_GROUP void store(const T* from, int64_t count, Element* to) {
     if constexpr (std::is_same_v<Element, HalfBits>) {
@@ -97,15 +97,13 @@ struct LoopsOver {
     if (count < kGroup) memset(h.x, 0, sizeof(h.x));
     withCount(count, [&](auto n) {
       const Element* values = source.values + first;
-      const float* residual = source.residual == nullptr ? nullptr : source.residual + first;
+      if (source.residual == nullptr) return load(values, n, h.x);
+      const float* residual = source.residual + first;
       if constexpr (std::is_same_v<Element, T>) {
-        if (residual != nullptr) {
-          for (int64_t i = 0; i < n; ++i) h.x[i] = values[i] + static_cast<T>(residual[i]);
-          return;
-        }
+        for (int64_t i = 0; i < n; ++i) h.x[i] = values[i] + static_cast<T>(residual[i]);
+        return;
       }
       load(values, n, h.x);
-      if (residual == nullptr) return;
       for (int64_t i = 0; i < n; ++i) h.x[i] += static_cast<T>(residual[i]);
     });
   }
@@ -120,7 +118,7 @@ struct LoopsOver {
     }
   }
 
-  // What is coded of a group. h is left out where nobody needs it: the copy takes longer than to code it.
+  // Loads what is coded of a group. h stays empty where nobody needs it: the copy takes longer than the coding.
   static BAGUA_GROUP void groupOf(const Source<Element>& source, int64_t first, int64_t count, Numbers& h,
                                   typename Machine::Group& group) {
     if constexpr (std::is_same_v<Element, float>) {
@@ -204,6 +202,7 @@ struct LoopsOver {
 
   static void decode(const uint8_t* bytes, uint64_t key, int64_t begin, int64_t end, Element* values) {
     forCoded(bytes, key, begin, end, [&](int64_t first, auto count, const Coded<Machine>& coded, const Draw& draw) {
+      // A whole group goes from the registers to where it belongs.
       if constexpr (std::is_same_v<Element, float>) {
         if (count == kGroup && !Format::isNan(coded.scale)) {
           typename Machine::Group group;
