@@ -108,12 +108,15 @@ uint32_t Link::payloadFor(Connection& connection) const {
 void Link::openWhereNeeded() {
   const auto count = static_cast<int>(connections_.size());
   if (count == 0) return dial();
-  // Without an address, no group has told us yet where the peer listens: its connections have to do.
-  if (count >= opening_.mostConnections || address_.size() == 0 || isDialPlanned_ || !lastError_.empty()) return;
+  if (!lastError_.empty() || outbox_.backlog() < kBacklogBytes) return;
   const auto isConnecting = [](const auto& connection) { return connection->isConnecting; };
-  if (outbox_.backlog() < kBacklogBytes || std::any_of(connections_.begin(), connections_.end(), isConnecting)) return;
-  if (Clock::now() < noMoreBefore_) return;
+  if (std::any_of(connections_.begin(), connections_.end(), isConnecting)) return;
+  // Losses are looked for, and BBR asked for, where no more connections may be opened, too.
+  const bool hasAll = count >= opening_.mostConnections;
+  if (hasAll && hasAskedForBbr_) return;
   const int wanted = std::min(neededConnections(), opening_.mostConnections);
+  // Without an address, no group has told us yet where the peer listens: its connections have to do.
+  if (hasAll || address_.size() == 0 || isDialPlanned_ || Clock::now() < noMoreBefore_) return;
   // All at once: one after another would take a round trip each.
   for (int i = count; i < wanted && !isDialPlanned_; ++i) open();
 }
