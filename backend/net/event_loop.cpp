@@ -17,12 +17,16 @@
 namespace bagua::net {
 namespace {
 
-epoll_event eventsOf(int socket, bool wantsWritable) {
+// `number` tells the descriptor from others that had, or will have, its value.
+epoll_event eventsOf(int socket, uint32_t number, bool wantsWritable) {
   epoll_event event{};
   event.events = wantsWritable ? uint32_t{EPOLLIN} | uint32_t{EPOLLOUT} : uint32_t{EPOLLIN};
-  event.data.fd = socket;
+  event.data.u64 = uint64_t{number} << 32U | static_cast<uint32_t>(socket);
   return event;
 }
+
+uint32_t numberOf(const epoll_event& event) { return static_cast<uint32_t>(event.data.u64 >> 32U); }
+int socketOf(const epoll_event& event) { return static_cast<int>(event.data.u64 & 0xFFFF'FFFFU); }
 
 }  // namespace
 
@@ -31,7 +35,7 @@ EventLoop::EventLoop() : state_(std::make_shared<State>()) {
   state_->wakeUp = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   TORCH_CHECK_WITH(DistNetworkError, state_->epoll.isOpen() && state_->wakeUp.isOpen(),
                    "bagua: cannot wait for sockets: ", std::strerror(errno));
-  epoll_event event = eventsOf(state_->wakeUp.number(), false);
+  epoll_event event = eventsOf(state_->wakeUp.number(), 0, false);
   epoll_ctl(state_->epoll.number(), EPOLL_CTL_ADD, state_->wakeUp.number(), &event);
 }
 
@@ -46,7 +50,7 @@ void EventLoop::start() {
 
 void EventLoop::stop() {
   // Destroyed without the mutex.
-  std::map<int, std::shared_ptr<Handler>> dropped;
+  std::map<int, Added> dropped;
   std::multimap<Clock::time_point, std::function<void()>> calls;
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
@@ -76,12 +80,15 @@ void EventLoop::callLater(std::chrono::milliseconds delay, std::function<void()>
 }
 
 void EventLoop::add(int socket, const std::shared_ptr<Handler>& handler, bool wantsWritable) {
+  epoll_event event{};
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->handlers[socket] = handler;
+    // 0 is what wakes the loop.
+    if (++state_->added == 0) ++state_->added;
+    state_->handlers[socket] = {state_->added, handler};
+    event = eventsOf(socket, state_->added, wantsWritable);
     start();
   }
-  epoll_event event = eventsOf(socket, wantsWritable);
   const bool isAdded = epoll_ctl(state_->epoll.number(), EPOLL_CTL_ADD, socket, &event) == 0;
   if (isAdded) return;
   const int error = errno;
@@ -95,12 +102,15 @@ void EventLoop::remove(int socket) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   const auto entry = state_->handlers.find(socket);
   if (entry == state_->handlers.end()) return;
-  removed = std::move(entry->second);
+  removed = std::move(entry->second.handler);
   state_->handlers.erase(entry);
 }
 
 void EventLoop::askForWritable(int socket, bool wants) {
-  epoll_event event = eventsOf(socket, wants);
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  const auto entry = state_->handlers.find(socket);
+  if (entry == state_->handlers.end()) return;
+  epoll_event event = eventsOf(socket, entry->second.number, wants);
   epoll_ctl(state_->epoll.number(), EPOLL_CTL_MOD, socket, &event);
 }
 
@@ -125,13 +135,14 @@ int EventLoop::callDue(State& state) {
 }
 
 void EventLoop::handle(State& state, const epoll_event& event) {
-  std::shared_ptr<Handler> handler;
-  {
+  // It may have been removed, and the descriptor reused, since the loop has heard of the event.
+  const auto present = [&] {
     const std::lock_guard<std::mutex> lock(state.mutex);
-    // The handler may have been removed, or the descriptor reused: a spurious call finds nothing to do (EAGAIN).
-    const auto entry = state.handlers.find(event.data.fd);
-    if (entry != state.handlers.end()) handler = entry->second;
-  }
+    const auto entry = state.handlers.find(socketOf(event));
+    const bool isIt = entry != state.handlers.end() && entry->second.number == numberOf(event);
+    return isIt ? entry->second.handler : nullptr;
+  };
+  const auto handler = present();
   if (!handler) return;
   try {
     // An error of a socket comes out when it is read from.
@@ -140,7 +151,7 @@ void EventLoop::handle(State& state, const epoll_event& event) {
   } catch (const std::exception& error) {
     // Nobody else would catch it, and the process would end. The handler reads next that the connection has.
     LOG(ERROR) << "bagua: a connection is given up: " << error.what();
-    shutdown(event.data.fd, SHUT_RDWR);
+    if (present()) shutdown(socketOf(event), SHUT_RDWR);
   }
 }
 
@@ -151,7 +162,7 @@ void EventLoop::run(const std::shared_ptr<State>& state) {
     const int count =
         epoll_wait(state->epoll.number(), events.data(), static_cast<int>(events.size()), callDue(*state));
     for (int i = 0; i < count; ++i) {
-      if (events[i].data.fd != state->wakeUp.number()) {
+      if (numberOf(events[i]) != 0) {
         handle(*state, events[i]);
         continue;
       }

@@ -47,12 +47,19 @@ class EventLoop {
 
  private:
   using Clock = std::chrono::steady_clock;
+  // Each time that a descriptor is added it has another number: what is closed leaves its descriptor, and perhaps an
+  // event that the loop has just heard of, to what is opened next.
+  struct Added {
+    uint32_t number = 0;
+    std::shared_ptr<Handler> handler = nullptr;
+  };
   // Shared with the thread, which may be the last to hold what owns the loop.
   struct State {
     FileDescriptor epoll;
     FileDescriptor wakeUp;
     std::mutex mutex;
-    std::map<int, std::shared_ptr<Handler>> handlers;
+    std::map<int, Added> handlers;
+    uint32_t added = 0;
     std::multimap<Clock::time_point, std::function<void()>> later;
     bool isStopping = false;
   };

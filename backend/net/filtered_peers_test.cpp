@@ -95,6 +95,33 @@ TEST_F(Firewall, ThatIsNotThereMeansThatAPeerIsProbedOnce) {
   EXPECT_FALSE(group_->findLost());
 }
 
+// Nobody hears of the connections that are lost with the line; new ones are refused once it is back.
+TEST_F(Firewall, ThatIsNotThereMeansThatADeathWhileTheLineIsAwayIsNoticedSoonAfter) {
+  join();
+  group_->watch(1);
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  std::this_thread::sleep_for(50ms);
+  deafen(first.number());
+  refuse();
+  const Bytes sent = pattern(10, 1);
+  const auto sending = group_->send(1, 1, 0, {.data = sent.data(), .size = sent.size(), .ready = sent.size()});
+  EXPECT_NE(lost().find("its process has ended, nobody listens"), std::string::npos) << lost();
+}
+
+TEST_F(Firewall, ThatEndsConnectionsIsNotForEver) {
+  join();
+  group_->watch(1);
+  const auto begun = std::chrono::steady_clock::now();
+  const auto waited = [&] { return std::chrono::steady_clock::now() - begun; };
+  while (!group_->findLost() && waited() < 2 * kPatience) {
+    FileDescriptor(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC));
+    std::this_thread::sleep_for(1ms);
+  }
+  EXPECT_NE(lost().find("cannot connect to 127.0.0.1"), std::string::npos) << lost();
+  EXPECT_GE(waited(), kPatience * 9 / 10) << "others that are reset may be followed by one that is not";
+}
+
 // A firewall on the way to the second process, which drops connections after the first.
 class SilentFirewall : public TwoTransports {
  protected:

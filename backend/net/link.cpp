@@ -111,6 +111,11 @@ uint64_t Link::awaited() {
   return count;
 }
 
+bool Link::isBroken() {
+  const Lock lock(mutex_);
+  return error_.empty() && !hasWelcome() && !hasLastLeft_ && (!ended_.empty() || outbox_.sendsAgain());
+}
+
 void Link::sendControl(const Frame& frame) {
   Lock lock(mutex_);
   if (!error_.empty()) return;
@@ -137,6 +142,7 @@ void Link::leave(uint64_t group, uint32_t source) {
 Delivery Link::begin(const Frame& frame, const std::vector<uint8_t>& context) {
   const auto owner = owner_.lock();
   if (!owner) return {};
+  hasLastLeft_ = false;
   Frame charged = frame;
   // It has been charged when it came for the first time.
   if (frame.payloadBytes > 0 && interrupted_.erase({frame.group, frame.key, frame.offset}) > 0) {
@@ -188,6 +194,7 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
       if (const auto owner = owner_.lock()) owner->onAbsent(*this, frame.group);
       return true;
     default:
+      hasLastLeft_ = true;
       if (const auto owner = owner_.lock()) owner->onLeave(frame);
       return true;
   }
@@ -196,7 +203,6 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
 bool Link::acknowledge(Connection& connection, uint64_t received) {
   const Lock lock(mutex_);
   failures_ = 0;
-  refusals_ = 0;
   return connection.sent().acknowledge(received);
 }
 

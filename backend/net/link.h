@@ -115,6 +115,9 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void askPeer();
   // Returns of how many frames the peer has not told yet that they have come, and of how many connections.
   [[nodiscard]] uint64_t awaited();
+  // What was on its way when the last connection ended has to be sent again to a peer that may need it, over a
+  // connection that is not there yet.
+  [[nodiscard]] bool isBroken();
   // Adds up all connections; zeros where nothing is known yet.
   [[nodiscard]] Line line();
 
@@ -169,7 +172,9 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
 
   // --- link_loss.cpp. These are called under the mutex.
   // A connection is there, or again.
-  void beginWith(const Connection& connection);
+  void beginWith(Connection& connection);
+  // Ends the connections that have been silent for long, as the line works.
+  void endSilent();
   // Says the last word about the connections that have ended, over those that there are.
   void sayLastWords();
   // Reads no more of a connection, and notes what is to be said of it. On the loop's thread.
@@ -236,8 +241,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   bool isDialPlanned_ = false;
   // Connections that have ended or could not be opened, since the peer has last told of a frame that has come.
   int failures_ = 0;
-  // Of these, those that somebody has refused, or has ended without a word.
-  int refusals_ = 0;
+  // Where connections are refused or end without a word, and there is none, nobody is waited for beyond this.
+  std::optional<std::chrono::steady_clock::time_point> givesUpAt_;
   // Spare connections that were opened, since one has last become welcome.
   int spares_ = 0;
   std::string lastFailure_;
@@ -259,6 +264,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // When the peer first refused a connection, where nothing else has come of it since.
   std::optional<std::chrono::steady_clock::time_point> firstRefusal_;
   std::string error_;
+  // The last that has come was that the peer leaves a group.
+  std::atomic<bool> hasLastLeft_ = false;
   // error_ is set; this is for those who do not hold the mutex.
   std::atomic<bool> isLost_ = false;
 

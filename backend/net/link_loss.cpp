@@ -23,9 +23,8 @@ constexpr milliseconds kTellAfter{100};
 constexpr milliseconds kTurn{100};
 constexpr milliseconds kFirstPause{50};
 constexpr milliseconds kLongestPause{1000};
-// After so many refusals in a row nobody is waited for. A peer that has been reached before is worth more patience.
-constexpr int kMostRefusals = 6;
-constexpr int kMostRefusalsOfPeer = 24;
+// Nobody is waited for longer where this host itself refuses.
+constexpr milliseconds kRefusedHere{1500};
 // Where other connections work, one that could not be opened is not tried again before.
 constexpr std::chrono::seconds kWithoutMore{30};
 // A firewall that is loaded anew refuses once; where a process has ended everything is refused.
@@ -187,8 +186,7 @@ void Link::onUnopened(const std::shared_ptr<Connection>& connection, int error, 
       if (isNews || connection->isAdditional) noMoreBefore_ = Clock::now() + kWithoutMore;
       sayLastWords();
       pump(lock);
-    } else if (connections_.empty() && !comesByItself() &&
-               refusals_ >= (isReachable() ? kMostRefusalsOfPeer : kMostRefusals)) {
+    } else if (connections_.empty() && !comesByItself() && givesUpAt_ && Clock::now() >= *givesUpAt_) {
       over = lastFailure_;
     } else {
       dialLater(firstRefusal_ ? kSecondLook : pause());
@@ -210,10 +208,15 @@ void Link::noteUnopened(int error, const std::string& text, bool isAnswered) {
     hasPeerDied_ = true;
   }
   // Whoever has never been reached may be behind a firewall that refuses, and come when it has something to say.
-  const bool isRefused = error == ECONNREFUSED && (isReachable() || isOfThisHost(address_));
-  if (isRefused || isAnswered) ++refusals_;
-  // Something lets some connections through and not others.
-  if (!isAnswered && hasWelcome()) probeLater(beforeProbe());
+  const bool isRefusedHere = error == ECONNREFUSED && isOfThisHost(address_);
+  if ((isRefusedHere || isAnswered) && !hasWelcome()) {
+    const auto end = Clock::now() + (isRefusedHere ? kRefusedHere : opening_.patience);
+    givesUpAt_ = std::min(givesUpAt_.value_or(end), end);
+  }
+  if (isAnswered || !hasWelcome()) return;
+  // Something lets some connections through and not others; or the peer has ended while the line was away.
+  probeLater(beforeProbe());
+  if (error == ECONNREFUSED && isReachable()) endSilent();
 }
 
 bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
@@ -244,17 +247,24 @@ bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
   return true;
 }
 
-void Link::beginWith(const Connection& connection) {
+void Link::beginWith(Connection& connection) {
   lonelyLooks_ = 0;
+  givesUpAt_.reset();
   spares_ = 0;
   lastError_.clear();
   hasPeerDied_ = false;
   firstRefusal_.reset();
   sayLastWords();
-  // The line is back, which the kernel would find out for the others after as long as it was away.
-  for (const auto& other : connections_) {
-    if (other->number() == connection.number() || !other->isAnswered) continue;
-    if (other->silentLooks >= kSilentLooks) shutdown(other->socket().number(), SHUT_RDWR);
+  connection.silentLooks = 0;
+  endSilent();
+}
+
+// The kernel would find out that the line is back after as long as it was away.
+void Link::endSilent() {
+  for (const auto& connection : connections_) {
+    const bool isSilent =
+        connection->silentLooks >= kSilentLooks && unansweredFor(connection->socket()) >= lookInterval();
+    if (isSilent) shutdown(connection->socket().number(), SHUT_RDWR);
   }
 }
 

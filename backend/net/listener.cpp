@@ -164,9 +164,19 @@ void Listener::pause(int error) {
   warn(pauseTold_, "cannot accept connections for now: " + std::generic_category().message(error) +
                        ". Peers that connect have to wait. A higher limit of open files (ulimit -n) may help");
   loop_->remove(socket_);
+  goOnLater();
+}
+
+void Listener::goOnLater() {
   loop_->callLater(kPauseWithoutFiles, [self = shared_from_this()] {
     const auto transport = self->transport_.lock();
-    if (transport) self->loop_->add(self->socket_, self, false);
+    if (!transport) return;
+    try {
+      self->loop_->add(self->socket_, self, false);
+    } catch (const c10::Error&) {
+      // What files are scarce of may be so, too.
+      self->goOnLater();
+    }
   });
 }
 

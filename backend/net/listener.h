@@ -36,6 +36,7 @@ class Listener final : public EventLoop::Handler, public std::enable_shared_from
   void sendOldestAway();
   // A connection that there is no file for waits in the kernel; without a pause the socket would be readable for ever.
   void pause(int error);
+  void goOnLater();
   void noteRefusal(const Stream& stream);
   // Logs it, but not more often than once a minute: a stranger could fill a disk.
   void warn(std::optional<std::chrono::steady_clock::time_point>& last, const std::string& text);

@@ -214,21 +214,43 @@ TEST_F(HeldTransports, GivingUpAMessageWaitsForNoOther) {
   gate_->open();
 }
 
-TEST_F(TwoTransports, OutOfFilesAConnectionWaitsAndTheLoopSleeps) {
-  rlimit before{};
-  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
-  rlimit few = before;
-  few.rlim_cur = 256;
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
-  std::vector<FileDescriptor> files;
-  const auto another = [] { return open("/dev/null", O_RDONLY | O_CLOEXEC); };
-  for (int file = another(); file >= 0; file = another()) files.emplace_back(file);
-  // One is left for whoever connects, none for whoever accepts.
-  files.pop_back();
-  const Bytes sent = pattern(100, 1);
-  Bytes received(sent.size());
-  const auto receiving = groups_[1]->receive(0, 1, 0, at(received));
-  const auto sending = groups_[0]->send(1, 1, 0, all(sent));
+class OutOfFiles : public TwoTransports {
+ protected:
+  void SetUp() override {
+    TwoTransports::SetUp();
+    ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before_), 0);
+  }
+  void TearDown() override { EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &before_), 0); }
+  // The first process connects to the second, which has no file for it.
+  void beginToConnect() {
+    rlimit few = before_;
+    few.rlim_cur = 256;
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+    const auto another = [] { return open("/dev/null", O_RDONLY | O_CLOEXEC); };
+    for (int file = another(); file >= 0; file = another()) files_.emplace_back(file);
+    // One is left for whoever connects, none for whoever accepts.
+    files_.pop_back();
+    receiving_ = groups_[1]->receive(0, 1, 0, at(received_));
+    sending_ = groups_[0]->send(1, 1, 0, all(sent_));
+  }
+  void expectThatItConnects() {
+    EXPECT_FALSE(receiving_->state().isComplete());
+    files_.clear();
+    EXPECT_TRUE(comes(*signal_, [&] { return receiving_->state().isComplete(); }));
+    EXPECT_EQ(received_, sent_);
+  }
+
+ private:
+  rlimit before_{};
+  std::vector<FileDescriptor> files_;
+  const Bytes sent_ = pattern(100, 1);
+  Bytes received_ = Bytes(sent_.size());
+  std::unique_ptr<Group::Receiving> receiving_;
+  std::unique_ptr<Group::Sending> sending_;
+};
+
+TEST_F(OutOfFiles, AConnectionWaitsAndTheLoopSleeps) {
+  beginToConnect();
   const auto processorTime = [] {
     timespec time{};
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
@@ -238,11 +260,26 @@ TEST_F(TwoTransports, OutOfFilesAConnectionWaitsAndTheLoopSleeps) {
   const auto timeBefore = processorTime();
   std::this_thread::sleep_for(1s);
   EXPECT_LT(processorTime() - timeBefore, 100ms);
-  EXPECT_FALSE(receiving->state().isComplete());
-  files.clear();
-  EXPECT_TRUE(comes(*signal_, [&] { return receiving->state().isComplete(); }));
-  EXPECT_EQ(received, sent);
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  expectThatItConnects();
+}
+
+TEST_F(OutOfFiles, WhoeverListensDoesSoAgainThoughThatFailsAtFirst) {
+  std::vector<int> loops;
+  for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code error;
+    const auto target = std::filesystem::read_symlink(file.path(), error);
+    if (target == "anon_inode:[eventpoll]") loops.push_back(std::stoi(file.path().filename()));
+  }
+  const int listening = listenerAt(second_->address().address.port());
+  beginToConnect();
+  // Nothing is added twice to the same epoll.
+  epoll_event none{};
+  for (const int loop : loops) {
+    while (epoll_ctl(loop, EPOLL_CTL_ADD, listening, &none) != 0) std::this_thread::sleep_for(1ms);
+  }
+  std::this_thread::sleep_for(700ms);
+  for (const int loop : loops) epoll_ctl(loop, EPOLL_CTL_DEL, listening, nullptr);
+  expectThatItConnects();
 }
 
 // The sockets of this process that have come in at `port`.

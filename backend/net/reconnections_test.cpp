@@ -141,13 +141,6 @@ TEST_F(MadeUpPeer, APeerThatHasGivenUpTheLinkIsAnErrorAtOnce) {
   EXPECT_NE(lost().find("has given up what it had"), std::string::npos) << lost();
 }
 
-TEST_F(MadeUpPeer, AConnectionThatEndsWithoutAnAnswerIsTriedAgainButNotForEver) {
-  for (int i = 0; i < 3; ++i) accept();
-  EXPECT_FALSE(group_->findLost());
-  for (int i = 0; i < 3; ++i) accept();
-  EXPECT_NE(lost().find("cannot connect to 127.0.0.1"), std::string::npos) << lost();
-}
-
 TEST_F(MadeUpPeer, EverySideSaysItsLastWordOfAConnection) {
   const auto first = accept();
   answer(first, {.from = kPeer, .link = 5});

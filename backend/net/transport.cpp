@@ -15,8 +15,8 @@
 namespace bagua::net {
 namespace {
 
-// A process that ends waits for its peers as long as more and more has come there, a slow line being no fault; without
-// that it waits for the shorter time.
+// A process that ends waits for its peers as long as more and more has come there, a slow line being no fault, and
+// while a connection that has broken is opened again; else it waits for the shorter time.
 constexpr std::chrono::seconds kLongestFinish{30};
 constexpr std::chrono::seconds kFinishTime{1};
 // The answer to a connection that is refused has so long to arrive.
@@ -71,12 +71,11 @@ std::shared_ptr<Inbox> Transport::expect(uint64_t id) {
 }
 
 void Transport::answer() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (std::exchange(isAnswering_, true)) return;
-  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (isAnswering_) return;
   const int socket = listening_.number();
   guestLoop_->add(socket, std::make_shared<Listener>(weak_from_this(), guestLoop_, socket), false);
+  isAnswering_ = true;
 }
 
 std::shared_ptr<Link> Transport::linkTo(const ProcessId& peer) {
@@ -140,7 +139,7 @@ void Transport::finish() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     const auto now = std::chrono::steady_clock::now();
     const uint64_t still = awaited();
-    if (still < left) progress = now;
+    if (still < left || std::ranges::any_of(links, [](const auto& link) { return link->isBroken(); })) progress = now;
     if (now - progress >= kFinishTime || now - begin >= kLongestFinish) return;
     left = still;
   }

@@ -4,9 +4,11 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <future>
 #include <thread>
 #include <utility>
 
+#include "tests/support/made_up_peer.h"
 #include "tests/support/two_transports.h"
 
 namespace bagua::net {
@@ -197,6 +199,32 @@ TEST(ProcessAddress, IsReadAsItIsWritten) {
     EXPECT_THROW(ProcessAddress::parse(wrong), c10::ValueError) << wrong;
   }
 }
+
+// Whether the peer has said that it leaves.
+class EndOfTheProcess : public MadeUpPeer, public ::testing::WithParamInterface<bool> {};
+
+TEST_P(EndOfTheProcess, WaitsForAConnectionThatIsOpenedAgainIfThePeerMayNeedIt) {
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  const Bytes sent = pattern(100, 1);
+  const auto sending = group_->send(1, 1, 0, {.data = sent.data(), .size = sent.size(), .ready = sent.size()});
+  EXPECT_EQ(hear(first).kind, Frame::Kind::kUnsolicited);
+  if (GetParam()) say(first, {.kind = Frame::Kind::kLeave, .group = 7, .key = {.source = 1}});
+  std::this_thread::sleep_for(50ms);
+  const uint64_t number = hello_.connection;
+  reset(first);
+  auto end = std::async(std::launch::async, [&] { transport_->finish(); });
+  const auto second = accept();
+  EXPECT_EQ(end.wait_for(2s), GetParam() ? std::future_status::ready : std::future_status::timeout);
+  answer(second, {.from = kPeer, .link = 5});
+  say(second, {.kind = Frame::Kind::kEnded, .key = {.stream = number}});
+  EXPECT_EQ(hear(second).kind, Frame::Kind::kEnded);
+  EXPECT_EQ(hear(second).kind, Frame::Kind::kUnsolicited);
+  say(second, {.kind = Frame::Kind::kReceived, .received = 2});
+  EXPECT_EQ(end.wait_for(5s), std::future_status::ready);
+}
+
+INSTANTIATE_TEST_SUITE_P(HasLeft, EndOfTheProcess, ::testing::Values(false, true));
 
 }  // namespace
 }  // namespace bagua::net
