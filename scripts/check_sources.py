@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_928, 16_000),
-    "python_shim": Layer({".py"}, 13_682, 8_500),
-    "tests": Layer({".py"}, 30_566, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_979, 16_000),
+    "python_shim": Layer({".py"}, 13_711, 8_500),
+    "tests": Layer({".py"}, 30_633, 22_000, counts_tests=True),
 }
 
 

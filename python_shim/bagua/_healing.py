@@ -8,7 +8,7 @@ import hashlib
 import logging
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -70,6 +70,9 @@ class TrainingState:
         self._optimizer = optimizer
         self._handle = handle
         self._others = others
+        # Of buffers that are not saved, as they are before the training: a forward may make or enlarge a cache.
+        saved = ddp.module.state_dict()
+        self._unsaved = _shapes((name, buffer) for name, buffer in ddp.module.named_buffers() if name not in saved)
         # Always that of the weights that are there, also when a transfer has failed.
         self.progress = Progress(-1, Stage.DONE)
         # Forwards with weights that were not there have changed them.
@@ -194,14 +197,13 @@ class TrainingState:
 
     def shapes(self) -> list[str]:
         """Return what has to be the same of all ranks, a sentence each."""
-        named = self._ddp.module.state_dict().items()
-        shapes = [f"{name}: {value.dtype}{list(value.shape)}" for name, value in named if isinstance(value, Tensor)]
         groups = [len(group["params"]) for group in self._optimizer.param_groups]
         others = [type(other).__qualname__ for other in self._others]
         return [
             f"an optimizer {type(self._optimizer).__qualname__} of {groups} parameters",
             f"others {others}",
-            *shapes,
+            *_shapes(self._ddp.module.state_dict().items()),
+            *self._unsaved,
         ]
 
     def _digest_of_others(self) -> str:
@@ -289,7 +291,10 @@ class TrainingState:
                     tensor.copy_(own_tensor)
         with torch.no_grad():
             for name, buffer in self._ddp.module.named_buffers():
-                buffer.copy_(state["buffers"][name])
+                given = state["buffers"].get(name, buffer)
+                if buffer.shape != given.shape:
+                    buffer.data = torch.empty_like(given, dtype=buffer.dtype)
+                buffer.copy_(given)
         for other, its_state in zip(self._others, state["others"], strict=True):
             other.load_state_dict(its_state)
         if not parameters:
@@ -313,6 +318,10 @@ class TrainingState:
             for key, value in state.items():
                 if isinstance(value, Tensor) and own[key].dtype != value.dtype:
                     own[key] = value.to(own[key].device)
+
+
+def _shapes(named: Iterable[tuple[str, Any]]) -> list[str]:
+    return [f"{name}: {value.dtype}{list(value.shape)}" for name, value in named if isinstance(value, Tensor)]
 
 
 def _numbers_of(newcomer: _Said, source: _Said) -> int:
@@ -344,7 +353,8 @@ def _refuse_other_models(said: Sequence[_Said]) -> None:
 def _differs(rank: int, own: _Said, furthest: _Said) -> bool:
     """Whether a rank needs what the furthest one has."""
     if own.groups and furthest.groups and own.groups.isdisjoint(furthest.groups):
-        _logger.warning("%d steps of rank %d are dropped: they were taken in another group", own.progress.step, rank)
+        text = "of the %d steps behind the weights of rank %d the last were taken in another group, and are dropped"
+        _logger.warning(text, own.progress.step, rank)
         return True
     if own.progress != furthest.progress:
         return True

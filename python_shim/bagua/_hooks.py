@@ -205,10 +205,11 @@ def register_comm_hook(
     group = process_group if isinstance(process_group, dist.ProcessGroup) else ddp.process_group
     main = executors_for(group, device)
     try:
-        if manager is not None:
-            _check_ddp(ddp)
-            managed.prepare(ddp, algorithm, group)
         hook = _make_hook(ddp, algorithm, options, optimizer, process_group, main)
+        if scaler is not None and hook.keeps_residuals:
+            check_scaler(scaler)
+        if manager is not None:
+            managed.prepare(ddp, algorithm, group)
     except Exception:
         refuse(main, device)
         raise

@@ -74,13 +74,13 @@ def prepare(ddp: DistributedDataParallel, algorithm: str, group: dist.ProcessGro
         )
     if ddp.static_graph:
         raise ValueError("manager= does not work with static_graph=True: a replica that joins has to lay out buckets")
+    settle_buckets(ddp)
     if ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()):
         _logger.warning(
             "manager= switches DDP's broadcast_buffers off, as members change while a forward runs: each replica keeps "
             "running statistics of its own"
         )
     ddp.broadcast_buffers = False
-    settle_buckets(ddp)
 
 
 class ManagedHook:

@@ -193,8 +193,8 @@ class _Meeting:
     def _look(self, store: dist.Store) -> _Decision | None:
         """See what was decided, who has come, and whether it is up to this process to decide."""
         # A refusal is written before the decision.
-        if store.check([self._refusal(self._own.member)]):
-            is_for_contract, reason = json.loads(store.get(self._refusal(self._own.member)))
+        if store.check([self._refusal(self._place)]):
+            is_for_contract, reason = json.loads(store.get(self._refusal(self._place)))
             raise (ValueError if is_for_contract else RuntimeError)(reason)
         if store.check([f"{self._number}/decision"]):
             decision: _Decision = json.loads(store.get(f"{self._number}/decision"))
@@ -203,19 +203,25 @@ class _Meeting:
             # The store has been served anew meanwhile.
             self._come(store)
         self._see_who_came(store)
-        before = [self._came[place].member for place in sorted(self._came) if place < self._place]
-        decides = next((m for m in before if m != self._own.member and self._is_at_work(store, m)), None)
+        before = sorted(place for place in self._places.values() if place < self._place)
+        decides = next((place for place in before if self._is_at_work(store, place)), None)
         self._is_up_to_this = decides is None
         if decides is not None:
-            self._waits_for = f"the decision of the process at {_place(decides)}"
+            self._waits_for = f"the decision of the process at {_place(self._came[decides].member)}"
         return None
 
-    def _is_at_work(self, store: dist.Store, member: str) -> bool:
+    def _is_at_work(self, store: dist.Store, place: int) -> bool:
         """Whether one who has come may decide. One that counts no more is dead, stopped, or without the store."""
-        return self._beats.is_counting(store, member) is not False and not store.check([self._refusal(member)])
+        is_counting = self._beats.is_counting(store, self._came[place].member)
+        return is_counting is not False and not store.check([self._refusal(place)])
 
-    def _refusal(self, member: str) -> str:
-        return f"{self._number}/refused/{member}"
+    def _refusal(self, place: int) -> str:
+        return f"{self._number}/refused/{place}"
+
+    @property
+    def _places(self) -> dict[str, int]:
+        """Where each one has come last: after a refusal it may come again, with another contract."""
+        return {self._came[place].member: place for place in sorted(self._came)}
 
     @property
     def _concerned(self) -> list[str]:
@@ -236,7 +242,7 @@ class _Meeting:
         # Others may have come while a silent host was waited for.
         self._see_who_came(store)
         now = time.monotonic()
-        came = {one.member: one for one in self._came.values()}
+        came = {member: self._came[place] for member, place in self._places.items()}
         if not came.keys() <= {self._own.member, *signs}:
             return  # Nothing is known yet of a newcomer.
         counting = {member: self._beats.is_counting(store, member) for member in signs}
@@ -246,7 +252,7 @@ class _Meeting:
             cut_off = (m for m in self._former if m in came and counting[m] and signs[m] is not Sign.LIVES)
             other = next(cut_off, None)
             if other is not None:
-                store.set(self._refusal(self._own.member), json.dumps(_apart(self._own.member, other)))
+                store.set(self._refusal(self._place), json.dumps(_apart(self._own.member, other)))
                 return
         for member in self._former:
             if member != self._own.member and self._is_waited_for(
@@ -265,7 +271,7 @@ class _Meeting:
             if came[member].contract != came[present[0]].contract:
                 refused[member] = _difference(store, (present[0], came[present[0]]), (member, came[member]))
         for member, refusal in refused.items():
-            store.set(self._refusal(member), json.dumps(refusal))
+            store.set(self._refusal(self._places[member]), json.dumps(refusal))
         members = [member for member in present if member not in refused]
         # A newcomer does not stop those who train with fewer.
         asking = [member for member in members if member in self._former] or members

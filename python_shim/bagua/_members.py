@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -35,22 +36,24 @@ class MemberGroup:
     """The default group: of this process alone at first."""
 
     def __init__(self, store: dist.Store, at_least: int, timeout: timedelta, patience: timedelta) -> None:
-        dist.init_process_group(
-            "bagua", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, enable_reconfigure=True
-        )
-        self._pulse = Pulse(reconfigure_handle())
-        # This process could not reach these at the last change.
-        self._unreached: list[str] = []
-        # Those that there are, and the number of the meeting that has made them the members.
-        self.members: list[str] = []
-        self.uuid = 0
-        self._become(secrets.randbits(62), [self._pulse.name])
-        self._timeout = timeout
-        self._meetings = Meetings(store, self._pulse.name, at_least, patience, timeout)
-        self._is_someone_waiting = threading.Event()
-        self._is_over = threading.Event()
-        self._counter = threading.Thread(target=self._count, name="bagua_elastic", daemon=True)
-        self._counter.start()
+        with contextlib.ExitStack() as undo:
+            dist.init_process_group(
+                "bagua", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, enable_reconfigure=True
+            )
+            undo.callback(dist.destroy_process_group)
+            self._pulse = Pulse(reconfigure_handle())
+            undo.callback(self._pulse.stop)
+            # Those that there are, and the number of the meeting that has made them the members.
+            self.become_alone()
+            self.uuid = 0
+            self._timeout = timeout
+            self._meetings = Meetings(store, self._pulse.name, at_least, patience, timeout)
+            undo.callback(self._meetings.store.close)
+            self._is_someone_waiting = threading.Event()
+            self._is_over = threading.Event()
+            self._counter = threading.Thread(target=self._count, name="bagua_elastic", daemon=True)
+            self._counter.start()
+            undo.pop_all()
 
     @property
     def name(self) -> str:
@@ -63,6 +66,10 @@ class MemberGroup:
         self._is_someone_waiting.clear()
         self._become(uuid, members)
         self.uuid = uuid
+
+    def become_alone(self) -> None:
+        """Have the group consist of this process."""
+        self._become(secrets.randbits(62), [self._pulse.name])
 
     def abort(self) -> None:
         """Have the operations fail in which others wait for this process, as one has failed here."""
@@ -93,7 +100,8 @@ class MemberGroup:
 
     def _become(self, uuid: int, members: Sequence[str]) -> None:
         has_met = threading.Event()
-        self._unreached = []
+        # This process could not reach these at the last change.
+        self._unreached: list[str] = []
         self.members = list(members)
         watch = threading.Thread(target=self._watch, args=(members, has_met), daemon=True)
         watch.start()

@@ -149,18 +149,20 @@ class Members:
         if self._training is not None:
             raise RuntimeError("bagua.elastic.Members trains one model, and train() has been called already")
         settle_buckets(ddp)
-        count = StepCount(optimizer)
-        try:
+        with contextlib.ExitStack() as undo:
+            count = StepCount(optimizer)
+            undo.callback(count.stop)
             given: Any = options
             handle = register_comm_hook(ddp, algorithm, optimizer=optimizer, **given)
+            undo.callback(handle.remove)
+            # The others would wait in that.
+            undo.callback(self._group.become_alone)
             count.watch_end()
             state = TrainingState(ddp, optimizer, handle, others)
             state.check()
             share = 0.0 if describe(algorithm)["optimizer"] else self._share
             self._training = Training(self._group, ddp, handle, state, count, step=step, share=share)
-        except BaseException:
-            count.stop()
-            raise
+            undo.pop_all()
         return self._training
 
     def close(self) -> None:

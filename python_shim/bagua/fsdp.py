@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from bagua._argument_checks import check_algorithm, check_optimizer_type
 from bagua._attachment import check_numbers, check_optimizer, is_linear, say_if_nothing_is_coded, scaler_of, unwrapped
 from bagua._executors import executors_for, refuse, start
-from bagua._handle import Handle, OptionArgument
+from bagua._handle import Handle, OptionArgument, check_scaler
 from bagua._layers import layers_of
 from bagua._native import _C
 from bagua._registry import available_algorithms, available_codecs, describe
@@ -293,6 +293,8 @@ def compress(
                 )
         if shards is not None:
             hook.use_shards(shards)
+        if scaler is not None and hook.keeps_residuals:
+            check_scaler(scaler)
     except Exception:
         for one in (shards, executors):
             if one is not None:

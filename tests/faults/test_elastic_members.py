@@ -242,9 +242,14 @@ def test_a_newcomer_with_another_model_is_refused_on_all_ranks() -> None:
     changing = Changing()
     changing.become(changing.me)
     ddp = DDP(nn.Linear(8, 4 + changing.me))
+    unsaved = nn.Linear(8, 4)
+    unsaved.register_buffer("unsaved", torch.ones(1 + changing.me), persistent=False)
+    other = DDP(unsaved)
     changing.become(0, 1)
     with pytest.raises(ValueError, match=r"(?s)cannot train together.*\[4, 8\].*\[5, 8\]"):
         heal(ddp, torch.optim.SGD(ddp.parameters(), 0.1), step=changing.me)
+    with pytest.raises(ValueError, match=r"(?s)cannot train together.*unsaved: torch.float32\[1\].*\[2\]"):
+        heal(other, torch.optim.SGD(other.parameters(), 0.1), step=changing.me)
 
 
 _SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"

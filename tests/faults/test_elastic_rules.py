@@ -19,7 +19,7 @@ from bagua._progress import Progress, Stage
 from bagua.elastic import Members, Training
 from elastic_ranks import join, weights_of
 from holdings import wait_for
-from hooked_models import same_everywhere
+from hooked_models import logged, same_everywhere
 from members import Members as Changing
 from members import model
 from ranks import on_new_ranks, run_ranks
@@ -145,29 +145,33 @@ def _another_comes() -> Any:
     with members:
         network = model(seed=me)
         optimizer = torch.optim.SGD(network.parameters(), 0.01)
+        ddp = DDP(network)
         if me == LAST:
             shared.get("train")
-            with pytest.raises(ValueError, match=r"They have the algorithm bytegrad.*; this one has the algorithm gr"):
-                members.train(DDP(network), optimizer, "gradient_allreduce")
-            shared.set("refused", "")
-            return None
-        training = members.train(DDP(network), optimizer, "bytegrad")
+            with pytest.raises(ValueError, match=r"They have the algorithm bytegrad.*; this one has the algorithm lo"):
+                members.train(ddp, optimizer, "local_sgd")
+            # A hook of the optimizer would go on exchanging weights.
+            assert not optimizer._optimizer_step_post_hooks
+        training = members.train(ddp, optimizer, "bytegrad")
         shared.set("train", "")
-        _step_until(training, optimizer, lambda: shared.check(["refused"]))
-        return weights_of(training), dist.get_world_size()
+        _step_until(training, optimizer, lambda: dist.get_world_size() == SIZE and not training.is_healing)
+        return weights_of(training), training.step
 
 
-def test_a_newcomer_of_another_algorithm_is_told_so_and_the_members_go_on() -> None:
-    (first, size), (second, _), _ = run_ranks(SIZE, _another_comes, timeout=60.0)
-    assert torch.equal(first, second)
-    assert size == SIZE - 1
+def test_a_newcomer_of_another_algorithm_is_told_so_and_joins_with_that_of_the_members() -> None:
+    (first, step), *others = run_ranks(SIZE, _another_comes, timeout=60.0)
+    for weights, steps in others:
+        assert torch.equal(weights, first)
+        assert steps == step
 
 
 def _unequal(others: Sequence[Any] = ()) -> tuple[int, DDP, TrainingState]:
     """Become one of two members, each with weights of its own."""
     changing = Changing()
     changing.become(changing.me)
-    ddp = DDP(model(seed=changing.me))
+    network = model(seed=changing.me)
+    network.register_buffer("cache", torch.full((2,), 1.0 + changing.me), persistent=False)
+    ddp = DDP(network)
     state = TrainingState(ddp, torch.optim.SGD(ddp.parameters(), 0.1), None, list(others))
     changing.become(0, 1)
     return changing.me, ddp, state
@@ -264,9 +268,23 @@ def test_states_beside_the_model_are_made_equal_and_weights_whose_steps_were_tak
     me, ddp, state = _unequal([count])
     progress = Progress(3, Stage.DONE)
     groups = frozenset({former_group + me}) if former_group else frozenset()
-    assert state.heal(progress, timedelta(seconds=20), groups=groups) == progress
+    with logged() as log:
+        assert state.heal(progress, timedelta(seconds=20), groups=groups) == progress
+    said = "of the 3 steps behind the weights of rank 1 the last were taken in another group, and are dropped\n"
+    assert log.getvalue() == (said if former_group else "")
     assert count.count == 0
     assert same_everywhere(*ddp.parameters()) == (former_group > 0)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@on_new_ranks(2)
+def test_buffers_that_are_not_saved_are_healed_also_where_a_forward_has_made_or_enlarged_them(length: int) -> None:
+    me, ddp, state = _unequal()
+    if me == 0:
+        ddp.module.cache = torch.full((length,), 7.0)
+        ddp.module.register_buffer("later", torch.ones(2), persistent=False)
+    state.heal(Progress(3 if me == 0 else -1, Stage.DONE), timedelta(seconds=20))
+    assert torch.equal(ddp.module.cache, torch.full((length,), 7.0))
 
 
 @on_new_ranks(2)
@@ -294,8 +312,10 @@ def test_a_state_that_others_could_not_be_given_is_an_error_before_they_need_it(
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), 0.01)
         others = [torch.optim.lr_scheduler.StepLR(optimizer, 1), _Count(lambda: 0)]  # type: ignore[arg-type]
+        ddp = DDP(network)
         with pytest.raises(Exception, match=r"full\(\)"):
-            members.train(DDP(network), optimizer, others=others)
+            members.train(ddp, optimizer, others=others)
+        assert members.train(ddp, optimizer, "bytegrad").step == 0
 
 
 def _fail_while_the_store_is_stopped(members: Members, port: int) -> None:

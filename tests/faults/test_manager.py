@@ -267,7 +267,11 @@ def test_what_cannot_work_under_a_manager_is_refused() -> None:
     members = Members()
     members.become(members.me)
     manager = _Manager(members)
-    ddp = DDP(model())
+    network = model()
+    network.register_buffer("statistics", torch.ones(3))
+    ddp = DDP(network)
+    with pytest.raises(ValueError, match="'bytegrad' has no option 'levels'"):
+        bagua.register_comm_hook(ddp, "bytegrad", manager=manager, levels=3)
     with pytest.raises(ValueError, match="'local_sgd' acts on what the optimizer does"):
         bagua.register_comm_hook(ddp, "local_sgd", torch.optim.SGD(ddp.parameters(), 0.1), manager=manager)
     with pytest.raises(ValueError, match="does not work with find_unused_parameters=True"):
@@ -280,6 +284,10 @@ def test_what_cannot_work_under_a_manager_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="delay_all_reduce_named_params does not work"):
         bagua.register_comm_hook(delayed, "bytegrad", manager=manager)
+    assert delayed.broadcast_buffers
     members.become(0, 1)
     with pytest.raises(ValueError, match="alone until the manager brings the replicas together"):
         bagua.register_comm_hook(ddp, "bytegrad", manager=manager)
+    assert ddp.broadcast_buffers
+    members.become(members.me)
+    bagua.register_comm_hook(ddp, "bytegrad", manager=manager)

@@ -232,7 +232,7 @@ def test_a_newcomer_that_cannot_reach_the_members_does_not_train_alone(world: _W
     assert [set(one.result(10)) for one in members] == [{a.name, b.name}] * 2
 
 
-def test_a_newcomer_with_another_contract_is_refused_and_the_members_go_on(world: _World) -> None:
+def test_a_newcomer_with_another_contract_is_refused_and_may_come_again_with_that_of_the_members(world: _World) -> None:
     a, b = _members(world, "a", "b")
     new = world.process("new")
     # Who is refused is told so also where the others go on waiting.
@@ -244,9 +244,9 @@ def test_a_newcomer_with_another_contract_is_refused_and_the_members_go_on(world
     with pytest.raises(ValueError, match="They have a model; this one has another model"):
         coming.result(10)
     assert not any(one.done() for one in members)
-    other = world.process("other")
-    everybody = {a.name, b.name, other.name}
-    assert [set(one.result(10)) for one in (*members, other.comes())] == [everybody] * 3
+    # The meeting goes on, and what it has been refused there holds no more.
+    everybody = {a.name, b.name, new.name}
+    assert [set(one.result(10)) for one in (*members, new.comes())] == [everybody] * 3
 
 
 def test_a_newcomer_that_stops_when_it_has_come_holds_nobody(world: _World) -> None:

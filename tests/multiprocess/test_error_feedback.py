@@ -2,6 +2,7 @@
 """What the optimizer saw and what residuals hold is what went in, whichever way a step ends."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import bagua
@@ -276,6 +277,15 @@ def test_what_is_owed_changes_its_scale_with_the_loss(options: dict[str, Any]) -
     assert changes.count(0.5) == 4
     assert changes.count(2.0) > 4
     account.check(handle.state_dict()["state"], scaler.get_scale())
+
+
+@on_ranks(2)
+def test_a_wrapper_whose_scaler_cannot_be_followed_is_refused_before_the_model_has_a_hook() -> None:
+    ddp = DDP(Leaves(*SHAPES))
+    wrapper: Any = SimpleNamespace(optimizer=torch.optim.SGD(ddp.parameters(), lr=0.0), scaler=0.5)
+    with pytest.raises(TypeError, match=r"expected a torch.amp.GradScaler, got float"):
+        bagua.register_comm_hook(ddp, optimizer=wrapper, codec="4bit", **QUANTIZED)
+    bagua.register_comm_hook(ddp, codec="4bit", **QUANTIZED)
 
 
 @pytest.mark.parametrize("options", ALGORITHMS, ids=str)

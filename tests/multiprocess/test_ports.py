@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from bagua._native import _C
 from bagua._pulse import Pulse, address_of
+from bagua.elastic import Members
+from holdings import holdings, left_behind
 from ranks import run_ranks
 
 _HOSTS = ["one", "one", "other"]
@@ -65,6 +67,28 @@ def test_members_that_come_and_go_are_met_and_felt_at_ports_of_the_range() -> No
     for ports in seen:
         assert len(set(ports)) == 3
         assert all(first <= port <= last for port in ports)
+
+
+def _member_without_a_port() -> list[str]:
+    dist.destroy_process_group()
+    # What a process keeps for good is there.
+    Members(dist.HashStore()).close()
+    before = holdings()
+    _, last = _C.listening_ports()
+    with socket.create_server(("127.0.0.1", last)), pytest.raises(OSError, match=r"none of .* is free: .* takes three"):
+        Members(dist.HashStore())
+    assert not dist.is_initialized()
+    left = left_behind(before)
+    Members(dist.HashStore()).close()
+    return left
+
+
+@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
+def test_a_member_that_finds_no_port_leaves_nothing_and_tries_again_once_there_is_one() -> None:
+    first = _free_ports(3)
+    environment = {"BAGUA_PORT": f"{first}-{first + 2}", "MASTER_ADDR": "127.0.0.1"}
+    (left,) = run_ranks(1, _member_without_a_port, env=environment)
+    assert left == []
 
 
 def _error_of_a_sum() -> str:
