@@ -177,10 +177,13 @@ class Handle:
                 raise ValueError(f"the checkpoint was written with {key} {saved!r}, this hook has {own!r}")
         check_checkpoint(state_dict)
         self._check_rank(state_dict)
-        # A checkpoint from before steps were counted begins with the first.
-        self._hook.load(state_dict["state"], state_dict["layout"], state_dict.get("step", 0), state_dict.get("guard"))
+        self._load(state_dict)
         if self._attachment is not None:
             self._attachment.state_loaded()
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        # A checkpoint from before steps were counted begins with the first.
+        self._hook.load(state_dict["state"], state_dict["layout"], state_dict.get("step", 0), state_dict.get("guard"))
 
     def _check_rank(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse the state of another rank of as many: a library has written that of rank 0 for all."""

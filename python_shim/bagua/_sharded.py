@@ -251,6 +251,12 @@ class ShardReduction:
         self._hook.end_step()
 
     @property
+    def place(self) -> list[list[int]]:
+        """Of which shards a state is: the how manieth of how many, and their shapes. For checkpoints."""
+        shards = self._model.shards
+        return [[shards.rank(), shards.size()], *(list(shape_in_buffer(p)) for p in self._model.parameters)]
+
+    @property
     def buckets(self) -> dict[int, tuple[str, list[int]]]:
         """Which parameters were reduced before, by position: in what dtype, and with which others. For checkpoints."""
         return {one: (str(dtype).split(".")[1], list(others)) for one, (dtype, others) in self._buckets.items()}

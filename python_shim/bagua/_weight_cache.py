@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ class CachedGather:
         self._names = names
         self._weights = weights
         self._number = torch.tensor([number], device=group.device)
+        self._key = f"held.{number}"
         self._codec = None if weights == "cache" else weights
         self._changes = WeightChanges(group, has_digests=self._codec is not None)
         self._said = said
@@ -88,6 +89,8 @@ class CachedGather:
         self._were_frozen: list[bool] = []
         # What it holds in the place of this rank's own shards, where FSDP2 is about to put them as they are now.
         self._held: Tensor | None = None
+        # The same of a run that this one continues, which the other ranks have yet to gather.
+        self._loaded: Tensor | None = None
 
     def attach(self, model: ShardedModel) -> None:
         """Take the place of FSDP2's all-gather. Collective."""
@@ -128,6 +131,40 @@ class CachedGather:
         """Have the group gathered in full; on all ranks."""
         self._is_complete = False
 
+    def state(self) -> dict[str, Tensor]:
+        """Return what all ranks hold of this rank's shards, from which coded differences go on, and of which moment."""
+        ranks, changes = shard_group(self._group), self._changes
+        if self._codec is None or not self._is_complete or self._cache is None or changes.moved() is not None:
+            return {}
+        held = self._cache.chunk(ranks.size())[ranks.rank()].clone()
+        moment = [int(self._steps != changes.steps), *changes.digests]
+        return {self._key: held, f"{self._key}.moment": torch.tensor(moment)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` has returned."""
+        self.forget()
+        self._loaded = None
+        if self._codec is None or self._key not in state:
+            return
+        self._changes.note()
+        is_stepped, *digests = state[f"{self._key}.moment"].tolist()
+        self._steps = self._changes.steps - is_stepped
+        self._loaded = state[self._key].clone()
+        if digests != self._changes.digests:
+            # These are not the weights of that moment: all ranks see it, and gather them in full.
+            self._loaded.fill_(torch.nan)
+
+    def _gather_loaded(self, output: Tensor, shards: Tensor, group: dist.ProcessGroup) -> bool:
+        """Gather what the ranks held in the run that this one continues; returns whether they can go on from it."""
+        loaded, self._loaded, self._given, self._cache = self._loaded, None, shards.clone(), output
+        assert loaded is not None
+        self._held = torch.cat(
+            [(loaded if is_trained else shards).narrow(0, b, n) for b, n, is_trained in self._columns(shards)]
+        )
+        self._exchange(output, self._held, group, is_coded=False)
+        shards.copy_(self._given)
+        return are_finite(output)
+
     @property
     def bytes(self) -> int:
         return 0 if self._cache is None else self._cache.nbytes
@@ -155,6 +192,9 @@ class CachedGather:
         parameters = self._group.fsdp_params
         moments = [shard_moment(parameter) for parameter in parameters]
         is_frozen = [not parameter.sharded_param.requires_grad for parameter in parameters]
+        if self._loaded is not None:
+            self._is_complete = self._gather_loaded(output_tensor, input_tensor, group)
+            self._moments, self._were_frozen = moments, is_frozen
         is_known = self._is_complete and all(
             was and own == other
             for own, other, was, counts in zip(moments, self._moments, self._were_frozen, is_frozen, strict=True)

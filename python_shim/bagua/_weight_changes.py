@@ -72,7 +72,7 @@ class WeightChanges:
         # By the id of each parameter, as they were when all ranks got to know them.
         self._places: dict[int, int] = {}
         self._moments: list[tuple[int, ...]] = []
-        self._digests: list[int] = []
+        self.digests: list[int] = []
         self._changed_before_step: int | None = None
         # How many steps optimizers have taken that hold one of the parameters; the same number on all ranks.
         self.steps = 0
@@ -89,7 +89,7 @@ class WeightChanges:
         self._places = {id(parameter.sharded_param): i for i, parameter in enumerate(self._group.fsdp_params)}
         self._moments = [shard_moment(parameter) for parameter in self._group.fsdp_params]
         if self._has_digests:
-            self._digests = [_digest_of(parameter) for parameter in self._group.fsdp_params]
+            self.digests = [_digest_of(parameter) for parameter in self._group.fsdp_params]
         self._changed_before_step = None
 
     def _places_of(self, held: Set[int]) -> list[int]:
@@ -109,7 +109,7 @@ class WeightChanges:
             parameter = self._group.fsdp_params[place]
             self._moments[place] = shard_moment(parameter)
             if self._has_digests:
-                self._digests[place] = _digest_of(parameter)
+                self.digests[place] = _digest_of(parameter)
 
     def moved(self) -> int | None:
         """Return the place of a parameter that was changed other than by a step; found by all ranks alike."""
@@ -121,7 +121,7 @@ class WeightChanges:
     def moved_here(self) -> int | None:
         """Return the place of a parameter that was changed other than by a step; found by this rank alone."""
         digests = map(_digest_of, self._group.fsdp_params)
-        return next((i for i, pair in enumerate(zip(digests, self._digests, strict=True)) if pair[0] != pair[1]), None)
+        return next((i for i, pair in enumerate(zip(digests, self.digests, strict=True)) if pair[0] != pair[1]), None)
 
 
 def are_finite(values: Tensor) -> bool:

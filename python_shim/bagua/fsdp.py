@@ -12,7 +12,7 @@ a mesh of one dimension gradients are reduce-scattered, coded, and weights="cach
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -83,11 +83,30 @@ class _ShardedHandle(Handle):
         """See `Handle.state_dict`; each rank has to save its own. In rounds it is collective among ranks of a host."""
         if self._rounds is not None:
             self._rounds.show_last_gradients()
-        return {**super().state_dict(), "buckets": self._reduction.buckets}
+        own = {**super().state_dict(), "buckets": self._reduction.buckets, "place": self._reduction.place}
+        for cache in self._caches:
+            own["state"] |= cache.state()
+        return own
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._reduction.buckets = state_dict.get("buckets", {})
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse the state of other shards, of which some would fit in length. The rest goes on with any."""
+        state = dict(state_dict["state"])
+        is_other = state_dict.get("place", self._reduction.place) != self._reduction.place
+        if is_other and state:
+            advice = (
+                "Pass {**checkpoint, 'state': {}}, which begins without residuals"
+                if self._rounds is None
+                else "Do without this one, and begin a round: call handle.synchronize() before a checkpoint for that"
+            )
+            raise ValueError(
+                "the checkpoint has the state of other shards: of more or fewer ranks, of other parameters, or placed "
+                f"otherwise. Model and optimizer go on with any. {advice}"
+            )
+        held = {name: state.pop(name) for name in list(state) if name.startswith("held.")}
+        super()._load({**state_dict, "state": state, "layout": [] if is_other else state_dict["layout"]})
+        self._reduction.buckets = {} if is_other else state_dict.get("buckets", {})
+        for cache in self._caches:
+            cache.load(held)
 
     def of_all_ranks(self) -> StatesOfAllRanks:
         """See `Handle.of_all_ranks`; not of algorithms in rounds, between which hosts have weights of their own."""

@@ -11,13 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from sharded_models import loss_of, made_model, mesh_of, on_hosts, sharded, shards_of
+from sharded_models import loss_of, made_model, mesh_of, on_hosts, sharded, shards_of, trained
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# Between the last step and the checkpoint an evaluation has gathered what the step has made of the weights, or not.
+RUNS = [("hybrid", None, False), ("line", "cache", False), ("line", "4bit", False), ("line", "int8", True)]
 
 
-@pytest.mark.parametrize("mesh_name", ["hybrid", "line"])
+@pytest.mark.parametrize(("mesh_name", "coded", "is_evaluated"), RUNS)
 @on_ranks(4)
-def test_a_run_continues_a_distributed_checkpoint_with_the_same_bits(mesh_name: str) -> None:
+def test_a_run_continues_a_distributed_checkpoint_with_the_same_bits(
+    mesh_name: str, coded: str | None, is_evaluated: bool
+) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -25,7 +31,7 @@ def test_a_run_continues_a_distributed_checkpoint_with_the_same_bits(mesh_name: 
 
     def begun() -> tuple[Any, bagua.Handle, torch.optim.Optimizer]:
         model = sharded(made_model(), mesh)
-        handle = bagua.fsdp.compress(model, "4bit", weights="cache" if mesh.ndim == 1 else None)
+        handle = bagua.fsdp.compress(model, "4bit", weights=coded)
         return model, handle, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def after(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, Tensor]:
@@ -39,6 +45,9 @@ def test_a_run_continues_a_distributed_checkpoint_with_the_same_bits(mesh_name: 
     dist.broadcast_object_list(folder)
     model, handle, optimizer = begun()
     after(model, optimizer, range(3))
+    if is_evaluated:
+        with torch.no_grad():
+            loss_of(model, 9)
     weights, of_optimizer = get_state_dict(model, optimizer)
     torch.save(handle.state_dict(), packed := io.BytesIO())
     dcp.save({"model": weights, "optimizer": of_optimizer, name: packed.getvalue()}, checkpoint_id=folder[0])
@@ -55,6 +64,66 @@ def test_a_run_continues_a_distributed_checkpoint_with_the_same_bits(mesh_name: 
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
+
+
+@on_ranks(4)
+def test_other_weights_than_those_of_the_checkpoint_are_gathered_in_full() -> None:
+    def outcome(one: Any) -> Tensor:
+        with torch.no_grad():
+            result: Tensor = one(torch.linspace(-1, 1, 67).expand(1, -1))
+        one.reshard()
+        return result
+
+    mesh = mesh_of("line")
+    model, other, whole = (sharded(made_model(), mesh) for _ in range(3))
+    handle = bagua.fsdp.compress(model, "gradient_allreduce", weights="1bit")
+    trained(model)
+    saved = handle.state_dict()
+    resumed = bagua.fsdp.compress(other, "gradient_allreduce", weights="1bit")
+    for is_changed_after in (False, True):
+        if is_changed_after:
+            resumed.load_state_dict(saved)
+        with torch.no_grad():
+            for one in (other, whole):
+                one.head.weight.mul_(2)
+        if not is_changed_after:
+            resumed.load_state_dict(saved)
+        torch.testing.assert_close(outcome(other), outcome(whole), rtol=1e-5, atol=1e-6)
+
+
+def mesh_for(name: str) -> DeviceMesh:
+    """One of `mesh_of`, or of the same ranks with other shards."""
+    if name == "one host":
+        return init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    if name != "pair":
+        return mesh_of(name)
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    return DeviceMesh.from_group(groups[dist.get_rank() // 2], "cpu", mesh_dim_names=("shard",))
+
+
+@pytest.mark.parametrize("meshes", [("line", "pair"), ("pair", "line"), ("hybrid", "line"), ("hybrid", "one host")])
+@on_ranks(4)
+def test_the_state_of_other_shards_is_refused_with_what_to_do(meshes: tuple[str, str]) -> None:
+    """Some of it would fit in length."""
+    for name, options in (("4bit", {"residuals": "float32", "hierarchical": False}), ("diloco", {"sync_every": 2})):
+        trainings = []
+        for mesh in map(mesh_for, meshes):
+            model = sharded(made_model(), mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+            if name != "diloco" or mesh.ndim == 2:
+                trainings.append((model, optimizer, bagua.fsdp.compress(model, name, optimizer=optimizer, **options)))
+        if len(trainings) < 2:
+            continue
+        (model, optimizer, handle), (_, _, other) = trainings
+        loss_of(model, 0).backward()
+        optimizer.step()
+        saved, remedy = handle.state_dict(), r"synchronize\(\)" if name == "diloco" else r"\{\*\*checkpoint"
+        with pytest.raises(ValueError, match=rf"state of other shards.*{remedy}"):
+            other.load_state_dict(saved)
+        if name == "4bit":
+            other.load_state_dict({**saved, "state": {}})
+            assert other.state_dict()["step"] == 1
+            trained(trainings[1][0])
 
 
 @pytest.mark.parametrize("kind", ["plain", "momentum", "rate in a tensor"])
