@@ -31,8 +31,8 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_979, 16_000),
-    "python_shim": Layer({".py"}, 13_711, 8_500),
-    "tests": Layer({".py"}, 30_633, 22_000, counts_tests=True),
+    "python_shim": Layer({".py"}, 13_779, 8_500),
+    "tests": Layer({".py"}, 30_702, 22_000, counts_tests=True),
 }
 
 
