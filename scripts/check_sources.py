@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_925, 16_000),
+    "backend": Layer({".h", ".cpp"}, 22_976, 16_000),
     "python_shim": Layer({".py"}, 13_682, 8_500),
     "tests": Layer({".py"}, 30_505, 22_000, counts_tests=True),
 }
