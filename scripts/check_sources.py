@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_925, 16_000),
-    "python_shim": Layer({".py"}, 13_682, 8_500),
-    "tests": Layer({".py"}, 30_505, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_942, 16_000),
+    "python_shim": Layer({".py"}, 13_802, 8_500),
+    "tests": Layer({".py"}, 30_630, 22_000, counts_tests=True),
 }
 
 
