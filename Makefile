@@ -24,7 +24,7 @@ export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .PHONY: help setup build package short-build test test-quick test-rest test-all test-gpu gpu-light test-engines test-asan test-tsan test-faults fuzz soak lint format demo bench bench-gpu convergence
-.PHONY: docs wheel wheels clean distclean FORCE
+.PHONY: docs wheel wheels release clean distclean FORCE
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -127,6 +127,9 @@ wheel: $(SETUP_STAMP)  ## build/dist/bagua-*.whl for the torch of the set-up
 
 wheels: $(SETUP_STAMP)  ## build/dist: a wheel for each of TORCHES="2.11 ... 2.15" and PYTHONS="3.10 ... 3.13" (10 minutes of a core for a torch, 2 for each more Python)
 	@scripts/wheels.sh $(VENV)
+
+release: $(SETUP_STAMP)  ## build/release: sdist, wheels from it (as `make wheels`), SHA256SUMS, NOTES.md, all checked; uploads nothing
+	@scripts/release.sh $(VENV)
 
 clean:  ## remove what was built
 	rm -rf build compile_commands.json

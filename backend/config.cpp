@@ -12,15 +12,30 @@
 #include <cerrno>
 #include <charconv>
 #include <initializer_list>
+#include <string_view>
 #include <system_error>
 
 namespace bagua::config {
 namespace {
 
+// The one list of our own: another name below does not compile.
+constexpr auto kOwn = std::to_array<std::string_view>(
+    {"BAGUA_DEFAULT_BUCKET_SIZE", "BAGUA_HOST_ID", "BAGUA_JOB_SECRET", "BAGUA_JOB_SECRET_FILE", "BAGUA_NCCL_CHANNELS",
+     "BAGUA_NCCL_NET", "BAGUA_PORT", "BAGUA_SHARED_MEMORY", "BAGUA_SOCKET_CONNECTIONS", "BAGUA_SOCKET_IFNAME",
+     "BAGUA_TLS_CA", "BAGUA_TLS_CERTIFICATE", "BAGUA_TLS_KEY", "BAGUA_WARN_AFTER_SECONDS"});
+
+struct Name {
+  consteval Name(const char* name) : text(name) {
+    if (std::string_view(name).starts_with("BAGUA_") && std::ranges::find(kOwn, name) == kOwn.end())
+      throw "not in kOwn";
+  }
+  const char* text;
+};
+
 // The first of them that is set.
-std::optional<std::string> firstOf(std::initializer_list<const char*> names) {
-  for (const char* const name : names) {
-    auto value = c10::utils::get_env(name);
+std::optional<std::string> firstOf(std::initializer_list<Name> names) {
+  for (const Name name : names) {
+    auto value = c10::utils::get_env(name.text);
     if (value && !value->empty()) return value;
   }
   return std::nullopt;
@@ -28,10 +43,10 @@ std::optional<std::string> firstOf(std::initializer_list<const char*> names) {
 
 // Of a setting that protects. An empty one means that what was to fill it has failed, as $(cat FILE) does where the
 // file is missing.
-std::optional<std::string> filled(const char* name) {
-  auto value = c10::utils::get_env(name);
-  TORCH_CHECK_VALUE(!value || !value->empty(), "bagua: ", name, " is set, but empty: the job would run unprotected. ",
-                    "See why what was to fill it has not, or unset it (unset ", name,
+std::optional<std::string> filled(Name name) {
+  auto value = c10::utils::get_env(name.text);
+  TORCH_CHECK_VALUE(!value || !value->empty(), "bagua: ", name.text, " is set, but empty: the job would run ",
+                    "unprotected. See why what was to fill it has not, or unset it (unset ", name.text,
                     ") on all ranks for a job without a secret");
   return value;
 }
@@ -43,15 +58,15 @@ bool read(const std::string& text, Number& number) {
   return error == std::errc() && stop == end;
 }
 
-std::optional<bool> zeroOrOne(const char* name) {
+std::optional<bool> zeroOrOne(Name name) {
   const auto text = firstOf({name});
-  TORCH_CHECK_VALUE(!text || *text == "0" || *text == "1", "bagua: ", name, " is to be 0 or 1, got '", *text, "'");
+  TORCH_CHECK_VALUE(!text || *text == "0" || *text == "1", "bagua: ", name.text, " is to be 0 or 1, got '", *text, "'");
   return text ? std::optional(*text == "1") : std::nullopt;
 }
 
 int64_t readDefaultBucketBytes() {
-  const auto text = c10::utils::get_env("BAGUA_DEFAULT_BUCKET_SIZE");
-  if (!text || text->empty()) return int64_t{10} << 20;
+  const auto text = firstOf({"BAGUA_DEFAULT_BUCKET_SIZE"});
+  if (!text) return int64_t{10} << 20;
   int64_t bytes = 0;
   TORCH_CHECK_VALUE(read(*text, bytes) && bytes > 0,
                     "bagua: BAGUA_DEFAULT_BUCKET_SIZE is to be a positive number of bytes, got '", *text, "'");
@@ -78,11 +93,9 @@ std::string readSecret(const std::string& path) {
 
 }  // namespace
 
-std::optional<std::string> hostId() {
-  auto value = c10::utils::get_env("BAGUA_HOST_ID");
-  if (!value || value->empty()) return std::nullopt;
-  return value;
-}
+std::vector<std::string> names() { return {kOwn.begin(), kOwn.end()}; }
+
+std::optional<std::string> hostId() { return firstOf({"BAGUA_HOST_ID"}); }
 
 std::optional<std::string> socketInterface() { return firstOf({"BAGUA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}); }
 

@@ -6,10 +6,14 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 // Every environment variable that bagua reads. docs/settings.md lists them. One that changes what travels between ranks
 // is read once in a process and has a field in rank_record.cpp, so that what ranks compare is what they use.
 namespace bagua::config {
+
+// Of those that begin with BAGUA_. Another one that a user sets is misspelt: python_shim/bagua/_settings.py says so.
+std::vector<std::string> names();
 
 // BAGUA_HOST_ID: ranks with different values count as being on different hosts (as NCCL_HOSTID does for NCCL).
 std::optional<std::string> hostId();

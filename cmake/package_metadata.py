@@ -43,9 +43,25 @@ def _torch_minor() -> tuple[int, int]:
     return major, minor
 
 
+# What scikit-build-core is making: it says so before it asks for the rest.
+_made = {"now": ""}
+
+
+def build_state(build_state: str) -> None:
+    _made["now"] = build_state
+
+
+def dynamic_wheel(settings: Mapping[str, Any]) -> dict[str, bool]:
+    return {"dependencies": True}
+
+
 def dynamic_metadata(settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
     _check_machine()
     major, minor = _torch_minor()
+    if _made["now"] == "sdist":
+        # Sources are of no torch yet.
+        newest = f"{NEWEST_TORCH[0]}.{NEWEST_TORCH[1] + 1}"
+        return {"version": BASE_VERSION, "dependencies": [f"torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]},<{newest}"]}
     return {
         "version": f"{BASE_VERSION}+torch{major}.{minor}",
         "dependencies": [f"torch>={major}.{minor},<{major}.{minor + 1}"],

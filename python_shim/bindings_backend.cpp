@@ -96,6 +96,7 @@ void bindBackend(py::module& module) {
       "flight_recorder_trace", [] { return py::bytes(FlightRecorder::instance().dump()); },
       "The last operations of this process, pickled as torch's flight recorder does.");
   module.attr("LONGEST_TIMEOUT") = py::cast(kLongestTimeout);
+  module.def("setting_names", &config::names, "The environment variables that begin with BAGUA_ and that are read.");
   module.def("local_host_id", &localHostId, "What identifies this process's host to its peers.");
   module.def("local_address", &net::localAddress, "Where processes of other hosts can reach this one.");
   module.def(

@@ -139,6 +139,18 @@ void bindAlgorithmOptions(py::module& module) {
         return CodecRegistry::find(codec).codec->layout().packedBytes(numel);
       },
       py::arg("codec"), py::arg("numel"), "What a codec makes of so many elements that are coded together.");
+  module.def(
+      "code_and_decode",
+      [](const std::string& name, at::Tensor values) {
+        const py::gil_scoped_release noGil;
+        const auto& codec = *CodecRegistry::find(name).codec;
+        at::Tensor packed = at::empty({codec.layout().packedBytes(values.numel())}, at::kByte);
+        const Piece all{0, values.numel()};
+        codec.start(values, {}, packed);
+        codec.encode(values, all, {}, packed);
+        codec.decode(packed, all, values);
+      },
+      py::arg("codec"), py::arg("values"), "Makes of values what arrives of them, to see what a codec costs.");
   module.attr("DEFAULT_CODEC") = compressed::kDefaultCodec;
   module.def(
       "check_options",

@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_979, 16_000),
-    "python_shim": Layer({".py"}, 13_779, 8_500),
-    "tests": Layer({".py"}, 30_702, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_996, 16_000),
+    "python_shim": Layer({".py"}, 13_899, 8_500),
+    "tests": Layer({".py"}, 30_827, 22_000, counts_tests=True),
 }
 
 

@@ -4,9 +4,10 @@
     python benchmarks/hosts/cost_model.py benchmarks/results [MORE.json]
 
 Fitted by least squares of relative errors to grid.json, two hosts on nine networks. hosts.json, of another day and with
-other hosts, models and networks, takes no part, nor do grid_cubic.json, of another machine, and MORE.json: their errors
-are those of predictions, and so are those of each network of the grid by a fit to the other eight. Writes prices.json
-into the package, and prediction.md.
+other hosts, models and networks, takes no part, nor do grid_cubic.json and grid_loss.json, of another machine, and
+MORE.json: their errors are those of predictions, and so are those of each network of the grid by a fit to the other
+eight. How fast a file's processor is, which `plan` measures, is told by its steps of the convolutional network without
+communication. Writes prices.json into the package, and prediction.md.
 """
 
 from __future__ import annotations
@@ -47,17 +48,31 @@ class Sample:
     sent: float
     seconds: float
     steps: int
+    slowness: float
 
     @property
     def line(self) -> Line:
         """All hosts are on one machine."""
         n = self.scenario
-        cores = max(1.0, n.hosts * n.ranks_per_host / CORES)
-        return Line(n.hosts, n.bits_per_second, n.round_trip, cores)
+        return Line(n.hosts, n.bits_per_second, n.round_trip, _ranks_per_core(n))
 
     def error(self, way: str, price: Price) -> float:
         """Return model / measurement - 1."""
-        return step_seconds(way, price, self.step, self.sent, self.line) / self.seconds - 1
+        return step_seconds(way, price, self.step, self.sent, self.line, self.slowness) / self.seconds - 1
+
+
+def _ranks_per_core(scenario: Scenario) -> float:
+    return max(1.0, scenario.hosts * scenario.ranks_per_host / CORES)
+
+
+def seconds_alone(runs: Runs) -> float:
+    """Return a step of the convolutional network without communication, the median of all of a file's lines."""
+    return statistics.median(
+        statistics.median(m.times) / _ranks_per_core(scenario)
+        for scenario, measurements in runs
+        for m in measurements
+        if m.way == "no communication" and scenario.model == "convolutional"
+    )
 
 
 def _model(name: str) -> list[Parameter]:
@@ -65,9 +80,13 @@ def _model(name: str) -> list[Parameter]:
     return parameters_of(network.parameters(), names_and_roles(network, list(network.parameters())))
 
 
-def samples_of(way: str, runs: Runs, models: Mapping[str, list[Parameter]]) -> list[Sample]:
-    """Return the medians of one way on all networks with a limited line; ranks of a host would share its memory."""
+def samples_of(way: str, runs: Runs, models: Mapping[str, list[Parameter]], reference: float) -> list[Sample]:
+    """Return the medians of one way on all networks with a limited line; ranks of a host would share its memory.
+
+    `reference` is seconds_alone() on the processor of the prices.
+    """
     samples = []
+    slowness = seconds_alone(runs) / reference
     for scenario, measurements in runs:
         by_way = {m.way: m for m in measurements}
         if way not in by_way or not scenario.bits_per_second or scenario.ranks_per_host > 1:
@@ -77,7 +96,7 @@ def samples_of(way: str, runs: Runs, models: Mapping[str, list[Parameter]]) -> l
         algorithm, options = options_of_way(way)
         sent = coded_bytes(_C.check_options(algorithm, options), parameters) if algorithm else _stock(way, parameters)
         step = Step.of(parameters, compute)
-        samples.append(Sample(scenario, step, sent, by_way[way].median, len(by_way[way].times)))
+        samples.append(Sample(scenario, step, sent, by_way[way].median, len(by_way[way].times), slowness))
     return samples
 
 
@@ -111,13 +130,15 @@ def main() -> None:
     results = Path(sys.argv[1])
     kinds = {"the grid, held out": load(results / "grid.json"), "another day": load(results / "hosts.json")}
     kinds["cubic, 50 ms of buffer, on a machine of slower cores"] = load(results / "grid_cubic.json")
+    kinds["0.1 % of packets lost, of which the model knows nothing"] = load(results / "grid_loss.json")
     for path in map(Path, sys.argv[2:]):
         kinds[path.stem] = load(path)
     models = {scenario.model: _model(scenario.model) for runs in kinds.values() for scenario, _ in runs}
     prices = {}
+    reference = seconds_alone(kinds["the grid, held out"])
     errors: dict[str, dict[tuple[Scenario, str], tuple[float, Sample]]] = {kind: {} for kind in kinds}
     for way in WAYS:
-        samples = {kind: samples_of(way, runs, models) for kind, runs in kinds.items()}
+        samples = {kind: samples_of(way, runs, models, reference) for kind, runs in kinds.items()}
         grid, *others = samples
         price = prices[way] = fit(way, samples[grid])
         for sample in samples[grid]:
@@ -137,7 +158,9 @@ def _report(errors: Mapping[str, Mapping[tuple[Scenario, str], tuple[float, Samp
     for kind, cells in errors.items():
         found = [abs(error) for error, _ in cells.values()]
         good = sum(e <= _GOOD for e in found)
-        text += f"\n## {kind}\n\n{good} of {len(found)} predictions are within 15 %, half of them within "
+        slowness = next(iter(cells.values()))[1].slowness
+        text += f"\n## {kind}\n\nThe processor took {slowness:.2f} times as long as that of the grid. "
+        text += f"{good} of {len(found)} predictions are within 15 %, half of them within "
         text += f"{100 * statistics.median(found):.0f} %, the worst is {100 * max(found):.0f} % off.\n\n"
         text += f"| line | {' | '.join(WAYS)} |\n|---|{'---|' * len(WAYS)}\n"
         for scenario in dict.fromkeys(scenario for scenario, _ in cells):

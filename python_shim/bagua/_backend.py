@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bagua import _at_exit
 from bagua._fresh_store import fresh_part
 from bagua._native import _C
+from bagua._settings import warn_of_unknown
 from bagua._torch_private import set_timeout, uncount_group, waits_for_reconfigure
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def create_backend(dist_backend_opts: BackendOptions, pg_options: Any) -> Any:
     options.global_ranks_in_group = list(dist_backend_opts.global_ranks_in_group)
     _at_exit.install()
     rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
+    warn_of_unknown(rank)
     try:
         timeout = _limited(dist_backend_opts.timeout, rank, size)
         set_timeout(options, timeout)

@@ -21,6 +21,7 @@ from bagua import _at_exit
 from bagua._fresh_store import fresh_part, new_name
 from bagua._native import _C
 from bagua._registry import describe
+from bagua._settings import warn_of_unknown
 from bagua._tensors_apart import broadcast_state
 from bagua._torch_private import backend_of, default_group, listed_groups, new_listed_group, timeout_of
 
@@ -120,6 +121,7 @@ def _executors_over(
             backend.options._is_serial = True
         return _C.executors_of_group(backend)
     _at_exit.install()
+    warn_of_unknown(group.rank())
     ranks = dist.get_process_group_ranks(group)
     return _C.executors_over_backend(backend, group.group_name, _records_of(group, timeout), timeout, ranks)
 

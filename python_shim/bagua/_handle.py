@@ -222,17 +222,26 @@ class Handle:
         if scaler in self._followed:
             return
         self._followed.add(scaler)
-        update = scaler.update
+        update, load = scaler.update, scaler.load_state_dict
+        # Kept, as CUDA is waited for by whoever reads it. Besides update() only a checkpoint changes it.
+        scale = scaler.get_scale()
 
         @functools.wraps(update)
         def update_and_rescale(new_scale: float | torch.Tensor | None = None) -> None:
-            before = scaler.get_scale()
+            nonlocal scale
             update(new_scale)
-            after = scaler.get_scale()
-            if after != before and not self._is_removed:
-                self.rescale(after / before)
+            before, scale = scale, scaler.get_scale()
+            if scale != before and not self._is_removed:
+                self.rescale(scale / before)
+
+        @functools.wraps(load)
+        def load_and_look(state_dict: dict[str, Any]) -> None:
+            nonlocal scale
+            load(state_dict)
+            scale = scaler.get_scale()
 
         scaler.update = update_and_rescale  # type: ignore[method-assign]
+        scaler.load_state_dict = load_and_look  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Take the algorithm off the model: from the next backward on gradients are averaged in full precision.

@@ -179,6 +179,7 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
         ("--model gpt2 all_reduce", "collectives have no model"),
         ("--sizes /no/such/file", "No such file"),
         ("bytegrad --compute 80ms", "name it by --model"),
+        ("--model gpt2 --compute 0ms", "the time of a step without communication, such as 80ms"),
     ],
 )
 def test_mistakes_are_named_before_any_rank_starts(

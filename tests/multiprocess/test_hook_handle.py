@@ -276,3 +276,20 @@ def test_nor_can_one_with_the_two_argument_form() -> None:
     ddp.register_comm_hook(*bagua.comm_hook("bytegrad"))
     _cannot_be_copied(ddp)
     loss_of(ddp, 0).backward()
+
+
+@on_ranks(2)
+def test_a_followed_scaler_is_read_once_a_step_and_when_it_loads_a_checkpoint() -> None:
+    handle = bagua.register_comm_hook(DDP(perceptron()), "powersgd", start_step=0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0)
+    scaler.scale(torch.ones(1))  # which makes the scale
+    saved = {**scaler.state_dict(), "scale": 64.0}
+    read, reads, factors = scaler.get_scale, [], []
+    scaler.get_scale = lambda: reads.append(read()) or reads[-1]
+    handle.rescale = factors.append
+    handle.follow(scaler)
+    for change in (lambda: scaler.update(4.0), lambda: scaler.update(4.0), lambda: scaler.load_state_dict(saved)):
+        change()
+    scaler.update(32.0)
+    assert reads == [8.0, 4.0, 4.0, 64.0, 32.0]
+    assert factors == [1, 0.5, 0.5]

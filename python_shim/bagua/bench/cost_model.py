@@ -174,12 +174,15 @@ WAYS = {
 }
 
 
-def step_seconds(way: str, price: Price, step: Step, sent: float, line: Line) -> float:
-    """Return the seconds of a step in which a host's message is `sent` bytes before it goes to several."""
+def step_seconds(way: str, price: Price, step: Step, sent: float, line: Line, slowness: float = 1.0) -> float:
+    """Return the seconds of a step in which a host's message is `sent` bytes before it goes to several.
+
+    The processor takes `slowness` times as long as that of the prices, of which processor.py tells.
+    """
     kind = WAYS[way]
     wire = kind.copies(line.hosts) * sent * 8 / (price.efficiency * line.bits_per_second)
     messages = kind.messages(line.hosts) * len(step.ready) * MESSAGE_SECONDS
-    processor = (messages + 1e-9 * price.nanoseconds * step.elements) * line.ranks_per_core
+    processor = (messages + 1e-9 * price.nanoseconds * step.elements) * line.ranks_per_core * slowness
     delay = (price.delays + kind.more_delays(line.hosts)) * line.round_trip / 2
     delay *= 1 - _DELAYS_HIDDEN * wire / (wire + delay)
     behind = _BEHIND_THE_LINE if line.ranks_per_core <= 1 else 1.0

@@ -17,6 +17,7 @@ from bagua._message_bytes import Parameter, coded_bytes
 from bagua._native import _C
 from bagua.bench.cost_model import WAYS, Line, Price, Step, fragment_seconds, step_seconds, total_bytes
 from bagua.bench.emulated_hosts import rate_of, time_of
+from bagua.bench.processor import slowness as measured_slowness
 from bagua.bench.shapes import NoShapes, Shapes, add_arguments, argument_of, named_by
 
 PRICES = Path(__file__).with_name("prices.json")
@@ -39,7 +40,7 @@ _LOSSES = {
     "local_sgd": "0.4 to 3.2 %",
     "diloco": "0.7 to 2.8 %",
 }
-_OF_SEVERAL_HOSTS = "With 4 hosts times were up to 27 % too short, with 8 on two cores a third; more are untried."
+_OF_SEVERAL_HOSTS = "With 4 hosts times were up to 24 % too short, with 8 on two cores a third; more are untried."
 _FEWEST_STEPS = 30
 _FRAGMENTS = 4
 _PROG = "python -m bagua.bench plan"
@@ -61,7 +62,7 @@ class Row:
     code: str
 
 
-def rows(parameters: Sequence[Parameter], compute: float, line: Line) -> list[Row]:
+def rows(parameters: Sequence[Parameter], compute: float, line: Line, slowness: float = 1.0) -> list[Row]:
     """Return what is foretold of every way, the fastest first behind DDP over Gloo."""
     step = Step.of(parameters, compute)
     plain = total_bytes(parameters)
@@ -72,7 +73,7 @@ def rows(parameters: Sequence[Parameter], compute: float, line: Line) -> list[Ro
         sent = plain / (2 if "fp16" in way else 1)
         if algorithm:
             sent = coded_bytes(_C.check_options(algorithm, options), parameters)
-        seconds = step_seconds(way, prices[way], step, sent, line)
+        seconds = step_seconds(way, prices[way], step, sent, line, slowness)
         found.append(Row(way, seconds, kind.copies(line.hosts) * sent, _LOSSES[way], _code(algorithm, options)))
     found += _in_rounds(parameters, compute, line)
     stock, *others = found
@@ -107,16 +108,17 @@ def _code(algorithm: str, options: Mapping[str, Any]) -> str:
     return f"bagua.register_comm_hook(model, {', '.join(words)})"
 
 
-def table(parameters: Sequence[Parameter], compute: float, line: Line, what: str) -> str:
+def table(parameters: Sequence[Parameter], compute: float, line: Line, what: str, slowness: float = 1.0) -> str:
     """Return the plan as text."""
     plain = total_bytes(parameters)
-    found = rows(parameters, compute, line)
+    found = rows(parameters, compute, line, slowness)
     rate = f"{line.bits_per_second / 1e6:,g} Mbit/s, {1e3 * line.round_trip:g} ms round trip"
     lines = [
         f"# {what}: {sum(p.elements for p in parameters) / 1e6:,.1f} million parameters, {plain / 1e6:,.1f} MB of "
         f"gradients, {1e3 * compute:,.0f} ms of arithmetic a step",
-        f"# {line.hosts} hosts, {rate}. What exchanges weights beside the training is taken for free.\n# Predicted: "
-        "within 15 % in 5 of 6 cells with BBR, in 20 of 54 with cubic on a slower processor, the others too short.",
+        f"# {line.hosts} hosts, {rate}. What exchanges weights beside the training is taken for free.",
+        _of_processor(slowness),
+        "# Predicted: within 15 % in 5 of 6 cells with BBR, in 40 of 54 with cubic, the others mostly too short.",
         f"{'':<30}{'ms a step':>10}{'DDP / this':>12}{'MB a step':>11}  more loss than float32, in small models",
     ]
     if line.hosts > 2:
@@ -130,13 +132,19 @@ def table(parameters: Sequence[Parameter], compute: float, line: Line, what: str
     return "\n".join(lines)
 
 
-def table_of_hosts(shapes: Shapes, compute: float, line: Line, hosts: Sequence[int]) -> str:
+def _of_processor(slowness: float) -> str:
+    return f"# A processor that takes {slowness:.2g} times as long as that of the prices: --processor {slowness:.2g}"
+
+
+def table_of_hosts(shapes: Shapes, compute: float, line: Line, hosts: Sequence[int], slowness: float = 1.0) -> str:
     """Return the milliseconds of a step with every algorithm for several numbers of hosts, as text."""
     parameters = shapes.parameters
-    columns = [{row.way: row for row in rows(parameters, compute, replace(line, hosts=number))} for number in hosts]
+    plans = [rows(parameters, compute, replace(line, hosts=number), slowness) for number in hosts]
+    columns = [{row.way: row for row in plan} for plan in plans]
     lines = [
         f"# {shapes.name}: {total_bytes(parameters) / 1e6:,.1f} MB of gradients, {1e3 * compute:,.0f} ms of arithmetic "
         f"a step, {line.bits_per_second / 1e6:,g} Mbit/s, {1e3 * line.round_trip:g} ms round trip",
+        _of_processor(slowness),
         f"# Milliseconds of a step, predicted. {_OF_SEVERAL_HOSTS}",
         f"{'hosts':<30}" + "".join(f"{number:>10,}" for number in hosts),
     ]
@@ -149,6 +157,12 @@ def table_of_hosts(shapes: Shapes, compute: float, line: Line, hosts: Sequence[i
 
 def _name(way: str) -> str:
     return "DDP over Gloo" + way.removeprefix("gloo") if way.startswith("gloo") else way
+
+
+def _slowness_of(text: str) -> float:
+    if 0 < (times := float(text)) < math.inf:
+        return times
+    raise ValueError(f"{text!r}: a processor takes more than 0 times as long; 1 is that of the prices")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -170,6 +184,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--delay", type=argument_of(time_of), default=0.0, help="round trip between hosts, as 10ms (0)")
     parser.add_argument(
         "--hosts", type=int, nargs="+", default=[], metavar="N", help="how many hosts train together (2); or several"
+    )
+    parser.add_argument(
+        "--processor",
+        type=argument_of(_slowness_of),
+        metavar="TIMES",
+        help="how many times as long as that of the prices the hosts' processor takes; by default this one is measured",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
@@ -205,14 +225,19 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if min([line.hosts, *args.hosts]) < 2:
         parser.error("there is nothing to plan on one host: --hosts 2 or more")
+    slowness = args.processor or measured_slowness()
     if args.json:
         lines = [replace(line, hosts=hosts) for hosts in args.hosts or [line.hosts]]
-        found = [{"hosts": one.hosts, **vars(row)} for one in lines for row in rows(parameters, compute, one)]
+        found = [
+            {"hosts": one.hosts, "processor": slowness, **vars(row)}
+            for one in lines
+            for row in rows(parameters, compute, one, slowness)
+        ]
         print(json.dumps(found, indent=1))
     elif len(args.hosts) > 1:
-        print(table_of_hosts(shapes, compute, line, args.hosts))
+        print(table_of_hosts(shapes, compute, line, args.hosts, slowness))
     else:
-        print(table(parameters, compute, line, shapes.name))
+        print(table(parameters, compute, line, shapes.name, slowness))
     return 0
 
 

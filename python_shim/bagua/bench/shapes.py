@@ -105,6 +105,12 @@ def argument_of(reader: Callable[[str], _Value]) -> Callable[[str], _Value]:
     return read
 
 
+def _arithmetic_of(text: str) -> float:
+    if seconds := time_of(text):
+        return seconds
+    raise ValueError(f"{text!r} is no arithmetic: write the time of a step without communication, such as 80ms")
+
+
 def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
     """Let a command line name a model."""
     what = parser.add_mutually_exclusive_group(required=is_required)
@@ -116,9 +122,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool) -> None
         help="a training script, which runs alone until its optimizer has taken a few steps: shapes and arithmetic are "
         "its own (what comes after -- are its arguments)",
     )
-    parser.add_argument(
-        "--compute", type=argument_of(time_of), help="arithmetic of a step, as 80ms (with --script it is measured)"
-    )
+    arithmetic = "arithmetic of a step, as 80ms (with --script it is measured)"
+    parser.add_argument("--compute", type=argument_of(_arithmetic_of), help=arithmetic)
 
 
 def named_by(args: argparse.Namespace, of_script: Sequence[str]) -> Shapes | None:
