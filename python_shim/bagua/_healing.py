@@ -353,7 +353,7 @@ def _refuse_other_models(said: Sequence[_Said]) -> None:
 def _differs(rank: int, own: _Said, furthest: _Said) -> bool:
     """Whether a rank needs what the furthest one has."""
     if own.groups and furthest.groups and own.groups.isdisjoint(furthest.groups):
-        text = "of the %d steps behind the weights of rank %d the last were taken in another group, and are dropped"
+        text = "of the %d steps that rank %d has behind it the last were taken in another group, and are dropped"
         _logger.warning(text, own.progress.step, rank)
         return True
     if own.progress != furthest.progress:

@@ -270,7 +270,7 @@ def test_states_beside_the_model_are_made_equal_and_weights_whose_steps_were_tak
     groups = frozenset({former_group + me}) if former_group else frozenset()
     with logged() as log:
         assert state.heal(progress, timedelta(seconds=20), groups=groups) == progress
-    said = "of the 3 steps behind the weights of rank 1 the last were taken in another group, and are dropped\n"
+    said = "of the 3 steps that rank 1 has behind it the last were taken in another group, and are dropped\n"
     assert log.getvalue() == (said if former_group else "")
     assert count.count == 0
     assert same_everywhere(*ddp.parameters()) == (former_group > 0)
