@@ -31,8 +31,8 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_925, 16_000),
-    "python_shim": Layer({".py"}, 13_750, 8_500),
-    "tests": Layer({".py"}, 30_574, 22_000, counts_tests=True),
+    "python_shim": Layer({".py"}, 13_758, 8_500),
+    "tests": Layer({".py"}, 30_579, 22_000, counts_tests=True),
 }
 
 
