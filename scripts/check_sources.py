@@ -31,8 +31,8 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_996, 16_000),
-    "python_shim": Layer({".py"}, 13_899, 8_500),
-    "tests": Layer({".py"}, 30_827, 22_000, counts_tests=True),
+    "python_shim": Layer({".py"}, 13_907, 8_500),
+    "tests": Layer({".py"}, 30_832, 22_000, counts_tests=True),
 }
 
 

@@ -47,11 +47,15 @@ def _modules_of_fsdp(model: nn.Module) -> list[nn.Module]:
         )
     if not found:
         raise ValueError(f"fully_shard has sharded no module of this {type(model).__qualname__}: call it before")
+    _check_autograd()
+    return found
+
+
+def _check_autograd() -> None:
     if is_compiled_autograd_on():
         raise ValueError(
-            "compiled_autograd traces what FSDP2 communicates, and calls no hook: switch it off before compress()"
+            "compiled_autograd traces what FSDP2 communicates, and calls no hook: do without it and compress()"
         )
-    return found
 
 
 class ShardedModel:
@@ -134,6 +138,7 @@ class ShardedModel:
 
     def check_placed(self) -> None:
         """Refuse what the user has put in the place of ours since."""
+        _check_autograd()
         for group, which, comm in self._placed:
             found = comm_of_fsdp(group, which)
             if found is not comm:

@@ -107,6 +107,10 @@ def test_what_only_a_backward_shows_is_refused_there(mesh_name: str) -> None:
     hooked.set_all_reduce_hook(lambda _: None)
     with pytest.raises(ValueError, match="set_all_reduce_hook"):
         loss_of(hooked, 0).backward()
+    traced = compressed(sharded(made_model(), mesh))
+    loss = loss_of(traced, 0)
+    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(ValueError, match="compiled_autograd"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("which", ["all_gather", "reduce_scatter"])
