@@ -6,8 +6,10 @@
 #include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "algorithms/registry.h"
@@ -22,19 +24,70 @@ std::unique_ptr<Algorithm> create(const std::string& codec, const std::string& g
                              {{"codec", codec}, {"guard", guard}, {"exact", std::string()}, {"hierarchical", false}}));
 }
 
+at::Tensor gradientsOf(const Communicator& communicator) {
+  return at::randn({4096}, at::make_generator<at::CPUGeneratorImpl>(communicator.rank()));
+}
+
 // Parameter 0 has one dimension and no elements.
-void reduceOnce(Algorithm& algorithm, Communicator& communicator) {
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(communicator.rank());
-  const at::Tensor flat = at::randn({4096}, generator);
-  Bucket bucket{.flat = flat, .entries = {{0, flat.narrow(0, 0, 0)}, {1, flat.view({64, 64})}}};
+void reduceOnce(Algorithm& algorithm, Communicator& communicator, const at::Tensor& flat, int64_t step = 0) {
+  Bucket bucket{.flat = flat, .entries = {{0, flat.narrow(0, 0, 0)}, {1, flat.view({64, 64})}}, .step = step};
   algorithm.reduce(bucket, communicator);
+}
+
+// After three steps with gradients as `change` makes them of normal numbers.
+Guard::Report reportOf(Algorithm& algorithm, Communicator& communicator,
+                       const std::function<at::Tensor(const at::Tensor&)>& change) {
+  for (int64_t step = 0; step < 3; ++step) {
+    reduceOnce(algorithm, communicator, change(gradientsOf(communicator)), step);
+  }
+  return algorithm.as<IsGuarded>()->guard().report();
 }
 
 TEST(CodedGradients, WhatHasNoElementsIsNotLookedAt) {
   testing::runRanks(2, [](Communicator& communicator) {
     const auto algorithm = create("1d=int8, *=4bit", "warn");
-    reduceOnce(*algorithm, communicator);
+    reduceOnce(*algorithm, communicator, gradientsOf(communicator));
     EXPECT_EQ(algorithm->as<IsGuarded>()->guard().report().looks, 1);
+  });
+}
+
+// The norms of what is looked at travel, too.
+TEST(CodedGradients, GradientsWhoseSquaresNoFloatHoldsAreNoLostStep) {
+  testing::runRanks(2, [](Communicator& communicator) {
+    const auto algorithm = create("*=4bit", "warn");
+    const auto report = reportOf(*algorithm, communicator, [](const at::Tensor& normal) { return normal * 1e25; });
+    EXPECT_TRUE(algorithm->as<KeepsState>()->state().at("sender.4bit.1").ne(0).any().item<bool>());
+    EXPECT_EQ(report.alarms, 0);
+  });
+}
+
+TEST(CodedGradients, OutliersWhoseSquaresNoFloatHoldsAreFound) {
+  testing::runRanks(2, [](Communicator& communicator) {
+    const auto algorithm = create("*=4bit", "warn");
+    const auto report = reportOf(*algorithm, communicator, [](const at::Tensor& normal) {
+      normal.slice(0, 0, std::nullopt, 64).mul_(1e36);
+      return normal;
+    });
+    EXPECT_TRUE(algorithm->as<KeepsState>()->state().at("sender.4bit.1").ne(0).any().item<bool>());
+    EXPECT_EQ(report.alarms, 1);
+  });
+}
+
+// A mean of halves that lie next to zero is rounded far more than any codec would.
+TEST(CodedGradients, WhatTheTypeOfGradientsRoundsIsNoAlarm) {
+  testing::runRanks(2, [](Communicator& communicator) {
+    const auto report = reportOf(*create("*=int8", "warn"), communicator,
+                                 [](const at::Tensor& normal) { return (normal * 6e-8).to(at::kHalf); });
+    EXPECT_EQ(report.alarms, 0);
+  });
+}
+
+TEST(CodedGradients, NumbersThatCodecsMakeZerosOfAreNoAlarm) {
+  testing::runRanks(2, [](Communicator& communicator) {
+    const auto report =
+        reportOf(*create("*=int8", "adapt"), communicator, [](const at::Tensor& normal) { return normal * 1e-30; });
+    EXPECT_EQ(report.alarms, 0);
+    EXPECT_EQ(report.looks, 3);
   });
 }
 
@@ -43,7 +96,7 @@ TEST(CodedGradients, FeedbackIsReadyForTheCodecsToWhichTheGuardMayRaise) {
     const auto algorithm = create("*=1bit", "adapt");
     // Parameter 1 by two levels: 2 bits, 4 bits, of which "auto" wants feedback for the second.
     algorithm->as<IsGuarded>()->guard().load(at::tensor({1, 2, 0, 1000, 0, 0, 0, 0, 0, 0, 0}, at::kLong).unsqueeze(0));
-    reduceOnce(*algorithm, communicator);
+    reduceOnce(*algorithm, communicator, gradientsOf(communicator));
     EXPECT_TRUE(algorithm->as<KeepsState>()->state().contains("sender.4bit.1"));
   });
 }

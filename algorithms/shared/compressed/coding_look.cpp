@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/shared/compressed/coding_look.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/stack.h>
@@ -34,6 +35,12 @@ constexpr double kOutlier = 4;
 constexpr double kStochastic = 8;
 // Numbers of each parameter.
 constexpr int64_t kColumns = 4;
+// Sums travel with gradients that are finite, and must not make the step a lost one. Those of a parameter with larger
+// numbers are of as many times smaller ones, which leaves their ratios; only a residual may be larger still.
+constexpr double kLargestNumber = 0x1p40;
+constexpr double kLargestSum = 0x1p100;
+// Means of smaller squares come from numbers that codecs make zeros of, see kernels/README.md.
+constexpr double kLeastSquare = 0x1p-160;
 // Error feedback holds back less than this many squared norms of a gradient as long as it brings back what it holds.
 constexpr double kSoundResidual = 4;
 // Differences shrink with the learning rate, at once, and residuals some rounds later.
@@ -115,7 +122,10 @@ CodingLook::CodingLook(const at::Tensor& flat, const BucketEntries& entries, std
   const at::Tensor residual = hasResidual ? elementsOf(coding.sender.residual, sample_) : at::Tensor();
   seen_ = seenIn(entries, options.isToParts ? entries.size() / communicator.size() : entries.size());
   if (!options.isToParts) chooseExact(std::clamp(flat.numel() / kCodedOfExact, kFewestExact, kMostExact));
-  numbers_ = at::cat({lossesOf(sample, received, residual).to(at::kFloat), elementsOf(flat, exact_).to(at::kFloat)});
+  // The sum of all ranks', too, has to be finite.
+  const double most = std::numeric_limits<float>::max() / static_cast<double>(communicator.size());
+  const at::Tensor exact = elementsOf(flat, exact_).to(typeOf(flat)).clamp(-most, most);
+  numbers_ = at::cat({lossesOf(sample, received, residual), exact.to(at::kFloat)});
 }
 
 CodingLook::CodingLook(const at::Tensor& differences, int64_t begin, const BucketEntries& entries, std::string codec,
@@ -143,7 +153,7 @@ CodingLook::CodingLook(const at::Tensor& differences, int64_t begin, const Bucke
   const at::Tensor chunk = at::cat(samples);
   const Encoding alone{.rounding = encoding.rounding, .key = encoding.key};
   const at::Tensor received = decodedPart(codes, chunk, {0, length}, alone);
-  numbers_ = lossesOf(chunk, received, residuals.empty() ? at::Tensor() : at::cat(residuals)).to(at::kFloat);
+  numbers_ = lossesOf(chunk, received, residuals.empty() ? at::Tensor() : at::cat(residuals));
 }
 
 std::vector<CodingLook::Seen> CodingLook::seenIn(const BucketEntries& entries, size_t perPart) const {
@@ -170,18 +180,20 @@ void CodingLook::chooseExact(int64_t elements) {
   exact_ = {sample_.begin + longest.begin, sample_.begin + longest.end};
 }
 
-at::Tensor CodingLook::lossesOf(const at::Tensor& values, const at::Tensor& decoded, const at::Tensor& residual) const {
-  const at::Tensor errors = values - decoded;
+at::Tensor CodingLook::lossesOf(const at::Tensor& sample, const at::Tensor& decoded, const at::Tensor& residual) const {
+  const at::Tensor errors = sample - decoded;
   std::vector<at::Tensor> losses;
   for (const auto& [parameter, within] : seen_) {
-    const at::Tensor own = elementsOf(values, within);
-    losses.push_back(squared(elementsOf(errors, within)));
+    const at::Tensor values = elementsOf(sample, within);
+    const at::Tensor factor = (kLargestNumber / values.abs().amax()).clamp_max(1);
+    const at::Tensor own = values * factor;
+    losses.push_back(squared(elementsOf(errors, within) * factor));
     losses.push_back(squaredWithoutOutliers(own));
-    losses.push_back(residual.defined() ? squared(elementsOf(residual, within).to(values.scalar_type()))
+    losses.push_back(residual.defined() ? squared(elementsOf(residual, within).to(own.scalar_type()) * factor)
                                         : at::zeros_like(losses.back()));
     losses.push_back(squared(own));
   }
-  return at::stack(losses);
+  return at::stack(losses).clamp_max_(kLargestSum).to(at::kFloat);
 }
 
 void CodingLook::tell(Guard& guard, int64_t step) const {
@@ -194,11 +206,16 @@ void CodingLook::tell(Guard& guard, int64_t step, const at::Tensor& flat, const 
 
 void CodingLook::tell(Guard& guard, int64_t step, const at::Tensor& flat, const at::Tensor& numbers,
                       double soundResidual) const {
-  // Behind the exact elements come the same ones of the mean that was coded.
-  const at::Tensor told = at::cat({numbers, elementsOf(flat, exact_).to(at::kFloat)});
+  // Behind the exact elements come the same ones of the mean that was coded. The type of gradients rounds both alike:
+  // what a half cannot hold is no loss of the codec.
+  const int64_t count = exact_.end - exact_.begin;
+  const int64_t rows = numbers.numel() - count;
+  const at::Tensor exact = numbers.narrow(0, rows, count).to(flat.scalar_type());
+  const at::Tensor told =
+      at::cat({numbers.narrow(0, 0, rows), exact.to(at::kFloat), elementsOf(flat, exact_).to(at::kFloat)});
   guard.note(step, told,
              [codec = codec_, limit = soundLoss_, soundResidual, seen = seen_, ofMean = exactParameter_,
-              count = exact_.end - exact_.begin](const float* number) {
+              count](const float* number) {
                const std::string finer = finerThan(codec, 1).empty() ? "float32" : finerThan(codec, 1);
                std::vector<Guard::Reading> readings;
                for (const auto& [parameter, within] : seen) {
@@ -207,7 +224,9 @@ void CodingLook::tell(Guard& guard, int64_t step, const at::Tensor& flat, const 
                      {parameter, Guard::Measure::kResidual, number[2] / number[3], soundResidual, codec, finer});
                  number += kColumns;
                }
-               const double far = squaredDistance(number + count, number, count) / squaredNorm(number, count);
+               const double norm = squaredNorm(number, count);
+               if (norm < static_cast<double>(count) * kLeastSquare) return readings;
+               const double far = squaredDistance(number + count, number, count) / norm;
                readings.push_back({ofMean, Guard::Measure::kMean, far, kErrorsOfMean * limit, codec, finer});
                return readings;
              });

@@ -47,7 +47,7 @@ class CodingLook {
   // The first elements of the sample, but of one parameter, so that their mean tells of that; none if that has few.
   void chooseExact(int64_t elements);
   // The sample's losses, a row for each parameter.
-  [[nodiscard]] at::Tensor lossesOf(const at::Tensor& values, const at::Tensor& decoded,
+  [[nodiscard]] at::Tensor lossesOf(const at::Tensor& sample, const at::Tensor& decoded,
                                     const at::Tensor& residual) const;
 
   const std::string codec_;

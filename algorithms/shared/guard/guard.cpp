@@ -82,7 +82,8 @@ std::vector<int64_t> Guard::begin(const Bucket& bucket, int rank) {
   // While a graph is captured nobody may ask what a device has done.
   if (!isOn() || bucket.isCaptured) return {};
   const std::lock_guard<std::mutex> lock(mutex_);
-  isSpeaker_ = rank == 0 && bucket.isOfFirstShards;
+  isSpeaker_ = rank == 0;
+  isOfFirstShards_ = bucket.isOfFirstShards;
   settle(bucket.step, adapts());
   if (!adapts()) return {};
   lower(bucket.step);
@@ -136,8 +137,11 @@ void Guard::judge(const Reading& reading, int64_t step) {
     advice = ". From step " + std::to_string(step) + " on it is coded with " + reading.finer;
   }
   if (!isSpeaker_ || std::exchange(excursion.isSaid, !adapts())) return;
-  LOG(WARNING) << "bagua: '" << nameOf(reading.parameter) << "' at step " << step - 1 << ": " << complaintOf(reading)
-               << advice;
+  // What most shards have the first one says. Others may have what it has not: one line tells where to look.
+  if (!isOfFirstShards_ && std::exchange(hasSpoken_, true)) return;
+  LOG(WARNING) << "bagua: '" << nameOf(reading.parameter)
+               << (isOfFirstShards_ ? "'" : "', in another shard than the first,") << " at step " << step - 1 << ": "
+               << complaintOf(reading) << advice;
 }
 
 void Guard::lower(int64_t step) {
@@ -147,7 +151,7 @@ void Guard::lower(int64_t step) {
     watched.since = step;
     watched.patience *= 2;
     watched.isNew = true;
-    if (!isSpeaker_) continue;
+    if (!isSpeaker_ || !isOfFirstShards_) continue;
     LOG(WARNING) << "bagua: '" << nameOf(parameter) << "' is coded a level coarser again from step " << step
                  << " on; if that does not do, it stays finer for " << watched.patience << " steps";
   }

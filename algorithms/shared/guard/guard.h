@@ -68,8 +68,8 @@ class Guard {
   [[nodiscard]] bool isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn = 64) const;
 
   // Before all else of a bucket: gives the verdicts on earlier steps, once for all buckets of a step. Those of the
-  // bucket's parameters that are coded at another level from now on. Whoever comes as rank 0, of those that hold the
-  // first shards, says what there is to say.
+  // bucket's parameters that are coded at another level from now on. Whoever comes as rank 0 says what there is to say;
+  // of those that hold other shards than the first one line, and of the first parameter only.
   std::vector<int64_t> begin(const Bucket& bucket, int rank);
   // What a look at a bucket of the step has found; see Read.
   void note(int64_t step, const at::Tensor& numbers, Read read);
@@ -133,6 +133,9 @@ class Guard {
   const Messages messages_;
   mutable std::mutex mutex_;
   bool isSpeaker_ = true;
+  bool isOfFirstShards_ = true;
+  // Of other shards: the one line that they have.
+  bool hasSpoken_ = false;
   std::vector<std::string> names_;
   std::deque<Pending> pending_;
   WatchedByParameter watched_;

@@ -100,16 +100,20 @@ TEST(Guard, SaysNothingOnOtherRanksAndOfWhatIsNotFinite) {
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }
 
-TEST(Guard, SaysNothingWhereOthersHoldTheFirstShards) {
-  Guard guard(Guard::Mode::kWarn);
-  ::testing::internal::CaptureStderr();
-  for (int64_t number = 0; number < 4; ++number) {
+// They may be the only ones with outliers.
+TEST(Guard, SaysOnceForAllWhereOthersHoldTheFirstShards) {
+  Guard guard(Guard::Mode::kAdapt);
+  const auto saidAt = [&](int64_t number) {
     Bucket bucket = bucketAt(number);
     bucket.isOfFirstShards = false;
+    ::testing::internal::CaptureStderr();
     step(guard, bucket, 1, 0);
-  }
-  EXPECT_EQ(guard.report().alarms, 1);
-  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+    return ::testing::internal::GetCapturedStderr();
+  };
+  for (const int64_t number : {0, 1}) EXPECT_EQ(saidAt(number), "") << number;
+  EXPECT_THAT(saidAt(2), HasSubstr("'parameter 1', in another shard than the first, at step 1: coding"));
+  for (const int64_t number : {3, 4}) EXPECT_EQ(saidAt(number), "") << number;
+  EXPECT_EQ(guard.report().alarms, 2);
 }
 
 TEST(Guard, OfDifferencesItOnlyWarns) {
