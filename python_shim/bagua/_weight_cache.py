@@ -19,7 +19,6 @@ from bagua._torch_private import (
     comm_of_fsdp,
     gathered_dtype,
     is_in_backward,
-    local_part,
     padded_shard,
     reshards_after_forward,
     shape_in_buffer,
@@ -106,10 +105,8 @@ class CachedGather:
         self._cache = self._given = self._held = None
 
     def progress(self) -> tuple[int, int]:
-        """Return what differs once weights were trained, or frozen ones changed by the same lines on all ranks."""
-        own = [parameter.sharded_param for parameter in self._group.fsdp_params]
-        shards = (version_of(local_part(one)) for one in own if not one.requires_grad)
-        return self._changes.steps, sum(map(version_of, own)) + sum(shards)
+        """Return what differs once weights were trained; on all ranks alike."""
+        return self._changes.steps, sum(version_of(parameter.sharded_param) for parameter in self._group.fsdp_params)
 
     def has_frozen(self) -> bool:
         """Return whether it serves gathers of weights that are frozen."""
@@ -367,8 +364,8 @@ class CachedGather:
 class FrozenWeights:
     """Has all ranks gather frozen weights anew that one of them has found changed, where no version tells of it.
 
-    Nothing of them travels that could say so. So in the first forward after weights were trained, or a shard of frozen
-    ones was written to, the ranks exchange a byte for each group of parameters.
+    Nothing of them travels that could say so. So in the first forward after weights were trained, where there are
+    frozen ones, the ranks exchange a byte for each group of parameters.
     """
 
     def __init__(self, model: nn.Module, caches: Sequence[CachedGather], group: dist.ProcessGroup) -> None:

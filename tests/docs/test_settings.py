@@ -28,6 +28,7 @@ else:
     os.environ["BAGUA_NCCL_NET"] = "0"
 dist.init_process_group("bagua")
 dist.new_group()
+dist.barrier()  # rank 0 serves the store
 dist.destroy_process_group()
 """
 
