@@ -25,6 +25,8 @@ constexpr milliseconds kFirstPause{50};
 constexpr milliseconds kLongestPause{1000};
 // Nobody is waited for longer where this host itself refuses.
 constexpr milliseconds kRefusedHere{1500};
+// Whoever has never been spoken to and ends every connection has another secret, or none, and does not say so.
+constexpr milliseconds kRefusedUnknown{5000};
 // Where other connections work, one that could not be opened is not tried again before.
 constexpr std::chrono::seconds kWithoutMore{30};
 // A firewall that is loaded anew refuses once; where a process has ended everything is refused.
@@ -210,7 +212,8 @@ void Link::noteUnopened(int error, const std::string& text, bool isAnswered) {
   // Whoever has never been reached may be behind a firewall that refuses, and come when it has something to say.
   const bool isRefusedHere = error == ECONNREFUSED && isOfThisHost(address_);
   if ((isRefusedHere || isAnswered) && !hasWelcome()) {
-    const auto end = Clock::now() + (isRefusedHere ? kRefusedHere : opening_.patience);
+    const auto refused = isRefusedHere ? kRefusedHere : std::min(kRefusedUnknown, opening_.patience);
+    const auto end = Clock::now() + (isAnswered && peerLink_ ? opening_.patience : refused);
     givesUpAt_ = std::min(givesUpAt_.value_or(end), end);
   }
   if (isAnswered || !hasWelcome()) return;
