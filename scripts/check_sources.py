@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_999, 16_000),
     "python_shim": Layer({".py"}, 13_904, 8_500),
-    "tests": Layer({".py"}, 30_832, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 30_834, 22_000, counts_tests=True),
 }
 
 

@@ -12,10 +12,12 @@ from two_hosts import hosts_over
 
 # Ranks import torch, on cores that others use too.
 SECONDS = 120
-# What connections make of losses is opened beyond these, which hold what is on its way.
+# So many hold what is on its way; more are opened only for losses.
 WITHOUT_LOSSES = 8
 RANK = """
-import json, torch, torch.distributed as dist
+import json
+import torch
+import torch.distributed as dist
 from bagua.info.connections import connections
 
 dist.init_process_group("bagua")
