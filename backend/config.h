@@ -12,7 +12,7 @@
 // is read once in a process and has a field in rank_record.cpp, so that what ranks compare is what they use.
 namespace bagua::config {
 
-// Of those that begin with BAGUA_. Another one that a user sets is misspelt: python_shim/bagua/_settings.py says so.
+// Returns those that begin with BAGUA_. A user who sets another one is warned by python_shim/bagua/_settings.py.
 std::vector<std::string> names();
 
 // BAGUA_HOST_ID: ranks with different values count as being on different hosts (as NCCL_HOSTID does for NCCL).

@@ -115,8 +115,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void askPeer();
   // Returns of how many frames the peer has not told yet that they have come, and of how many connections.
   [[nodiscard]] uint64_t awaited();
-  // What was on its way when the last connection ended has to be sent again to a peer that may need it, over a
-  // connection that is not there yet.
+  // Returns whether the last connection has ended, none has taken its place, and the peer may need what was on its way.
   [[nodiscard]] bool isBroken();
   // Adds up all connections; zeros where nothing is known yet.
   [[nodiscard]] Line line();
@@ -241,7 +240,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   bool isDialPlanned_ = false;
   // Connections that have ended or could not be opened, since the peer has last told of a frame that has come.
   int failures_ = 0;
-  // Where connections are refused or end without a word, and there is none, nobody is waited for beyond this.
+  // The link waits no longer than this for a peer that refuses connections, or ends them without a word.
   std::optional<std::chrono::steady_clock::time_point> givesUpAt_;
   // Spare connections that were opened, since one has last become welcome.
   int spares_ = 0;

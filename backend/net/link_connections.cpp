@@ -115,7 +115,7 @@ void Link::openWhereNeeded() {
   const bool hasAll = count >= opening_.mostConnections;
   if (hasAll && hasAskedForBbr_) return;
   const int wanted = std::min(neededConnections(), opening_.mostConnections);
-  // Without an address, no group has told us yet where the peer listens: its connections have to do.
+  // No group has told us yet where the peer listens if there is no address: its connections have to do.
   if (hasAll || address_.size() == 0 || isDialPlanned_ || Clock::now() < noMoreBefore_) return;
   // All at once: one after another would take a round trip each.
   for (int i = count; i < wanted && !isDialPlanned_; ++i) open();

@@ -174,7 +174,7 @@ void Listener::goOnLater() {
     try {
       self->loop_->add(self->socket_, self, false);
     } catch (const c10::Error&) {
-      // What files are scarce of may be so, too.
+      // The kernel may lack memory for it, too, for as long as files are scarce.
       self->goOnLater();
     }
   });

@@ -200,7 +200,7 @@ TEST(ProcessAddress, IsReadAsItIsWritten) {
   }
 }
 
-// Whether the peer has said that it leaves.
+// The parameter says whether the peer has said that it leaves.
 class EndOfTheProcess : public MadeUpPeer, public ::testing::WithParamInterface<bool> {};
 
 TEST_P(EndOfTheProcess, WaitsForAConnectionThatIsOpenedAgainIfThePeerMayNeedIt) {

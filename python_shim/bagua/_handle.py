@@ -16,7 +16,7 @@ from bagua._attachment import PICKLE_ADVICE, Attachment
 from bagua._native import _C
 from bagua._registry import comparable, describe
 from bagua._states import StatesOfAllRanks
-from bagua._stats import Stats, as_text, means_per_step
+from bagua._stats import Stats, as_text, line_stats, means_per_step
 
 OptionValue = bool | int | float | str | None
 # What becomes one: words are kept as "a, b", a mapping as "a=b, c=d".
@@ -81,7 +81,7 @@ class Handle:
 
     def stats(self) -> Stats:
         """Return what this rank has done so far; see `Stats` for keys and units."""
-        return cast("Stats", self._hook.stats())
+        return cast("Stats", {**self._hook.stats(), "line": line_stats()})
 
     def reset(self) -> None:
         """Have `stats` count from zero again, on this rank alone. What is under way counts when it is over."""

@@ -53,9 +53,7 @@ def _modules_of_fsdp(model: nn.Module) -> list[nn.Module]:
 
 def _check_autograd() -> None:
     if is_compiled_autograd_on():
-        raise ValueError(
-            "compiled_autograd traces what FSDP2 communicates, and calls no hook: do without it and compress()"
-        )
+        raise ValueError("compiled_autograd traces what FSDP2 communicates, and calls no hook: switch it off for good")
 
 
 class ShardedModel:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from bagua.info.connections import connections, line_between
+
 
 class GuardStats(TypedDict):
     """What the guard of an algorithm that codes has seen since the registration; of gradients on all ranks together.
@@ -27,6 +29,24 @@ class GuardStats(TypedDict):
     raised: dict[str, int]
 
 
+class LineStats(TypedDict):
+    """What the kernel has seen of this process's TCP connections to other addresses, whoever has opened them.
+
+    Attributes:
+        connections: how many have sent data. Losses bring more of them where BBR is refused.
+        congestion: the names of their congestion control; losses bring "bbr" where the system allows it.
+        resent_share: the part of their packets that was sent again: an upper limit of what the line has lost.
+        round_trip: seconds, with what waits in queues: the mean over packets.
+        least_round_trip: seconds, of the fastest packets of the last minutes.
+    """
+
+    connections: int
+    congestion: list[str]
+    resent_share: float
+    round_trip: float
+    least_round_trip: float
+
+
 class Stats(TypedDict):
     """What `Handle.stats` returns: figures of one rank since the registration, or since `Handle.reset`.
 
@@ -45,6 +65,7 @@ class Stats(TypedDict):
             for nothing.
         memory: what the algorithm holds beside the model now -> bytes. Of algorithms that hold weights of their own.
         reconnections: connections to other processes that have broken and were replaced, since this process began.
+        line: losses, round trips and congestion control, since the connections were opened.
         guard: what the guard has seen. All zeros for algorithms without one.
         chosen: option -> the value that the algorithm has chosen where that was left to it ("auto").
     """
@@ -61,6 +82,7 @@ class Stats(TypedDict):
     seconds: dict[str, float]
     memory: dict[str, int]
     reconnections: int
+    line: LineStats
     guard: GuardStats
     chosen: dict[str, int]
 
@@ -76,6 +98,19 @@ class ShardedStats(Stats):
 
     gathers: int
     gathered_bytes: int
+
+
+def line_stats() -> LineStats:
+    """Return what the connections that there are have seen."""
+    seen = connections()
+    line = line_between({}, seen)
+    return {
+        "connections": sum(one.segments > 0 for one in seen.values()),
+        "congestion": list(line.congestion),
+        "resent_share": line.resent_share,
+        "round_trip": line.round_trip,
+        "least_round_trip": line.least_round_trip,
+    }
 
 
 def means_per_step(now: Stats, last: Stats | None = None) -> dict[str, float]:
@@ -118,6 +153,12 @@ def as_text(stats: Stats) -> str:
     lines += [f"{size:,} bytes of {what}" for what, size in stats["memory"].items()]
     if stats["reconnections"]:
         lines.append(f"{stats['reconnections']:,} connections that have broken and were replaced")
+    line = stats["line"]
+    if line["congestion"]:
+        lines.append(
+            f"{line['connections']} connections with {' and '.join(line['congestion'])}, {line['resent_share']:.2%} of "
+            f"packets sent again, round trip {1e3 * line['round_trip']:.1f} ms"
+        )
     if stats["chosen"]:
         lines.append("chosen: " + ", ".join(f"{option}={value}" for option, value in stats["chosen"].items()))
     if stats["seconds"]:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from bagua.bench.emulated_hosts import Network
@@ -18,22 +19,24 @@ RANK = """
 import json
 import torch
 import torch.distributed as dist
+import bagua
 from bagua.info.connections import connections
 
 dist.init_process_group("bagua")
+handle = bagua.register_comm_hook(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8)), "bytegrad")
 for _ in range(4):
     dist.all_reduce(torch.ones(1 << 20))
 sent = [one.congestion for one in connections().values() if one.segments > 100]
 everybody = [None, None]
-dist.all_gather_object(everybody, sent)
+dist.all_gather_object(everybody, (sent, handle.stats()["line"]))
 if dist.get_rank() == 0:
     print(json.dumps(everybody))
 dist.destroy_process_group()
 """
 
 
-def _connections(congestion: tuple[str, ...], most: int) -> list[list[str]]:
-    """Return the congestion control of every connection that carried data, by the rank that sent."""
+def _seen(congestion: tuple[str, ...], most: int) -> list[tuple[list[str], dict[str, Any]]]:
+    """Return by rank the congestion control of every connection that carried data, and what the statistics say."""
     with hosts_over(Network(500e6, 0.03, 0.01, buffer=0.05, congestion=congestion)) as hosts:
         ranks = []
         for rank, host in enumerate(hosts):
@@ -53,11 +56,16 @@ def _connections(congestion: tuple[str, ...], most: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("most", [1, 32])
 def test_losses_bring_bbr_where_the_system_allows_it(most: int) -> None:
-    for sent in _connections(("cubic", "bbr"), most):
+    for sent, line in _seen(("cubic", "bbr"), most):
         assert set(sent) == {"bbr"}
+        assert "bbr" in line["congestion"]
 
 
 def test_losses_bring_connections_where_there_is_only_cubic() -> None:
-    for sent in _connections(("cubic",), 32):
+    for sent, line in _seen(("cubic",), 32):
         assert set(sent) == {"cubic"}
         assert len(sent) > WITHOUT_LOSSES
+        assert line["congestion"] == ["cubic"]
+        assert line["connections"] >= len(sent)
+        assert 0.003 < line["resent_share"] < 0.1
+        assert 0.03 <= line["least_round_trip"] <= line["round_trip"] < 1

@@ -137,7 +137,7 @@ void Guard::judge(const Reading& reading, int64_t step) {
     advice = ". From step " + std::to_string(step) + " on it is coded with " + reading.finer;
   }
   if (!isSpeaker_ || std::exchange(excursion.isSaid, !adapts())) return;
-  // What most shards have the first one says. Others may have what it has not: one line tells where to look.
+  // The first shard says what most of them have. Another may have what that has not: one line tells where to look.
   if (!isOfFirstShards_ && std::exchange(hasSpoken_, true)) return;
   LOG(WARNING) << "bagua: '" << nameOf(reading.parameter)
                << (isOfFirstShards_ ? "'" : "', in another shard than the first,") << " at step " << step - 1 << ": "

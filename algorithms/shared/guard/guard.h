@@ -134,7 +134,7 @@ class Guard {
   mutable std::mutex mutex_;
   bool isSpeaker_ = true;
   bool isOfFirstShards_ = true;
-  // Of other shards: the one line that they have.
+  // Other shards have said the one line that they have.
   bool hasSpoken_ = false;
   std::vector<std::string> names_;
   std::deque<Pending> pending_;
