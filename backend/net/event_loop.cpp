@@ -67,6 +67,14 @@ void EventLoop::stop() {
   }
 }
 
+void EventLoop::halt() {
+  std::unique_lock lock(state_->mutex);
+  state_->isStopping = true;
+  if (!thread_.joinable()) return;
+  wake();
+  state_->ended.wait_for(lock, std::chrono::seconds(1), [&] { return state_->hasEnded; });
+}
+
 void EventLoop::callLater(std::chrono::milliseconds delay, std::function<void()> call) {
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
@@ -169,7 +177,9 @@ void EventLoop::run(const std::shared_ptr<State>& state) {
       uint64_t calls = 0;
       [[maybe_unused]] const ssize_t size = ::read(state->wakeUp.number(), &calls, sizeof(calls));
       const std::lock_guard<std::mutex> lock(state->mutex);
-      if (state->isStopping) return;
+      if (!state->isStopping) continue;
+      state->hasEnded = true;
+      return state->ended.notify_all();
     }
   }
 }

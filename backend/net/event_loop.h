@@ -4,6 +4,7 @@
 #include <sys/epoll.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -44,6 +45,8 @@ class EventLoop {
   void callLater(std::chrono::milliseconds delay, std::function<void()> call);
   // Ends the thread and drops handlers and calls. From the thread itself it only asks for the end.
   void stop();
+  // Has the thread end, and waits a second at most until it has; handlers stay. For the end of the process.
+  void halt();
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -62,6 +65,8 @@ class EventLoop {
     uint32_t added = 0;
     std::multimap<Clock::time_point, std::function<void()>> later;
     bool isStopping = false;
+    bool hasEnded = false;
+    std::condition_variable ended;
   };
   static void run(const std::shared_ptr<State>& state);
   static void handle(State& state, const epoll_event& event);

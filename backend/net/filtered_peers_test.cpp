@@ -22,7 +22,7 @@ constexpr std::chrono::milliseconds kUntilProbed = kPatience / 2;
 
 class Firewall : public MadeUpPeer {
  protected:
-  Firewall() : MadeUpPeer(2, kPatience) {}
+  explicit Firewall(std::chrono::milliseconds patience = kPatience) : MadeUpPeer(2, patience) {}
   void SetUp() override {}
   void join() { group_ = transport_->join(7, 0, {transport_->address(), {kPeer, address_}}); }
   // From here on, connections to the peer are reset.
@@ -120,6 +120,23 @@ TEST_F(Firewall, ThatEndsConnectionsIsNotForEver) {
   }
   EXPECT_NE(lost().find("cannot connect to 127.0.0.1"), std::string::npos) << lost();
   EXPECT_GE(waited(), kPatience * 9 / 10) << "others that are reset may be followed by one that is not";
+}
+
+class PatientFirewall : public Firewall {
+ protected:
+  PatientFirewall() : Firewall(8s) {}
+};
+
+TEST_F(PatientFirewall, ThatHasEndedOneConnectionDoesNotShortenTheWaitForALineThatIsAway) {
+  join();
+  group_->watch(1);
+  reset(accept());
+  deafen(listening_.number());
+  std::this_thread::sleep_for(6s);
+  EXPECT_FALSE(group_->findLost()) << *group_->findLost();
+  const int none = 0;
+  EXPECT_EQ(setsockopt(listening_.number(), SOL_SOCKET, SO_DETACH_FILTER, &none, sizeof(none)), 0);
+  EXPECT_TRUE(accept().isOpen());
 }
 
 // A firewall on the way to the second process, which drops connections after the first.

@@ -113,7 +113,13 @@ uint64_t Link::awaited() {
 
 bool Link::isBroken() {
   const Lock lock(mutex_);
-  return error_.empty() && !hasWelcome() && !hasLastLeft_ && (!ended_.empty() || outbox_.sendsAgain());
+  if (!error_.empty() || hasWelcome()) return false;
+  const auto isNeeded = [&](const OutgoingFrame& frame) {
+    return frame.message && !left_.contains(frame.header.group);
+  };
+  return outbox_.sendsAgain(isNeeded) || std::ranges::any_of(ended_, [&](const auto& connection) {
+           return connection->sent().anyUnacknowledged(isNeeded);
+         });
 }
 
 void Link::sendControl(const Frame& frame) {
@@ -139,10 +145,14 @@ void Link::leave(uint64_t group, uint32_t source) {
   pump(lock);
 }
 
+void Link::noteLeft(uint64_t group) {
+  const Lock lock(mutex_);
+  left_.insert(group);
+}
+
 Delivery Link::begin(const Frame& frame, const std::vector<uint8_t>& context) {
   const auto owner = owner_.lock();
   if (!owner) return {};
-  hasLastLeft_ = false;
   Frame charged = frame;
   // It has been charged when it came for the first time.
   if (frame.payloadBytes > 0 && interrupted_.erase({frame.group, frame.key, frame.offset}) > 0) {
@@ -191,10 +201,11 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
     case Frame::Kind::kEnded:
       return onEnded(connection, frame.key.stream, frame.total);
     case Frame::Kind::kAbsent:
+      noteLeft(frame.group);
       if (const auto owner = owner_.lock()) owner->onAbsent(*this, frame.group);
       return true;
     default:
-      hasLastLeft_ = true;
+      noteLeft(frame.group);
       if (const auto owner = owner_.lock()) owner->onLeave(frame);
       return true;
   }

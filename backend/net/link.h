@@ -115,7 +115,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void askPeer();
   // Returns of how many frames the peer has not told yet that they have come, and of how many connections.
   [[nodiscard]] uint64_t awaited();
-  // Returns whether the last connection has ended, none has taken its place, and the peer may need what was on its way.
+  // Returns whether the last connection has ended, none has taken its place, and a message was on its way that the peer
+  // may need.
   [[nodiscard]] bool isBroken();
   // Adds up all connections; zeros where nothing is known yet.
   [[nodiscard]] Line line();
@@ -143,6 +144,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void pump(Lock& lock);
   // Sends a frame without a message, unless the link is lost. Not under the mutex.
   void sendControl(const Frame& frame);
+  // The peer takes nothing more for a group. Not under the mutex.
+  void noteLeft(uint64_t group);
 
   // --- link_connections.cpp. These are called under the mutex.
   void openWhereNeeded();
@@ -182,6 +185,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   bool settle(const std::shared_ptr<Connection>& connection);
   void noteReconnection();
   void noteUnopened(int error, const std::string& text, bool isAnswered);
+  void forgetRefusals();
   void watch();
 
   // --- On the loop's thread, not under the mutex.
@@ -240,8 +244,10 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   bool isDialPlanned_ = false;
   // Connections that have ended or could not be opened, since the peer has last told of a frame that has come.
   int failures_ = 0;
-  // The link waits no longer than this for a peer that refuses connections, or ends them without a word.
+  // The link waits no longer than this for a peer that refuses connections, or ends them without a word, and has done
+  // nothing else for so many.
   std::optional<std::chrono::steady_clock::time_point> givesUpAt_;
+  int refusals_ = 0;
   // Spare connections that were opened, since one has last become welcome.
   int spares_ = 0;
   std::string lastFailure_;
@@ -263,8 +269,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // When the peer first refused a connection, where nothing else has come of it since.
   std::optional<std::chrono::steady_clock::time_point> firstRefusal_;
   std::string error_;
-  // The last that has come was that the peer leaves a group.
-  std::atomic<bool> hasLastLeft_ = false;
+  // The groups of which the peer needs nothing any more.
+  std::set<uint64_t> left_;
   // error_ is set; this is for those who do not hold the mutex.
   std::atomic<bool> isLost_ = false;
 

@@ -167,8 +167,11 @@ void Link::onProbed(Probe::Result result) {
   probe_.reset();
   if (result == Probe::Result::kAnswered) reach_ = Reach::kAnswers;
   if (result != Probe::Result::kFiltered) return;
+  // A line that is away says nothing of firewalls.
+  const auto isSilent = [](const auto& connection) { return connection->silentLooks > 0; };
+  if (std::ranges::any_of(connections_, isSilent)) return probeLater(opening_.patience);
   // A process that has ended refuses, too, and the ends of its connections may not have been read yet. They have been
-  // after this time. A line that is cut for a while is silent.
+  // after this time.
   loop_->callLater(kUntilEndsAreRead, [weak = weak_from_this()] {
     const auto link = weak.lock();
     if (!link) return;

@@ -25,8 +25,10 @@ constexpr milliseconds kFirstPause{50};
 constexpr milliseconds kLongestPause{1000};
 // Nobody is waited for longer where this host itself refuses.
 constexpr milliseconds kRefusedHere{1500};
-// Whoever has never been spoken to and ends every connection has another secret, or none, and does not say so.
+// Whoever has never been spoken to and ends every connection has, most likely, another secret, or none.
 constexpr milliseconds kRefusedUnknown{5000};
+// A process that was stopped meanwhile, or one reset, is not to end a link.
+constexpr int kLeastRefusals = 5;
 // Where other connections work, one that could not be opened is not tried again before.
 constexpr std::chrono::seconds kWithoutMore{30};
 // A firewall that is loaded anew refuses once; where a process has ended everything is refused.
@@ -106,8 +108,8 @@ void Link::end(const std::shared_ptr<Connection>& connection) {
   if (const Frame* const frame = connection->reader().unfinished()) {
     interrupted_.insert({frame->group, frame->key, frame->offset});
   }
-  // Of one that was never open the peer does not know, and nothing was written to it.
-  if (!connection->isAnswered) return;
+  // Of one that was never open the peer does not know, and nothing was written to it before its handshake was over.
+  if (connection->isConnecting) return;
   ended_.push_back(connection);
   lastWords_.push_back(lastWordOf(connection->number(), connection->reader().frames()));
 }
@@ -188,7 +190,7 @@ void Link::onUnopened(const std::shared_ptr<Connection>& connection, int error, 
       if (isNews || connection->isAdditional) noMoreBefore_ = Clock::now() + kWithoutMore;
       sayLastWords();
       pump(lock);
-    } else if (connections_.empty() && !comesByItself() && givesUpAt_ && Clock::now() >= *givesUpAt_) {
+    } else if (connections_.empty() && !comesByItself() && refusals_ >= kLeastRefusals && Clock::now() >= *givesUpAt_) {
       over = lastFailure_;
     } else {
       dialLater(firstRefusal_ ? kSecondLook : pause());
@@ -215,11 +217,19 @@ void Link::noteUnopened(int error, const std::string& text, bool isAnswered) {
     const auto refused = isRefusedHere ? kRefusedHere : std::min(kRefusedUnknown, opening_.patience);
     const auto end = Clock::now() + (isAnswered && peerLink_ ? opening_.patience : refused);
     givesUpAt_ = std::min(givesUpAt_.value_or(end), end);
+    ++refusals_;
+  } else {
+    forgetRefusals();
   }
   if (isAnswered || !hasWelcome()) return;
   // Something lets some connections through and not others; or the peer has ended while the line was away.
   probeLater(beforeProbe());
   if (error == ECONNREFUSED && isReachable()) endSilent();
+}
+
+void Link::forgetRefusals() {
+  givesUpAt_.reset();
+  refusals_ = 0;
 }
 
 bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
@@ -252,7 +262,7 @@ bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
 
 void Link::beginWith(Connection& connection) {
   lonelyLooks_ = 0;
-  givesUpAt_.reset();
+  forgetRefusals();
   spares_ = 0;
   lastError_.clear();
   hasPeerDied_ = false;

@@ -156,6 +156,9 @@ class Outbox {
 
   [[nodiscard]] bool isEmpty() const { return queue_.empty() && controls_.empty() && again_.empty(); }
   [[nodiscard]] bool sendsAgain() const { return !again_.empty(); }
+  [[nodiscard]] bool sendsAgain(const std::function<bool(const OutgoingFrame& frame)>& holds) const {
+    return std::ranges::any_of(again_, holds);
+  }
   // The bytes that may leave, for the first time or again.
   [[nodiscard]] uint64_t backlog() const;
 

@@ -41,7 +41,9 @@ void finishSending() {
     const std::lock_guard lock(process.mutex);
     if (process.kept && !process.kept->mark.isFromParent()) transport = process.kept->transport;
   }
-  if (transport) transport->finish();
+  if (!transport) return;
+  transport->finish();
+  transport->halt();
 }
 
 }  // namespace

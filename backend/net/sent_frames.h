@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <vector>
 
 #include "backend/net/outbox.h"
@@ -28,6 +30,10 @@ class SentFrames {
   [[nodiscard]] bool isEmpty() const { return acknowledged_ == given_; }
   [[nodiscard]] bool hasAny() const { return given_ > 0; }
   [[nodiscard]] uint64_t unacknowledged() const { return given_ - acknowledged_; }
+  // Whether one is not acknowledged for which this holds, or which the kernel does not have yet.
+  [[nodiscard]] bool anyUnacknowledged(const std::function<bool(const OutgoingFrame& frame)>& holds) const {
+    return unacknowledged() > kept_.size() || std::ranges::any_of(kept_, holds);
+  }
 
  private:
   uint64_t given_ = 0;

@@ -145,6 +145,11 @@ void Transport::finish() {
   }
 }
 
+void Transport::halt() {
+  loop_->halt();
+  guestLoop_->halt();
+}
+
 void Transport::tellSenders(uint64_t group, const std::shared_ptr<Inbox>& inbox) {
   if (!inbox) return;
   for (const auto& link : allLinks()) {

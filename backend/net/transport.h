@@ -48,6 +48,8 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
   // Waits until peers have told that all has come which has been sent to them, but not for long: what is still in the
   // kernel when a process ends can be lost.
   void finish();
+  // At the end of the process, after which libraries free what the loops use. Nothing is sent or received any more.
+  void halt();
   // Ends every link, as the end of this process would.
   void loseLinksForTest();
 

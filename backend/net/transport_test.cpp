@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <future>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -201,7 +202,8 @@ TEST(ProcessAddress, IsReadAsItIsWritten) {
 }
 
 // The parameter says whether the peer has said that it leaves.
-class EndOfTheProcess : public MadeUpPeer, public ::testing::WithParamInterface<bool> {};
+// The group that the peer has left, if any.
+class EndOfTheProcess : public MadeUpPeer, public ::testing::WithParamInterface<std::optional<uint64_t>> {};
 
 TEST_P(EndOfTheProcess, WaitsForAConnectionThatIsOpenedAgainIfThePeerMayNeedIt) {
   const auto first = accept();
@@ -209,13 +211,13 @@ TEST_P(EndOfTheProcess, WaitsForAConnectionThatIsOpenedAgainIfThePeerMayNeedIt) 
   const Bytes sent = pattern(100, 1);
   const auto sending = group_->send(1, 1, 0, {.data = sent.data(), .size = sent.size(), .ready = sent.size()});
   EXPECT_EQ(hear(first).kind, Frame::Kind::kUnsolicited);
-  if (GetParam()) say(first, {.kind = Frame::Kind::kLeave, .group = 7, .key = {.source = 1}});
+  if (GetParam()) say(first, {.kind = Frame::Kind::kLeave, .group = *GetParam(), .key = {.source = 1}});
   std::this_thread::sleep_for(50ms);
   const uint64_t number = hello_.connection;
   reset(first);
   auto end = std::async(std::launch::async, [&] { transport_->finish(); });
   const auto second = accept();
-  EXPECT_EQ(end.wait_for(2s), GetParam() ? std::future_status::ready : std::future_status::timeout);
+  EXPECT_EQ(end.wait_for(2s), GetParam() == 7 ? std::future_status::ready : std::future_status::timeout);
   answer(second, {.from = kPeer, .link = 5});
   say(second, {.kind = Frame::Kind::kEnded, .key = {.stream = number}});
   EXPECT_EQ(hear(second).kind, Frame::Kind::kEnded);
@@ -224,7 +226,7 @@ TEST_P(EndOfTheProcess, WaitsForAConnectionThatIsOpenedAgainIfThePeerMayNeedIt) 
   EXPECT_EQ(end.wait_for(5s), std::future_status::ready);
 }
 
-INSTANTIATE_TEST_SUITE_P(HasLeft, EndOfTheProcess, ::testing::Values(false, true));
+INSTANTIATE_TEST_SUITE_P(HasLeft, EndOfTheProcess, ::testing::Values(std::nullopt, 7, 8));
 
 }  // namespace
 }  // namespace bagua::net

@@ -36,7 +36,7 @@ class LineStats(TypedDict):
         connections: how many have sent data. Losses bring more of them where BBR is refused.
         congestion: the names of their congestion control; losses bring "bbr" where the system allows it.
         resent_share: the part of their packets that was sent again: an upper limit of what the line has lost.
-        round_trip: seconds, with what waits in queues: the mean over packets.
+        round_trip: seconds, with what waits in queues: the mean of the connections, each by its packets.
         least_round_trip: seconds, of the fastest packets of the last minutes.
     """
 

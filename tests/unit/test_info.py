@@ -127,6 +127,21 @@ def test_connections_of_this_process_are_counted() -> None:
     assert ends not in connections()
 
 
+def test_sockets_that_are_looked_at_stay_as_they_are() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        socket.setdefaulttimeout(5)
+        try:
+            files = len(os.listdir("/proc/self/fd"))
+            connections()
+            assert len(os.listdir("/proc/self/fd")) == files
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(one.fileno())
+        one.send(b"some")
+        assert other.recv(4) == b"some"
+
+
 def test_lines_are_added_up_by_their_packets() -> None:
     lines = [Line(("cubic",), 300, 3, 0.02, 0.01), Line(), Line(("bbr",), 100, 5, 0.06, 0.015)]
     assert together(lines) == Line(("bbr", "cubic"), 400, 8, pytest.approx(0.03), 0.01)

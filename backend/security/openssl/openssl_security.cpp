@@ -2,6 +2,7 @@
 #include "backend/security/openssl/openssl_security.h"
 
 #include <c10/util/Exception.h>
+#include <openssl/crypto.h>
 
 #include <array>
 #include <cstdio>
@@ -53,6 +54,9 @@ extern "C" {
 // NOLINTNEXTLINE(readability-identifier-naming): as kMakeOpenSslSecurity says.
 bagua::MakeOpenSslSecurity bagua_make_openssl_security;
 std::shared_ptr<const bagua::JobSecurity> bagua_make_openssl_security(const bagua::JobSecuritySettings& settings) {
+  // Threads may still be reading from connections when the process ends: OpenSSL is not to free what they use. Whoever
+  // was the first to use OpenSSL in this process has decided that already, see Transport::halt().
+  OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, nullptr);
   return std::make_shared<bagua::OpenSslSecurity>(bagua::extractKey(settings.secret), settings);
 }
 }

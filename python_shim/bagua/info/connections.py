@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 # Places in the kernel's struct tcp_info, each of 32 bits; older kernels tell less.
@@ -35,7 +36,7 @@ class Line:
         congestion: the names of their congestion control.
         segments: packets with data that were sent, those sent again included.
         resent: packets that the kernel took for lost and sent again.
-        round_trip: seconds, with what waits in queues: the mean over packets.
+        round_trip: seconds, with what waits in queues: the mean of the connections, each by its packets.
         least_round_trip: seconds, of the fastest packets of the last minutes.
     """
 
@@ -62,13 +63,25 @@ def connections() -> Connections:
     return dict(_found())
 
 
+@contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket]:
+    """Give an object for a socket that stays somebody else's: a copy would go to a child that forks meanwhile."""
+    # With this type, a default timeout of Python's does not make it a socket that never blocks, for its owner, too.
+    one = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=number)
+    try:
+        yield one
+    finally:
+        one.detach()
+
+
 def _found() -> Iterator[tuple[tuple[str, str], Connection]]:
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+            with _borrowed(int(name)) as one:
+                is_tcp = one.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL) == socket.IPPROTO_TCP
+                if one.family not in (socket.AF_INET, socket.AF_INET6) or not is_tcp:
                     continue
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 if len(info) < _KNOWN_BYTES or info[0] != _ESTABLISHED:
