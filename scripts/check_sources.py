@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_998, 16_000),
-    "python_shim": Layer({".py"}, 13_943, 8_500),
-    "tests": Layer({".py"}, 30_842, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 23_065, 16_000),
+    "python_shim": Layer({".py"}, 13_994, 8_500),
+    "tests": Layer({".py"}, 30_872, 22_000, counts_tests=True),
 }
 
 

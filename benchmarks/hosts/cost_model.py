@@ -4,10 +4,11 @@
     python benchmarks/hosts/cost_model.py benchmarks/results [MORE.json]
 
 Fitted by least squares of relative errors to grid.json, two hosts on nine networks. hosts.json, of another day and with
-other hosts, models and networks, takes no part, nor do grid_cubic.json and grid_loss.json, of another machine, and
-MORE.json: their errors are those of predictions, and so are those of each network of the grid by a fit to the other
-eight. How fast a file's processor is, which `plan` measures, is told by its steps of the convolutional network without
-communication. Writes prices.json into the package, and prediction.md.
+other hosts, models and networks, takes no part, nor do grid_cubic.json and grid_loss.json, of another machine, but for
+what cubic and losses cost (four constants of the model), and MORE.json: their errors are those of predictions, and so
+are those of each network of the grid by a fit to the other eight. How fast a file's processor is, which `plan`
+measures, is told by its steps of the convolutional network without communication. Writes prices.json into the package,
+and prediction.md.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Sample:
     def line(self) -> Line:
         """All hosts are on one machine."""
         n = self.scenario
-        return Line(n.hosts, n.bits_per_second, n.round_trip, _ranks_per_core(n))
+        return Line(n.hosts, n.bits_per_second, n.round_trip, _ranks_per_core(n), n.loss, n.congestion == "cubic")
 
     def error(self, way: str, price: Price) -> float:
         """Return model / measurement - 1."""
@@ -108,7 +109,7 @@ def fit(way: str, samples: Sequence[Sample]) -> Price:
     """Search the prices that are least wrong."""
     best = (math.inf, Price(1.0, 0.0, 0.0))
     far = [s.scenario.round_trip for s in samples]
-    for efficiency, nanoseconds in itertools.product(np.arange(0.7, 1.001, 0.05), np.arange(0.0, 12.01, 1.0)):
+    for efficiency, nanoseconds in itertools.product(np.arange(0.7, 1.001, 0.05), np.arange(0.0, 12.01, 0.5)):
         for delays in _DELAYS if any(far) else [0.0]:
             price = Price(round(float(efficiency), 2), delays, float(nanoseconds))
             error = sum(sample.error(way, price) ** 2 for sample in samples)
@@ -130,7 +131,7 @@ def main() -> None:
     results = Path(sys.argv[1])
     kinds = {"the grid, held out": load(results / "grid.json"), "another day": load(results / "hosts.json")}
     kinds["cubic, 50 ms of buffer, on a machine of slower cores"] = load(results / "grid_cubic.json")
-    kinds["0.1 % of packets lost, of which the model knows nothing"] = load(results / "grid_loss.json")
+    kinds["0.1 % of packets lost, on that machine"] = load(results / "grid_loss.json")
     for path in map(Path, sys.argv[2:]):
         kinds[path.stem] = load(path)
     models = {scenario.model: _model(scenario.model) for runs in kinds.values() for scenario, _ in runs}

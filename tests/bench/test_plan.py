@@ -108,6 +108,21 @@ def test_a_slower_line_makes_every_step_longer_that_communicates() -> None:
     assert 5 < slow["gloo"] / fast["gloo"] < 15
 
 
+def test_losses_cost_time_but_with_bbr(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*words: str) -> dict[str, float]:
+        given = ["--model", "resnet50", "--compute", "200ms", "--rate", "1G", "--delay", "50ms", "--processor", "1"]
+        assert plan.main([*given, "--json", *words]) == 0
+        return {row["way"]: row["seconds"] for row in json.loads(capsys.readouterr().out)}
+
+    cubic, lossy = planned("--congestion", "cubic"), planned("--congestion", "cubic", "--loss", "0.1%")
+    bbr = planned("--congestion", "bbr")
+    assert planned("--congestion", "bbr", "--loss", "0.1%") == bbr
+    # One connection has 10 Mbit/s for 102 MB, and 32 have 320.
+    assert lossy["gloo"] > 50 * bbr["gloo"]
+    assert bbr["gradient_allreduce"] < cubic["gradient_allreduce"] < lossy["gradient_allreduce"] < 4
+    assert bbr["bytegrad"] < cubic["bytegrad"] < lossy["bytegrad"] < lossy["gradient_allreduce"]
+
+
 def test_a_slower_processor_is_measured_or_given_and_its_work_takes_longer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

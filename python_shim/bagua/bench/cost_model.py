@@ -23,6 +23,15 @@ _DELAYS_HIDDEN = 0.6
 # Shares of a step's arithmetic.
 FORWARD, OPTIMIZER = 1 / 3, 0.05
 _BUCKET_BYTES = 4 << 20
+# Of connections that yield, fitted to benchmarks/results/grid_cubic.json and grid_loss.json. Each second of round trip
+# makes a byte that the line's buffer does not hold take so much longer. One connection has this rate at 50 ms and a
+# loss of 0.1 %, and the last packets of a step are missed and sent again so often.
+_YIELDED = 8.0
+_BUFFER_SECONDS = 0.05
+_CONNECTION_RATE = 10e6
+_LAST_PACKETS = 3.0
+_MISSED_SECONDS = 0.02
+_PACKET_BITS = 1448 * 8
 # More hosts than this never speak with each other all at once in an allreduce.
 _MOST_AT_ONCE = 32
 # The mean of coded messages is gathered in two rounds by more than these.
@@ -31,13 +40,31 @@ _MOST_IN_ONE_GATHER = 8
 
 @dataclass(frozen=True)
 class Line:
-    """What lies between hosts: bits per second that a host can send, seconds of a round trip."""
+    """What lies between hosts: bits per second that a host can send, seconds of a round trip, part of packets lost."""
 
     hosts: int
     bits_per_second: float
     round_trip: float = 0.0
     # How many ranks wait for each other's core, where emulated hosts share those of one machine.
     ranks_per_core: float = 1.0
+    loss: float = 0.0
+    # Connections send less after each packet lost, as all congestion control but BBR has it.
+    yields: bool = False
+
+    def rate(self, bits: float, connections: int) -> float:
+        """Return the bits per second that so many bits in one go get, over so many connections to a host."""
+        if not self.yields:
+            return self.bits_per_second
+        if not self.loss:
+            is_lossy = bits > _BUFFER_SECONDS * self.bits_per_second
+            return self.bits_per_second / (1 + _YIELDED * self.round_trip * is_lossy)
+        one = _CONNECTION_RATE * math.sqrt(0.001 / self.loss) * (0.05 / max(self.round_trip, 1e-3)) ** 0.4
+        return 1 / math.hypot(1 / self.bits_per_second, 1 / (connections * one))
+
+    def end_of_losses(self, bits: float) -> float:
+        """Return the seconds for which a step waits for its last packets."""
+        are_lost = 1 - math.exp(-self.loss * bits / _PACKET_BITS)
+        return _LAST_PACKETS * (self.round_trip + _MISSED_SECONDS) * are_lost if self.yields else 0.0
 
 
 @dataclass(frozen=True)
@@ -153,17 +180,19 @@ class Way:
         copies: how often a host sends each byte of a message.
         messages: in how many messages for a bucket.
         more_delays: how many more times than between two hosts messages wait for each other.
+        connections: how many there may be to another host.
     """
 
     copies: Callable[[int], float] = _allreduced
     messages: Callable[[int], int] = _coded
     more_delays: Callable[[int], int] = _more_coded
     is_after_the_step: bool = False
+    connections: int = 32
 
 
 WAYS = {
-    "gloo": Way(messages=_ring, more_delays=_more_in_a_ring),
-    "gloo, fp16 hook": Way(messages=_ring, more_delays=_more_in_a_ring),
+    "gloo": Way(messages=_ring, more_delays=_more_in_a_ring, connections=1),
+    "gloo, fp16 hook": Way(messages=_ring, more_delays=_more_in_a_ring, connections=1),
     "gradient_allreduce": Way(messages=_in_parts, more_delays=_more_in_parts),
     "bytegrad": Way(),
     "quantized_allreduce, 4bit": Way(),
@@ -180,11 +209,13 @@ def step_seconds(way: str, price: Price, step: Step, sent: float, line: Line, sl
     The processor takes `slowness` times as long as that of the prices, of which processor.py tells.
     """
     kind = WAYS[way]
-    wire = kind.copies(line.hosts) * sent * 8 / (price.efficiency * line.bits_per_second)
+    bits = kind.copies(line.hosts) * sent * 8
+    wire = bits / (price.efficiency * line.rate(bits, kind.connections))
     messages = kind.messages(line.hosts) * len(step.ready) * MESSAGE_SECONDS
     processor = (messages + 1e-9 * price.nanoseconds * step.elements) * line.ranks_per_core * slowness
     delay = (price.delays + kind.more_delays(line.hosts)) * line.round_trip / 2
     delay *= 1 - _DELAYS_HIDDEN * wire / (wire + delay)
+    delay += line.end_of_losses(bits)
     behind = _BEHIND_THE_LINE if line.ranks_per_core <= 1 else 1.0
     if kind.is_after_the_step:
         return step.backward_end + step.optimizer + wire + behind * processor + delay
