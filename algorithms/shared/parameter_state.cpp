@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <limits>
 #include <utility>
 
 #include "kernels/device_ways.h"
@@ -60,6 +61,11 @@ std::vector<Piece> piecesOf(const AlgorithmState& state, const std::string& name
 }
 
 }  // namespace
+
+void keepFinite(const at::Tensor& residuals) {
+  constexpr double kMost = std::numeric_limits<float>::max();
+  residuals.clamp_(-kMost, kMost);
+}
 
 at::Tensor ParameterState::flatFor(const Bucket& bucket) { return flatFor(bucket, {{0, bucket.flat.numel()}}); }
 
@@ -174,8 +180,8 @@ std::vector<ParameterState::Orphan> ParameterState::takeOrphans(const Bucket& bu
 void ParameterState::rescale(double factor) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto& [position, held] : held_) {
-    for (const auto& part : held.parts) part.values.mul_(factor);
-    for (const auto& part : held.orphans) part.values.mul_(factor);
+    for (const auto& part : held.parts) keepFinite(part.values.mul_(factor));
+    for (const auto& part : held.orphans) keepFinite(part.values.mul_(factor));
   }
 }
 

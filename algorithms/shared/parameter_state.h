@@ -43,7 +43,7 @@ class ParameterState {
   // Drops all values of these parameters; what a device may still read goes to `retained`.
   void forget(const std::vector<int64_t>& positions, Bucket::Retained& retained);
 
-  // Multiplies all values.
+  // Multiplies all values, which stay finite.
   void rescale(double factor);
 
   [[nodiscard]] const std::string& name() const { return name_; }
@@ -89,5 +89,8 @@ class ParameterState {
   std::map<int64_t, Held> held_;
   std::vector<Layout> layouts_;
 };
+
+// What no float32 holds becomes the largest: with an infinity among its residuals no later step would be finite.
+void keepFinite(const at::Tensor& residuals);
 
 }  // namespace bagua

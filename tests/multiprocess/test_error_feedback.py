@@ -9,7 +9,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, same
+from hooked_models import Leaves, reduced, same
 from ranks import Pools, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -177,8 +177,7 @@ def test_nothing_is_owed_to_a_parameter_that_a_static_graph_never_uses(
         given = [gradients_of(step, rank) for rank in range(dist.get_world_size())]
         for of_rank in given:
             of_rank[2] = None
-        ddp.zero_grad()
-        ddp(given[dist.get_rank()]).backward()
+        reduced(ddp, given[dist.get_rank()])
         account.note(ddp, given)
     state = handle.state_dict()["state"]
     assert not _owed(state)[2].any()
@@ -195,8 +194,7 @@ def test_the_two_argument_form_gives_the_same_gradients() -> None:
     without.register_comm_hook(*bagua.comm_hook(**ALGORITHMS[0]))
     for step in range(8):
         for ddp in (with_model, without):
-            ddp.zero_grad()
-            ddp(_given_in(step)[dist.get_rank()]).backward()
+            reduced(ddp, _given_in(step)[dist.get_rank()])
         assert same([p.grad for p in with_model.parameters()], [p.grad for p in without.parameters()])
 
 
@@ -293,8 +291,7 @@ def test_a_wrapper_whose_scaler_cannot_be_followed_is_refused_before_the_model_h
 def test_rescale_multiplies_residuals_and_nothing_else(options: dict[str, Any]) -> None:
     ddp, handle = _hooked(options)
     for step in range(4):
-        ddp.zero_grad()
-        ddp(gradients_of(step, dist.get_rank())).backward()
+        reduced(ddp, gradients_of(step, dist.get_rank()))
     before = handle.state_dict()["state"]
     handle.rescale(0.25)
     after = handle.state_dict()["state"]
@@ -340,9 +337,7 @@ def continued(options: dict[str, Any], saved_at: int, ddp_options: dict[str, Any
                 ddp, handle = _hooked(options, **ddp_options)
                 handle.load_state_dict(saved)
             given = [gradients_of(step, rank) for rank in range(dist.get_world_size())]
-            ddp.zero_grad()
-            ddp(given[dist.get_rank()]).backward()
-            results += [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
+            results += reduced(ddp, given[dist.get_rank()])
             account.note(ddp, given)
         account.check(handle.state_dict()["state"])
         return results
@@ -379,8 +374,7 @@ def _state_after_more_steps(first: int, saved: list[dict[str, Any]]) -> dict[str
         true += owed
     for step in range(first, first + 9):
         given = [gradients_of(step, each) for each in range(size)]
-        ddp.zero_grad()
-        ddp(given[rank]).backward()
+        reduced(ddp, given[rank])
         account.note(ddp, given)
     state = handle.state_dict()
     account.check(state["state"])

@@ -56,17 +56,11 @@ def _assert_close(one: Tensor, other: Tensor, most: float) -> None:
     assert (one - other).norm() <= most * other.norm()
 
 
-def _gradient_of(module: nn.Linear) -> Tensor:
-    assert module.weight.grad is not None
-    return module.weight.grad.flatten().clone()
-
-
 @on_ranks("peers")
 def test_residuals_in_8_bits_are_those_of_loco() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     length = size * 128 * 5
-    module = nn.Linear(128, length // 128, bias=False)
-    ddp = DDP(module)
+    ddp = DDP(nn.Linear(128, length // 128, bias=False))
     handle = bagua.register_comm_hook(ddp, "quantized_allreduce", **FLAT, codec={"*": "4bit"}, residuals="8bit")
     sender, owner = torch.zeros(length), torch.zeros(length // size)
     seen, true = torch.zeros(length).double(), torch.zeros(length).double()
@@ -74,17 +68,15 @@ def test_residuals_in_8_bits_are_those_of_loco() -> None:
         gradients = [torch.randn(length, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(size)]
         ddp.zero_grad()
         ddp(torch.eye(128)).T.flatten().dot(gradients[rank]).backward()
-        result = _gradient_of(module)
+        result = torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
         # LoCo's rule, at the sender and at the owner.
         held = gradients[rank] + sender
         sent = _coded(held)
         mean = torch.stack(sent).mean(0).chunk(size)[rank] + owner
         results = _coded(mean)
         _assert_close(result, torch.cat(results), 0.01)
-        expected = [
-            _in_8_bits(0.8 * sender + 0.2 * (held - sent[rank])),
-            _in_8_bits(0.8 * owner + 0.2 * (mean - results[rank])),
-        ]
+        left = ((sender, held - sent[rank]), (owner, mean - results[rank]))
+        expected = [_in_8_bits(0.8 * kept + 0.2 * rest) for kept, rest in left]
         state = handle.state_dict()["state"]
         sender, owner = state["sender.4bit.0"], state["owner.4bit.0"]
         _assert_close(sender, expected[0], 0.2)
@@ -130,6 +122,18 @@ def test_a_continued_run_has_the_bits_of_an_unbroken_one(hosts: str, options: An
     whole = _trained(hosts, 12, None, **options)
     assert same(whole, _trained(hosts, 12, 6, **options))
     assert same_everywhere(*whole)
+
+
+@on_ranks(2)
+def test_residuals_stay_finite_whatever_is_added_to_them_or_multiplies_them() -> None:
+    ddp = DDP(Leaves(*SHAPES, dtype=torch.float64), bucket_cap_mb=0.03)
+    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", **FLAT, **FEEDBACK, codec={"*": "1bit"}, exact=())
+    # No float32 holds what the first step leaves. The new buckets of the second add the owners' residuals twice.
+    for step, factor in enumerate([1e300, 1.0, 1.0, 1.0]):
+        results = reduced(ddp, [given.double() * factor for given in gradients_of(step, dist.get_rank())])
+        assert all(result.isfinite().all() for result in results), step
+        if step == 2:
+            handle.rescale(2.0**100)
 
 
 @on_ranks(2)

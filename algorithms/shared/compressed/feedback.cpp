@@ -15,7 +15,7 @@ void addOrphans(const at::Tensor& residual, const Orphans& current, const Orphan
   const auto add = [&](const Orphans& orphans, const at::Tensor& isNothing) {
     for (const auto& [begin, values] : orphans) {
       const at::Tensor counted = isNothing.defined() ? values.masked_fill(isNothing, 0) : values;
-      residual.narrow(0, begin, values.numel()).add_(counted, factor);
+      keepFinite(residual.narrow(0, begin, values.numel()).add_(counted, factor));
     }
   };
   add(current, wasLost);
