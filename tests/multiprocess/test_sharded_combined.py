@@ -23,18 +23,18 @@ def test_compiled_models_are_coded(mesh_name: str, weights: str | None, way: str
 
     mesh = mesh_of(mesh_name)
     torch._dynamo.reset()
+    counters.clear()
     trainings = []
     for is_coded in (False, True):
         model: Any = made_model()
         for block in model.blocks:
-            if way == "layers before":
+            if is_coded and way == "layers before":
                 block.compile(backend="aot_eager", fullgraph=True)
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         if is_coded:
             handle = bagua.fsdp.compress(model, "int8", weights=weights, exact=())
-            counters.clear()
-        run = torch.compile(model, backend="aot_eager") if way == "whole after" else model
+        run = torch.compile(model, backend="aot_eager") if is_coded and way == "whole after" else model
         # Weights stay, so that no step inherits the error of another.
         trainings.append(trained(model, step=lambda _, number, run=run: loss_of(run, number).backward(), rate=0))
     assert 0.001 < error_of(trainings[1], trainings[0]) < 0.015
@@ -46,7 +46,8 @@ PARALLEL = [((2, 1, 2), None), ((1, 2, 2), None), ((2, 2), "int8")]
 
 
 @pytest.mark.parametrize(("shape", "weights"), PARALLEL)
-@on_new_ranks(4)  # as what DTensor remembers of a mesh outlives its groups
+# New ranks, as what DTensor remembers of a mesh outlives its groups.
+@on_new_ranks(4, env={"BAGUA_HOST_ID": ["a", "a", "b", "b"]})
 def test_parts_of_tensor_parallelism_are_reduced_with_their_like(shape: tuple[int, ...], weights: str | None) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -71,9 +72,9 @@ def test_parts_of_tensor_parallelism_are_reduced_with_their_like(shape: tuple[in
     error = error_of(trained(ours, step=step, rate=0), trained(stock, step=step, rate=0))
     stats = handle.stats()
     if shape[0] == 1:
-        assert error == stats["wire_bytes"] == 0
+        assert error == stats["wire_bytes"] == 0, (error, stats["wire_bytes"])
     else:
-        assert 0.01 < error < 0.2
+        assert 0.01 < error < 0.2, error
         assert 0 < stats["wire_bytes"] < 0.2 * stats["logical_bytes"]
     both = [gradient for name, gradient in gradients_of(ours).items() if name.endswith("2.bias")]
     assert same_everywhere(*both, group=mesh.get_group("tp"))
