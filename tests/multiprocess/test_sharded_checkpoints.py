@@ -121,7 +121,9 @@ def continued(folder: str, written: list[dict[str, Tensor]]) -> None:
             torch.testing.assert_close(loss_of(model, 3), loss_of(expected, 3))
         after(training, range(3, 5))
         assert handle.state_dict()["step"] == 5
-        assert not any(torch.equal(one, weights[name]) for name, one in full_weights(model).items() if "frozen" not in name)
+        assert not any(
+            torch.equal(one, weights[name]) for name, one in full_weights(model).items() if "frozen" not in name
+        )
 
 
 @pytest.mark.parametrize(("former", "ranks"), [(4, 2), (2, 4)])

