@@ -170,3 +170,13 @@ def check_equal(one: Trained, other: Trained, **tolerances: float) -> None:
             torch.testing.assert_close(
                 tensor, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerances
             )
+
+
+def error_of(own: Trained, expected: Trained) -> float:
+    """The largest of all steps, as a share of the gradient's norm."""
+    errors = []
+    for step, others in zip(own.gradients, expected.gradients, strict=True):
+        assert step.keys() == others.keys()
+        exact = torch.cat([others[name].flatten() for name in step])
+        errors.append((torch.cat([one.flatten() for one in step.values()]) - exact).norm() / exact.norm())
+    return float(max(errors))

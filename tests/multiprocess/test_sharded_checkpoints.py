@@ -4,16 +4,61 @@
 import io
 import shutil
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_ranks, run_ranks
 from sharded_models import loss_of, made_model, mesh_of, on_hosts, sharded, shards_of, trained
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+Training = tuple[Any, bagua.Handle, torch.optim.Optimizer]
+
+
+def begun(mesh: DeviceMesh, gradients: str, coded: str | None) -> Training:
+    model = sharded(made_model(), mesh)
+    handle = bagua.fsdp.compress(model, gradients, weights=coded)
+    return model, handle, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def after(training: Training, steps: range) -> dict[str, Tensor]:
+    model, _, optimizer = training
+    for step in steps:
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return shards_of(model)
+
+
+def save(folder: str, training: Training) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, handle, optimizer = training
+    weights, of_optimizer = get_state_dict(model, optimizer)
+    torch.save(handle.state_dict(), packed := io.BytesIO())
+    name = f"bagua of rank {dist.get_rank()}"
+    dcp.save({"model": weights, "optimizer": of_optimizer, name: packed.getvalue()}, checkpoint_id=folder)
+
+
+def load(folder: str, training: Training, rank: int) -> dict[str, Any]:
+    """Model and optimizer; returns what the handle of this rank had saved."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, _, optimizer = training
+    weights, of_optimizer = get_state_dict(model, optimizer)
+    name = f"bagua of rank {rank}"
+    loaded: dict[str, Any] = {"model": weights, "optimizer": of_optimizer, name: b""}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    state: dict[str, Any] = torch.load(io.BytesIO(loaded[name]))
+    return state
+
 
 # Between the last step and the checkpoint an evaluation has gathered what the step has made of the weights, or not.
 RUNS = [("hybrid", None, False), ("line", "cache", False), ("line", "4bit", False), ("line", "int8", True)]
@@ -24,46 +69,68 @@ RUNS = [("hybrid", None, False), ("line", "cache", False), ("line", "4bit", Fals
 def test_a_run_continues_a_distributed_checkpoint_with_the_same_bits(
     mesh_name: str, coded: str | None, is_evaluated: bool
 ) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    mesh, name = mesh_of(mesh_name), f"bagua of rank {dist.get_rank()}"
-
-    def begun() -> tuple[Any, bagua.Handle, torch.optim.Optimizer]:
-        model = sharded(made_model(), mesh)
-        handle = bagua.fsdp.compress(model, "4bit", weights=coded)
-        return model, handle, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def after(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, Tensor]:
-        for step in steps:
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return shards_of(model)
-
+    mesh = mesh_of(mesh_name)
     folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
     dist.broadcast_object_list(folder)
-    model, handle, optimizer = begun()
-    after(model, optimizer, range(3))
+    training = begun(mesh, "4bit", coded)
+    after(training, range(3))
     if is_evaluated:
         with torch.no_grad():
-            loss_of(model, 9)
-    weights, of_optimizer = get_state_dict(model, optimizer)
-    torch.save(handle.state_dict(), packed := io.BytesIO())
-    dcp.save({"model": weights, "optimizer": of_optimizer, name: packed.getvalue()}, checkpoint_id=folder[0])
-    expected = after(model, optimizer, range(3, 6))
+            loss_of(training[0], 9)
+    save(folder[0], training)
+    expected = after(training, range(3, 6))
 
-    model, handle, optimizer = begun()
-    weights, of_optimizer = get_state_dict(model, optimizer)
-    loaded: dict[str, Any] = {"model": weights, "optimizer": of_optimizer, name: b""}
-    dcp.load(loaded, checkpoint_id=folder[0])
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    handle.load_state_dict(torch.load(io.BytesIO(loaded[name])))
-    own = after(model, optimizer, range(3, 6))
+    training = begun(mesh, "4bit", coded)
+    training[1].load_state_dict(load(folder[0], training, dist.get_rank()))
+    own = after(training, range(3, 6))
     assert all(torch.equal(own[one], tensor) for one, tensor in expected.items())
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
+
+
+def full_weights(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+CODED = [("int8", "cache"), ("4bit", "int8")]
+
+
+def written(folder: str) -> list[dict[str, Tensor]]:
+    weights = []
+    for gradients, coded in CODED:
+        training = begun(mesh_of("line"), gradients, coded)
+        after(training, range(3))
+        save(folder + coded, training)
+        weights.append(full_weights(training[0]))
+    return weights
+
+
+def continued(folder: str, written: list[dict[str, Tensor]]) -> None:
+    for (gradients, coded), weights in zip(CODED, written, strict=True):
+        model, handle, _ = training = begun(mesh_of("line"), gradients, coded)
+        saved = load(folder + coded, training, rank=0)
+        if saved["state"]:
+            with pytest.raises(ValueError, match="state of other shards"):
+                handle.load_state_dict(saved)
+        handle.load_state_dict({**saved, "state": {}})
+        assert all(torch.equal(one, weights[name]) for name, one in full_weights(model).items())
+        expected = made_model()
+        expected.load_state_dict(weights)
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(model, 3), loss_of(expected, 3))
+        after(training, range(3, 5))
+        assert handle.state_dict()["step"] == 5
+        assert not any(
+            torch.equal(one, weights[name]) for name, one in full_weights(model).items() if "frozen" not in name
+        )
+
+
+@pytest.mark.parametrize(("former", "ranks"), [(4, 2), (2, 4)])
+def test_more_or_fewer_ranks_go_on_with_all_weights(tmp_path: Path, former: int, ranks: int) -> None:
+    # New ones, as what DTensor remembers of a mesh outlives its groups.
+    weights = run_ranks(former, written, f"{tmp_path}/")[0]
+    run_ranks(ranks, continued, f"{tmp_path}/", weights)
 
 
 @on_ranks(4)
