@@ -31,8 +31,8 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 23_065, 16_000),
-    "python_shim": Layer({".py"}, 13_994, 8_500),
-    "tests": Layer({".py"}, 30_870, 22_000, counts_tests=True),
+    "python_shim": Layer({".py"}, 13_996, 8_500),
+    "tests": Layer({".py"}, 31_031, 22_000, counts_tests=True),
 }
 
 

@@ -174,7 +174,9 @@ class Handle:
         for key, own in (("algorithm", self.algorithm), ("options", self.options)):
             saved, name = state_dict[key], self.algorithm
             if saved != own and (key == "algorithm" or comparable(saved, name) != comparable(own, name)):
-                raise ValueError(f"the checkpoint was written with {key} {saved!r}, this hook has {own!r}")
+                raise ValueError(
+                    f"the checkpoint was written with {key} {saved!r}, this hook has {own!r}: give the same at registration"
+                )
         check_checkpoint(state_dict)
         self._check_rank(state_dict)
         self._load(state_dict)
