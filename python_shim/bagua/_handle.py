@@ -175,7 +175,7 @@ class Handle:
             saved, name = state_dict[key], self.algorithm
             if saved != own and (key == "algorithm" or comparable(saved, name) != comparable(own, name)):
                 raise ValueError(
-                    f"the checkpoint was written with {key} {saved!r}, this hook has {own!r}: give the same at registration"
+                    f"the checkpoint was written with {key} {saved!r}, this hook has {own!r}: register it with the same"
                 )
         check_checkpoint(state_dict)
         self._check_rank(state_dict)
