@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 23_065, 16_000),
     "python_shim": Layer({".py"}, 13_996, 8_500),
-    "tests": Layer({".py"}, 31_031, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 31_033, 22_000, counts_tests=True),
 }
 
 

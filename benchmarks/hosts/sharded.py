@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of sharded models between emulated hosts: FSDP2 and HSDP over Gloo, bagua, and compressed. Needs root.
+"""Steps of sharded models between emulated hosts: FSDP2 and HSDP over Gloo, bagua, and compressed, beside DDP's. Needs
+root.
 
 python benchmarks/hosts/sharded.py --rates 1G 100M --hosts 2 --ranks 2 --width 1024
 
@@ -28,10 +29,11 @@ from bagua.bench.emulated_hosts import Host, Network, emulated_hosts, rate_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 BLOCKS, BATCH = 4, 8
 FIRST_STEPS = 2
-# Of each: the mesh, the backend, and what compress() is given, if it is called.
+# Of each: the mesh, the backend, and what compress() is given, if it is called. DDP has no mesh.
 WAYS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "FSDP2, gloo": ("line", "gloo", None),
     "FSDP2, bagua": ("line", "bagua", None),
@@ -44,6 +46,10 @@ WAYS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "HSDP, bagua": ("hybrid", "bagua", None),
     "HSDP, int8": ("hybrid", "bagua", {"gradients": "int8"}),
     "HSDP, 4bit": ("hybrid", "bagua", {"gradients": "4bit"}),
+    "DDP, gloo": ("none", "gloo", None),
+    "DDP, bagua": ("none", "bagua", None),
+    "DDP, int8": ("none", "bagua", {"algorithm": "bytegrad"}),
+    "DDP, 4bit": ("none", "bagua", {"algorithm": "quantized_allreduce"}),
 }
 
 
@@ -73,13 +79,22 @@ class Training:
 
     def __init__(self, shape: _Shape, kind: str, backend: str, options: dict[str, Any] | None) -> None:
         torch.manual_seed(0)
-        mesh, width = _mesh(kind, backend, shape.hosts), shape.width
-        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(BLOCKS)))
-        for block in self.model:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        if options is not None:
-            bagua.fsdp.compress(self.model, **options)
+        width = shape.width
+        self.model: nn.Module = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(BLOCKS))
+        )
+        if kind == "none":
+            group = _group([list(range(dist.get_world_size()))], backend)
+            self.model = DistributedDataParallel(self.model, process_group=group)
+            if options is not None:
+                bagua.register_comm_hook(self.model, **options)
+        else:
+            mesh = _mesh(kind, backend, shape.hosts)
+            for block in self.model.children():
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+            if options is not None:
+                bagua.fsdp.compress(self.model, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.seconds: list[float] = []
         self.bytes: list[int] = []
@@ -105,7 +120,7 @@ def _train(shape: _Shape) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("bagua")
     # HSDP is left out where hosts have one rank each, among which there is nothing to shard.
-    ways = {name: way for name, way in WAYS.items() if shape.ranks > 1 or way[0] == "line"}
+    ways = {name: way for name, way in WAYS.items() if shape.ranks > 1 or way[0] != "hybrid"}
     trainings = {name: Training(shape, *way) for name, way in ways.items()}
     batch = torch.randn(BATCH, shape.width)
     for _ in range(shape.steps + FIRST_STEPS):
