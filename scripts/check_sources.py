@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 23_065, 16_000),
-    "python_shim": Layer({".py"}, 13_996, 8_500),
-    "tests": Layer({".py"}, 31_033, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 23_066, 16_000),
+    "python_shim": Layer({".py"}, 14_014, 8_500),
+    "tests": Layer({".py"}, 31_046, 22_000, counts_tests=True),
 }
 
 

@@ -72,7 +72,8 @@ void EventLoop::halt() {
   state_->isStopping = true;
   if (!thread_.joinable()) return;
   wake();
-  state_->ended.wait_for(lock, std::chrono::seconds(1), [&] { return state_->hasEnded; });
+  // What libraries keep for the thread is freed before it has been joined.
+  if (state_->ended.wait_for(lock, std::chrono::seconds(1), [&] { return state_->hasEnded; })) thread_.join();
 }
 
 void EventLoop::callLater(std::chrono::milliseconds delay, std::function<void()> call) {

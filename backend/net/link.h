@@ -244,8 +244,8 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   bool isDialPlanned_ = false;
   // Connections that have ended or could not be opened, since the peer has last told of a frame that has come.
   int failures_ = 0;
-  // The link waits no longer than this for a peer that refuses connections, or ends them without a word, and has done
-  // nothing else for so many.
+  // The link waits no longer than this for a peer that refuses connections, or ends them without a word, once it has
+  // done nothing else so many times in a row.
   std::optional<std::chrono::steady_clock::time_point> givesUpAt_;
   int refusals_ = 0;
   // Spare connections that were opened, since one has last become welcome.

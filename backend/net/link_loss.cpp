@@ -23,11 +23,11 @@ constexpr milliseconds kTellAfter{100};
 constexpr milliseconds kTurn{100};
 constexpr milliseconds kFirstPause{50};
 constexpr milliseconds kLongestPause{1000};
-// Nobody is waited for longer where this host itself refuses.
+// Where this host itself refuses, nobody is waited for longer, but for kLeastRefusals.
 constexpr milliseconds kRefusedHere{1500};
 // Whoever has never been spoken to and ends every connection has, most likely, another secret, or none.
 constexpr milliseconds kRefusedUnknown{5000};
-// A process that was stopped meanwhile, or one reset, is not to end a link.
+// A link is given up after so many refusals in a row at least: one, or a process that was stopped, is not to end it.
 constexpr int kLeastRefusals = 5;
 // Where other connections work, one that could not be opened is not tried again before.
 constexpr std::chrono::seconds kWithoutMore{30};

@@ -201,8 +201,7 @@ TEST(ProcessAddress, IsReadAsItIsWritten) {
   }
 }
 
-// The parameter says whether the peer has said that it leaves.
-// The group that the peer has left, if any.
+// The parameter is the group that the peer has said it leaves, if any.
 class EndOfTheProcess : public MadeUpPeer, public ::testing::WithParamInterface<std::optional<uint64_t>> {};
 
 TEST_P(EndOfTheProcess, WaitsForAConnectionThatIsOpenedAgainIfThePeerMayNeedIt) {

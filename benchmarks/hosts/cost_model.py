@@ -4,11 +4,11 @@
     python benchmarks/hosts/cost_model.py benchmarks/results [MORE.json]
 
 Fitted by least squares of relative errors to grid.json, two hosts on nine networks. hosts.json, of another day and with
-other hosts, models and networks, takes no part, nor do grid_cubic.json and grid_loss.json, of another machine, but for
-what cubic and losses cost (four constants of the model), and MORE.json: their errors are those of predictions, and so
-are those of each network of the grid by a fit to the other eight. How fast a file's processor is, which `plan`
-measures, is told by its steps of the convolutional network without communication. Writes prices.json into the package,
-and prediction.md.
+other hosts, models and networks, and MORE.json take no part: their errors are those of predictions, and so are those of
+each network of the grid by a fit to the other eight. To grid_cubic.json and grid_loss.json, of another machine, what
+cubic and losses cost is fitted, by hand: five numbers in bagua.bench.cost_model. How fast a file's processor is, which
+`plan` measures, is told by its steps of the convolutional network without communication. Writes prices.json into the
+package, and prediction.md.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from bagua._message_bytes import Parameter
 from bagua.bench import plan, processor
 from bagua.bench.cost_model import Line
 from bagua.bench.shapes import MODELS, from_file, from_script
+from bagua.info import congestion
 
 ROOT = Path(__file__).parents[2]
 _LINE = ["--rate", "1G", "--delay", "10ms", "--processor", "1"]
@@ -108,7 +109,7 @@ def test_a_slower_line_makes_every_step_longer_that_communicates() -> None:
     assert 5 < slow["gloo"] / fast["gloo"] < 15
 
 
-def test_losses_cost_time_but_with_bbr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_cost_time_but_with_bbr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(*words: str) -> dict[str, float]:
         given = ["--model", "resnet50", "--compute", "200ms", "--rate", "1G", "--delay", "50ms", "--processor", "1"]
         assert plan.main([*given, "--json", *words]) == 0
@@ -121,6 +122,11 @@ def test_losses_cost_time_but_with_bbr(capsys: pytest.CaptureFixture[str]) -> No
     assert lossy["gloo"] > 50 * bbr["gloo"]
     assert bbr["gradient_allreduce"] < cubic["gradient_allreduce"] < lossy["gradient_allreduce"] < 4
     assert bbr["bytegrad"] < cubic["bytegrad"] < lossy["bytegrad"] < lossy["gradient_allreduce"]
+    assert cubic["local_sgd"] < lossy["local_sgd"]
+    # Where BBR is allowed, losses bring it to our connections and not to Gloo's.
+    monkeypatch.setattr(congestion, "in_use", lambda: "cubic")
+    monkeypatch.setattr(congestion, "allowed", lambda: ["cubic", "bbr"])
+    assert planned("--loss", "0.1%") == bbr | {way: lossy[way] for way in ("gloo", "gloo, fp16 hook")}
 
 
 def test_a_slower_processor_is_measured_or_given_and_its_work_takes_longer(

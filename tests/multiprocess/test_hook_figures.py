@@ -73,7 +73,13 @@ def test_figures_begin_again_after_a_reset(algorithm: str) -> None:
     for number in range(3):
         train_step(trained, number)
     trained.handle.synchronize()  # nothing is under way
-    names = ("algorithm", "state_bytes", "memory", "guard", "line")  # what is there, and not what has been done
+    names = (
+        "algorithm",
+        "state_bytes",
+        "memory",
+        "guard",
+        "line",
+    )  # what is there now, or since connections were opened
     kept = {key: trained.handle.stats()[key] for key in names}  # type: ignore[literal-required]
     trained.handle.reset()
     stats: Any = trained.handle.stats()

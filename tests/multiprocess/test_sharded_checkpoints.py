@@ -110,6 +110,7 @@ def continued(folder: str, written: list[dict[str, Tensor]]) -> None:
     for (gradients, coded), weights in zip(CODED, written, strict=True):
         model, handle, _ = training = begun(mesh_of("line"), gradients, coded)
         saved = load(folder + coded, training, rank=0)
+        assert bool(saved["state"]) == (gradients == "4bit")
         if saved["state"]:
             with pytest.raises(ValueError, match="state of other shards"):
                 handle.load_state_dict(saved)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training step costs on a line, by the rule that benchmarks/hosts/cost_model.py fits and tries.
 
-    step = max(backward + processor, end of the line + processor / 2) + optimizer + delays * round trip / 2
+    step = max(backward + processor, end of the line + processor / 2) + optimizer + delays * round trip / 2 + losses
 
 Buckets of gradients are ready one after another during the backward, and the line is busy with them from the first one
 on, at `efficiency` of its rate. The processor's work, a price for each parameter and message, is half hidden by it.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bagua._message_bytes import Parameter
 
@@ -23,9 +23,10 @@ _DELAYS_HIDDEN = 0.6
 # Shares of a step's arithmetic.
 FORWARD, OPTIMIZER = 1 / 3, 0.05
 _BUCKET_BYTES = 4 << 20
-# Of connections that yield, fitted to benchmarks/results/grid_cubic.json and grid_loss.json. Each second of round trip
-# makes a byte that the line's buffer does not hold take so much longer. One connection has this rate at 50 ms and a
-# loss of 0.1 %, and the last packets of a step are missed and sent again so often.
+# Of connections that yield, fitted by hand to benchmarks/results/grid_cubic.json and grid_loss.json. Each second of
+# round trip makes a byte that the buffer before these lines does not hold take _YIELDED times longer.
+# One connection has _CONNECTION_RATE at 50 ms and a loss of 0.1 %. The last packets of a step are sent again
+# _LAST_PACKETS times, each a round trip and _MISSED_SECONDS after the last.
 _YIELDED = 8.0
 _BUFFER_SECONDS = 0.05
 _CONNECTION_RATE = 10e6
@@ -50,6 +51,12 @@ class Line:
     loss: float = 0.0
     # Connections send less after each packet lost, as all congestion control but BBR has it.
     yields: bool = False
+    # Losses bring BBR to bagua's connections. Gloo's keep the congestion control of the host.
+    brings_bbr: bool = False
+
+    def of_bagua(self) -> Line:
+        """Return the line as bagua's connections find it."""
+        return replace(self, yields=self.yields and not self.brings_bbr)
 
     def rate(self, bits: float, connections: int) -> float:
         """Return the bits per second that so many bits in one go get, over so many connections to a host."""
@@ -209,6 +216,8 @@ def step_seconds(way: str, price: Price, step: Step, sent: float, line: Line, sl
     The processor takes `slowness` times as long as that of the prices, of which processor.py tells.
     """
     kind = WAYS[way]
+    if not way.startswith("gloo"):
+        line = line.of_bagua()
     bits = kind.copies(line.hosts) * sent * 8
     wire = bits / (price.efficiency * line.rate(bits, kind.connections))
     messages = kind.messages(line.hosts) * len(step.ready) * MESSAGE_SECONDS
@@ -225,11 +234,13 @@ def step_seconds(way: str, price: Price, step: Step, sent: float, line: Line, sl
 
 def fragment_seconds(line: Line, sent: float, plain: float) -> float:
     """Return the seconds of a fragment's exchange beside the training, as docs/rounds.md has it."""
-    wire = _allreduced(line.hosts) * sent * 8 / line.bits_per_second
+    line = line.of_bagua()
+    bits = _allreduced(line.hosts) * sent * 8
+    wire = bits / line.rate(bits, Way.connections)
     window = min(line.bits_per_second * line.round_trip / 8, sent / line.hosts)
     slow_start = max(math.log2(max(window, 1) / 14e3) - 1, 0.0)
     coding = 1.6e-9 * plain if sent < plain else 0.0
-    return wire + (2 + slow_start) * line.round_trip + coding
+    return wire + (2 + slow_start) * line.round_trip + line.end_of_losses(bits) + coding
 
 
 def total_bytes(parameters: Iterable[Parameter]) -> int:
