@@ -90,7 +90,8 @@ class ParameterState {
   std::vector<Layout> layouts_;
 };
 
-// What no float32 holds becomes the largest: with an infinity among its residuals no later step would be finite.
+// Replaces numbers that no float32 holds by the largest one: an infinity among residuals would make every later step
+// infinite.
 void keepFinite(const at::Tensor& residuals);
 
 }  // namespace bagua

@@ -72,7 +72,7 @@ void EventLoop::halt() {
   state_->isStopping = true;
   if (!thread_.joinable()) return;
   wake();
-  // What libraries keep for the thread is freed before it has been joined.
+  // Libraries free what they keep for a thread at its very end, which only join() waits for.
   if (state_->ended.wait_for(lock, std::chrono::seconds(1), [&] { return state_->hasEnded; })) thread_.join();
 }
 

@@ -23,7 +23,7 @@ constexpr milliseconds kTellAfter{100};
 constexpr milliseconds kTurn{100};
 constexpr milliseconds kFirstPause{50};
 constexpr milliseconds kLongestPause{1000};
-// Where this host itself refuses, nobody is waited for longer, but for kLeastRefusals.
+// A link waits so long for a peer on this host that is refused, and for kLeastRefusals.
 constexpr milliseconds kRefusedHere{1500};
 // Whoever has never been spoken to and ends every connection has, most likely, another secret, or none.
 constexpr milliseconds kRefusedUnknown{5000};
@@ -108,7 +108,7 @@ void Link::end(const std::shared_ptr<Connection>& connection) {
   if (const Frame* const frame = connection->reader().unfinished()) {
     interrupted_.insert({frame->group, frame->key, frame->offset});
   }
-  // Of one that was never open the peer does not know, and nothing was written to it before its handshake was over.
+  // The peer does not know a connection that was never open, and none carries frames before its handshake is over.
   if (connection->isConnecting) return;
   ended_.push_back(connection);
   lastWords_.push_back(lastWordOf(connection->number(), connection->reader().frames()));

@@ -30,7 +30,8 @@ class SentFrames {
   [[nodiscard]] bool isEmpty() const { return acknowledged_ == given_; }
   [[nodiscard]] bool hasAny() const { return given_ > 0; }
   [[nodiscard]] uint64_t unacknowledged() const { return given_ - acknowledged_; }
-  // Whether one is not acknowledged for which this holds, or which the kernel does not have yet, whatever it is.
+  // Returns whether this holds for a frame that is not acknowledged. One that the kernel does not have yet counts, too,
+  // whatever it is.
   [[nodiscard]] bool anyUnacknowledged(const std::function<bool(const OutgoingFrame& frame)>& holds) const {
     return unacknowledged() > kept_.size() || std::ranges::any_of(kept_, holds);
   }

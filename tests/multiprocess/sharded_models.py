@@ -173,7 +173,7 @@ def check_equal(one: Trained, other: Trained, **tolerances: float) -> None:
 
 
 def error_of(own: Trained, expected: Trained) -> float:
-    """The largest of all steps, as a share of the gradient's norm."""
+    """Return the largest error of all steps, as a share of the gradient's norm."""
     errors = []
     for step, others in zip(own.gradients, expected.gradients, strict=True):
         assert step.keys() == others.keys()

@@ -73,13 +73,8 @@ def test_figures_begin_again_after_a_reset(algorithm: str) -> None:
     for number in range(3):
         train_step(trained, number)
     trained.handle.synchronize()  # nothing is under way
-    names = (
-        "algorithm",
-        "state_bytes",
-        "memory",
-        "guard",
-        "line",
-    )  # what is there now, or since connections were opened
+    # The last counts since connections were opened, the others tell what is there now.
+    names = ("algorithm", "state_bytes", "memory", "guard", "line")
     kept = {key: trained.handle.stats()[key] for key in names}  # type: ignore[literal-required]
     trained.handle.reset()
     stats: Any = trained.handle.stats()

@@ -48,7 +48,7 @@ def accumulated_in_gradients(model: Any, step: int) -> None:
 
 
 def all_at_once(model: Any, step: int) -> None:
-    """In the norm of the whole nothing may be missing."""
+    """Accumulate, with activation checkpoints, and clip: nothing may be missing in the norm of the whole."""
     for part in range(2):
         model.set_requires_gradient_sync(part == 1)
         loss_of(model, step, part, is_reentrant=False).backward()

@@ -46,7 +46,7 @@ def save(folder: str, training: Training) -> None:
 
 
 def load(folder: str, training: Training, rank: int) -> dict[str, Any]:
-    """Model and optimizer; returns what the handle of this rank had saved."""
+    """Load model and optimizer; returns what the handle of a rank had saved."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
