@@ -32,16 +32,18 @@ class ChangeAttempt {
   std::atomic<bool> isByCall_ = false;
 };
 
-// A part of the store in which the members meet. Waiting in it ends with the attempt.
+// A part of the store in which the members meet. Waiting in it ends with the attempt. While it exists, its store may
+// take until the deadline to answer: the store's own timeout is for one try to connect.
 class ChangeStore final : public c10d::PrefixStore {
  public:
   ChangeStore(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,
-              std::shared_ptr<const ChangeAttempt> attempt);
+              std::chrono::steady_clock::time_point deadline, std::shared_ptr<const ChangeAttempt> attempt);
 
   using PrefixStore::wait;
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
 
  private:
+  const c10d::StoreTimeoutGuard patience_;
   const std::shared_ptr<const ChangeAttempt> attempt_;
 };
 

@@ -112,5 +112,21 @@ TEST(MeetInTime, HasFewThreadsWaitForOneAddressAndWaitsWithoutOneThen) {
   EXPECT_EQ(met.store, silent.store);
 }
 
+TEST(ChangeStore, WaitsUntilTheDeadlineForAnAnswerAndLeavesTheStoresOwnTimeout) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  store->setTimeout(milliseconds(20));
+  auto sets = std::async(std::launch::async, [&] {
+    std::this_thread::sleep_for(milliseconds(200));
+    store->set("epoch/begun", std::vector<uint8_t>(3));
+  });
+  {
+    ChangeStore part("epoch", store, Clock::now() + seconds(60), std::make_shared<ChangeAttempt>());
+    EXPECT_EQ(part.get("begun").size(), 3);
+  }
+  EXPECT_EQ(store->getTimeout(), milliseconds(20));
+  ChangeStore late("epoch", store, Clock::now() + milliseconds(50), std::make_shared<ChangeAttempt>());
+  EXPECT_THROW(late.get("never"), c10::DistStoreError);
+}
+
 }  // namespace
 }  // namespace bagua

@@ -166,7 +166,7 @@ ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::Reconfigur
   const auto meet = [handles, first = members.front(), uuid = opts.uuid, rank, size, deadline, attempt] {
     const std::string name = c10::str("epoch/", first.token, "/", uuid);
     const auto store = sealedStore(connectTo(first, deadline, *attempt));
-    ChangeStore part(name, store, attempt);
+    ChangeStore part(name, store, deadline, attempt);
     checkThatHandlesAgree(part, handles, rank, leftUntil(deadline), *attempt);
     auto met = exchangeRecords(part, rank, size, leftUntil(deadline));
     beginTogether(part, rank, size, deadline, *attempt);
