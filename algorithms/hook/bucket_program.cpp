@@ -18,6 +18,7 @@ void BucketProgram::reduce(Bucket& bucket, int64_t firstParameter, Algorithm& al
   bucket.tellsUse = tellsUse;
   bucket.isCaptured = isCaptured;
   bucket.retained = retained;
+  bucket.firstParameter = firstParameter;
   bucket.key = bucketKey(kSeed, step, firstParameter);
   bucket.isInParts = isInParts;
   bucket.isOfFirstShards = isOfFirstShards;

@@ -173,12 +173,13 @@ class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, 
   // Returns the guard's look, if it wants one. The ranks of the first host speak, each of the lanes that it owns.
   [[nodiscard]] RingExchange::Look lookAt(const at::Tensor& weights, size_t bucket, int rank) const {
     const int64_t step = step_ - 1;
-    Bucket seen{.flat = weights, .step = step, .key = bucketKey(0, step, buckets_[bucket].firstPosition())};
+    Bucket seen{.flat = weights, .step = step, .firstParameter = buckets_[bucket].firstPosition()};
     guard_->begin(seen, topology_->hostOf(rank));
-    if (!guard_->isDue(seen, 0)) return {};
+    const auto key = guard_->keyOfLook(seen, 0);
+    if (!key) return {};
     seen.entries = buckets_[bucket].entriesOf(weights);
-    return [guard = guard_, seen, codec = codec_.name](const at::Tensor& difference, int64_t begin) {
-      compressed::CodingLook(difference, begin, seen.entries, codec, {.key = seen.key}).tell(*guard, seen.step);
+    return [guard = guard_, seen, key = *key, codec = codec_.name](const at::Tensor& difference, int64_t begin) {
+      compressed::CodingLook(difference, begin, seen.entries, codec, {.key = key}).tell(*guard, seen.step);
     };
   }
 

@@ -31,8 +31,8 @@ namespace {
 using powersgd::Division;
 using powersgd::MatrixGroup;
 
-// Buckets of which the guard looks at one: a training that diverges does so in a few steps.
-constexpr uint64_t kLookedAtOneIn = 2;
+// Of so many steps the guard looks at two: a training that diverges does so in a few.
+constexpr int64_t kGuardWindow = 4;
 
 struct PowerSgdOptions {
   powersgd::Worth worth;
@@ -188,7 +188,7 @@ class PowerSgd final : public Algorithm, public KeepsState, public KeepsResidual
     // P, behind it the gradients that travel as they are, and which parameters are used.
     const int64_t exactElements = powersgd::elementsIn(division.exact);
     const auto uses = bucket.tellsUse ? static_cast<int64_t>(bucket.entries.size()) : 0;
-    const bool isLookedAt = guard_.isDue(bucket, options_.startStep, kLookedAtOneIn);
+    const bool isLookedAt = guard_.keyOfLook(bucket, options_.startStep, kGuardWindow).has_value();
     const int64_t lookElements = isLookedAt ? powersgd::elementsOfLook(division) : 0;
     at::Tensor first = at::empty({pElements + exactElements + uses + lookElements}, options);
     const at::Tensor exact = first.narrow(0, pElements, exactElements);

@@ -267,13 +267,14 @@ FIRST_SECTIONS = (
 )
 DEFAULT_SECTIONS = tuple(
     Section(
-        f"dictionary_defaults_{optimizer.lower()}",
-        DICTIONARY,
-        2,
+        f"{task.name}_defaults_{optimizer.lower()}_{ranks}",
+        task,
+        ranks,
         defaults(optimizer),
         seeds=3,
         about=f", {optimizer}: defaults",
     )
+    for task, ranks in ((DICTIONARY, 2), (FASHION_MNIST, 2), (DICTIONARY, 4), (FASHION_MNIST, 4))
     for optimizer in ("AdamW", "SGD")
 )
 SHARDED_SECTION = Section(

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small language model between two emulated hosts, far apart, in all ways, one after another.
 
-python benchmarks/hosts/time_to_loss.py     100 Mbit/s, 50 ms of round trip (about 40 minutes). Needs root and iproute2.
+python benchmarks/hosts/time_to_loss.py   100 Mbit/s, 50 ms of round trip (40 minutes a seed). Needs root and iproute2.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -26,13 +27,14 @@ def main() -> None:
     parser.add_argument("--round-trip", type=time_of, default=0.05, help="between hosts, such as 50ms")
     parser.add_argument("--steps", type=int, default=DICTIONARY.length)
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="CONTENDER")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the weights and of the batches")
     parser.add_argument("--dictionary", type=Path, default=TEXT, help="as of `make convergence`")
     parser.add_argument("--json", type=Path, default=RESULTS / "time_to_loss.json", help="others that it has stay")
     args = parser.parse_args()
     DICTIONARY.load(args.dictionary)  # Downloads it, where there is a network.
     network = Network(args.rate, args.round_trip)
-    for name in args.only:
-        script = ["training_loss.py", name, str(args.steps), str(args.dictionary.resolve())]
+    for seed, name in itertools.product(args.seeds, args.only):
+        script = ["training_loss.py", name, str(args.steps), str(args.dictionary.resolve()), str(seed)]
         try:
             (result,) = run_on_hosts(2, 1, network, script, limit=900)
         except NoEmulatedHosts as error:
@@ -40,9 +42,9 @@ def main() -> None:
         except (RuntimeError, subprocess.TimeoutExpired) as error:  # torch's hook does not always survive
             print(f"{name:<40} {error}", flush=True)
             continue
-        print(f"{name:<40} {result['validation_loss']:.4f} after {result['seconds']:6.1f} s", flush=True)
+        print(f"{name:<40} {result['validation_loss']:.4f} after {result['seconds']:6.1f} s, seed {seed}", flush=True)
         others = json.loads(args.json.read_text())["results"] if args.json.exists() else []
-        kept = [other for other in others if other["contender"] != name]
+        kept = [other for other in others if (other["contender"], other["seed"]) != (name, seed)]
         text = json.dumps({"network": str(network), "results": [*kept, result]}, indent=1)
         args.json.write_text(text + "\n")
 

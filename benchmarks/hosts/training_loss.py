@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of time_to_loss.py: trains the dictionary of `make convergence`, and notes when the loss was how high.
 
-training_loss.py CONTENDER STEPS FOLDER. Rank 0 prints a line of JSON. The seconds are those of training; what is judged
-at the end takes none.
+training_loss.py CONTENDER STEPS FOLDER SEED. Rank 0 prints a line of JSON. The seconds are those of training; what is
+judged at the end takes none.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of a hook with the types themselves.
@@ -74,6 +74,7 @@ def train(name: str, run: Run) -> dict[str, object]:
     training.average_over_ranks(network)
     return {
         "contender": name,
+        "seed": run.seed,
         "seconds": seconds,
         "ends": record.ends[training.BATCH_OF_LOSSES - 1 :: training.BATCH_OF_LOSSES],
         "losses": losses,
@@ -83,13 +84,13 @@ def train(name: str, run: Run) -> dict[str, object]:
 
 def main() -> None:
     """Train."""
-    name, steps, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    name, steps, folder, seed = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     task = replace(DICTIONARY, length=steps)
     task.load(folder)
     row = CONTENDERS[name]
     dist.init_process_group("gloo" if row.algorithm in (None, TORCHS_POWER_SGD) else "bagua")
-    result = train(name, Run(task, dist.get_world_size(), row, 0))
+    result = train(name, Run(task, dist.get_world_size(), row, seed))
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
     dist.barrier()

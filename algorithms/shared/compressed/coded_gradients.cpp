@@ -128,12 +128,13 @@ void CodedGradients::addSums(const Bucket& bucket, Coded& coded, const Communica
 CodedGradients::Looks CodedGradients::lookAt(Bucket& bucket, const Coded& coded,
                                              const Communicator& communicator) const {
   Looks looks;
-  if (!guard_.isDue(bucket, options_.startStep)) return looks;
+  const auto key = guard_.keyOfLook(bucket, options_.startStep);
+  if (!key) return looks;
   const Stage stage(bucket.seconds, stages::kGuard);
   for (size_t i = 0; i < coded.sections.size(); ++i) {
     const auto& [codec, flat, entries, pieces] = coded.sections[i];
     if (codec.empty() || flat.numel() == 0) continue;
-    looks.emplace(i, CodingLook(flat, entries, codec, coded.sums[i].coding, coded.mean, communicator, bucket.key));
+    looks.emplace(i, CodingLook(flat, entries, codec, coded.sums[i].coding, coded.mean, communicator, *key));
   }
   return looks;
 }

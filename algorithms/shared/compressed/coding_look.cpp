@@ -48,7 +48,7 @@ constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 // Errors of several codings, and of the step before, add up in a mean.
 constexpr double kErrorsOfMean = 4;
 
-// The chunk of a message that the key draws; its last bits have drawn the bucket.
+// The chunk of a message that the key draws.
 Piece chunkToLookAt(const HostLanes& lanes, uint64_t key) {
   const int lane = static_cast<int>((key >> 8U) % lanes.count());
   const int host = static_cast<int>((key >> 16U) % lanes.hostCount());
@@ -66,8 +66,7 @@ Piece placeOfSample(const Piece& chunk, int64_t groupElements, uint64_t key) {
   return {begin, begin + longest};
 }
 
-// Whole groups that hold nothing but `elements`, at most so many elements of them; none where there are none. The last
-// bits of the key have drawn the bucket.
+// Whole groups that hold nothing but `elements`, at most so many elements of them; none where there are none.
 Piece groupsOf(const Piece& elements, int64_t groupElements, int64_t most, uint64_t key) {
   const int64_t first = (elements.begin + groupElements - 1) / groupElements;
   const int64_t count = elements.end / groupElements - first;

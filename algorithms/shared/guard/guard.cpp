@@ -18,6 +18,8 @@ namespace {
 constexpr int64_t kFirstSteps = 2;
 // Looks in a row that have to find the same: a single one may be a step that is unlike the others.
 constexpr int64_t kLooks = 2;
+// Of the draws of steps and places.
+constexpr uint64_t kSeed = 1;
 // A level stays for so many steps at first. Each return doubles them.
 constexpr int64_t kPatience = 1000;
 // More than there are codecs to be finer than.
@@ -73,9 +75,13 @@ std::string Guard::complaintOf(const Reading& reading) const {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-bool Guard::isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn) const {
-  if (!isOn() || bucket.isCaptured) return false;
-  return bucket.step < startStep + kFirstSteps || bucket.key % oneIn == 0;
+std::optional<uint64_t> Guard::keyOfLook(const Bucket& bucket, int64_t startStep, int64_t window) const {
+  if (!isOn() || bucket.isCaptured) return std::nullopt;
+  const uint64_t key = bucketKey(kSeed, bucket.step / window, bucket.firstParameter);
+  const auto first = static_cast<int64_t>(key % static_cast<uint64_t>(window - kLooks + 1));
+  const int64_t sinceFirst = bucket.step % window - first;
+  const bool isDrawn = sinceFirst >= 0 && sinceFirst < kLooks;
+  return isDrawn || bucket.step < startStep + kFirstSteps ? std::optional(key) : std::nullopt;
 }
 
 std::vector<int64_t> Guard::begin(const Bucket& bucket, int rank) {

@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,8 +22,8 @@ namespace bagua {
 // Watches what coding does to gradients. It warns where that is worse than the codec promises, and with "adapt" it has
 // the parameter coded finer, level by level.
 //
-// An algorithm looks at a sample of some buckets, those that isDue() names, which are the same on all ranks. It lets
-// the numbers that it finds travel with the gradients, and hands over their means. So all ranks come to the same
+// An algorithm looks at a sample of some buckets, those that keyOfLook() names, which are the same on all ranks. It
+// lets the numbers that it finds travel with the gradients, and hands over their means. So all ranks come to the same
 // verdicts at the same steps without an exchange of their own. A verdict is given at the begin of the next step.
 //
 // Each rank looks at its own differences of weights, and no number travels: its verdicts are its own, so
@@ -63,9 +64,11 @@ class Guard {
 
   [[nodiscard]] bool isOn() const { return mode_ != Mode::kOff; }
   [[nodiscard]] bool adapts() const { return mode_ == Mode::kAdapt; }
-  // One bucket of `oneIn`, drawn anew in every step, and each in the first steps from `startStep` on. None that a CUDA
-  // graph captures, which would repeat the look without end.
-  [[nodiscard]] bool isDue(const Bucket& bucket, int64_t startStep, uint64_t oneIn = 64) const;
+  // What draws the places of a look at the bucket in this step; nothing if none is due. Of every `window` steps two in
+  // a row are drawn for each bucket, with the same places, so that a verdict on these needs no other look. All buckets
+  // are looked at in the first steps from `startStep` on; none that a CUDA graph captures, which would repeat the look
+  // without end.
+  [[nodiscard]] std::optional<uint64_t> keyOfLook(const Bucket& bucket, int64_t startStep, int64_t window = 128) const;
 
   // Before all else of a bucket: gives the verdicts on earlier steps, once for all buckets of a step. Those of the
   // bucket's parameters that are coded at another level from now on. Whoever comes as rank 0 says what there is to say;

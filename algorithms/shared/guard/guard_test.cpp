@@ -8,7 +8,10 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <map>
 #include <optional>
+#include <set>
+#include <vector>
 
 #include "backend/stage_clock.h"
 #include "kernels/device_ways.h"
@@ -169,22 +172,27 @@ TEST(Guard, ABucketThatAGraphCapturesSettlesNothing) {
   EXPECT_EQ(guard.report().alarms, 1);
 }
 
-TEST(Guard, LooksAtAFewBucketsOfAllButThoseThatAGraphCaptures) {
+TEST(Guard, LooksAtTwoStepsInARowOfEachWindowAtTheSamePlacesButAtNoneThatAGraphCaptures) {
   const Guard guard(Guard::Mode::kWarn);
   Bucket bucket = bucketAt(0);
-  int64_t looks = 0;
-  for (int64_t number = 10; number < 6410; ++number) {
+  std::map<uint64_t, std::vector<int64_t>> looks;
+  for (int64_t number = 128; number < 51 * 128; ++number) {
     bucket.step = number;
-    bucket.key = bucketKey(0, number, 0);
-    looks += guard.isDue(bucket, 0) ? 1 : 0;
+    if (const auto key = guard.keyOfLook(bucket, 0)) looks[*key].push_back(number);
   }
-  EXPECT_GT(looks, 70);
-  EXPECT_LT(looks, 130);
+  std::set<int64_t> places;
+  EXPECT_EQ(looks.size(), 50);
+  for (const auto& [key, steps] : looks) {
+    EXPECT_THAT(steps, ElementsAre(steps[0], steps[0] + 1));
+    EXPECT_EQ(steps.front() / 128, steps.back() / 128);
+    places.insert(steps[0] % 128);
+  }
+  EXPECT_GT(places.size(), 30) << "nobody knows when";
   bucket.step = 100;
-  EXPECT_TRUE(guard.isDue(bucket, 100)) << "the first that is coded";
+  EXPECT_TRUE(guard.keyOfLook(bucket, 100)) << "the first that is coded";
   bucket.isCaptured = true;
-  EXPECT_FALSE(guard.isDue(bucket, 100));
-  EXPECT_FALSE(Guard(Guard::Mode::kOff).isDue(bucketAt(0), 0));
+  EXPECT_FALSE(guard.keyOfLook(bucket, 100));
+  EXPECT_FALSE(Guard(Guard::Mode::kOff).keyOfLook(bucketAt(0), 0));
 }
 
 // Without a clock nobody knows whether a device has come: who adapts waits, who warns does without the look.
