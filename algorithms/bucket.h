@@ -89,7 +89,7 @@ struct Bucket {
   bool isOfFirstShards = true;
   // Synchronised backwards before this one, in earlier runs too where this one continues a checkpoint.
   int64_t step = 0;
-  // That of the first entry, of which asking would make the views.
+  // The first entry's parameter: to ask the entry for it would make the views.
   int64_t firstParameter = -1;
   // For whatever is drawn at random: of the step and the first parameter, the same on all ranks.
   uint64_t key = 0;

@@ -175,7 +175,10 @@ class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, 
     const int64_t step = step_ - 1;
     Bucket seen{.flat = weights, .step = step, .firstParameter = buckets_[bucket].firstPosition()};
     guard_->begin(seen, topology_->hostOf(rank));
-    const auto key = guard_->keyOfLook(seen, 0);
+    // The looks of a pair are at one exchange and the next.
+    Bucket exchanged = seen;
+    exchanged.step /= interval_;
+    const auto key = guard_->keyOfLook(exchanged, 0);
     if (!key) return {};
     seen.entries = buckets_[bucket].entriesOf(weights);
     return [guard = guard_, seen, key = *key, codec = codec_.name](const at::Tensor& difference, int64_t begin) {

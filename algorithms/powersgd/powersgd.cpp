@@ -31,7 +31,7 @@ namespace {
 using powersgd::Division;
 using powersgd::MatrixGroup;
 
-// Of so many steps the guard looks at two: a training that diverges does so in a few.
+// The guard looks at two of so many steps: a training that diverges does so in a few steps.
 constexpr int64_t kGuardWindow = 4;
 
 struct PowerSgdOptions {

@@ -76,7 +76,9 @@ void ChangeAttempt::check() const {
 
 ChangeStore::ChangeStore(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,
                          Clock::time_point deadline, std::shared_ptr<const ChangeAttempt> attempt)
-    : PrefixStore(name, store), patience_(*store, leftUntil(deadline)), attempt_(std::move(attempt)) {}
+    : PrefixStore(name, store),
+      patience_(*store, std::max(leftUntil(deadline), store->getTimeout())),
+      attempt_(std::move(attempt)) {}
 
 void ChangeStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
   const auto deadline = Clock::now() + timeout;

@@ -33,7 +33,7 @@ class ChangeAttempt {
 };
 
 // A part of the store in which the members meet. Waiting in it ends with the attempt. While it exists, its store may
-// take until the deadline to answer: the store's own timeout is for one try to connect.
+// take until the deadline to answer, and at least as long as its own timeout, which is for one try to connect.
 class ChangeStore final : public c10d::PrefixStore {
  public:
   ChangeStore(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,

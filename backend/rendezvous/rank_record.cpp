@@ -169,6 +169,8 @@ void separateThreads(c10d::Store& store, size_t rank, GroupMembers& members) {
   const std::vector<std::string> found = members.addresses;
   for (size_t peer = 0; peer < found.size(); ++peer) {
     if (!isThreadBesideAnother(found, peer)) continue;
+    // Only a wait for what is not there yet ends with the change for which the members meet.
+    store.wait({key(peer)}, store.getTimeout());
     const auto address = store.get(key(peer));
     members.addresses[peer] = std::string(address.begin(), address.end());
   }

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 from cost_model import load
@@ -196,9 +197,15 @@ def draw_time_to_loss(measured: dict[str, Any], path: Path) -> None:
     """Training loss against time."""
     figure = Figure(figsize=(7.5, 5.6), layout="constrained")
     axes = figure.subplots()
-    for number, result in enumerate(sorted(measured["results"], key=lambda result: -result["seconds"])):
-        label = f"{result['contender']}: {result['validation_loss']:.3f} after {result['seconds']:.0f} s"
-        axes.plot(result["ends"], result["losses"], label=label, color=f"C{number % 10}", linestyle="-:"[number // 10])
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for result in sorted(measured["results"], key=lambda result: -result["seconds"]):
+        runs.setdefault(result["contender"], []).append(result)
+    for number, (contender, of_it) in enumerate(runs.items()):
+        seconds, loss = (mean(run[value] for run in of_it) for value in ("seconds", "validation_loss"))
+        label = f"{contender}: {loss:.3f} after {seconds:.0f} s" + (f" (n={len(of_it)})" if len(of_it) > 1 else "")
+        style = {"color": f"C{number % 10}", "linestyle": "-:"[number // 10]}
+        for run in of_it:
+            axes.plot(run["ends"], run["losses"], label=label if run is of_it[0] else None, **style)
     axes.set_xscale("log")
     axes.set_ylim(2.3, 3.6)
     tidy(axes, f"A transformer of 13 MB, two hosts, {measured['network']} (measured)", "seconds", "training loss")

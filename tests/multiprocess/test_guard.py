@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 FLAT: dict[str, Any] = {"hierarchical": False}
-SHAPES = [(200, 64), (200, 64)]
+# The second is in the chunks of both ranks.
+SHAPES = [(20, 64), (380, 64)]
+ONE: list[tuple[int, int]] = [(200, 64)]
 
 
 def _gradients(
@@ -36,7 +38,7 @@ def _off(results: list[Tensor], step: int, tails: Sequence[int]) -> list[float]:
     return [float((result - mean).abs().median()) for result, mean in zip(results, means, strict=True)]
 
 
-# In two steps of each so many a bucket is looked at, one after the other.
+# The guard looks at a bucket in two consecutive steps of each window of so many.
 WINDOW = 128
 
 
@@ -124,12 +126,12 @@ FOUR_BITS: dict[str, Any] = {"algorithm": "quantized_allreduce", "codec": {"*": 
 def _steps(options: dict[str, Any], length: int = 3, saved: dict[str, Any] | None = None, hosts: str = "hh") -> Any:
     """Take steps, from the first or from `saved` on; the state then, what came of the gradients, and what is raised."""
     with emulated_hosts(hosts) as group:
-        ddp = DDP(Leaves(*SHAPES[:1]), process_group=group)
+        ddp = DDP(Leaves(*ONE), process_group=group)
         handle = bagua.register_comm_hook(ddp, **{**FLAT, "guard": "adapt", **options})
         if saved is not None:
             handle.load_state_dict(saved)
         first, rank = handle.state_dict()["step"], dist.get_rank()
-        results = [reduced(ddp, _gradients(step, rank, [0], SHAPES[:1]))[0] for step in range(first, first + length)]
+        results = [reduced(ddp, _gradients(step, rank, [0], ONE))[0] for step in range(first, first + length)]
         return handle.state_dict(), results, handle.stats()["guard"]["raised"]
 
 
@@ -179,7 +181,7 @@ def test_a_run_may_go_on_under_another_guard() -> None:
     assert raised == {"leaves.0": 1}
     with pytest.raises(ValueError, match="the checkpoint was written with options"):
         _steps({**FOUR_BITS, "codec": "1bit"}, saved=saved)
-    handle = bagua.register_comm_hook(DDP(Leaves(*SHAPES[:1])), **FLAT, **FOUR_BITS, guard="adapt")
+    handle = bagua.register_comm_hook(DDP(Leaves(*ONE)), **FLAT, **FOUR_BITS, guard="adapt")
     of_another_model = went_on["guard"] + torch.eye(1, went_on["guard"].shape[1], dtype=torch.long)
     with pytest.raises(ValueError, match="'guard' of the checkpoint has parameter 1, this model has 1"):
         handle.load_state_dict({**went_on, "guard": of_another_model})
@@ -233,7 +235,7 @@ def test_a_training_that_its_codec_suits_is_not_disturbed(algorithm: str, option
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
     handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **FLAT, **options)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(2 * WINDOW):
+    for _ in range(3 * WINDOW):
         tokens = (torch.randint(50, (16, 1), generator=generator) + torch.arange(9)) % 50
         loss = nn.functional.cross_entropy(ddp(tokens[:, :8]), tokens[:, 8])
         optimizer.zero_grad()

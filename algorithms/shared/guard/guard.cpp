@@ -11,6 +11,8 @@
 #include <sstream>
 #include <utility>
 
+#include "kernels/integers.h"
+
 namespace bagua {
 namespace {
 
@@ -18,7 +20,7 @@ namespace {
 constexpr int64_t kFirstSteps = 2;
 // Looks in a row that have to find the same: a single one may be a step that is unlike the others.
 constexpr int64_t kLooks = 2;
-// Of the draws of steps and places.
+// The seed of the draws of steps and places.
 constexpr uint64_t kSeed = 1;
 // A level stays for so many steps at first. Each return doubles them.
 constexpr int64_t kPatience = 1000;
@@ -77,11 +79,12 @@ std::string Guard::complaintOf(const Reading& reading) const {
 
 std::optional<uint64_t> Guard::keyOfLook(const Bucket& bucket, int64_t startStep, int64_t window) const {
   if (!isOn() || bucket.isCaptured) return std::nullopt;
-  const uint64_t key = bucketKey(kSeed, bucket.step / window, bucket.firstParameter);
+  const auto keyOfWindow = [&](int64_t step) { return mix64(bucketKey(kSeed, step / window, bucket.firstParameter)); };
+  if (bucket.step < startStep + kFirstSteps) return keyOfWindow(startStep);
+  const uint64_t key = keyOfWindow(bucket.step);
   const auto first = static_cast<int64_t>(key % static_cast<uint64_t>(window - kLooks + 1));
   const int64_t sinceFirst = bucket.step % window - first;
-  const bool isDrawn = sinceFirst >= 0 && sinceFirst < kLooks;
-  return isDrawn || bucket.step < startStep + kFirstSteps ? std::optional(key) : std::nullopt;
+  return sinceFirst >= 0 && sinceFirst < kLooks ? std::optional(key) : std::nullopt;
 }
 
 std::vector<int64_t> Guard::begin(const Bucket& bucket, int rank) {
@@ -119,6 +122,8 @@ void Guard::judge(const Reading& reading, int64_t step) {
   // GradScaler skips such a step, or the gradient was zeros.
   if (!std::isfinite(reading.value)) return;
   Watched& watched = watched_[reading.parameter];
+  // Another reading of the same look has just raised the level: this one is of the coarser codec, too.
+  if (watched.level > 0 && watched.since == step) return;
   Excursion& excursion = watched.excursions[static_cast<int>(reading.measure)];
   excursion.last = reading.value;
   if (reading.value <= reading.limit) {

@@ -64,10 +64,10 @@ class Guard {
 
   [[nodiscard]] bool isOn() const { return mode_ != Mode::kOff; }
   [[nodiscard]] bool adapts() const { return mode_ == Mode::kAdapt; }
-  // What draws the places of a look at the bucket in this step; nothing if none is due. Of every `window` steps two in
-  // a row are drawn for each bucket, with the same places, so that a verdict on these needs no other look. All buckets
-  // are looked at in the first steps from `startStep` on; none that a CUDA graph captures, which would repeat the look
-  // without end.
+  // Returns the key that draws the places of a look at the bucket in this step, or nothing if no look is due. Of every
+  // `window` steps two in a row are drawn for each bucket, with the same places, so that a verdict on these needs no
+  // other look. All buckets are looked at in the first steps from `startStep` on, after the first of which DDP may lay
+  // them out anew; none that a CUDA graph captures, which would repeat the look without end.
   [[nodiscard]] std::optional<uint64_t> keyOfLook(const Bucket& bucket, int64_t startStep, int64_t window = 128) const;
 
   // Before all else of a bucket: gives the verdicts on earlier steps, once for all buckets of a step. Those of the

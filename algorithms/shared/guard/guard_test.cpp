@@ -187,12 +187,50 @@ TEST(Guard, LooksAtTwoStepsInARowOfEachWindowAtTheSamePlacesButAtNoneThatAGraphC
     EXPECT_EQ(steps.front() / 128, steps.back() / 128);
     places.insert(steps[0] % 128);
   }
-  EXPECT_GT(places.size(), 30) << "nobody knows when";
+  EXPECT_GT(places.size(), 25) << "nobody knows when";
   bucket.step = 100;
   EXPECT_TRUE(guard.keyOfLook(bucket, 100)) << "the first that is coded";
   bucket.isCaptured = true;
   EXPECT_FALSE(guard.keyOfLook(bucket, 100));
   EXPECT_FALSE(Guard(Guard::Mode::kOff).keyOfLook(bucketAt(0), 0));
+}
+
+TEST(Guard, DrawsOtherStepsForOtherBucketsAndAllPlacesOfAShortWindow) {
+  const Guard guard(Guard::Mode::kWarn);
+  const auto beginOfLooks = [&](int64_t parameter, int64_t window, int64_t number) {
+    Bucket bucket = bucketAt(number * window);
+    bucket.firstParameter = parameter;
+    while (!guard.keyOfLook(bucket, 0, window)) ++bucket.step;
+    return bucket.step - number * window;
+  };
+  std::set<int64_t> ofBuckets;
+  for (int64_t parameter = 0; parameter < 10; ++parameter) ofBuckets.insert(beginOfLooks(parameter, 128, 7));
+  EXPECT_GT(ofBuckets.size(), 5);
+  std::set<int64_t> ofWindows;
+  for (int64_t number = 1; number < 30; ++number) ofWindows.insert(beginOfLooks(0, 4, number));
+  EXPECT_THAT(ofWindows, ElementsAre(0, 1, 2));
+}
+
+TEST(Guard, TheFirstStepsHaveTheSamePlacesAlsoWhereAWindowEndsBetweenThem) {
+  const Guard guard(Guard::Mode::kWarn);
+  const auto first = guard.keyOfLook(bucketAt(127), 127);
+  EXPECT_TRUE(first);
+  EXPECT_EQ(guard.keyOfLook(bucketAt(128), 127), first);
+}
+
+TEST(Guard, WhatALookSaysOfTheCodecThatItHasReplacedIsForgotten) {
+  Guard guard(Guard::Mode::kAdapt);
+  const auto look = [&](int64_t number) {
+    guard.begin(bucketAt(number), 1);
+    guard.note(number, at::zeros({1}), [](const float*) {
+      return std::vector<Guard::Reading>{{kParameter, Guard::Measure::kCoding, 1, kLimit, "4bit", "int8"},
+                                         {kParameter, Guard::Measure::kMean, 1, kLimit, "4bit", "int8"}};
+    });
+  };
+  for (int64_t number = 0; number < 3; ++number) look(number);
+  EXPECT_EQ(guard.levelOf(kParameter), 1);
+  guard.begin(bucketAt(3), 1);
+  EXPECT_EQ(guard.levelOf(kParameter), 1) << "one look of the finer codec is not two";
 }
 
 // Without a clock nobody knows whether a device has come: who adapts waits, who warns does without the look.
