@@ -20,6 +20,8 @@ from matplotlib import pyplot
 RANKS = (2, 4)
 BYTES = 1 << 20
 OUTPUT = Path(__file__).parents[1] / "docs" / "bytes_per_parameter.svg"
+# Of those whose messages depend on the shape of a gradient.
+MATRIX = "layer.weight 512x512"
 # What runs together: label -> test, and options.
 RUNS: list[tuple[dict[str, str], list[str]]] = [
     (
@@ -33,17 +35,24 @@ RUNS: list[tuple[dict[str, str], list[str]]] = [
         [],
     ),
     ({'decentralized, "shift_one"': "decentralized"}, ["-o", "peer_selection_mode=shift_one"]),
+    (
+        {"quantized_allreduce, 4 bits": "quantized_allreduce", "powersgd, rank 4, 512 x 512": "powersgd"},
+        ["-o", "start_step=0", "--sizes", MATRIX],
+    ),
 ]
 
 
 def sent_per_parameter(ranks: int) -> dict[str, float]:
     """Measure the bars of one number of ranks."""
-    bars = {}
+    bars: dict[str, float] = {}
     for tests, options in RUNS:
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "figures.json")
-            size = ["-b", str(BYTES), "-e", str(BYTES), "-n", "4", "-w", "0", "--ranks", str(ranks), "--device", "cpu"]
-            command = [sys.executable, "-m", "bagua.bench", *tests.values(), *size, *options, "--json", str(file)]
+            file, sizes = Path(folder, "figures.json"), Path(folder, "sizes.txt")
+            sizes.write_text(MATRIX)
+            size = [] if MATRIX in options else ["-b", str(BYTES), "-e", str(BYTES)]
+            size += [str(sizes) if option == MATRIX else option for option in options]
+            how = ["-n", "4", "-w", "0", "--ranks", str(ranks), "--device", "cpu", "--json", str(file)]
+            command = [sys.executable, "-m", "bagua.bench", *tests.values(), *size, *how]
             subprocess.run(command, check=True)
             results = json.loads(file.read_text())["results"]
         sent = {result["test"]: result["wire_bytes"] / result["count"] for result in results}
@@ -53,7 +62,7 @@ def sent_per_parameter(ranks: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure and draw."""
-    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 4.4), layout="constrained")
     height = 0.8 / len(RANKS)
     labels: list[str] = []
     for index, ranks in enumerate(RANKS):

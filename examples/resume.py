@@ -27,6 +27,7 @@ if handle.keeps_residuals:
 parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "handle": handle}
 # bagua: a file for every rank, as each has residuals of its own.
 file = Path(sys.argv[1], f"rank-{rank}-of-{dist.get_world_size()}.pt")
+file.parent.mkdir(parents=True, exist_ok=True)
 begin = 0
 if file.exists():
     saved = torch.load(file, weights_only=True)

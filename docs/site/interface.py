@@ -69,6 +69,7 @@ def interface_pages() -> dict[str, str]:
         "bagua",
         "bagua.compressed",
         "bagua.fsdp",
+        "bagua.elastic",
         "bagua.lightning",
         "bagua.pytorch_lightning",
         "bagua.transformers",

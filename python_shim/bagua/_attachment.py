@@ -131,10 +131,10 @@ def check_optimizer(trained: Mapping[str, Tensor], optimizer: Any, algorithm: st
             f"algorithm {algorithm!r} needs an optimizer of class {class_of_optimizer(expected)}, got "
             f"{type(optimizer).__qualname__}"
         )
-    if expected and isinstance(optimizer, LBFGS):
-        raise ValueError(
-            f"algorithm {algorithm!r} cannot work with LBFGS, which takes another number of backwards in each step"
-        )
+    kind = type(optimizer).__name__
+    if expected and (isinstance(optimizer, LBFGS) or kind == "ZeroRedundancyOptimizer"):
+        why = "each of whose steps takes several backwards, or sends weights"
+        raise ValueError(f"algorithm {algorithm!r} cannot work with {kind}, {why}")
     known = {p for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in trained.items() if p not in known]
     if missing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training that goes on when processes die, and takes in those that join, without a restart.
+"""A training that goes on when processes die, and takes in those that join, without a restart::
 
     with bagua.elastic.Members(store) as members:
         training = members.train(DDP(network), optimizer, "bytegrad")
