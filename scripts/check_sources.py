@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 23_073, 16_000),
     "python_shim": Layer({".py"}, 14_014, 8_500),
-    "tests": Layer({".py"}, 31_047, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 31_062, 22_000, counts_tests=True),
 }
 
 

@@ -48,6 +48,12 @@ TEST(UnsolicitedBudget, CreditIsNotGivenForEveryFrame) {
   EXPECT_EQ(sender->credit, kCreditBytes);
 }
 
+TEST(UnsolicitedBudget, MayBeUsedToTheLastByte) {
+  UnsolicitedBudget budget(std::make_shared<Sender>(), 7);
+  EXPECT_TRUE(budget.charge(kUnsolicitedBytes));
+  EXPECT_FALSE(budget.charge(1));
+}
+
 // A sender may have other rules than ours.
 TEST(Inbox, APeerThatSendsMoreUnsolicitedThanItMayIsRefused) {
   const auto sender = std::make_shared<Sender>();
@@ -134,8 +140,10 @@ TEST(GroupTable, OnlySoManyGroupsHaveWhatCameBeforeTheyWereJoined) {
   EXPECT_TRUE(table.inboxOf(0));
   EXPECT_TRUE(table.inboxOf(1001));
   EXPECT_FALSE(table.inboxOf(0)) << "the oldest was dropped";
+  EXPECT_TRUE(table.inboxOf(1002));
+  EXPECT_FALSE(table.inboxOf(2)) << "and then the next";
   EXPECT_EQ(table.inboxOf(1), joined);
-  EXPECT_TRUE(table.inboxOf(2));
+  EXPECT_TRUE(table.inboxOf(3));
   EXPECT_THROW(table.join(0), c10::DistNetworkError);
 }
 

@@ -82,6 +82,14 @@ TEST(SparseReduction, AddsTheEntriesOfAllRanks) {
   }
 }
 
+TEST(SparseReduction, MeansOfIntegersTruncateTowardsZero) {
+  testing::runRanks(2, [](Communicator& communicator) {
+    at::Tensor tensor = at::sparse_coo_tensor(indicesOf({1}), at::tensor({-1 - communicator.rank()}), {kRows});
+    allReduceSparse(communicator, tensor, /*average=*/true);
+    EXPECT_EQ(tensor.to_dense()[1].item<int64_t>(), -1) << "of -1 and -2";
+  });
+}
+
 TEST(SparseReduction, RefusesOtherShapesOnAllRanks) {
   const at::Tensor narrow = at::sparse_coo_tensor(indicesOf({1}), at::ones({1}), {kRows});
   for (const auto& error : errorsOf({entries({1}, 1), narrow})) {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bagua._message_bytes import Parameter
 from bagua.bench import plan, processor
-from bagua.bench.cost_model import Line
+from bagua.bench.cost_model import WAYS, Line
 from bagua.bench.shapes import MODELS, from_file, from_script
 from bagua.info import congestion
 
@@ -94,6 +94,7 @@ def test_several_numbers_of_hosts_make_a_table(capsys: pytest.CaptureFixture[str
     assert head.split() == ["hosts", "8", "64", "1,024"]
     steps = {line[:30].strip(): [float(cell.replace(",", "")) for cell in line[30:].split()] for line in lines}
     assert {len(cells) for cells in steps.values()} == {3}
+    assert [WAYS["bytegrad"].more_delays(hosts) for hosts in (8, 9)] == [0, 1]
     # A ring passes through all hosts, one after another.
     assert steps["DDP over Gloo"][2] > 5 * steps["DDP over Gloo"][1]
     assert steps["bytegrad"][2] < 2 * steps["bytegrad"][0]

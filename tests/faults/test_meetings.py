@@ -234,9 +234,9 @@ def test_a_newcomer_that_cannot_reach_the_members_does_not_train_alone(world: _W
 
 def test_a_newcomer_with_another_contract_is_refused_and_may_come_again_with_that_of_the_members(world: _World) -> None:
     a, b = _members(world, "a", "b")
-    new = world.process("new")
-    # Who is refused is told so also where the others go on waiting.
-    for member in (a, b, new):
+    # Who is refused is told so also where the others go on waiting; and they are enough, whatever a newcomer asks for.
+    new = world.process("new", at_least=4)
+    for member in (a, b):
         member.meetings.at_least = 3
     coming = new.comes("another model")
     assert wait_for(a.meetings.is_needed)

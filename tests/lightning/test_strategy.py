@@ -178,8 +178,8 @@ def test_reduce_in_a_group() -> None:
     assert strategy.reduce(outside, alone[1 - rank], "sum") is outside
     assert outside.item() == 3.0 + rank
     both = dist.new_group([1, 0], backend="gloo")
-    mean = torch.tensor([3.0 + rank])
-    assert strategy.reduce(mean, group=both).item() == 3.5
+    assert strategy.reduce(torch.tensor([3.0 + rank]), group=both).item() == 3.5
+    assert strategy.reduce(torch.tensor([-3 - rank]), group=both).item() == -3
     assert strategy.reduce(torch.tensor([3 + rank]), both, "sum").item() == 7
     for group in (*alone, both):
         if dist.get_rank(group) >= 0:

@@ -45,13 +45,8 @@ def test_coalescing_works_again_after_an_operation_in_it_was_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(2, 3).t(), following)])
     received = torch.zeros(4)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, torch.full((4,), float(rank)), following),
-            dist.P2POp(dist.irecv, received, preceding),
-        ]
-    )
-    for work in works:
+    send = dist.P2POp(dist.isend, torch.full((4,), float(rank)), following)
+    for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, preceding)]):
         work.wait()
     assert received[0] == preceding
 

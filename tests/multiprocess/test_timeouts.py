@@ -31,6 +31,9 @@ def test_timeout_in_one_group_leaves_the_other_usable() -> None:
             dist.all_reduce(torch.ones(5), group=group)
         with pytest.raises(RuntimeError):  # the group is broken, and says so again rather than hang
             dist.all_reduce(torch.ones(5), group=group)
+        backend = group._get_backend(torch.device("cpu"))
+        group.abort()
+        assert backend.get_error() == type(backend.get_error()).COMM_ERROR, "also after it was ended"
     tensor = torch.ones(5)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [size] * 5

@@ -101,6 +101,14 @@ TEST(CodedGradients, FeedbackIsReadyForTheCodecsToWhichTheGuardMayRaise) {
   });
 }
 
+TEST(CodedGradients, SparseGradientsAreAveragedWhereTheOthersAre) {
+  const auto& info = AlgorithmRegistry::find("quantized_allreduce");
+  for (const bool average : {true, false}) {
+    const auto algorithm = info.create(Options(info.name, info.options, {{"average", average}}));
+    EXPECT_EQ(algorithm->traits().averagesSparse, average);
+  }
+}
+
 TEST(CodedGradients, ResidualsAreKeptWhereAnyCodecHasFeedback) {
   EXPECT_FALSE(create("*=int8", "adapt")->as<KeepsResiduals>()->keepsAny());
   EXPECT_TRUE(create("1d=int8, *=4bit", "warn")->as<KeepsResiduals>()->keepsAny());

@@ -65,6 +65,19 @@ TEST(SmallResiduals, GiveBackWhatIsNotAskedForAgain) {
   EXPECT_TRUE(at::equal(orphans[0].values, at::full({60}, 3.0F)));
 }
 
+TEST(SmallResiduals, ChangeTheirScaleAlsoBetweenTwoLayouts) {
+  SmallResiduals state("sender");
+  const Bucket both = bucketOf({0, 1});
+  Orphans orphans;
+  state.write(both, allOf(both), at::full({401}, 8.0F));
+  for (const int64_t position : {0, 1}) {
+    const Bucket one = bucketOf({position});
+    // The other one's belong to no bucket while the first is at work.
+    EXPECT_TRUE(read(state, one, allOf(one), orphans).eq(position == 0 ? 8 : 4).all().item<bool>());
+    state.rescale(0.5);
+  }
+}
+
 TEST(SmallResiduals, ContinueFromACheckpointToTheBit) {
   SmallResiduals state("sender");
   const Bucket bucket = bucketOf({0, 1});

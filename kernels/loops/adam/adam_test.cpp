@@ -181,11 +181,12 @@ TEST(Adam, SaysWhatItGot) {
   }
 }
 
-TEST(Adam, TellsAutogradThatWeightsHaveChanged) {
+TEST(Adam, TellsAutogradWhatHasChanged) {
   const at::Tensor weights = random({3}), momentum = random({3});
-  const auto before = weights._version();
+  const auto before = weights._version(), ofMomentum = momentum._version();
   step(weights, momentum, random({3}).square(), random({3}), {.size = -1, .correction = 1, .eps = 1});
   EXPECT_GT(weights._version(), before);
+  EXPECT_GT(momentum._version(), ofMomentum);
 }
 
 }  // namespace
