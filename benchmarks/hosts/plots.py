@@ -220,7 +220,9 @@ def main() -> None:
     grid = results / "grid.json"
     if grid.exists():
         draw_grid(load(grid), fragile_of(grid), figures / "grid.svg")
-        draw_bars(load(grid), figures / "bars.svg")
+    cubic = results / "grid_cubic.json"
+    if cubic.exists():
+        draw_bars(load(cubic), figures / "bars.svg")
     lossy = results / "grid_loss.json"
     if lossy.exists():
         draw_grid(load(lossy), fragile_of(lossy), figures / "grid_loss.svg")
