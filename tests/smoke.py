@@ -35,12 +35,12 @@ def _run(rank: int, store: str) -> None:
     import bagua
 
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(64, 8))
+    model = DistributedDataParallel(torch.nn.Linear(256, 64))
     handle = bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
     for step in range(3):
         torch.manual_seed(10 * step + rank)
         model.zero_grad()
-        model(torch.randn(16, 64)).square().mean().backward()
+        model(torch.randn(16, 256)).square().mean().backward()
         gradient = model.module.weight.grad
         _check(gradient is not None, "no gradient")
         gathered = [torch.empty_like(gradient) for _ in range(WORLD_SIZE)]
