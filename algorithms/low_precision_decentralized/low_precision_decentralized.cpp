@@ -176,13 +176,12 @@ class LowPrecisionDecentralized final : public Algorithm, public ActsOnWeights, 
     Bucket seen{.flat = weights, .step = step, .firstParameter = buckets_[bucket].firstPosition()};
     guard_->begin(seen, topology_->hostOf(rank));
     // The looks of a pair are at one exchange and the next.
-    Bucket exchanged = seen;
-    exchanged.step /= interval_;
-    const auto key = guard_->keyOfLook(exchanged, 0);
+    seen.step /= interval_;
+    const auto key = guard_->keyOfLook(seen, 0);
     if (!key) return {};
-    seen.entries = buckets_[bucket].entriesOf(weights);
-    return [guard = guard_, seen, key = *key, codec = codec_.name](const at::Tensor& difference, int64_t begin) {
-      compressed::CodingLook(difference, begin, seen.entries, codec, {.key = key}).tell(*guard, seen.step);
+    return [guard = guard_, entries = buckets_[bucket].entriesOf(weights), step, key = *key, codec = codec_.name](
+               const at::Tensor& difference, int64_t begin) {
+      compressed::CodingLook(difference, begin, entries, codec, {.key = key}).tell(*guard, step);
     };
   }
 

@@ -169,7 +169,7 @@ void separateThreads(c10d::Store& store, size_t rank, GroupMembers& members) {
   const std::vector<std::string> found = members.addresses;
   for (size_t peer = 0; peer < found.size(); ++peer) {
     if (!isThreadBesideAnother(found, peer)) continue;
-    // Only a wait for what is not there yet ends with the change for which the members meet.
+    // This wait ends with the change for which the members meet, as get() of a missing key would not.
     store.wait({key(peer)}, store.getTimeout());
     const auto address = store.get(key(peer));
     members.addresses[peer] = std::string(address.begin(), address.end());

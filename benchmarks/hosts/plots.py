@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+import matplotlib
 from cost_model import load
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -215,6 +216,8 @@ def draw_time_to_loss(measured: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Draw all that there is."""
+    # Labels stay text, which a reader can search, and a file is a fraction as long.
+    matplotlib.rcParams["svg.fonttype"] = "none"
     results, figures = Path(sys.argv[1]), Path(sys.argv[2])
     figures.mkdir(parents=True, exist_ok=True)
     grid = results / "grid.json"
@@ -223,9 +226,6 @@ def main() -> None:
     cubic = results / "grid_cubic.json"
     if cubic.exists():
         draw_bars(load(cubic), figures / "bars.svg")
-    lossy = results / "grid_loss.json"
-    if lossy.exists():
-        draw_grid(load(lossy), fragile_of(lossy), figures / "grid_loss.svg")
     draw_step_times(load(results / "hosts.json"), figures / "step_time.svg")
     losses = results / "time_to_loss.json"
     if losses.exists():

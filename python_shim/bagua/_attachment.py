@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import SGD, Optimizer
 
 from bagua._belongings import Belongings
 from bagua._eager import eager
@@ -30,6 +30,11 @@ PICKLE_ADVICE = (
 )
 _logger = logging.getLogger("bagua")
 _OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {"Optimizer": Optimizer, "QAdamOptimizer": QAdamOptimizer}
+# By name, as to import the second takes time. Algorithms that act on weights do not work with them.
+_UNFIT_OPTIMIZERS = {
+    "LBFGS": "which takes another number of backwards in each step",
+    "ZeroRedundancyOptimizer": "whose steps send weights, too",
+}
 
 
 def trained_by_name(ddp: DistributedDataParallel) -> dict[str, Tensor]:
@@ -131,10 +136,9 @@ def check_optimizer(trained: Mapping[str, Tensor], optimizer: Any, algorithm: st
             f"algorithm {algorithm!r} needs an optimizer of class {class_of_optimizer(expected)}, got "
             f"{type(optimizer).__qualname__}"
         )
-    kind = type(optimizer).__name__
-    if expected and (isinstance(optimizer, LBFGS) or kind == "ZeroRedundancyOptimizer"):
-        why = "each of whose steps takes several backwards, or sends weights"
-        raise ValueError(f"algorithm {algorithm!r} cannot work with {kind}, {why}")
+    unfit = [base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _UNFIT_OPTIMIZERS]
+    if expected and unfit:
+        raise ValueError(f"algorithm {algorithm!r} cannot work with {unfit[0]}, {_UNFIT_OPTIMIZERS[unfit[0]]}")
     known = {p for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in trained.items() if p not in known]
     if missing:
