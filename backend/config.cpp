@@ -12,6 +12,9 @@
 #include <cerrno>
 #include <charconv>
 #include <initializer_list>
+#include <limits>
+#include <locale>
+#include <sstream>
 #include <string_view>
 #include <system_error>
 
@@ -58,19 +61,26 @@ bool read(const std::string& text, Number& number) {
   return error == std::errc() && stop == end;
 }
 
+// By a stream, as the libstdc++ of GCC 10, which wheels are made for, has no from_chars of these.
+bool read(const std::string& text, double& number) {
+  std::istringstream stream(text);
+  stream.imbue(std::locale::classic());
+  return stream >> std::noskipws >> number && stream.eof();
+}
+
 std::optional<bool> zeroOrOne(Name name) {
   const auto text = firstOf({name});
   TORCH_CHECK_VALUE(!text || *text == "0" || *text == "1", "bagua: ", name.text, " is to be 0 or 1, got '", *text, "'");
   return text ? std::optional(*text == "1") : std::nullopt;
 }
 
-int64_t readDefaultBucketBytes() {
-  const auto text = firstOf({"BAGUA_DEFAULT_BUCKET_SIZE"});
-  if (!text) return int64_t{10} << 20;
-  int64_t bytes = 0;
-  TORCH_CHECK_VALUE(read(*text, bytes) && bytes > 0,
-                    "bagua: BAGUA_DEFAULT_BUCKET_SIZE is to be a positive number of bytes, got '", *text, "'");
-  return bytes;
+// The setting if it is set, which has to lie in a range.
+template <typename Number>
+Number numberOf(Name name, Number number, Number least, Number most, const char* expected) {
+  const auto text = firstOf({name});
+  TORCH_CHECK_VALUE(!text || (read(*text, number) && number >= least && number <= most), "bagua: ", name.text,
+                    " is to be ", expected, ", got '", *text, "'");
+  return number;
 }
 
 // Not through a stream, whose buffer would keep a copy.
@@ -101,13 +111,7 @@ std::optional<std::string> socketInterface() { return firstOf({"BAGUA_SOCKET_IFN
 
 std::optional<std::string> masterAddress() { return firstOf({"MASTER_ADDR"}); }
 
-int socketConnections() {
-  const auto text = firstOf({"BAGUA_SOCKET_CONNECTIONS"});
-  int count = 32;
-  TORCH_CHECK_VALUE(!text || (read(*text, count) && count >= 1 && count <= 64),
-                    "bagua: BAGUA_SOCKET_CONNECTIONS is to be a number from 1 to 64, got '", *text, "'");
-  return count;
-}
+int socketConnections() { return numberOf("BAGUA_SOCKET_CONNECTIONS", 32, 1, 64, "a number from 1 to 64"); }
 
 PortRange ports() {
   const auto text = firstOf({"BAGUA_PORT"});
@@ -123,11 +127,7 @@ PortRange ports() {
 }
 
 int ncclChannels() {
-  static const int channels = [] {
-    const auto text = firstOf({"BAGUA_NCCL_CHANNELS"}).value_or("1");
-    TORCH_CHECK_VALUE(text == "1" || text == "2", "bagua: BAGUA_NCCL_CHANNELS is to be 1 or 2, got '", text, "'");
-    return text == "2" ? 2 : 1;
-  }();
+  static const int channels = numberOf("BAGUA_NCCL_CHANNELS", 1, 1, 2, "1 or 2");
   return channels;
 }
 
@@ -166,16 +166,13 @@ std::optional<TlsFiles> tlsFiles() {
 bool usesSharedMemory() { return zeroOrOne("BAGUA_SHARED_MEMORY").value_or(true); }
 
 int64_t defaultBucketBytes() {
-  static const int64_t bytes = readDefaultBucketBytes();
+  static const auto bytes = numberOf<int64_t>("BAGUA_DEFAULT_BUCKET_SIZE", int64_t{10} << 20, 1,
+                                              std::numeric_limits<int64_t>::max(), "a positive number of bytes");
   return bytes;
 }
 
 std::chrono::milliseconds warnAfter() {
-  const auto text = firstOf({"BAGUA_WARN_AFTER_SECONDS"});
-  if (!text) return std::chrono::seconds(30);
-  double seconds = 0;
-  TORCH_CHECK_VALUE(read(*text, seconds) && seconds >= 0 && seconds < 1e9,
-                    "bagua: BAGUA_WARN_AFTER_SECONDS is to be a number of seconds, 0 or more, got '", *text, "'");
+  const auto seconds = numberOf("BAGUA_WARN_AFTER_SECONDS", 30.0, 0.0, 1e9, "a number of seconds, 0 or more");
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 

@@ -27,13 +27,20 @@ has_wheels_for() { # TORCH PYTHON
   [ "$1 $2" != "2.15 3.10" ]
 }
 
+mkdir -p "$FOLDER" build/wheels
+platform=auto
 glibc=$(getconf GNU_LIBC_VERSION)
 glibc=${glibc#glibc }
 if [ "$(printf '%s\n' "$OLDEST_GLIBC" "$glibc" | sort -V | head -n 1)" != "$glibc" ]; then
-  say "this machine has glibc $glibc: the wheels may need more than $OLDEST_GLIBC, which torch's take. Build them in an image of" \
-    "manylinux_2_28 to be sure."
+  if [ "$(uname -m)" = x86_64 ] && command -v mmdebstrap >/dev/null; then
+    export BAGUA_SYSROOT=$PWD/build/wheels/sysroot CMAKE_TOOLCHAIN_FILE=$PWD/cmake/old_glibc.cmake
+    scripts/sysroot.sh "$BAGUA_SYSROOT"
+    platform=manylinux_${OLDEST_GLIBC/./_}_$(uname -m)
+  else
+    say "this machine has glibc $glibc, and no mmdebstrap (or is not x86_64) to build for an older one with: the wheels may need more than" \
+      "$OLDEST_GLIBC, which torch's take."
+  fi
 fi
-mkdir -p "$FOLDER" build/wheels
 for torch in "${TORCHES[@]}"; do
   library=$PWD/build/wheels/torch$torch/libbagua.so
   rm -rf "${library%/*}"
@@ -55,8 +62,8 @@ for torch in "${TORCHES[@]}"; do
     wheel=$(ls "$work"/dist/*.whl)
     say "$(basename "$wheel"): $(du -h "$wheel" | cut -f 1), built in $((SECONDS - begin)) s for sm ${CUDA_ARCHS//;/, }"
     "$work/venv/bin/auditwheel" show "$wheel" | tee "$work/audit.txt" | grep -E 'consistent|manylinux' || true
-    # Named for the glibc that it needs, so that pip takes it only where that is.
-    PATH="$PWD/$work/venv/bin:$PATH" "$work/venv/bin/auditwheel" repair --only-plat --wheel-dir "$FOLDER" \
+    # Named for the glibc that it needs, so that pip takes it only where that is. Fails if that is more than the platform's.
+    PATH="$PWD/$work/venv/bin:$PATH" "$work/venv/bin/auditwheel" repair --only-plat --plat "$platform" --wheel-dir "$FOLDER" \
       "${LEFT_OUT[@]/#/--exclude=}" "$wheel"
     "$work/venv/bin/python" -m pip install --quiet --no-deps "$FOLDER/$(basename "${wheel%-*}")"-*.whl
     "$work/venv/bin/python" tests/smoke.py

@@ -5,6 +5,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/Logging.h>
+#include <sys/syscall.h>
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <unistd.h>
 
@@ -163,7 +164,7 @@ void FlightRecorder::dropIfUnused(std::map<uint64_t, KnownGroup>::iterator known
 
 uint64_t FlightRecorder::begin(uint64_t group, const Operation& operation, const ProgramFingerprint& program) {
   // Not asked of the kernel each time.
-  static const thread_local auto kThread = static_cast<uint64_t>(::gettid());
+  static const thread_local auto kThread = static_cast<uint64_t>(::syscall(SYS_gettid));
   if (capacity_ == 0) return 0;
   const int64_t created = now();
   const std::lock_guard lock(mutex_);
