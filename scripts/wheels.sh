@@ -33,8 +33,8 @@ glibc=$(getconf GNU_LIBC_VERSION)
 glibc=${glibc#glibc }
 if [ "$(printf '%s\n' "$OLDEST_GLIBC" "$glibc" | sort -V | head -n 1)" != "$glibc" ]; then
   if [ "$(uname -m)" = x86_64 ] && command -v mmdebstrap >/dev/null; then
-    export BAGUA_SYSROOT=$PWD/build/wheels/sysroot CMAKE_TOOLCHAIN_FILE=$PWD/cmake/old_glibc.cmake
-    scripts/sysroot.sh "$BAGUA_SYSROOT"
+    export OLD_GLIBC_SYSROOT=$PWD/build/wheels/sysroot CMAKE_TOOLCHAIN_FILE=$PWD/cmake/old_glibc.cmake
+    scripts/sysroot.sh "$OLD_GLIBC_SYSROOT"
     platform=manylinux_${OLDEST_GLIBC/./_}_$(uname -m)
   else
     say "this machine has glibc $glibc, and no mmdebstrap (or is not x86_64) to build for an older one with: the wheels may need more than" \
@@ -61,7 +61,6 @@ for torch in "${TORCHES[@]}"; do
       --config-settings "build-dir=$work/build" "${definitions[@]}" .
     wheel=$(ls "$work"/dist/*.whl)
     say "$(basename "$wheel"): $(du -h "$wheel" | cut -f 1), built in $((SECONDS - begin)) s for sm ${CUDA_ARCHS//;/, }"
-    "$work/venv/bin/auditwheel" show "$wheel" | tee "$work/audit.txt" | grep -E 'consistent|manylinux' || true
     # Named for the glibc that it needs, so that pip takes it only where that is. Fails if that is more than the platform's.
     PATH="$PWD/$work/venv/bin:$PATH" "$work/venv/bin/auditwheel" repair --only-plat --plat "$platform" --wheel-dir "$FOLDER" \
       "${LEFT_OUT[@]/#/--exclude=}" "$wheel"
