@@ -15,6 +15,7 @@
 #include <limits>
 #include <locale>
 #include <sstream>
+#include <stdexcept>
 #include <string_view>
 #include <system_error>
 
@@ -30,7 +31,7 @@ constexpr auto kOwn = std::to_array<std::string_view>(
 struct Name {
   consteval Name(const char* name) : text(name) {
     if (std::string_view(name).starts_with("BAGUA_") && std::ranges::find(kOwn, name) == kOwn.end())
-      throw "not in kOwn";
+      throw std::invalid_argument("not in kOwn");
   }
   const char* text;
 };

@@ -177,6 +177,49 @@ void bindControl(HookClass& hook) {
                              [](const HookRunner& self) { return pythonValues(self.name(), self.options().values()); });
 }
 
+void bindSteps(HookClass& hook) {
+  const auto noGil = py::call_guard<py::gil_scoped_release>();
+  hook.def(
+          "run",
+          [](HookRunner& self, c10d::GradBucket& bucket) {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(self.run(bucket));
+          },
+          py::arg("bucket"), noGil)
+      .def(
+          "reduce_bucket",
+          [](HookRunner& self, const at::Tensor& flat, const Gradients& gradients, bool isFirst, bool isLast) {
+            return self.reduceBucket(flat, entriesOf(gradients), isFirst, isLast);
+          },
+          py::arg("flat"), py::arg("gradients"), py::arg("is_first"), py::arg("is_last"), noGil)
+      .def(
+          "reduce_to_parts",
+          [](HookRunner& self, const at::Tensor& flat, const at::Tensor& own, const Gradients& gradients,
+             bool isFirst) { return self.reduceToParts(flat, own, entriesOf(gradients), isFirst); },
+          py::arg("flat"), py::arg("own"), py::arg("gradients"), py::arg("is_first"), noGil)
+      .def(
+          "pass_over",
+          [](HookRunner& self, const at::Tensor& flat, const Gradients& gradients, bool isInParts) {
+            return self.passOver(flat, entriesOf(gradients), isInParts);
+          },
+          py::arg("flat"), py::arg("gradients"), py::arg("is_in_parts"), noGil)
+      .def("end_step", &HookRunner::endStep, noGil)
+      .def("after_backward", &HookRunner::afterBackward, noGil)
+      .def(
+          "agree",
+          [](HookRunner& self, const std::string& parameters, const std::string& optimizer, const std::string& device,
+             const std::string& arithmetic) { self.agree(parameters, optimizer, at::Device(device), arithmetic); },
+          py::arg("parameters"), py::arg("optimizer"), py::arg("device"), py::arg("arithmetic") = "", noGil)
+      .def(
+          "before_forward",
+          [](HookRunner& self, std::vector<std::pair<at::Tensor, double>> given) {
+            std::vector<Momentum> momenta;
+            momenta.reserve(given.size());
+            for (auto& [value, decay] : given) momenta.push_back({std::move(value), decay});
+            self.beforeForward(std::move(momenta));
+          },
+          py::arg("momenta"), noGil);
+}
+
 void bindHook(py::module& module) {
   py::class_<Executors>(module, "Executors");
   module.def("executors_of_group", &executorsOfGroup, py::arg("group"));
@@ -217,46 +260,8 @@ void bindHook(py::module& module) {
       .def(
           "use_background",
           [](HookRunner& self, const Executors& executors) { self.useBackground(executors.provider); },
-          py::arg("executors"), noGil)
-      .def(
-          "run",
-          [](HookRunner& self, c10d::GradBucket& bucket) {
-            return std::make_shared<torch::jit::PythonFutureWrapper>(self.run(bucket));
-          },
-          py::arg("bucket"), noGil)
-      .def(
-          "reduce_bucket",
-          [](HookRunner& self, const at::Tensor& flat, const Gradients& gradients, bool isFirst, bool isLast) {
-            return self.reduceBucket(flat, entriesOf(gradients), isFirst, isLast);
-          },
-          py::arg("flat"), py::arg("gradients"), py::arg("is_first"), py::arg("is_last"), noGil)
-      .def(
-          "reduce_to_parts",
-          [](HookRunner& self, const at::Tensor& flat, const at::Tensor& own, const Gradients& gradients,
-             bool isFirst) { return self.reduceToParts(flat, own, entriesOf(gradients), isFirst); },
-          py::arg("flat"), py::arg("own"), py::arg("gradients"), py::arg("is_first"), noGil)
-      .def(
-          "pass_over",
-          [](HookRunner& self, const at::Tensor& flat, const Gradients& gradients, bool isInParts) {
-            return self.passOver(flat, entriesOf(gradients), isInParts);
-          },
-          py::arg("flat"), py::arg("gradients"), py::arg("is_in_parts"), noGil)
-      .def("end_step", &HookRunner::endStep, noGil)
-      .def("after_backward", &HookRunner::afterBackward, noGil)
-      .def(
-          "agree",
-          [](HookRunner& self, const std::string& parameters, const std::string& optimizer, const std::string& device,
-             const std::string& arithmetic) { self.agree(parameters, optimizer, at::Device(device), arithmetic); },
-          py::arg("parameters"), py::arg("optimizer"), py::arg("device"), py::arg("arithmetic") = "", noGil)
-      .def(
-          "before_forward",
-          [](HookRunner& self, std::vector<std::pair<at::Tensor, double>> given) {
-            std::vector<Momentum> momenta;
-            momenta.reserve(given.size());
-            for (auto& [value, decay] : given) momenta.push_back({std::move(value), decay});
-            self.beforeForward(std::move(momenta));
-          },
-          py::arg("momenta"), noGil);
+          py::arg("executors"), noGil);
+  bindSteps(hook);
   bindControl(hook);
 }
 

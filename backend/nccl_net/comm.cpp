@@ -81,7 +81,7 @@ std::pair<uint64_t, uint32_t> Comm::nextKey(int tag) {
 
 Comm::Request* Comm::takeRequest() {
   if (free_.empty()) {
-    if (requests_.size() == static_cast<size_t>(kMostRequests * kMostGrouped)) return nullptr;
+    if (requests_.size() == static_cast<size_t>(kMostRequests) * kMostGrouped) return nullptr;
     requests_.push_back(std::make_unique<Request>(*this));
     free_.push_back(requests_.back().get());
   }

@@ -64,7 +64,7 @@ TEST_F(NcclNet, AConnectionThatIsGivenUpHalfWayHindersNoOther) {
   Handle handle{};
   // A listener to which nobody comes, one whose sender comes and is not let in, and one whose sender comes too late.
   void* listening = listen(context_, handle);
-  void* receiving = &receiving;
+  void* receiving = static_cast<void*>(&receiving);
   EXPECT_EQ(transfer().accept(listening, &receiving, nullptr), Result::kSuccess);
   EXPECT_EQ(receiving, nullptr);
   EXPECT_EQ(transfer().closeListen(listening), Result::kSuccess);

@@ -89,7 +89,7 @@ TEST(Inbox, OnlyNewsNotifiesUnlessProgressIsAskedFor) {
   for (const bool tellsProgress : {false, true}) {
     const auto sender = std::make_shared<Sender>();
     Inbox inbox;
-    std::vector<uint8_t> memory(3 * kMostPayload);
+    std::vector<uint8_t> memory(size_t{3} * kMostPayload);
     const auto signal = std::make_shared<Signal>();
     const auto message = inbox.find({});
     message->expectAt({.data = memory.data(),

@@ -12,6 +12,9 @@
 namespace bagua::net {
 namespace {
 
+// Of payload, in the type of a message's bytes.
+constexpr uint64_t kWholeFrame = kMostPayload;
+
 constexpr uint64_t kGroup = 7;
 constexpr uint32_t kFit = kUnsolicitedBytes / kEagerBytes;
 
@@ -60,7 +63,7 @@ class OutboxTest : public ::testing::Test {
 };
 
 TEST_F(OutboxTest, TheOldestMessageLeavesFirstInFramesOfLimitedSize) {
-  const auto first = add(1, 2 * kMostPayload + 5);
+  const auto first = add(1, 2 * kWholeFrame + 5);
   const auto second = add(2, 3);
   std::vector<uint32_t> sizes;
   while (auto frame = next()) {
@@ -144,7 +147,7 @@ TEST_F(OutboxTest, CreditLetsMessagesGoOnInTheirOrder) {
 
 TEST_F(OutboxTest, WithAllCreditGivenBackTheWholeAccountIsFree) {
   for (int round = 0; round < 10; ++round) {
-    const auto message = add(static_cast<uint32_t>(round), kEagerBytes - 7U * static_cast<uint32_t>(round));
+    const auto message = add(static_cast<uint32_t>(round), kEagerBytes - 7 * static_cast<uint64_t>(round));
     const std::string frames = allThatLeave();
     EXPECT_EQ(frames.find('w'), std::string::npos) << frames;
     const uint64_t count = (message->total + kMostPayload - 1) / kMostPayload;
@@ -184,7 +187,7 @@ TEST_F(OutboxTest, AFrameWaitsForACellAndOthersBehindIt) {
 
 // Two connections write frames of one message, and the later one is faster.
 TEST_F(OutboxTest, BytesThatAnEarlierFrameStillReadsAreNotGone) {
-  const auto message = add(1, 3 * kMostPayload);
+  const auto message = add(1, 3 * kWholeFrame);
   auto first = next();
   auto second = next();
   auto third = next();
@@ -193,7 +196,7 @@ TEST_F(OutboxTest, BytesThatAnEarlierFrameStillReadsAreNotGone) {
   EXPECT_EQ(message->gone(), 0);
   EXPECT_FALSE(message->hasContextGone());
   Outbox::finish(*first);
-  EXPECT_EQ(message->gone(), 2 * kMostPayload);
+  EXPECT_EQ(message->gone(), 2 * kWholeFrame);
   EXPECT_TRUE(message->hasContextGone());
   EXPECT_FALSE(message->isComplete());
   EXPECT_EQ(Outbox::finish(*third), message->signal);
@@ -202,7 +205,7 @@ TEST_F(OutboxTest, BytesThatAnEarlierFrameStillReadsAreNotGone) {
 
 TEST_F(OutboxTest, OnlyTheLastFrameNotifiesUnlessProgressIsAskedFor) {
   for (const bool tellsProgress : {false, true}) {
-    const auto message = add(1, 2 * kMostPayload);
+    const auto message = add(1, 2 * kWholeFrame);
     message->tellsProgress = tellsProgress;
     auto first = next();
     auto second = next();
@@ -212,7 +215,7 @@ TEST_F(OutboxTest, OnlyTheLastFrameNotifiesUnlessProgressIsAskedFor) {
 }
 
 TEST_F(OutboxTest, ACancelledMessageIsNotCutAnyMoreWhetherItWaitsOrNot) {
-  const auto message = add(1, 2 * kMostPayload);
+  const auto message = add(1, 2 * kWholeFrame);
   static_cast<void>(next());
   outbox_.cancel(message);
   EXPECT_FALSE(next());
@@ -226,7 +229,7 @@ TEST_F(OutboxTest, ACancelledMessageIsNotCutAnyMoreWhetherItWaitsOrNot) {
 }
 
 TEST_F(OutboxTest, AGroupThatIsLeftHasSentSoManyFramesAndSendsNoMore) {
-  add(1, 2 * kMostPayload);
+  add(1, 2 * kWholeFrame);
   add(2, 10, kGroup + 1);
   static_cast<void>(next());
   outbox_.grantPlace(kGroup, {.index = 9}, 2 * kEagerBytes);
@@ -248,14 +251,14 @@ TEST_F(OutboxTest, WhatIsGivenUpNamesTheSignalsOfAllThatWait) {
 
 // They have been given to a connection that broke: one had been written, the other not.
 TEST_F(OutboxTest, FramesThatAreSentAgainLeaveFirstAndCountOnce) {
-  const auto message = add(1, 2 * kMostPayload);
+  const auto message = add(1, 2 * kWholeFrame);
   add(2, 10);
   std::vector<OutgoingFrame> lost;
   lost.push_back(*next());
   EXPECT_EQ(Outbox::finish(lost.front()), nullptr);
   lost.push_back(*next());
   outbox_.sendAgain(std::move(lost));
-  EXPECT_EQ(outbox_.backlog(), 2 * kMostPayload + 10);
+  EXPECT_EQ(outbox_.backlog(), 2 * kWholeFrame + 10);
   outbox_.addControl({.kind = Frame::Kind::kCredit});
   auto first = next();
   EXPECT_EQ(first->header.offset, 0);
@@ -271,7 +274,7 @@ TEST_F(OutboxTest, FramesThatAreSentAgainLeaveFirstAndCountOnce) {
 
 TEST_F(OutboxTest, AFrameReadsItsMessageUntilItsPayloadIsCopied) {
   std::fill(data_.begin(), data_.end(), 1);
-  const auto message = add(1, 3 * kMostPayload);
+  const auto message = add(1, 3 * kWholeFrame);
   auto first = *next();
   std::vector<OutgoingFrame> lost;
   lost.push_back(*next());
@@ -302,7 +305,7 @@ class SentFramesTest : public OutboxTest {
 };
 
 TEST_F(SentFramesTest, WhatIsNotAcknowledgedIsSentAgainInItsOrder) {
-  const auto message = add(1, 5 * kMostPayload);
+  const auto message = add(1, 5 * kWholeFrame);
   for (int i = 0; i < 5; ++i) write(give());
   EXPECT_EQ(message->reading.size(), 5);
   EXPECT_TRUE(sent_.acknowledge(2));
@@ -312,12 +315,12 @@ TEST_F(SentFramesTest, WhatIsNotAcknowledgedIsSentAgainInItsOrder) {
   EXPECT_TRUE(sent_.acknowledge(3));
   const auto lost = sent_.takeUnreceived();
   ASSERT_EQ(lost.size(), 2);
-  EXPECT_EQ(lost[0].header.offset, 3 * kMostPayload);
-  EXPECT_EQ(lost[1].header.offset, 4 * kMostPayload);
+  EXPECT_EQ(lost[0].header.offset, 3 * kWholeFrame);
+  EXPECT_EQ(lost[1].header.offset, 4 * kWholeFrame);
 }
 
 TEST_F(SentFramesTest, AnAnswerMayComeBeforeTheWriterKnowsThatTheFrameHasGone) {
-  const auto message = add(1, 2 * kMostPayload);
+  const auto message = add(1, 2 * kWholeFrame);
   auto first = give();
   EXPECT_TRUE(sent_.acknowledge(1));
   write(std::move(first));
@@ -328,7 +331,7 @@ TEST_F(SentFramesTest, AnAnswerMayComeBeforeTheWriterKnowsThatTheFrameHasGone) {
 }
 
 TEST_F(SentFramesTest, AnAnswerThatCannotBeIsFound) {
-  add(1, 3 * kMostPayload);
+  add(1, 3 * kWholeFrame);
   write(give());
   const auto underWay = give();
   EXPECT_TRUE(sent_.acknowledge(1));
@@ -338,14 +341,14 @@ TEST_F(SentFramesTest, AnAnswerThatCannotBeIsFound) {
 
 TEST_F(SentFramesTest, TheMemoryOfAMessageIsFreeOnceItsFramesAreCopied) {
   std::fill(data_.begin(), data_.end(), 1);
-  const auto message = add(1, 3 * kMostPayload);
+  const auto message = add(1, 3 * kWholeFrame);
   for (int i = 0; i < 3; ++i) write(give());
   sent_.copyPayloads(*message, kMostPayload + 1);
   EXPECT_EQ(message->reading.size(), 1) << "the third stays in the message";
   std::fill(data_.begin(), data_.end(), 2);
   const auto lost = sent_.takeUnreceived();
   EXPECT_EQ(lost[1].payload()[kMostPayload - 1], 1);
-  EXPECT_EQ(lost[2].payload(), data_.data() + 2 * kMostPayload);
+  EXPECT_EQ(lost[2].payload(), data_.data() + 2 * kWholeFrame);
 }
 
 }  // namespace

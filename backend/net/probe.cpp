@@ -30,7 +30,7 @@ void Probe::start(const SocketAddress& to, const Encryption* encryption, std::ch
 
 void Probe::goOn() {
   if (isOver_) return;
-  if (const auto result = step()) end(*result);
+  if (const auto result = step()) end(result);
 }
 
 std::optional<Probe::Result> Probe::step() {

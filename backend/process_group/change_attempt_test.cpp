@@ -110,13 +110,14 @@ TEST(MeetInTime, HasFewThreadsWaitForOneAddressAndWaitsWithoutOneThen) {
   });
   const auto met = meetInTime(silent.meet(), memberAt(4), seconds(60), Clock::now() + seconds(60), attempt);
   EXPECT_EQ(met.store, silent.store);
+  answers.get();
 }
 
 TEST(ChangeStore, MayAnswerUntilTheDeadlineOrForItsOwnTimeoutWhicheverIsLonger) {
   for (const auto own : {milliseconds(20), milliseconds(60000)}) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
     store->setTimeout(own);
-    const auto sets = std::async(std::launch::async, [&] {
+    auto sets = std::async(std::launch::async, [&] {
       std::this_thread::sleep_for(milliseconds(200));
       store->set("epoch/begun", std::vector<uint8_t>(3));
     });
@@ -125,6 +126,7 @@ TEST(ChangeStore, MayAnswerUntilTheDeadlineOrForItsOwnTimeoutWhicheverIsLonger) 
       ChangeStore part("epoch", store, deadline, std::make_shared<ChangeAttempt>());
       EXPECT_EQ(part.get("begun").size(), 3);
     }
+    sets.get();
     EXPECT_EQ(store->getTimeout(), own);
   }
 }

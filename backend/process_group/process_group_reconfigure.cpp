@@ -125,6 +125,12 @@ c10::intrusive_ptr<c10d::Work> completedWork() {
   return c10d::Work::create_from_future(future);
 }
 
+// Ends an earlier epoch, where after a failure nobody may be left to answer.
+void leave(GroupEpoch& epoch) {
+  if (epoch.hasFailed()) return epoch.abort("was reconfigured");
+  epoch.shutdown();
+}
+
 }  // namespace
 
 c10d::ReconfigureHandle ProcessGroupBagua::get_reconfigure_handle() const {
@@ -194,12 +200,7 @@ ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::Reconfigur
     next->abort("was aborted");
     attempt->check();
   }
-  // The earlier epoch. After a failure nobody may be left to answer.
-  if (next && next->hasFailed()) {
-    next->abort("was reconfigured");
-  } else if (next) {
-    next->shutdown();
-  }
+  if (next) leave(*next);
   return completedWork();
 }
 

@@ -81,7 +81,8 @@ class Proxy {
       if (accepted.isOpen()) pairs.emplace_back(std::move(accepted), FileDescriptor(connectTo(to_)));
       bool isIdle = true;
       for (const auto& [one, other] : pairs) {
-        if (pass(one, other) | pass(other, one)) isIdle = false;
+        const bool hasPassed = pass(one, other);
+        if (pass(other, one) || hasPassed) isIdle = false;
       }
       if (isIdle) std::this_thread::sleep_for(200us);
     }

@@ -120,7 +120,7 @@ class CodecDeviceContract : public CodecContract {
       const at::Tensor rows = packedFor(chunkLength, kExtras[number % std::size(kExtras)]).repeat({6, 1});
       expectTheSame(device, [&](const Side& side) -> Tensors {
         const Encoding encoding = encodingOn(side, memory, values);
-        at::Tensor packed = rowsOn(side, rows, rows.size(1) + number % 5 * 3);
+        at::Tensor packed = rowsOn(side, rows, rows.size(1) + int64_t{number % 5} * 3);
         side.codec.encodeChunks(side.to(values), chunkLength, encoding, packed);
         at::Tensor decoded = side.to(at::full_like(values, 7));
         side.codec.decodeChunks(packed, chunkLength, decoded);
@@ -166,7 +166,7 @@ class CodecDeviceContract : public CodecContract {
       const Piece all{0, values.numel()};
       expectTheSame(device, [&](const Side& side) -> Tensors {
         const Encoding encoding = encodingOn(side, memory, values);
-        const at::Tensor received = rowsOn(side, rows, rows.size(1) + number % 5 * 3);
+        const at::Tensor received = rowsOn(side, rows, rows.size(1) + int64_t{number % 5} * 3);
         at::Tensor mean = side.to(at::full_like(values, 7));
         at::Tensor packed = side.to(packedFor(values.numel(), kExtras[number % std::size(kExtras)]));
         const auto divisor = static_cast<double>(count);

@@ -124,7 +124,7 @@ Way run(const Setting& it, const std::vector<std::string>& hosts) {
         const int rank = communicator.rank();
         const auto algorithm = create(it);
         Tensors weights;
-        for (size_t i = 0; i < kShapes.size(); ++i) weights.push_back(random(kShapes[i], 100 * rank + i));
+        for (size_t i = 0; i < kShapes.size(); ++i) weights.push_back(random(kShapes[i], size_t{100} * rank + i));
         testing::ImmediateSteps context(communicator, weights);
         std::vector<Momentum> momenta;
         for (size_t i = 0; i < kShapes.size(); ++i) momenta.push_back({random(kShapes[i], 7 + i), 0.9});

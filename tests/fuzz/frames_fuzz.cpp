@@ -125,12 +125,12 @@ Frame madeUpFrame(FuzzedBytes& input) {
   if (frame.kind == Frame::Kind::kMemory) frame.contextBytes = input.take<uint8_t>();
   if (isControl(frame)) return frame;
   if (frame.kind == Frame::Kind::kWaiting && input.coin()) {
-    frame.offset = 100 * (input.take<uint8_t>() % 7U);
+    frame.offset = uint64_t{100} * (input.take<uint8_t>() % 7U);
     return frame;
   }
   if (input.take<uint8_t>() % 8 == 0) frame.cell = input.take<uint8_t>() % (kPayloadCells + 2);
   // Often right behind each other, as those of a true message.
-  frame.offset = input.coin() ? 100 * (input.take<uint8_t>() % 7U) : static_cast<uint64_t>(input.claim());
+  frame.offset = input.coin() ? uint64_t{100} * (input.take<uint8_t>() % 7U) : static_cast<uint64_t>(input.claim());
   frame.payloadBytes = input.coin() ? 100 : input.take<uint32_t>() % (kMostPayload + 2);
   if (input.take<uint8_t>() % 16 == 0) frame.offset = kEagerBytes - input.take<uint8_t>();
   if (frame.offset == 0) frame.contextBytes = input.take<uint8_t>();

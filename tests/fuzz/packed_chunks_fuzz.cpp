@@ -4,6 +4,7 @@
 // other codecs may be so large that some values of a group become infinite. How many bytes have come, the collectives
 // check.
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 

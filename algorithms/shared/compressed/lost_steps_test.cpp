@@ -129,10 +129,10 @@ std::vector<LossyCase> cases() {
     for (const std::string codec : {"4bit", "minmax_uint8", "1bit"}) {
       const std::map<std::string, OptionValue> options = {
           {"codec", codec}, {"exact", std::string()}, {"error_feedback", true}};
-      all.push_back({"of_" + codec + suffix, "quantized_allreduce", options, tellsUse, 0});
+      all.push_back({c10::str("of_", codec, suffix), "quantized_allreduce", options, tellsUse, 0});
       auto small = options;
       small.emplace("residuals", std::string("8bit"));
-      all.push_back({"of_" + codec + "_8bit" + suffix, "quantized_allreduce", small, tellsUse, 0.1});
+      all.push_back({c10::str("of_", codec, "_8bit", suffix), "quantized_allreduce", small, tellsUse, 0.1});
     }
     all.push_back({"of_powersgd" + suffix, "powersgd", {{"start_step", int64_t{0}}}, tellsUse, 1e-4});
   }

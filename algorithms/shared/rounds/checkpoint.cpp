@@ -104,21 +104,7 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
   for (size_t number = 0; number < buckets.size() && hasStarted; ++number) {
     loaded.push_back(loadedBucket(state, number, *buckets[number], context));
   }
-  std::vector<Fragment> fragments;
-  for (size_t number = 0; number < fragments_.size(); ++number) {
-    Fragment& fragment = fragments.emplace_back(Fragment{.buckets = fragments_[number].buckets});
-    const std::string synchronised = numbered("synchronised_after", number);
-    if (state.contains(synchronised)) fragment.synchronisedAfter = counterOf(state, synchronised);
-    if ((settings_.outer && !hasStarted) || !state.contains(numbered("on_its_way", number))) continue;
-    Exchange& exchange = fragment.exchange.emplace();
-    for (size_t i = 0; !settings_.outer && i < fragment.buckets.size(); ++i) {
-      exchange.means.push_back(tensorOf(state, numbered("means", i), fragment.buckets[i]->weights.pack()));
-    }
-    if (number + 1 < fragments_.size()) continue;
-    for (size_t i = 0; i < buffers_.size(); ++i) {
-      exchange.buffers.push_back(tensorOf(state, numbered("buffers", i), buffers_[i].pack()));
-    }
-  }
+  std::vector<Fragment> fragments = loadedFragments(state, hasStarted);
 
   // What is on its way writes to the buckets.
   for (const auto& fragment : fragments_) {
@@ -143,6 +129,25 @@ void Rounds::load(const AlgorithmState& state, StepContext& context) {
   }
   if (measured_) useChoice(context);
   if (hasStarted || !settings_.outer) noteMemory(context);
+}
+
+std::vector<Rounds::Fragment> Rounds::loadedFragments(const AlgorithmState& state, bool hasStarted) const {
+  std::vector<Fragment> fragments;
+  for (size_t number = 0; number < fragments_.size(); ++number) {
+    Fragment& fragment = fragments.emplace_back(Fragment{.buckets = fragments_[number].buckets});
+    const std::string synchronised = numbered("synchronised_after", number);
+    if (state.contains(synchronised)) fragment.synchronisedAfter = counterOf(state, synchronised);
+    if ((settings_.outer && !hasStarted) || !state.contains(numbered("on_its_way", number))) continue;
+    Exchange& exchange = fragment.exchange.emplace();
+    for (size_t i = 0; !settings_.outer && i < fragment.buckets.size(); ++i) {
+      exchange.means.push_back(tensorOf(state, numbered("means", i), fragment.buckets[i]->weights.pack()));
+    }
+    if (number + 1 < fragments_.size()) continue;
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      exchange.buffers.push_back(tensorOf(state, numbered("buffers", i), buffers_[i].pack()));
+    }
+  }
+  return fragments;
 }
 
 Rounds::Loaded Rounds::loadedBucket(const AlgorithmState& state, size_t number, const FragmentBucket& bucket,

@@ -3,6 +3,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <utility>
+
 #include "algorithms/shared/cache_blocks.h"
 
 namespace bagua::rounds {
@@ -28,7 +30,7 @@ void step(OuterState& state, at::Tensor& difference, const OuterOptions& options
       if (options.nesterov) {
         gradient.add_(momentum, options.momentum);
       } else {
-        gradient = momentum;
+        gradient = std::move(momentum);
       }
     }
     block(state.weights).add_(gradient, -options.rate);

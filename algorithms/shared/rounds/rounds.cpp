@@ -67,8 +67,8 @@ int64_t bytesOf(const at::Tensor& tensor) { return tensor.defined() ? static_cas
 
 }  // namespace
 
-Rounds::Rounds(Settings settings)
-    : settings_(std::move(settings)), guard_(std::make_shared<Guard>(settings_.guard, Guard::Messages::kDifferences)) {
+Rounds::Rounds(const Settings& settings)
+    : settings_(settings), guard_(std::make_shared<Guard>(settings_.guard, Guard::Messages::kDifferences)) {
   TORCH_CHECK_VALUE(settings_.mixing >= 0 && settings_.mixing <= 1, "bagua: mixing must be from 0 to 1, got ",
                     settings_.mixing);
   if (settings_.outer) check(*settings_.outer);

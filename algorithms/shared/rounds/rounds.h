@@ -53,7 +53,7 @@ class Rounds final : public Algorithm,
                      public IsGuarded {
  public:
   // Throws ValueError.
-  explicit Rounds(Settings settings);
+  explicit Rounds(const Settings& settings);
 
   void useModel(const StepContext& context) override;
   [[nodiscard]] std::string whyUncoded(const HostTopology& topology) const override;
@@ -144,6 +144,7 @@ class Rounds final : public Algorithm,
   void take(int64_t number, StepContext& context);
   void synchronise(int64_t number, StepContext& context);
   [[nodiscard]] FragmentBuckets allBuckets() const;
+  [[nodiscard]] std::vector<Fragment> loadedFragments(const AlgorithmState& state, bool hasStarted) const;
   [[nodiscard]] Loaded loadedBucket(const AlgorithmState& state, size_t number, const FragmentBucket& bucket,
                                     const StepContext& context) const;
 

@@ -56,7 +56,7 @@ AgreedLine::Way AgreedLine::wayToReduce(const Halves& owners, int64_t bytes, int
   if (!isDivisible) return best;
   const int others = owners.count() - 1;
   if (owners.leastRounds() == 1) {
-    const int64_t sent = 2 * others * bytes / owners.count();
+    const int64_t sent = int64_t{2} * others * bytes / owners.count();
     consider({.rounds = 1, .isInParts = true}, timeOf(2, 2 * others, sent, sent / 2));
   }
   if (isInOrder) return best;

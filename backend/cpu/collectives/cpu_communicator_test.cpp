@@ -78,7 +78,7 @@ TEST_P(CpuCommunicatorOf, AMeanOfHalvesDoesNotOverflow) {
     at::Tensor tensor = at::full({3000}, 40000.0, at::kHalf);
     communicator.allReduce(tensor, ReduceOp::AVG);
     EXPECT_TRUE(at::allclose(tensor.to(at::kDouble), at::full({3000}, 40000.0, at::kDouble), 0.01));
-    communicator.reduceScatter(tensor, at::full({size() * 3000}, 40000.0, at::kHalf), ReduceOp::AVG);
+    communicator.reduceScatter(tensor, at::full({int64_t{size()} * 3000}, 40000.0, at::kHalf), ReduceOp::AVG);
     EXPECT_TRUE(at::allclose(tensor.to(at::kDouble), at::full({3000}, 40000.0, at::kDouble), 0.01));
   });
 }

@@ -67,11 +67,11 @@ struct VectorMachine {
   // group to code.
   static BAGUA_GROUP void load(const float* from, Group& x) {
 #pragma GCC unroll 128
-    for (int i = 0; i < kParts; ++i) memcpy(&x[i], from + i * kWidth, sizeof(x[i]));
+    for (int i = 0; i < kParts; ++i) memcpy(&x[i], from + int64_t{i} * kWidth, sizeof(x[i]));
   }
   static BAGUA_GROUP void store(const Group& x, float* to) {
 #pragma GCC unroll 128
-    for (int i = 0; i < kParts; ++i) memcpy(to + i * kWidth, &x[i], sizeof(x[i]));
+    for (int i = 0; i < kParts; ++i) memcpy(to + int64_t{i} * kWidth, &x[i], sizeof(x[i]));
   }
 
   // Sums and rotations fold the group in halves, down to neighbours, so that they do not depend on the width.
@@ -173,7 +173,7 @@ struct VectorMachine {
     for (int i = 0; i < kStep; ++i) {
       Ints all = codes[i];
       for (int j = 1; j < 8 / kBits; ++j) all |= codes[i + j * kStep] << (j * kBits);
-      storeLowestBytes(all, to + i * kWidth);
+      storeLowestBytes(all, to + int64_t{i} * kWidth);
     }
   }
 
@@ -181,7 +181,7 @@ struct VectorMachine {
   static BAGUA_GROUP void loadCodes(const uint8_t* from, Ints (&codes)[kParts]) {
     constexpr int kStep = kParts * kBits / 8;
     for (int i = 0; i < kStep; ++i) {
-      const Ints all = loadBytes(from + i * kWidth);
+      const Ints all = loadBytes(from + int64_t{i} * kWidth);
       for (int j = 0; j < 8 / kBits; ++j) codes[i + j * kStep] = (all >> (j * kBits)) & ((1 << kBits) - 1);
     }
   }

@@ -13,6 +13,7 @@
 
 #include <array>
 #include <limits>
+#include <tuple>
 
 #include "kernels/loops/low_rank/matrix_batch.h"
 #include "kernels/loops/low_rank/orthogonalize.h"
@@ -48,10 +49,12 @@ TEST(Orthogonalize, VectorsBecomeOrthonormalAndSpanWhatTheySpanned) {
 }
 
 TEST(Orthogonalize, VectorsThatLieCloseTogetherBecomeOrthonormalToo) {
-  at::Tensor vectors = random({1, 1, 501}, 2).expand({1, 6, 501}).clone();
-  vectors += 1e-6 * random({1, 6, 501}, 3);
-  orthogonalize(vectors);
-  EXPECT_LT(distanceFromOrthonormal(vectors), 1e-6);
+  for (const auto& [dtype, closeness, tolerance] : {std::tuple(at::kFloat, 1e-6, 1e-6), {at::kDouble, 1e-10, 1e-13}}) {
+    at::Tensor vectors = random({1, 1, 501}, 2, dtype).expand({1, 6, 501}).clone();
+    vectors += closeness * random({1, 6, 501}, 3, dtype);
+    orthogonalize(vectors);
+    EXPECT_LT(distanceFromOrthonormal(vectors), tolerance);
+  }
 }
 
 TEST(Orthogonalize, VectorsThatSpanNothingNewBecomeZero) {

@@ -18,7 +18,7 @@ namespace {
 constexpr auto kGarbageNumber = static_cast<int32_t>(0xA5A5A5A5U);
 
 std::vector<int32_t> resultsOf(Kernel kernel, unsigned blocks = 1) {
-  std::vector<int32_t> results(blocks * kThreads, -1);
+  std::vector<int32_t> results(size_t{blocks} * kThreads, -1);
   run(kernel, blocks, results.data());
   return results;
 }

@@ -15,7 +15,7 @@ struct Add {
 
 __device__ int32_t numberOfThread() { return static_cast<int32_t>(threadIdx.x); }
 
-__device__ int32_t* resultOfThread(int32_t* results) { return results + blockIdx.x * kThreads + threadIdx.x; }
+__device__ int32_t* resultOfThread(int32_t* results) { return results + size_t{blockIdx.x} * kThreads + threadIdx.x; }
 
 __global__ void sums(int32_t* results) {
   __shared__ BlockReduce::TempStorage scratch;

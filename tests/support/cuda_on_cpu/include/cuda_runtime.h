@@ -14,6 +14,7 @@
 // What our CUDA sources take from the CUDA runtime and from nvcc, for a C++ compiler: the kernels run on the CPU
 // (grid.h). What they begin to use is added here; what is not here does not compile.
 
+// NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming): its names
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
@@ -94,3 +95,4 @@ T __shfl_xor_sync(unsigned threads, T value, int laneMask,
   cuda_on_cpu::meet(cuda_on_cpu::Group::kWarp, where, &mine, mine.exchange);
   return mine.value;
 }
+// NOLINTEND(bugprone-reserved-identifier,readability-identifier-naming)
