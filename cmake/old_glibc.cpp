@@ -15,6 +15,8 @@ namespace {
 using ClockWait = int(pthread_cond_t*, pthread_mutex_t*, clockid_t, const timespec*);
 
 constexpr int64_t kNanosecondsPerSecond = 1'000'000'000;
+// A century, of which no sum overflows.
+constexpr int64_t kForEver = 100L * 365 * 24 * 3600;
 
 int64_t nanoseconds(const timespec& time) { return time.tv_sec * kNanosecondsPerSecond + time.tv_nsec; }
 
@@ -32,7 +34,9 @@ extern "C" BAGUA_HIDDEN int pthread_cond_clockwait(pthread_cond_t* condition, pt
                                                    const timespec* deadline) {
   static auto* const kOfGlibc = reinterpret_cast<ClockWait*>(dlsym(RTLD_DEFAULT, "pthread_cond_clockwait"));
   if (kOfGlibc != nullptr) return kOfGlibc(condition, mutex, clock, deadline);
-  const int64_t end = nanosecondsOf(CLOCK_REALTIME) + nanoseconds(*deadline) - nanosecondsOf(clock);
+  const timespec possible{.tv_sec = deadline->tv_sec < kForEver ? deadline->tv_sec : kForEver,
+                          .tv_nsec = deadline->tv_nsec};
+  const int64_t end = nanosecondsOf(CLOCK_REALTIME) + nanoseconds(possible) - nanosecondsOf(clock);
   const timespec onTheWall{.tv_sec = end / kNanosecondsPerSecond, .tv_nsec = end % kNanosecondsPerSecond};
   return pthread_cond_timedwait(condition, mutex, &onTheWall);
 }

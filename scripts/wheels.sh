@@ -27,14 +27,25 @@ has_wheels_for() { # TORCH PYTHON
   [ "$1 $2" != "2.15 3.10" ]
 }
 
+# What the linker found in torch's libraries before an older libstdc++ has no version, which neither it nor auditwheel
+# checks against the platform: torch has to bring it at run time, too.
+check_standard_library() { # SITE_PACKAGES
+  local missing
+  missing=$(comm -23 \
+    <(nm -D --undefined-only "$1"/bagua/*.so | awk '$1 == "U" && $2 ~ /^_ZN?K?S/ && $2 !~ /@/ {print $2}' | sort -u) \
+    <(nm -D --defined-only "$1"/torch/lib/lib{torch,c10}*.so "$1"/bagua/*.so | awk '{sub(/@.*/, "", $3); print $3}' | sort -u))
+  [ -z "$missing" ] || { say "neither libstdc++ nor torch has $missing" >&2; return 1; }
+}
+
 mkdir -p "$FOLDER" build/wheels
 platform=auto
+toolchain=()
 glibc=$(getconf GNU_LIBC_VERSION)
 glibc=${glibc#glibc }
 if [ "$(printf '%s\n' "$OLDEST_GLIBC" "$glibc" | sort -V | head -n 1)" != "$glibc" ]; then
   if [ "$(uname -m)" = x86_64 ] && command -v mmdebstrap >/dev/null; then
-    export OLD_GLIBC_SYSROOT=$PWD/build/wheels/sysroot CMAKE_TOOLCHAIN_FILE=$PWD/cmake/old_glibc.cmake
-    scripts/sysroot.sh "$OLD_GLIBC_SYSROOT"
+    scripts/sysroot.sh build/wheels/sysroot
+    toolchain=(OLD_GLIBC_SYSROOT="$PWD/build/wheels/sysroot" CMAKE_TOOLCHAIN_FILE="$PWD/cmake/old_glibc.cmake")
     platform=manylinux_${OLDEST_GLIBC/./_}_$(uname -m)
   else
     say "this machine has glibc $glibc, and no mmdebstrap (or is not x86_64) to build for an older one with: the wheels may need more than" \
@@ -56,15 +67,18 @@ for torch in "${TORCHES[@]}"; do
       definitions+=(--config-settings "cmake.define.BAGUA_PREBUILT_LIBRARY=$library")
     fi
     begin=$SECONDS
-    PATH="$PWD/$work/venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(scripts/cores.sh)} \
+    env PATH="$PWD/$work/venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL="${JOBS:-$(scripts/cores.sh)}" "${toolchain[@]}" \
       "$work/venv/bin/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work/dist" \
       --config-settings "build-dir=$work/build" "${definitions[@]}" .
     wheel=$(ls "$work"/dist/*.whl)
     say "$(basename "$wheel"): $(du -h "$wheel" | cut -f 1), built in $((SECONDS - begin)) s for sm ${CUDA_ARCHS//;/, }"
-    # Named for the glibc that it needs, so that pip takes it only where that is. Fails if that is more than the platform's.
+    # Named for the platform, which it must not need more than, or for the glibc that it needs: pip takes it only where that
+    # is. One that was built with another name would be a second wheel of the version.
+    rm -f "$FOLDER/$(basename "${wheel%-*}")"-*.whl
     PATH="$PWD/$work/venv/bin:$PATH" "$work/venv/bin/auditwheel" repair --only-plat --plat "$platform" --wheel-dir "$FOLDER" \
       "${LEFT_OUT[@]/#/--exclude=}" "$wheel"
     "$work/venv/bin/python" -m pip install --quiet --no-deps "$FOLDER/$(basename "${wheel%-*}")"-*.whl
+    check_standard_library "$work"/venv/lib/python*/site-packages
     "$work/venv/bin/python" tests/smoke.py
     mkdir -p "${library%/*}"
     cp "$work"/venv/lib/python*/site-packages/bagua/lib*.so "${library%/*}"

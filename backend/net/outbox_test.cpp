@@ -12,7 +12,7 @@
 namespace bagua::net {
 namespace {
 
-// Of payload, in the type of a message's bytes.
+// A message's bytes are counted in 64 bits.
 constexpr uint64_t kWholeFrame = kMostPayload;
 
 constexpr uint64_t kGroup = 7;

@@ -47,8 +47,7 @@ def _make_groups() -> list[str]:
 
 
 def _messages_with(variable: str, values: list[str]) -> set[str]:
-    results = run_ranks(len(values), _make_groups, backend="gloo", env={variable: values})
-    return {message for messages in results for message in messages}
+    return set().union(*run_ranks(len(values), _make_groups, backend="gloo", env={variable: values}))
 
 
 def test_ranks_with_other_settings_are_all_told_both_and_what_to_do() -> None:

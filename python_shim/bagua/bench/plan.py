@@ -118,8 +118,8 @@ def table(parameters: Sequence[Parameter], compute: float, line: Line, what: str
         f"gradients, {1e3 * compute:,.0f} ms of arithmetic a step",
         f"# {line.hosts} hosts, {_name_of(line)}. What exchanges weights beside the training is taken for free.",
         _of_processor(slowness),
-        "# Within 15 % on lines left out: 106 of 126 cells with BBR, 48 of 54 with cubic, 21 of 24 with losses, "
-        "without Gloo.",
+        "# Within 15 % on lines left out: 68 of 81 and 38 of 45 cells with BBR, 49 of 54 with cubic, 21 of 24 with "
+        "losses, without Gloo.",
         f"{'':<30}{'ms a step':>10}{'DDP / this':>12}{'MB a step':>11}  more loss than float32, in small models",
     ]
     if line.hosts > 2:
