@@ -62,11 +62,11 @@ bool read(const std::string& text, Number& number) {
   return error == std::errc() && stop == end;
 }
 
-// By a stream, as the libstdc++ of GCC 10, which wheels are made for, has no from_chars of these.
+// A stream reads them, as the libstdc++ that wheels are linked with (of GCC 10) has no from_chars of double.
 bool read(const std::string& text, double& number) {
   std::istringstream stream(text);
   stream.imbue(std::locale::classic());
-  return stream >> std::noskipws >> number && stream.eof();
+  return text.front() != '+' && stream >> std::noskipws >> number && stream.eof();
 }
 
 std::optional<bool> zeroOrOne(Name name) {
@@ -75,7 +75,7 @@ std::optional<bool> zeroOrOne(Name name) {
   return text ? std::optional(*text == "1") : std::nullopt;
 }
 
-// The setting if it is set, which has to lie in a range.
+// `number` is what the setting is where nobody sets it; what is set has to lie in the range.
 template <typename Number>
 Number numberOf(Name name, Number number, Number least, Number most, const char* expected) {
   const auto text = firstOf({name});
@@ -173,7 +173,7 @@ int64_t defaultBucketBytes() {
 }
 
 std::chrono::milliseconds warnAfter() {
-  const auto seconds = numberOf("BAGUA_WARN_AFTER_SECONDS", 30.0, 0.0, 1e9, "a number of seconds, 0 or more");
+  const auto seconds = numberOf("BAGUA_WARN_AFTER_SECONDS", 30.0, 0.0, 999'999'999.0, "a number of seconds, 0 or more");
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 

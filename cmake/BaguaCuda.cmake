@@ -106,10 +106,6 @@ list(GET BAGUA_CUDA_ARCHS -1 arch)
 list(APPEND nvcc_archs -gencode=arch=compute_${arch},code=compute_${arch})
 
 set(nvcc_host_flags -fPIC,-Wall,-Wextra)
-set(nvcc_sysroot "")
-if(CMAKE_SYSROOT)
-  set(nvcc_sysroot -Xcompiler=--sysroot=${CMAKE_SYSROOT})
-endif()
 if(CMAKE_BUILD_TYPE STREQUAL "Debug")
   set(nvcc_optimise -O0 -g -lineinfo)
 else()
@@ -119,6 +115,9 @@ if(BAGUA_WARNINGS_AS_ERRORS)
   list(APPEND nvcc_optimise --Werror=all-warnings)
 endif()
 set(nvcc_includes -I${PROJECT_SOURCE_DIR})
+if(CMAKE_SYSROOT)
+  list(APPEND nvcc_includes -Xcompiler=--sysroot=${CMAKE_SYSROOT})
+endif()
 foreach(dir ${TORCH_WHEEL_ROOT}/include ${TORCH_WHEEL_ROOT}/include/torch/csrc/api/include ${BAGUA_CUDA_ROOT}/include/cccl
             ${BAGUA_CUDA_INCLUDES} ${TORCH_WHEEL_NCCL_INCLUDE})
   if(EXISTS ${dir})
@@ -135,7 +134,7 @@ function(bagua_compile_cuda source out)
   add_custom_command(
     OUTPUT ${object}
     COMMAND ${BAGUA_NVCC} -c ${source} -o ${object} -MD -MF ${object}.d -std=c++20 ${nvcc_archs} ${nvcc_optimise}
-            -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=${nvcc_host_flags} ${nvcc_sysroot} --expt-relaxed-constexpr --extended-lambda
+            -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=${nvcc_host_flags} --expt-relaxed-constexpr --extended-lambda
             -Xcudafe=--diag_suppress=20012 -DBAGUA_WITH_CUDA=1 -D_GLIBCXX_USE_CXX11_ABI=${TORCH_WHEEL_CXX11_ABI}
             ${nvcc_includes}
     DEPENDS ${source}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What GCC's headers ask of newer libraries than a sysroot of scripts/sysroot.sh has, or than glibc 2.28. Each library
-// of ours gets its own, hidden.
+// GCC's headers ask for these functions, which neither the libraries that scripts/sysroot.sh unpacks nor glibc 2.28
+// have all. Each library of ours gets its own, hidden.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -15,7 +15,7 @@ namespace {
 using ClockWait = int(pthread_cond_t*, pthread_mutex_t*, clockid_t, const timespec*);
 
 constexpr int64_t kNanosecondsPerSecond = 1'000'000'000;
-// A century, of which no sum overflows.
+// A century: sums of two do not overflow.
 constexpr int64_t kForEver = 100L * 365 * 24 * 3600;
 
 int64_t nanoseconds(const timespec& time) { return time.tv_sec * kNanosecondsPerSecond + time.tv_nsec; }
@@ -28,8 +28,8 @@ int64_t nanosecondsOf(clockid_t clock) {
 
 }  // namespace
 
-// Of glibc 2.30, whose own the look-up finds. Without that a wait follows the clock of the wall, as libstdc++ does
-// where it was built on an older glibc: its callers ask their own clock again when it ends.
+// The look-up finds glibc's own, which it has from 2.30 on. Without it a wait follows the clock of the wall, as
+// libstdc++ does where it was built on an older glibc: its callers ask their own clock again when it ends.
 extern "C" BAGUA_HIDDEN int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock,
                                                    const timespec* deadline) {
   static auto* const kOfGlibc = reinterpret_cast<ClockWait*>(dlsym(RTLD_DEFAULT, "pthread_cond_clockwait"));
@@ -41,7 +41,7 @@ extern "C" BAGUA_HIDDEN int pthread_cond_clockwait(pthread_cond_t* condition, pt
   return pthread_cond_timedwait(condition, mutex, &onTheWall);
 }
 
-// Of GCC 11.
+// libstdc++ has this one from GCC 11 on.
 namespace std {
 BAGUA_HIDDEN void __throw_bad_array_new_length() { throw bad_array_new_length(); }  // NOLINT(cert-dcl58-cpp)
 }  // namespace std

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Unpacks headers and libraries of an older glibc, for cmake/old_glibc.cmake to build with: sysroot.sh FOLDER
-# Those of Debian 11, the oldest that Debian's mirrors (MIRROR=) still have; nothing of it runs. OpenSSL's are this machine's,
+# They are of Debian 11, the oldest that Debian's mirrors (MIRROR=) still have; nothing of it runs. OpenSSL's are this machine's,
 # as Debian 11 had version 1 only. Needs mmdebstrap, debian-archive-keyring and libssl-dev; no root.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -27,8 +27,8 @@ has_wheels_for() { # TORCH PYTHON
   [ "$1 $2" != "2.15 3.10" ]
 }
 
-# What the linker found in torch's libraries before an older libstdc++ has no version, which neither it nor auditwheel
-# checks against the platform: torch has to bring it at run time, too.
+# The linker takes what torch's libraries export before it looks into libstdc++, and without a version that auditwheel
+# could check: torch has to bring it at run time, too.
 check_standard_library() { # SITE_PACKAGES
   local missing
   missing=$(comm -23 \
@@ -48,8 +48,8 @@ if [ "$(printf '%s\n' "$OLDEST_GLIBC" "$glibc" | sort -V | head -n 1)" != "$glib
     toolchain=(OLD_GLIBC_SYSROOT="$PWD/build/wheels/sysroot" CMAKE_TOOLCHAIN_FILE="$PWD/cmake/old_glibc.cmake")
     platform=manylinux_${OLDEST_GLIBC/./_}_$(uname -m)
   else
-    say "this machine has glibc $glibc, and no mmdebstrap (or is not x86_64) to build for an older one with: the wheels may need more than" \
-      "$OLDEST_GLIBC, which torch's take."
+    say "this machine has glibc $glibc, and no mmdebstrap (or is not x86_64) to build for an older one with: the wheels" \
+      "may need more than $OLDEST_GLIBC, which torch's take."
   fi
 fi
 for torch in "${TORCHES[@]}"; do

@@ -163,7 +163,7 @@ void FlightRecorder::dropIfUnused(std::map<uint64_t, KnownGroup>::iterator known
 }
 
 uint64_t FlightRecorder::begin(uint64_t group, const Operation& operation, const ProgramFingerprint& program) {
-  // Not asked of the kernel each time, and not by gettid(), which glibc has from 2.30 on.
+  // The kernel is asked once a thread, and not by gettid(), which glibc has from 2.30 on.
   static const thread_local auto kThread = static_cast<uint64_t>(::syscall(SYS_gettid));
   if (capacity_ == 0) return 0;
   const int64_t created = now();
