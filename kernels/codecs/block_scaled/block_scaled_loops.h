@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -171,11 +172,52 @@ struct LoopsOver {
     }
   }
 
+  // The whole group at `first`, and its scale.
+  static BAGUA_GROUP void wholeGroupOf(const Source<Element>& source, int64_t first, typename Machine::Group& group) {
+    Numbers h;
+    groupOf(source, first, kGroup, h, group);
+  }
+  static BAGUA_GROUP auto scaleAt(const Source<Element>& source, int64_t first) {
+    typename Machine::Group group;
+    wholeGroupOf(source, first, group);
+    return Format::template scaleOf<Machine>(group);
+  }
+
+  // Whole groups without feedback. Each is read twice, so that its scale is made while the one before it is coded.
+  template <bool kIsStochastic>
+  static void encodeWithScaleAhead(const Element* values, uint64_t key, int64_t begin, int64_t end, uint8_t* bytes) {
+    if (begin == end) return;
+    // The compiler sees that there is no residual.
+    const Source<Element> source{.values = values, .isStochastic = kIsStochastic, .key = key};
+    auto scale = scaleAt(source, begin);
+    for (int64_t first = begin; first < end; first += kGroup, bytes += kBytes) {
+      const auto next = scaleAt(source, std::min(first + kGroup, end - kGroup));
+      typename Machine::Group group;
+      wholeGroupOf(source, first, group);
+      const Draw draw(source.key, first / kGroup);
+      writeGroup<Format>(Format::template code<Machine, kIsStochastic>(group, scale, draw), bytes);
+      scale = next;
+    }
+  }
+
+  template <bool kIsStochastic>
+  static void encodeAs(const Source<Element>& source, int64_t begin, int64_t end, uint8_t* bytes) {
+    if constexpr (requires { typename Format::Scale; }) {
+      if (source.nextResidual == nullptr) {
+        const int64_t whole = (end - begin) / kGroup;
+        encodeWithScaleAhead<kIsStochastic>(source.values, source.key, begin, begin + whole * kGroup, bytes);
+        begin += whole * kGroup;
+        bytes += whole * kBytes;
+      }
+    }
+    encodeGroups<kIsStochastic>(source, begin, end, bytes);
+  }
+
   static void encode(const Source<Element>& source, int64_t begin, int64_t end, uint8_t* bytes) {
     if (source.isStochastic) {
-      encodeGroups<true>(source, begin, end, bytes);
+      encodeAs<true>(source, begin, end, bytes);
     } else {
-      encodeGroups<false>(source, begin, end, bytes);
+      encodeAs<false>(source, begin, end, bytes);
     }
   }
 

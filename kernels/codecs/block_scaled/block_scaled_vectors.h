@@ -170,10 +170,15 @@ struct VectorMachine {
   static BAGUA_GROUP void storeCodes(const Ints (&codes)[kParts], uint8_t* to) {
     constexpr int kStep = kParts * kBits / 8;
     static_assert(kStep > 0);
+    Ints all[kStep];
     for (int i = 0; i < kStep; ++i) {
-      Ints all = codes[i];
-      for (int j = 1; j < 8 / kBits; ++j) all |= codes[i + j * kStep] << (j * kBits);
-      storeLowestBytes(all, to + int64_t{i} * kWidth);
+      all[i] = codes[i];
+      for (int j = 1; j < 8 / kBits; ++j) all[i] |= codes[i + j * kStep] << (j * kBits);
+    }
+    if constexpr (kStep % 4 == 0 && requires { Isa::storeLowestBytesOfFour(all, to); }) {
+      for (int i = 0; i < kStep; i += 4) Isa::storeLowestBytesOfFour(all + i, to + int64_t{i} * kWidth);
+    } else {
+      for (int i = 0; i < kStep; ++i) storeLowestBytes(all[i], to + int64_t{i} * kWidth);
     }
   }
 
