@@ -167,16 +167,6 @@ def test_values_arguments_and_groups(rank_pools: Pools, size: int) -> None:
     rank_pools[size].run(_check_everything, timeout=120)
 
 
-@on_ranks(1)
-def test_one_rank_codes_nothing() -> None:
-    given = _given(0, 97)
-    tensor, output, part = given.clone(), torch.empty(97), torch.empty(97)
-    compressed.all_reduce(tensor)
-    compressed.all_gather_into_tensor(output, given)
-    compressed.reduce_scatter_tensor(part, given)
-    assert all(torch.equal(result, given) for result in (tensor, output, part))
-
-
 @pytest.mark.cpu_only("gloo")
 @on_new_ranks(2, backend="gloo")
 def test_a_stock_gloo_group() -> None:
