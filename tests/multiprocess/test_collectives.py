@@ -67,7 +67,7 @@ def test_meaningless_reductions_raise_and_leave_the_group_usable() -> None:
 @on_ranks("ranks")
 def test_reduce_scatter(op: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    for dtype, shape in itertools.product(dtypes_of(op), [(1,), (37,), (5, 2, 11)]):
+    for dtype, shape in itertools.product(dtypes_of(op), [(1,), (5, 2, 11)]):
         # inputs[i][j] goes from rank i to rank j.
         inputs = [[values(dtype, shape, size * i + j, op) for j in range(size)] for i in range(size)]
         mine = [inputs[i][rank] for i in range(size)]
