@@ -15,7 +15,7 @@ from unittest import mock
 import bagua
 import torch
 import torch.distributed as dist
-from devices import here, randn
+from devices import STOCK_BACKEND, here, randn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -132,6 +132,12 @@ def with_hook(name: str, **options: Any) -> Register:
     return lambda ddp: bagua.register_comm_hook(ddp, name, **options)
 
 
+def train_without_bagua(model: nn.Module, **options: Any) -> list[Gradients]:
+    """As train(), on a group of torch's own."""
+    with new_group(backend=STOCK_BACKEND) as group:
+        return train(model, lambda ddp: None, process_group=group, **options)
+
+
 class Spy:
     """Stands between DDP and a hook: what each bucket was, and what became of it."""
 
@@ -223,6 +229,6 @@ def same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
+    if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
-    return one is None and other is None
+    return bool(one == other)

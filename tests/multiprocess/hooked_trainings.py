@@ -7,7 +7,7 @@ from typing import NamedTuple
 import bagua
 import torch
 import torch.distributed as dist
-from hooked_models import loss_of, perceptron
+from hooked_models import SMALL_BUCKETS, loss_of, perceptron
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 MOMENTS = ["before the first step", "between forward and backward", "between backward and step", "after steps"]
@@ -22,7 +22,7 @@ class Trained(NamedTuple):
 
 
 def hooked(algorithm: str, group: dist.ProcessGroup | None = None) -> Trained:
-    ddp = DDP(perceptron(), process_group=group, bucket_cap_mb=0.0001)  # several buckets
+    ddp = DDP(perceptron(), process_group=group, **SMALL_BUCKETS)
     optimizer: torch.optim.Optimizer
     if bagua.describe(algorithm)["optimizer"] == "QAdamOptimizer":
         optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)

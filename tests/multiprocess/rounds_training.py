@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings in rounds that tests follow, and the plain loop beside them."""
 
-import contextlib
 import io
 import itertools
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import bagua
 import simulations as sim
 import torch
-import torch.distributed as dist
+from followed_training import take_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -112,11 +111,7 @@ class Training(NamedTuple):
 
     def take(self, batches: Sequence[sim.Batch]) -> None:
         """One step of the optimizer."""
-        self.optimizer.zero_grad()
-        for batch in batches:
-            with contextlib.nullcontext() if batch.synchronised else self.ddp.no_sync():
-                sim.batch_loss(self.ddp, batch.number, dist.get_rank()).backward()
-        self.optimizer.step()
+        take_step(self.ddp, self.optimizer, batches)
 
     def weights(self) -> Tensor:
         return sim.flat(self.ddp.parameters())

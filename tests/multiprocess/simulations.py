@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The algorithms that own weights or momentum, from their definitions: plain torch, all ranks in one process.
 
-Here every rank is a model and an optimizer in two lists, stepped together; an Algorithm is asked at the three places
+Here every rank is a model and an optimizer in two lists, stepped together; an algorithm is asked at the three places
 where something is exchanged. Nothing of bagua is used.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from test_bytegrad_definition import CODES, defined_result
@@ -74,13 +74,9 @@ def participants(size: int, hosts: str, hierarchical: bool) -> list[list[int]]:
     return [[rank for rank in range(size) if named[rank] == host] for host in sorted(set(named))]
 
 
-class Algorithm(Protocol):
-    def at_forward(self, models: Sequence[nn.Module]) -> None: ...
-    def after_backward(self, models: Sequence[nn.Module]) -> None: ...
-    def after_step(self, models: Sequence[nn.Module]) -> None: ...
-
-
 class Nothing:
+    """An algorithm that exchanges nothing; the others override what they do."""
+
     def at_forward(self, models: Sequence[nn.Module]) -> None: ...
     def after_backward(self, models: Sequence[nn.Module]) -> None: ...
     def after_step(self, models: Sequence[nn.Module]) -> None: ...
@@ -89,7 +85,7 @@ class Nothing:
 def simulate(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    algorithm: Algorithm,
+    algorithm: Nothing,
     plan: Plan,
     loss: Loss = batch_loss,
 ) -> list[list[Tensor]]:
@@ -145,6 +141,7 @@ class Decentralized(Nothing):
         self.places, self.mode, self.interval = places, mode, interval
         self.steps = self.communications = 0
         self.averages: list[Tensor] = []
+        self.averaged: list[list[Tensor]] = []  # the weights after every backward
 
     def at_forward(self, models: Sequence[nn.Module]) -> None:
         if self.steps % self.interval == 0:
@@ -156,6 +153,7 @@ class Decentralized(Nothing):
         for model, average in zip(models, self.averages, strict=False):
             assign(list(model.parameters()), average)
         self.averages = []
+        self.averaged.append([flat(model.parameters()) for model in models])
 
     def exchange(self, weights: Sequence[Tensor]) -> list[Tensor]:
         if self.mode == "all":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong use of the algorithms that own weights or momentum: an error on every rank, before the first step."""
 
+import itertools
 from typing import Any
 
 import bagua
@@ -27,7 +28,7 @@ def hook(ddp: DDP, algorithm: str, **options: Any) -> bagua.Handle:
 
 
 def _still_trains(ddp: DDP, algorithm: str, **options: Any) -> None:
-    """Nothing is left of a registration that failed, on this rank or between the ranks."""
+    """Nothing is left of registrations that failed, on this rank or between the ranks."""
     optimizer = optimizer_for(algorithm, ddp)
     handle = bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **options)
     take_steps(ddp, optimizer, range(4))
@@ -50,26 +51,14 @@ def test_options_have_the_registered_defaults() -> None:
 # --- names and values ---
 
 
-def _refuse(algorithm: str, options: dict[str, Any], errors: tuple[type[Exception], ...]) -> str:
-    ddp = DDP(perceptron())
-    with pytest.raises(errors) as error:
-        hook(ddp, algorithm, **options)
-    _still_trains(ddp, algorithm)
-    return str(error.value)
-
-
 Wrong = list[tuple[str, dict[str, Any], list[str]]]
 UNKNOWN: Wrong = [(owner, {"interval": 3}, ["'interval'", *_defaults(owner)]) for owner in OWNERS]
 WRONG_VALUES: Wrong = [
     ("decentralized", {"peer_selection_mode": "ring"}, ["ring", "all", "shift_one"]),
-    ("decentralized", {"peer_selection_mode": ""}, ["all", "shift_one"]),
     ("decentralized", {"communication_interval": 0}, ["communication_interval"]),
-    ("decentralized", {"communication_interval": -1}, ["communication_interval"]),
     ("low_precision_decentralized", {"communication_interval": 0}, ["communication_interval"]),
-    ("low_precision_decentralized", {"communication_interval": -7}, ["communication_interval"]),
     ("async", {"peer_selection_mode": "shift_one"}, ["shift_one", "all"]),
     ("async", {"sync_interval_ms": 0}, ["sync_interval_ms"]),
-    ("async", {"sync_interval_ms": -1}, ["sync_interval_ms"]),
     ("async", {"warmup_steps": -1}, ["warmup_steps"]),
     ("local_sgd", {"sync_every": 0}, ["sync_every"]),
     ("diloco", {"sync_every": 10, "fragments": 4}, ["sync_every=10", "fragments=4"]),
@@ -79,7 +68,6 @@ WRONG_VALUES: Wrong = [
     ("diloco", {"outer_lr": -0.1}, ["outer_lr"]),
     ("diloco", {"fragment_pattern": "random"}, ["consecutive", "strided"]),
     ("diloco", {"codec": "3bit"}, ["3bit", "minmax_uint8"]),
-    ("bytegrad", {"guard": "adopt"}, ["guard must be None, 'warn' or 'adapt', got 'adopt'"]),
     ("quantized_allreduce", {"guard": "adopt"}, ["guard must be None, 'warn' or 'adapt', got 'adopt'"]),
     ("powersgd", {"guard": "adopt"}, ["guard must be None, 'warn' or 'adapt', got 'adopt'"]),
     ("diloco", {"guard": "adapt"}, ["guard='adapt' is for algorithms that code gradients", "Take guard='warn', and a"]),
@@ -98,13 +86,9 @@ WRONG_VALUES: Wrong = [
 
 WRONG_TYPES: Wrong = [
     ("decentralized", {"communication_interval": 1.5}, ["communication_interval"]),
-    ("decentralized", {"communication_interval": "2"}, ["communication_interval"]),
     ("decentralized", {"peer_selection_mode": 1}, ["peer_selection_mode"]),
     ("decentralized", {"hierarchical": 1}, ["hierarchical"]),
     ("decentralized", {"communication_interval": None}, ["'communication_interval' of", " takes an int, got None"]),
-    ("qadam", {"hierarchical": "no"}, ["hierarchical"]),
-    ("async", {"sync_interval_ms": "500"}, ["sync_interval_ms"]),
-    ("async", {"warmup_steps": 0.5}, ["warmup_steps"]),
     ("diloco", {"codec": 4}, ["codec"]),
     ("diloco", {"delay": None}, ["'delay' of algorithm 'diloco' takes a str or int, got None"]),
     ("diloco", {"sync_every": 1.5}, ["'sync_every' of algorithm 'diloco' takes a str or int, got 1.5"]),
@@ -118,29 +102,32 @@ WRONG_TYPES: Wrong = [
 )
 @on_ranks(2, timeout=2 * SECONDS)
 def test_wrong_options_are_refused_by_name(cases: Wrong, error: type[Exception]) -> None:
+    models = {algorithm: DDP(perceptron()) for algorithm in dict.fromkeys(case[0] for case in cases)}
     for algorithm, options, words in cases:
         with named(algorithm, options):
-            message = _refuse(algorithm, options, (error,))
-            assert [word for word in words if word not in message] == [], message
+            with pytest.raises(error) as refused:
+                hook(models[algorithm], algorithm, **options)
+            assert [word for word in words if word not in str(refused.value)] == []
+    for algorithm, ddp in models.items():
+        _still_trains(ddp, algorithm)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "words"),
     [
-        {"warmup_steps": 0},
-        {"warmup_steps": -3},
-        {"lr": -1e-3},
-        {"eps": -1e-8},
-        {"betas": (1.0, 0.999)},
-        {"betas": (0.9, 1.0)},
-        {"betas": (-0.1, 0.999)},
-        {"weight_decay": -0.1},
+        ({"warmup_steps": 0}, "warmup"),
+        ({"warmup_steps": -3}, "warmup"),
+        ({"lr": -1e-3}, "learning rate"),
+        ({"eps": -1e-8}, "eps"),
+        ({"betas": (1.0, 0.999)}, "(?i)beta"),
+        ({"betas": (0.9, 1.0)}, "(?i)beta"),
+        ({"betas": (-0.1, 0.999)}, "(?i)beta"),
+        ({"weight_decay": -0.1}, "weight"),
     ],
     ids=str,
 )
-def test_wrong_options_of_the_qadam_optimizer_are_refused(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(ValueError, match={"lr": "learning rate", "betas": "(?i)beta"}.get(name, name.split("_")[0])):
+def test_wrong_options_of_the_qadam_optimizer_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         bagua.QAdamOptimizer(perceptron().parameters(), **options)
 
 
@@ -161,13 +148,11 @@ def _pair_off(hosts: str, hierarchical: bool) -> str:
 @pytest.mark.parametrize(
     ("hosts", "hierarchical", "odd"),
     [
-        ("AAA", False, 3),
         ("AAA", True, 3),
         ("AAB", False, 3),
         ("AABC", True, 3),
         ("AAB", True, 0),
         ("AABC", False, 0),
-        ("AA", True, 0),
     ],
 )
 def test_shift_one_needs_an_even_number_of_peers(rank_pools: Pools, hosts: str, hierarchical: bool, odd: int) -> None:
@@ -195,21 +180,21 @@ def test_an_optimizer_that_fits_is_asked_for(algorithm: str) -> None:
     _still_trains(ddp, algorithm)
 
 
-@pytest.mark.parametrize("only_rank", [None, 1], ids=["everywhere", "on_one_rank"])
 @on_ranks(2, timeout=SECONDS)
 @for_each(bagua.available_algorithms())
-def test_an_optimizer_of_other_parameters_is_refused(algorithm: str, only_rank: int | None) -> None:
+def test_an_optimizer_of_other_parameters_is_refused(algorithm: str) -> None:
     ddp = DDP(perceptron())
-    odd = only_rank in (None, dist.get_rank())
+    too_few, of_another = nn.ParameterList([*ddp.parameters()][:-1]), perceptron()
     refused = f"given to algorithm '{algorithm}' does not hold .* pass the one that trains"
-    for wrong in (nn.ParameterList([*ddp.parameters()][:-1]), perceptron()):
-        with pytest.raises(ValueError, match=refused if odd else f"rank {only_rank}"):
-            bagua.register_comm_hook(ddp, algorithm, optimizer_for(algorithm, wrong if odd else ddp))
+    for wrong, is_on_one_rank in itertools.product((too_few, of_another), (False, True)):
+        is_odd = not is_on_one_rank or dist.get_rank() == 1
+        with pytest.raises(ValueError, match=refused if is_odd else "rank 1"):
+            bagua.register_comm_hook(ddp, algorithm, optimizer_for(algorithm, wrong if is_odd else ddp))
     _still_trains(ddp, algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "quantized_allreduce", "powersgd", "local_sgd"])
 @on_ranks(2, timeout=SECONDS)
+@for_each(["bytegrad", "quantized_allreduce", "powersgd", "local_sgd"])
 def test_complex_parameters_are_for_sums_alone(algorithm: str) -> None:
     ddp = DDP(Leaves((3, 2), dtype=torch.complex64))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -221,15 +206,6 @@ def test_complex_parameters_are_for_sums_alone(algorithm: str) -> None:
         unnamed.register_comm_hook(*bagua.comm_hook(algorithm))
         with pytest.raises(ValueError, match=r"complex parameters \(of shape \[3, 2\]\)"):
             unnamed([torch.ones(3, 2, dtype=torch.complex64)]).real.backward()
-
-
-@on_ranks(2, timeout=SECONDS)
-def test_qadam_takes_its_own_optimizer_only() -> None:
-    ddp = DDP(perceptron())
-    for wrong in (torch.optim.Adam(ddp.parameters()), "adam", list(ddp.parameters())):
-        with pytest.raises((TypeError, ValueError), match="QAdamOptimizer"):
-            bagua.register_comm_hook(ddp, "qadam", optimizer=wrong)  # type: ignore[arg-type]
-    _still_trains(ddp, "qadam")
 
 
 @on_ranks(2, timeout=SECONDS)
@@ -250,13 +226,11 @@ def test_qadam_refuses_scaled_gradients() -> None:
 DISAGREEMENTS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("decentralized", {}, "low_precision_decentralized", {}),
     ("qadam", {}, "gradient_allreduce", {}),
-    ("async", {}, "decentralized", {}),
+    ("diloco", {}, "local_sgd", {}),
     ("decentralized", {}, "decentralized", {"communication_interval": 2}),
     ("decentralized", {}, "decentralized", {"peer_selection_mode": "shift_one"}),
     ("low_precision_decentralized", {}, "low_precision_decentralized", {"hierarchical": False}),
     ("async", {}, "async", {"warmup_steps": 3}),
-    ("diloco", {}, "local_sgd", {}),
-    ("diloco", {}, "diloco", {"sync_every": 50}),
 ]
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """decentralized, low_precision_decentralized and async under stock DDP, step by step against simulations.py."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,36 +46,34 @@ SHIFT = {"peer_selection_mode": "shift_one"}
 FLAT: dict[str, Any] = {"hierarchical": False}
 
 
-def _simulate_decentralized(run: Run, size: int) -> tuple[list[list[Tensor]], int]:
-    models = sim.copies(run.model, size)
-    algorithm = sim.Decentralized(
-        sim.participants(size, run.hosts, run.options.get("hierarchical", True)),
-        run.options.get("peer_selection_mode", "all"),
-        run.options.get("communication_interval", 1),
-    )
-    history = sim.simulate(models, [run.make_optimizer(model) for model in models], algorithm, run.plan)
-    return history, algorithm.communications
-
-
 def _decentralized(options: dict[str, Any], **settings: Any) -> Run:
     return Run(sim.narrow_model(), "decentralized", options, momentum_sgd, **settings)
 
 
-def _follow_decentralized(pool: RankPool, run: Run, tolerance: float = ONE_BUCKET) -> list[Training]:
-    expected, communications = _simulate_decentralized(run, pool.world_size)
+def _follow_decentralized(pool: RankPool, run: Run, tolerance: float = ONE_BUCKET) -> None:
+    models = sim.copies(run.model, pool.world_size)
+    algorithm = sim.Decentralized(
+        sim.participants(pool.world_size, run.hosts, run.options.get("hierarchical", True)),
+        run.options.get("peer_selection_mode", "all"),
+        run.options.get("communication_interval", 1),
+    )
+    expected = sim.simulate(models, [run.make_optimizer(model) for model in models], algorithm, run.plan)
     trainings = pool.run(train_rank, run)
     assert_follows(trainings, expected, tolerance)
-    assert {training.stats["rounds"] for training in trainings} == {communications}
-    return trainings
+    assert {training.stats["rounds"] for training in trainings} == {algorithm.communications}
+    backwards = len(algorithm.averaged) // len(run.plan)  # of a step, after the last of which weights are compared
+    for step, averaged in enumerate(algorithm.averaged[backwards - 1 :: backwards]):
+        for one, other in itertools.combinations(range(pool.world_size), 2):
+            are_alike = same(trainings[one].averaged[step], trainings[other].averaged[step])
+            assert are_alike == same(averaged[one], averaged[other]), f"rank {one} and rank {other} in step {step}"
 
 
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (2, FLAT),
+        (3, FLAT),
         (2, {**SHIFT, **FLAT}),
-        (4, {}),
-        (4, EVERY_THIRD),
+        (3, {**FLAT, **EVERY_THIRD}),
         (4, SHIFT),
         (4, {**SHIFT, **FLAT, **EVERY_THIRD}),
     ],
@@ -86,7 +85,7 @@ def test_decentralized_on_one_host(rank_pools: Pools, size: int, options: dict[s
 
 @pytest.mark.parametrize(
     ("hosts", "options"),
-    [("AAB", {}), ("AABB", EVERY_THIRD), ("AAB", SHIFT), ("ABAB", SHIFT), ("ABCC", {**SHIFT, **FLAT}), ("ABCD", SHIFT)],
+    [("AAB", {}), ("AABB", EVERY_THIRD), ("AAB", SHIFT), ("ABAB", SHIFT), ("ABCC", {**SHIFT, **FLAT})],
     ids=str,
 )
 def test_decentralized_between_hosts(rank_pools: Pools, hosts: str, options: dict[str, Any]) -> None:
@@ -105,24 +104,8 @@ def test_decentralized_in_other_loops(rank_pools: Pools, loop: str) -> None:
     _follow_decentralized(rank_pools[4], _decentralized({**SHIFT, **FLAT}, **OTHER_LOOPS[loop]))
 
 
-@pytest.mark.parametrize("options", [FLAT, EVERY_THIRD], ids=str)
-def test_ranks_hold_the_same_bits_after_an_average_of_all(rank_pools: Pools, options: dict[str, Any]) -> None:
-    trainings = rank_pools[3].run(train_rank, _decentralized(options))
-    for step in range(STEPS):
-        first = trainings[0].averaged[step]
-        communicated = step % options.get("communication_interval", 1) == 0
-        assert all(torch.equal(first, training.averaged[step]) == communicated for training in trainings[1:])
-
-
-def test_pairs_of_shift_one_hold_the_same_bits_after_their_exchange(rank_pools: Pools) -> None:
-    trainings = rank_pools[4].run(train_rank, _decentralized({**SHIFT, **FLAT}))
-    for step in range(1, STEPS):  # in step 0 all start from the same weights
-        for rank, training in enumerate(trainings):
-            together = [other for other in range(4) if same(training.averaged[step], trainings[other].averaged[step])]
-            assert sorted(together) == sorted([rank, sim.shift_one_peer(rank, 4, step)])
-
-
-def _forward_twice(change: bool, twice: bool) -> tuple[list[Tensor], Tensor, int]:
+def _forward_twice(change: bool, on_ranks: Sequence[int]) -> tuple[list[Tensor], Tensor, int]:
+    """Twice on these ranks; the weights at the start of each backward, those at the end, and the bytes sent."""
     rank = dist.get_rank()
     ddp = DDP(sim.narrow_model())
     handle = bagua.register_comm_hook(ddp, "decentralized", optimizer=momentum_sgd(ddp))
@@ -131,7 +114,7 @@ def _forward_twice(change: bool, twice: bool) -> tuple[list[Tensor], Tensor, int
         with torch.no_grad():
             for weight in weights:
                 weight.add_(rank + 1.0)
-        if twice:
+        if rank in on_ranks:
             sim.batch_loss(ddp, 0, rank)
             if change:
                 with torch.no_grad():
@@ -144,21 +127,17 @@ def _forward_twice(change: bool, twice: bool) -> tuple[list[Tensor], Tensor, int
 
 
 @pytest.mark.parametrize("change", [False, True], ids=["same_weights", "changed_weights"])
-def test_of_two_forwards_before_a_backward_the_last_counts(peers: RankPool, change: bool) -> None:
-    snapshots, finals, sent = zip(*peers.run(_forward_twice, change, True, timeout=20.0), strict=True)
+def test_of_two_forwards_before_a_backward_the_last_counts(rank_pools: Pools, change: bool) -> None:
+    snapshots, finals, sent = zip(*rank_pools[3].run(_forward_twice, change, range(3), timeout=20.0), strict=True)
     for final in finals:
         # A few additions and a division, each off by at most 6e-8 of its result.
         torch.testing.assert_close(final, sim.mean([snapshot[-1] for snapshot in snapshots]), rtol=1e-6, atol=1e-5)
-    sent_with_one = [sent for _, _, sent in peers.run(_forward_twice, change, False)]
+    sent_with_one = [sent for _, _, sent in rank_pools[3].run(_forward_twice, change, [])]
     assert list(sent) == [(2 if change else 1) * amount for amount in sent_with_one], "one exchange serves both"
 
 
-def _forward_twice_on_one_rank() -> tuple[list[Tensor], Tensor, int]:
-    return _forward_twice(False, dist.get_rank() == 1)
-
-
-def test_a_forward_without_a_backward_on_one_rank_does_not_part_the_others(peers: RankPool) -> None:
-    snapshots, finals, _ = zip(*peers.run(_forward_twice_on_one_rank, timeout=20.0), strict=True)
+def test_a_forward_without_a_backward_on_one_rank_does_not_part_the_others(rank_pools: Pools) -> None:
+    snapshots, finals, _ = zip(*rank_pools[3].run(_forward_twice, False, [1], timeout=20.0), strict=True)
     for final in finals:
         torch.testing.assert_close(final, sim.mean([snapshot[-1] for snapshot in snapshots]), rtol=1e-6, atol=1e-5)
 
@@ -188,9 +167,7 @@ def _follow_low_precision(pool: RankPool, run: Run) -> list[Training]:
     return trainings
 
 
-@pytest.mark.parametrize(
-    ("size", "options"), [(2, FLAT), (3, {**FLAT, **EVERY_THIRD}), (4, FLAT), (2, {}), (3, EVERY_THIRD)], ids=str
-)
+@pytest.mark.parametrize(("size", "options"), [(2, FLAT), (3, {**FLAT, **EVERY_THIRD}), (3, EVERY_THIRD)], ids=str)
 def test_low_precision_decentralized_on_one_host(rank_pools: Pools, size: int, options: dict[str, Any]) -> None:
     trainings = _follow_low_precision(rank_pools[size], _low_precision(options))
     interval = options.get("communication_interval", 1)
@@ -200,7 +177,7 @@ def test_low_precision_decentralized_on_one_host(rank_pools: Pools, size: int, o
         assert alike == options.get("hierarchical", True)
 
 
-@pytest.mark.parametrize("hosts", ["AAB", "AABB", "ABAB", "ABCC", "ABCD"])
+@pytest.mark.parametrize("hosts", ["AAB", "ABAB", "ABCC", "ABCD"])
 def test_low_precision_decentralized_between_hosts(rank_pools: Pools, hosts: str) -> None:
     size = len(hosts)
     trainings = _follow_low_precision(rank_pools[size], _low_precision({}, hosts=hosts))
@@ -247,8 +224,8 @@ def fast_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.02)
 
 
-def test_replicas_follow_the_definition_and_are_the_neighbours_weights(peers: RankPool) -> None:
-    trainings = peers.run(train_rank, _low_precision(FLAT)._replace(make_optimizer=fast_sgd))
+def test_replicas_follow_the_definition_and_are_the_neighbours_weights(rank_pools: Pools) -> None:
+    trainings = rank_pools[3].run(train_rank, _low_precision(FLAT)._replace(make_optimizer=fast_sgd))
     parameters = list(sim.narrow_model().parameters())
     _assert_replicas(trainings, parameters, sim.own_layout(parameters))
     assert not same(trainings[0].weights[-1], trainings[1].weights[-1])
@@ -297,9 +274,9 @@ def _train_in_step(options: dict[str, Any], steps: int) -> tuple[list[Tensor], i
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_async_ranks_that_wait_for_their_rounds_follow_the_simulation(peers: RankPool, warmup: int) -> None:
-    steps, size = 16, peers.world_size
-    histories, rounds = zip(*peers.run(_train_in_step, {"warmup_steps": warmup}, steps), strict=True)
+def test_async_ranks_that_wait_for_their_rounds_follow_the_simulation(rank_pools: Pools, warmup: int) -> None:
+    steps, size = 16, 3
+    histories, rounds = zip(*rank_pools[size].run(_train_in_step, {"warmup_steps": warmup}, steps), strict=True)
     # Every step of the warm-up has one exchange, and every round that started before the last step has come in. On CUDA
     # the interval begins where the end of a round is seen, so that only every second forward starts one.
     on_cuda = DEVICE == "cuda"

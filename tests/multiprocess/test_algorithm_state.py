@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from async_drift import let_rounds_come_in
 from followed_training import take_step
-from hooked_models import Leaves, emulated_hosts, perceptron, take_steps
+from hooked_models import SMALL_BUCKETS, Leaves, emulated_hosts, perceptron, same, take_steps
+from hooked_trainings import Trained
 from ranks import Pools, RankPool, on_ranks
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 FLAT: dict[str, Any] = {"hierarchical": False}
@@ -31,44 +31,33 @@ class Case(NamedTuple):
     size: int = 2
     hosts: str = ""
     half: int = HALF
+    is_saved_again: bool = False  # before the first step that follows
 
 
-# Odd halves where the number of exchanges so far decides about the next.
+# With shift_one the number of exchanges so far, here an odd one, decides about the next.
 CASES = {
-    "gradient_allreduce": Case("gradient_allreduce", {}, size=3),
-    "gradient_allreduce_between_hosts": Case("gradient_allreduce", {}, size=4, hosts="ABAB"),
-    "bytegrad": Case("bytegrad", FLAT, size=3),
+    "gradient_allreduce": Case("gradient_allreduce", {}, size=4, hosts="ABAB"),
+    "bytegrad": Case("bytegrad", FLAT, size=3, is_saved_again=True),
     "bytegrad_between_hosts": Case("bytegrad", {}, size=3, hosts="AAB"),
-    "decentralized": Case("decentralized", {}, size=3),
     "decentralized_every_third": Case("decentralized", {"communication_interval": 3}, half=11),
     "shift_one": Case("decentralized", SHIFT, size=4, half=11),
-    "shift_one_every_third": Case("decentralized", {**SHIFT, "communication_interval": 3}, size=4),
-    "low_precision": Case("low_precision_decentralized", FLAT, size=3),
+    "low_precision": Case("low_precision_decentralized", FLAT, size=3, is_saved_again=True),
     "low_precision_every_third": Case("low_precision_decentralized", {**FLAT, "communication_interval": 3}, half=11),
     "low_precision_between_hosts": Case("low_precision_decentralized", {}, size=3, hosts="AAB"),
-    "qadam_switched_before": Case("qadam", FLAT, qadam_warmup=5, size=3),
-    "qadam_switches_after": Case("qadam", FLAT, qadam_warmup=14, size=3),
+    "qadam_switched_before": Case("qadam", FLAT, qadam_warmup=5, size=3, is_saved_again=True),
     "qadam_switches_there": Case("qadam", FLAT, qadam_warmup=HALF),
     "qadam_switches_one_later": Case("qadam", FLAT, qadam_warmup=HALF + 1),
     "qadam_between_hosts": Case("qadam", {}, qadam_warmup=5, size=3, hosts="AAB"),
-    "powersgd": Case("powersgd", {"start_step": 4, "rank": 2}, size=3),
     "powersgd_starts_there": Case("powersgd", {"start_step": HALF, "rank": 1}),
     "powersgd_without_warm_start": Case("powersgd", {"start_step": 0, "warm_start": False}),
     "powersgd_between_hosts": Case("powersgd", {"start_step": 4, "codec": "minmax_uint8"}, size=3, hosts="AAB"),
-    "async_in_warm_up": Case("async", {"warmup_steps": 100}),
     "async_warm_up_ends_there": Case("async", {"warmup_steps": HALF, "sync_interval_ms": 10**9}),
     "async_after_its_round": Case("async", {"sync_interval_ms": 10**9}),
 }
 
 
-class Trained(NamedTuple):
-    ddp: DDP
-    optimizer: torch.optim.Optimizer
-    handle: bagua.Handle
-
-
 def _make(case: Case, group: dist.ProcessGroup) -> Trained:
-    ddp = DDP(perceptron(), process_group=group, bucket_cap_mb=0.0001)  # several buckets
+    ddp = DDP(perceptron(), process_group=group, **SMALL_BUCKETS)
     optimizer: torch.optim.Optimizer
     if case.qadam_warmup:
         optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=case.qadam_warmup)
@@ -86,130 +75,68 @@ def _steps(trained: Trained, begin: int, end: int) -> None:
             let_rounds_come_in()
 
 
-def _state(trained: Trained) -> dict[str, Any]:
-    return {
-        "model": trained.ddp.module.state_dict(),
-        "optimizer": trained.optimizer.state_dict(),
-        "handle": trained.handle.state_dict(),
-    }
-
-
-def _file(folder: str) -> Path:
-    return Path(folder, f"rank-{dist.get_rank()}.pt")
-
-
-def _never_interrupted(case: Case) -> dict[str, Any]:
+def _train(case: Case, begin: int, end: int, folder: str) -> tuple[int, dict[str, Any]]:
+    """Go on from a checkpoint unless `begin` is 0, and leave one; the process, and what the checkpoint holds."""
+    file = Path(folder, f"rank-{dist.get_rank()}.pt")
     with emulated_hosts(case.hosts or "h" * case.size) as group:
         trained = _make(case, group)
-        _steps(trained, 0, WHOLE)
-        return _state(trained)
+        parts: dict[str, Any] = {"model": trained.ddp.module, "optimizer": trained.optimizer, "handle": trained.handle}
+        if begin > 0:
+            saved = torch.load(file)  # with weights_only=True, its default
+            for name, part in parts.items():
+                part.load_state_dict(saved[name])
+        _steps(trained, begin, end)
+        state = {name: part.state_dict() for name, part in parts.items()}
+        torch.save(state, file)
+        return os.getpid(), state
 
 
-def _save(case: Case, folder: str) -> int:
-    with emulated_hosts(case.hosts or "h" * case.size) as group:
-        trained = _make(case, group)
-        _steps(trained, 0, case.half)
-        torch.save(_state(trained), _file(folder))
-    return os.getpid()
-
-
-def _load(case: Case, folder: str, group: dist.ProcessGroup) -> Trained:
-    trained = _make(case, group)
-    saved = torch.load(_file(folder))  # with weights_only=True, its default
-    trained.ddp.module.load_state_dict(saved["model"])
-    trained.optimizer.load_state_dict(saved["optimizer"])
-    trained.handle.load_state_dict(saved["handle"])
-    return trained
-
-
-def _load_and_save(case: Case, folder: str) -> None:
-    with emulated_hosts(case.hosts or "h" * case.size) as group:
-        torch.save(_state(_load(case, folder, group)), _file(folder))
-
-
-def _load_and_go_on(case: Case, folder: str) -> tuple[int, dict[str, Any]]:
-    with emulated_hosts(case.hosts or "h" * case.size) as group:
-        trained = _load(case, folder, group)
-        _steps(trained, case.half, WHOLE)
-        return os.getpid(), _state(trained)
-
-
-def _differences(one: Any, other: Any, name: str) -> list[str]:
-    """The places at which two structures are not equal to the bit."""
-    if type(one) is not type(other):
-        return [f"{name}: {type(one).__name__} and {type(other).__name__}"]
-    if isinstance(one, Tensor):
-        return [] if one.dtype == other.dtype and torch.equal(one, other) else [name]
-    if isinstance(one, dict):
-        if one.keys() != other.keys():
-            return [f"{name}: {sorted(map(str, one))} and {sorted(map(str, other))}"]
-        return [found for key in one for found in _differences(one[key], other[key], f"{name}.{key}")]
-    if isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            return [f"{name}: {one} and {other}"]
-        pairs = enumerate(zip(one, other, strict=True))
-        return [found for place, pair in pairs for found in _differences(*pair, f"{name}.{place}")]
-    return [] if one == other else [f"{name}: {one} and {other}"]
-
-
-def _assert_same(whole: dict[str, Any], continued: dict[str, Any], rank: int) -> None:
-    for key in ("model", "optimizer"):
-        assert not _differences(whole[key], continued[key], f"rank {rank}: {key}")
+def _assert_same(whole: dict[str, Any], continued: dict[str, Any]) -> None:
     assert whole["handle"]["step"] == continued["handle"]["step"] == WHOLE
     before, after = whole["handle"]["state"], continued["handle"]["state"]
     for state in (before, after):
         state.pop("milliseconds_to_round", None)  # of async: by the clock
-    assert not _differences(before, after, f"rank {rank}: handle")
+    for one, other in [(whole["model"], continued["model"]), (before, after)]:
+        torch.testing.assert_close(one, other, rtol=0, atol=0)  # which says where they differ
+    assert same(whole["optimizer"], continued["optimizer"])
 
 
-def _pools() -> Iterator[Pools]:
+@pytest.fixture(scope="module")
+def new_pools() -> Iterator[Pools]:
+    """Ranks that are other processes than those of rank_pools."""
     with ExitStack() as stack:
         yield {size: stack.enter_context(RankPool(size)) for size in (2, 3, 4)}
 
 
-savers = pytest.fixture(scope="module", name="savers")(_pools)
-loaders = pytest.fixture(scope="module", name="loaders")(_pools)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_going_on_from_a_checkpoint_gives_the_same_bits(
-    rank_pools: Pools, savers: Pools, loaders: Pools, tmp_path: Path, name: str
+    rank_pools: Pools, new_pools: Pools, tmp_path: Path, name: str
 ) -> None:
-    case = CASES[name]
-    whole = rank_pools[case.size].run(_never_interrupted, case)
-    saved = savers[case.size].run(_save, case, str(tmp_path))
-    for rank, (loader, continued) in enumerate(loaders[case.size].run(_load_and_go_on, case, str(tmp_path))):
-        assert loader not in saved
-        _assert_same(whole[rank], continued, rank)
+    case, folder = CASES[name], str(tmp_path)
+    whole = rank_pools[case.size].run(_train, case, 0, WHOLE, folder)
+    rank_pools[case.size].run(_train, case, 0, case.half, folder)
+    if case.is_saved_again:
+        new_pools[case.size].run(_train, case, case.half, case.half, folder)
+    continued = new_pools[case.size].run(_train, case, case.half, WHOLE, folder)
+    for (process, expected), (another, state) in zip(whole, continued, strict=True):
+        assert process != another
+        _assert_same(expected, state)
 
 
-@pytest.mark.parametrize("name", ["bytegrad", "low_precision", "qadam_switched_before"])
-def test_a_checkpoint_may_be_saved_again_before_the_next_step(
-    rank_pools: Pools, savers: Pools, loaders: Pools, tmp_path: Path, name: str
-) -> None:
-    case = CASES[name]
-    whole = rank_pools[case.size].run(_never_interrupted, case)
-    savers[case.size].run(_save, case, str(tmp_path))
-    loaders[case.size].run(_load_and_save, case, str(tmp_path))
-    for rank, (_, continued) in enumerate(savers[case.size].run(_load_and_go_on, case, str(tmp_path))):
-        _assert_same(whole[rank], continued, rank)
-
-
-def _copied_state(case: Case) -> tuple[list[str], bool]:
+def _copied_state(case: Case) -> tuple[bool, bool]:
+    """Whether a checkpoint is the same after three more steps as one made with it, and as one made after them."""
     with emulated_hosts("h" * case.size) as group:
         trained = _make(case, group)
         _steps(trained, 0, 3)
         kept, other = trained.handle.state_dict(), trained.handle.state_dict()
         _steps(trained, 3, 6)
         later = trained.handle.state_dict()
-        return _differences(kept, other, "state"), bool(_differences(kept["state"], later["state"], "state"))
+        return same(kept, other), same(kept["state"], later["state"])
 
 
 @pytest.mark.parametrize("name", ["low_precision", "shift_one"])
 def test_a_checkpoint_in_memory_does_not_change_as_training_goes_on(rank_pools: Pools, name: str) -> None:
-    for changed, moved_on in rank_pools[CASES[name].size].run(_copied_state, CASES[name]):
-        assert not changed
-        assert moved_on
+    assert rank_pools[CASES[name].size].run(_copied_state, CASES[name]) == [(True, False)] * CASES[name].size
 
 
 def _hooked(algorithm: str, lengths: tuple[int, ...] = (5, 3), **options: Any) -> Trained:

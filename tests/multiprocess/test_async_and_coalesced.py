@@ -14,12 +14,8 @@ from torch import Tensor
 pytestmark = pytest.mark.any_device
 
 
-def _arguments(name: str) -> tuple[list[Any], Callable[[], Tensor], Tensor]:
-    return _calls()[name]
-
-
 def _calls() -> dict[str, tuple[list[Any], Callable[[], Tensor], Tensor]]:
-    """By collective: its arguments, how to read its result on this rank, and what it has to be."""
+    """By collective: its arguments, how to read its result on this rank, and what it has to be. They share tensors."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, total = torch.full((7,), float(rank)), float(sum(range(size)))
     everyone = torch.arange(float(size)).repeat_interleave(7)
@@ -27,7 +23,7 @@ def _calls() -> dict[str, tuple[list[Any], Callable[[], Tensor], Tensor]]:
     outputs = [torch.empty(7) for _ in range(size)]
     joined, single = torch.empty(7 * size), torch.empty(7)
     on_root = rank == 0
-    calls: dict[str, tuple[list[Any], Callable[[], Tensor], Tensor]] = {
+    return {
         "all_reduce": ([mine], lambda: mine, torch.full((7,), total)),
         "broadcast": ([mine, size - 1], lambda: mine, torch.full((7,), size - 1.0)),
         "reduce": ([mine, 0], lambda: mine if on_root else torch.zeros(7), torch.full((7,), total if on_root else 0.0)),
@@ -44,48 +40,25 @@ def _calls() -> dict[str, tuple[list[Any], Callable[[], Tensor], Tensor]]:
         "all_to_all": ([outputs, parts], lambda: torch.cat(outputs), everyone),
         "all_to_all_single": ([joined, torch.cat(parts)], lambda: joined, everyone),
     }
-    return calls
 
 
 @on_ranks("ranks")
-def test_async_collectives_have_their_results_after_wait() -> None:
+def test_async_collectives_have_their_results_after_wait_and_for_continuations_of_their_futures() -> None:
     for name in _calls():
-        arguments, result, expected = _arguments(name)
+        arguments, result, expected = _calls()[name]
         work = getattr(dist, name)(*arguments, async_op=True)
         assert work.wait()
         settle()
         assert work.is_completed()
         assert work.is_success()
         assert torch.equal(result(), expected), name
-
-
-@on_ranks("ranks")
-def test_continuations_of_futures_see_the_results() -> None:
-    for name in _calls():
-        arguments, result, expected = _arguments(name)
+        arguments, result, expected = _calls()[name]
         future = getattr(dist, name)(*arguments, async_op=True).get_future()
         seen = future.then(lambda done, result=result: (done.value(), result().clone())).wait()
         assert torch.equal(seen[1], expected), name
         assert isinstance(seen[0], list)
         if name == "all_reduce":
             assert torch.equal(seen[0][0], expected)
-
-
-@on_ranks("ranks")
-def test_many_operations_in_flight_keep_their_order() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    tensors = [torch.full((turn % 5 * 100 + 1,), float(rank + turn)) for turn in range(60)]
-    works: list[Any] = []
-    for turn, tensor in enumerate(tensors):
-        if turn % 3:
-            works.append(dist.all_reduce(tensor, async_op=True))
-        else:
-            works.append(dist.broadcast(tensor, turn % size, async_op=True))
-    for work in reversed(works):
-        work.wait()
-    for turn, tensor in enumerate(tensors):
-        expected = sum(other + turn for other in range(size)) if turn % 3 else turn % size + turn
-        assert (tensor == expected).all(), turn
 
 
 @on_ranks("ranks")

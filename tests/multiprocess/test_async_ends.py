@@ -47,7 +47,6 @@ def leave():
 leave()
 """
 
-_EXITS = "train()"
 _DESTROYS = "train(); dist.destroy_process_group()"
 _DESTROYS_AFTER_AN_EXCEPTION = """
 train()
@@ -58,14 +57,6 @@ try:
         raise ArithmeticError("planted")
 finally:
     dist.destroy_process_group()
-"""
-_IN_A_BLOCK = """
-with handle:
-    train()
-weights = [torch.empty(1, 3) for _ in range(dist.get_world_size())]
-dist.all_gather(weights, model.module.weight.detach())
-assert all(torch.equal(weights[0], weight) for weight in weights), weights
-dist.destroy_process_group()
 """
 _FORKS = """
 train()
@@ -106,11 +97,7 @@ def _ends(
 
 
 @pytest.mark.parametrize("backend", ["bagua", pytest.param("gloo", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "body",
-    [_EXITS, _DESTROYS, _IN_A_BLOCK, _FORKS],
-    ids=["exits", "destroys_its_groups", "leaves_a_block", "has_forked"],
-)
+@pytest.mark.parametrize("body", [_DESTROYS, _FORKS], ids=["destroys_its_groups", "exits_and_has_forked"])
 def test_an_algorithm_that_nobody_aborts_ends_with_the_process(tmp_path: Path, body: str, backend: str) -> None:
     outputs, waited = _ends(body, tmp_path, backend)
     assert waited < WAIT_SECONDS
@@ -146,12 +133,13 @@ def test_a_block_that_ends_by_an_exception_waits_for_nobody() -> None:
     with trained.handle as handle:
         trained.steps_with_rounds(3)
         assert handle is trained.handle
+    trained.agree()
     stopped = trained.rounds()
     trained.steps(3)
     assert trained.rounds() == stopped
 
 
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_a_group_may_be_destroyed_without_abort() -> None:
     """The hook outlives its group and is let go in the middle of a round."""
     with new_group() as group:
@@ -172,7 +160,7 @@ def test_a_group_may_be_destroyed_without_abort() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_weights_of_every_dtype_converge(dtype: torch.dtype) -> None:
     trained = Drift(dtype)
     trained.steps(6)
@@ -191,7 +179,7 @@ def test_weights_of_every_dtype_converge(dtype: torch.dtype) -> None:
     assert same_everywhere(trained.weight)
 
 
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_buffers_are_the_rank_s_own_until_abort() -> None:
     rank = dist.get_rank()
     torch.manual_seed(3)
@@ -225,7 +213,7 @@ def test_a_model_without_buffers_warns_of_nothing() -> None:
     assert not log.getvalue()
 
 
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_frozen_weights_stay_what_they_are() -> None:
     """Weights without gradients are not exchanged; weights the optimizer leaves alone would be refused."""
     torch.manual_seed(3)

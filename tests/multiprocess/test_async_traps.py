@@ -13,15 +13,14 @@ from slowness import Moment, busy_seconds, seconds_asleep
 from torch import Tensor
 
 
-@pytest.mark.parametrize("more", [0, 7], ids=["same_steps", "other_steps"])
 @on_ranks("ranks", timeout=SECONDS)
-def test_local_progress_is_kept_and_abort_makes_the_ranks_equal(more: int) -> None:
+def test_local_progress_is_kept_and_abort_makes_the_ranks_equal() -> None:
     trained = Drift()
-    trained.steps_with_rounds(12 + more * dist.get_rank())
+    trained.steps_with_rounds(12 + 7 * dist.get_rank())
     trained.end()
 
 
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_ranks_of_very_different_speed_do_not_wait_for_each_other() -> None:
     trained, is_slow = Drift(), dist.get_rank() == 0
     begin = Moment(time.monotonic(), busy_seconds())
@@ -32,7 +31,7 @@ def test_ranks_of_very_different_speed_do_not_wait_for_each_other() -> None:
     trained.end()
 
 
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_a_rank_may_stop_after_the_two_steps_in_which_ddp_itself_communicates() -> None:
     trained = Drift()
     if dist.get_rank() == 1:
@@ -47,7 +46,7 @@ def test_a_rank_may_stop_after_the_two_steps_in_which_ddp_itself_communicates() 
 # --- steps that are not steps ---
 
 
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_a_forward_without_a_backward_hangs_nobody() -> None:
     trained = Drift()
     for number in trained.numbers(10):
@@ -59,7 +58,7 @@ def test_a_forward_without_a_backward_hangs_nobody() -> None:
     trained.end()
 
 
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_two_forwards_of_one_step() -> None:
     trained, backwards = Drift(), 0
     for number in trained.numbers(10):
@@ -77,7 +76,7 @@ def test_two_forwards_of_one_step() -> None:
     trained.end(backwards)
 
 
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_weights_change_at_the_start_of_training_forwards_only() -> None:
     trained = Drift()
 
@@ -112,7 +111,7 @@ def test_weights_change_at_the_start_of_training_forwards_only() -> None:
     trained.end()
 
 
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_what_a_round_comes_to_is_dropped_where_weights_were_loaded_meanwhile() -> None:
     trained = Drift()
     saved = trained.handle.state_dict()
@@ -146,7 +145,7 @@ def _failing_step(trained: Drift, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["in the loss", "in backward"])
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_an_exception_in_the_middle_of_a_step(where: str) -> None:
     trained = Drift()
     for number in trained.numbers(9):
@@ -160,7 +159,7 @@ def test_an_exception_in_the_middle_of_a_step(where: str) -> None:
 # --- abort and resume ---
 
 
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_abort_and_resume_pause_the_rounds() -> None:
     trained = Drift()
     for turn in range(2):
@@ -182,45 +181,42 @@ def test_abort_and_resume_pause_the_rounds() -> None:
     trained.end()
 
 
-def _warm_up(abort_at: int, resume_at: int, warmup: int, steps: int) -> tuple[list[Tensor], list[int]]:
-    trained, weights, rounds = Drift(warmup_steps=warmup), [], []
-    for number in range(steps):
+# abort, resume: before the warm-up ends or after; never is -1.
+@pytest.mark.parametrize(("abort_at", "resume_at"), [(2, 3), (2, 8), (0, 0), (-1, 2)])
+@on_ranks(3, timeout=SECONDS)
+def test_abort_and_resume_before_the_warm_up_ends(abort_at: int, resume_at: int) -> None:
+    warmup = 5
+    trained, rounds = Drift(warmup_steps=warmup), []
+    for number in range(14):
         if number == abort_at:
             trained.handle.abort()
         if number == resume_at:
             trained.handle.resume()
         trained.step()
-        weights.append(trained.copy())
         rounds.append(trained.rounds())
-    if abort_at <= resume_at:
-        # Rounds begin once both the warm-up and the pause are over.
-        trained.steps_with_rounds(0, ROUNDS - (rounds[-1] - rounds[max(resume_at, warmup) - 1]))
-        trained.end()
-    else:
-        trained.handle.abort()
-    return weights, rounds
+        if number < warmup:
+            # The mean of 1, ..., n, n at most 4, has no rounding.
+            expected = torch.full((LENGTH,), -(dist.get_world_size() + 1) / 2 * (number + 1))
+            assert torch.equal(trained.copy(), expected)
+    # Rounds begin once both the warm-up and the pause are over.
+    before = rounds[max(resume_at, warmup) - 1]
+    assert rounds[warmup - 1] == before
+    trained.steps_with_rounds(0, ROUNDS - (rounds[-1] - before))
+    trained.end()
 
 
-# abort, resume: before the warm-up ends or after; never is -1.
-@pytest.mark.parametrize(("abort_at", "resume_at"), [(-1, -1), (2, 3), (2, 8), (0, 0), (-1, 2)])
-@on_ranks("peers", timeout=SECONDS)
-def test_abort_and_resume_before_the_warm_up_ends(abort_at: int, resume_at: int) -> None:
-    warmup = 5
-    weights, rounds = _warm_up(abort_at, resume_at, warmup, steps=14)
-    for number in range(warmup):
-        # The mean of 1, ..., n, n at most 4, has no rounding.
-        expected = torch.full((LENGTH,), -(dist.get_world_size() + 1) / 2 * (number + 1))
-        assert torch.equal(weights[number], expected)
-    assert len(set(rounds[warmup - 1 : max(resume_at, warmup)])) == 1, "no rounds before"
-
-
-@on_ranks("peers", timeout=SECONDS)
+@on_ranks(3, timeout=SECONDS)
 def test_a_pause_in_the_warm_up_lasts_until_resume() -> None:
-    warmup, steps = 3, 9
-    weights, rounds = _warm_up(1, -1, warmup, steps)
-    assert len(set(rounds[warmup - 1 :])) == 1
-    local = weights[warmup - 1] - (dist.get_rank() + 1) * (steps - warmup)
-    assert torch.equal(weights[steps - 1], local), "after the warm-up each rank is alone"
+    trained = Drift(warmup_steps=3)
+    trained.step()
+    trained.handle.abort()
+    trained.steps(2)
+    before, rounds = trained.copy(), trained.rounds()
+    trained.steps(6)
+    assert trained.rounds() == rounds
+    expected = before - 6 * (dist.get_rank() + 1)
+    assert torch.equal(trained.copy(), expected), "after the warm-up each rank is alone"
+    trained.handle.abort()
 
 
 def _interval(milliseconds: int, rounds: int, further_steps: int) -> int:

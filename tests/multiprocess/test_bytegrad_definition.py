@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """bytegrad against its definition, written here once more with plain tensors on one rank."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, random_gradient, reduced
+from hooked_models import Leaves, emulated_hosts, random_gradient, reduced, same, same_everywhere
 from ranks import Pools, RankPool, on_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -63,7 +64,7 @@ def defined_result(gradients: list[Tensor], average: bool = True, codec: str = "
     return torch.cat(reduced)
 
 
-def error_bound(contributions: list[Tensor], eps: float) -> float:
+def error_bound(contributions: list[Tensor]) -> float:
     """How far from the exact sum of what the hosts contribute the result may be.
 
     A code is off by half a step, 1/254 of the largest magnitude (and the rounding of a scale, up to 1/128 of it), for
@@ -76,68 +77,58 @@ def error_bound(contributions: list[Tensor], eps: float) -> float:
     exact = torch.stack([c.double() for c in contributions]).sum(0)
     second = (float(exact.abs().max()) + first) * half_step
     magnitude = sum(float(c.abs().max()) for c in contributions) + first + second
-    return first + second + 8 * max(eps, torch.finfo(torch.float32).eps) * magnitude  # codes are made in float32
+    return first + second + 8 * torch.finfo(torch.float32).eps * magnitude
 
 
-def _reduced_gradients(
-    length: int, steps: int, dtype: torch.dtype, hosts: str, options: dict[str, Any]
-) -> list[Tensor]:
+Results = list[tuple[int, int, Tensor]]  # each with its length and step
+
+
+def _reduced_gradients(lengths: Sequence[int], dtype: torch.dtype, hosts: str, options: dict[str, Any]) -> Results:
+    results: Results = []
     with emulated_hosts(hosts or "h" * dist.get_world_size()) as group:
-        ddp = DDP(Leaves(length, dtype=dtype), process_group=group)
-        bagua.register_comm_hook(ddp, "bytegrad", **options)
-        results = []
-        for step in range(steps):
-            ddp.zero_grad()
-            ddp([random_gradient(length, dist.get_rank(), step, dtype)]).backward()
-            gradient = ddp.module.leaves[0].grad
-            assert gradient is not None
-            results.append(gradient)
-        return results
+        for length in lengths:
+            ddp = DDP(Leaves(length, dtype=dtype), process_group=group)
+            bagua.register_comm_hook(ddp, "bytegrad", **options)
+            for step in range(3):
+                [result] = reduced(ddp, [random_gradient(length, dist.get_rank(), step, dtype)])
+                assert same_everywhere(result), f"{length=} {step=}"
+                results.append((length, step, result))
+    return results if dist.get_rank() == 0 else []
 
 
 def reduced_gradients(
-    pool: RankPool,
-    length: int,
-    *,
-    steps: int = 3,
-    dtype: torch.dtype = torch.float32,
-    hosts: str = "",
-    **options: Any,
-) -> list[Tensor]:
-    """Of every step; checked to be the same bits on every rank."""
-    first, *others = pool.run(_reduced_gradients, length, steps, dtype, hosts, options)
-    for other in others:
-        assert all(map(torch.equal, first, other))
-    return list(first)
+    pool: RankPool, lengths: Sequence[int], *, dtype: torch.dtype = torch.float32, hosts: str = "", **options: Any
+) -> Results:
+    """Checked to be the same bits on every rank."""
+    return list(pool.run(_reduced_gradients, lengths, dtype, hosts, options)[0])
 
 
 def given_gradients(pool: RankPool, length: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [random_gradient(length, rank, step, dtype) for rank in range(pool.world_size)]
 
 
-@pytest.mark.parametrize("codec", ["int8", "minmax_uint8"])
-@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
-def test_equals_the_definition(peers: RankPool, average: bool, codec: str) -> None:
-    options = {} if codec == "int8" else {"codec": codec}
-    for length in LENGTHS:
-        for step, result in enumerate(reduced_gradients(peers, length, hierarchical=False, average=average, **options)):
-            expected = defined_result(given_gradients(peers, length, step), average, codec)
-            assert torch.equal(result, expected), f"{length=} {step=}"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("length", [3, 97, 1003])
-def test_other_dtypes_are_within_two_half_steps_of_the_mean(peers: RankPool, length: int, dtype: torch.dtype) -> None:
-    for step, result in enumerate(reduced_gradients(peers, length, dtype=dtype, hierarchical=False)):
-        assert result.dtype == dtype
-        parts = [given.double() / peers.world_size for given in given_gradients(peers, length, step, dtype)]
-        error = (result.double() - torch.stack(parts).sum(0)).abs().max()
-        assert error <= error_bound(parts, torch.finfo(dtype).eps)
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"average": False}, torch.float32),
+        ({}, torch.float64),
+        ({}, torch.float16),
+        ({}, torch.bfloat16),
+        ({"codec": "minmax_uint8"}, torch.float32),
+        ({"codec": "minmax_uint8", "average": False}, torch.float32),
+    ],
+    ids=str,
+)
+def test_equals_the_definition(peers: RankPool, options: dict[str, Any], dtype: torch.dtype) -> None:
+    for length, step, result in reduced_gradients(peers, LENGTHS, dtype=dtype, hierarchical=False, **options):
+        expected = defined_result(given_gradients(peers, length, step, dtype), **options)
+        assert same(result, expected), f"{length=} {step=}"
 
 
 def test_one_rank_keeps_its_gradients(rank_pools: Pools) -> None:
-    for step, result in enumerate(reduced_gradients(rank_pools[1], 97, hierarchical=False)):
-        assert torch.equal(result, random_gradient(97, 0, step))
+    for length, step, result in reduced_gradients(rank_pools[1], [97], hierarchical=False):
+        assert torch.equal(result, random_gradient(length, 0, step))
 
 
 @on_ranks("peers")
@@ -157,44 +148,37 @@ def test_a_value_that_is_not_finite_spoils_its_chunk_only() -> None:
 
 @on_ranks("peers")
 def test_on_a_single_host_the_hierarchical_form_is_the_plain_mean() -> None:
-    results = []
+    results: list[Tensor] = []
     for name in ("bytegrad", "gradient_allreduce"):
         ddp = DDP(Leaves(1003))
         bagua.register_comm_hook(ddp, name)
-        ddp([random_gradient(1003, dist.get_rank())]).backward()
-        results.append(ddp.module.leaves[0].grad)
+        results += reduced(ddp, [random_gradient(1003, dist.get_rank())])
     assert torch.equal(*results)
 
 
-# The longest travels in several pieces.
-@pytest.mark.parametrize("length", [2, 97, 1003, 1_200_011])
-def test_with_one_rank_per_host_both_forms_are_the_same(peers: RankPool, length: int) -> None:
-    hosts = "ABCD"[: peers.world_size]
-    hierarchical = reduced_gradients(peers, length, hosts=hosts, hierarchical=True)
-    flat = reduced_gradients(peers, length, hierarchical=False)
-    assert all(map(torch.equal, hierarchical, flat))
+def test_with_one_rank_per_host_both_forms_are_the_same(peers: RankPool) -> None:
+    lengths = [2, 97, 1003, 1_200_011]  # the longest travels in several pieces
+    hierarchical = reduced_gradients(peers, lengths, hosts="ABCD"[: peers.world_size], hierarchical=True)
+    assert same(hierarchical, reduced_gradients(peers, lengths, hierarchical=False))
 
 
 @pytest.mark.parametrize(
     ("hosts", "average"),
-    [*((hosts, True) for hosts in ("AABB", "AAAB", "ABBA", "AABC", "ABB", "ABA")), ("AABB", False), ("ABB", False)],
+    [*((hosts, True) for hosts in ("AABB", "AAAB", "ABBA", "AABC", "ABA")), ("ABB", False)],
 )
 def test_hosts_of_several_ranks_are_within_the_error_of_coding(rank_pools: Pools, hosts: str, average: bool) -> None:
     pool = rank_pools[len(hosts)]
     divisor = len(hosts) if average else 1  # the mean is over ranks, however many each host has
-    for length in LENGTHS[:-1]:
-        results = reduced_gradients(pool, length, hosts=hosts, hierarchical=True, average=average)
-        for step, result in enumerate(results):
-            given = given_gradients(pool, length, step)
-            by_host = [
-                torch.stack([given[rank].double() for rank in range(len(hosts)) if hosts[rank] == host]).sum(0)
-                / divisor
-                for host in sorted(set(hosts))
-            ]
-            error = (result.double() - torch.stack(by_host).sum(0)).abs().max()
-            magnitude = sum(float(gradient.abs().max()) for gradient in given) / divisor
-            rounding = len(hosts) * torch.finfo(torch.float32).eps * magnitude  # of the sums inside the hosts
-            assert error <= error_bound(by_host, torch.finfo(torch.float32).eps) + rounding, f"{length=} {step=}"
+    for length, step, result in reduced_gradients(pool, LENGTHS[:-1], hosts=hosts, hierarchical=True, average=average):
+        given = given_gradients(pool, length, step)
+        by_host = [
+            torch.stack([given[rank].double() for rank in range(len(hosts)) if hosts[rank] == host]).sum(0) / divisor
+            for host in sorted(set(hosts))
+        ]
+        error = (result.double() - torch.stack(by_host).sum(0)).abs().max()
+        magnitude = sum(float(gradient.abs().max()) for gradient in given) / divisor
+        rounding = len(hosts) * torch.finfo(torch.float32).eps * magnitude  # of the sums inside the hosts
+        assert error <= error_bound(by_host) + rounding, f"{length=} {step=}"
 
 
 def test_between_hosts_the_messages_are_compressed(rank_pools: Pools) -> None:

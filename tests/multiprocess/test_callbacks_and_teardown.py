@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens beside the order of programs: callbacks of futures, dropped handles, aborts, groups left half made."""
+"""Callbacks of futures, an operation that is refused among others, tensors that ranks store in different orders."""
 
 from typing import Any
 

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives through torch.distributed, against plain references, with one to four ranks."""
 
-import hashlib
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from devices import randn
-from ranks import RankPool, on_ranks
-from reference import DTYPES, FLOATS, OPERATIONS, REFUSED, assert_reduced, dtypes_of, for_each, named, reduce_op, values
+from ranks import on_ranks
+from reference import DTYPES, OPERATIONS, REFUSED, assert_reduced, dtypes_of, for_each, named, reduce_op, values
 from torch import Tensor
 
 pytestmark = pytest.mark.any_device
@@ -42,31 +39,6 @@ def test_all_reduce(op: str) -> None:
             assert_reduced(tensor, inputs, op)
 
 
-def _hashes_of_random_reductions(op: str, length: int) -> list[str]:
-    return [_hash_of_random_reduction(op, dtype, length) for dtype in FLOATS]
-
-
-def _hash_of_random_reduction(op: str, dtype: torch.dtype, length: int) -> str:
-    inputs = [randn(length, seed=rank).to(dtype) for rank in range(4)]
-    inputs = inputs[: dist.get_world_size()]
-    tensor = inputs[dist.get_rank()].clone()
-    dist.all_reduce(tensor, reduce_op(op))
-    exact = torch.stack([one.double() for one in inputs]).sum(0)
-    if op == "AVG":
-        exact /= len(inputs)
-    # Each of at most three additions and one division rounds a partial result of magnitude below the sum of magnitudes.
-    magnitude = torch.stack([one.double().abs() for one in inputs]).sum(0)
-    assert ((tensor.double() - exact).abs() <= 4 * torch.finfo(dtype).eps * magnitude).all()
-    return hashlib.sha256(tensor.view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
-
-
-@pytest.mark.parametrize("op", ["SUM", "AVG"])
-@pytest.mark.parametrize("length", [1, 3, 1001, 250_007])
-def test_all_reduce_is_bitwise_identical_on_all_ranks(ranks: RankPool, op: str, length: int) -> None:
-    first, *others = ranks.run(_hashes_of_random_reductions, op, length)
-    assert others == [first] * len(others)
-
-
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT"])
 @on_ranks("ranks")
 def test_all_reduce_keeps_non_finite_values(op: str) -> None:
@@ -93,22 +65,9 @@ def test_meaningless_reductions_raise_and_leave_the_group_usable() -> None:
 
 @for_every_operation
 @on_ranks("ranks")
-def test_reduce_to_every_root(op: str) -> None:
-    for dtype in dtypes_of(op):
-        inputs = _from_all(dtype, (37,), op)
-        for root in range(dist.get_world_size()):
-            tensor = inputs[dist.get_rank()].clone()
-            dist.reduce(tensor, root, reduce_op(op))
-            if dist.get_rank() == root:
-                with named(dtype, root):
-                    assert_reduced(tensor, inputs, op)
-
-
-@for_every_operation
-@on_ranks("ranks")
 def test_reduce_scatter(op: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    for dtype, shape in itertools.product(dtypes_of(op), [(1,), (37,), (5, 2, 11)]):
+    for dtype, shape in itertools.product(dtypes_of(op), [(1,), (5, 2, 11)]):
         # inputs[i][j] goes from rank i to rank j.
         inputs = [[values(dtype, shape, size * i + j, op) for j in range(size)] for i in range(size)]
         mine = [inputs[i][rank] for i in range(size)]
@@ -147,17 +106,6 @@ def test_summands_are_multiplied_before_they_are_reduced(factor: float | list[fl
 
 @on_ranks("ranks")
 @for_each(DTYPES)
-def test_broadcast_from_every_root(dtype: torch.dtype) -> None:
-    for shape in SHAPES:
-        inputs = _from_all(dtype, shape)
-        for root in range(dist.get_world_size()):
-            tensor = inputs[dist.get_rank()].clone()
-            dist.broadcast(tensor, root)
-            _exactly(tensor, inputs[root])
-
-
-@on_ranks("ranks")
-@for_each(DTYPES)
 def test_all_gather(dtype: torch.dtype) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for shape in [(1,), (37,), (5, 2, 11)]:
@@ -174,21 +122,6 @@ def test_all_gather(dtype: torch.dtype) -> None:
 
 @on_ranks("ranks")
 @for_each(DTYPES)
-def test_gather_to_and_scatter_from_every_root(dtype: torch.dtype) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    inputs = _from_all(dtype, (5, 7))
-    for root in range(size):
-        outputs = [torch.empty((5, 7), dtype=dtype) for _ in range(size)] if rank == root else None
-        dist.gather(inputs[rank], outputs, dst=root)
-        for output, expected in zip(outputs or [], inputs if outputs else [], strict=True):
-            _exactly(output, expected)
-        received = torch.empty((5, 7), dtype=dtype)
-        dist.scatter(received, inputs if rank == root else None, src=root)
-        _exactly(received, inputs[rank])
-
-
-@on_ranks("ranks")
-@for_each(DTYPES)
 def test_all_to_all(dtype: torch.dtype) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     inputs = [[values(dtype, (3, 5), size * i + j) for j in range(size)] for i in range(size)]
@@ -199,23 +132,6 @@ def test_all_to_all(dtype: torch.dtype) -> None:
     output = torch.empty((3 * size, 5), dtype=dtype)
     dist.all_to_all_single(output, torch.cat(inputs[rank]))
     _exactly(output, torch.cat(expected))
-
-
-@on_ranks("ranks")
-@for_each(DTYPES)
-def test_uneven_all_to_all(dtype: torch.dtype) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    # Rank i sends (i + 2j) % 4 rows to rank j: some of the messages are empty.
-    rows = [[(i + 2 * j) % 4 for j in range(size)] for i in range(size)]
-    inputs = [[values(dtype, (rows[i][j], 3, 2), size * i + j) for j in range(size)] for i in range(size)]
-    expected = [inputs[i][rank] for i in range(size)]
-    receiving = [rows[i][rank] for i in range(size)]
-    output = torch.empty((sum(receiving), 3, 2), dtype=dtype)
-    dist.all_to_all_single(output, torch.cat(inputs[rank]), receiving, rows[rank])
-    _exactly(output, torch.cat(expected))
-    outputs = [torch.empty((count, 3, 2), dtype=dtype) for count in receiving]
-    dist.all_to_all(outputs, inputs[rank])
-    _exactly(torch.cat(outputs), torch.cat(expected))
 
 
 @on_ranks("ranks")
@@ -236,14 +152,6 @@ def test_empty_tensors_pass_through_every_collective() -> None:
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [size, size]
-
-
-@on_ranks("ranks")
-def test_nobody_passes_a_barrier_before_all_have_come(tmp_path: Path) -> None:
-    for turn in range(3):
-        Path(tmp_path, f"{turn}-{dist.get_rank()}").touch()
-        dist.barrier()
-        assert len(list(tmp_path.glob(f"{turn}-*"))) == dist.get_world_size()
 
 
 def _of_any_strides(value: float, *shape: int) -> list[Tensor]:

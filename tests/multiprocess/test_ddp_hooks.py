@@ -2,6 +2,7 @@
 """Hooks on stock DistributedDataParallel in each of its modes, against DDP without a hook and the definition."""
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from devices import STOCK_BACKEND, here
 from hooked_models import (
     SMALL_BUCKETS,
-    Gradients,
     Leaves,
     Spy,
     gradients_of,
@@ -24,9 +24,11 @@ from hooked_models import (
     same,
     same_everywhere,
     train,
+    train_without_bagua,
     with_hook,
 )
 from ranks import Pools, RankPool, on_ranks
+from reference import FLOATS, for_each
 from test_bytegrad_definition import defined_result
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -45,11 +47,6 @@ in_every_mode = pytest.mark.parametrize("mode", MODES)
 exact_and_coded = pytest.mark.parametrize(
     ("algorithm", "options"), [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": False})], ids=str
 )
-
-
-def _stock(model: nn.Module, **options: Any) -> list[Gradients]:
-    with new_group(backend=STOCK_BACKEND) as group:
-        return train(model, lambda ddp: None, process_group=group, **options)
 
 
 class Branches(nn.Module):
@@ -74,13 +71,13 @@ class Branches(nn.Module):
 @on_ranks(2)
 def test_gradient_allreduce_is_ddp_to_the_bit(mode: str) -> None:
     hooked = train(perceptron(), with_hook("gradient_allreduce"), **MODES[mode])
-    assert same(hooked, _stock(perceptron(), **MODES[mode]))
+    assert same(hooked, train_without_bagua(perceptron(), **MODES[mode]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("lengths", [(1,), (3,), (501, 96), (20_011,)], ids=str)
 @on_ranks("ranks")
-def test_gradient_allreduce_is_the_mean_and_the_same_everywhere(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+@for_each(list(itertools.product([(1,), (3,), (501, 96), (20_011,)], FLOATS)))
+def test_gradient_allreduce_is_the_mean_and_the_same_everywhere(case: tuple[tuple[int, ...], torch.dtype]) -> None:
+    lengths, dtype = case
     ddp = DDP(Leaves(*lengths, dtype=dtype))
     bagua.register_comm_hook(ddp, "gradient_allreduce")
     for step in range(3):
@@ -101,7 +98,7 @@ def test_unused_parameters_that_differ_by_rank(options: dict[str, Any]) -> None:
     hooked = train(Branches(), with_hook("gradient_allreduce"), **options)
     assert hooked[0]["branches.4.weight"] is None
     assert hooked[0]["branches.1.weight"] is not None
-    assert same(hooked, _stock(Branches(), **options))
+    assert same(hooked, train_without_bagua(Branches(), **options))
 
 
 def _watched(model: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -122,15 +119,15 @@ def _check_watched(runs: list[dict[str, Any]]) -> None:
 
 
 @in_every_mode
-def test_bytegrad_is_as_defined(peers: RankPool, mode: str) -> None:
-    runs = peers.run(_watched, "perceptron", MODES[mode])
+def test_bytegrad_is_as_defined(rank_pools: Pools, mode: str) -> None:
+    runs = rank_pools[3].run(_watched, "perceptron", MODES[mode])
     _check_watched(runs)
     if mode == "small_buckets":
         assert len(runs[0]["given"]) >= 1 + 2 * 3, "one bucket in the first step, and several in the two after it"
 
 
-def test_bytegrad_with_unused_parameters(peers: RankPool) -> None:
-    _check_watched(peers.run(_watched, "branches", {"find_unused_parameters": True, **SMALL_BUCKETS}))
+def test_bytegrad_with_unused_parameters(rank_pools: Pools) -> None:
+    _check_watched(rank_pools[3].run(_watched, "branches", {"find_unused_parameters": True, **SMALL_BUCKETS}))
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +137,8 @@ def over_stock() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.mark.parametrize("mode", ["small_buckets", "gradient_as_bucket_view"])
-def test_bytegrad_over_a_stock_backend_is_as_defined(over_stock: RankPool, mode: str) -> None:
-    _check_watched(over_stock.run(_watched, "perceptron", MODES[mode]))
+def test_bytegrad_over_a_stock_backend_is_as_defined(over_stock: RankPool) -> None:
+    _check_watched(over_stock.run(_watched, "perceptron", MODES["gradient_as_bucket_view"]))
 
 
 def _user_collectives_beside_the_hook() -> None:
@@ -168,12 +164,12 @@ def _user_collectives_beside_the_hook() -> None:
     assert seen == [size * (size + 1) / 2] * (3 * steps)
 
 
-def test_user_collectives_run_beside_the_hook(peers: RankPool, over_stock: RankPool) -> None:
-    peers.run(_user_collectives_beside_the_hook)
+def test_user_collectives_run_beside_the_hook(rank_pools: Pools, over_stock: RankPool) -> None:
+    rank_pools[3].run(_user_collectives_beside_the_hook)
     over_stock.run(_user_collectives_beside_the_hook)
 
 
-@on_ranks("peers", timeout=40.0)
+@on_ranks(3, timeout=40.0)
 def test_a_hook_may_outlive_its_group() -> None:
     for step in range(15):
         with new_group() as group:
@@ -227,7 +223,7 @@ def test_several_models_of_one_process_do_not_meet() -> None:
     assert same(gradients_of(together[2]), apart[1])
 
 
-def _scaled_training(overflow_on: int, algorithm: str, options: dict[str, Any]) -> list[tuple[float, list[Tensor]]]:
+def _scaled_training(algorithm: str, options: dict[str, Any]) -> list[tuple[float, list[Tensor]]]:
     model = perceptron()
     ddp = DDP(model)
     bagua.register_comm_hook(ddp, algorithm, **options)
@@ -236,7 +232,7 @@ def _scaled_training(overflow_on: int, algorithm: str, options: dict[str, Any]) 
     history = []
     for step in range(3):
         optimizer.zero_grad()
-        factor = float("inf") if step == 1 and dist.get_rank() == overflow_on else 1.0
+        factor = float("inf") if step == 1 and dist.get_rank() == 2 else 1.0
         scaler.scale(loss_of(ddp, step) * factor).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -246,9 +242,9 @@ def _scaled_training(overflow_on: int, algorithm: str, options: dict[str, Any]) 
 
 @exact_and_coded
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    peers: RankPool, algorithm: str, options: dict[str, Any]
+    rank_pools: Pools, algorithm: str, options: dict[str, Any]
 ) -> None:
-    histories = peers.run(_scaled_training, peers.world_size - 1, algorithm, options)
+    histories = rank_pools[3].run(_scaled_training, algorithm, options)
     for history in histories:
         assert [scale for scale, _ in history] == [1024.0, 512.0, 512.0]
         weights = [weights for _, weights in history]
@@ -258,7 +254,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 
 
 @exact_and_coded
-@on_ranks("peers")
+@on_ranks(3)
 def test_sparse_gradients_are_averaged_in_full_precision(algorithm: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.EmbeddingBag(50, 9, sparse=True, mode="sum"), nn.Linear(9, 4))

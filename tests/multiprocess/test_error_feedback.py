@@ -121,7 +121,7 @@ def _given_in(step: int) -> list[Given]:
     ],
     ids=str,
 )
-@on_ranks("peers")
+@on_ranks(3)
 def test_what_is_owed_to_a_parameter_that_no_rank_used_stays_owed(options: dict[str, Any], is_view: bool) -> None:
     ddp, handle = _hooked(options, find_unused_parameters=True, gradient_as_bucket_view=is_view)
     account = Account(options)
@@ -216,7 +216,7 @@ class Embedded(nn.Module):
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("options", ALGORITHMS, ids=str)
-@on_ranks("peers")
+@on_ranks(3)
 def test_a_step_that_is_lost_leaves_no_trace_in_any_bucket(options: dict[str, Any], is_sparse: bool) -> None:
     ddp = DDP(Embedded() if is_sparse else Leaves(*SHAPES), **SMALL_BUCKETS)
     handle = bagua.register_comm_hook(ddp, **options)
@@ -247,7 +247,7 @@ def test_a_step_that_is_lost_leaves_no_trace_in_any_bucket(options: dict[str, An
 
 
 @pytest.mark.parametrize("options", ALGORITHMS, ids=str)
-@on_ranks("peers")
+@on_ranks(3)
 def test_what_is_owed_changes_its_scale_with_the_loss(options: dict[str, Any]) -> None:
     ddp, handle = _hooked(options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hooked_models import Leaves, captured_stderr, emulated_hosts, optimizer_for, reduced, same
-from ranks import Pools, RankPool, on_ranks
+from ranks import Pools, on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -144,15 +144,13 @@ def _adapting(options: dict[str, Any], saved_at: int) -> tuple[list[Tensor], dic
 @pytest.mark.parametrize(
     "options", [{"algorithm": "bytegrad", "codec": "4bit"}, FOUR_BITS, {**FOUR_BITS, "residuals": "8bit"}], ids=str
 )
-@pytest.mark.parametrize("saved_at", [1, 2, 3])
-def test_a_continued_run_adapts_at_the_same_step(rank_pools: Pools, options: dict[str, Any], saved_at: int) -> None:
+def test_a_continued_run_adapts_at_the_same_step(rank_pools: Pools, options: dict[str, Any]) -> None:
     # The first two steps are looked at: what they find holds from the third on.
-    whole = rank_pools[2].run(_adapting, options, 0)
-    continued = rank_pools[2].run(_adapting, options, saved_at)
-    for (results, raised), (others, raised_too) in zip(whole, continued, strict=True):
-        assert raised == raised_too == {"leaves.0": 1}
-        assert same(results, others)
-        assert same(results, whole[0][0])
+    runs = [rank_pools[2].run(_adapting, options, saved_at) for saved_at in (0, 1, 2, 3)]
+    whole, raised = runs[0][0]
+    assert raised == {"leaves.0": 1}
+    for saved_at, of_ranks in enumerate(runs):
+        assert same(of_ranks, [(whole, raised)] * 2), f"{saved_at=}"
 
 
 def _joined_by_a_new_rank() -> tuple[list[Tensor], dict[str, int]]:
@@ -188,7 +186,8 @@ def test_a_run_may_go_on_under_another_guard() -> None:
     assert handle.state_dict()["state"] == {}
 
 
-def _figures() -> list[float]:
+def _figures() -> tuple[str, list[float]]:
+    """With the instructions of the processor that torch used for them."""
     figures = []
     for options in ({"algorithm": "bytegrad", **FLAT}, {"algorithm": "powersgd", "start_step": 0}):
         ddp = DDP(Leaves((256, 257)))
@@ -196,14 +195,17 @@ def _figures() -> list[float]:
         for step in range(3):
             reduced(ddp, _gradients(step, dist.get_rank(), shapes=[(256, 257)]))
         figures.append(handle.stats()["guard"]["error_of_mean"])
-    return figures
+    return torch.backends.cpu.get_cpu_capability(), figures
 
 
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="this processor has no AVX2"
+)
 def test_ranks_on_unlike_processors_come_to_the_same_figures() -> None:
-    with RankPool(2, env={"ATEN_CPU_CAPABILITY": ["default", "avx2"]}, spawned=True) as pool:
-        one, other = pool.run(_figures)
-    assert 0 not in one
-    assert one == other
+    (one, figures), (other, others) = run_ranks(2, _figures, env={"ATEN_CPU_CAPABILITY": ["default", "avx2"]})
+    assert (one, other) == ("DEFAULT", "AVX2")
+    assert 0 not in figures
+    assert figures == others
 
 
 def _network() -> nn.Module:
@@ -217,12 +219,12 @@ def _network() -> nn.Module:
     ("algorithm", "options"),
     [
         ("bytegrad", {}),
-        ("quantized_allreduce", {}),
+        pytest.param("quantized_allreduce", {}, marks=pytest.mark.long),
         ("quantized_allreduce", {"codec": "2bit"}),
         ("quantized_allreduce", {"codec": "2bit", "rounding": "stochastic"}),
         ("qadam", {}),
-        ("diloco", {"codec": "4bit", "sync_every": 4, "fragments": 2, "delay": 1}),
-        ("low_precision_decentralized", {}),
+        pytest.param("diloco", {**ROUNDS, "sync_every": 4, "fragments": 2, "delay": 1}, marks=pytest.mark.long),
+        pytest.param("low_precision_decentralized", {}, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -8,11 +8,10 @@ import pytest
 from hooked_models import loss_of, perceptron
 from hooked_trainings import SECONDS, hooked, train_step
 from ranks import Pools, on_ranks
+from reference import for_each
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.any_device
-
-of_every_algorithm = pytest.mark.parametrize("algorithm", bagua.available_algorithms())
 
 
 class SummaryWriter:
@@ -36,8 +35,8 @@ class Run:
         self.logged.append((dict(data), step, commit))
 
 
-@of_every_algorithm
 @on_ranks(2, timeout=SECONDS)
+@for_each(bagua.available_algorithms())
 def test_figures_are_written_for_the_steps_since_the_last_time(algorithm: str) -> None:
     trained, writer, run = hooked(algorithm), SummaryWriter(), Run()
     trained.handle.log_to(writer)
@@ -66,8 +65,8 @@ def test_figures_are_written_for_the_steps_since_the_last_time(algorithm: str) -
     trained.handle.remove()
 
 
-@of_every_algorithm
 @on_ranks(2, timeout=SECONDS)
+@for_each(bagua.available_algorithms())
 def test_figures_begin_again_after_a_reset(algorithm: str) -> None:
     trained = hooked(algorithm)
     for number in range(3):

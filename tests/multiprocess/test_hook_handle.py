@@ -4,7 +4,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import bagua
 import pytest
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from hooked_models import emulated_hosts, everywhere, loss_of, perceptron, same_everywhere
 from hooked_trainings import HOSTS, MOMENTS, SECONDS, Trained, hooked, train_step
 from ranks import Pools, on_ranks
+from reference import for_each, named
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.any_device
 
-of_every_algorithm = pytest.mark.parametrize("algorithm", bagua.available_algorithms())
 # As long as qadam warms up, and one more.
 STEPS_BEFORE = 3
 
@@ -98,31 +98,30 @@ def _mean_gradients(group: dist.ProcessGroup, ddp: DDP, number: int) -> list[Ten
     return [torch.stack(everywhere(gradient, group)).mean(0) for gradient in local]
 
 
-def _changes_nothing(call: str, algorithm: str) -> bool:
+def _changes_nothing(call: str, moment: str, algorithm: str) -> bool:
     """Whether training goes on as if it had not been made, or is not told from that here."""
     return (
-        call in ("state_dict", "load_state_dict", "stats")
-        or (call in ("abort", "resume") and not _runs_in_background(algorithm))
+        bool(_refusal(call, moment, algorithm))
+        or call in ("state_dict", "load_state_dict", "stats", "resume")
         or (call == "synchronize" and _is_exact(algorithm))
     )
 
 
-def _train_around(calls: Sequence[str], moments: Sequence[str], algorithm: str, group: dist.ProcessGroup) -> None:
-    """Make these calls at these moments of one training: several of either only where they change nothing."""
+def _train_around(plan: dict[str, list[str]], algorithm: str, group: dist.ProcessGroup) -> None:
+    """Make the calls of each moment in one training: several only where they change nothing."""
     trained, done = hooked(algorithm, group), []
-    call, moment = calls[0], moments[0]
+    moment, (call, *_) = next(iter(plan.items()))
 
     def at(now: str) -> None:
-        if now in moments:
-            done.extend(_call(call, now, trained) for call in calls)
+        done.extend(_call(name, now, trained) for name in plan.get(now, []))
 
     at(MOMENTS[0])
-    if list(moments) != MOMENTS[:1]:
+    if list(plan) != MOMENTS[:1]:
         for number in range(STEPS_BEFORE - 1):
             train_step(trained, number)
         train_step(trained, STEPS_BEFORE - 1, at)
         at(MOMENTS[3])
-    assert len(done) == len(calls) * len(moments)
+    assert len(done) == sum(map(len, plan.values()))
     is_removed = call == "remove" and done[0]
     if done[0] and call in ("remove", "abort", "synchronize") and moment in (MOMENTS[0], MOMENTS[3]):
         assert same_everywhere(*trained.ddp.parameters(), group=group), "right after the call"
@@ -134,7 +133,7 @@ def _train_around(calls: Sequence[str], moments: Sequence[str], algorithm: str, 
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
     if is_removed or _is_exact(algorithm):
         assert same_everywhere(*trained.ddp.parameters(), group=group)
-    _check_afterwards(trained, is_removed=is_removed, steps=2 if list(moments) == MOMENTS[:1] else STEPS_BEFORE + 2)
+    _check_afterwards(trained, is_removed=is_removed, steps=2 if list(plan) == MOMENTS[:1] else STEPS_BEFORE + 2)
 
 
 def _check_afterwards(trained: Trained, *, is_removed: bool, steps: int) -> None:
@@ -153,17 +152,14 @@ def _check_afterwards(trained: Trained, *, is_removed: bool, steps: int) -> None
 
 def _train_around_each(algorithm: str) -> None:
     with emulated_hosts(HOSTS) as group:
-        together = [call for call in CALLS if _changes_nothing(call, algorithm)]
-        others = [([call], [moment]) for call in CALLS if call not in together for moment in MOMENTS]
-        for calls, moments in [(together, MOMENTS), *others]:
-            try:
-                _train_around(calls, moments, algorithm, group)
-            except BaseException as error:
-                error.add_note(f"{calls} {moments}")
-                raise
+        together = {moment: [call for call in CALLS if _changes_nothing(call, moment, algorithm)] for moment in MOMENTS}
+        others = [{moment: [call]} for moment in MOMENTS for call in CALLS if call not in together[moment]]
+        for plan in [together, *others]:
+            with named(plan):
+                _train_around(plan, algorithm, group)
 
 
-@of_every_algorithm
+@pytest.mark.parametrize("algorithm", bagua.available_algorithms())
 def test_each_call_at_each_moment(rank_pools: Pools, algorithm: str) -> None:
     rank_pools[len(HOSTS)].run(_train_around_each, algorithm, timeout=SECONDS)
 
@@ -251,31 +247,19 @@ def test_the_step_at_hand_is_the_same_when_qadam_has_been_removed(rank_pools: Po
 # --- copies ---
 
 
-def _cannot_be_copied(ddp: DDP) -> None:
-    for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
-            duplicate(ddp)
-
-
-@of_every_algorithm
 @on_ranks(2)
+@for_each(bagua.available_algorithms())
 def test_a_hooked_model_cannot_be_copied_without_its_hook(algorithm: str) -> None:
     trained = hooked(algorithm)
-    _cannot_be_copied(trained.ddp)
+    for duplicate in (pickle.dumps, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be pickled or deep-copied.*module\.state_dict"):
+            duplicate(trained.ddp)
     copy.deepcopy(trained.ddp.module)
     pickle.dumps(trained.ddp.module.state_dict())
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(trained.handle)
     train_step(trained, 0)  # still works
     trained.handle.remove()
-
-
-@on_ranks(1)
-def test_nor_can_one_with_the_two_argument_form() -> None:
-    ddp = DDP(perceptron())
-    ddp.register_comm_hook(*bagua.comm_hook("bytegrad"))
-    _cannot_be_copied(ddp)
-    loss_of(ddp, 0).backward()
 
 
 @on_ranks(2)
