@@ -166,12 +166,6 @@ class _Operations:
         dist.recv(received)
         return work, [(received, self._of(self._peer))]
 
-    def objects(self, later: bool) -> Begun:
-        gathered: list[Any] = [None] * self._size
-        dist.all_gather_object(gathered, {"rank": self._rank})
-        assert gathered == [{"rank": rank} for rank in range(self._size)]
-        return None, []
-
     def barrier(self, later: bool) -> Begun:
         return dist.barrier(async_op=later), []
 

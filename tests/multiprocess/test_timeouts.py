@@ -16,13 +16,7 @@ SLACK = 10.0
 ABSENT = 2
 
 
-@pytest.fixture
-def backend(request: pytest.FixtureRequest) -> str:
-    name: str = request.config.getoption("--backend")
-    return name
-
-
-@on_ranks("peers")
+@on_ranks(3)
 def test_timeout_in_one_group_leaves_the_other_usable() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group: Any = dist.new_group(list(range(size)), timeout=timedelta(seconds=TIMEOUT))
@@ -40,7 +34,8 @@ def test_timeout_in_one_group_leaves_the_other_usable() -> None:
     dist.destroy_process_group(group)
 
 
-def _short_wait_then_long_wait() -> None:
+@on_ranks(2)
+def test_operation_outlives_an_impatient_wait() -> None:
     """The time given to wait() is the caller's patience, not the end of the operation."""
     store = dist.distributed_c10d._get_default_store()
     tensor = torch.ones(5)
@@ -53,11 +48,7 @@ def _short_wait_then_long_wait() -> None:
     else:
         store.wait(["rank 0 gave up waiting"])
         dist.all_reduce(tensor)
-    assert tensor.tolist() == [dist.get_world_size()] * 5
-
-
-def test_operation_outlives_an_impatient_wait(backend: str) -> None:
-    run_ranks(2, _short_wait_then_long_wait, backend=backend)
+    assert tensor.tolist() == [2] * 5
 
 
 def _error_of_barrier(limit: float) -> str:
