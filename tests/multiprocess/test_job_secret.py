@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 _SECRET = "a secret of a test, worth nothing"
 _CERTIFICATES = Path(__file__).parents[1] / "support/certificates"
 _TWO_HOSTS = {"BAGUA_HOST_ID": ["one", "other"]}
+_PROTECTED = {**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}
 _CERTIFIED = {
     "BAGUA_TLS_CERTIFICATE": str(_CERTIFICATES / "rank.pem"),
     "BAGUA_TLS_KEY": str(_CERTIFICATES / "rank_key.pem"),
@@ -133,14 +134,14 @@ def _plain() -> list[list[float]]:
 
 
 def test_a_training_with_a_secret_and_certificates_has_the_same_losses() -> None:
-    env = {**_TWO_HOSTS, **_CERTIFIED, "BAGUA_JOB_SECRET": _SECRET}
-    plain, protected = (run_ranks(2, _train, "gradient_allreduce", False, env=one) for one in (_TWO_HOSTS, env))
+    plain, protected = (
+        run_ranks(2, _train, "gradient_allreduce", False, env=env) for env in (_TWO_HOSTS, {**_PROTECTED, **_CERTIFIED})
+    )
     assert protected == plain
 
 
 def test_ten_thousand_strangers_do_not_disturb_a_training() -> None:
-    besieged = run_ranks(2, _train, "bytegrad", True, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}, timeout=300)
-    assert besieged == _plain()
+    assert run_ranks(2, _train, "bytegrad", True, env=_PROTECTED, timeout=300) == _plain()
 
 
 # Whoever reaches the port of the store can write there.
@@ -183,8 +184,7 @@ def _train_beside_a_forger() -> list[float]:
 
 
 def test_what_is_forged_in_the_store_does_not_disturb_a_training() -> None:
-    env = {**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}
-    assert run_ranks(2, _train_beside_a_forger, env=env) == _plain()
+    assert run_ranks(2, _train_beside_a_forger, env=_PROTECTED) == _plain()
 
 
 def _join(store: str, timeout: float, ranks: list[int], late: Sequence[int] = ()) -> tuple[float, str | list[float]]:
@@ -192,12 +192,11 @@ def _join(store: str, timeout: float, ranks: list[int], late: Sequence[int] = ()
 
     The processes of the numbers `late` come after the others have looked for one with another secret.
     """
-    rank = ranks[dist.get_rank()]
-    is_late = dist.get_rank() in late
+    number = dist.get_rank()
+    rank = ranks[number]
     dist.destroy_process_group()
-    if late:
-        _fresh_store._LOOK = timedelta(seconds=1)
-    if is_late:
+    _fresh_store._LOOK = timedelta(seconds=1)
+    if number in late:
         time.sleep(2.5)
     begin = time.monotonic()
     file = dist.FileStore(store, -1)  # type: ignore[attr-defined]
@@ -347,14 +346,14 @@ def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
     assert [found for _, found in ranks] == [[3.0]] * 2
 
 
-@on_new_ranks(2, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET, "BAGUA_NCCL_NET": "0"})
+@on_new_ranks(2, env={**_PROTECTED, "BAGUA_NCCL_NET": "0"})
 def test_nccl_between_hosts_is_refused_over_its_own_sockets() -> None:
     group: Any = dist.group.WORLD
     with pytest.raises(ValueError, match=r"NCCL, with BAGUA_NCCL_NET=0, would send .* unset BAGUA_JOB_SECRET on all"):
         group._get_backend(torch.device("cpu")).eager_connect_single_device(torch.device("cuda:0"))
 
 
-@on_new_ranks(2, backend="gloo", env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET})
+@on_new_ranks(2, backend="gloo", env=_PROTECTED)
 def test_a_hook_on_a_stock_group_takes_a_protected_one() -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     handle = bagua.register_comm_hook(ddp, "bytegrad")
