@@ -44,13 +44,13 @@ class Plan(NamedTuple):
 class PlainRounds(sim.Nothing):
     """All ranks in one process: the rule as the issue writes it, with torch's own optimizer as the outer one."""
 
-    def __init__(self, models: Sequence[nn.Module], plan: Plan, cut: Sequence[Sequence[int]]) -> None:
-        self.plan, self.cut, self.steps = plan, cut, 0
+    def __init__(self, models: Sequence[nn.Module], plan: Plan) -> None:
+        self.plan, self.cut, self.steps = plan, _CONSECUTIVE[plan.fragments], 0
         self.outer = [p.detach().clone().requires_grad_() for p in models[0].parameters()]
         momentum = {"momentum": plan.outer_momentum, "nesterov": plan.nesterov and plan.outer_momentum > 0}
         self.optimizers = [
             torch.optim.SGD([self.outer[index] for index in fragment], lr=plan.outer_lr, **momentum)  # type: ignore[arg-type]
-            for fragment in cut
+            for fragment in self.cut
         ]
 
     def after_step(self, models: Sequence[nn.Module]) -> None:
@@ -77,16 +77,27 @@ def three_layers() -> nn.Module:
     return model.to(torch.get_default_device())
 
 
-CONSECUTIVE = {1: [range(6)], 2: [range(2), range(2, 6)], 3: [range(2), range(2, 4), range(4, 6)]}
+# The parameters of three_layers() in so many fragments.
+_CONSECUTIVE = {1: [range(6)], 2: [range(2), range(2, 6)], 3: [range(2), range(2, 4), range(4, 6)]}
 PLANS = [
     Plan(),
     Plan(1, outer_lr=1.0, outer_momentum=0.0),
-    Plan(outer_momentum=0.5, nesterov=False),
     Plan(6, 2),
     Plan(6, 3, delay=1, mixing=0.25),
     Plan(8, 2, delay=3, mixing=1.0),
     Plan(6, 1, delay=5, mixing=0.5, outer_lr=1.0),
 ]
+
+
+def simulated(
+    make: Callable[[Sequence[nn.Module]], sim.Algorithm],
+    size: int,
+    steps: sim.Plan,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum_sgd,
+) -> list[list[Tensor]]:
+    """The weights of every rank after every step of the plain loop: [step][rank]."""
+    models = sim.copies(three_layers(), size)
+    return sim.simulate(models, [make_optimizer(model) for model in models], make(models), steps)
 
 
 def assert_close(histories: Sequence[list[Tensor]], expected: Sequence[Sequence[Tensor]]) -> None:

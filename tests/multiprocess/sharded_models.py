@@ -14,6 +14,8 @@ import torch.distributed as dist
 from devices import randn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 # Of every odd size: no dimension is a multiple of two, one has fewer rows than there are shards.
@@ -81,8 +83,6 @@ def mesh_of(name: str = "hybrid") -> DeviceMesh:
 
 def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
     """A copy of the model, sharded."""
-    from torch.distributed.fsdp import fully_shard
-
     model = copy.deepcopy(model)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, **options)
@@ -116,16 +116,13 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def policies() -> dict[str, dict[str, Any]]:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    return {
-        "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-        "reduced in bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
-        "reduced in float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
-        "kept whole": {"reshard_after_forward": False},
-        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    }
+POLICIES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "reduced in bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+    "reduced in float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+    "kept whole": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
 
 
 class Trained(NamedTuple):
@@ -138,6 +135,24 @@ Step = Callable[[Any, int], None]
 
 def plain_step(model: Any, step: int) -> None:
     loss_of(model, step).backward()
+
+
+def accumulated_in_whole(model: Any, step: int) -> None:
+    """Gradients add up whole, and are reduced once."""
+    for part in range(3):
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = part == 2
+        else:
+            model.set_requires_gradient_sync(part == 2)
+        loss_of(model, step, part).backward()
+
+
+def accumulated_in_host(model: Any, step: int) -> None:
+    """They are reduced inside the host every time, and between hosts once."""
+    for part in range(3):
+        if not isinstance(model, DistributedDataParallel):
+            model.set_requires_all_reduce(part == 2)
+        loss_of(model, step, part).backward()
 
 
 def trained(model: Any, steps: Sequence[int] = range(3), step: Step = plain_step, rate: float = 1e-3) -> Trained:
@@ -162,14 +177,23 @@ def in_full_precision(model: Any, mesh: DeviceMesh) -> Any:
     return compressed(model, weights="cache" if mesh.ndim == 1 else None)
 
 
-def check_equal(one: Trained, other: Trained, **tolerances: float) -> None:
-    """Check gradients and weights, and that there are as many."""
+def check_equal(one: Trained, other: Trained, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Check gradients and weights, and that there are as many: by default to within float32 in another order."""
     for own, expected in zip([*one.gradients, one.weights], [*other.gradients, other.weights], strict=True):
         assert own.keys() == expected.keys()
         for name, tensor in own.items():
             torch.testing.assert_close(
-                tensor, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerances
+                tensor, expected[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+def outcome(model: Any) -> Tensor:
+    """What a forward computes, the same input on all ranks."""
+    with torch.no_grad():
+        result: Tensor = model(torch.linspace(-1, 1, WIDTHS[0]).expand(1, -1))
+    # FSDP2 leaves the root whole.
+    model.reshard()
+    return result
 
 
 def error_of(own: Trained, expected: Trained) -> float:

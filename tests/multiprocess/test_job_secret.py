@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bagua
 import pytest
@@ -24,7 +25,8 @@ import torch
 import torch.distributed as dist
 from bagua import _fresh_store
 from bagua._native import _C
-from ranks import run_ranks
+from ranks import on_new_ranks, run_ranks
+from reference import for_each
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.skipif(
@@ -34,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 _SECRET = "a secret of a test, worth nothing"
 _CERTIFICATES = Path(__file__).parents[1] / "support/certificates"
 _TWO_HOSTS = {"BAGUA_HOST_ID": ["one", "other"]}
+_PROTECTED = {**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}
 _CERTIFIED = {
     "BAGUA_TLS_CERTIFICATE": str(_CERTIFICATES / "rank.pem"),
     "BAGUA_TLS_KEY": str(_CERTIFICATES / "rank_key.pem"),
@@ -125,24 +128,20 @@ def _besiege() -> list[subprocess.Popen[bytes]]:
 
 
 @functools.cache
-def _plain(algorithm: str) -> list[list[float]]:
+def _plain() -> list[list[float]]:
     """The losses of both ranks without a secret."""
-    return run_ranks(2, _train, algorithm, False, env=_TWO_HOSTS)
+    return run_ranks(2, _train, "bytegrad", False, env=_TWO_HOSTS)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "env"),
-    [("gradient_allreduce", {}), ("bytegrad", {}), ("bytegrad", _CERTIFIED)],
-    ids=["gradient_allreduce", "bytegrad", "certificates"],
-)
-def test_a_training_with_a_secret_has_the_same_losses(algorithm: str, env: dict[str, str]) -> None:
-    protected = run_ranks(2, _train, algorithm, False, env={**_TWO_HOSTS, **env, "BAGUA_JOB_SECRET": _SECRET})
-    assert protected == _plain(algorithm)
+def test_a_training_with_a_secret_and_certificates_has_the_same_losses() -> None:
+    plain, protected = (
+        run_ranks(2, _train, "gradient_allreduce", False, env=env) for env in (_TWO_HOSTS, {**_PROTECTED, **_CERTIFIED})
+    )
+    assert protected == plain
 
 
 def test_ten_thousand_strangers_do_not_disturb_a_training() -> None:
-    besieged = run_ranks(2, _train, "bytegrad", True, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}, timeout=300)
-    assert besieged == _plain("bytegrad")
+    assert run_ranks(2, _train, "bytegrad", True, env=_PROTECTED, timeout=300) == _plain()
 
 
 # Whoever reaches the port of the store can write there.
@@ -185,8 +184,7 @@ def _train_beside_a_forger() -> list[float]:
 
 
 def test_what_is_forged_in_the_store_does_not_disturb_a_training() -> None:
-    env = {**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}
-    assert run_ranks(2, _train_beside_a_forger, env=env) == _plain("bytegrad")
+    assert run_ranks(2, _train_beside_a_forger, env=_PROTECTED) == _plain()
 
 
 def _join(store: str, timeout: float, ranks: list[int], late: Sequence[int] = ()) -> tuple[float, str | list[float]]:
@@ -194,12 +192,11 @@ def _join(store: str, timeout: float, ranks: list[int], late: Sequence[int] = ()
 
     The processes of the numbers `late` come after the others have looked for one with another secret.
     """
-    rank = ranks[dist.get_rank()]
-    is_late = dist.get_rank() in late
+    number = dist.get_rank()
+    rank = ranks[number]
     dist.destroy_process_group()
-    if late:
-        _fresh_store._LOOK = timedelta(seconds=1)
-    if is_late:
+    _fresh_store._LOOK = timedelta(seconds=1)
+    if number in late:
         time.sleep(2.5)
     begin = time.monotonic()
     file = dist.FileStore(store, -1)  # type: ignore[attr-defined]
@@ -280,69 +277,65 @@ def _send_marks() -> None:
         dist.recv(marked, 0)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can see what passes on a network")
-@pytest.mark.parametrize("env", [{}, _CERTIFIED], ids=["secret", "certificates"])
-def test_nothing_can_be_read_on_the_network(env: dict[str, str]) -> None:
+def _bytes_with_marks(env: dict[str, Any]) -> tuple[int, int]:
+    """How many bytes passed on the network while ranks sent marks, and how many packets had some of them."""
     pattern = torch.full((16,), _MARK, dtype=torch.int32).numpy().tobytes()
+    seen = found = 0
+    end = float("inf")
 
-    def bytes_with_marks(env: dict[str, Any]) -> tuple[int, int]:
-        seen = found = 0
-        end = float("inf")
-
-        def listen() -> None:
-            # All the time: other tests are heard too, and what does not fit into the buffer is lost.
-            nonlocal seen, found
-            while time.monotonic() < end:
-                try:
-                    packet = network.recv(1 << 17)
-                except TimeoutError:
-                    continue
-                seen += len(packet)
-                found += pattern in packet
-
-        with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(3)) as network:
-            network.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 256 << 20)
-            network.bind(("lo", 0))
-            network.settimeout(0.2)
-            listener = threading.Thread(target=listen)
-            listener.start()
+    def listen() -> None:
+        # All the time: other tests are heard too, and what does not fit into the buffer is lost.
+        nonlocal seen, found
+        while time.monotonic() < end:
             try:
-                run_ranks(2, _send_marks, env={**_TWO_HOSTS, "MASTER_ADDR": "127.0.0.1", **env})
-            finally:
-                end = time.monotonic() + 1  # for what is in the buffer
-                listener.join()
-        return seen, found
+                packet = network.recv(1 << 17)
+            except TimeoutError:
+                continue
+            seen += len(packet)
+            found += pattern in packet
 
-    _, plain = bytes_with_marks({})
+    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(3)) as network:
+        network.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 256 << 20)
+        network.bind(("lo", 0))
+        network.settimeout(0.2)
+        listener = threading.Thread(target=listen)
+        listener.start()
+        try:
+            run_ranks(2, _send_marks, env={**_TWO_HOSTS, "MASTER_ADDR": "127.0.0.1", **env})
+        finally:
+            end = time.monotonic() + 1  # for what is in the buffer
+            listener.join()
+    return seen, found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can see what passes on a network")
+def test_nothing_can_be_read_on_the_network() -> None:
+    _, plain = _bytes_with_marks({})
     assert plain > 0, "these packets are not seen at all"
-    seen, found = bytes_with_marks({**env, "BAGUA_JOB_SECRET": _SECRET})
-    assert seen > 4096 * 4 * 7, "less was seen than was sent"
-    assert found == 0
+    for certificates in ({}, _CERTIFIED):
+        seen, found = _bytes_with_marks({**certificates, "BAGUA_JOB_SECRET": _SECRET})
+        assert seen > 4096 * 4 * 7, "less was seen than was sent"
+        assert found == 0
 
 
-def _error_of_joining(store: str) -> str:
-    _, result = _join(store, 30.0, [0, 1])
-    assert isinstance(result, str), "was let in"
-    return result
+UNFIT: list[tuple[dict[str, str], str]] = [
+    ({"BAGUA_JOB_SECRET": ""}, "BAGUA_JOB_SECRET is set, but empty: the job would run unprotected"),
+    ({"BAGUA_JOB_SECRET_FILE": ""}, "BAGUA_JOB_SECRET_FILE is set, but empty"),
+    ({"BAGUA_JOB_SECRET": "short"}, "16 characters or more, got 5"),
+    ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_JOB_SECRET_FILE": "/dev/null"}, "are both set"),
+    ({"BAGUA_JOB_SECRET_FILE": "/nowhere/secret"}, "'/nowhere/secret': No such file"),
+    ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_TLS_CERTIFICATE": "a.pem"}, "BAGUA_TLS_KEY is not"),
+    (_CERTIFIED, "BAGUA_TLS_CERTIFICATE needs BAGUA_JOB_SECRET"),
+]
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({"BAGUA_JOB_SECRET": ""}, "BAGUA_JOB_SECRET is set, but empty: the job would run unprotected"),
-        ({"BAGUA_JOB_SECRET_FILE": ""}, "BAGUA_JOB_SECRET_FILE is set, but empty"),
-        ({"BAGUA_JOB_SECRET": "short"}, "16 characters or more, got 5"),
-        ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_JOB_SECRET_FILE": "/dev/null"}, "are both set"),
-        ({"BAGUA_JOB_SECRET_FILE": "/nowhere/secret"}, "'/nowhere/secret': No such file"),
-        ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_TLS_CERTIFICATE": "a.pem"}, "BAGUA_TLS_KEY is not"),
-        (_CERTIFIED, "BAGUA_TLS_CERTIFICATE needs BAGUA_JOB_SECRET"),
-    ],
-    ids=["empty", "empty file name", "short", "both", "no file", "half", "certificate alone"],
-)
-def test_what_cannot_protect_a_job_is_refused(env: dict[str, str], expected: str, tmp_path: Path) -> None:
-    for error in run_ranks(2, _error_of_joining, str(tmp_path / "store"), backend="gloo", env={**_TWO_HOSTS, **env}):
-        assert expected in error
-        assert _SECRET not in error
+@on_new_ranks(1, backend="gloo")  # in which nobody has read the settings
+@for_each(UNFIT)
+def test_what_cannot_protect_a_job_is_refused(case: tuple[dict[str, str], str]) -> None:
+    env, expected = case
+    with mock.patch.dict(os.environ, env), pytest.raises(ValueError, match=expected) as refused:
+        _C.job_secret_fingerprint()
+    assert _SECRET not in str(refused.value)
 
 
 def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
@@ -353,30 +346,19 @@ def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
     assert [found for _, found in ranks] == [[3.0]] * 2
 
 
-def _error_of_nccl() -> str:
-    group = dist.group.WORLD
-    assert group is not None
-    with pytest.raises(ValueError, match="NCCL, with BAGUA_NCCL_NET=0, would send data") as refused:
-        group._get_backend(torch.device("cpu")).eager_connect_single_device(torch.device("cuda:0"))
-    return str(refused.value)
-
-
+@on_new_ranks(2, env={**_PROTECTED, "BAGUA_NCCL_NET": "0"})
 def test_nccl_between_hosts_is_refused_over_its_own_sockets() -> None:
-    for error in run_ranks(2, _error_of_nccl, env={**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET, "BAGUA_NCCL_NET": "0"}):
-        assert "unset BAGUA_JOB_SECRET on all ranks" in error
+    group: Any = dist.group.WORLD
+    with pytest.raises(ValueError, match=r"NCCL, with BAGUA_NCCL_NET=0, would send .* unset BAGUA_JOB_SECRET on all"):
+        group._get_backend(torch.device("cpu")).eager_connect_single_device(torch.device("cuda:0"))
 
 
-def _bytes_of_a_hook_on_gloo() -> int:
+@on_new_ranks(2, backend="gloo", env=_PROTECTED)
+def test_a_hook_on_a_stock_group_takes_a_protected_one() -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     handle = bagua.register_comm_hook(ddp, "bytegrad")
     ddp(torch.ones(2, 2)).sum().backward()
-    sent: int = handle.stats()["wire_bytes_between_hosts"]
-    return sent
-
-
-def test_a_hook_on_a_stock_group_takes_a_protected_one() -> None:
-    env = {**_TWO_HOSTS, "BAGUA_JOB_SECRET": _SECRET}
-    assert min(run_ranks(2, _bytes_of_a_hook_on_gloo, backend="gloo", env=env)) > 0
+    assert handle.stats()["wire_bytes_between_hosts"] > 0
 
 
 def _places_of_the_secret() -> int:

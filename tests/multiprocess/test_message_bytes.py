@@ -10,22 +10,21 @@ import torch
 import torch.distributed as dist
 from bagua._attachment import names_and_roles
 from bagua._message_bytes import coded_bytes, parameters_of
-from ranks import RankPool, on_ranks
+from hooked_models import logged
+from ranks import Pools, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 _STEPS = 2
+_FLAT: dict[str, Any] = {"hierarchical": False, "guard": None}
 _ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
     ("gradient_allreduce", {}),
-    ("bytegrad", {"hierarchical": False, "guard": None}),
-    ("bytegrad", {"codec": "minmax_uint8", "hierarchical": False, "guard": None}),
-    ("quantized_allreduce", {"hierarchical": False, "guard": None}),
-    ("quantized_allreduce", {"codec": "1bit", "hierarchical": False, "guard": None}),
-    (
-        "quantized_allreduce",
-        {"codec": {"deep.*": "2bit", "*": "4bit"}, "exact": ("head",), "hierarchical": False, "guard": None},
-    ),
-    ("quantized_allreduce", {"codec": {"*": "4bit"}, "exact": (), "hierarchical": False, "guard": None}),
+    ("bytegrad", _FLAT),
+    ("bytegrad", _FLAT | {"codec": "minmax_uint8"}),
+    ("quantized_allreduce", _FLAT),
+    ("quantized_allreduce", _FLAT | {"codec": "1bit"}),
+    ("quantized_allreduce", _FLAT | {"codec": {"deep.*": "2bit", "*": "4bit"}, "exact": ("head",)}),
+    ("quantized_allreduce", _FLAT | {"codec": {"*": "4bit"}, "exact": ()}),
     ("powersgd", {"rank": 2, "start_step": 0, "guard": None}),
     ("powersgd", {"rank": 2, "codec": "int8", "start_step": 0, "guard": None}),
 ]
@@ -44,7 +43,7 @@ class _Network(nn.Module):
 
 
 @pytest.mark.parametrize(("algorithm", "options"), _ALGORITHMS)
-@on_ranks("peers")
+@on_ranks(3)
 def test_bytes_are_those_that_are_sent(algorithm: str, options: dict[str, Any]) -> None:
     torch.manual_seed(7)
     ddp = DDP(_Network())
@@ -59,23 +58,19 @@ def test_bytes_are_those_that_are_sent(algorithm: str, options: dict[str, Any]) 
 
 
 def _said(algorithm: str, options: dict[str, Any]) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("bagua")
-    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        bagua.register_comm_hook(DDP(nn.Linear(999, 1000)), algorithm, **options)
-        return [line for line in lines if line.startswith(f"{algorithm}: ")]
+        with logged() as text:
+            bagua.register_comm_hook(DDP(nn.Linear(999, 1000)), algorithm, **options)
     finally:
-        logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
+    return [line for line in text.getvalue().splitlines() if line.startswith(f"{algorithm}: ")]
 
 
-def test_rank_0_says_what_becomes_of_the_bytes(peers: RankPool) -> None:
-    first, *others = peers.run(_said, "bytegrad", {"hierarchical": False})
-    assert first == [f"bytegrad: int8, 4.0 MB of gradients become 1.0 MB a step; {peers.world_size} ranks"]
-    assert others == [[]] * (peers.world_size - 1)
-    [line] = peers.run(_said, "powersgd", {"rank": 4})[0]
+def test_rank_0_says_what_becomes_of_the_bytes(rank_pools: Pools) -> None:
+    first, *others = rank_pools[3].run(_said, "bytegrad", {"hierarchical": False})
+    assert first == ["bytegrad: int8, 4.0 MB of gradients become 1.0 MB a step; 3 ranks"]
+    assert others == [[], []]
+    [line] = rank_pools[3].run(_said, "powersgd", {"rank": 4})[0]
     assert line.startswith("powersgd: factors of rank 4, 4.0 MB of gradients become 0.0 MB a step, after 1,000 steps")

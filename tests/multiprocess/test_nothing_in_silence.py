@@ -102,13 +102,6 @@ def test_a_name_that_fits_no_parameter_is_refused_unless_it_is_a_word_or_one_of_
     bagua.register_comm_hook(DDP(Named()), "quantized_allreduce", exact=exact, codec={"blocks.*": "2bit", "*": "4bit"})
 
 
-@on_ranks(2)
-def test_an_optimizer_that_is_not_needed_is_taken() -> None:
-    ddp = DDP(perceptron())
-    bagua.register_comm_hook(ddp, "gradient_allreduce", torch.optim.SGD(ddp.parameters(), lr=0.1))
-    loss_of(ddp, 0).backward()
-
-
 # --- models ---
 
 

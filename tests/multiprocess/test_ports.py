@@ -2,6 +2,7 @@
 """BAGUA_PORT: where ranks listen, so that a firewall can let them through."""
 
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from holdings import holdings, left_behind
 from ranks import run_ranks
 
 _HOSTS = ["one", "one", "other"]
+_needs_reconfigure = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 
 
 def _own_port() -> int:
@@ -20,17 +22,22 @@ def _own_port() -> int:
     return int(line.rsplit(":", 1)[1])
 
 
-def _free_ports(count: int) -> int:
-    """Return the first of so many neighbouring ports that nobody uses."""
+def _free_ports(count: int) -> range:
+    """Return so many neighbouring ports that nobody uses."""
     for first in range(24_000, 32_000, count):
+        ports = range(first, first + count)
         try:
-            for port in range(first, first + count):
+            for port in ports:
                 with socket.create_server(("127.0.0.1", port)):
                     pass
         except OSError:
             continue
-        return first
+        return ports
     raise RuntimeError("no free ports")
+
+
+def _limited_to(ports: range) -> dict[str, Any]:
+    return {"BAGUA_HOST_ID": _HOSTS, "BAGUA_PORT": f"{ports[0]}-{ports[-1]}", "MASTER_ADDR": "127.0.0.1"}
 
 
 def _sum_and_port() -> tuple[float, int]:
@@ -40,12 +47,10 @@ def _sum_and_port() -> tuple[float, int]:
 
 
 def test_every_rank_takes_one_port_of_the_range() -> None:
-    first = _free_ports(len(_HOSTS))
-    last = first + len(_HOSTS) - 1
-    environment = {"BAGUA_HOST_ID": _HOSTS, "BAGUA_PORT": f"{first}-{last}", "MASTER_ADDR": "127.0.0.1"}
-    seen = run_ranks(len(_HOSTS), _sum_and_port, env=environment)
+    ports = _free_ports(len(_HOSTS))
+    seen = run_ranks(len(_HOSTS), _sum_and_port, env=_limited_to(ports))
     assert [total for total, _ in seen] == [3.0] * len(_HOSTS)
-    assert sorted(port for _, port in seen) == list(range(first, last + 1))
+    assert sorted(port for _, port in seen) == list(ports)
 
 
 def _ports_of_a_member() -> list[int]:
@@ -58,15 +63,12 @@ def _ports_of_a_member() -> list[int]:
     return [_own_port(), int(handle.split(":")[3]), address_of(pulse.name)[1]]
 
 
-@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
+@_needs_reconfigure
 def test_members_that_come_and_go_are_met_and_felt_at_ports_of_the_range() -> None:
-    first = _free_ports(3 * len(_HOSTS))
-    last = first + 3 * len(_HOSTS) - 1
-    environment = {"BAGUA_HOST_ID": _HOSTS, "BAGUA_PORT": f"{first}-{last}", "MASTER_ADDR": "127.0.0.1"}
-    seen = run_ranks(len(_HOSTS), _ports_of_a_member, env=environment)
-    for ports in seen:
-        assert len(set(ports)) == 3
-        assert all(first <= port <= last for port in ports)
+    ports = _free_ports(3 * len(_HOSTS))
+    for taken in run_ranks(len(_HOSTS), _ports_of_a_member, env=_limited_to(ports)):
+        assert len(set(taken)) == 3
+        assert set(taken) <= set(ports)
 
 
 def _member_without_a_port() -> list[str]:
@@ -83,12 +85,9 @@ def _member_without_a_port() -> list[str]:
     return left
 
 
-@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
+@_needs_reconfigure
 def test_a_member_that_finds_no_port_leaves_nothing_and_tries_again_once_there_is_one() -> None:
-    first = _free_ports(3)
-    environment = {"BAGUA_PORT": f"{first}-{first + 2}", "MASTER_ADDR": "127.0.0.1"}
-    (left,) = run_ranks(1, _member_without_a_port, env=environment)
-    assert left == []
+    assert run_ranks(1, _member_without_a_port, env=_limited_to(_free_ports(3))) == [[]]
 
 
 def _error_of_a_sum() -> str:
@@ -98,10 +97,9 @@ def _error_of_a_sum() -> str:
 
 
 def test_too_few_ports_are_an_error_on_all_ranks_that_says_so() -> None:
-    port = _free_ports(1)
-    environment = {"BAGUA_HOST_ID": _HOSTS, "BAGUA_PORT": str(port), "MASTER_ADDR": "127.0.0.1"}
-    for text in run_ranks(len(_HOSTS), _error_of_a_sum, env=environment):
-        assert f"all ports of BAGUA_PORT={port}-{port} are taken" in text
+    ports = _free_ports(1)
+    for text in run_ranks(len(_HOSTS), _error_of_a_sum, env=_limited_to(ports)):
+        assert f"all ports of BAGUA_PORT={ports[0]}-{ports[0]} are taken" in text
 
 
 def test_a_switch_that_is_neither_0_nor_1_is_an_error_on_all_ranks() -> None:

@@ -95,7 +95,7 @@ def test_qadam_on_one_host(ranks: RankPool, options: dict[str, Any]) -> None:
     _follow(ranks, _qadam(options))
 
 
-@pytest.mark.parametrize("hosts", ["AAB", "AABB", "ABAB", "ABCC", "ABCD"])
+@pytest.mark.parametrize("hosts", ["AAB", "ABAB", "ABCD"])
 def test_qadam_between_hosts(rank_pools: Pools, hosts: str) -> None:
     # A code of a host's share may be its neighbour's, because the share is scaled in another place: range / 255 of a
     # moment below 10, times the learning rate, over the square root of the second moment. With int8 one such code leads
@@ -104,14 +104,13 @@ def test_qadam_between_hosts(rank_pools: Pools, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("options", [FLAT, {}], ids=str)
-def test_qadam_under_several_buckets(peers: RankPool, options: dict[str, Any]) -> None:
-    _follow(peers, _qadam(options, ddp_options=SMALL_BUCKETS)._replace(model=perceptron()), SEVERAL_BUCKETS)
+def test_qadam_under_several_buckets(rank_pools: Pools, options: dict[str, Any]) -> None:
+    _follow(rank_pools[3], _qadam(options, ddp_options=SMALL_BUCKETS)._replace(model=perceptron()), SEVERAL_BUCKETS)
 
 
 @in_other_loops
-@pytest.mark.parametrize("options", [FLAT, {}], ids=str)
-def test_qadam_in_other_loops(rank_pools: Pools, loop: str, options: dict[str, Any]) -> None:
-    _follow(rank_pools[2], _qadam(options, **OTHER_LOOPS[loop]))
+def test_qadam_in_other_loops(rank_pools: Pools, loop: str) -> None:
+    _follow(rank_pools[2], _qadam(FLAT, **OTHER_LOOPS[loop]))
 
 
 def _zeroed(set_to_none: bool) -> list[Tensor]:
@@ -133,7 +132,7 @@ def test_gradients_set_to_zero_or_to_none_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("synchronised", [False, True], ids=["no_sync", "synchronised"])
-@on_ranks("peers")
+@on_ranks(3)
 def test_accumulated_gradients_are_the_gradients_of_the_whole(synchronised: bool) -> None:
     """Two batches of the same numbers in one step, and a loss of twice the size in another's: the same gradients."""
     ddp = [DDP(sim.narrow_model()) for _ in range(2)]
@@ -209,19 +208,3 @@ def test_without_a_hook_the_moments_go_on_locally() -> None:
         torch.testing.assert_close(
             sim.flat(ours.parameters()), sim.flat(reference.parameters()), rtol=0, atol=ONE_BUCKET
         )
-
-
-def test_a_closure_is_called_once_and_its_loss_returned() -> None:
-    model = sim.narrow_model()
-    optimizer = bagua.QAdamOptimizer(model.parameters(), warmup_steps=2)
-    for number in range(4):
-        losses: list[Tensor] = []
-
-        def closure(number: int = number, losses: list[Tensor] = losses) -> Tensor:
-            optimizer.zero_grad()
-            losses.append(sim.batch_loss(model, number, 0))
-            losses[-1].backward()
-            return losses[-1]
-
-        assert optimizer.step(closure) is losses[0]
-        assert len(losses) == 1

@@ -19,13 +19,9 @@ from hooked_models import (
     train,
     with_hook,
 )
-from ranks import on_new_ranks, on_ranks, run_ranks
+from ranks import on_new_ranks, on_ranks
 from script_ranks import run_script
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-# --- wrong use of hooks ---
 
 
 @on_ranks(2)
@@ -53,12 +49,11 @@ def test_the_python_reducer_raises() -> None:
         bagua.register_comm_hook(ddp, "bytegrad")
 
 
-@on_ranks("peers")
+@on_ranks(3)
 def test_ranks_whose_models_differ_raise_everywhere() -> None:
-    rank = dist.get_rank()
-    last = dist.get_world_size() - 1
+    rank, last = dist.get_rank(), 2
     # A group per rank: DDP itself would notice different models.
-    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    alone = [dist.new_group([r]) for r in range(3)][rank]
     ddp = DDP(Leaves(5, 3 if rank == last else 4), process_group=alone)
     with pytest.raises(ValueError, match=f"rank {last} registered") as error:
         bagua.register_comm_hook(ddp, "bytegrad", process_group=dist.group.WORLD)
@@ -94,9 +89,6 @@ def test_a_hook_may_be_made_before_the_process_group(tmp_path: Path) -> None:
     assert same(lazily, train(perceptron(), with_hook("bytegrad", hierarchical=False)))
 
 
-# --- wrong use of the backend ---
-
-
 @on_ranks(2)
 def test_group_options_are_carried_to_new_groups() -> None:
     for wrong in (object(), {"timeout": 3}):
@@ -113,39 +105,6 @@ def test_group_options_are_carried_to_new_groups() -> None:
         assert not group._get_backend(cpu).options.is_high_priority_stream
     assert options.is_high_priority_stream
     dist.barrier()
-
-
-@on_new_ranks(2)
-def test_options_of_the_default_group(tmp_path: Path) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    arguments = {"rank": rank, "world_size": size}
-    with pytest.raises(TypeError, match=r"bagua\.Options, got"):
-        dist.init_process_group(
-            "bagua", store=dist.FileStore(str(tmp_path / "1"), size), pg_options=object(), **arguments
-        )
-    assert not dist.is_initialized()
-    options = bagua.Options(is_high_priority_stream=True)
-    dist.init_process_group("bagua", store=dist.FileStore(str(tmp_path / "2"), size), pg_options=options, **arguments)
-    default = dist.group.WORLD
-    assert default is not None
-    assert default._get_backend(torch.device("cpu")).options.is_high_priority_stream
-
-
-def _destroy_twice() -> tuple[str, str]:
-    dist.destroy_process_group()
-    try:
-        dist.destroy_process_group()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def test_destroying_the_group_twice_is_as_with_gloo() -> None:
-    assert run_ranks(2, _destroy_twice, backend="bagua") == run_ranks(2, _destroy_twice, backend="gloo")
-
-
-# --- scripts ---
 
 
 def _skip_unless_installed() -> None:
@@ -173,9 +132,7 @@ dist.init_process_group(backend="bagua", init_method="file://" + os.environ["STO
 assert dist.get_backend() == "bagua", dist.get_backend()
 tensor = torch.full((3,), dist.get_rank() + 1.0)
 dist.all_reduce(tensor)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
-model(tensor).sum().backward()
-print("sum", tensor.tolist(), model.module.weight.grad.tolist())
+print("sum", tensor.tolist())
 dist.destroy_process_group()
 """
 
@@ -186,10 +143,8 @@ def test_a_script_that_never_imports_bagua(tmp_path: Path) -> None:
         loaded, seconds, result = end.output.splitlines()
         assert set(loaded.split()) <= {"bagua_autoload"}, "import torch loads only what registers"
         assert float(seconds) < 0.1  # torch itself takes more than a second
-        assert result == "sum [3.0, 3.0, 3.0] [[3.0, 3.0, 3.0]]"
+        assert result == "sum [3.0, 3.0, 3.0]"
 
-
-# --- the devices of a group ---
 
 _DEVICES = """
 import os
@@ -223,17 +178,3 @@ def test_a_group_serves_the_devices_that_there_are(tmp_path: Path) -> None:
     assert lines[:3] == ["cpu:bagua ['cpu']", "started False", "spoilt False"]
     if torch.backends.cuda.is_built():
         assert lines[3] == "cpu:bagua,cuda:bagua ['cpu', 'cuda']"
-
-
-@on_ranks(2)
-def test_torch_finds_the_device_of_a_group() -> None:
-    """Torch gathers shards on the first device that is not the CPU, where the group names one."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    whole = torch.arange(4.0 * size).reshape(2 * size, 2)
-    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{peer}/cpu" for peer in range(size)])
-    sharded = sharded_tensor.empty(spec, 2 * size, 2)
-    sharded.local_shards()[0].tensor.copy_(whole[2 * rank : 2 * rank + 2])
-    gathered = torch.empty(2 * size, 2) if rank == 0 else None
-    sharded.gather(0, gathered)
-    if gathered is not None:
-        assert torch.equal(gathered, whole)

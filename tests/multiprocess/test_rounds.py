@@ -14,7 +14,6 @@ from devices import randn
 from hooked_models import emulated_hosts, same
 from ranks import Pools, on_ranks
 from rounds_training import (
-    CONSECUTIVE,
     PLANS,
     PlainRounds,
     Plan,
@@ -23,6 +22,7 @@ from rounds_training import (
     averaged_every,
     begun,
     momentum_sgd,
+    simulated,
     three_layers,
     train,
 )
@@ -74,27 +74,16 @@ def test_the_fixtures_of_torchft(delay: int, mixing: float) -> None:
 # --- against a plain loop ---
 
 
-def _follow_plan(plan: Plan, adaptive: bool) -> tuple[list[Tensor], dict[str, Any], list[dict[str, Tensor]]]:
-    return train(plan.register, adam if adaptive else momentum_sgd, sim.one_batch_a_step(26))
-
-
-@pytest.mark.parametrize(
-    ("size", "plan"),
-    [(3, plan) for plan in PLANS] + [pytest.param(n, plan, marks=pytest.mark.long) for n in (2, 4) for plan in PLANS],
-    ids=str,
-)
-def test_diloco_follows_a_plain_loop(rank_pools: Pools, size: int, plan: Plan) -> None:
-    adaptive, peers = plan.fragments == 2, rank_pools[size]
-    histories, stats, states = zip(*peers.run(_follow_plan, plan, adaptive), strict=True)
-    models = sim.copies(three_layers(), peers.world_size)
-    rounds = PlainRounds(models, plan, CONSECUTIVE[plan.fragments])
-    optimizers = [(adam if adaptive else momentum_sgd)(model) for model in models]
-    assert_close(histories, sim.simulate(models, optimizers, rounds, sim.one_batch_a_step(26)))
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_diloco_follows_a_plain_loop(rank_pools: Pools, plan: Plan) -> None:
+    make_optimizer, steps = adam if plan.fragments == 2 else momentum_sgd, sim.one_batch_a_step(18)
+    histories, stats, states = zip(*rank_pools[3].run(train, plan.register, make_optimizer, steps), strict=True)
+    assert_close(histories, simulated(partial(PlainRounds, plan=plan), 3, steps, make_optimizer))
     # The outer weights are the same bits on all ranks, at any time.
     for own in states:
-        assert all(same(own[step][name], states[0][step][name]) for step in range(26) for name in own[step])
-    assert {own["rounds"] for own in stats} == {26 * plan.fragments // plan.sync_every}
-    assert {own["steps"] for own in stats} == {26}
+        assert all(same(own[step][name], states[0][step][name]) for step in range(18) for name in own[step])
+    assert {own["rounds"] for own in stats} == {18 * plan.fragments // plan.sync_every}
+    assert {own["steps"] for own in stats} == {18}
 
 
 @pytest.mark.parametrize("synchronised", [False, True], ids=["no_sync", "synchronised"])
@@ -102,10 +91,7 @@ def test_accumulated_gradients_make_one_step(rank_pools: Pools, synchronised: bo
     steps = sim.accumulating(13, synchronised=synchronised)
     plan = Plan(4, 2, delay=1, mixing=0.5)
     results = rank_pools[2].run(train, plan.register, momentum_sgd, steps)
-    models = sim.copies(three_layers(), 2)
-    rounds = PlainRounds(models, plan, CONSECUTIVE[2])
-    expected = sim.simulate(models, [momentum_sgd(model) for model in models], rounds, steps)
-    assert_close([history for history, _, _ in results], expected)
+    assert_close([history for history, _, _ in results], simulated(partial(PlainRounds, plan=plan), 2, steps))
 
 
 @pytest.mark.parametrize(
@@ -143,16 +129,10 @@ class Average(sim.Nothing):
                 sim.assign(list(model.parameters()), average)
 
 
-def _local_sgd(every: int) -> list[Tensor]:
-    return train(averaged_every(every), momentum_sgd, sim.one_batch_a_step(16))[0]
-
-
-@pytest.mark.parametrize("every", [1, 5])
-def test_local_sgd_averages_the_weights(rank_pools: Pools, every: int) -> None:
-    histories = rank_pools[3].run(_local_sgd, every)
-    models = sim.copies(three_layers(), 3)
-    expected = sim.simulate(models, [momentum_sgd(m) for m in models], Average(every), sim.one_batch_a_step(16))
-    assert_close(histories, expected)
+def test_local_sgd_averages_the_weights(rank_pools: Pools) -> None:
+    every, steps = 5, sim.one_batch_a_step(16)
+    histories = [history for history, _, _ in rank_pools[3].run(train, averaged_every(every), momentum_sgd, steps)]
+    assert_close(histories, simulated(lambda _: Average(every), 3, steps))
     for step in range(16):
         alike = all(same(histories[0][step], history[step]) for history in histories[1:])
         assert alike == ((step + 1) % every == 0)
@@ -195,10 +175,7 @@ class _Sum(nn.Module):
         return torch.stack([(w * g).sum() for w, g in zip(self.weights, gradients, strict=True)]).sum()
 
 
-@pytest.mark.parametrize(
-    ("momentum", "nesterov"),
-    [(0.9, True), *(pytest.param(m, False, marks=pytest.mark.long) for m in (0.9, 0.0))],
-)
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, False)])
 def test_the_outer_step_is_that_of_torch_to_the_bit(rank_pools: Pools, momentum: float, nesterov: bool) -> None:
     rounds = rank_pools[2].run(_outer_steps, momentum, nesterov)[0]
     weights = [part.clone().requires_grad_() for part in rounds[0][0].split(LENGTHS)]
@@ -229,26 +206,29 @@ def test_what_a_rank_keeps_of_its_weights_is_lerp_to_the_bit(dtype: torch.dtype)
 # --- differences in fewer bits ---
 
 
-def _coded(options: dict[str, Any], hosts: str) -> tuple[list[Tensor], dict[str, Any], list[dict[str, Tensor]]]:
+def _between_hosts(
+    plan: Plan, hosts: str, steps: int, options: dict[str, Any]
+) -> tuple[list[Tensor], dict[str, Any], list[dict[str, Tensor]]]:
     with emulated_hosts(hosts) as group:
-        register = partial(Plan(4, 2, delay=1).register, **options)
-        return train(register, momentum_sgd, sim.one_batch_a_step(24), process_group=group)
+        register = partial(plan.register, **options)
+        return train(register, momentum_sgd, sim.one_batch_a_step(steps), process_group=group)
 
 
-@pytest.mark.parametrize("codec", bagua.available_codecs())
-def test_coded_differences_keep_the_ranks_together(rank_pools: Pools, codec: str) -> None:
-    exact = rank_pools[3].run(_coded, {}, "ABC")
-    results = rank_pools[3].run(_coded, {"codec": codec}, "ABC")
-    for _, stats, states in results:
-        assert stats["wire_bytes"] < 0.5 * exact[0][1]["wire_bytes"]
-        assert stats["memory"]["residuals"] > 0
-        for number in (0, 1):
-            outer = [f"outer_weights.{number}", f"outer_momentum.{number}"]
-            assert all(same(states[-1][name], results[0][2][-1][name]) for name in outer)
-            # The outer weights have gone where they go without a codec, but for a part of the way.
-            way = exact[0][2][-1][outer[0]] - exact[0][2][0][outer[0]]
-            most = 0.5 if codec == "1bit" else 0.3
-            assert (states[-1][outer[0]] - exact[0][2][-1][outer[0]]).norm() < most * way.norm()
+def test_coded_differences_keep_the_ranks_together(rank_pools: Pools) -> None:
+    plan, hosts, steps = Plan(4, 2, delay=1), "ABC", 24
+    exact = rank_pools[3].run(_between_hosts, plan, hosts, steps, {})
+    for codec in bagua.available_codecs():
+        results = rank_pools[3].run(_between_hosts, plan, hosts, steps, {"codec": codec})
+        for _, stats, states in results:
+            assert stats["wire_bytes"] < 0.5 * exact[0][1]["wire_bytes"], codec
+            assert stats["memory"]["residuals"] > 0, codec
+            for number in (0, 1):
+                outer = [f"outer_weights.{number}", f"outer_momentum.{number}"]
+                assert all(same(states[-1][name], results[0][2][-1][name]) for name in outer), codec
+                # The outer weights have gone where they go without a codec, but for a part of the way.
+                way = exact[0][2][-1][outer[0]] - exact[0][2][0][outer[0]]
+                most = 0.5 if codec == "1bit" else 0.3
+                assert (states[-1][outer[0]] - exact[0][2][-1][outer[0]]).norm() < most * way.norm(), codec
 
 
 # --- hosts ---
@@ -257,8 +237,8 @@ def test_coded_differences_keep_the_ranks_together(rank_pools: Pools, codec: str
 class HostRounds(PlainRounds):
     """Gradients averaged inside a host."""
 
-    def __init__(self, models: Sequence[nn.Module], plan: Plan, cut: Sequence[Sequence[int]], hosts: str) -> None:
-        super().__init__(models, plan, cut)
+    def __init__(self, models: Sequence[nn.Module], plan: Plan, hosts: str) -> None:
+        super().__init__(models, plan)
         self.places = sim.participants(len(models), hosts, True)
 
     def after_backward(self, models: Sequence[nn.Module]) -> None:
@@ -266,21 +246,11 @@ class HostRounds(PlainRounds):
             sim.average_gradients([models[rank] for rank in ranks])
 
 
-def _on_hosts(
-    plan: Plan, hosts: str, codec: str | None
-) -> tuple[list[Tensor], dict[str, Any], list[dict[str, Tensor]]]:
-    with emulated_hosts(hosts) as group:
-        register = partial(plan.register, hierarchical=True, codec=codec)
-        return train(register, momentum_sgd, sim.one_batch_a_step(14), process_group=group)
-
-
 @pytest.mark.parametrize("hosts", ["AABB", *(pytest.param(h, marks=pytest.mark.long) for h in ("ABCA", "AAA"))])
 def test_ranks_of_a_host_are_one_participant(rank_pools: Pools, hosts: str) -> None:
     plan, size = Plan(6, 2, delay=1, mixing=0.5), len(hosts)
-    results = rank_pools[size].run(_on_hosts, plan, hosts, None)
-    models = sim.copies(three_layers(), size)
-    rounds = HostRounds(models, plan, CONSECUTIVE[2], hosts)
-    expected = sim.simulate(models, [momentum_sgd(model) for model in models], rounds, sim.one_batch_a_step(14))
+    results = rank_pools[size].run(_between_hosts, plan, hosts, 14, {"hierarchical": True})
+    expected = simulated(partial(HostRounds, plan=plan, hosts=hosts), size, sim.one_batch_a_step(14))
     assert_close([history for history, _, _ in results], expected)
     for ranks in sim.participants(size, hosts, True):
         assert all(same(results[rank][0], results[ranks[0]][0]) for rank in ranks), "at any time, the ranks of a host"
@@ -292,8 +262,10 @@ def test_ranks_of_a_host_are_one_participant(rank_pools: Pools, hosts: str) -> N
 
 def test_hosts_send_each_other_coded_differences(rank_pools: Pools) -> None:
     plan = Plan(6, 2, delay=1)
-    exact = rank_pools[4].run(_on_hosts, plan, "AABB", None)
-    coded = rank_pools[4].run(_on_hosts, plan, "AABB", "minmax_uint8")
+    exact, coded = (
+        rank_pools[4].run(_between_hosts, plan, "AABB", 14, {"hierarchical": True, "codec": codec})
+        for codec in (None, "minmax_uint8")
+    )
     sent = [sum(stats["wire_bytes_between_hosts"] for _, stats, _ in results) for results in (exact, coded)]
     # The headers of such short chunks take their part.
     assert sent[1] < 0.6 * sent[0]

@@ -11,52 +11,38 @@ import torch
 import torch.distributed as dist
 from hooked_models import captured_stderr, same
 from ranks import Pools, on_ranks
-from rounds_training import begun, begun_anew, register
+from rounds_training import Training, begun, begun_anew, register
 from torch import Tensor
 
 # Eight steps are timed, and eight more beside an exchange; the ranks compare what they have found before the next.
 FIRST_STEPS = 17
 
 
-class Training:
-    """A small model with diloco, whose steps take as long as they are told to."""
+def _begun(**options: Any) -> Training:
+    return begun(partial(register, **options))
 
-    def __init__(self, **options: Any) -> None:
-        self._begin = partial(begun, partial(register, **options))
-        self.run = self._begin()
-        self.handle = self.run.handle
-        self.steps = 0
 
-    def train(self, steps: int, seconds: float = 0.0, *, skips: bool = False) -> None:
-        for _ in range(steps):
-            self.steps += 1
-            time.sleep(seconds)
-            if not skips:
-                self.run.step(self.steps)
-                continue
-            self.run.optimizer.zero_grad()
-            sim.batch_loss(self.run.ddp, self.steps, dist.get_rank()).backward()
-
-    def begin_anew(self) -> None:
-        """Go on from a checkpoint."""
-        self.run = begun_anew(self.run, self._begin)
-        self.handle = self.run.handle
+def _train(training: Training, steps: int, seconds: float = 0.0) -> None:
+    """Steps that take so long, and more."""
+    for number in range(steps):
+        time.sleep(seconds)
+        training.step(number)
 
 
 def _by_itself(options: dict[str, Any]) -> tuple[dict[str, int], int, Tensor]:
-    training = Training(**options)
+    training = _begun(**options)
     # Ranks whose steps take different times choose the same.
-    training.train(FIRST_STEPS - 1, 0.01 * dist.get_rank())
+    _train(training, FIRST_STEPS - 1, 0.01 * dist.get_rank())
     assert training.handle.stats()["chosen"] == {}
-    training.train(1)
+    _train(training, 1)
     assert training.handle.stats()["rounds"] == 0
     chosen = training.handle.stats()["chosen"]
-    training.train(chosen["sync_every"])
+    _train(training, chosen["sync_every"])
     rounds = training.handle.stats()["rounds"]
     training.handle.synchronize()
     training.handle.reset()
     assert training.handle.stats()["chosen"] == chosen
-    return chosen, rounds, training.run.weights()
+    return chosen, rounds, training.weights()
 
 
 @pytest.mark.parametrize(
@@ -85,26 +71,24 @@ def test_ranks_choose_the_same_schedule_and_follow_it(
 
 @on_ranks(2)
 def test_a_checkpoint_holds_what_was_chosen() -> None:
-    whole, broken = Training(mixing=0.5), Training(mixing=0.5)
-    whole.train(FIRST_STEPS + 3)
-    broken.run, broken.steps = whole.run, whole.steps
-    broken.begin_anew()
+    whole = _begun(mixing=0.5)
+    _train(whole, FIRST_STEPS + 3)
+    broken = begun_anew(whole, partial(_begun, mixing=0.5))
     chosen = dict(whole.handle.stats()["chosen"])
     assert broken.handle.stats()["chosen"] == chosen
     assert chosen["sync_every"] >= 30
-    for run in (whole, broken):
-        run.train(30)
-    assert same(whole.run.weights(), broken.run.weights())
+    for training in (whole, broken):
+        _train(training, 30)
+    assert same(whole.weights(), broken.weights())
 
 
 def _goes_on_before_the_choice() -> dict[str, int]:
-    training = Training()
-    training.train(FIRST_STEPS - 4)  # the exchange may be on its way
-    state = training.handle.state_dict()
-    training.handle.load_state_dict(state)
-    training.train(FIRST_STEPS - 1)
+    training = _begun()
+    _train(training, FIRST_STEPS - 4)  # the exchange may be on its way
+    training.handle.load_state_dict(training.handle.state_dict())
+    _train(training, FIRST_STEPS - 1)
     assert training.handle.stats()["chosen"] == {}
-    training.train(1)
+    _train(training, 1)
     return dict(training.handle.stats()["chosen"])
 
 
@@ -114,11 +98,15 @@ def test_a_run_that_goes_on_from_before_the_choice_measures_anew(rank_pools: Poo
 
 
 def _skips_the_last_measured_step() -> dict[str, int]:
-    training = Training()
-    training.train(FIRST_STEPS - 2)
-    training.train(1, skips=dist.get_rank() == 0)
+    training = _begun()
+    _train(training, FIRST_STEPS - 2)
+    if dist.get_rank() == 0:
+        training.optimizer.zero_grad()
+        sim.batch_loss(training.ddp, 0, 0).backward()
+    else:
+        _train(training, 1)
     dist.all_reduce(torch.ones(1))
-    training.train(1)
+    _train(training, 1)
     return dict(training.handle.stats()["chosen"])
 
 
@@ -129,7 +117,7 @@ def test_no_rank_waits_in_its_optimizer_for_one_that_skips_the_step(rank_pools: 
 
 def _choose_and_say() -> str:
     with captured_stderr() as said:
-        Training().train(FIRST_STEPS)
+        _train(_begun(), FIRST_STEPS)
         return said()
 
 

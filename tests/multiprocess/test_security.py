@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, on_ranks, run_ranks
+from ranks import on_ranks, run_ranks
 
 _NOBODY = 65534
 
@@ -18,21 +18,19 @@ def _segments_in_use() -> list[str]:
     return [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/bagua-" in line]
 
 
-def _use_shared_memory() -> None:
+@on_ranks(3)
+def test_segments_have_no_name_once_the_first_collective_is_over() -> None:
     dist.all_reduce(torch.ones(10))
     segments = _segments_in_use()
     assert segments, "nothing is mapped: this test is about shared memory"
     assert all(segment.endswith(" (deleted)") for segment in segments), segments
 
 
-def test_segments_have_no_name_once_the_first_collective_is_over(peers: RankPool) -> None:
-    peers.run(_use_shared_memory)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @on_ranks(2)
 def test_another_user_cannot_reach_the_memory_through_proc() -> None:
-    _use_shared_memory()
+    dist.all_reduce(torch.ones(10))
+    assert _segments_in_use()
     for door in ("fd", "map_files"):
         path = f"/proc/{os.getpid()}/{door}"
         if os.path.exists(path):

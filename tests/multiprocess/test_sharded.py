@@ -11,7 +11,10 @@ from hooked_models import same_everywhere
 from ranks import on_new_ranks, on_ranks
 from sharded_models import (
     MESHES,
+    POLICIES,
     WIDTHS,
+    accumulated_in_host,
+    accumulated_in_whole,
     check_equal,
     compressed,
     error_of,
@@ -20,25 +23,11 @@ from sharded_models import (
     made_model,
     mesh_of,
     plain_step,
-    policies,
     sharded,
     trained,
 )
 from torch import nn
-
-
-def accumulated_in_whole(model: Any, step: int) -> None:
-    """Gradients add up whole, and are reduced once."""
-    for part in range(3):
-        model.set_requires_gradient_sync(part == 2)
-        loss_of(model, step, part).backward()
-
-
-def accumulated_in_host(model: Any, step: int) -> None:
-    """They are reduced inside the host every time, and between hosts once."""
-    for part in range(3):
-        model.set_requires_all_reduce(part == 2)
-        loss_of(model, step, part).backward()
+from torch.distributed.fsdp import fully_shard
 
 
 def accumulated_in_gradients(model: Any, step: int) -> None:
@@ -72,24 +61,14 @@ def checkpointed(model: Any, step: int) -> None:
     loss_of(model, step, is_reentrant=step % 2 == 1).backward()
 
 
-STEPS = [
-    plain_step,
-    accumulated_in_whole,
-    accumulated_in_host,
-    accumulated_in_gradients,
-    divided,
-    skipping,
-    checkpointed,
-]
-by_name = {"ids": lambda step: step.__name__}
+STEPS = [accumulated_in_host, accumulated_in_gradients, divided, skipping, checkpointed]
 
 
-on_meshes = pytest.mark.parametrize("mesh_name", MESHES)
 on_two_meshes = pytest.mark.parametrize("mesh_name", ["hybrid", "line"])
 
 
 @on_two_meshes
-@pytest.mark.parametrize("step", STEPS, **by_name)
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 @on_ranks(4)
 def test_what_is_exact_is_what_fsdp2_computes(mesh_name: str, step: Any) -> None:
     computes_as_fsdp2_does(mesh_name, step)
@@ -98,22 +77,22 @@ def test_what_is_exact_is_what_fsdp2_computes(mesh_name: str, step: Any) -> None
 @on_new_ranks(4)  # as what DTensor remembers of a mesh outlives its groups
 def test_accumulated_checkpointed_clipped_gradients_in_bfloat16_are_those_of_fsdp2() -> None:
     for mesh_name in ("hybrid", "line"):
-        computes_as_fsdp2_does(mesh_name, all_at_once, **policies()["bfloat16"])
+        computes_as_fsdp2_does(mesh_name, all_at_once, **POLICIES["bfloat16"])
 
 
 def computes_as_fsdp2_does(mesh_name: str, step: Any, **policy: Any) -> None:
     mesh, model = mesh_of(mesh_name), made_model()
     expected = trained(sharded(model, mesh, **policy), step=step)
     own = trained(in_full_precision(sharded(model, mesh, **policy), mesh), step=step)
-    check_equal(own, expected, rtol=1e-5, atol=1e-6)
+    check_equal(own, expected)
 
 
 @on_two_meshes
-@pytest.mark.parametrize("name", ["bfloat16", "reduced in bfloat16", "reduced in float16", "kept whole", "offloaded"])
+@pytest.mark.parametrize("name", ["reduced in bfloat16", "reduced in float16", "kept whole", "offloaded"])
 @on_ranks(4)
 def test_it_does_so_with_every_policy(mesh_name: str, name: str) -> None:
-    mesh, model, policy = mesh_of(mesh_name), made_model(), policies()[name]
-    bits = 2e-2 if "bfloat16" in name else 2e-3 if "float16" in name else 1e-5
+    mesh, model, policy = mesh_of(mesh_name), made_model(), POLICIES[name]
+    bits = {"reduced in bfloat16": 2e-2, "reduced in float16": 2e-3}.get(name, 1e-5)
     expected = trained(sharded(model, mesh, **policy))
     own = trained(in_full_precision(sharded(model, mesh, **policy), mesh))
     check_equal(own, expected, rtol=bits, atol=bits)
@@ -168,24 +147,24 @@ class Wide(nn.Module):
 SENT = {"hybrid": 1.0, "line": 0.25, "line of hosts": 0.75}
 
 
-@on_meshes
-@pytest.mark.parametrize(("gradients", "share"), [("gradient_allreduce", 1.0), ("int8", 0.26), ("4bit", 0.14)])
+@pytest.mark.parametrize("mesh_name", MESHES)
 @on_ranks(4)
-def test_between_hosts_go_the_bytes_of_the_codec_alone(mesh_name: str, gradients: str, share: float) -> None:
-    torch.manual_seed(0)
-    model = sharded(Wide(), mesh_of(mesh_name))
-    unwatched = {} if gradients == "gradient_allreduce" else {"guard": None}
-    handle = bagua.fsdp.compress(model, gradients, **unwatched)
-    model(torch.randn(4, 256)).sum().backward()
-    stats = handle.stats()
+def test_between_hosts_go_the_bytes_of_the_codec_alone(mesh_name: str) -> None:
+    mesh = mesh_of(mesh_name)
     # Padded to rows for every rank.
     rows = 2 if mesh_name == "hybrid" else 4
     whole = 4 * (2 * 256 * 256 + 256 * rows)
-    assert stats["logical_bytes"] == (whole // 2 if mesh_name == "hybrid" else whole)
-    share *= SENT[mesh_name]
-    assert 0.9 * share < stats["wire_bytes_between_hosts"] / stats["logical_bytes"] < 1.05 * share
-    # On two hosts of a line sums are made inside them; else there is but the agreement on each step.
-    assert (stats["wire_bytes_in_host"] > 1000) == (mesh_name == "line")
+    for gradients, share in (("gradient_allreduce", 1.0), ("int8", 0.26), ("4bit", 0.14)):
+        model = sharded(Wide(), mesh)
+        unwatched = {} if gradients == "gradient_allreduce" else {"guard": None}
+        handle = bagua.fsdp.compress(model, gradients, **unwatched)
+        model(torch.randn(4, 256)).sum().backward()
+        stats = handle.stats()
+        assert stats["logical_bytes"] == (whole // 2 if mesh_name == "hybrid" else whole)
+        sent = stats["wire_bytes_between_hosts"] / stats["logical_bytes"] / SENT[mesh_name]
+        assert 0.9 * share < sent < 1.05 * share, gradients
+        # On two hosts of a line sums are made inside them; else there is but the agreement on each step.
+        assert (stats["wire_bytes_in_host"] > 1000) == (mesh_name == "line"), gradients
 
 
 @on_two_meshes
@@ -194,7 +173,7 @@ def test_error_feedback_gives_back_what_it_has_kept(mesh_name: str) -> None:
     """The same gradients again and again: their sums differ by what is held back, and by nothing that grows."""
     mesh, model = mesh_of(mesh_name), made_model()
     steps = 16
-    expected = trained(sharded(model, mesh), [0] * steps, rate=0)
+    expected = trained(sharded(model, mesh), [0], rate=0)
     own = trained(compressed(sharded(model, mesh), "4bit", exact=(), residuals="float32"), [0] * steps, rate=0)
     for name, gradient in expected.gradients[0].items():
         total = torch.stack([step[name] for step in own.gradients]).sum(0)
@@ -234,32 +213,6 @@ def test_a_backward_inside_a_backward_is_no_step_of_its_own() -> None:
 
 @on_two_meshes
 @on_ranks(4)
-def test_a_training_that_was_resumed_goes_on_with_the_same_bits(mesh_name: str) -> None:
-    mesh, model = mesh_of(mesh_name), made_model()
-    whole = sharded(model, mesh)
-    handle = bagua.fsdp.compress(whole, "4bit")
-    first = trained(whole, range(3))
-    state, weights = handle.state_dict(), {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-    assert state["state"]
-    # The first step has no gradients of one block, nor the one after it of the other.
-    expected = trained(whole, range(3, 6), step=skipping)
-    other = sharded(model, mesh)
-    other.load_state_dict(weights)
-    resumed = bagua.fsdp.compress(other, "4bit")
-    resumed.load_state_dict(state)
-    assert resumed.state_dict()["step"] == 3
-    check_equal(trained(other, range(3, 6), step=skipping), expected, rtol=0, atol=0)
-    fresh = compressed(sharded(model, mesh), "4bit")
-    fresh.load_state_dict(weights)
-    with pytest.raises(AssertionError):
-        check_equal(trained(fresh, range(3, 6), step=skipping), expected, rtol=0, atol=0)
-    assert first.gradients
-    with pytest.raises(ValueError, match="rank"):
-        resumed.load_state_dict({**state, "rank": (dist.get_rank() + 1) % 4})
-
-
-@on_two_meshes
-@on_ranks(4)
 def test_fsdp2_reduces_by_itself_after_remove_and_another_algorithm_may_come(mesh_name: str) -> None:
     mesh, model = mesh_of(mesh_name), made_model()
     stock, ours = sharded(model, mesh), sharded(model, mesh)
@@ -271,15 +224,13 @@ def test_fsdp2_reduces_by_itself_after_remove_and_another_algorithm_may_come(mes
     check_equal(trained(ours), trained(stock), rtol=0, atol=0)
     assert handle.stats()["buckets"] == before
     again = bagua.fsdp.compress(ours, "gradient_allreduce")
-    check_equal(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
+    check_equal(trained(ours), trained(stock))
     assert again.stats()["steps"] == 3
 
 
 @on_two_meshes
 @on_ranks(4)
 def test_modules_that_were_sharded_together_are_reduced_once_and_let_go(mesh_name: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     mesh = mesh_of(mesh_name)
 
     def together() -> Any:
@@ -289,9 +240,9 @@ def test_modules_that_were_sharded_together_are_reduced_once_and_let_go(mesh_nam
 
     stock, ours = together(), together()
     handle = bagua.fsdp.compress(ours, "gradient_allreduce")
-    check_equal(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
+    check_equal(trained(ours), trained(stock))
     handle.remove()
-    check_equal(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
+    check_equal(trained(ours), trained(stock))
     bagua.fsdp.compress(ours, "int8").remove()
 
 

@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,28 +16,34 @@ from ranks import on_ranks
 from reference import named
 from sharded_models import (
     MESHES,
+    POLICIES,
+    accumulated_in_host,
+    accumulated_in_whole,
     local,
     loss_of,
     made_model,
     mesh_of,
     on_hosts,
     plain_step,
-    policies,
     sharded,
     shards_of,
     trained,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 Step = Callable[[Any, torch.optim.Optimizer, int], None]
 Weights = dict[str, Tensor]
 
 
-def plain(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    loss_of(model, number).backward()
+def stepped(backward: Callable[[Any, int], None], model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    backward(model, number)
     optimizer.step()
     optimizer.zero_grad()
+
+
+plain = partial(stepped, plain_step)
 
 
 def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -81,6 +88,16 @@ def in_rounds(
     optimizer = make(model)
     with on_hosts("hybrid"):
         return model, bagua.fsdp.compress(model, gradients, optimizer=optimizer, **options), optimizer
+
+
+def resumed_from(
+    model: Any, handle: bagua.Handle, optimizer: torch.optim.Optimizer, **options: Any
+) -> tuple[Any, bagua.Handle, torch.optim.Optimizer]:
+    """A training with the states of another."""
+    other = in_rounds(**options)
+    for own, one in zip(other, (model, handle, optimizer), strict=True):
+        own.load_state_dict(copy.deepcopy(one.state_dict()))
+    return other
 
 
 def check_same(own: Sequence[Weights], expected: Sequence[Weights]) -> None:
@@ -135,10 +152,7 @@ def test_one_schedule_is_chosen_for_all_shards_and_kept_by_checkpoints() -> None
     dist.all_gather_object(schedules, chosen)
     assert all(schedule == chosen for schedule in schedules)
     assert chosen["sync_every"] >= 30
-    other, resumed, another = in_rounds()
-    other.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
-    another.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    resumed.load_state_dict(handle.state_dict())
+    other, resumed, another = resumed_from(model, handle, optimizer)
     assert resumed.stats()["chosen"] == chosen
     for number in range(chosen["sync_every"]):
         plain(model, optimizer, number)
@@ -182,26 +196,6 @@ def test_coded_rounds_send_few_bytes_and_only_when_a_fragment_is_exchanged() -> 
     assert elements < steps[1] < 1.1 * elements
 
 
-def accumulated_in_whole(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    for part in range(3):
-        if isinstance(model, DDP):
-            model.require_backward_grad_sync = part == 2
-        else:
-            model.set_requires_gradient_sync(part == 2)
-        loss_of(model, number, part).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def accumulated_in_host(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    for part in range(3):
-        if not isinstance(model, DDP):
-            model.set_requires_all_reduce(part == 2)
-        loss_of(model, number, part).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def skipped_by_a_host(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
     """Gradients are dropped, or set to zero, where one host has taken no step."""
     loss_of(model, number).backward()
@@ -210,30 +204,29 @@ def skipped_by_a_host(model: Any, optimizer: torch.optim.Optimizer, number: int)
     optimizer.zero_grad(set_to_none=number == 2)
 
 
-def two_forwards_first(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+def two_forwards_first(model: Any, number: int) -> None:
     losses = [loss_of(model, number, part) for part in range(2)]
     if isinstance(model, DDP):
         sum(losses).backward()
     else:
         for loss in losses:
             loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
-def backward_twice(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+def backward_twice(model: Any, number: int) -> None:
     loss = loss_of(model, number)
     if isinstance(model, DDP):
         (2 * loss).backward()
     else:
         loss.backward(retain_graph=True)
         loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
-STEPS = [accumulated_in_whole, accumulated_in_host, skipped_by_a_host, two_forwards_first, backward_twice]
-TRAININGS = [(step, momentum_sgd) for step in STEPS] + [(step, many_at_once) for step in STEPS[1:3]]
+BACKWARDS = [accumulated_in_whole, accumulated_in_host, two_forwards_first, backward_twice]
+TRAININGS = [
+    *((partial(stepped, backward), momentum_sgd) for backward in BACKWARDS),
+    *((skipped_by_a_host, make) for make in (momentum_sgd, many_at_once)),
+]
 
 
 @pytest.mark.parametrize(("step", "make"), TRAININGS)
@@ -250,7 +243,7 @@ def test_steps_count_as_the_optimizer_takes_them_or_skips_them(step: Step, make:
 @pytest.mark.parametrize("name", ["bfloat16", "reduced in float16", "kept whole", "offloaded"])
 @on_ranks(4)
 def test_a_host_by_itself_computes_what_fsdp2_does_with_every_policy(name: str) -> None:
-    policy = policies()[name]
+    policy = POLICIES[name]
     model, handle, _ = in_rounds(sync_every=100, policy=policy)
     own = trained(model)
     alone = trained(sharded(made_model(), mesh_of()["shard"], **policy))
@@ -266,13 +259,7 @@ def test_a_run_that_was_resumed_within_a_round_goes_on_with_the_same_bits() -> N
     model, handle, optimizer = in_rounds(**options)
     for number in range(5):
         plain(model, optimizer, number)
-    state, of_optimizer = handle.state_dict(), copy.deepcopy(optimizer.state_dict())
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    other, resumed, another = in_rounds(**options)
-    other.load_state_dict(weights)
-    another.load_state_dict(of_optimizer)
-    resumed.load_state_dict(state)
-    one = followed(other, resumed, another, range(5, 11), plain)
+    one = followed(*resumed_from(model, handle, optimizer, **options), range(5, 11), plain)
     for own, expected in zip(one, followed(model, handle, optimizer, range(5, 11), plain), strict=True):
         assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
 
@@ -342,8 +329,6 @@ def test_what_cannot_be_trained_in_rounds_is_refused_with_its_name(mesh_name: st
 
 @on_ranks(4)
 def test_a_mesh_whose_replicas_are_inside_hosts_is_warned_of() -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-
     ranks = torch.arange(4).view(2, 2)
     for layout, has_warning in ((ranks, False), (ranks.T.contiguous(), True)):
         with on_hosts("hybrid"), logged() as text:

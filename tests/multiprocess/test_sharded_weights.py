@@ -13,8 +13,10 @@ import torch.distributed as dist
 from bagua._weight_cache import CachedGather
 from hooked_models import same_everywhere
 from ranks import on_ranks
-from sharded_models import check_equal, compressed, loss_of, made_model, mesh_of, policies, sharded, trained
+from sharded_models import POLICIES, check_equal, compressed, loss_of, made_model, mesh_of, outcome, sharded, trained
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 # What a group with frozen weights gathers ends with its number, in float32.
 NUMBER = 2
@@ -76,25 +78,19 @@ def test_of_a_group_with_frozen_and_trained_weights_the_trained_ones_are_gathere
         own = trained(compressed(sharded(model, mesh), weights="cache"))
         # Of three groups with frozen weights: two in each step, and once the third.
         assert sum(sizes) == 3 * of_trained + of_frozen + NUMBER * 7
-    check_equal(own, expected, rtol=1e-5, atol=1e-6)
+    check_equal(own, expected)
 
 
-@on_ranks(4)
-def test_frozen_weights_that_were_loaded_are_gathered_again() -> None:
+def stock_and_ours(weights: str = "cache") -> tuple[Any, Any]:
+    """A model whose weights FSDP2 gathers by itself, and the same one with ours."""
     model, mesh = made_model(), mesh_of("line")
-    stock, ours = sharded(model, mesh), compressed(sharded(model, mesh), weights="cache")
-    for one in (stock, ours):
-        trained(one)
-        with torch.no_grad():
-            one.frozen.weight.mul_(2)
-    check_equal(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
+    return sharded(model, mesh), compressed(sharded(model, mesh), weights=weights)
 
 
 @on_ranks(4)
 def test_weights_that_are_frozen_after_a_step_are_gathered_once_more() -> None:
-    model, mesh = made_model(), mesh_of("line")
     losses = []
-    for one in (sharded(model, mesh), compressed(sharded(model, mesh), weights="cache")):
+    for one in stock_and_ours():
         # It does not change the version of what it updates.
         optimizer = torch.optim.SGD(one.parameters(), lr=1e-3, foreach=True)
         loss_of(one, 0).backward()
@@ -104,22 +100,17 @@ def test_weights_that_are_frozen_after_a_step_are_gathered_once_more() -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
 
 
-def outcome(model: Any) -> torch.Tensor:
-    """What a forward computes, the same input on all ranks."""
-    with torch.no_grad():
-        result: torch.Tensor = model(torch.linspace(-1, 1, 67).expand(1, -1))
-    # FSDP2 leaves the root whole.
-    model.reshard()
-    return result
-
-
 @pytest.mark.parametrize("weights", ["cache", "int8"])
 @on_ranks(4)
-def test_frozen_weights_that_changed_without_a_version_are_gathered_again(weights: str) -> None:
+def test_frozen_weights_that_changed_are_gathered_again(weights: str) -> None:
     model, mesh = made_model(), mesh_of("line")
     # Which has a single row, so that three ranks see nothing of it.
     model.blocks[0].scale.requires_grad_(False)
 
+    def one_alone(one: Any) -> None:
+        one.frozen.weight.mul_(2)
+
+    # The others change without a version.
     def many_at_once(one: Any) -> None:
         torch._foreach_mul_([one.frozen.weight, one.blocks[0].scale], 2.0)
 
@@ -130,7 +121,7 @@ def test_frozen_weights_that_changed_without_a_version_are_gathered_again(weight
         one.blocks[0].scale.to_local().mul_(2)
 
     stock, ours = sharded(model, mesh), compressed(sharded(model, mesh), weights=weights)
-    for change in (many_at_once, by_data, shard):
+    for change in (one_alone, many_at_once, by_data, shard):
         for one in (stock, ours):
             trained(one, range(1), rate=0.0)
             with torch.no_grad():
@@ -176,11 +167,10 @@ def test_what_a_backward_prefetches_without_its_forward_is_gathered_anew() -> No
     def step(model: Any, number: int) -> None:
         loss_of(model, number, skipped=0 if number == 1 else -1).backward()
 
-    model, mesh = made_model(), mesh_of("line")
-    stock, ours = sharded(model, mesh), compressed(sharded(model, mesh), weights="cache")
+    stock, ours = stock_and_ours()
     for one in (stock, ours):
         one.blocks[1].set_modules_to_backward_prefetch([one.blocks[0]])
-    check_equal(trained(ours, step=step), trained(stock, step=step), rtol=1e-5, atol=1e-6)
+    check_equal(trained(ours, step=step), trained(stock, step=step))
 
 
 class Twins(nn.Module):
@@ -199,8 +189,6 @@ class Twins(nn.Module):
 
 @on_ranks(4)
 def test_frozen_weights_that_were_changed_on_some_ranks_alone_are_an_error() -> None:
-    from torch.distributed.fsdp import fully_shard
-
     mesh, model = mesh_of("line"), Twins()
     for layer in model.frozen:
         fully_shard(layer, mesh=mesh)
@@ -293,8 +281,7 @@ class Setting(torch.optim.Optimizer):
 @pytest.mark.parametrize("codec", ["int8", "1bit"])
 @on_ranks(4)
 def test_after_weights_that_were_not_finite_the_next_ones_are_gathered_in_full(codec: str) -> None:
-    mesh = mesh_of("line")
-    stock, ours = sharded(made_model(), mesh), compressed(sharded(made_model(), mesh), weights=codec)
+    stock, ours = stock_and_ours(codec)
     for one in (stock, ours):
         trained(one, range(2))
         for value in (torch.inf, 0.01):
@@ -314,9 +301,7 @@ def test_after_weights_that_were_not_finite_the_next_ones_are_gathered_in_full(c
 @on_ranks(4)
 def test_weights_that_were_changed_after_a_step_are_gathered_in_full(way: str) -> None:
     """Averages that are swapped in, and the weights that are swapped back."""
-    mesh = mesh_of("line")
-    ours = compressed(sharded(made_model(), mesh), weights="1bit")
-    whole = sharded(made_model(), mesh)
+    whole, ours = stock_and_ours("1bit")
 
     def swap(one: Any, weights: dict[str, Any]) -> None:
         if way == "load":
@@ -371,15 +356,11 @@ def test_the_memory_that_it_takes_is_said_and_given_back() -> None:
 
 @on_ranks(4)
 def test_what_does_not_go_together_with_it_is_refused_with_its_name() -> None:
-    from torch.distributed.fsdp import fully_shard
-
     model, mesh = made_model(), mesh_of("line")
     with_integers = made_model()
     with_integers.levels = nn.Parameter(torch.arange(8), requires_grad=False)
 
     def own_gather() -> Any:
-        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-
         class Own(DefaultAllGather):
             pass
 
@@ -391,7 +372,7 @@ def test_what_does_not_go_together_with_it_is_refused_with_its_name() -> None:
         (sharded(model, mesh), "int9", "expected None, 'cache' or a codec"),
         (fully_shard(made_model(), mesh=mesh, reshard_after_forward=2), "cache", "reshard_after_forward"),
         (own_gather(), "cache", "set_custom_all_gather"),
-        (sharded(with_integers, mesh, **policies()["bfloat16"]), "int8", "one dtype of floating point"),
+        (sharded(with_integers, mesh, **POLICIES["bfloat16"]), "int8", "one dtype of floating point"),
         (sharded(model, mesh_of("hybrid")), "cache", "mesh of one dimension"),
     ]
     for given, weights, words in cases:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import bagua.torch_api as api
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api import communication
@@ -16,8 +15,8 @@ from reference import DTYPES, OPERATIONS, assert_reduced, dtypes_of, for_each, r
 from torch_api_calls import exactly, from_all, started
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
-@on_ranks("ranks")
+@on_ranks(3)
+@for_each(OPERATIONS)
 def test_allreduce_in_place_and_out_of_place_with_either_enum(op: str) -> None:
     rank, _ = started()
     for dtype, kind in itertools.product(dtypes_of(op), ("ours", "number", "torch's")):
@@ -38,7 +37,7 @@ def test_allreduce_in_place_and_out_of_place_with_either_enum(op: str) -> None:
         exactly(send, inputs[rank])
 
 
-@on_ranks("ranks")
+@on_ranks(3)
 def test_allreduce_takes_every_documented_form_of_call() -> None:
     rank, size = started()
     total = float(sum(range(size)))
@@ -60,12 +59,10 @@ def test_allreduce_takes_every_documented_form_of_call() -> None:
         assert tensor.tolist() == [total] * 3, index
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype"), [("SUM", torch.int64), ("AVG", torch.float32), ("MAX", torch.bfloat16), ("BXOR", torch.bool)]
-)
-@on_ranks("ranks")
-def test_reduce_to_every_root_in_both_generations_of_calls(op: str, dtype: torch.dtype) -> None:
-    rank, size = started()
+@on_ranks(3)
+@for_each([("SUM", torch.int64), ("AVG", torch.float32), ("MAX", torch.bfloat16), ("BXOR", torch.bool)])
+def test_reduce_to_every_root_in_both_generations_of_calls(case: tuple[str, torch.dtype]) -> None:
+    (op, dtype), (rank, size) = case, started()
     inputs = from_all(dtype, (37,), op)
     for root in range(size):
         calls: list[Any] = [
@@ -87,7 +84,7 @@ def test_reduce_to_every_root_in_both_generations_of_calls(op: str, dtype: torch
                 assert rank == root or not recv.any()
 
 
-@on_ranks("ranks")
+@on_ranks(3)
 @for_each(DTYPES)
 def test_broadcast_takes_root_and_src(dtype: torch.dtype) -> None:
     rank, size = started()
@@ -108,7 +105,7 @@ def test_broadcast_takes_root_and_src(dtype: torch.dtype) -> None:
     exactly(tensor, inputs[0])
 
 
-@on_ranks("ranks")
+@on_ranks(3)
 def test_parameters_are_changed_in_place() -> None:
     """In place on a leaf that requires a gradient, which autograd would refuse."""
     rank, size = started()
@@ -120,7 +117,7 @@ def test_parameters_are_changed_in_place() -> None:
     assert parameter.is_leaf
 
 
-@on_ranks("ranks")
+@on_ranks(3)
 def test_nobody_passes_a_barrier_before_all_have_come(tmp_path: Path) -> None:
     rank, size = started()
     for turn in range(3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from reference import named
+from reference import for_each
 from torch_api_calls import started
 
 
@@ -53,29 +53,22 @@ WRONG: list[tuple[str, Callable[[int], Any], str]] = [
         lambda size: api.broadcast(_floats(2), -1),
         "root must be a rank of the communicator, 0 to {last}, got -1",
     ),
+    ("broadcast", lambda size: api.broadcast(_floats(2), 1, src=0), "got root=1 and src=0"),
 ]
 
-# One rank has no other to name.
-NEEDS_PEERS: tuple[str, Callable[[int], Any], str] = (
-    "broadcast",
-    lambda size: api.broadcast(_floats(2), 1, src=0),
-    "got root=1 and src=0",
-)
 
-
-@on_ranks("ranks")
-def test_wrong_arguments_are_named_and_the_group_stays_usable() -> None:
-    rank, size = started()
-    for operation, call, text in WRONG + ([NEEDS_PEERS] if size > 1 else []):
-        with named(operation, text):
-            with pytest.raises((ValueError, TypeError)) as caught:
-                call(size)
-            message = str(caught.value)
-            assert message.startswith(f"{operation} on rank {rank} of {size}: "), message
-            assert text.format(size=size, last=size - 1) in message, message
-            tensor = torch.ones(2)
-            api.allreduce(tensor)
-            assert tensor.tolist() == [size, size]
+@on_ranks(2)
+@for_each(WRONG)
+def test_wrong_arguments_are_named_and_the_group_stays_usable(case: tuple[str, Callable[[int], Any], str]) -> None:
+    (operation, call, text), (rank, size) = case, started()
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call(size)
+    message = str(caught.value)
+    assert message.startswith(f"{operation} on rank {rank} of {size}: "), message
+    assert text.format(size=size, last=size - 1) in message, message
+    tensor = torch.ones(2)
+    api.allreduce(tensor)
+    assert tensor.tolist() == [size, size]
 
 
 @on_ranks(1)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm
 from hooked_models import loss_of, mean_loss_of, perceptron, same_everywhere, take_steps
-from ranks import Pools, on_ranks, run_ranks
+from ranks import on_new_ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_api_calls import started
+from torch_api_calls import started, wrapped
 
 # Enough for every weight to have seen a gradient: a variance of zero is divided by for ever.
 WARMUP = 7
@@ -68,41 +68,33 @@ def _through_both_doors(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=lambda value: str(value))
-def test_both_doors_lead_to_the_same_algorithm(rank_pools: Pools, name: str, options: dict[str, Any]) -> None:
-    rank_pools[2].run(_through_both_doors, name, options)
+@on_ranks(2)
+def test_both_doors_lead_to_the_same_algorithm(name: str, options: dict[str, Any]) -> None:
+    _through_both_doors(name, options)
 
 
-HIERARCHICAL_ROUNDS: list[tuple[str, dict[str, Any]]] = [
-    ("local_sgd", {"sync_every": 3, "hierarchical": True}),
-    ("diloco", {"sync_every": 4, "fragments": 1, "delay": 0, "hierarchical": True}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), HIERARCHICAL_ROUNDS, ids=lambda value: str(value))
-def test_both_doors_average_gradients_inside_hosts(name: str, options: dict[str, Any]) -> None:
-    run_ranks(4, _through_both_doors, name, options, env={"BAGUA_HOST_ID": ["a", "a", "b", "b"]})
+@on_new_ranks(4, env={"BAGUA_HOST_ID": ["a", "a", "b", "b"]})
+def test_both_doors_average_gradients_inside_hosts() -> None:
+    _through_both_doors("local_sgd", {"sync_every": 3, "hierarchical": True})
+    _through_both_doors("diloco", {"sync_every": 4, "fragments": 1, "delay": 0, "hierarchical": True})
 
 
 @on_ranks(2)
 def test_async_is_aborted_and_resumed_through_the_module() -> None:
-    started()
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=1, warmup_steps=2))  # type: ignore[operator]
+    model: Any = perceptron()
+    optimizer = wrapped(model, "async", sync_interval_ms=1, warmup_steps=2)
     _train(model, optimizer, 5)
-    model.bagua_algorithm.abort(model)  # type: ignore[operator, union-attr]
+    model.bagua_algorithm.abort(model)
     assert same_everywhere(*model.parameters())
-    model.bagua_algorithm.resume(model)  # type: ignore[operator, union-attr]
+    model.bagua_algorithm.resume(model)
     _train(model, optimizer, 3)
-    model.bagua_algorithm.abort(model)  # type: ignore[operator, union-attr]
+    model.bagua_algorithm.abort(model)
 
 
 @on_ranks(2, timeout=40.0)
 def test_rounds_end_through_the_module_with_the_same_weights() -> None:
-    started()
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model.with_bagua([optimizer], Algorithm.init("diloco", sync_every=4, fragments=2, delay=1))  # type: ignore[operator]
+    model: Any = perceptron()
+    optimizer = wrapped(model, "diloco", sync_every=4, fragments=2, delay=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(1, 7):
         optimizer.zero_grad()
@@ -114,7 +106,7 @@ def test_rounds_end_through_the_module_with_the_same_weights() -> None:
     for end in ("synchronize", "abort"):
         getattr(model.bagua_algorithm, end)(model)
         assert same_everywhere(*model.parameters())
-        model.bagua_algorithm.resume(model)  # type: ignore[operator, union-attr]
+        model.bagua_algorithm.resume(model)
         _train(model, optimizer, 3)
 
 
@@ -138,12 +130,10 @@ class Rooted(nn.Module):
 
 @on_ranks(2)
 def test_parameters_of_the_root_unused_and_ignored_ones() -> None:
-    started()
     model = Rooted()
     ignored = model.ignored.weight.detach().clone()
     reference = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
+    optimizer = wrapped(model)
     assert torch.equal(model.ignored.weight, ignored), "not even broadcast"
     trained = [(n, p) for n, p in model.named_parameters() if not n.startswith("ignored")]
     with torch.no_grad():
@@ -165,20 +155,15 @@ def test_parameters_of_the_root_unused_and_ignored_ones() -> None:
 
 @on_ranks(2)
 def test_gradients_accumulate_with_and_without_no_sync() -> None:
-    started()
-    size, rank = dist.get_world_size(), dist.get_rank()
     for with_no_sync in (True, False):
-        model = perceptron()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
+        model: Any = perceptron()
+        wrapped(model)
         expected = perceptron()
         (mean_loss_of(expected, 0) + mean_loss_of(expected, 1)).backward()
         if with_no_sync:
-            with model.no_sync():  # type: ignore[operator]
+            with model.no_sync():
                 loss_of(model, 0).backward()
-            local = model[0].bias.grad.clone()  # type: ignore[index, union-attr]
-            dist.all_reduce(local)
-            assert not torch.equal(local, size * model[0].bias.grad), f"rank {rank} communicated"  # type: ignore[index]
+            assert not same_everywhere(model[0].bias.grad), "the ranks have communicated"
         else:
             loss_of(model, 0).backward()
         loss_of(model, 1).backward()
@@ -210,11 +195,10 @@ def test_weights_and_optimizer_state_become_those_of_rank_0() -> None:
 
 @on_ranks(2)
 def test_several_models_with_algorithms_of_their_own() -> None:
-    started()
     models = [perceptron(), perceptron()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
-    for model, optimizer, name in zip(models, optimizers, ("gradient_allreduce", "decentralized"), strict=True):
-        model.with_bagua([optimizer], Algorithm.init(name))  # type: ignore[operator]
+    optimizers = [
+        wrapped(model, name) for model, name in zip(models, ("gradient_allreduce", "decentralized"), strict=True)
+    ]
     for step in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -222,9 +206,7 @@ def test_several_models_with_algorithms_of_their_own() -> None:
         for optimizer in optimizers:
             optimizer.step()
     alone = perceptron()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
-    alone.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
-    for one, other in zip(_train(alone, optimizer, 3), models[0].parameters(), strict=True):
+    for one, other in zip(_train(alone, wrapped(alone), 3), models[0].parameters(), strict=True):
         assert torch.equal(one, other)
 
 
@@ -239,8 +221,6 @@ def test_mistakes_are_told() -> None:
         model.with_bagua([torch.optim.LBFGS(model.parameters())], Algorithm.init("bytegrad"))  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"'nonsense'.*bytegrad"):
         Algorithm.init("nonsense")
-    with pytest.raises(TypeError):
-        Algorithm.init("bytegrad", averge=True)
     model.with_bagua([], Algorithm.init("bytegrad"))  # type: ignore[operator]
     with pytest.raises(TypeError, match="cannot be pickled"):
         copy.deepcopy(model)

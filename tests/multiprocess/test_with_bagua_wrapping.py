@@ -15,7 +15,7 @@ from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from hooked_models import mean_loss_of, perceptron, same_everywhere, take_steps
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch_api_calls import started
+from torch_api_calls import started, wrapped
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -60,10 +60,8 @@ class FailingAlgorithm(Algorithm):
 
 @on_ranks(2)
 def test_a_failure_leaves_no_half_wrapped_module() -> None:
-    started()
     model = perceptron()
-    optimizer = _sgd(model)
-    model.with_bagua([optimizer], _allreduce())  # type: ignore[operator]
+    optimizer = wrapped(model)
     for wrong, problem in (("bytegrad", "'bytegrad'"), (type(_allreduce()), "class"), (None, "None")):
         with pytest.raises(TypeError, match=f"algorithm must be an instance.*{problem}"):
             model.with_bagua([optimizer], wrong)  # type: ignore[operator]
@@ -73,7 +71,7 @@ def test_a_failure_leaves_no_half_wrapped_module() -> None:
         model.with_bagua(["sgd"], _allreduce())  # type: ignore[operator]
     take_steps(model, optimizer, range(1))  # the former algorithm is still at work
     with pytest.raises(ArithmeticError):
-        model.with_bagua([optimizer], FailingAlgorithm())  # type: ignore[operator]
+        wrapped(model, FailingAlgorithm())
     assert not hasattr(model, "bagua_algorithm")
     assert not hasattr(model, "no_sync")
     assert not model._forward_pre_hooks
@@ -160,11 +158,9 @@ def test_groups_of_torch_and_of_bagua_are_taken() -> None:
 
 @on_ranks(2)
 def test_a_wrapped_model_is_freed_with_its_last_reference() -> None:
-    started()
     for name in ("gradient_allreduce", "decentralized"):
         model = perceptron()
-        optimizer = _sgd(model)
-        model.with_bagua([optimizer], Algorithm.init(name, hierarchical=False))  # type: ignore[operator]
+        optimizer = wrapped(model, name, hierarchical=False)
         take_steps(model, optimizer, range(2))
         seen = [weakref.ref(model), weakref.ref(model[0].weight)]  # type: ignore[index, arg-type]
         buffer = io.BytesIO()

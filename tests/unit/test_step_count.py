@@ -3,16 +3,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from bagua._step_count import StepCount
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 
-@pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, torch.optim.SGD])
-def test_of_steps_at_rate_0_those_with_gradients_count(optimizer_type: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        torch.optim.SGD,
+        partial(torch.optim.SGD, momentum=0.9),
+        partial(torch.optim.SGD, lr=torch.tensor(1e-4)),
+    ],
+)
+def test_of_steps_at_rate_0_those_with_gradients_count(make: Callable[..., torch.optim.Optimizer]) -> None:
     model = torch.nn.Linear(2, 1)
-    optimizer = optimizer_type(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    optimizer = make(model.parameters())
     count = StepCount(optimizer)
     count.watch_end()
     before = count.progress
