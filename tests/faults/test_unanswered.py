@@ -14,13 +14,13 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from holdings import holdings, left_behind, wait_for
+from holdings import holdings, more_than, wait_for
 from hooked_models import emulated_hosts
 from ranks import run_ranks
 from script_ranks import run_script
 from threads import bagua_threads
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import SLACK_SECONDS, TRANSPORTS, Outcome, expect_error, selection, store, warm_up
+from trouble import SLACK_SECONDS, TRANSPORTS, Outcome, expect_error, make_world, selection, store, warm_up
 
 CPU = torch.device("cpu")
 # What shutdown() waits for work that may yet be done, and some more for the end of threads and a process.
@@ -185,8 +185,7 @@ def _destroy_with_work_under_way(call: str) -> tuple[float, list[str], str]:
     dist.destroy_process_group()
     assert wait_for(lambda: not bagua_threads())
     before = holdings()
-    part = dist.PrefixStore("unanswered", shared)
-    dist.init_process_group("bagua", store=part, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    make_world(shared, "unanswered", rank, 2, 120.0)
     warm_up()
     seconds, message = 0.0, ""
     if rank == 0:
@@ -200,7 +199,13 @@ def _destroy_with_work_under_way(call: str) -> tuple[float, list[str], str]:
     else:
         shared.wait(["destroyed"], timedelta(seconds=60))
         dist.destroy_process_group()
-    return seconds, left_behind(before), message
+
+    def left() -> list[str]:
+        # The process keeps its sockets, and their thread, for the groups to come.
+        return [held for held in more_than(before) if held not in ("threads: bagua_wire", "files: socket")]
+
+    wait_for(lambda: not left())
+    return seconds, left(), message
 
 
 @pytest.mark.parametrize(
@@ -212,9 +217,7 @@ def test_a_group_may_be_destroyed_whose_work_nobody_answers(call: str, transport
     seconds, _, message = results[0]
     assert seconds < END_SECONDS + SLACK_SECONDS
     assert "shut down" in message
-    for _, left, _ in results:
-        # The process keeps its sockets, and their thread, for the groups to come.
-        assert not [held for held in left if held not in ("threads: bagua_wire", "files: socket")]
+    assert not any(left for _, left, _ in results)
 
 
 def _destroy_and_keep_the_hook() -> tuple[float, str]:
