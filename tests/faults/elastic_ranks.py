@@ -7,19 +7,15 @@ import torch
 import torch.distributed as dist
 from bagua.elastic import Members, Training
 from torch import Tensor
-from trouble import store
+from trouble import served_store, store
 
 
 def join(at_least: int, address: str = "127.0.0.1") -> tuple[int, dist.Store, Members]:
     """Return who this process is, a store that all share, and what makes it a member; rank 0 serves their store."""
     me, shared = dist.get_rank(), store()
     dist.destroy_process_group()
-    if me == 0:
-        served = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        shared.set("port", str(served.port))
-    else:
-        served = dist.TCPStore(address, int(shared.get("port")))
-    return me, shared, Members(served, at_least=at_least, timeout=timedelta(seconds=60))
+    members = Members(served_store(shared, me, address), at_least=at_least, timeout=timedelta(seconds=60))
+    return me, shared, members
 
 
 def backward(training: Training) -> None:

@@ -119,6 +119,15 @@ def store() -> dist.Store:
     return found
 
 
+def served_store(shared: dist.Store, rank: int, address: str = "127.0.0.1") -> dist.TCPStore:
+    """Return a store that rank 0 serves at this address."""
+    if rank == 0:
+        served = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        shared.set("port", str(served.port))
+        return served
+    return dist.TCPStore(address, int(shared.get("port")))
+
+
 def meet(shared: dist.Store, name: str, size: int) -> None:
     """Wait until so many ranks have come to where it has this name; each comes there once."""
     shared.add(name, 1)
