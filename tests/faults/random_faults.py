@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from bagua._native import _C
 from holdings import wait_for
+from hooked_models import optimizer_for
 from threads import bagua_threads
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trouble import file_under, meet, nobody_writes, store, warm_up
@@ -106,9 +107,7 @@ def _training(algorithm: str, is_hierarchical: bool, checkpoint: Callable[[], No
     ddp = DDP(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)
     # In the middle of the backward, on the thread of autograd.
     layers[2].register_full_backward_hook(lambda *_: checkpoint())
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
-    if algorithm == "qadam":
-        optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=0.01, warmup_steps=3)
+    optimizer = optimizer_for(algorithm, ddp, warmup=3, lr=0.01)
     bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **_options(algorithm, is_hierarchical))
 
     def step() -> None:

@@ -76,12 +76,6 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         "bagua:broadcast #2 (Float[4], peer rank 0)",
         "bagua:all_reduce #2 (Float[4], sum)",
     ),
-    "sizes": (
-        _sum(torch.ones(7)),
-        _sum(torch.ones(4)),
-        "bagua:all_reduce #2 (Float[7], sum)",
-        "bagua:all_reduce #2 (Float[4], sum)",
-    ),
     "large sizes": (
         _sum(torch.ones(3_000_000)),
         _sum(torch.ones(1_000_000)),
@@ -136,12 +130,6 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         _gather_all(4, 4, 4),
         "#2 (Float[12], 2 x 6)",
         "#2 (Float[12], 3 x 4)",
-    ),
-    "a barrier": (
-        lambda: dist.barrier(),
-        lambda: dist.all_gather([torch.ones(2) for _ in range(SIZE)], torch.ones(2)),
-        "bagua:barrier #2",
-        "bagua:all_gather #2 (Float[2])",
     ),
     # With two ranks on one host and one on another, these would wait for each other in a circle.
     "all_gather against all_reduce": (

@@ -86,15 +86,20 @@ UNANSWERED: dict[str, Callable[[], Aborted]] = {
 }
 
 
-def _abort_while_waiting(call: str, is_connected: bool) -> Aborted | None:
-    if is_connected:
-        warm_up()
+def _by_rank_0(abort: Callable[[], Aborted]) -> Aborted | None:
+    """Have the other rank wait meanwhile."""
     if dist.get_rank() == 1:
         store().wait(["released"], timedelta(seconds=60))
         return None
-    aborted = UNANSWERED[call]()
+    aborted = abort()
     store().set("released", "yes")
     return aborted
+
+
+def _abort_while_waiting(call: str, is_connected: bool) -> Aborted | None:
+    if is_connected:
+        warm_up()
+    return _by_rank_0(UNANSWERED[call])
 
 
 def _assert_released(aborted: Aborted | None) -> str:
@@ -132,13 +137,7 @@ def _abort_in_backward() -> Aborted | None:
             ddp(torch.ones(2, 2000)).sum().backward()
         assert "compress" in handle.stats()["seconds"]
         loss = ddp(torch.ones(2, 2000)).sum()
-        aborted = None
-        if dist.get_rank() == 0:
-            aborted = _abort_collective(loss.backward, group)
-            store().set("released", "yes")
-        else:
-            store().wait(["released"], timedelta(seconds=60))
-    return aborted
+        return _by_rank_0(lambda: _abort_collective(loss.backward, group))
 
 
 def test_an_abort_from_another_thread_releases_a_backward() -> None:
@@ -149,9 +148,6 @@ def test_an_abort_from_another_thread_releases_a_backward() -> None:
 
 def _abort_while_a_group_is_made() -> Aborted | None:
     warm_up()
-    if dist.get_rank() == 1:
-        store().wait(["released"], timedelta(seconds=60))
-        return None
     default: Any = dist.group.WORLD
     is_begun = threading.Event()
 
@@ -159,9 +155,7 @@ def _abort_while_a_group_is_made() -> Aborted | None:
         is_begun.set()
         dist.new_group(timeout=timedelta(seconds=2))
 
-    aborted = _aborted(default._get_backend(CPU), is_begun.is_set, make)
-    store().set("released", "yes")
-    return aborted
+    return _by_rank_0(lambda: _aborted(default._get_backend(CPU), is_begun.is_set, make))
 
 
 def test_a_group_that_cannot_be_made_holds_up_no_abort_and_names_who_is_missing() -> None:
