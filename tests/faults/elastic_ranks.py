@@ -7,19 +7,21 @@ import torch
 import torch.distributed as dist
 from bagua.elastic import Members, Training
 from torch import Tensor
-from trouble import store
+from trouble import served_store, store
 
 
-def join(at_least: int) -> tuple[int, dist.Store, Members]:
+def join(at_least: int, address: str = "127.0.0.1") -> tuple[int, dist.Store, Members]:
     """Return who this process is, a store that all share, and what makes it a member; rank 0 serves their store."""
     me, shared = dist.get_rank(), store()
     dist.destroy_process_group()
-    if me == 0:
-        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        shared.set("port", str(served.port))
-    else:
-        served = dist.TCPStore("127.0.0.1", int(shared.get("port")))
-    return me, shared, Members(served, at_least=at_least, timeout=timedelta(seconds=60))
+    members = Members(served_store(shared, me, address), at_least=at_least, timeout=timedelta(seconds=60))
+    return me, shared, members
+
+
+def backward(training: Training) -> None:
+    """Compute gradients of what is drawn for this step and rank."""
+    generator = torch.Generator().manual_seed(100 * training.step + dist.get_rank())
+    training.ddp(torch.randn(4, 8, generator=generator)).square().mean().backward()
 
 
 def weights_of(training: Training) -> Tensor:

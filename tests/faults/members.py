@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bagua.elastic import heal
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import store
+from trouble import meet, store
 
 
 class Members:
@@ -45,9 +45,7 @@ class Members:
         dist._reconfigure(hash(uuid) % 2**31, given, timeout=timedelta(seconds=seconds)).wait()
 
     def wait_for_all(self, name: str, size: int = 3) -> None:
-        self.shared.add(name, 1)
-        while self.shared.add(name, 0) < size:
-            pass
+        meet(self.shared, name, size)
 
 
 def model(seed: int = 3) -> nn.Module:

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import bagua
+import torch
+import torch.distributed as dist
+from bagua._native import _C
+from holdings import wait_for
+from hooked_models import optimizer_for
 from threads import bagua_threads
+from torch.nn.parallel import DistributedDataParallel as DDP
+from trouble import file_under, meet, nobody_writes, store, warm_up
 
 COLLECTIVES = (
     "all_reduce",
@@ -38,13 +45,10 @@ class Plan(NamedTuple):
     shares_memory: bool  # where ranks share a host
     is_hierarchical: bool  # where the algorithm lets us choose
     is_in_backward: bool  # where training hangs or raises; else between two steps
-    timeout: float
-    folder: str
     seed: int
+    moment: float  # seconds of work before the fault
 
 
-# Starting ranks, and building their groups, on a busy machine.
-START_SECONDS = 90.0
 # Steps before trouble: until buckets have been rebuilt and every algorithm has left its warm-up.
 FIRST_STEPS = 5
 
@@ -53,8 +57,9 @@ class Report(NamedTuple):
     """What a rank saw."""
 
     error: str
-    when: float  # on the clock that all processes share
-    threads: tuple[str, ...]
+    seconds: float  # after the fault
+    threads: list[str]
+    processes: tuple[int, int]  # its own, and that of the victim
 
 
 class InjectedError(Exception):
@@ -62,9 +67,6 @@ class InjectedError(Exception):
 
 
 def _collective(name: str, generator: random.Random) -> Callable[[], Any]:
-    import torch
-    import torch.distributed as dist
-
     rank, size = dist.get_rank(), dist.get_world_size()
     numel = size * generator.choice((1, 50, 5_000, 500_000))
     tensor = torch.ones(numel)
@@ -93,8 +95,6 @@ def _collective(name: str, generator: random.Random) -> Callable[[], Any]:
 
 
 def _options(algorithm: str, is_hierarchical: bool) -> dict[str, Any]:
-    from bagua._native import _C
-
     options: dict[str, Any] = {"warmup_steps": 2, "sync_interval_ms": 1} if algorithm == "async" else {}
     if "hierarchical" in _C.check_options(algorithm, {}):
         options["hierarchical"] = is_hierarchical
@@ -102,18 +102,12 @@ def _options(algorithm: str, is_hierarchical: bool) -> dict[str, Any]:
 
 
 def _training(algorithm: str, is_hierarchical: bool, checkpoint: Callable[[], None]) -> Callable[[], Any]:
-    import bagua
-    import torch
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
     torch.manual_seed(0)
     layers = [torch.nn.Linear(200, 200) for _ in range(4)]
     ddp = DDP(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)
     # In the middle of the backward, on the thread of autograd.
     layers[2].register_full_backward_hook(lambda *_: checkpoint())
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
-    if algorithm == "qadam":
-        optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=0.01, warmup_steps=3)
+    optimizer = optimizer_for(algorithm, ddp, warmup=3, lr=0.01)
     bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **_options(algorithm, is_hierarchical))
 
     def step() -> None:
@@ -138,37 +132,19 @@ def workload(
     return one
 
 
-def run(rank: int, plan: Plan, connection: Connection) -> None:
-    """Work until an error, and report it; the victim of a "hang" or a "raise" gets into trouble when it is told to."""
-    os.environ.update(
-        RANK=str(rank),
-        BAGUA_SHARED_MEMORY="1" if plan.shares_memory else "0",
-        BAGUA_HOST_ID=f"host-{rank // plan.ranks_per_host}",
-    )
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(Path(plan.folder, "trace_"))
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(plan.folder, "store")), plan.size)  # type: ignore[attr-defined]
-    # On a busy machine ranks start at different times: not what the timeout is to measure.
-    store.set(f"started {rank}", "")
-    store.wait([f"started {peer}" for peer in range(plan.size)], timedelta(seconds=START_SECONDS))
-    dist.init_process_group(
-        "bagua", store=store, rank=rank, world_size=plan.size, timeout=timedelta(seconds=plan.timeout)
-    )
-
+def run(plan: Plan) -> Report:
+    """Work until an error, and report it; one of the ranks gets into trouble when all have worked for a moment."""
+    shared, rank = store(), dist.get_rank()
     # On both channels, which then have their segment: its name may stay where the rank that makes it is stopped, and
     # killed when nobody is left.
-    for _ in range(2):
-        dist.all_reduce(torch.ones(1))
+    warm_up()
+    is_due = threading.Event()
 
     def checkpoint() -> None:
-        if not connection.poll():
-            return
-        if connection.recv() == "hang":
+        if is_due.is_set() and plan.fault == "hang":
             time.sleep(3600)
-        raise InjectedError("on purpose")
+        if is_due.is_set():
+            raise InjectedError("on purpose")
 
     is_in_backward = plan.is_in_backward and plan.workload in ALGORITHMS
     work = workload(
@@ -179,18 +155,31 @@ def run(rank: int, plan: Plan, connection: Connection) -> None:
     )
     for _ in range(FIRST_STEPS if plan.workload in ALGORITHMS else 1):
         work()
-    connection.send("working")
+    if rank == plan.victim:
+        shared.set("victim", str(os.getpid()))
+    meet(shared, "work", plan.size)
+    victim = int(shared.get("victim"))
+
+    def make_trouble() -> None:
+        shared.set("trouble", str(time.monotonic()))
+        if plan.fault in ("hang", "raise"):
+            is_due.set()
+        else:
+            with nobody_writes(file_under(shared).path):
+                os.kill(victim, signal.SIGKILL if plan.fault == "kill" else signal.SIGSTOP)
+
+    # A rank cannot stop itself without what it holds.
+    if rank == (plan.victim + (plan.fault in ("kill", "stop"))) % plan.size:
+        threading.Timer(plan.moment, make_trouble).start()
     try:
         while True:
             work()
             if not is_in_backward:
                 checkpoint()
-    except InjectedError as error:
-        report = Report(repr(error), time.monotonic(), ())
-    except RuntimeError as error:
-        report = Report(str(error), time.monotonic(), ())
+    except (InjectedError, RuntimeError) as error:
+        message, seconds = str(error), time.monotonic() - float(shared.get("trouble"))
     dist.destroy_process_group()
-    end = time.monotonic() + 5.0
-    while tuple(bagua_threads()) and time.monotonic() < end:
-        time.sleep(0.05)
-    connection.send(report._replace(threads=tuple(bagua_threads())))
+    wait_for(lambda: not bagua_threads(), 5.0)
+    if plan.fault in ("stop", "hang") and shared.add("over", 1) == plan.size - 1:
+        os.kill(victim, signal.SIGKILL)
+    return Report(message, seconds, bagua_threads(), (os.getpid(), victim))

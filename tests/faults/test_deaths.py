@@ -4,6 +4,7 @@
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -33,13 +34,26 @@ SIZE = 3
 TIMEOUT = 3.0
 
 
+def _seconds_since_the_death(outcome: Outcome) -> float:
+    """Seconds of a machine that does nothing else."""
+    return (outcome.when - time_of_trouble()) / slowness()
+
+
+def _assert_noticed_in_time(seconds_of_a_death: Callable[[], list[float]], tries: int) -> None:
+    """Assert it of the death that is noticed first: a busy machine delays one or the other."""
+    seconds: list[float] = []
+    while len(seconds) < tries and not (seconds and min(seconds) < DEATH_SECONDS):
+        seconds.append(max(seconds_of_a_death()))
+    assert min(seconds) < DEATH_SECONDS, seconds
+
+
 def _die_in(operation: str) -> tuple[Outcome, float] | None:
     warm_up()
     if dist.get_rank() == VICTIM:
         announce_trouble()
         die()
     outcome = expect_error(calls()[operation])
-    return outcome, time_of_trouble()
+    return outcome, _seconds_since_the_death(outcome)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +63,7 @@ def _die_in(operation: str) -> tuple[Outcome, float] | None:
         itertools.product(sorted(OPERATIONS.keys() - {"recv from any"}), TRANSPORTS),
         [
             ("all_reduce", "in-host"),
+            ("all_reduce", "between-hosts"),
             ("barrier", "in-host"),
             ("all_to_all", "between-hosts"),
             ("send", "in-host"),
@@ -56,32 +71,17 @@ def _die_in(operation: str) -> tuple[Outcome, float] | None:
     ),
 )
 def test_a_death_is_noticed_within_two_seconds_by_all(operation: str, transport: str) -> None:
-    results = run_ranks(SIZE, _die_in, operation, env=TRANSPORTS[transport], group_timeout=60.0, dying={VICTIM})
-    survivors = [result for result in results if result is not None]
-    assert len(survivors) == SIZE - 1
-    for outcome, died in survivors:
-        assert outcome.when - died < DEATH_SECONDS + SLACK_SECONDS
-        assert_names(operation, outcome.message)
-        assert f"rank {VICTIM}" in outcome.message
-    cause_of([outcome for outcome, _ in survivors])
+    def seconds() -> list[float]:
+        results = run_ranks(SIZE, _die_in, operation, env=TRANSPORTS[transport], group_timeout=60.0, dying={VICTIM})
+        survivors = [result for result in results if result is not None]
+        assert len(survivors) == SIZE - 1
+        for outcome, _ in survivors:
+            assert_names(operation, outcome.message)
+            assert f"rank {VICTIM}" in outcome.message
+        cause_of([outcome for outcome, _ in survivors])
+        return [found for _, found in survivors]
 
-
-def _notice_a_death() -> float | None:
-    """Seconds of a machine that does nothing else."""
-    found = _die_in("all_reduce")
-    assert found is not None
-    outcome, died = found
-    return (outcome.when - died) / slowness()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_death_is_noticed_within_two_seconds_without_allowance(transport: str) -> None:
-    """But for how slow the machine is at that moment, and of several deaths it is the one noticed first that counts."""
-    seconds: list[float] = []
-    while len(seconds) < 5 and not (seconds and min(seconds) < DEATH_SECONDS):
-        results = run_ranks(SIZE, _notice_a_death, env=TRANSPORTS[transport], group_timeout=60.0, dying={VICTIM})
-        seconds.append(max(found for found in results if found is not None))
-    assert min(seconds) < DEATH_SECONDS, seconds
+    _assert_noticed_in_time(seconds, tries=5)
 
 
 SLOW, DEAD = 0, 3
@@ -90,7 +90,6 @@ PLACES = {"one host": "aaaa", "four hosts": "abcd", "two hosts": "aabb"}
 
 
 def _die_beside_a_slow_rank() -> tuple[Outcome, float] | None:
-    """The error, and how long after the death it came: seconds of a machine that does nothing else."""
     warm_up()
     if dist.get_rank() == SLOW:
         store().wait(["survivors are done"], timedelta(seconds=40))
@@ -99,7 +98,7 @@ def _die_beside_a_slow_rank() -> tuple[Outcome, float] | None:
         # In the operation, of which all others have what they need from this rank.
         threading.Timer(0.5, lambda: (announce_trouble(), die())).start()
     outcome = expect_error(calls()["all_reduce"])
-    seconds = (outcome.when - time_of_trouble()) / slowness()
+    seconds = _seconds_since_the_death(outcome)
     if store().add("done", 1) == 2:
         store().set("survivors are done", "yes")
     return outcome, seconds
@@ -107,16 +106,15 @@ def _die_beside_a_slow_rank() -> tuple[Outcome, float] | None:
 
 @pytest.mark.parametrize("places", PLACES)
 def test_a_death_is_noticed_though_all_wait_for_a_rank_that_is_slow(places: str) -> None:
-    seconds: list[float] = []
-    # A busy machine delays one or the other.
-    while len(seconds) < 3 and not (seconds and min(seconds) < DEATH_SECONDS):
+    def seconds() -> list[float]:
         hosts = {"BAGUA_HOST_ID": list(PLACES[places])}
         results = run_ranks(4, _die_beside_a_slow_rank, env=hosts, group_timeout=30.0, dying={DEAD})
         survivors = [result for result in results if result is not None]
         assert len(survivors) == 2
         assert f"rank {DEAD} " in cause_of([outcome for outcome, _ in survivors]).partition("failed: ")[2]
-        seconds.append(max(found for _, found in survivors))
-    assert min(seconds) < DEATH_SECONDS, seconds
+        return [found for _, found in survivors]
+
+    _assert_noticed_in_time(seconds, tries=3)
 
 
 def _receive_from_any_beside_a_death() -> tuple[Outcome, float] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import bagua
 import torch
 import torch.distributed as dist
-from hooked_models import same_everywhere
+from hooked_models import optimizer_for, same_everywhere
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -24,9 +24,7 @@ def _train(algorithm: str, group: dist.ProcessGroup) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     ddp = DDP(model, process_group=group, bucket_cap_mb=0.001)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    if algorithm == "qadam":
-        optimizer = bagua.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
+    optimizer = optimizer_for(algorithm, ddp, lr=0.1)
     # On a single host nothing is compressed by default.
     options: dict[str, Any] = {} if algorithm in ("gradient_allreduce", "async") else {"hierarchical": False}
     if algorithm in ("local_sgd", "diloco"):

@@ -1,164 +1,181 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts that lose their network, for good or for a while, or whose connections to the store are reset.
+"""Hosts that lose their network, for good or for a while, whose packets come late, or whose connections are reset.
 
 On emulated hosts: needs root and iproute2.
 """
 
-import contextlib
-import subprocess
-import sys
+import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bagua.bench.emulated_hosts import Host
-from trouble import SLACK_SECONDS, same_cause, selection
+import torch
+import torch.distributed as dist
+from bagua.bench.emulated_hosts import Host, Network
+from random_faults import ALGORITHMS, FIRST_STEPS, workload
+from ranks import run_ranks
+from reset_connections import reset_connections
+from trouble import SLACK_SECONDS, Outcome, meet, same_cause, selection, store
 from two_hosts import hosts_over, set_link
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("cut_off_rank.py")
 WORKLOADS = ("all_reduce", "ring of messages", "barrier", "bytegrad", "low_precision_decentralized")
-TIMEOUT = 4.0
+STORE_PORT = 29400
+TIMEOUT = 3.0
 # Of ranks that have to find out earlier, or have nothing to find out.
 LONG_TIMEOUT = 60.0
 # In which the ranks find out who is missing; a rank that does not reach the store either relies on its transport.
 GRACE = 4.0
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[Host]]:
-    with hosts_over(count=3) as made:
-        yield made
+def _add() -> None:
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor)
+    assert tensor[0].item() == dist.get_world_size()
 
 
-@pytest.fixture(autouse=True)
-def _links_are_up(hosts: list[Host]) -> Iterator[None]:
-    yield
-    for host in hosts:
-        set_link(host, "up")
+def _work(address: str, name: str, timeout: float, seconds: float, trouble: Callable[[int], Any]) -> Outcome | None:
+    """Work until an error, which is returned with how long after the trouble it came, or for so many seconds.
+
+    The store is on rank 0. Trouble comes once all are at work, on a thread of each rank.
+    """
+    shared, rank, size = store(), dist.get_rank(), dist.get_world_size()
+    served = dist.TCPStore(address, STORE_PORT, size, is_master=rank == 0, timeout=timedelta(seconds=120))
+    meet(shared, "have the store", size)
+    served.set_timeout(limit := timedelta(seconds=timeout))
+    dist.destroy_process_group()
+    dist.init_process_group("bagua", store=served, rank=rank, world_size=size, timeout=limit)
+    step = _add if name == "all_reduce" else workload(name)
+    for _ in range(FIRST_STEPS if name in ALGORITHMS else 1):
+        step()
+    meet(shared, "work", size)
+    begun, goes_on, outcome = time.monotonic(), torch.ones(1), None
+    with ThreadPoolExecutor(1) as pool:
+        troubling = pool.submit(trouble, rank)
+        try:
+            while goes_on:
+                step()
+                # Whether to go on is the decision of one rank, so that all make the same calls.
+                goes_on.fill_(time.monotonic() < begun + seconds)
+                dist.broadcast(goes_on, 0)
+        except RuntimeError as error:
+            outcome = Outcome(str(error), time.monotonic() - begun)
+        dist.destroy_process_group()
+        troubling.result()
+    # The store goes with rank 0: not before all have heard what there is to hear.
+    meet(shared, "over", size)
+    return outcome
 
 
-def _start(
-    hosts: Sequence[Host], seconds: float, timeout: float = TIMEOUT, workload: str = "all_reduce"
-) -> list[subprocess.Popen[str]]:
-    ranks = []
-    for rank, host in enumerate(hosts):
-        arguments = [str(rank), str(len(hosts)), hosts[0].address, str(timeout), workload, str(seconds)]
-        ranks.append(
-            subprocess.Popen(
-                host.command([sys.executable, str(SCRIPT), *arguments]),
-                env={**host.environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests" / "support")},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-    for rank in ranks:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "working\n"
-    return ranks
+def _go_through(
+    hosts: list[Host],
+    workload: str,
+    trouble: Callable[[int], Any],
+    timeout: float = TIMEOUT,
+    seconds: float = 600.0,
+) -> list[Any]:
+    return run_ranks(len(hosts), _work, hosts[0].address, workload, timeout, seconds, trouble, hosts=hosts)
 
 
-def _ends(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
-    # None ends before all have spoken.
-    firsts = [rank.stdout.readline() if rank.stdout is not None else "" for rank in ranks]
-    texts = [first + rank.communicate(timeout=120)[0] for first, rank in zip(firsts, ranks, strict=True)]
-    assert all(rank.returncode == 0 for rank in ranks), texts
-    return texts
+def _messages(outcomes: list[Any]) -> list[str]:
+    """Return the errors, which all ranks had in time."""
+    for outcome in outcomes:
+        assert outcome.when < TIMEOUT + GRACE + SLACK_SECONDS, outcome
+        assert outcome.message.startswith("bagua:")
+    return [outcome.message for outcome in outcomes]
 
 
-@contextlib.contextmanager
-def _killed_at_the_end(ranks: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+def _cut_off(host: Host, victim: int, seconds: float, rank: int) -> None:
+    if rank == victim:
+        set_link(host, "down")
+        if seconds:
+            time.sleep(seconds)
+            set_link(host, "up")
 
 
-def _messages(texts: Sequence[str], before: float) -> list[str]:
-    """Return the errors, which all ranks had before this time."""
-    messages = []
-    for text in texts:
-        word, when, message = text.split(" ", 2)
-        assert word == "error", text
-        assert float(when) < before, text
-        assert message.startswith("bagua:"), text
-        messages.append(message.strip())
-    return messages
+def _reset_connections_to_the_store(rank: int) -> None:
+    if rank == 1:
+        assert reset_connections(lambda own, peer: STORE_PORT in (own, peer)) > 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("workload", selection(WORKLOADS, ["all_reduce"]))
-def test_a_network_that_is_gone_for_a_while_costs_only_time(workload: str, hosts: list[Host]) -> None:
-    ranks = _start(hosts, 4.0, LONG_TIMEOUT, workload)
-    with _killed_at_the_end(ranks):
-        set_link(hosts[1], "down")
-        time.sleep(1.0)
-        set_link(hosts[1], "up")
-        texts = _ends(ranks)
-    assert texts == ["done\n"] * len(hosts)
+def test_a_network_that_is_gone_for_a_while_costs_only_time(workload: str) -> None:
+    with hosts_over(count=3) as hosts:
+        assert not any(_go_through(hosts, workload, partial(_cut_off, hosts[1], 1, 1.0), LONG_TIMEOUT, seconds=4.0))
 
 
 @pytest.mark.parametrize("workload", selection(WORKLOADS, ["low_precision_decentralized"]))
-def test_a_host_that_loses_its_network_is_an_error_at_the_timeout_on_both_sides(
-    workload: str, hosts: list[Host]
-) -> None:
-    ranks = _start(hosts, 600.0, workload=workload)
-    with _killed_at_the_end(ranks):
-        set_link(hosts[2], "down")
-        begun = time.monotonic()
-        texts = _ends(ranks)
-    messages = _messages(texts, begun + TIMEOUT + GRACE + SLACK_SECONDS)
+def test_a_host_that_loses_its_network_is_an_error_at_the_timeout_on_both_sides(workload: str) -> None:
+    with hosts_over(count=3) as hosts:
+        messages = _messages(_go_through(hosts, workload, partial(_cut_off, hosts[2], 2, 0.0)))
     # Those that still reach the store, which rank 0 holds, name the one that does not.
     assert "rank 2 (does not answer" in same_cause(messages[:2])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("workload", selection(WORKLOADS, ["ring of messages"]))
-def test_an_outage_longer_than_the_timeout_is_an_error_of_all_ranks(workload: str, hosts: list[Host]) -> None:
-    ranks = _start(hosts, 600.0, workload=workload)
-    with _killed_at_the_end(ranks):
-        set_link(hosts[2], "down")
-        begun = time.monotonic()
-        time.sleep(TIMEOUT + 0.5)
-        set_link(hosts[2], "up")
-        texts = _ends(ranks)
-    messages = _messages(texts, begun + TIMEOUT + GRACE + SLACK_SECONDS)
+def test_an_outage_longer_than_the_timeout_is_an_error_of_all_ranks(workload: str) -> None:
+    with hosts_over(count=3) as hosts:
+        messages = _messages(_go_through(hosts, workload, partial(_cut_off, hosts[2], 2, TIMEOUT + 0.5)))
     cause = same_cause(messages[:2])
     assert "rank 2 (does not answer" in cause
     # The one that was cut off hears of it if its connection to the store is back in time.
     assert messages[2].endswith(cause) or "The other ranks could not be told" in messages[2]
 
 
-def _reset_connections_to_the_store(rank: subprocess.Popen[str]) -> int:
-    assert rank.stdin is not None
-    assert rank.stdout is not None
-    rank.stdin.write("\n")
-    rank.stdin.flush()
-    word, count = rank.stdout.readline().split()
-    assert word == "reset"
-    return int(count)
+@pytest.mark.long
+def test_connections_to_the_store_that_are_reset_cost_nothing() -> None:
+    with hosts_over(count=3) as hosts:
+        assert not any(_go_through(hosts, "all_reduce", _reset_connections_to_the_store, seconds=4.0))
+
+
+def _reset_connections_and_cut_off(host: Host, rank: int) -> None:
+    _reset_connections_to_the_store(rank)
+    _cut_off(host, 2, 0.0, rank)
 
 
 @pytest.mark.long
-def test_connections_to_the_store_that_are_reset_cost_nothing(hosts: list[Host]) -> None:
-    ranks = _start(hosts, 4.0)
-    with _killed_at_the_end(ranks):
-        assert _reset_connections_to_the_store(ranks[1]) > 0
-        texts = _ends(ranks)
-    assert texts == ["done\n"] * len(hosts)
-
-
-@pytest.mark.long
-def test_a_rank_finds_the_store_again_after_a_reset(hosts: list[Host]) -> None:
-    ranks = _start(hosts, 600.0)
-    with _killed_at_the_end(ranks):
-        assert _reset_connections_to_the_store(ranks[1]) > 0
-        set_link(hosts[2], "down")
-        texts = _ends(ranks)
+def test_a_rank_finds_the_store_again_after_a_reset() -> None:
+    with hosts_over(count=3) as hosts:
+        outcomes = _go_through(hosts, "all_reduce", partial(_reset_connections_and_cut_off, hosts[2]))
     # It tells and hears of what only the store can have told.
-    messages = [text.split(" ", 2)[2].strip() for text in texts[:2]]
-    assert "rank 2 (does not answer" in same_cause(messages)
+    assert "rank 2 (does not answer" in same_cause([outcome.message for outcome in outcomes[:2]])
+
+
+def _held(distance: int, seconds: float, rank: int) -> None:
+    """Hold back all that is on its way between two hosts."""
+    if rank == 0:
+        os.kill(distance, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(distance, signal.SIGCONT)
+
+
+def _distance() -> int:
+    """Return the process of the program that lies between distant hosts, a child of this one."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    (program,) = (
+        int(child) for child in children if Path(f"/proc/{child}/comm").read_text().startswith("emulated_net")
+    )
+    return program
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workload", selection(WORKLOADS, ["bytegrad", "ring of messages"]))
+def test_packets_that_are_seconds_late_cost_only_time(workload: str) -> None:
+    with hosts_over(Network(1e9, 0.01)) as hosts:
+        assert not any(_go_through(hosts, workload, partial(_held, _distance(), 3.0), LONG_TIMEOUT, seconds=5.0))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workload", selection(WORKLOADS, ["all_reduce"]))
+def test_packets_that_are_later_than_the_timeout_are_an_error_on_both_sides(workload: str) -> None:
+    with hosts_over(Network(1e9, 0.01)) as hosts:
+        messages = _messages(_go_through(hosts, workload, partial(_held, _distance(), TIMEOUT + GRACE)))
+    # Rank 0 holds the store; the other cannot ask for the cause before the packets go on.
+    assert "rank 1 (does not answer" in messages[0]

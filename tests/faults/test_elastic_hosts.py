@@ -1,104 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
 """bagua.elastic: hosts that are cut off from the others, and come back. On emulated hosts: needs root and iproute2."""
 
-import contextlib
-import re
-import subprocess
-import sys
+import math
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 from bagua.bench.emulated_hosts import Host
+from bagua.elastic import Training
+from elastic_ranks import join, weights_of
+from holdings import wait_for
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from trouble import meet
 from two_hosts import hosts_over, set_link
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on"),
     pytest.mark.long,
 ]
-SCRIPT = Path(__file__).with_name("elastic_host.py")
-PORT = 29510
+SIZE = 3
+LAST = SIZE - 1
 SECONDS = 90.0
+# Steps of a model this small would be thousands.
+PAUSE = 0.1
 
 
-class _Job:
-    """A member on each host, whose words are in files."""
-
-    def __init__(self, hosts: list[Host], folder: Path) -> None:
-        self._folder = folder
-        self.hosts = hosts
-        serve = hosts[0].command([sys.executable, "-m", "bagua.elastic", "--port", str(PORT)])
-        self._store = subprocess.Popen(serve, env=hosts[0].environment(), stdout=subprocess.DEVNULL)
-        self._members = [self._start(number) for number in range(len(hosts))]
-
-    def _start(self, number: int) -> subprocess.Popen[bytes]:
-        host, end = self.hosts[number], self._folder / "last step"
-        command = [sys.executable, str(SCRIPT), str(number), self.hosts[0].address, str(PORT), str(end)]
-        with (self._folder / str(number)).open("wb") as log:
-            environment = {**host.environment(), "OMP_NUM_THREADS": "1"}
-            return subprocess.Popen(host.command(command), env=environment, stdout=log, stderr=log)
-
-    def text(self, number: int) -> str:
-        return (self._folder / str(number)).read_text()
-
-    def steps(self, number: int) -> list[tuple[int, int]]:
-        """Return steps, and with how many members each was."""
-        return [(int(step), int(size)) for step, size in re.findall(r"^step (\d+) of (\d+)$", self.text(number), re.M)]
-
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        end = time.monotonic() + SECONDS
-        while not is_so():
-            assert time.monotonic() < end, "\n".join(self.text(number)[-3000:] for number in range(len(self.hosts)))
-            time.sleep(0.1)
-
-    def wait_for_steps(self, number: int, size: int, count: int) -> None:
-        """Wait until a member has taken so many more steps in a group of this size."""
-        begun = len(self.steps(number))
-        self.wait_until(lambda: sum(members == size for _, members in self.steps(number)[begun:]) >= count)
-
-    def end(self) -> list[str]:
-        """Return the digests of all members' weights after a last step."""
-        (self._folder / "last step").write_text(str(self.steps(0)[-1][0] + 40))
-        texts = []
-        for number, member in enumerate(self._members):
-            assert member.wait(SECONDS) == 0, self.text(number)[-3000:]
-            texts += re.findall("weights (.*)", self.text(number))
-        return texts
-
-    def kill(self) -> None:
-        for process in [*self._members, self._store]:
-            process.kill()
-            process.wait()
+def _wait_for_steps(shared: dist.Store, size: int) -> None:
+    """Wait until the first rank has taken five more steps in a group of this size."""
+    begun = shared.add(f"steps of 0 with {size}", 0)
+    assert wait_for(lambda: shared.add(f"steps of 0 with {size}", 0) >= begun + 5, SECONDS)
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[_Job]:
-    with hosts_over(count=3) as hosts, contextlib.ExitStack() as stack:
-        job = _Job(hosts, tmp_path)
-        stack.callback(job.kill)
-        job.wait_until(lambda: all(job.steps(number) for number in range(len(hosts))))
-        yield job
+def _be_away(shared: dist.Store, host: Host, seconds: float, training: Training) -> None:
+    """Lose the network for so long, or until the others have gone on; all end some steps after the return."""
+    set_link(host, "down")
+    if seconds:
+        time.sleep(seconds)
+    else:
+        _wait_for_steps(shared, LAST)
+    trained_alone = [shared.add(f"steps of {LAST} with {size}", 0) for size in range(1, SIZE)]
+    set_link(host, "up")
+    assert trained_alone == [0, 0]
+    _wait_for_steps(shared, SIZE)
+    shared.set("last step", str(training.step + 40))
 
 
-def test_others_go_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back(job: _Job) -> None:
-    set_link(job.hosts[2], "down")
-    job.wait_for_steps(0, size=2, count=5)
-    steps_alone = len(job.steps(2))
-    set_link(job.hosts[2], "up")
-    job.wait_for_steps(0, size=3, count=5)
-    # It has not trained by itself meanwhile.
-    assert all(size == 3 for _, size in job.steps(2)[:steps_alone])
-    first, *others = job.end()
-    assert others == [first] * 2
+def _train(hosts: list[Host], seconds: float) -> tuple[Tensor, set[int]]:
+    """Return the weights, and the numbers of members with which there were steps."""
+    me, shared, members = join(at_least=SIZE, address=hosts[0].address)
+    sizes: set[int] = set()
+    with ThreadPoolExecutor(1) as pool, members:
+        torch.manual_seed(me)
+        network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        optimizer = torch.optim.AdamW(network.parameters(), 0.001)
+        training = members.train(DDP(network), optimizer, "bytegrad")
+        members._group._meetings.at_least = 1
+        meet(shared, "train", SIZE)
+        away = pool.submit(_be_away, shared, hosts[me], seconds, training) if me == LAST else None
+        while training.step < (int(shared.get("last step")) if shared.check(["last step"]) else math.inf):
+            assert away is None or not away.done() or away.result() is None
+            with training.attempt():
+                generator = torch.Generator().manual_seed(100 * training.step + dist.get_rank())
+                inputs = torch.randn(8, 64, generator=generator)
+                optimizer.zero_grad()
+                (training.ddp(inputs) - inputs).square().mean().backward()
+                optimizer.step()
+            sizes.add(dist.get_world_size())
+            shared.add(f"steps of {me} with {dist.get_world_size()}", 1)
+            time.sleep(PAUSE)
+    # The first one serves the store.
+    meet(shared, "over", SIZE)
+    return weights_of(training), sizes
 
 
-def test_a_host_that_is_cut_off_for_some_seconds_stays_a_member(job: _Job) -> None:
-    set_link(job.hosts[2], "down")
-    time.sleep(5)
-    set_link(job.hosts[2], "up")
-    job.wait_for_steps(0, size=3, count=5)
-    first, *others = job.end()
-    assert others == [first] * 2
-    assert all(size == 3 for _, size in job.steps(0))
+@pytest.mark.parametrize("seconds", [0.0, 5.0], ids=["until the others have gone on", "for some seconds"])
+def test_a_host_that_is_cut_off_stays_a_member_for_some_seconds_and_is_one_again_when_it_is_back(
+    seconds: float,
+) -> None:
+    with hosts_over(count=SIZE) as hosts:
+        (first, sizes), *others = run_ranks(SIZE, _train, hosts, seconds, hosts=hosts)
+    assert all(torch.equal(weights, first) for weights, _ in others)
+    assert sizes == ({SIZE} if seconds else {LAST, SIZE})

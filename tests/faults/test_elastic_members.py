@@ -2,49 +2,45 @@
 """bagua.elastic: a training goes on when members die, and those that join take over what it has come to."""
 
 import collections
+import contextlib
+import io
 import os
 import pickle
 import random
 import re
+import runpy
 import signal
-import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import bagua
 import pytest
 import torch
 import torch.distributed as dist
 from bagua._tensors_apart import with_tensors, without_tensors
-from bagua.elastic import Members, heal
+from bagua.elastic import heal
+from elastic_ranks import backward, join, weights_of
 from holdings import holdings, wait_for
-from members import HOOKS, model
-from members import Members as Changing
+from members import HOOKS, Members, model
 from ranks import on_new_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TAKES_ALL, store
+from trouble import TAKES_ALL, die, store
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 # So many are at work, once those who have died are replaced.
 SIZE = 3
 
 
-def _meeting_store(me: int, shared: dist.Store) -> dist.Store:
-    """Return one that outlives those who die: rank 0 serves it."""
-    if me == 0:
-        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        shared.set("port", str(served.port))
-        return served
-    return dist.TCPStore("127.0.0.1", int(shared.get("port")))
-
-
-def _die_when_told(me: int, meeting: dist.Store, seed: int) -> None:
+def _die_when_told(me: int, shared: dist.Store, seed: int) -> None:
     moment = random.Random(seed + me).uniform(0, 0.2)
-    while not meeting.check([f"die/{me}"]):
+    while not shared.check([f"die/{me}"]):
         time.sleep(0.01)
     time.sleep(moment)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -53,8 +49,8 @@ def _die_when_told(me: int, meeting: dist.Store, seed: int) -> None:
 class _Killer:
     """Rank 0's: one after another dies, and another one comes in its place."""
 
-    def __init__(self, meeting: dist.Store, deaths: int) -> None:
-        self._meeting = meeting
+    def __init__(self, shared: dist.Store, deaths: int) -> None:
+        self._shared = shared
         self._deaths = deaths
         self._victim = 1
         self._is_dying = False
@@ -64,26 +60,23 @@ class _Killer:
         size = dist.get_world_size()
         if size == SIZE and not self._is_dying and self._victim <= self._deaths:
             self.held.append(_counts())
-            self._meeting.set(f"die/{self._victim}", "")
+            self._shared.set(f"die/{self._victim}", "")
             self._is_dying = True
         elif size < SIZE and self._is_dying:
-            self._meeting.set(f"start/{self._victim + SIZE - 1}", "")
+            self._shared.set(f"start/{self._victim + SIZE - 1}", "")
             self._is_dying = False
             self._victim += 1
-        elif size == SIZE and self._victim > self._deaths and not self._meeting.check(["stop"]):
-            self._meeting.set("stop", str(step + 20))
+        elif size == SIZE and self._victim > self._deaths and not self._shared.check(["stop"]):
+            self._shared.set("stop", str(step + 20))
 
 
 def _train(algorithm: str, deaths: int, seed: int) -> dict[str, Any]:
-    me, shared = dist.get_rank(), store()
-    dist.destroy_process_group()
-    meeting = _meeting_store(me, shared)
+    me, shared, members = join(at_least=2)
     if me >= SIZE:
-        assert wait_for(lambda: meeting.check([f"start/{me}"]), 1000)
-    threading.Thread(target=_die_when_told, args=(me, meeting, seed), daemon=True).start()
-    killer = _Killer(meeting, deaths) if me == 0 else None
-    torch.manual_seed(me)
-    with Members(meeting, at_least=2) as members:
+        assert wait_for(lambda: shared.check([f"start/{me}"]), 1000)
+    threading.Thread(target=_die_when_told, args=(me, shared, seed), daemon=True).start()
+    killer = _Killer(shared, deaths) if me == 0 else None
+    with members:
         network = model(seed=me)
         if algorithm == "qadam":
             optimizer: torch.optim.Optimizer = bagua.QAdamOptimizer(network.parameters(), 0.01, 2, eps=0.1)
@@ -91,20 +84,18 @@ def _train(algorithm: str, deaths: int, seed: int) -> dict[str, Any]:
             optimizer = torch.optim.AdamW(network.parameters(), 0.01)
         training = members.train(DDP(network), optimizer, algorithm, **HOOKS[algorithm])
         joined_at = training.step
-        while not (meeting.check(["stop"]) and training.step >= int(meeting.get("stop"))):
+        while not (shared.check(["stop"]) and training.step >= int(shared.get("stop"))):
             with training.attempt():
-                generator = torch.Generator().manual_seed(100 * training.step + dist.get_rank())
                 optimizer.zero_grad()
-                training.ddp(torch.randn(4, 8, generator=generator)).square().mean().backward()
+                backward(training)
                 optimizer.step()
                 time.sleep(0.01)
             if killer is not None:
                 killer.look(training.step)
         training.wait_for_end()
         training.handle.synchronize()
-        weights = torch.cat([p.detach().flatten() for p in network.parameters()])
         moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in network.parameters()])
-        state = {"weights": weights, "moments": moments, "step": training.step, "joined_at": joined_at}
+        state = {"weights": weights_of(training), "moments": moments, "step": training.step, "joined_at": joined_at}
         if killer is not None:
             is_as_before = wait_for(lambda: _is_no_more_than(killer.held[:4]))
             state["grown"] = [] if is_as_before else [killer.held, *holdings()]
@@ -181,7 +172,7 @@ class _Own(torch.optim.Optimizer):
 
 
 def _heal() -> tuple[list[Tensor], dict[str, Any], Any, int]:
-    changing = Changing()
+    changing = Members()
     changing.become(changing.me)
     torch.manual_seed(changing.me)
     network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).bfloat16()
@@ -239,7 +230,7 @@ def test_states_of_every_kind_come_back_as_they_were() -> None:
 
 @on_new_ranks(2)
 def test_a_newcomer_with_another_model_is_refused_on_all_ranks() -> None:
-    changing = Changing()
+    changing = Members()
     changing.become(changing.me)
     ddp = DDP(nn.Linear(8, 4 + changing.me))
     unsaved = nn.Linear(8, 4)
@@ -253,58 +244,40 @@ def test_a_newcomer_with_another_model_is_refused_on_all_ranks() -> None:
 
 
 _SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"
-# What takes its time is imported beforehand.
-_HELD = f"""
-import runpy, sys, torch, bagua.elastic
-print("ready", flush=True)
-input()
-runpy.run_path({str(_SCRIPT)!r}, run_name="__main__")
-"""
 
 
-def _started(port: int, log: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _HELD, "127.0.0.1", str(port), "300"],
-        stdin=subprocess.PIPE,
-        stdout=log.open("w"),
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def _run_the_example(port: int) -> str:
+    """Return what it prints; the second process dies once it trains with the first, and then the third one comes."""
+    me, shared = dist.get_rank(), store()
+    dist.destroy_process_group()
+    said = io.StringIO()
 
+    def watch() -> None:
+        # The one that stays may be the newcomer, which needs a few steps until it has all weights.
+        assert wait_for(lambda: said.getvalue().count(": 2 members") >= 5, 60)
+        shared.set("die", "")
+        before = len(said.getvalue())
+        assert wait_for(lambda: ": 1 members" in said.getvalue()[before:], 60)
+        shared.set("come", "")
 
-def _let_go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.close()
+    def die_when_told() -> None:
+        shared.wait(["die"], timedelta(seconds=100))
+        die(shared)
+
+    if me == 2:
+        shared.wait(["come"], timedelta(seconds=100))
+    with ThreadPoolExecutor(1) as pool, contextlib.redirect_stdout(said):
+        watching = pool.submit([watch, die_when_told, lambda: None][me])
+        with mock.patch.object(sys, "argv", [str(_SCRIPT), "127.0.0.1", str(port), "300"]):
+            runpy.run_path(str(_SCRIPT), run_name="__main__")
+        watching.result()
+    return said.getvalue()
 
 
 @pytest.mark.long
-def test_the_example_goes_on_without_one_that_is_killed_and_with_one_that_comes(tmp_path: Path) -> None:
+def test_the_example_goes_on_without_one_that_is_killed_and_with_one_that_comes() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    logs = [tmp_path / name for name in ("stays", "dies", "comes")]
-    processes = [_started(server.port, log) for log in logs]
-    stays, dies, comes = processes
-
-    def says(index: int, what: str) -> bool:
-        return wait_for(lambda: what in logs[index].read_text(), 120)
-
-    try:
-        assert all(says(index, "ready") for index in range(3))
-        _let_go(stays)
-        _let_go(dies)
-        # The one that stays may be the newcomer, which needs a few steps until it has all weights.
-        assert wait_for(lambda: logs[0].read_text().count(": 2 members") >= 5, 120), logs[0].read_text()
-        dies.kill()
-        dies.wait()
-        before = len(logs[0].read_text())
-        assert wait_for(lambda: ": 1 members" in logs[0].read_text()[before:], 60), logs[0].read_text()
-        _let_go(comes)
-        assert [process.wait(120) for process in (stays, comes)] == [0, 0], [log.read_text() for log in logs]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert ": 2 members" in logs[2].read_text()
-    ends = [re.findall(r"^weights (\S+)", logs[index].read_text(), re.M) for index in (0, 2)]
+    stays, _, comes = run_ranks(3, _run_the_example, server.port, dying={1})
+    assert ": 2 members" in comes
+    ends = [re.findall(r"^weights (\S+)", text, re.M) for text in (stays, comes)]
     assert ends[0] == ends[1] != []

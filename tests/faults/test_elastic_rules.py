@@ -3,8 +3,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,15 +14,13 @@ import torch.distributed as dist
 from bagua import _healing
 from bagua._healing import TrainingState
 from bagua._progress import Progress, Stage
-from bagua.elastic import Members, Training
-from elastic_ranks import join, weights_of
-from holdings import wait_for
+from bagua.elastic import Training
+from elastic_ranks import backward, join, weights_of
 from hooked_models import logged, same_everywhere
-from members import Members as Changing
-from members import model
+from members import Members, model
 from ranks import on_new_ranks, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TRANSPORTS, die, store
+from trouble import TRANSPORTS, die, meet, store
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 SIZE = 3
@@ -42,9 +38,8 @@ def _train(steps: int, within: Callable[[Training, int, dist.Store], None], algo
         members._group._meetings.at_least = 1
         while training.step < steps:
             with training.attempt():
-                generator = torch.Generator().manual_seed(100 * training.step + dist.get_rank())
                 optimizer.zero_grad()
-                training.ddp(torch.randn(4, 8, generator=generator)).square().mean().backward()
+                backward(training)
                 optimizer.step()
                 within(training, me, shared)
                 schedule.step()
@@ -70,17 +65,13 @@ def test_a_death_after_the_step_of_the_optimizer_leaves_equal_weights(steps: int
     assert set(counts) == {steps}
 
 
-def _late_for_a_death(training: Training, me: int, shared: dist.Store) -> None:
-    if training.step == 5 and me == LAST:
-        shared.set("died at", str(time.time()))
-        die(shared)
-
-
 def _seconds_to_go_on() -> float:
     ended: list[float] = []
 
     def within(training: Training, me: int, shared: dist.Store) -> None:
-        _late_for_a_death(training, me, shared)
+        if training.step == 5 and me == LAST:
+            shared.set("died at", str(time.time()))
+            die(shared)
         if training.step == 7 and not ended:
             ended.append(time.time() - float(shared.get("died at")))
 
@@ -93,18 +84,6 @@ def test_others_go_on_within_a_second_of_a_death_between_hosts() -> None:
     assert max(others) < 1
 
 
-def _fail_once_alone(training: Training, me: int, shared: dist.Store) -> None:
-    if training.step == 5 and me == 1 and shared.add("failed", 1) == 1:
-        raise dist.DistBackendError("of this rank alone")
-
-
-def test_an_error_of_one_rank_alone_costs_a_step_and_not_the_timeout() -> None:
-    (first, *others), *results = run_ranks(SIZE, _train, 8, _fail_once_alone, timeout=30.0)
-    for weights, *rest in results:
-        assert torch.equal(weights, first)
-        assert rest == others
-
-
 def _fail_always(training: Training, me: int, shared: dist.Store) -> None:
     if training.step >= 5:
         raise dist.DistBackendError("of the user's code")
@@ -112,12 +91,11 @@ def _fail_always(training: Training, me: int, shared: dist.Store) -> None:
 
 @on_new_ranks(SIZE)
 def test_an_error_that_comes_again_and_again_without_a_death_is_raised() -> None:
-    me, shared = dist.get_rank(), store()
+    shared = store()
     with pytest.raises(dist.DistBackendError, match="of the user's code") as raised:
         _train(1000, _fail_always)
     # The others need the store, which the first rank serves: the error's frames hold it.
-    shared.add("over", 1)
-    assert me != 0 or wait_for(lambda: shared.add("over", 0) == SIZE, 30)
+    meet(shared, "over", SIZE)
     assert raised.tb is not None
 
 
@@ -167,7 +145,7 @@ def test_a_newcomer_of_another_algorithm_is_told_so_and_joins_with_that_of_the_m
 
 def _unequal(others: Sequence[Any] = ()) -> tuple[int, DDP, TrainingState]:
     """Become one of two members, each with weights of its own."""
-    changing = Changing()
+    changing = Members()
     changing.become(changing.me)
     network = model(seed=changing.me)
     network.register_buffer("cache", torch.full((2,), 1.0 + changing.me), persistent=False)
@@ -318,42 +296,35 @@ def test_a_state_that_others_could_not_be_given_is_an_error_before_they_need_it(
         assert members.train(ddp, optimizer, "bytegrad").step == 0
 
 
-def _fail_while_the_store_is_stopped(members: Members, port: int) -> None:
+def _fail_while_the_store_is_stopped(members: Any, server: int) -> None:
     with members:
         network = model()
-        optimizer = torch.optim.SGD(network.parameters(), 0.01)
-        training = members.train(DDP(network), optimizer)
-        os.kill(int(dist.TCPStore("127.0.0.1", port).get("pid")), signal.SIGSTOP)
+        training = members.train(DDP(network), torch.optim.SGD(network.parameters(), 0.01))
+        os.kill(server, signal.SIGSTOP)
         time.sleep(1)
         with training.attempt():
             raise KeyError(time.monotonic())
 
 
-def _fails_while_the_store_is_stopped(port: int) -> float:
-    dist.destroy_process_group()
-    members = Members(dist.TCPStore("127.0.0.1", port), timeout=timedelta(seconds=60))
+def _seconds_of_the_error() -> float:
+    """Rank 0 only serves the store."""
+    me, shared, members = join(at_least=1)
+    if me == 0:
+        members.close()
+        shared.set("server", str(os.getpid()))
+        shared.wait(["over"], timedelta(seconds=60))
+        return 0.0
+    server = int(shared.get("server"))
     with pytest.raises(KeyError) as raised:
-        _fail_while_the_store_is_stopped(members, port)
-    return time.monotonic() - float(raised.value.args[0])
-
-
-_SERVER = """
-import os, time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-store.set("pid", str(os.getpid()))
-print(store.port, flush=True)
-time.sleep(1000)
-"""
+        _fail_while_the_store_is_stopped(members, server)
+    seconds = time.monotonic() - float(raised.value.args[0])
+    os.kill(server, signal.SIGCONT)
+    shared.set("over", "")
+    return seconds
 
 
 def test_an_error_of_the_user_arrives_also_while_the_store_does_not_answer() -> None:
-    with subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            (seconds,) = run_ranks(1, _fails_while_the_store_is_stopped, int(server.stdout.readline()), timeout=30.0)
-        finally:
-            server.kill()
-    assert seconds < 5
+    assert max(run_ranks(2, _seconds_of_the_error, timeout=30.0)) < 5
 
 
 def _odd_newcomer() -> Any:

@@ -2,6 +2,7 @@
 """bagua.elastic: what may fail in the middle of a step, and what users do in one, with deaths in between."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import _executors, _healing
+from bagua import _executors
 from bagua.elastic import Training
-from elastic_ranks import join, weights_of
-from holdings import wait_for
+from elastic_ranks import backward, join, weights_of
+from hooked_models import logged
 from members import model
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TRANSPORTS, die
+from trouble import TRANSPORTS, die, meet, selection
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 SIZE = 3
@@ -41,11 +42,6 @@ class _Halting(torch.optim.SGD):
         return super().step(closure)
 
 
-def _backward(training: Training) -> None:
-    generator = torch.Generator().manual_seed(100 * training.step + dist.get_rank())
-    training.ddp(torch.randn(4, 8, generator=generator)).square().mean().backward()
-
-
 def _of_user(place: str) -> Exception:
     return dist.DistBackendError(f"of the user's {place}")
 
@@ -67,7 +63,7 @@ def _step_with_closure(training: Training, optimizer: _Halting, is_disturbed: bo
         optimizer.zero_grad()
         if is_disturbed:
             raise _of_user("closure, before weights have changed")
-        _backward(training)
+        backward(training)
 
     optimizer.step(closure)
 
@@ -75,9 +71,7 @@ def _step_with_closure(training: Training, optimizer: _Halting, is_disturbed: bo
 def _train_on(is_disturbed: bool) -> tuple[Tensor, int]:
     _, _, members = join(at_least=SIZE)
     failures = 0
-    warnings: list[str] = []
-    _healing._logger.warning = lambda text, *_: warnings.append(text)  # type: ignore[method-assign]
-    with members:
+    with logged() as log, members:
         optimizer = _Halting((network := model()).parameters())
         training = members.train(DDP(network), optimizer)
         seen: set[int] = set()
@@ -90,13 +84,13 @@ def _train_on(is_disturbed: bool) -> tuple[Tensor, int]:
                         _step_with_closure(training, optimizer, is_first)
                     else:
                         optimizer.zero_grad()
-                        _backward(training)
+                        backward(training)
                         if is_first:
                             _fail(training, optimizer)
                         optimizer.step()
             except KeyError:
                 failures += 1
-    assert not [text for text in warnings if "in the middle on all" in text]
+    assert "in the middle on all" not in log.getvalue()
     return weights_of(training), failures
 
 
@@ -117,7 +111,7 @@ def _fail_together() -> tuple[Tensor, list[int]]:
         while training.step < STEPS:
             steps.append(training.step)
             with training.attempt():
-                _backward(training)
+                backward(training)
                 if training.step == 3 and steps.count(3) == 1:
                     optimizer.state[network[0].weight]["momentum_buffer"].add_(me)
                     optimizer.error = _of_user("step, on all members")
@@ -149,7 +143,7 @@ def _die_in_a_round() -> tuple[Tensor, int]:
         members._group._meetings.at_least = 1
         while training.step < STEPS:
             with training.attempt():
-                _backward(training)
+                backward(training)
                 optimizer.step()
                 optimizer.zero_grad()
         training.wait_for_end()
@@ -178,7 +172,7 @@ def _die_as_groups_are_made(place: str) -> float:
                     if me == LAST:
                         setattr(_executors, place, lambda *_, **__: die(shared))
                         raise _of_user("code, after which all meet")
-                _backward(training)
+                backward(training)
                 optimizer.step()
                 optimizer.zero_grad()
             if begin and not seconds and training.step > 5:
@@ -187,15 +181,20 @@ def _die_as_groups_are_made(place: str) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("place", ["_private_group", "_new_named_group"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "place"),
+    selection(
+        itertools.product(TRANSPORTS, ["_private_group", "_new_named_group"]),
+        [("in-host", "_private_group"), ("between-hosts", "_new_named_group")],
+    ),
+)
 def test_a_death_as_an_algorithm_makes_a_group_is_noticed_like_any_other(transport: str, place: str) -> None:
     times = run_ranks(SIZE, _die_as_groups_are_made, place, env=TRANSPORTS[transport], dying={LAST})
     assert max(times[:LAST]) < 6
 
 
 def _oldest_fails() -> tuple[bool, str, bool]:
-    me, shared, members = join(at_least=SIZE)
+    _, shared, members = join(at_least=SIZE)
     is_oldest, error = False, ""
     try:
         with members:
@@ -207,14 +206,12 @@ def _oldest_fails() -> tuple[bool, str, bool]:
                 with training.attempt():
                     if is_oldest:
                         raise _of_user("code")
-                    _backward(training)
+                    backward(training)
                     optimizer.step()
             training.wait_for_end()
     except dist.DistBackendError as raised:
         error = str(raised)
-    # One of them serves the store.
-    shared.add("over", 1)
-    assert me != 0 or wait_for(lambda: shared.add("over", 0) == SIZE, 30)
+    meet(shared, "over", SIZE)  # one of them serves the store
     return is_oldest, error, training.step >= STEPS
 
 
@@ -224,12 +221,10 @@ def test_the_member_whose_own_code_fails_again_and_again_ends_and_those_that_see
     assert all(has_ended for is_oldest, _, has_ended in results if not is_oldest)
 
 
-def _heal_apart() -> tuple[Tensor, list[str]]:
+def _heal_apart() -> tuple[Tensor, str]:
     """Have a member fail to heal when the other has healed, both with the weights of the same steps."""
     _, _, members = join(at_least=2)
-    warnings: list[str] = []
-    _healing._logger.warning = lambda text, *_: warnings.append(text)  # type: ignore[method-assign]
-    with members:
+    with logged() as log, members:
         optimizer = torch.optim.SGD((network := model()).parameters(), 0.05)
         training = members.train(DDP(network), optimizer)
         heal, is_armed = training._state.heal, iter([True, False])
@@ -248,16 +243,16 @@ def _heal_apart() -> tuple[Tensor, list[str]]:
                     has_failed = True
                     training._state.heal = heal_and_fail  # type: ignore[method-assign]
                     raise _of_user("code")
-                _backward(training)
+                backward(training)
                 optimizer.step()
                 optimizer.zero_grad()
-    return weights_of(training), [text for text in warnings if "another group" in text]
+    return weights_of(training), log.getvalue()
 
 
 def test_members_of_which_one_has_healed_and_another_has_not_drop_no_steps() -> None:
-    (first, warnings), (second, others) = run_ranks(2, _heal_apart)
+    (first, said), (second, other_said) = run_ranks(2, _heal_apart)
     assert torch.equal(first, second)
-    assert warnings == others == []
+    assert "another group" not in said + other_said
 
 
 class _Branches(nn.Module):

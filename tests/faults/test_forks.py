@@ -36,24 +36,26 @@ def child(what):
         gc.collect()
     sys.exit(3)
 
-whats = ["end", "use", "destroy", "drop"]
-for what in whats:
+children = {}
+for what in ("end", "use", "destroy", "drop"):
     process = os.fork()
     if process == 0:
         child(what)
-    # The parent's group is at work meanwhile.
-    for _ in range(20):
-        dist.all_reduce(torch.ones(4))
-    limit = time.monotonic() + 30
-    ended, status = 0, 0
-    while not ended and time.monotonic() < limit:
-        ended, status = os.waitpid(process, os.WNOHANG)
-        time.sleep(0.02)
-    if not ended:
-        os.kill(process, 9)
-        os.waitpid(process, 0)
-    assert ended and os.waitstatus_to_exitcode(status) == 3, (what, ended, status)
-    dist.barrier()
+    children[process] = what
+# The parent's group is at work meanwhile.
+for _ in range(20):
+    dist.all_reduce(torch.ones(4))
+limit = time.monotonic() + 60
+while children and time.monotonic() < limit:
+    process, status = os.waitpid(-1, os.WNOHANG)
+    if process:
+        assert os.waitstatus_to_exitcode(status) == 3, (children[process], status)
+        del children[process]
+    time.sleep(0.02)
+for process in children:
+    os.kill(process, 9)
+assert not children, children
+dist.barrier()
 ddp(torch.ones(1, 3)).sum().backward()
 ones = torch.ones(4)
 dist.all_reduce(ones, group=group)

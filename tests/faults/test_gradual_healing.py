@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """bagua.elastic: a newcomer gets weights and optimizer state in parts while the others train on as before."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import _gradual_transfer, _healing
+from bagua import _gradual_transfer
 from bagua._gradual_transfer import Pace, can_be_gradual, gradual_parameters
 from bagua.elastic import Members, Training
 from elastic_ranks import join, weights_of
 from holdings import wait_for
+from hooked_models import logged
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import TRANSPORTS, die
+from trouble import TRANSPORTS, die, meet
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on")
 SIZE = 3
@@ -42,11 +44,12 @@ def _join(
     return members.train(DDP(network), optimizer, algorithm), optimizer
 
 
-def _watch_second_healings() -> list[str]:
-    """Return what will be said of weights that differ after a transfer, and are sent once more."""
-    texts: list[str] = []
-    _healing._logger.warning = lambda text, *_: texts.append(text) if "healed" in text else None  # type: ignore[method-assign]
-    return texts
+@contextlib.contextmanager
+def _no_second_healing() -> Iterator[None]:
+    """Check that what arrives is right by itself, and not only after a second transfer of all."""
+    with logged() as log:
+        yield
+    assert "healed" not in log.getvalue()
 
 
 def _state_of(training: Training, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -59,9 +62,7 @@ def _train(algorithm: str, optimizer_name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if me == LAST:
         shared.get("come")
-    # What arrives is right by itself, and not only after a second transfer of all.
-    second_healings = _watch_second_healings()
-    with members:
+    with _no_second_healing(), members:
         training, optimizer = _join(members, me, optimizer_name, algorithm)
         found["joined_at"] = training.step
         found["healed"] = []
@@ -76,12 +77,11 @@ def _train(algorithm: str, optimizer_name: str) -> dict[str, Any]:
                     found["healed"].append(training.step)
                 _step(training, optimizer, me)
         training.wait_for_end()
-        assert not second_healings
         return {**found, "weights": weights_of(training), "state": _state_of(training, optimizer)}
 
 
-def _wait_for_newcomer(training: Training) -> None:
-    while dist.get_world_size() < SIZE and training.step == BEGIN:
+def _wait_for_newcomer(training: Training, size: int = SIZE) -> None:
+    while dist.get_world_size() < size and training.step == BEGIN:
         with training.attempt():
             pass
 
@@ -140,7 +140,6 @@ def test_the_others_train_on_as_if_the_newcomer_were_not_there() -> None:
 
 def _source_dies() -> dict[str, Any]:
     numbers = [0]
-    second_healings = _watch_second_healings()
     # Rank 0 only serves the store, the next one is the source, and the last one the newcomer.
     _gradual_transfer._GROWTH = 1
     me, shared, members = join(at_least=1 if dist.get_rank() == SIZE else 2)
@@ -153,7 +152,7 @@ def _source_dies() -> dict[str, Any]:
         wait_for(lambda: meetings.ask(lambda store: store.check(["0/came/1"]), timedelta(0)))
     if me == SIZE:
         shared.get("come")
-    with members:
+    with _no_second_healing(), members:
         training, optimizer = _join(members, me, "AdamW")
         members._group._meetings.at_least = 1
         while training.step < END:
@@ -171,7 +170,6 @@ def _source_dies() -> dict[str, Any]:
         assert (len(numbers) > 5) == (me == SIZE)
         training.wait_for_end()
         shared.set("end", "")
-        assert not second_healings
         return {"weights": weights_of(training), "state": _state_of(training, optimizer)}
 
 
@@ -188,20 +186,16 @@ def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 def _two_come_at_once(one_dies: bool) -> dict[str, Any]:
     _gradual_transfer._GROWTH = 1
     me, shared, members = join(at_least=1 if dist.get_rank() >= LAST else LAST)
-    second_healings = _watch_second_healings()
     found: dict[str, Any] = {"numbers": [0], "chains": []}
     if me >= LAST:
         shared.get("come")
-        shared.add("ready", 1)
-        wait_for(lambda: shared.add("ready", 0) == 2)
-    with members:
+        meet(shared, "ready", 2)
+    with _no_second_healing(), members:
         training, optimizer = _join(members, me, "AdamW")
         while training.step < END:
             if training.step == BEGIN:
                 shared.set("come", "")
-                while dist.get_world_size() < SIZE + 1 and training.step == BEGIN:
-                    with training.attempt():
-                        pass
+                _wait_for_newcomer(training, SIZE + 1)
             with training.attempt():
                 if one_dies and training.step == BEGIN + 4 and me == LAST:
                     die(shared)
@@ -211,7 +205,6 @@ def _two_come_at_once(one_dies: bool) -> dict[str, Any]:
             if training._transfer is not None and training.is_healing:
                 found["numbers"].append(training._transfer.own_numbers)
         training.wait_for_end()
-        assert not second_healings
         return {**found, "weights": weights_of(training), "state": _state_of(training, optimizer)}
 
 

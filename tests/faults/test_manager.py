@@ -90,14 +90,20 @@ def _gradients(ddp: DDP, number: int) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
 
 
-def _under_a_manager(algorithm: str) -> dict[str, Any]:
+def _trained_by_all(
+    algorithm: str = "bytegrad", size: int = SIZE, seconds: float = 60.0
+) -> tuple[Members, _Manager, DDP, torch.Tensor]:
+    """Return them after a step of so many members, and the gradients of that step."""
     members = Members()
-    members.become(members.me)
-    manager = _Manager(members)
+    manager = _Manager(members, seconds)
     ddp = DDP(model(), bucket_cap_mb=0.001)
     bagua.register_comm_hook(ddp, algorithm, manager=manager, **HOOKS[algorithm])
-    manager.start_quorum(0, 1, 2)
-    everybody = _gradients(ddp, 1)
+    manager.start_quorum(*range(size))
+    return members, manager, ddp, _gradients(ddp, 1)
+
+
+def _under_a_manager(algorithm: str) -> dict[str, Any]:
+    members, manager, ddp, everybody = _trained_by_all(algorithm)
     assert (manager.waits, manager.reported) == (1, [])
     manager.start_quorum(0, 1, 2, healing=(1,))
     healed = _gradients(ddp, 1)
@@ -136,12 +142,7 @@ def test_errors_are_reported_and_the_mean_is_over_those_who_take_part(algorithm:
 
 
 def _one_is_late(has_changed: bool) -> dict[str, Any]:
-    members = Members()
-    manager = _Manager(members, seconds=3.0)
-    ddp = DDP(model(), bucket_cap_mb=0.001)
-    bagua.register_comm_hook(ddp, "bytegrad", manager=manager, **HOOKS["bytegrad"])
-    manager.start_quorum(0, 1, 2)
-    _gradients(ddp, 1)
+    members, manager, ddp, _ = _trained_by_all(seconds=3.0)
     manager.start_quorum(*((1, 2, 0) if has_changed else ()))
     manager._participants = SIZE
     if members.me == LAST:
@@ -171,12 +172,7 @@ def test_a_replica_that_is_late_is_waited_for_no_longer_than_the_manager_says(ha
 
 @on_new_ranks(SIZE, env=TRANSPORTS["between-hosts"])
 def test_a_replica_that_leaves_a_step_out_tells_those_who_wait_for_it() -> None:
-    members = Members()
-    manager = _Manager(members)
-    ddp = DDP(model(), bucket_cap_mb=0.001)
-    bagua.register_comm_hook(ddp, "bytegrad", manager=manager, **HOOKS["bytegrad"])
-    manager.start_quorum(0, 1, 2)
-    _gradients(ddp, 1)
+    members, manager, ddp, _ = _trained_by_all()
     manager.start_quorum()
     manager._participants = SIZE
     if members.me == LAST:
@@ -189,16 +185,10 @@ def test_a_replica_that_leaves_a_step_out_tells_those_who_wait_for_it() -> None:
 
 @on_new_ranks(2, env=TRANSPORTS["between-hosts"])
 def test_the_backward_goes_on_while_buckets_travel() -> None:
-    members = Members()
-    manager = _Manager(members, seconds=10.0)
-    network = model()
-    ddp = DDP(network, bucket_cap_mb=0.001)
-    bagua.register_comm_hook(ddp, "bytegrad", manager=manager, **HOOKS["bytegrad"])
-    manager.start_quorum(0, 1)
-    _gradients(ddp, 1)
+    members, manager, ddp, _ = _trained_by_all(size=2, seconds=10.0)
     if members.me == 0:
         # The other one has given nothing yet: this one's first bucket, of the last layers, is on its way.
-        network[0].register_forward_hook(
+        ddp.module[0].register_forward_hook(
             lambda _module, _inputs, output: output.register_hook(lambda _: members.shared.set("is there", "")) and None
         )
     else:

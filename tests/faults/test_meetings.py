@@ -18,7 +18,7 @@ from holdings import wait_for
 
 PATIENCE = 1.0
 # As long as a host takes that does not answer.
-SILENCE = 3.0
+SILENCE = 2.0
 _asking = threading.local()
 
 
@@ -224,7 +224,7 @@ def test_a_newcomer_that_cannot_reach_the_members_does_not_train_alone(world: _W
         world.cut(newcomer.name, member.name, sign)
     coming = newcomer.comes()
     assert wait_for(a.meetings.is_needed)
-    time.sleep(3)
+    time.sleep(SILENCE)
     assert not coming.done()
     members = [a.comes(), b.comes()]
     with pytest.raises(RuntimeError, match=r"this process .new port 1. and a member .* but not each other"):

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -25,6 +25,7 @@ from trouble import TRANSPORTS, die, store
 
 SIZE = 3
 LAST = SIZE - 1
+NEWCOMER = 1
 pytestmark = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason="torch has reconfigure from 2.14 on; before, init_process_group refuses"
 )
@@ -127,13 +128,41 @@ def test_handles_that_make_no_group_are_refused_and_so_is_a_uuid_that_was_used()
     dist.destroy_process_group()
 
 
-def _lose_one(algorithm: str) -> tuple[Tensor, list[int]]:
+# What of a state is the same on all ranks.
+SHARED = ("step", "exchanges", "outer_weights", "outer_momentum")
+
+
+class _Trained(NamedTuple):
+    """What a rank has after it has trained with a newcomer, and after another one has died."""
+
+    grown: Tensor
+    shared: dict[str, list[float]]
+    weights: Tensor
+    sizes: list[int]
+
+
+def _grow_and_lose_one(algorithm: str) -> _Trained:
     members = Members()
     training = Training(members, algorithm)
-    sizes = []
+    if members.me != NEWCOMER:
+        members.become(0, LAST)
+        for number in range(5):
+            training.step(number)
+    else:
+        members._number += 1
+        with torch.no_grad():
+            next(training.ddp.parameters()).fill_(7.0)
+    members.become(0, NEWCOMER, LAST)
+    training.heal()
+    for number in range(5, 11):
+        training.step(number)
+    state = training.handle.state_dict()["state"]
+    shared = {name: tensor.flatten().tolist() for name, tensor in state.items() if name.split(".")[0] in SHARED}
+    training.handle.synchronize()
+    grown = training.weights().clone()
     # The first member, in whose store the others meet, is the one that goes.
-    members.become(LAST, 0, 1)
-    for number in range(4):
+    members.become(LAST, 0, NEWCOMER)
+    for number in range(11, 15):
         training.step(number)
     if members.me == LAST:
         first = next(training.ddp.parameters())
@@ -141,24 +170,33 @@ def _lose_one(algorithm: str) -> tuple[Tensor, list[int]]:
     # What waits for the dead rank may be a later step.
     with pytest.raises(dist.DistError):
         training.steps_until_one_fails()
-    members.become(0, 1)
+    members.become(0, NEWCOMER)
     training.heal()
-    for number in range(5, 9):
+    sizes = []
+    for number in range(15, 19):
         training.step(number)
         sizes.append(dist.get_world_size())
+    # What is a mean over two then, both have.
     training.handle.remove()
-    training.step(9)
-    return training.weights(), sizes
+    training.step(19)
+    return _Trained(grown, shared, training.weights(), sizes)
 
 
 @pytest.mark.parametrize("algorithm", HOOKS)
-def test_survivors_go_on_with_the_same_model_and_hook_when_the_member_that_all_met_at_dies(algorithm: str) -> None:
+def test_the_same_model_and_hook_go_on_with_a_newcomer_and_when_the_member_that_all_met_at_dies(algorithm: str) -> None:
     transport = "in-host" if algorithm == "powersgd" else "between-hosts"
-    results = run_ranks(SIZE, _lose_one, algorithm, env=TRANSPORTS[transport], dying={LAST})
-    (first, sizes), (second, _) = results[:2]
-    assert torch.equal(first, second)
-    assert first.isfinite().all()
-    assert sizes == [2] * 4
+    first, other, _ = run_ranks(SIZE, _grow_and_lose_one, algorithm, env=TRANSPORTS[transport], dying={LAST})
+    assert torch.equal(other.grown, first.grown)
+    assert first.grown.abs().max() < 3, "the newcomer has brought weights of its own"
+    if algorithm != "async":  # whose ranks count for themselves
+        assert other.shared == first.shared
+    # Five without the newcomer, and six with it.
+    assert first.shared.get("step", [11])[0] >= 11
+    if algorithm == "diloco":
+        assert any(first.shared["outer_momentum.0"])
+    assert torch.equal(other.weights, first.weights)
+    assert first.weights.isfinite().all()
+    assert first.sizes == [2] * 4
 
 
 def _pause(_: Tensor) -> None:
@@ -188,50 +226,6 @@ def _lose_one_within_a_backward() -> Tensor:
 def test_after_a_backward_in_which_one_bucket_failed_before_another_the_model_goes_on() -> None:
     first, second, _ = run_ranks(SIZE, _lose_one_within_a_backward, dying={LAST})
     assert torch.equal(first, second)
-
-
-# What of a state is the same on all ranks.
-SHARED = ("step", "exchanges", "outer_weights", "outer_momentum")
-
-
-def _grow(algorithm: str) -> tuple[Tensor, list[float], dict[str, list[float]]]:
-    members = Members()
-    training = Training(members, algorithm)
-    if members.me != LAST:
-        members.become(0, 1)
-        for number in range(5):
-            training.step(number)
-    else:
-        members._number += 1
-        with torch.no_grad():
-            next(training.ddp.parameters()).fill_(7.0)
-    members.become(0, 1, LAST)
-    training.heal()
-    for number in range(5, 11):
-        training.step(number)
-    state = training.handle.state_dict()["state"]
-    shared = {name: tensor.flatten().tolist() for name, tensor in state.items() if name.split(".")[0] in SHARED}
-    training.handle.synchronize()
-    weights = training.weights().clone()
-    # What a mean over three is, which all have.
-    training.handle.remove()
-    training.backward(11)
-    return weights, [p.grad.sum().item() for p in training.ddp.parameters() if p.grad is not None], shared
-
-
-@pytest.mark.parametrize("algorithm", HOOKS)
-def test_a_newcomer_trains_on_with_the_others(algorithm: str) -> None:
-    results = run_ranks(SIZE, _grow, algorithm, env=TRANSPORTS["between-hosts"])
-    for weights, gradients, shared in results[1:]:
-        assert torch.equal(weights, results[0][0])
-        assert gradients == results[0][1]
-        if algorithm != "async":  # whose ranks count for themselves
-            assert shared == results[0][2]
-    assert results[0][0].abs().max() < 3, "the newcomer has brought weights of its own"
-    # Five without the newcomer, and six with it.
-    assert results[0][2].get("step", [11])[0] >= 11
-    if algorithm == "diloco":
-        assert any(results[0][2]["outer_momentum.0"])
 
 
 @on_new_ranks(SIZE)

@@ -8,22 +8,16 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import RankPool
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import (
-    LAYOUTS,
-    TRANSPORTS,
-    Outcome,
-    expect_error,
-    same_cause,
-    selection,
-)
+from trouble import LAYOUTS, Outcome, cause_of, expect_error, new_world, selection
 
 SIZE = 3
 ODD_ONE = 1
 
 
 def _register_on_one_rank() -> Outcome:
+    new_world()
     ddp = DDP(torch.nn.Linear(4, 1))
     loss = ddp(torch.ones(2, 4)).sum()
     # DDP's forward is over on all ranks.
@@ -35,10 +29,9 @@ def _is_odd() -> bool:
     return dist.get_rank() == ODD_ONE
 
 
-@pytest.mark.parametrize("transport", selection(TRANSPORTS, ["in-host"]))
-def test_a_hook_that_only_one_rank_registers_is_an_error_on_all(transport: str) -> None:
-    outcomes = run_ranks(SIZE, _register_on_one_rank, env=TRANSPORTS[transport])
-    cause = same_cause([outcome.message for outcome in outcomes])
+@pytest.mark.parametrize("layout", selection(LAYOUTS, ["in-host"]))
+def test_a_hook_that_only_one_rank_registers_is_an_error_on_all(layouts: dict[str, RankPool], layout: str) -> None:
+    cause = cause_of(layouts[layout].run(_register_on_one_rank))
     assert "do not make the same call" in cause
     assert "bagua:check_agreement" in cause
     assert "bagua:all_reduce" in cause
@@ -54,6 +47,7 @@ LAZY_HOOKS: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 
 def _differ_lazily(case: str) -> Outcome:
+    new_world()
     alone = [dist.new_group([rank]) for rank in range(SIZE)][dist.get_rank()]
     name, options, length, _ = LAZY_HOOKS[case] if _is_odd() else ("bytegrad", {}, 4, "")
     # DDP itself compares the shapes of the ranks of its group.
@@ -65,12 +59,13 @@ def _differ_lazily(case: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("case", "transport"),
+    ("case", "layout"),
     selection(itertools.product(LAZY_HOOKS, LAYOUTS), [("options", "between-hosts"), ("models", "in-host")]),
 )
-def test_hooks_of_the_two_argument_form_that_differ_are_told_at_the_first_bucket(case: str, transport: str) -> None:
-    outcomes = run_ranks(SIZE, _differ_lazily, case, env=LAYOUTS[transport])
-    cause = same_cause([outcome.message for outcome in outcomes])
+def test_hooks_of_the_two_argument_form_that_differ_are_told_at_the_first_bucket(
+    layouts: dict[str, RankPool], case: str, layout: str
+) -> None:
+    cause = cause_of(layouts[layout].run(_differ_lazily, case))
     assert "do not make the same call" in cause
     assert cause.count("bagua:reduce_bucket") >= 2
     assert LAZY_HOOKS[case][3] in cause

@@ -6,54 +6,42 @@ BAGUA_FAULT_SEED= repeats first (but for the moment of the fault, which depends 
 """
 
 import itertools
-import multiprocessing
 import os
 import random
-import signal
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from multiprocessing.context import ForkServerProcess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from random_faults import ALGORITHMS, COLLECTIVES, FAULTS, START_SECONDS, Plan, Report, run
-from trouble import SLACK_SECONDS, nobody_writes, same_cause, selection
+from random_faults import ALGORITHMS, COLLECTIVES, FAULTS, Plan, Report, run
+from ranks import run_ranks
+from trouble import DEATH_SECONDS, SLACK_SECONDS, same_cause, selection
 
 _PAIRS = list(itertools.product(("mixed collectives", *COLLECTIVES, *ALGORITHMS), FAULTS))
 TIMEOUT = 3.0
-DEATH_SECONDS = 2.0
-
-_context = multiprocessing.get_context("forkserver")
 
 
-def _plan(seed: int) -> tuple[Plan, float]:
-    """Return the plan and the moment of the fault, in seconds.
-
-    Seeds in a row walk through all pairs of a workload and a fault, in a new order each time.
-    """
+def _plan(seed: int) -> Plan:
+    """Seeds in a row walk through all pairs of a workload and a fault, in a new order each time."""
     walk, place = divmod(seed, len(_PAIRS))
     workload, fault = random.Random(f"walk {walk}").sample(_PAIRS, len(_PAIRS))[place]
     generator = random.Random(seed)
     size = generator.choice((2, 3, 4))
-    ranks_per_host = generator.choice((1, 2, size))
-    plan = Plan(
+    return Plan(
         size=size,
         workload=workload,
         victim=generator.randrange(size),
         fault=fault,
-        ranks_per_host=ranks_per_host,
+        ranks_per_host=generator.choice((1, 2, size)),
         shares_memory=generator.random() < 0.5,
         is_hierarchical=generator.random() < 0.5,
         is_in_backward=generator.random() < 0.5,
-        timeout=TIMEOUT,
-        folder="",
         seed=seed,
+        moment=generator.random() * 0.5,
     )
-    return plan, generator.random() * 0.5
 
 
-def _plans() -> Iterator[tuple[Plan, float]]:
+def _plans() -> Iterator[Plan]:
     minutes = float(os.environ.get("BAGUA_FAULT_MINUTES", "0"))
     end = time.monotonic() + 60 * minutes
     # The short form meets every fault once.
@@ -61,63 +49,28 @@ def _plans() -> Iterator[tuple[Plan, float]]:
     for seed in itertools.count(int(os.environ.get("BAGUA_FAULT_SEED", time.time_ns() % 1_000_000))):
         if not not_met if minutes == 0 else time.monotonic() > end:
             return
-        plan, moment = _plan(seed)
+        plan = _plan(seed)
         if minutes > 0 or plan.fault in not_met:
             not_met.discard(plan.fault)
-            yield plan, moment
+            yield plan
 
 
-def _segments_of(ranks: Iterable[ForkServerProcess]) -> list[str]:
-    return [entry.name for rank in ranks for entry in Path("/dev/shm").glob(f"bagua-{rank.pid}-*")]
-
-
-def _check(plan: Plan, reports: dict[int, Report], faulted: float) -> None:
-    cause = same_cause([report.error for report in reports.values()])
-    limit = DEATH_SECONDS if plan.fault == "kill" else plan.timeout + 2.0
-    for rank, report in reports.items():
-        assert report.when - faulted < limit + SLACK_SECONDS, f"rank {rank} took {report.when - faulted:.1f} s"
-        assert "bagua:" in report.error, report.error
-        assert not report.threads, f"rank {rank} has left {report.threads}"
-    assert f"rank {plan.victim}" in cause
-
-
-def _round(plan: Plan, moment: float) -> None:
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        plan = plan._replace(folder=folder)
-        pipes = [_context.Pipe() for _ in range(plan.size)]
-        ranks = [
-            _context.Process(target=run, args=(rank, plan, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        try:
-            for rank, (_, theirs) in zip(ranks, pipes, strict=True):
-                rank.start()
-                theirs.close()
-            connections = [ours for ours, _ in pipes]
-            for connection in connections:
-                assert connection.poll(START_SECONDS)
-                assert connection.recv() == "working"
-            time.sleep(moment)
-            victim = ranks[plan.victim]
-            assert victim.pid is not None
-            faulted = time.monotonic()
-            if plan.fault in ("kill", "stop"):
-                with nobody_writes(Path(folder, "store")):
-                    os.kill(victim.pid, signal.SIGKILL if plan.fault == "kill" else signal.SIGSTOP)
-            else:
-                connections[plan.victim].send(plan.fault)
-            reports = {}
-            for rank, connection in enumerate(connections):
-                if rank == plan.victim:
-                    continue
-                assert connection.poll(plan.timeout + START_SECONDS), f"rank {rank} hangs"
-                reports[rank] = connection.recv()
-            _check(plan, reports, faulted)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
-    assert not _segments_of(ranks)
+def _round(plan: Plan) -> None:
+    print(plan, flush=True)
+    env = {
+        "BAGUA_SHARED_MEMORY": "1" if plan.shares_memory else "0",
+        "BAGUA_HOST_ID": [f"host-{rank // plan.ranks_per_host}" for rank in range(plan.size)],
+    }
+    dying = () if plan.fault == "raise" else {plan.victim}
+    reports: list[Report] = run_ranks(plan.size, run, plan, env=env, group_timeout=TIMEOUT, dying=dying)
+    del reports[plan.victim]
+    limit = DEATH_SECONDS if plan.fault == "kill" else TIMEOUT + 2.0
+    for report in reports:
+        assert report.seconds < limit + SLACK_SECONDS
+        assert "bagua:" in report.error
+        assert not report.threads
+        assert not [name for process in report.processes for name in Path("/dev/shm").glob(f"bagua-{process}-*")]
+    assert f"rank {plan.victim}" in same_cause([report.error for report in reports])
 
 
 # Hosts with one rank, and with two that share memory.
@@ -145,18 +98,13 @@ def test_a_fault_in_an_algorithm_between_hosts(algorithm: str, fault: str, ranks
         shares_memory=True,
         is_hierarchical=True,
         is_in_backward=True,
-        timeout=TIMEOUT,
-        folder="",
         seed=0,
+        moment=0.1,
     )
-    _round(plan, moment=0.1)
+    _round(plan)
 
 
 @pytest.mark.long
 def test_random_faults() -> None:
-    for plan, moment in _plans():
-        print(plan, flush=True)
-        try:
-            _round(plan, moment)
-        except (Exception, pytest.fail.Exception) as error:
-            pytest.fail(f"{plan}: {type(error).__name__}: {error}")
+    for plan in _plans():
+        _round(plan)

@@ -14,13 +14,13 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from holdings import holdings, left_behind, wait_for
+from holdings import holdings, more_than, wait_for
 from hooked_models import emulated_hosts
 from ranks import run_ranks
 from script_ranks import run_script
 from threads import bagua_threads
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trouble import SLACK_SECONDS, TRANSPORTS, Outcome, expect_error, selection, store, warm_up
+from trouble import SLACK_SECONDS, TRANSPORTS, Outcome, expect_error, make_world, selection, store, warm_up
 
 CPU = torch.device("cpu")
 # What shutdown() waits for work that may yet be done, and some more for the end of threads and a process.
@@ -86,15 +86,20 @@ UNANSWERED: dict[str, Callable[[], Aborted]] = {
 }
 
 
-def _abort_while_waiting(call: str, is_connected: bool) -> Aborted | None:
-    if is_connected:
-        warm_up()
+def _by_rank_0(abort: Callable[[], Aborted]) -> Aborted | None:
+    """Have the other rank wait meanwhile."""
     if dist.get_rank() == 1:
         store().wait(["released"], timedelta(seconds=60))
         return None
-    aborted = UNANSWERED[call]()
+    aborted = abort()
     store().set("released", "yes")
     return aborted
+
+
+def _abort_while_waiting(call: str, is_connected: bool) -> Aborted | None:
+    if is_connected:
+        warm_up()
+    return _by_rank_0(UNANSWERED[call])
 
 
 def _assert_released(aborted: Aborted | None) -> str:
@@ -132,13 +137,7 @@ def _abort_in_backward() -> Aborted | None:
             ddp(torch.ones(2, 2000)).sum().backward()
         assert "compress" in handle.stats()["seconds"]
         loss = ddp(torch.ones(2, 2000)).sum()
-        aborted = None
-        if dist.get_rank() == 0:
-            aborted = _abort_collective(loss.backward, group)
-            store().set("released", "yes")
-        else:
-            store().wait(["released"], timedelta(seconds=60))
-    return aborted
+        return _by_rank_0(lambda: _abort_collective(loss.backward, group))
 
 
 def test_an_abort_from_another_thread_releases_a_backward() -> None:
@@ -149,9 +148,6 @@ def test_an_abort_from_another_thread_releases_a_backward() -> None:
 
 def _abort_while_a_group_is_made() -> Aborted | None:
     warm_up()
-    if dist.get_rank() == 1:
-        store().wait(["released"], timedelta(seconds=60))
-        return None
     default: Any = dist.group.WORLD
     is_begun = threading.Event()
 
@@ -159,9 +155,7 @@ def _abort_while_a_group_is_made() -> Aborted | None:
         is_begun.set()
         dist.new_group(timeout=timedelta(seconds=2))
 
-    aborted = _aborted(default._get_backend(CPU), is_begun.is_set, make)
-    store().set("released", "yes")
-    return aborted
+    return _by_rank_0(lambda: _aborted(default._get_backend(CPU), is_begun.is_set, make))
 
 
 def test_a_group_that_cannot_be_made_holds_up_no_abort_and_names_who_is_missing() -> None:
@@ -185,8 +179,7 @@ def _destroy_with_work_under_way(call: str) -> tuple[float, list[str], str]:
     dist.destroy_process_group()
     assert wait_for(lambda: not bagua_threads())
     before = holdings()
-    part = dist.PrefixStore("unanswered", shared)
-    dist.init_process_group("bagua", store=part, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    make_world(shared, "unanswered", rank, 2, 120.0)
     warm_up()
     seconds, message = 0.0, ""
     if rank == 0:
@@ -200,7 +193,13 @@ def _destroy_with_work_under_way(call: str) -> tuple[float, list[str], str]:
     else:
         shared.wait(["destroyed"], timedelta(seconds=60))
         dist.destroy_process_group()
-    return seconds, left_behind(before), message
+
+    def left() -> list[str]:
+        # The process keeps its sockets, and their thread, for the groups to come.
+        return [held for held in more_than(before) if held not in ("threads: bagua_wire", "files: socket")]
+
+    wait_for(lambda: not left())
+    return seconds, left(), message
 
 
 @pytest.mark.parametrize(
@@ -212,9 +211,7 @@ def test_a_group_may_be_destroyed_whose_work_nobody_answers(call: str, transport
     seconds, _, message = results[0]
     assert seconds < END_SECONDS + SLACK_SECONDS
     assert "shut down" in message
-    for _, left, _ in results:
-        # The process keeps its sockets, and their thread, for the groups to come.
-        assert not [held for held in left if held not in ("threads: bagua_wire", "files: socket")]
+    assert not any(left for _, left, _ in results)
 
 
 def _destroy_and_keep_the_hook() -> tuple[float, str]:

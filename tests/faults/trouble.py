@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import signal
@@ -55,6 +56,7 @@ OPERATIONS = {
 }
 # `make test-faults` takes every case, `make test` a selection.
 TAKES_ALL = "BAGUA_FAULT_MINUTES" in os.environ
+_worlds, _warm_ups = itertools.count(), itertools.count()
 
 
 class Outcome(NamedTuple):
@@ -117,6 +119,37 @@ def store() -> dist.Store:
     return found
 
 
+def served_store(shared: dist.Store, rank: int, address: str = "127.0.0.1") -> dist.TCPStore:
+    """Return a store that rank 0 serves at this address."""
+    if rank == 0:
+        served = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        shared.set("port", str(served.port))
+        return served
+    return dist.TCPStore(address, int(shared.get("port")))
+
+
+def meet(shared: dist.Store, name: str, size: int) -> None:
+    """Wait until so many ranks have come to where it has this name; each comes there once."""
+    shared.add(name, 1)
+    while shared.add(name, 0) < size:
+        time.sleep(0.01)
+
+
+def new_world(seconds: float = 60.0) -> None:
+    """Put a new default group in the place of one that may be broken, once all ranks have come."""
+    shared, rank, size = file_under(store()), dist.get_rank(), dist.get_world_size()
+    name = f"world {next(_worlds)}"
+    meet(shared, f"leave for {name}", size)
+    dist.destroy_process_group()
+    make_world(shared, name, rank, size, seconds)
+
+
+def make_world(shared: dist.Store, name: str, rank: int, size: int, seconds: float = 30.0) -> None:
+    """Make a default group in a part of its own of a store that all ranks know."""
+    part = dist.PrefixStore(name, shared)
+    dist.init_process_group("bagua", store=part, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+
+
 def warm_up(meeting: dist.Store | None = None) -> None:
     """Connect the ranks: trouble is then met in an exchange and not in the making of one.
 
@@ -125,11 +158,7 @@ def warm_up(meeting: dist.Store | None = None) -> None:
     """
     for _ in range(2):
         dist.all_reduce(torch.ones(3))
-    size = dist.get_world_size()
-    meeting = meeting or store()
-    expected = -(-meeting.add("warmed up", 1) // size) * size
-    while meeting.add("warmed up", 0) < expected:
-        time.sleep(0.01)
+    meet(meeting or store(), f"warm-up {next(_warm_ups)}", dist.get_world_size())
 
 
 def announce_trouble() -> None:
@@ -143,16 +172,20 @@ def die(file: dist.Store | None = None) -> None:
 
     The store is the default group's where none is given.
     """
-    file = file or store()
-    while isinstance(file, dist.PrefixStore):
-        file = file.underlying_store
-    assert isinstance(file, dist.FileStore)  # type: ignore[attr-defined]
-    with nobody_writes(file.path):
+    with nobody_writes(file_under(file or store()).path):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def file_under(part: dist.Store) -> Any:
+    """Return the FileStore of which a test's store is a part."""
+    while isinstance(part, dist.PrefixStore):
+        part = part.underlying_store
+    assert isinstance(part, dist.FileStore)  # type: ignore[attr-defined]
+    return part
+
+
 @contextlib.contextmanager
-def nobody_writes(file: str | os.PathLike[str]) -> Iterator[None]:
+def nobody_writes(file: str) -> Iterator[None]:
     """Keep all ranks from writing to a FileStore, which takes the same lock.
 
     A rank that is killed in the middle would leave half an entry, over which FileStore loops for good on all others;

@@ -11,7 +11,7 @@ import soak_messages
 import torch
 import torch.distributed as dist
 from reference import reduce_op
-from soak_parts import Buffer, Side, Started, inputs_of, started, unset
+from soak_parts import Buffer, Side, Started, inputs_of, moved, started, unset
 from soak_plan import Call
 
 
@@ -88,40 +88,29 @@ def _broadcast(call: Call, side: Side) -> Started:
     inputs = inputs_of(call, side.size, call.numel)
     buffer = Buffer(inputs[side.position])
     work = dist.broadcast(buffer.tensor, side.ranks[call.root], side.group, call.is_async)
-    return started(call, work, lambda: buffer.expect(inputs[call.root], call, "result"))
+    return moved(call, work, (buffer, inputs[call.root], "result"))
 
 
 def _all_gather(call: Call, side: Side) -> Started:
     inputs = inputs_of(call, side.size, call.numel)
     source = Buffer(inputs[side.position])
+    kept = (source, inputs[side.position], "input")
     if call.kind == "all_gather":
-        results = [unset(call.numel * side.size, call)]
-        expected = [inputs.flatten()]
-        work = dist.all_gather_into_tensor(results[0].tensor, source.tensor, side.group, call.is_async)
-    else:
-        results = [unset(call.numel, call) for _ in side.ranks]
-        expected = list(inputs)
-        work = dist.all_gather([result.tensor for result in results], source.tensor, side.group, call.is_async)
-
-    def check() -> None:
-        for result, wanted in zip(results, expected, strict=True):
-            result.expect(wanted, call, "result")
-        source.expect(inputs[side.position], call, "input")
-
-    return started(call, work, check)
+        result = unset(call.numel * side.size, call)
+        work = dist.all_gather_into_tensor(result.tensor, source.tensor, side.group, call.is_async)
+        return moved(call, work, (result, inputs.flatten(), "result"), kept)
+    results = [unset(call.numel, call) for _ in side.ranks]
+    work = dist.all_gather([result.tensor for result in results], source.tensor, side.group, call.is_async)
+    return moved(call, work, *((result, row, "result") for result, row in zip(results, inputs, strict=True)), kept)
 
 
 def _all_to_all(call: Call, side: Side) -> Started:
     inputs = inputs_of(call, side.size, call.numel * side.size)
     source, result = Buffer(inputs[side.position]), unset(call.numel * side.size, call)
     work = dist.all_to_all_single(result.tensor, source.tensor, group=side.group, async_op=call.is_async)
-
-    def check() -> None:
-        begin = side.position * call.numel
-        result.expect(inputs[:, begin : begin + call.numel].flatten(), call, "result")
-        source.expect(inputs[side.position], call, "input")
-
-    return started(call, work, check)
+    begin = side.position * call.numel
+    expected = inputs[:, begin : begin + call.numel].flatten()
+    return moved(call, work, (result, expected, "result"), (source, inputs[side.position], "input"))
 
 
 def _all_to_all_uneven(call: Call, side: Side) -> Started:
@@ -138,52 +127,27 @@ def _all_to_all_uneven(call: Call, side: Side) -> Started:
         )
     else:
         work = dist.all_to_all_single(result.tensor, source.tensor, incoming, own, side.group, call.is_async)
-
-    def check() -> None:
-        begins = [sum(row[: side.position]) for row in sizes]
-        parts = [
-            inputs[peer][begin : begin + length]
-            for peer, (begin, length) in enumerate(zip(begins, incoming, strict=True))
-        ]
-        result.expect(torch.cat(parts), call, "result")
-
-    return started(call, work, check)
+    parts = [inputs[peer, sum(row[: side.position]) : sum(row[: side.position + 1])] for peer, row in enumerate(sizes)]
+    return moved(call, work, (result, torch.cat(parts), "result"))
 
 
 def _gather(call: Call, side: Side) -> Started:
     inputs = inputs_of(call, side.size, call.numel)
     source = Buffer(inputs[side.position])
-    is_root = side.position == call.root
-    results = [unset(call.numel, call) for _ in side.ranks] if is_root else []
-    work = dist.gather(
-        source.tensor,
-        [result.tensor for result in results] if is_root else None,
-        side.ranks[call.root],
-        side.group,
-        call.is_async,
-    )
-
-    def check() -> None:
-        for result, wanted in zip(results, inputs, strict=False):
-            result.expect(wanted, call, "result")
-        source.expect(inputs[side.position], call, "input")
-
-    return started(call, work, check)
+    results = [unset(call.numel, call) for _ in side.ranks] if side.position == call.root else []
+    places = [result.tensor for result in results] or None
+    work = dist.gather(source.tensor, places, side.ranks[call.root], side.group, call.is_async)
+    gathered = ((result, row, "result") for result, row in zip(results, inputs, strict=False))
+    return moved(call, work, *gathered, (source, inputs[side.position], "input"))
 
 
 def _scatter(call: Call, side: Side) -> Started:
     inputs = inputs_of(call, side.size, call.numel)
-    is_root = side.position == call.root
-    sources = [Buffer(row) for row in inputs] if is_root else []
+    sources = [Buffer(row) for row in inputs] if side.position == call.root else []
     result = unset(call.numel, call)
-    work = dist.scatter(
-        result.tensor,
-        [source.tensor for source in sources] if is_root else None,
-        side.ranks[call.root],
-        side.group,
-        call.is_async,
-    )
-    return started(call, work, lambda: result.expect(inputs[side.position], call, "result"))
+    given = [source.tensor for source in sources] or None
+    work = dist.scatter(result.tensor, given, side.ranks[call.root], side.group, call.is_async)
+    return moved(call, work, (result, inputs[side.position], "result"))
 
 
 # --- Messages ---------------------------------------------------------------------------------------------------------

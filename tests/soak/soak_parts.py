@@ -113,3 +113,13 @@ def unset(numel: int, call: Call) -> Buffer:
 
 def started(call: Call, work: Any, check: Callable[[], None]) -> Started:
     return Started(call, check, [work] if call.is_async and work is not None else [])
+
+
+def moved(call: Call, work: Any, *wanted: tuple[Buffer, Tensor, str]) -> Started:
+    """As started(), with what each buffer is to hold, and its role."""
+
+    def check() -> None:
+        for buffer, expected, role in wanted:
+            buffer.expect(expected, call, role)
+
+    return started(call, work, check)

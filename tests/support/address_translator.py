@@ -38,15 +38,15 @@ class Translator:
         forgets_after: seconds without a packet after which it no longer knows a connection.
         refuses: it resets what it does not know, and what goes to the private address; else it drops that.
         is_cut: nothing gets through, and nobody is told.
-        lets_out_to: the only port to which the host inside may open connections; 0: to all.
-        opened: connections that the host inside has opened, by the port that they go to.
+        lets_out: the host inside may open connections.
+        opened: how many connections the host inside has opened.
     """
 
     forgets_after: float = 1e9
     refuses: bool = False
     is_cut: bool = False
-    lets_out_to: int = 0
-    opened: list[int] = field(default_factory=list)
+    lets_out: bool = True
+    opened: int = 0
     _flows: dict[bytes, _Flow] = field(default_factory=dict)  # by the port outside
     _last: dict[bytes, float] = field(default_factory=dict)
     _public: bytes = b""
@@ -65,14 +65,13 @@ class Translator:
         """Return what goes on to the outside, and what goes back."""
         tcp = 4 * (packet[0] & 15)
         flow = _Flow(bytes(packet[tcp : tcp + 2]), bytes(packet[_DESTINATION:20] + packet[tcp + 2 : tcp + 4]))
-        to = int.from_bytes(flow.peer[4:], "big")
         if packet[tcp + 13] & (_SYN | _ACK) == _SYN:
-            if self.lets_out_to not in (0, to):
+            if not self.lets_out:
                 return None, None
             ports = [port for port, known in self._flows.items() if known == flow and self._is_known(port)]
             port = ports[0] if ports else (_FIRST_PORT + len(self._flows)).to_bytes(2, "big")
             if not ports:
-                self.opened.append(to)
+                self.opened += 1
             self._flows[port] = flow
             self._last[port] = time.monotonic()
         else:

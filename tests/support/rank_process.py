@@ -27,6 +27,7 @@ class Settings(NamedTuple):
     folder: str
     group_timeout: float
     device: str = "cpu"
+    namespace: str = ""  # of the emulated host that it is on
 
 
 class Reply(NamedTuple):
@@ -45,6 +46,10 @@ def main(settings: Settings, connection: Connection) -> None:
     with output_path(settings).open("w") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
+    if settings.namespace:
+        from two_hosts import enter
+
+        enter(settings.namespace)
     os.environ.update(settings.env)
     os.environ.update(RANK=str(settings.rank), LOCAL_RANK=str(settings.rank), WORLD_SIZE=str(settings.world_size))
     started = False

@@ -28,12 +28,15 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import gpus
 import rank_process
 from devices import DEVICE, TIME_FACTOR
+
+if TYPE_CHECKING:
+    from bagua.bench.emulated_hosts import Host
 
 # A hung rank reports itself when its time is over; this is how much longer the parent waits for that report.
 _GRACE_SECONDS = 20.0
@@ -75,6 +78,7 @@ class RankPool:
 
     `env` has the same value for all ranks, or a list with one for each, None where it is not set. What ranks print
     stays in a folder of `logs`, if that is given. `spawned` ranks inherit nothing: each imports torch for itself.
+    `hosts` are emulated hosts, one for each rank.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class RankPool:
         share_gpu: bool = False,
         spawned: bool = False,
         logs: Path | None = None,
+        hosts: "Sequence[Host]" = (),
     ) -> None:
         self.world_size = world_size
         self.backend = backend
@@ -95,6 +100,7 @@ class RankPool:
         self._share_gpu = share_gpu
         self._context: BaseContext = multiprocessing.get_context("spawn" if spawned else "forkserver")
         self._logs = logs
+        self._hosts = hosts
         self._ranks: list[_Rank] = []
         self._folder: Path | None = None
 
@@ -158,6 +164,9 @@ class RankPool:
                 )
                 if placed:
                     settings = settings._replace(env={**placed.env[index], **env}, device=f"cuda:{placed.gpus[index]}")
+                if self._hosts:
+                    host = self._hosts[index]
+                    settings = settings._replace(env={**host.environment(), **env}, namespace=host.namespace)
                 connection, remote = self._context.Pipe()
                 # mypy does not know that every context has it.
                 process = self._context.Process(  # type: ignore[attr-defined]
@@ -233,9 +242,10 @@ def run_ranks(
     env: Mapping[str, str | Sequence[str | None]] | None = None,
     group_timeout: float = 60.0,
     dying: Collection[int] = (),
+    hosts: "Sequence[Host]" = (),
 ) -> list[Any]:
     """What the function returned on each of `world_size` new ranks."""
-    with RankPool(world_size, backend, env=env, group_timeout=group_timeout) as pool:
+    with RankPool(world_size, backend, env=env, group_timeout=group_timeout, hosts=hosts) as pool:
         return pool.run(function, *args, timeout=timeout, dying=dying)
 
 

@@ -17,9 +17,12 @@ import types
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slowness import Moment, ends_of
+
+if TYPE_CHECKING:
+    from bagua.bench.emulated_hosts import Host
 
 
 class End(NamedTuple):
@@ -36,6 +39,7 @@ class _Job(NamedTuple):
     timeout: float
     arguments: Sequence[str]
     env: Sequence[Mapping[str, str]]
+    namespaces: Sequence[str]
 
 
 def run_script(
@@ -47,22 +51,26 @@ def run_script(
     codes: Sequence[int] = (),
     timeout: float = 120.0,
     fresh: Sequence[str] = (),
+    hosts: "Sequence[Host]" = (),
 ) -> list[End]:
     """Run a script in a folder, with the environment that torchrun gives and STORE, the name of a file.
 
     A value of `env` is that of all ranks, or a list with one for each; `codes` are the exit statuses to expect, else 0.
     Nothing is imported but the modules of `fresh` where it names some; a new interpreter imports them, for all ranks.
+    `hosts` are emulated hosts, one for each rank.
     """
     __tracebackhide__ = True
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "STORE": f"{folder}/store"}
+    on_hosts = [host.environment() for host in hosts] or [{}] * ranks
     environments = [
-        {name: value if isinstance(value, str) else value[rank] for name, value in (env or {}).items()}
+        on_hosts[rank]
+        | {name: value if isinstance(value, str) else value[rank] for name, value in (env or {}).items()}
         | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **meeting}
         for rank in range(ranks)
     ]
     context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
     connection, remote = context.Pipe()
-    job = _Job(script, str(folder), timeout, arguments, environments)
+    job = _Job(script, str(folder), timeout, arguments, environments, [host.namespace for host in hosts])
     starter = context.Process(target=_start, args=(job, list(fresh), remote))
     starter.start()
     remote.close()
@@ -88,11 +96,11 @@ def _start(job: _Job, imports: Sequence[str], connection: Connection) -> None:
     # Not in a temporary folder, which every child would remove at its end.
     outputs = [Path(job.folder, f"output-{rank}") for rank in range(len(job.env))]
     processes = []
-    for output, env in zip(outputs, job.env, strict=True):
+    for rank, output in enumerate(outputs):
         process = os.fork()
         if process == 0:
             try:
-                _become_a_rank(job, env, output)
+                _become(rank, job, output)
             except BaseException:
                 traceback.print_exc()
             os._exit(70)  # never what the caller would do next
@@ -103,13 +111,17 @@ def _start(job: _Job, imports: Sequence[str], connection: Connection) -> None:
     connection.send_bytes(pickle.dumps([End(*end) for end in zip(texts, codes, moments, strict=True)]))
 
 
-def _become_a_rank(job: _Job, env: Mapping[str, str], output: Path) -> None:
+def _become(rank: int, job: _Job, output: Path) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)
     os.chdir(job.folder)
-    os.environ.update(env)
+    if job.namespaces:
+        from two_hosts import enter
+
+        enter(job.namespaces[rank])
+    os.environ.update(job.env[rank])
     sys.argv = ["-c", *job.arguments]
     sys.modules["__main__"] = types.ModuleType("__main__")
     # A rank that is aborted prints the stack of every thread. A timer of its own would hang the end of its forks.

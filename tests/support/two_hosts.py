@@ -4,7 +4,9 @@
 The ranks of the training (`several_hosts/train_script.py`) write down what they have seen.
 """
 
+import ctypes
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bagua.bench.emulated_hosts import INTERFACE, Host, Network, NoEmulatedHosts, emulated_hosts
+from bagua.bench.emulated_hosts import INTERFACE, OVERLAYS, Host, Network, NoEmulatedHosts, emulated_hosts
 
 SCRIPT = Path(__file__).parents[1] / "several_hosts" / "train_script.py"
 STEPS = 20
+_NEW_MOUNTS, _NETWORK = 0x00020000, 0x40000000
+_BIND, _PRIVATE_TREE = 0x1000, 0x44000
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
@@ -27,6 +32,21 @@ def hosts_over(network: Network | None = None, count: int = 2) -> Iterator[list[
         except NoEmulatedHosts as error:
             pytest.skip(f"no emulated hosts on this machine: {error}")
         yield hosts
+
+
+def enter(namespace: str) -> None:
+    """Move this process, which has one thread, onto an emulated host, as `ip netns exec` does."""
+    with open(f"/var/run/netns/{namespace}") as network:
+        _check(_libc.setns(network.fileno(), _NETWORK))
+    _check(_libc.unshare(_NEW_MOUNTS))
+    _check(_libc.mount(b"none", b"/", None, _PRIVATE_TREE, None))
+    for file in (OVERLAYS / namespace).iterdir():
+        _check(_libc.mount(bytes(file), f"/etc/{file.name}".encode(), None, _BIND, None))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def set_link(host: Host, state: str) -> None:
