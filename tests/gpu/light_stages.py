@@ -129,7 +129,7 @@ PIECES = {
     2: [
         Stage("failures", 75, "^peer_that_does_not_come_is.*all_reduce|^survivors.*all_reduce.2", least=20),
         Stage("graphs", 60, "^captur|^group_can_be", least=30),
-        Stage("training", 45, "^fsdp2|^true_overflow.*bytegrad|^model_compiled_by_inductor.*bytegrad", least=15),
+        Stage("training", 45, "^fsdp2|^model_compiled_by_inductor.*bytegrad", least=15),
         Stage("nets", 90, programs=_nets, least=20, is_alone=True),
         Stage("reduce", 40, programs=REDUCE, least=15, is_alone=True),
         Stage("reduce_beside", 40, programs=NON_BLOCKING, is_alone=True),
