@@ -62,7 +62,6 @@ class Bench:
         self._device = device
 
     def step(self) -> float:
-        """Take a step and return its seconds."""
         for p, gradient in zip(self.parameters, self._gradients, strict=True):
             p.grad = gradient.clone()
         self._wait()
@@ -72,7 +71,6 @@ class Bench:
         return time.perf_counter() - start
 
     def weights(self) -> list[Tensor]:
-        """The parameters as they are now."""
         return [p.detach() for p in self.parameters]
 
     def _wait(self) -> None:
@@ -114,7 +112,6 @@ def _rows(model: str, optimizer: str, device: str, seconds: float) -> Iterator[d
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")

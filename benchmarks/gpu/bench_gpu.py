@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import statistics
 import sys
 import tempfile
@@ -37,6 +36,7 @@ import codec  # noqa: E402  these are found by the lines above
 import gpus  # noqa: E402
 from contenders import ALGORITHMS  # noqa: E402
 from ranks_of_benchmarks import Command, lines_of_the_first, run_all  # noqa: E402
+from script_ranks import free_port  # noqa: E402
 from tables import table  # noqa: E402
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -90,13 +90,10 @@ class Bench:
 
     def _ranks(self, arguments: list[str], ranks: int) -> tuple[list[Command], str]:
         """Return the processes of ranks that meet on this machine, as torchrun would start them, and their GPUs."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         placed = gpus.Placement([0] * ranks, [{}] * ranks, f"{ranks} ranks: on the CPU")
         if self._is_gpu:
             placed = gpus.placement_here(ranks)
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         commands = []
         for rank, gpu in enumerate(placed.gpus):
             own = {"RANK": str(rank), "LOCAL_RANK": str(gpu), **placed.env[rank]}
@@ -161,7 +158,6 @@ def write(file: Path, facts: Mapping[str, Any], part: str, measured: Mapping[str
 
 
 def main() -> int:
-    """Measure the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -55,7 +55,6 @@ MODELS = {"gpt2-small": ((50257, 1024, 12, 768, 12), 8), "tiny": ((500, 32, 2, 6
 
 
 def main() -> None:
-    """Measure the ways named on the command line."""
     device, model, seconds, *names = sys.argv[1:]
     torch.set_num_threads(1)
     if device != "cpu":

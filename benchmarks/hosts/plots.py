@@ -208,7 +208,6 @@ def draw_time_to_loss(measured: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Draw all."""
     # Labels stay text, which a reader can search, and a file is a fraction as long.
     matplotlib.rcParams["svg.fonttype"] = "none"
     results, figures = Path(sys.argv[1]), Path(sys.argv[2])

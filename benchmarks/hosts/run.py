@@ -293,7 +293,6 @@ def write(path: Path, run: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure, print a table for each network, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", action="store_true", help="every rate, or those of --rates, with every distance")
     parser.add_argument("--rates", type=rate_of, nargs="+", help="bits per second, such as 100M or 1G; 0: no limit")

@@ -133,7 +133,6 @@ def _train(shape: _Shape) -> None:
 
 
 def main() -> None:
-    """Measure each rate named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["1G", "100M"], help="bits per second of a host (1G 100M)")
     parser.add_argument("--hosts", type=int, default=2)

@@ -80,7 +80,6 @@ class Cluster:
         )
 
     def are_nodes_idle(self) -> bool:
-        """Return whether every node waits for a job."""
         states = self.ask("sinfo", "--noheader", "--Node", "--format", "%T").stdout.split()
         return states == ["idle"] * len(self.nodes)
 
@@ -95,7 +94,6 @@ class Cluster:
             time.sleep(0.5)
 
     def logs(self) -> str:
-        """Return what the daemons wrote."""
         return "\n".join(f"== {file.name}\n{file.read_text()}" for file in sorted(self.folder.glob("*.log")))
 
 

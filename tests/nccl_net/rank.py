@@ -93,29 +93,6 @@ class _Rank:
             self.net.wait(sizes.values())
         return {"messages": self.options.rounds * len(self.receivers)}
 
-    def tree(self) -> dict[str, Any]:
-        """A sum of all ranks' 64-bit numbers up a binary tree, and its way down, several times."""
-        rank, size = self.options.rank, self.options.size
-        children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
-        parent = (rank - 1) // 2
-        count = self.options.most // 8
-        for number in range(self.options.rounds):
-            own = (ctypes.c_int64 * count)(*((rank + 1) * (i + number) for i in range(count)))
-            places = [(ctypes.c_int64 * count)() for _ in children]
-            self.net.wait(
-                self.net.receive(self.receivers[child, 0], [place], [8 * count], [0])
-                for child, place in zip(children, places, strict=True)
-            )
-            total = (ctypes.c_int64 * count)(*map(sum, zip(own, *places, strict=True)))
-            if rank > 0:
-                self.net.wait([self.net.send(self.senders[parent, 0], total, 8 * count)])
-                self.net.wait([self.net.receive(self.receivers[parent, 0], [total], [8 * count], [1])])
-            self.net.wait([self.net.send(self.senders[child, 0], total, 8 * count, 1) for child in children])
-            ranks = size * (size + 1) // 2
-            if list(total) != [ranks * (i + number) for i in range(count)]:
-                raise AssertionError("the sum is wrong")
-        return {}
-
     def sizes(self) -> dict[str, Any]:
         """Around a ring, messages from 0 bytes to a gigabyte: what has come is sent on until it is back."""
         rank, size = self.options.rank, self.options.size

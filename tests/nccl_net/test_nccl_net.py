@@ -105,8 +105,8 @@ def test_messages_of_up_to_a_gigabyte_go_around_a_ring(tmp_path: Path) -> None:
 
 @needs_openssl
 def test_resets_of_connections_leave_the_bits_as_they_are(tmp_path: Path) -> None:
-    options = ["--most", "40000", "--rounds", "20", "--resets"]
-    ranks = _run(tmp_path, "tree", *options, size=3, env=_secrets(*[_SECRET] * 3))
+    options = ["--most", "40000", "--rounds", "200", "--resets"]
+    ranks = _run(tmp_path, "exchange", *options, size=3, env=_secrets(*[_SECRET] * 3))
     assert all(_is_well(found) for found in ranks), ranks
     assert sum(found["resets"] for found in ranks) >= 10, ranks
 
