@@ -48,14 +48,14 @@ def _running(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start the ranks, each with its own of these environments and on its own of these hosts, if any; kill them."""
     ranks = []
-    for rank in range(size):
-        command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(rank), str(size), str(_PLUGIN)]
+    for number in range(size):
+        command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(number), str(size), str(_PLUGIN)]
         command += [str(folder), task, *options]
         base = {key: value for key, value in os.environ.items() if not key.startswith(("BAGUA_", "NCCL_"))}
-        own = {"BAGUA_SOCKET_IFNAME": "lo"} if not hosts else hosts[rank].environment()
+        own = {"BAGUA_SOCKET_IFNAME": "lo"} if not hosts else hosts[number].environment()
         if hosts:
-            command = hosts[rank].command(command)
-        environment = {**base, **own, **(env[rank] if env else {})}
+            command = hosts[number].command(command)
+        environment = {**base, **own, **(env[number] if env else {})}
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     try:
         yield ranks
