@@ -61,7 +61,6 @@ def sent_per_parameter(ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and draw."""
     figure, axes = pyplot.subplots(figsize=(8, 4.4), layout="constrained")
     height = 0.8 / len(RANKS)
     labels: list[str] = []

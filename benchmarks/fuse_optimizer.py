@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times one optimizer step: plain, torch's foreach=True and fused=True, and bagua's fuse_step.
 
-python benchmarks/fuse_optimizer.py [--device cpu|cuda] [--threads N] [--seconds S] [--models many-small 60M] [--json F]
+python benchmarks/fuse_optimizer.py [--device cpu|cuda] [--threads N] [--seconds S] [--models many-small 60M]
 
 What is timed is the step alone, with gradients that are there.
 """
@@ -9,11 +9,9 @@ What is timed is the step alone, with gradients that are there.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +62,6 @@ class Bench:
         self._device = device
 
     def step(self) -> float:
-        """Take a step and return its seconds."""
         for p, gradient in zip(self.parameters, self._gradients, strict=True):
             p.grad = gradient.clone()
         self._wait()
@@ -74,7 +71,6 @@ class Bench:
         return time.perf_counter() - start
 
     def weights(self) -> list[Tensor]:
-        """The parameters as they are now."""
         return [p.detach() for p in self.parameters]
 
     def _wait(self) -> None:
@@ -116,18 +112,15 @@ def _rows(model: str, optimizer: str, device: str, seconds: float) -> Iterator[d
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
     parser.add_argument("--seconds", type=float, default=0.5, help="to measure each line for")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"cpu, {arguments.threads} threads"
     print(f"torch {torch.__version__}, {name}")
-    results = []
     for model in arguments.models:
         shapes = MODELS[model]
         count = sum(torch.Size(shape).numel() for shape in shapes)
@@ -135,13 +128,8 @@ def main() -> None:
         print(f"{'optimizer':<16}{'variant':<28}{'ms/step':>10}{'x plain':>10}")
         for optimizer in OPTIMIZERS:
             for row in _rows(model, optimizer, arguments.device, arguments.seconds):
-                results.append(row)
                 times = f"{row['milliseconds']:>10.3f}{row['times_as_fast']:>10.2f}"
                 print(f"{row['optimizer']:<16}{row['variant']:<28}{times}", flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps({"torch": torch.__version__, "device": name, "results": results}, indent=2)
-        )
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
-    """A process to start."""
-
     arguments: list[str]
     environment: Mapping[str, str]
 

@@ -27,7 +27,6 @@ class Training:
         self.handle = bagua.register_comm_hook(self.model, "quantized_allreduce", optimizer=self.optimizer)
 
     def train(self, begin: int, end: int) -> None:
-        """Take some steps."""
         for step in range(begin, end):
             generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
             x = torch.randn(32, 64, generator=generator)

@@ -90,7 +90,6 @@ def too_large(paths: list[Path]) -> list[str]:
 
 
 def main() -> int:
-    """Print what is wrong and return the exit status."""
     paths = _tracked()
     wrong = unlicensed(paths) + too_long(paths) + too_large(paths)
     print(*wrong, sep="\n", end="\n" if wrong else "")

@@ -55,7 +55,6 @@ def files(names: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """Print the notes."""
     text = f"# bagua {BASE_VERSION}\n\n{section((ROOT / 'CHANGELOG.md').read_text(), BASE_VERSION)}\n"
     if len(sys.argv) > 1:
         wheels = sorted(path.name for path in Path(sys.argv[1]).glob("*.whl"))

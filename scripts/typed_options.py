@@ -61,7 +61,6 @@ def _overload(call: str, info: AlgorithmInfo, first: list[str], result: str, las
 
 
 def stub() -> str:
-    """Return the text of the stub."""
     parts = [_HEAD]
     infos = [bagua.describe(name) for name in bagua.available_algorithms()]
     for info in infos:

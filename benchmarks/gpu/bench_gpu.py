@@ -4,8 +4,6 @@
 python benchmarks/gpu/bench_gpu.py                       all parts; exit code 2 without a GPU
 python benchmarks/gpu/bench_gpu.py codec collectives     some of them
 python benchmarks/gpu/bench_gpu.py --device cpu          do the parts work? Tiny sizes, Gloo for NCCL, no file
-python benchmarks/gpu/bench_gpu.py slow-network --rates 1e9 10e9
-                                                         between network namespaces (root, iproute2)
 
 The README beside this file says what each part shows and what it does not.
 """
@@ -16,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import statistics
 import sys
 import tempfile
@@ -32,13 +29,14 @@ from torch.utils.collect_env import get_nvidia_driver_version, run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[1:1] = [str(HERE.parent), str(HERE.parent / "hosts"), str(ROOT / "tests" / "support")]
+sys.path[1:1] = [str(HERE.parent), str(ROOT / "tests" / "support")]
 RESULTS = HERE.parent / "results" / "gpu.json"
 
 import codec  # noqa: E402  these are found by the lines above
 import gpus  # noqa: E402
 from contenders import ALGORITHMS  # noqa: E402
 from ranks_of_benchmarks import Command, lines_of_the_first, run_all  # noqa: E402
+from script_ranks import free_port  # noqa: E402
 from tables import table  # noqa: E402
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -46,21 +44,16 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 NO_SLOWER = 0.95
 MOST_COST = 0.03
 SECONDS_LIMIT = 1500.0
-# Leaves NCCL nothing but sockets between two ranks of one machine.
-SOCKETS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
 class Bench:
     """The parts, on one kind of device."""
 
-    def __init__(
-        self, device: str, seconds: float, rates: Sequence[float], sizes: Sequence[int] = (), ways: str = ""
-    ) -> None:
+    def __init__(self, device: str, seconds: float, sizes: Sequence[int], ways: str) -> None:
         self._device = device
         self._seconds = seconds
         self._sizes = sizes
         self._ways = ways
-        self._rates = rates
         self._is_gpu = device == "cuda"
         self.stock = "nccl" if self._is_gpu else "gloo"
 
@@ -72,94 +65,49 @@ class Bench:
 
     def collectives(self) -> dict[str, Any]:
         """Collectives of backend bagua beside those of the stock one, in turns, by python -m bagua.bench."""
-        placed = self._placement(max(2, gpus.gpu_count() if self._is_gpu else 2), share=False)
         sizes = "-b 4K -e 256M -f 4" if self._is_gpu else "-b 4K -e 64K -f 16 -n 3 -w 1"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "bench.json")
             names = [name for name in COLLECTIVES if re.search(self._ways, name)]
             command = ["-m", "bagua.bench", *names, *sizes.split(), "--vs", self.stock, "--json", str(file)]
-            run_all(self._ranks([*command, "--device", self._device], placed), SECONDS_LIMIT, is_captured=False)
+            count = max(2, gpus.gpu_count() if self._is_gpu else 2)
+            ranks, how = self._ranks([*command, "--device", self._device], count)
+            run_all(ranks, SECONDS_LIMIT, is_captured=False)
             content = json.loads(file.read_text())
         print(slower_text(content["results"], self.stock))
-        return {"ranks": placed.how, **content}
+        return {"ranks": how, **content}
 
     def hook(self) -> dict[str, Any]:
         """What a hook costs a step of one rank, which has nobody to communicate with."""
         names = [self.stock, f"{self.stock}, QAdam", *ALGORITHMS]
         names = [name for name in names if name == self.stock or re.search(self._ways, name)]
-        measured = self._train("gpt2-small" if self._is_gpu else "tiny", names, self._placement(1, share=False), {})
+        size = ["cuda:0", "gpt2-small"] if self._is_gpu else ["cpu", "tiny"]
+        ranks, _ = self._ranks([str(HERE / "training.py"), *size, str(self._seconds), *names], 1)
+        about, *ways = lines_of_the_first(ranks, SECONDS_LIMIT)
+        measured = {**about, "ways": ways}
         print(cost_text(measured, self.stock))
         return measured
 
-    def slow_network(self) -> dict[str, Any]:
-        """Steps between two ranks that share one GPU and have only sockets, over loopback or slower networks."""
-        names = [self.stock, f"{self.stock}, fp16 hook", *ALGORITHMS]
-        model = "gpt2-small, short" if self._is_gpu else "tiny"
-        runs = []
-        if self._rates:
-            how = "2 ranks: in network namespaces of their own, on the same device"
-            for rate in self._rates:
-                measured = self._train_between_hosts("convolutional", names, rate)
-                runs.append({"network": f"{rate / 1e6:,.0f} Mbit/s", **measured})
-        else:
-            placed = self._placement(2, share=True)
-            how = placed.how
-            runs.append({"network": "loopback", **self._train(model, names, placed, SOCKETS_ONLY)})
-        for measured in runs:
-            print(beside_text(measured, self.stock))
-        return {"ranks": how, "runs": runs}
-
-    def _placement(self, ranks: int, *, share: bool) -> gpus.Placement:
+    def _ranks(self, arguments: list[str], ranks: int) -> tuple[list[Command], str]:
+        """Return the processes of ranks that meet on this machine, as torchrun would start them, and their GPUs."""
+        placed = gpus.Placement([0] * ranks, [{}] * ranks, f"{ranks} ranks: on the CPU")
         if self._is_gpu:
-            return gpus.placement_here(ranks, share=share)
-        return gpus.Placement([0] * ranks, [{}] * ranks, f"{ranks} ranks: on the CPU")
-
-    def _ranks(
-        self, arguments: list[str], placed: gpus.Placement, more: Mapping[str, str] | None = None
-    ) -> list[Command]:
-        """Return the processes of ranks that meet on this machine, as torchrun would start them."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(placed.gpus))}
+            placed = gpus.placement_here(ranks)
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         commands = []
         for rank, gpu in enumerate(placed.gpus):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(gpu), **placed.env[rank], **(more or {})}
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", **meeting, **own}
-            if more:
-                environment["BAGUA_HOST_ID"] = f"rank-{rank}"  # else algorithms would save themselves the coding
-            commands.append(Command([sys.executable, *arguments], environment))
-        return commands
-
-    def _train(self, model: str, names: list[str], placed: gpus.Placement, more: Mapping[str, str]) -> dict[str, Any]:
-        loopback = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", **more} if more else {}
-        device = f"cuda:{placed.gpus[0]}" if self._is_gpu else "cpu"
-        script = [str(HERE / "training.py"), device, self.stock, model, str(self._seconds), *names]
-        about, *ways = lines_of_the_first(self._ranks(script, placed, loopback), SECONDS_LIMIT)
-        return {**about, "ways": ways}
-
-    def _train_between_hosts(self, model: str, names: list[str], rate: float) -> dict[str, Any]:
-        from bagua.bench.emulated_hosts import INTERFACE, Network
-        from run import run_on_hosts
-
-        # For NCCL 2.30; before that each rank's own NCCL_HOSTID, which run_on_hosts() sets, lets them share a GPU.
-        more = {**SOCKETS_ONLY, "NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-        device = "cuda:0" if self._is_gpu else "cpu"
-        script = [str(HERE / "training.py"), device, self.stock, model, str(self._seconds), *names]
-        about, *ways = run_on_hosts(2, 1, Network(rate), script, SECONDS_LIMIT, more)
-        return {**about, "ways": ways}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(gpu), **placed.env[rank]}
+            commands.append(
+                Command([sys.executable, *arguments], {**os.environ, "OMP_NUM_THREADS": "1", **meeting, **own})
+            )
+        return commands, placed.how
 
 
 PARTS = {
     "codec": Bench.codec,
     "collectives": Bench.collectives,
     "hook": Bench.hook,
-    "slow-network": Bench.slow_network,
 }
-
-
-def _medians(measured: Mapping[str, Any]) -> dict[str, float]:
-    return {way["way"]: statistics.median(way["times"]) for way in measured["ways"]}
 
 
 def slower_text(results: Sequence[Mapping[str, Any]], stock: str) -> str:
@@ -177,7 +125,7 @@ def slower_text(results: Sequence[Mapping[str, Any]], stock: str) -> str:
 
 def cost_text(measured: Mapping[str, Any], stock: str) -> str:
     """Return steps of one rank beside DDP without a hook and with the same optimizer."""
-    median = _medians(measured)
+    median = {way["way"]: statistics.median(way["times"]) for way in measured["ways"]}
     rows = []
     for way, seconds in median.items():
         plain = f"{stock}, QAdam" if way in ("qadam", f"{stock}, QAdam") else stock
@@ -185,23 +133,6 @@ def cost_text(measured: Mapping[str, Any], stock: str) -> str:
         verdict = "-" if way == plain else "met" if cost <= MOST_COST else f"above {MOST_COST:.0%}"
         rows.append([way, f"{1e3 * seconds:.2f}", plain, f"{cost:+.1%}", verdict])
     return f"{measured['model']}, 1 rank\n" + table(["way", "ms per step", "beside", "more", "target"], rows, left=1)
-
-
-def beside_text(measured: Mapping[str, Any], stock: str) -> str:
-    """Return steps of two ranks beside DDP on the stock backend, and beside its fp16 hook."""
-    median = _medians(measured)
-    titles = ["way", "ms per step", f"{stock} / this", "fp16 / this"]
-    rows = [
-        [
-            way,
-            f"{1e3 * seconds:.1f}",
-            f"{median[stock] / seconds:.2f}",
-            f"{median[f'{stock}, fp16 hook'] / seconds:.2f}",
-        ]
-        for way, seconds in median.items()
-    ]
-    speed = f"{stock} reduces {measured['bytes_per_second'] * 8 / 1e9:.1f} Gbit/s"
-    return f"{measured['model']}, 2 ranks, {measured['network']}: {speed}\n" + table(titles, rows, left=1)
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -227,12 +158,10 @@ def write(file: Path, facts: Mapping[str, Any], part: str, measured: Mapping[str
 
 
 def main() -> int:
-    """Measure the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, help="that each way of training is given (20, on the CPU 0.2)")
-    parser.add_argument("--rates", type=float, nargs="+", default=[], help="of slow-network: bits per second")
     parser.add_argument("--sizes", type=int, nargs="+", default=[], help="of codec: bytes of a tensor")
     parser.add_argument("--ways", default="", help="of hook and collectives: those that this regular expression finds")
     parser.add_argument("--json", type=Path, help="file for the figures (benchmarks/results/gpu.json, on the CPU none)")
@@ -246,7 +175,7 @@ def main() -> int:
         return gpus.NO_GPU
     facts = machine(args.device)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    bench = Bench(args.device, args.seconds or (20.0 if is_gpu else 0.2), args.rates, args.sizes, args.ways)
+    bench = Bench(args.device, args.seconds or (20.0 if is_gpu else 0.2), args.sizes, args.ways)
     file = args.json or (RESULTS if is_gpu else None)
     for part in args.parts or PARTS:
         print(f"\n== {part}", flush=True)

@@ -3,8 +3,7 @@
 
 The copy is one device-to-device `copy_` of half of the bytes that the codec's kernels ask of the memory (see
 accounting.py), since a copy reads and writes each of its own: both move the same. "of the copy" is the copy's time over
-the codec's, which is the codec's bandwidth over the one that can be achieved. "once" is the same with every byte of
-input and output counted a single time.
+the codec's, which is the codec's bandwidth over the one that can be achieved.
 
 Calls are timed in batches between two CUDA events, behind a delay on the stream, so that what the host takes to enqueue
 them is not in it. Successive calls of a batch use other buffers, many enough not to be in the second-level cache.
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 import accounting
 import bagua
 import torch
-from accounting import Bytes
 from bagua.bench.report import size_text
 from built import built
 from tables import table
@@ -71,17 +69,11 @@ class Line:
     seconds: float
     copy_seconds: float
     bytes_moved: int
-    bytes_once: int
 
     @property
     def of_the_copy(self) -> float:
         """Bandwidth over that of the copy."""
         return self.copy_seconds / self.seconds
-
-    @property
-    def once(self) -> float:
-        """The same with each byte of input and output counted once."""
-        return self.of_the_copy * self.bytes_once / self.bytes_moved
 
 
 def seconds_per_call(call: Call, calls: int, device: torch.device) -> float:
@@ -134,35 +126,35 @@ class _Case(NamedTuple):
         return packed
 
 
-def _encode(case: _Case, place: Place, feedback: bool = False) -> tuple[Call, Bytes]:
+def _encode(case: _Case, place: Place, feedback: bool = False) -> tuple[Call, int]:
     packed = case.empty(place, case.chunks)
     item = case.dtype.itemsize
     moved = accounting.encode(case.codec, case.elements, item, packed.nbytes, feedback=feedback)
-    count = _buffers(moved.once, place)
+    count = _buffers(moved, place)
     tensors = [_noise(case.elements, case.dtype, place) for _ in range(count)]
     residuals = [torch.zeros(case.elements, device=place.device) if feedback else None for _ in range(count)]
     encode = torch.ops.codec_operators.encode
     return lambda number: encode(case.codec, tensors[number % count], residuals[number % count], packed), moved
 
 
-def _encode_with_feedback(case: _Case, place: Place) -> tuple[Call, Bytes]:
+def _encode_with_feedback(case: _Case, place: Place) -> tuple[Call, int]:
     return _encode(case, place, feedback=True)
 
 
-def _decode(case: _Case, place: Place) -> tuple[Call, Bytes]:
+def _decode(case: _Case, place: Place) -> tuple[Call, int]:
     packed = case.packed(place)
     moved = accounting.decode(case.elements, case.dtype.itemsize, packed.nbytes)
-    count = _buffers(moved.once, place)
+    count = _buffers(moved, place)
     packets = [packed.clone() for _ in range(count)]
     outs = [torch.empty(case.elements, dtype=case.dtype, device=place.device) for _ in range(count)]
     decode = torch.ops.codec_operators.decode
     return lambda number: decode(case.codec, packets[number % count], outs[number % count]), moved
 
 
-def _mean(case: _Case, place: Place) -> tuple[Call, Bytes]:
+def _mean(case: _Case, place: Place) -> tuple[Call, int]:
     packed = case.packed(place)
     moved = accounting.mean(case.codec, case.part, case.dtype.itemsize, packed[0].nbytes, case.chunks)
-    received = [packed.clone() for _ in range(_buffers(moved.once, place))]
+    received = [packed.clone() for _ in range(_buffers(moved, place))]
     mean, result = torch.empty(case.part, dtype=case.dtype, device=place.device), case.empty(place, 1)[0]
     call = torch.ops.codec_operators.mean
     return lambda number: call(case.codec, received[number % len(received)], mean, result), moved
@@ -172,7 +164,7 @@ def _noise(elements: int, dtype: torch.dtype, place: Place) -> torch.Tensor:
     return torch.randn(elements, dtype=dtype, device=place.device)
 
 
-OPERATIONS: dict[str, Callable[[_Case, Place], tuple[Call, Bytes]]] = {
+OPERATIONS: dict[str, Callable[[_Case, Place], tuple[Call, int]]] = {
     "encode": _encode,
     "encode with feedback": _encode_with_feedback,
     "decode": _decode,
@@ -182,8 +174,8 @@ OPERATIONS: dict[str, Callable[[_Case, Place], tuple[Call, Bytes]]] = {
 
 def _line(operation: str, case: _Case, place: Place) -> Line:
     call, moved = OPERATIONS[operation](case, place)
-    copy = _copy(moved.moved, place)
-    calls = max(2, min(MOST_CALLS, place.batch_bytes // moved.moved))
+    copy = _copy(moved, place)
+    calls = max(2, min(MOST_CALLS, place.batch_bytes // moved))
     times: dict[str, list[float]] = {"codec": [], "copy": []}
     for turn in range(-1, ROUNDS):
         for name, of in (("copy", copy), ("codec", call)):
@@ -198,8 +190,7 @@ def _line(operation: str, case: _Case, place: Place) -> Line:
         chunks=case.chunks,
         seconds=statistics.median(times["codec"]),
         copy_seconds=statistics.median(times["copy"]),
-        bytes_moved=moved.moved,
-        bytes_once=moved.once,
+        bytes_moved=moved,
     )
 
 
@@ -215,7 +206,6 @@ def lines(device: str, sizes: Sequence[int] = ()) -> Iterator[Line]:
 
 
 def text(measured: Sequence[Line]) -> str:
-    """Return the table."""
     titles = [
         "codec",
         "operation",
@@ -226,7 +216,6 @@ def text(measured: Sequence[Line]) -> str:
         "GB/s",
         "copy GB/s",
         "of the copy",
-        "once",
         "target",
     ]
     rows = [
@@ -240,7 +229,6 @@ def text(measured: Sequence[Line]) -> str:
             f"{line.bytes_moved / line.seconds / 1e9:.0f}",
             f"{line.bytes_moved / line.copy_seconds / 1e9:.0f}",
             f"{line.of_the_copy:.2f}",
-            f"{line.once:.2f}",
             "met" if line.of_the_copy >= TARGET else f"below {TARGET:.0%}",
         ]
         for line in measured

@@ -57,7 +57,6 @@ class _Job:
         self._store = subprocess.Popen(serve, env=hosts[0].environment(), stdout=out, stderr=out)
 
     def start(self, rank: int) -> None:
-        """Start the process of a host."""
         arguments = [str(_RANK), self._mode, str(rank), str(_RANKS), self._hosts[0].address]
         arguments += [self._hosts[rank].address, str(_PORT), str(self._life), str(self._folder)]
         command = self._hosts[rank].command([sys.executable, *arguments])
@@ -150,7 +149,6 @@ def _figures(
 
 
 def main() -> int:
-    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="*", default=["1G", "100M"], help="bits per second of a host (1G 100M)")
     parser.add_argument("--round-trip", default="1ms")

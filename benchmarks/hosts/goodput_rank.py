@@ -117,7 +117,6 @@ def _under_torchft(rank: int, own_address: str, lighthouse: str, log: Any) -> No
 
 
 def main() -> None:
-    """Train for ever."""
     mode, number, ranks, address, own_address, port, life, folder = sys.argv[1:]
     rank = int(number)
     torch.set_num_threads(1)

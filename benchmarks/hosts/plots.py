@@ -19,16 +19,9 @@ from run import Fragile, Measurement, Scenario
 COLOURS = {
     "no communication": "#888888",
     "gloo": "#b8c4ce",
-    "gloo, Adam": "#d9c9e3",
     "gloo, fp16 hook": "#7a8b99",
-    "gloo, bf16 hook": "#55636e",
-    "gradient_allreduce": "#e8a33d",
     "bytegrad": "#c8102e",
     "quantized_allreduce, 4bit": "#e0707c",
-    "qadam": "#7b3fa0",
-    "low_precision_decentralized": "#2a7f62",
-    "decentralized": "#4a90c2",
-    "async": "#a0522d",
 }
 # Where the colour of a line is too pale for letters.
 TEXT_COLOURS = {"gloo": "#6b7b88", "no communication": "#666666"}
@@ -215,21 +208,15 @@ def draw_time_to_loss(measured: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Draw all that there is."""
     # Labels stay text, which a reader can search, and a file is a fraction as long.
     matplotlib.rcParams["svg.fonttype"] = "none"
     results, figures = Path(sys.argv[1]), Path(sys.argv[2])
     figures.mkdir(parents=True, exist_ok=True)
     grid = results / "grid.json"
-    if grid.exists():
-        draw_grid(load(grid), fragile_of(grid), figures / "grid.svg")
-    cubic = results / "grid_cubic.json"
-    if cubic.exists():
-        draw_bars(load(cubic), figures / "bars.svg")
+    draw_grid(load(grid), fragile_of(grid), figures / "grid.svg")
+    draw_bars(load(results / "grid_cubic.json"), figures / "bars.svg")
     draw_step_times(load(results / "hosts.json"), figures / "step_time.svg")
-    losses = results / "time_to_loss.json"
-    if losses.exists():
-        draw_time_to_loss(json.loads(losses.read_text()), figures / "time_to_loss.svg")
+    draw_time_to_loss(json.loads((results / "time_to_loss.json").read_text()), figures / "time_to_loss.svg")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -136,26 +136,20 @@ GRID = [Scenario("convolutional", 2, 1, rate, delay) for rate in (100e6, 1e9, 10
 
 
 def run_on_hosts(
-    hosts: int,
-    ranks_per_host: int,
-    network: Network,
-    script: list[str],
-    limit: float,
-    more: Mapping[str, str] | None = None,
+    hosts: int, ranks_per_host: int, network: Network, script: list[str], limit: float
 ) -> list[dict[str, Any]]:
-    """Start a script, of this folder or of an absolute path, on every rank, with `more` in its environment.
-
-    Return the lines of JSON that rank 0 prints.
-    """
-    with emulated_hosts(hosts, network) as made:
+    """Start a script of this folder on every rank; return the lines of JSON that rank 0 prints."""
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(emulated_hosts(hosts, network))
+        except NoEmulatedHosts as error:
+            sys.exit(f"no emulated hosts on this machine: {error}")
         commands = []
         for index, host in enumerate(made):
             torchrun = ["-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={ranks_per_host}"]
             meeting = [f"--node-rank={index}", f"--master-addr={made[0].address}", "--master-port=29517"]
             command = host.command([sys.executable, *torchrun, *meeting, str(HERE / script[0]), *script[1:]])
-            # NCCL refuses a GPU to two ranks of one host, and takes these for one without an identity of each.
-            own = {**host.environment(), "NCCL_HOSTID": host.namespace}
-            environment = {**own, **STEADY_ALLOCATOR, "OMP_NUM_THREADS": "1", **(more or {})}
+            environment = {**host.environment(), **STEADY_ALLOCATOR, "OMP_NUM_THREADS": "1"}
             commands.append(Command(command, environment))
         return lines_of_the_first(commands, limit)
 
@@ -299,7 +293,6 @@ def write(path: Path, run: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure, print a table for each network, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", action="store_true", help="every rate, or those of --rates, with every distance")
     parser.add_argument("--rates", type=rate_of, nargs="+", help="bits per second, such as 100M or 1G; 0: no limit")
@@ -323,17 +316,14 @@ def main() -> None:
     path = args.json or RESULTS / (f"grid{loss}.json" if args.grid else f"hosts{loss}.json")
     scenarios = chosen_scenarios(args)
     check_lines(path, scenarios)
-    try:
-        for scenario in scenarios:
-            measurements = measure(scenario, args.ways, args.seconds, args.limit)
-            add_limits(scenario, measurements)
-            print(f"\n{scenario}\n{table(measurements)}", flush=True)
-            fragile = [try_fragile(scenario, way, args.seconds, args.fragile_runs) for way in FRAGILE]
-            print("\n".join(map(str, fragile)), flush=True)
-            measured = {"scenario": asdict(scenario), "measurements": [asdict(m) for m in measurements]}
-            write(path, {**measured, "fragile": [asdict(tried) for tried in fragile]})
-    except NoEmulatedHosts as error:
-        sys.exit(f"no emulated hosts on this machine: {error}")
+    for scenario in scenarios:
+        measurements = measure(scenario, args.ways, args.seconds, args.limit)
+        add_limits(scenario, measurements)
+        print(f"\n{scenario}\n{table(measurements)}", flush=True)
+        fragile = [try_fragile(scenario, way, args.seconds, args.fragile_runs) for way in FRAGILE]
+        print("\n".join(map(str, fragile)), flush=True)
+        measured = {"scenario": asdict(scenario), "measurements": [asdict(m) for m in measurements]}
+        write(path, {**measured, "fragile": [asdict(tried) for tried in fragile]})
 
 
 if __name__ == "__main__":

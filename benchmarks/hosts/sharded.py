@@ -15,8 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +23,8 @@ from typing import Any, NamedTuple
 import bagua
 import torch
 import torch.distributed as dist
-from bagua.bench.emulated_hosts import Host, Network, emulated_hosts, rate_of
+from bagua.bench.emulated_hosts import Network, rate_of
+from run import run_on_hosts
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -33,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 BLOCKS, BATCH = 4, 8
 FIRST_STEPS = 2
+SECONDS = 3600.0
 # Of each: the mesh, the backend, and what compress() is given, if it is called. DDP has no mesh.
 WAYS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "FSDP2, gloo": ("line", "gloo", None),
@@ -132,28 +132,7 @@ def _train(shape: _Shape) -> None:
     dist.destroy_process_group()
 
 
-def _measure(shape: _Shape, hosts: Sequence[Host]) -> dict[str, tuple[list[float], list[int]]]:
-    """Return seconds and bytes of the steps of each way."""
-    ranks = []
-    size = shape.hosts * shape.ranks
-    for rank in range(size):
-        host = hosts[rank // shape.ranks]
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % shape.ranks), "WORLD_SIZE": str(size)}
-        meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29521", "OMP_NUM_THREADS": "1"}
-        command = host.command([sys.executable, __file__, "--train", *map(str, shape)])
-        environment = {**host.environment(), **own, **meeting}
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    try:
-        outputs = [rank.communicate()[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    costs: dict[str, tuple[list[float], list[int]]] = json.loads(outputs[0].splitlines()[-1])
-    return costs
-
-
 def main() -> None:
-    """Measure each rate named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["1G", "100M"], help="bits per second of a host (1G 100M)")
     parser.add_argument("--hosts", type=int, default=2)
@@ -163,12 +142,13 @@ def main() -> None:
     parser.add_argument("--train", type=int, nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
-        return _train(_Shape(*args.train))
+        _train(_Shape(*args.train))
+        return
     shape = _Shape(args.hosts, args.ranks, args.width, args.steps)
     parameters = BLOCKS * shape.width * (shape.width + 1)
     for rate in args.rates:
-        with emulated_hosts(shape.hosts, Network(bits_per_second=rate_of(rate))) as hosts:
-            costs = _measure(shape, hosts)
+        script = [Path(__file__).name, "--train", *map(str, shape)]
+        (costs,) = run_on_hosts(shape.hosts, shape.ranks, Network(rate_of(rate)), script, SECONDS)
         load = os.getloadavg()[0]
         print(f"\n{rate}bit/s, {shape.hosts} hosts of {shape.ranks} ranks, {parameters:,} parameters, load {load:.1f}")
         print(f"{'way':<32}{'ms per step':>12}{'speed':>8}{'MB per step':>13}{'of Gloo':>9}")
@@ -177,7 +157,6 @@ def main() -> None:
             step, size = statistics.median(seconds), statistics.median(sent)
             speed, share = statistics.median(stock_seconds) / step, size / statistics.median(stock_sent)
             print(f"{name:<32}{1e3 * step:>12.0f}{speed:>7.2f}x{size / 1e6:>13.2f}{share:>9.3f}", flush=True)
-    return None
 
 
 if __name__ == "__main__":

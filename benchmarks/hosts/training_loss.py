@@ -83,7 +83,6 @@ def train(name: str, run: Run) -> dict[str, object]:
 
 
 def main() -> None:
-    """Train."""
     name, steps, folder, seed = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     task = replace(DICTIONARY, length=steps)

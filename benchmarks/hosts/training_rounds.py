@@ -26,8 +26,6 @@ STEPS_OF_GLOO = 3
 
 
 class Training:
-    """A model that takes steps."""
-
     def __init__(self, model: str, group: dist.ProcessGroup | None = None, *, is_local: bool = False) -> None:
         torch.manual_seed(1)
         network, self._input = MODELS[model]()
@@ -37,7 +35,6 @@ class Training:
         self._is_local = is_local
 
     def step(self) -> float:
-        """Take a step and return its seconds."""
         x = self._input()
         begin = time.perf_counter()
         self.optimizer.zero_grad()
@@ -51,7 +48,6 @@ class Training:
 
 
 def main() -> None:
-    """Measure."""
     model, turns, steps, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group("bagua")

@@ -47,7 +47,6 @@ def bytes_per_step(contender: Contender, hosts: int) -> float:
 
 
 def main() -> None:
-    """Measure the ways named on the command line."""
     model, hosts, seconds, *names = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("bagua")

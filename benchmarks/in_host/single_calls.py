@@ -42,7 +42,6 @@ def seconds_of_calls(size: int, groups: dict[str, dist.ProcessGroup]) -> dict[st
 
 
 def main() -> None:
-    """Measure all sizes; rank 0 prints."""
     dist.init_process_group("bagua")
     gloo = dist.new_group(backend="gloo")
     assert isinstance(gloo, dist.ProcessGroup)

@@ -47,7 +47,6 @@ def panel(axes: Axes, rows: list[dict[str, Any]], field: str, scale: float, titl
 
 
 def main() -> None:
-    """Draw messages, connections, bytes, memory and time."""
     rows = json.loads(Path(sys.argv[1]).read_text())
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     all_axes = figure.subplots(2, 3).flat

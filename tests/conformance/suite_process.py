@@ -7,9 +7,12 @@ The suite forks its ranks, which is safe only from a process without threads: py
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+RunTest = Callable[[str], dict[str, Any]]
 
 
 def _command(backend: str, world_size: int, suite: str) -> list[str]:
@@ -23,36 +26,34 @@ def list_suite(suite: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.split()
 
 
-class SuiteProcess:
-    def __init__(self, backend: str, world_size: int, suite: str = "gloo") -> None:
-        self._command = [*_command(backend, world_size, suite), "--serve"]
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+@contextmanager
+def suite_process(backend: str, world_size: int, suite: str) -> Iterator[RunTest]:
+    """Start the suite; what it gives runs a test and returns its outcome, reason, seconds and what the ranks printed.
 
-    def run(self, test: str) -> dict[str, Any]:
-        """How the test ended: its outcome, reason, seconds and what the ranks printed. The suite limits its time."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(test + "\n")
-        self._process.stdin.flush()
-        reply = self._process.stdout.readline()
+    The suite limits the time of a test.
+    """
+    command = [*_command(backend, world_size, suite), "--serve"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    requests, replies = process.stdin, process.stdout
+
+    def run(test: str) -> dict[str, Any]:
+        print(test, file=requests, flush=True)
+        reply = replies.readline()
         if not reply:
-            raise RuntimeError(f"{self._command} ended with status {self._process.wait()} instead of running {test}")
+            raise RuntimeError(f"{command} ended with status {process.wait()} instead of running {test}")
         outcome: dict[str, Any] = json.loads(reply)
         return outcome
 
-    def __enter__(self) -> "SuiteProcess":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
+    try:
+        yield run
+    finally:
+        requests.close()
+        replies.close()
         try:
-            self._process.wait(timeout=30)
+            process.wait(timeout=30)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
             raise

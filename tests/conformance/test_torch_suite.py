@@ -12,17 +12,15 @@ from typing import Any
 
 import pytest
 from devices import DEVICE
-from expectations import PASSED, SKIPPED, Expectation, describe_skip, expectation_path, read_expectations
+from expectations import PASSED, SKIPPED, describe_skip, expectation_path, read_expectations
 from gpus import gpu_count
-from suite_process import SuiteProcess, list_suite
+from suite_process import RunTest, list_suite, suite_process
 
 pytest.importorskip("expecttest", reason="PyTorch's suite imports expecttest, which is not installed")
 
 WORLD_SIZES = (2, 4)
-# The suite with more ranks asks much the same again.
-_LONG = {world_size: [pytest.mark.long] if world_size > min(WORLD_SIZES) else [] for world_size in WORLD_SIZES}
 
-RunSuiteTest = Callable[[int, str], dict[str, str]]
+RunSuiteTest = Callable[[int, str], dict[str, Any]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -53,30 +51,24 @@ def _cases_for_cpus() -> list[Any]:
             cases.append(pytest.param(world_size, "", id=f"{world_size}-unknown", marks=pytest.mark.skip(reason)))
             continue
         for name, expected in read_expectations(path).items():
-            cases.append(
-                pytest.param(world_size, name, id=f"{world_size}-{name}", marks=_marks(expected) + _LONG[world_size])
-            )
+            marks = [] if expected.outcome == PASSED else [pytest.mark.skip(reason=describe_skip(expected.reason))]
+            # The suite with more ranks asks much the same again.
+            marks += [pytest.mark.long] * (world_size > min(WORLD_SIZES))
+            cases.append(pytest.param(world_size, name, id=f"{world_size}-{name}", marks=marks))
     return cases
-
-
-def _marks(expected: Expectation) -> list[pytest.MarkDecorator]:
-    if expected.outcome == PASSED:
-        return []
-    return [pytest.mark.skip(reason=describe_skip(expected.reason))]
 
 
 @pytest.fixture(scope="module")
 def run_suite_test(request: pytest.FixtureRequest) -> Iterator[RunSuiteTest]:
     backend = request.config.getoption("--backend")
-    suites: dict[int, SuiteProcess] = {}
+    suite = "nccl" if DEVICE == "cuda" else "gloo"
+    suites: dict[int, RunTest] = {}
     with ExitStack() as stack:
 
-        def run(world_size: int, test: str) -> dict[str, str]:
+        def run(world_size: int, test: str) -> dict[str, Any]:
             if world_size not in suites:
-                suites[world_size] = stack.enter_context(
-                    SuiteProcess(backend, world_size, "nccl" if DEVICE == "cuda" else "gloo")
-                )
-            return suites[world_size].run(test)
+                suites[world_size] = stack.enter_context(suite_process(backend, world_size, suite))
+            return suites[world_size](test)
 
         yield run
 

@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,6 +57,19 @@ logging.getLogger(common_distributed.__name__).setLevel(logging.WARNING)  # it r
 
 # The slowest test takes a fraction of this on two cores; torch's own limit of 300 s makes every hang cost five minutes.
 common_distributed.TIMEOUT_DEFAULT = 100
+
+
+class _Impatient:
+    """The module `time` for torch's loops that wait for ranks: a tenth of a second a turn would be most of a test."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.005 if seconds == 0.1 else seconds)
+
+
+common_distributed.time = distributed_test.time = _Impatient()
 
 _RanksTestCase: Any = distributed_test.TestDistBackend
 

@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bagua.bench.emulated_hosts import Host, emulated_hosts
+from bagua.bench.emulated_hosts import Host
+from two_hosts import hosts_over
 
 # Program -> Debian's package.
 PROGRAMS = {
@@ -80,7 +81,6 @@ class Cluster:
         )
 
     def are_nodes_idle(self) -> bool:
-        """Return whether every node waits for a job."""
         states = self.ask("sinfo", "--noheader", "--Node", "--format", "%T").stdout.split()
         return states == ["idle"] * len(self.nodes)
 
@@ -95,7 +95,6 @@ class Cluster:
             time.sleep(0.5)
 
     def logs(self) -> str:
-        """Return what the daemons wrote."""
         return "\n".join(f"== {file.name}\n{file.read_text()}" for file in sorted(self.folder.glob("*.log")))
 
 
@@ -130,13 +129,9 @@ def _wait_until_up(cluster: Cluster, daemons: Sequence[subprocess.Popen[bytes]])
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[Cluster]:
-    """Start two nodes and their controller, with all files in `folder`, and stop them.
-
-    Raises:
-        NoEmulatedHosts: this machine cannot make hosts with networks of their own.
-    """
+    """Start two nodes and their controller, with all files in `folder`, and stop them."""
     with ExitStack() as stack:
-        hosts = stack.enter_context(emulated_hosts(2))
+        hosts = stack.enter_context(hosts_over())
         nodes = [f"node{i}" for i in range(len(hosts))]
         cluster = Cluster(folder, hosts[0], nodes)
         names = [f"{host.address} {node}" for host, node in zip(hosts, nodes, strict=True)]

@@ -68,19 +68,6 @@ def test_deepspeed(tmp_path: Path, stage: int) -> None:
         assert sum(count for count, _ in rank.values()) > 200, rank
 
 
-def test_accelerate_with_fsdp2(tmp_path: Path) -> None:
-    _needs("accelerate")
-    text, carried = _run(tmp_path, FOLDER / "accelerate_fsdp.py")
-    check_training(text)
-    assert "FSDPSequential over bagua" in text
-    for rank in carried:
-        gathered = sum(size for name, (_, size) in rank.items() if "gather" in name)
-        reduced = sum(size for name, (_, size) in rank.items() if "reduce_scatter" in name)
-        # In each of 150 steps this rank's half of the weights is gathered twice, and its half of the gradients reduced.
-        assert gathered >= 150 * 2 * 2 * PARAMETERS, rank
-        assert reduced >= 150 * 2 * PARAMETERS, rank
-
-
 def test_torchtitan_takes_a_group_that_was_made_first(tmp_path: Path) -> None:
     # An environment of its own, as it requires older versions of what the project pins: see scripts/engines.sh.
     python = Path(sys.prefix, "torchtitan", "bin", "python")

@@ -10,15 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from bagua.bench.emulated_hosts import NoEmulatedHosts, emulated_hosts
 from made_up_images import write_made_up_images
 from script_ranks import run_script
 from torchrun import check_training, losses_of, output_of_ranks
+from two_hosts import hosts_over
 
 FOLDER = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(FOLDER))
 demo = importlib.import_module("demo")
-COMPRESSED = ["ddp", "with_accelerate", "with_compile", "with_transformers"]
+COMPRESSED = ["ddp", "with_accelerate", "with_compile"]
+SHARDED = ["with_fsdp", "with_fsdp --lora", "with_accelerate_fsdp", "lightning_fsdp"]
 
 
 def _output(name: str, *arguments: str) -> str:
@@ -67,7 +68,7 @@ def test_training_in_rounds(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["with_fsdp", "with_fsdp --lora", "with_accelerate_fsdp", "lightning_fsdp"])
+@pytest.mark.parametrize("name", SHARDED)
 def test_training_of_sharded_models(name: str) -> None:
     # Half of them go to the other rank, a byte for four. What is thin stays exact.
     check_training(_output(*name.split()), (0.125, 0.17))
@@ -121,11 +122,8 @@ def test_the_demo_says_that_nothing_was_gained_and_why() -> None:
 
 @pytest.mark.long
 def test_the_demo_gains_time_between_hosts_also_where_others_compute(tmp_path: Path) -> None:
-    try:
-        with emulated_hosts(2):
-            pass
-    except NoEmulatedHosts as error:
-        pytest.skip(str(error))
+    with hosts_over():
+        pass
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         steps = demo.compare_between_hosts(tmp_path)
@@ -144,15 +142,7 @@ def test_every_example_is_tested() -> None:
     # `elastic` in tests/faults.
     elsewhere = {"demo", "demo_steps", "elastic", "fashion_mnist", "lightning_fashion_mnist"}
     # In tests/engines.
-    engines = {"with_fabric", "with_ray", "with_torchft", "with_deepspeed"}
-    own = {
-        *COMPRESSED,
-        "resume",
-        "rounds",
-        "with_dcp",
-        "with_fsdp",
-        "with_accelerate_fsdp",
-        "lightning_fsdp",
-        "with_device_mesh",
-    }
+    engines = {"with_fabric", "with_ray", "with_torchft", "with_deepspeed", "with_transformers"}
+    sharded = {name.split()[0] for name in SHARDED}
+    own = {*COMPRESSED, *sharded, "resume", "rounds", "with_dcp", "with_device_mesh"}
     assert {path.stem for path in FOLDER.glob("*.py")} == own | elsewhere | engines

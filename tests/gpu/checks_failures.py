@@ -113,7 +113,14 @@ def abort_ends_what_is_in_flight_and_a_new_group_works() -> None:
         assert tensor.tolist() == [dist.get_world_size()] * 3
 
 
-def _killed(operation: str) -> str:
+def _of_every_size(size: int) -> Any:
+    cases = {f"{operation}.{size}": (operation,) for operation in ("all_reduce", "all_gather_into_tensor")}
+    return check(cases, sizes=(size,), seconds=50, group_timeout=KILLED_TIMEOUT, dying=(size - 1,))
+
+
+@_of_every_size(2)
+@_of_every_size(4)
+def survivors_of_a_killed_rank_are_told_and_go_on_without_it(operation: str) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     _issue(operation).wait(PATIENCE)
     settle()
@@ -130,14 +137,3 @@ def _killed(operation: str) -> str:
     dist.all_reduce(tensor)
     assert tensor.tolist() == [size - 1] * 3
     return f"after {seconds:.1f} s: {message}"
-
-
-def _of_every_size(size: int) -> Any:
-    cases = {f"{operation}.{size}": (operation,) for operation in ("all_reduce", "all_gather_into_tensor")}
-    return check(cases, sizes=(size,), seconds=50, group_timeout=KILLED_TIMEOUT, dying=(size - 1,))
-
-
-@_of_every_size(2)
-@_of_every_size(4)
-def survivors_of_a_killed_rank_are_told_and_go_on_without_it(operation: str) -> str:
-    return _killed(operation)

@@ -201,17 +201,3 @@ def several_groups_do_not_disturb_each_other() -> None:
 @check(cuda_only=True)
 def several_groups_on_streams_of_their_own_do_not_disturb_each_other() -> None:
     _several_groups(True)
-
-
-@check()
-def models_on_groups_of_their_own_have_the_gradients_that_they_have_alone() -> None:
-    alone = _train_on_streams("bytegrad", {"hierarchical": False}, False)
-    with new_group() as first, new_group() as second:
-        models = [DDP(perceptron(), process_group=group, **SMALL_BUCKETS) for group in (first, second)]
-        for model in models:
-            bagua.register_comm_hook(model, "bytegrad", hierarchical=False)
-        found = []
-        for model in models:
-            loss_of(model, 0).backward()
-            found.append(gradients_of(model))
-        assert all(same(gradients, alone[0]) for gradients in found)

@@ -35,12 +35,6 @@ MOST_FILE_BYTES = 12 << 20
 NO_TIME = "no time was left"
 
 
-class Line(NamedTuple):
-    name: str
-    status: str
-    words: str = ""
-
-
 def passed_if_it_ended_well(text: str, code: int | None) -> tuple[str, str]:
     last = " | ".join(text.strip().splitlines()[-2:])
     return (OK, last) if code == 0 else (FAIL, f"exit code {code}: {last}")
@@ -52,8 +46,6 @@ class Program(NamedTuple):
     name: str
     command: Sequence[str]
     verdict: Callable[[str, int | None], tuple[str, str]] = passed_if_it_ended_well
-    # More lines, after it has ended well.
-    lines: Callable[[], Sequence[Line]] = tuple
 
 
 class Stage(NamedTuple):
@@ -97,13 +89,13 @@ class Run:
     def left(self) -> float:
         return self.end - END_SECONDS - time.monotonic()
 
-    def note(self, stage: str, line: Line, seconds: float) -> None:
-        words = " ".join(line.words.split())
+    def note(self, stage: str, name: str, status: str, words: str, seconds: float) -> None:
+        words = " ".join(words.split())
         words = words[:MOST_WORDS] + " ..." * (len(words) > MOST_WORDS)
-        text = f"{stage}{self.suffix} {line.name} {line.status} {1e3 * seconds:.0f} {words}".rstrip()
+        text = f"{stage}{self.suffix} {name} {status} {1e3 * seconds:.0f} {words}".rstrip()
         print(text, flush=True)
         self.lines.append(text)
-        self.counts[line.status] += 1
+        self.counts[status] += 1
 
     def stage(self, stage: Stage, later: Sequence[Stage], most: float = float("inf")) -> None:
         """Run a stage, whatever happens in it."""
@@ -115,7 +107,7 @@ class Run:
         try:
             self._stage(stage, begin + seconds)
         except Exception as error:
-            self.note(stage.name, Line("stage", FAIL, f"{type(error).__name__}: {error}"), time.monotonic() - begin)
+            self.note(stage.name, "stage", FAIL, f"{type(error).__name__}: {error}", time.monotonic() - begin)
         print(f"# {stage.name}{self.suffix}: {time.monotonic() - begin:.1f} s, {self.left():.0f} s left", flush=True)
         self.pack()
 
@@ -160,10 +152,10 @@ class Run:
         elif end - begin < LEAST_SECONDS:
             missing.append(NO_TIME)
         if missing:
-            self.note(stage.name, Line(check.name, SKIP, missing[0]), 0.0)
+            self.note(stage.name, check.name, SKIP, missing[0], 0.0)
             return False
         status, words = self._outcome(stage, check, size, end)
-        self.note(stage.name, Line(check.name, status, f"{words} {way}"), time.monotonic() - begin)
+        self.note(stage.name, check.name, status, f"{words} {way}", time.monotonic() - begin)
         return status == OK
 
     def _outcome(self, stage: Stage, check: Check, size: int, end: float) -> tuple[str, str]:
@@ -224,7 +216,7 @@ class Run:
     def _await(self, stage: Stage, program: Program, process: Any, end: float) -> None:
         begin = time.monotonic()
         if isinstance(process, OSError):
-            self.note(stage.name, Line(program.name, FAIL, str(process)), 0.0)
+            self.note(stage.name, program.name, FAIL, str(process), 0.0)
             return
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(1.0, end - begin))
@@ -232,9 +224,7 @@ class Run:
         _kill(process)
         text = self._log(stage, program).read_text(errors="replace")
         status, words = program.verdict(text, code)
-        self.note(stage.name, Line(program.name, status, words), time.monotonic() - begin)
-        for line in program.lines() if status == OK else ():
-            self.note(stage.name, line, 0.0)
+        self.note(stage.name, program.name, status, words, time.monotonic() - begin)
 
     # --- Results ---
 
@@ -245,7 +235,7 @@ class Run:
             try:
                 pool.close(seconds)
             except RankFailure as failure:
-                self.note("ranks", Line(f"end_of_{pool.world_size}", FAIL, _in_short(str(failure))), seconds)
+                self.note("ranks", f"end_of_{pool.world_size}", FAIL, _in_short(str(failure)), seconds)
         self._pools.clear()
 
     def pack(self) -> None:

@@ -5,7 +5,6 @@ A test module that imports this one first is skipped where Lightning is not inst
 """
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import bagua
@@ -113,21 +112,12 @@ def everyones(tree: Any) -> list[Any]:
     return gathered
 
 
-def weights_by_hand(
-    algorithm: str,
-    epochs: int = 1,
-    accumulate: int = 1,
-    register: Callable[[DDP, torch.optim.Optimizer], Any] | None = None,
-) -> dict[str, Tensor]:
+def weights_by_hand(algorithm: str, epochs: int = 1, accumulate: int = 1) -> dict[str, Tensor]:
     """What `fit` has to end with: the same training as a loop over stock DDP."""
     module = Module(algorithm)
     optimizer = optimizer_for(algorithm, module)
     ddp = DDP(module, gradient_as_bucket_view=True)
-    if register is None:
-        needed = None if algorithm in ("gradient_allreduce", "bytegrad") else optimizer
-        bagua.register_comm_hook(ddp, algorithm, optimizer=needed, **DETERMINISTIC[algorithm])
-    else:
-        register(ddp, optimizer)
+    bagua.register_comm_hook(ddp, algorithm, optimizer=optimizer, **DETERMINISTIC[algorithm])
     data = samples()
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)
     for epoch in range(epochs):

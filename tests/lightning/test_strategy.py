@@ -57,12 +57,9 @@ def test_the_error_without_the_import_of_ours_is_explained() -> None:
     assert is_explained(caught.value), caught.value
 
 
-def test_unknown_algorithm_is_refused_with_the_known_ones() -> None:
+def test_unknown_algorithms_and_options_are_refused_at_once_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'nope'.*gradient_allreduce, bytegrad, .*async"):
         BaguaStrategy("nope")
-
-
-def test_unknown_and_wrong_options_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="'warmup_steps'; its options are: hierarchical, average"):
         BaguaStrategy("bytegrad", warmup_steps=3)
     with pytest.raises(ValueError, match="'device_ids'"):

@@ -16,19 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-@pytest.mark.parametrize("algorithm", runs.DETERMINISTIC)
-@on_ranks("pair")
-def test_every_algorithm_trains_as_in_a_loop_by_hand(algorithm: str) -> None:
-    trainer = runs.fit(algorithm, max_epochs=2)
-    assert trainer.global_step == 2 * runs.STEPS_PER_EPOCH
-    weights = runs.weights_of(trainer.lightning_module)
-    runs.assert_same_bits(weights, runs.weights_by_hand(algorithm, epochs=2))
-    first, second = runs.everyones(weights)
-    are_same = all(torch.equal(first[name], second[name]) for name in first)
-    assert are_same == (algorithm not in runs.WEIGHTS_DIFFER)
-
-
-@pytest.mark.parametrize("algorithm", ["bytegrad", "qadam", "local_sgd"])
+@pytest.mark.parametrize("algorithm", ["qadam", "local_sgd"])
 @on_ranks("pair")
 def test_gradients_accumulate_without_communication(algorithm: str) -> None:
     trainer = runs.fit(algorithm, accumulate_grad_batches=2)
@@ -48,7 +36,7 @@ class _Manual(runs.Module):
         optimizer.step()
 
 
-@pytest.mark.parametrize("algorithm", ["low_precision_decentralized", "qadam", "diloco"])
+@pytest.mark.parametrize("algorithm", ["qadam", "diloco"])
 @on_ranks("pair")
 def test_manual_optimisation_gives_the_same_bits(algorithm: str) -> None:
     manual = runs.fit(algorithm, _Manual(algorithm), max_epochs=2).lightning_module
@@ -76,10 +64,9 @@ class _TwoOptimizers(runs.Module):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.network, self.other)]
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
 @on_ranks("pair")
-def test_two_optimizers_take_turns(algorithm: str) -> None:
-    strategy = BaguaStrategy(algorithm, find_unused_parameters=True, hierarchical=False)
+def test_two_optimizers_take_turns() -> None:
+    strategy = BaguaStrategy("bytegrad", find_unused_parameters=True, hierarchical=False)
     module = _TwoOptimizers()
     before = runs.weights_of(module)
     runs.quiet_trainer(strategy).fit(module, runs.loader())
@@ -119,14 +106,9 @@ class _DtypeOfActivations(runs.Module):
 @pytest.mark.parametrize(
     ("precision", "activations", "weights", "algorithm"),
     [
-        ("bf16-mixed", torch.bfloat16, torch.float32, "bytegrad"),
-        ("bf16-mixed", torch.bfloat16, torch.float32, "decentralized"),
         ("bf16-mixed", torch.bfloat16, torch.float32, "qadam"),
-        ("bf16-mixed", torch.bfloat16, torch.float32, "diloco"),
-        ("bf16-true", torch.bfloat16, torch.bfloat16, "bytegrad"),
         ("bf16-true", torch.bfloat16, torch.bfloat16, "low_precision_decentralized"),
         ("16-true", torch.float16, torch.float16, "bytegrad"),
-        ("16-true", torch.float16, torch.float16, "decentralized"),
     ],
     ids=str,
 )
@@ -159,8 +141,8 @@ def test_stock_ddp_strategy_on_our_backend() -> None:
     module = runs.Module()
     trainer.fit(module, runs.loader())
     assert dist.get_backend() == "bagua"
-    expected = runs.weights_by_hand("gradient_allreduce", register=lambda ddp, optimizer: None)
-    runs.assert_same_bits(runs.weights_of(module), expected)
+    # Of two ranks: halves are exact, whoever takes them.
+    runs.assert_same_bits(runs.weights_of(module), runs.weights_by_hand("gradient_allreduce"))
 
 
 @on_ranks("pair")
@@ -194,7 +176,7 @@ class _Validated(runs.Module):
         assert not self.network.training
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "low_precision_decentralized", "powersgd", "diloco"])
+@pytest.mark.parametrize("algorithm", ["low_precision_decentralized", "diloco"])
 @on_ranks("pair")
 def test_validation_inside_training_changes_nothing(algorithm: str) -> None:
     trainer = runs.quiet_trainer(BaguaStrategy(algorithm, **runs.DETERMINISTIC[algorithm]), val_check_interval=3)

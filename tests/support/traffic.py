@@ -42,20 +42,24 @@ def datagrams(hosts: "Sequence[Host]", count: int, size: int, pause: float = 0.0
 
 def _between(hosts: "Sequence[Host]", receiver: list[str], sender: list[str]) -> tuple[Any, Any]:
     """Return what the sender on the first host and the receiver on the second have printed."""
-    programs = [
-        subprocess.Popen([*host.command([sys.executable, __file__]), *role], stdout=subprocess.PIPE, text=True)
-        for host, role in zip(hosts, (sender, receiver), strict=True)
-    ]
+    programs = []
     try:
-        printed = [json.loads(program.communicate(timeout=_SECONDS)[0]) for program in programs]
+        for host, role in ((hosts[1], receiver), (hosts[0], sender)):
+            command = [*host.command([sys.executable, __file__]), *role]
+            programs.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            if role is receiver:
+                assert programs[0].stdout is not None
+                assert programs[0].stdout.readline() == "ready\n"
+        received, sent = (json.loads(program.communicate(timeout=_SECONDS)[0]) for program in programs)
     finally:
         for program in programs:
             program.kill()
-    return printed[0], printed[1]
+    return sent, received
 
 
 def _receive_stream() -> Any:
     with socket.create_server(("", PORT)) as listening:
+        print("ready", flush=True)
         connection, _ = listening.accept()
         with connection:
             while connection.recv(1 << 20):
@@ -65,14 +69,7 @@ def _receive_stream() -> Any:
 
 
 def _send_stream(address: str, size: str, congestion: str) -> Any:
-    for _ in range(1000):
-        try:
-            connection = socket.create_connection((address, PORT), timeout=_SECONDS)
-        except ConnectionRefusedError:  # it does not listen yet
-            time.sleep(0.01)
-        else:
-            break
-    with connection:
+    with socket.create_connection((address, PORT), timeout=_SECONDS) as connection:
         if congestion:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
@@ -93,6 +90,7 @@ def _receive_datagrams() -> Any:
     came = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiving:
         receiving.bind(("", PORT))
+        print("ready", flush=True)
         receiving.settimeout(_SECONDS)
         while True:
             try:
@@ -107,7 +105,6 @@ def _send_datagrams(address: str, count: str, size: str, pause: str) -> Any:
     of_headers = 28
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
         sending.connect((address, PORT))
-        time.sleep(0.5)  # until the other listens
         for number in range(int(count)):
             time.sleep(float(pause))
             sending.send(_HEADER.pack(number, time.monotonic()).ljust(int(size) - of_headers, b"\0"))
