@@ -11,6 +11,8 @@
 #include <limits>
 #include <utility>
 
+#include "backend/net/transport.h"
+
 namespace bagua::net {
 namespace {
 
@@ -27,13 +29,13 @@ std::optional<Hello> helloOf(const std::vector<uint8_t>& context) {
 }  // namespace
 
 Link::Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, uint64_t id, Opening opening,
-           std::weak_ptr<Owner> owner)
+           std::weak_ptr<Transport> transport)
     : loop_(std::move(loop)),
       self_(self),
       process_(peer.process),
       id_(id),
       opening_(std::move(opening)),
-      owner_(std::move(owner)),
+      transport_(std::move(transport)),
       address_(peer.address) {}
 
 Link::~Link() {
@@ -151,14 +153,14 @@ void Link::noteLeft(uint64_t group) {
 }
 
 Delivery Link::begin(const Frame& frame, const std::vector<uint8_t>& context) {
-  const auto owner = owner_.lock();
-  if (!owner) return {};
+  const auto transport = transport_.lock();
+  if (!transport) return {};
   Frame charged = frame;
   // It has been charged when it came for the first time.
   if (frame.payloadBytes > 0 && interrupted_.erase({frame.group, frame.key, frame.offset}) > 0) {
     charged.kind = Frame::Kind::kData;
   }
-  auto delivery = owner->begin(charged, context, shared_from_this());
+  auto delivery = transport->begin(charged, context, shared_from_this());
   // The loss may have been told just before the inbox knew that something comes over this link.
   if (isLost_ && delivery.inbox) delivery.inbox->failAllOver(*this, "Connection closed by peer");
   return delivery;
@@ -202,11 +204,11 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
       return onEnded(connection, frame.key.stream, frame.total);
     case Frame::Kind::kAbsent:
       noteLeft(frame.group);
-      if (const auto owner = owner_.lock()) owner->onAbsent(*this, frame.group);
+      if (const auto transport = transport_.lock()) transport->onAbsent(*this, frame.group);
       return true;
     default:
       noteLeft(frame.group);
-      if (const auto owner = owner_.lock()) owner->onLeave(frame);
+      if (const auto transport = transport_.lock()) transport->onLeave(frame);
       return true;
   }
 }
@@ -283,7 +285,7 @@ void Link::close(const std::string& reason) {
   for (const auto& signal : signals) {
     if (signal) signal->notify();
   }
-  if (const auto owner = owner_.lock()) owner->onLost(*this, reason);
+  if (const auto transport = transport_.lock()) transport->onLost(*this, reason);
 }
 
 // --- Writing ---------------------------------------------------------------------------------------------------------
