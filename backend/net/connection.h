@@ -35,7 +35,7 @@ class Connection final : public EventLoop::Handler, public std::enable_shared_fr
   [[nodiscard]] uint64_t number() const { return number_; }
   // This process has opened it.
   [[nodiscard]] bool isOwn() const { return isOwn_; }
-  [[nodiscard]] const FileDescriptor& socket() const { return stream_.socket(); }
+  [[nodiscard]] const UnsharedFile& socket() const { return stream_.socket(); }
   [[nodiscard]] Stream& stream() { return stream_; }
   [[nodiscard]] const FrameReader& reader() const { return reader_; }
   [[nodiscard]] SentFrames& sent() { return sent_; }

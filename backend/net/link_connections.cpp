@@ -203,7 +203,7 @@ void Link::open() {
   int error = 0;
   std::string text;
   try {
-    FileDescriptor socket = startConnecting(address_, error);
+    UnsharedFile socket = startConnecting(address_, error);
     if (error == 0) {
       auto encrypted = opening_.encryption ? opening_.encryption->connect(socket.number()) : nullptr;
       const uint64_t number = 2 * ++opened_ + parityOf(self_, process_);

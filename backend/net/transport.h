@@ -60,7 +60,7 @@ class Transport final : public std::enable_shared_from_this<Transport> {
   friend class Link;
   friend class Listener;
 
-  Transport(FileDescriptor listening, Link::Opening opening);
+  Transport(UnsharedFile listening, Link::Opening opening);
   // Lets connections in, from the first call on.
   void answer();
   // Returns the link over which this process speaks to a peer. It is made where there is none, or only a lost one.
@@ -88,7 +88,7 @@ class Transport final : public std::enable_shared_from_this<Transport> {
   void onLost(const Link& link, const std::string& error);
 
   const Link::Opening opening_;
-  FileDescriptor listening_;
+  UnsharedFile listening_;
   ProcessAddress address_;
   GroupTable table_;
   std::mutex mutex_;

@@ -82,7 +82,7 @@ std::vector<SocketAddress> addressesOf(const std::string& host) {
 // From which this host would send to `target`. No packet leaves.
 std::optional<SocketAddress> sourceFor(const SocketAddress& target) {
   const SocketAddress withPort(target.address(), 9);
-  const FileDescriptor socket(::socket(target.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  const UnsharedFile socket(::socket(target.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
   if (!socket.isOpen() || connect(socket.number(), withPort.get(), withPort.size()) != 0) return std::nullopt;
   return addressOf(socket);
 }
