@@ -46,8 +46,7 @@ bool WorkBagua::complete(const std::exception_ptr& error) {
   bool isAskedFor = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (isClaimed_) return false;
-    isClaimed_ = true;
+    if (completed_) return false;
     isAskedFor = future_ != nullptr;
     // From here on getFuture() settles what it makes.
     completed_ = true;
