@@ -152,10 +152,8 @@ inline uint64_t chargeOf(uint32_t payloadBytes) { return payloadBytes + kFrameCh
 
 // Returns whether a frame is about messages and carries none.
 inline bool isControl(const Frame& frame) {
-  return frame.kind == Frame::Kind::kPlace || frame.kind == Frame::Kind::kLeave || frame.kind == Frame::Kind::kMemory ||
-         frame.kind == Frame::Kind::kCells || frame.kind == Frame::Kind::kCredit ||
-         frame.kind == Frame::Kind::kWelcome || frame.kind == Frame::Kind::kReceived ||
-         frame.kind == Frame::Kind::kEnded || frame.kind == Frame::Kind::kAbsent;
+  return frame.kind != Frame::Kind::kData && frame.kind != Frame::Kind::kUnsolicited &&
+         frame.kind != Frame::Kind::kWaiting;
 }
 
 // Returns whether a frame is kept until it is acknowledged.
@@ -167,6 +165,7 @@ inline bool isCounted(const Frame& frame) {
 inline bool isValid(const Frame& frame) {
   if (frame.magic != Frame::kMagic || frame.payloadBytes > kMostPayload || frame.contextBytes > kMostContext)
     return false;
+  if (frame.kind < Frame::Kind::kData || frame.kind > Frame::Kind::kAbsent) return false;
   if (isControl(frame)) {
     if (frame.payloadBytes > 0 || frame.cell > 0) return false;
     if (frame.kind == Frame::Kind::kWelcome) return frame.contextBytes == sizeof(Hello);
@@ -175,9 +174,7 @@ inline bool isValid(const Frame& frame) {
   if (frame.cell > kPayloadCells || (frame.cell > 0 && frame.payloadBytes == 0)) return false;
   if (frame.kind != Frame::Kind::kData && (frame.payloadBytes > 0) != (frame.kind == Frame::Kind::kUnsolicited))
     return false;
-  const bool isPart = frame.kind == Frame::Kind::kData || frame.kind == Frame::Kind::kUnsolicited ||
-                      frame.kind == Frame::Kind::kWaiting;
-  return isPart && frame.total <= kLargestMessage && frame.offset <= frame.total &&
+  return frame.total <= kLargestMessage && frame.offset <= frame.total &&
          frame.payloadBytes <= frame.total - frame.offset && (frame.offset == 0 || frame.contextBytes == 0);
 }
 
