@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/net/transport.h"
 
-#include <c10/util/Exception.h>
 #include <sys/socket.h>
 
 #include <algorithm>
