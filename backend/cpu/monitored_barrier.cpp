@@ -116,7 +116,7 @@ void MonitoredBarrier::hearAll(uint64_t number, const Limit& limit, bool waitAll
 
 void MonitoredBarrier::tellGivenUp(uint64_t number, const std::vector<int>& missing) {
   for (int peer = 1; peer < size_; ++peer) {
-    const bool isMissing = std::find(missing.begin(), missing.end(), peer) != missing.end();
+    const bool isMissing = std::ranges::find(missing, peer) != missing.end();
     try {
       messages_->sendNumbered(newAnswer(isMissing ? peer : missing.front()), peer, number);
     } catch (const std::exception& error) {

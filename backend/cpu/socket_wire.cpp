@@ -237,8 +237,7 @@ class SocketWire::Call {
   }
 
   [[nodiscard]] bool hasUncompared() const {
-    return std::any_of(transfers_.begin(), transfers_.end(),
-                       [](const Transfer& transfer) { return transfer.uncompared.has_value(); });
+    return std::ranges::any_of(transfers_, [](const Transfer& transfer) { return transfer.uncompared.has_value(); });
   }
 
   // What peers have said, and whether to go on.
@@ -358,8 +357,8 @@ void SocketWire::setProgram(const ProgramFingerprint& program) {
   isInProgram_ = true;
   program_ = program;
   refusing_ = -1;
-  std::fill(sent_.begin(), sent_.end(), 0);
-  std::fill(received_.begin(), received_.end(), 0);
+  std::ranges::fill(sent_, 0);
+  std::ranges::fill(received_, 0);
   compareAgain();
 }
 

@@ -120,17 +120,17 @@ Attendance attendanceOf(const ProgramFingerprint& operation, bool isMessage, con
   Attendance attendance{.waiting = {}, .absent = {}, .silent = silent};
   for (const auto& [rank, activities] : answers) {
     std::vector<Activity> found;
-    std::copy_if(activities.begin(), activities.end(), std::back_inserter(found),
-                 [&](const Activity& activity) { return activity.executor == executor; });
+    std::ranges::copy_if(activities, std::back_inserter(found),
+                         [&](const Activity& activity) { return activity.executor == executor; });
     const auto isInIt = [&](const Activity& activity) {
       return activity.current.exists && activity.current.hash == operation.hash();
     };
     const auto isPast = [&](const Activity& activity) {
       return activity.completed.exists && activity.completed.sequence >= operation.sequence;
     };
-    if (!isMessage && std::any_of(found.begin(), found.end(), isInIt)) {
+    if (!isMessage && std::ranges::any_of(found, isInIt)) {
       attendance.waiting.push_back(rank);
-    } else if (isMessage || std::none_of(found.begin(), found.end(), isPast)) {
+    } else if (isMessage || std::ranges::none_of(found, isPast)) {
       attendance.absent.emplace(rank, found.empty() ? Activity{}.describe() : found.front().describe());
     }
     // Otherwise its part is done: the root of a broadcast, for one.

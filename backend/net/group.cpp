@@ -33,7 +33,7 @@ std::shared_ptr<Link> Group::linkTo(int peer) {
   auto& link = links_[static_cast<size_t>(peer)];
   if (link) return link;
   link = transport_->linkTo(ranks_[static_cast<size_t>(peer)].process);
-  if (std::find(neighbours_.begin(), neighbours_.end(), peer) != neighbours_.end()) link->shareMemory();
+  if (std::ranges::find(neighbours_, peer) != neighbours_.end()) link->shareMemory();
   return link;
 }
 

@@ -306,7 +306,7 @@ void Link::pump(Lock& lock) {
   std::string failure;
   while (error_.empty() && failure.empty()) {
     // A connection that has half written a frame goes on; else the first that takes one does.
-    const auto found = std::find_if(connections_.begin(), connections_.end(), [&](const auto& candidate) {
+    const auto found = std::ranges::find_if(connections_, [&](const auto& candidate) {
       return candidate->isFree() && (candidate->hasToWrite() || (!candidate->isSpare && giveFrame(*candidate)));
     });
     if (found == connections_.end()) break;

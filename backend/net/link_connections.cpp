@@ -82,8 +82,7 @@ int Link::neededConnections() {
   if (line.roundTrip < kDistant) return kNearConnections;
   if (!usesBbr_) lossWatch_.look(line, static_cast<int>(connections_.size()), Clock::now());
   if (lossWatch_.hasLoss() && !std::exchange(hasAskedForBbr_, true)) {
-    usesBbr_ = std::all_of(connections_.begin(), connections_.end(),
-                           [](const auto& connection) { return useBbr(connection->socket()); });
+    usesBbr_ = std::ranges::all_of(connections_, [](const auto& connection) { return useBbr(connection->socket()); });
   }
   const double underWay =
       static_cast<double>(line.bytesPerSecond) * std::chrono::duration<double>(line.roundTrip).count();
@@ -110,7 +109,7 @@ void Link::openWhereNeeded() {
   if (count == 0) return dial();
   if (!lastError_.empty() || outbox_.backlog() < kBacklogBytes) return;
   const auto isConnecting = [](const auto& connection) { return connection->isConnecting; };
-  if (std::any_of(connections_.begin(), connections_.end(), isConnecting)) return;
+  if (std::ranges::any_of(connections_, isConnecting)) return;
   // Losses are looked for, and BBR asked for, where no more connections may be opened, too.
   const bool hasAll = count >= opening_.mostConnections;
   if (hasAll && hasAskedForBbr_) return;
@@ -122,12 +121,11 @@ void Link::openWhereNeeded() {
 }
 
 bool Link::isDialing() const {
-  return std::any_of(connections_.begin(), connections_.end(),
-                     [](const auto& one) { return !one->isWelcome && !one->isOverdue; });
+  return std::ranges::any_of(connections_, [](const auto& one) { return !one->isWelcome && !one->isOverdue; });
 }
 
 bool Link::hasWelcome() const {
-  return std::any_of(connections_.begin(), connections_.end(), [](const auto& one) { return one->isWelcome; });
+  return std::ranges::any_of(connections_, [](const auto& one) { return one->isWelcome; });
 }
 
 // Where nothing translates addresses, it is likely that nothing filters connections either: that is taken for granted
@@ -211,8 +209,8 @@ void Link::open() {
           .from = self_, .to = process_, .link = id_, .peerLink = peerLink_.value_or(0), .connection = number};
       const auto connection = std::make_shared<Connection>(
           weak_from_this(), Stream(std::move(socket), std::move(encrypted)), number, /*isOwn=*/true, bytesOf(hello));
-      connection->isSpare = !hasWelcome() && std::any_of(connections_.begin(), connections_.end(),
-                                                         [](const auto& one) { return one->isOverdue; });
+      connection->isSpare =
+          !hasWelcome() && std::ranges::any_of(connections_, [](const auto& one) { return one->isOverdue; });
       if (connection->isSpare) ++spares_;
       connection->isAdditional = hasWelcome();
       add(connection, true);
@@ -294,9 +292,8 @@ bool Link::adopt(Stream& stream, const Hello& hello) {
   Lock lock(mutex_);
   if (!error_.empty() || peerLink_.value_or(hello.link) != hello.link) return false;
   const auto isIt = [&](const auto& connection) { return connection->number() == hello.connection; };
-  const bool isKnown = std::any_of(connections_.begin(), connections_.end(), isIt) ||
-                       std::any_of(ended_.begin(), ended_.end(), isIt) || hello.connection < noneBelow_ ||
-                       neverComing_.contains(hello.connection);
+  const bool isKnown = std::ranges::any_of(connections_, isIt) || std::ranges::any_of(ended_, isIt) ||
+                       hello.connection < noneBelow_ || neverComing_.contains(hello.connection);
   // The peer has given it up, or is none.
   if (isKnown || hello.connection % 2 != parityOf(process_, self_)) return true;
   peerLink_ = hello.link;

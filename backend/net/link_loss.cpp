@@ -237,10 +237,10 @@ bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
   if (!error_.empty()) return true;
   const auto isIt = [&](const auto& connection) { return connection->number() == number; };
   if (number == teller.number()) return false;
-  if (const auto open = std::find_if(connections_.begin(), connections_.end(), isIt); open != connections_.end()) {
+  if (const auto open = std::ranges::find_if(connections_, isIt); open != connections_.end()) {
     end(std::shared_ptr(*open));
   }
-  const auto found = std::find_if(ended_.begin(), ended_.end(), isIt);
+  const auto found = std::ranges::find_if(ended_, isIt);
   if (found == ended_.end()) {
     const bool isOfPeer = number % 2 == parityOf(process_, self_);
     if (!isOfPeer || frames > 0) return false;

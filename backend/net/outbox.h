@@ -86,7 +86,7 @@ class MessageReader {
   ~MessageReader() {
     if (!message_) return;
     auto& reading = message_->reading;
-    reading.erase(std::find(reading.begin(), reading.end(), offset_));
+    reading.erase(std::ranges::find(reading, offset_));
   }
   MessageReader(const MessageReader&) = delete;
   MessageReader& operator=(const MessageReader&) = delete;

@@ -59,7 +59,7 @@ std::vector<Interface> interfaces() {
       found.push_back({entry->ifa_name, SocketAddress(entry->ifa_addr, sizeOf(entry->ifa_addr))});
     }
   }
-  std::stable_sort(found.begin(), found.end(), [](const Interface& a, const Interface& b) {
+  std::ranges::stable_sort(found, [](const Interface& a, const Interface& b) {
     return a.address.family() == AF_INET && b.address.family() != AF_INET;
   });
   return found;
@@ -88,7 +88,7 @@ std::optional<SocketAddress> sourceFor(const SocketAddress& target) {
 }
 
 std::string addressOfInterface(const std::string& name, const std::vector<Interface>& all) {
-  const auto found = std::find_if(all.begin(), all.end(), [&](const Interface& one) { return one.name == name; });
+  const auto found = std::ranges::find_if(all, [&](const Interface& one) { return one.name == name; });
   if (found != all.end()) return found->address.address();
   std::string names;
   for (const auto& one : all) {
@@ -117,14 +117,13 @@ std::string localAddress() {
     }
   }
   const auto isOwn = [&](const SocketAddress& address) {
-    return std::any_of(all.begin(), all.end(),
-                       [&](const Interface& one) { return one.address.address() == address.address(); });
+    return std::ranges::any_of(all, [&](const Interface& one) { return one.address.address() == address.address(); });
   };
   for (const auto& address : addressesOf(hostName())) {
     if (isOwn(address)) candidates.push_back(address);
   }
   for (const auto& one : all) candidates.push_back(one.address);
-  const auto found = std::find_if_not(candidates.begin(), candidates.end(), isLoopback);
+  const auto found = std::ranges::find_if_not(candidates, isLoopback);
   if (found != candidates.end()) return found->address();
   return candidates.empty() ? "127.0.0.1" : candidates.front().address();
 }

@@ -30,8 +30,8 @@ Handles orderedHandles(const c10d::ReconfigureOptions& opts) {
   std::visit([&](const auto& given) { handles.assign(given.begin(), given.end()); }, opts.handles);
   TORCH_CHECK_VALUE(!handles.empty(), "bagua:reconfigure: there has to be at least one handle");
   Handles sorted = handles;
-  std::sort(sorted.begin(), sorted.end());
-  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  std::ranges::sort(sorted);
+  const auto twice = std::ranges::adjacent_find(sorted);
   TORCH_CHECK_VALUE(twice == sorted.end(), "bagua:reconfigure: handles have to be unique, and ", *twice,
                     " comes more than once");
   return std::holds_alternative<Handles>(opts.handles) ? handles : sorted;
@@ -152,7 +152,7 @@ ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::Reconfigur
   std::vector<MemberHandle> members;
   members.reserve(handles.size());
   for (const auto& handle : handles) members.push_back(MemberHandle::parse(handle));
-  const auto own = std::find(handles.begin(), handles.end(), get_reconfigure_handle());
+  const auto own = std::ranges::find(handles, get_reconfigure_handle());
   TORCH_CHECK_VALUE(own != handles.end(), "bagua:reconfigure: this member's own handle, ", get_reconfigure_handle(),
                     ", is not among the ", handles.size(), " given");
   // What an attempt with it has left in the store would be found.

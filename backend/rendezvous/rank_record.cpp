@@ -88,7 +88,7 @@ std::string valueOf(const Fields& fields, const char* name) {
 }
 
 void addLine(std::string& record, const char* name, std::string value) {
-  std::replace(value.begin(), value.end(), '\n', ' ');
+  std::ranges::replace(value, '\n', ' ');
   record += c10::str(name, "=", value, "\n");
 }
 
