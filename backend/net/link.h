@@ -172,6 +172,9 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   void forgetRefusals();
   void watch();
 
+  // Calls on the loop's thread, not under the mutex, if the link is still there then.
+  void later(std::chrono::milliseconds delay, std::function<void(Link&)> call);
+
   // --- On the loop's thread, not under the mutex.
   // A connection is broken; it, or one that could not even be begun (null), was never one.
   void lose(const std::shared_ptr<Connection>& connection, int error, const std::string& text);
@@ -185,7 +188,9 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   void tellLater();
   // Looks whether the peer's kernel still answers, and again after a while.
   void lookForSilence();
-  void lookLater();
+  void lookLater() {
+    later(lookInterval(), [](Link& link) { link.lookForSilence(); });
+  }
   void probe();
   void onProbed(Probe::Result result);
   [[nodiscard]] std::chrono::milliseconds lookInterval() const { return opening_.patience / kLooks; }

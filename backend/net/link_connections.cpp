@@ -47,6 +47,12 @@ constexpr int kMostDoublings = 12;
 
 }  // namespace
 
+void Link::later(milliseconds delay, std::function<void(Link&)> call) {
+  loop_->callLater(delay, [weak = weak_from_this(), call = std::move(call)] {
+    if (const auto link = weak.lock()) call(*link);
+  });
+}
+
 void Link::connect() {
   const Lock lock(mutex_);
   if (error_.empty() && connections_.empty()) dial();
@@ -139,9 +145,7 @@ void Link::probeLater(milliseconds least) {
   if (std::exchange(isProbePlanned_, true)) return;
   // Hundreds of links that were made together do not do it together.
   const auto part = static_cast<int>(id_ / 2 % 1024U);
-  loop_->callLater(least + least * part / 1024, [weak = weak_from_this()] {
-    if (const auto link = weak.lock()) link->probe();
-  });
+  later(least + least * part / 1024, [](Link& link) { link.probe(); });
 }
 
 void Link::probe() {
@@ -170,11 +174,9 @@ void Link::onProbed(Probe::Result result) {
   if (std::ranges::any_of(connections_, isSilent)) return probeLater(opening_.patience);
   // A process that has ended refuses, too, and the ends of its connections may not have been read yet. They have been
   // after this time.
-  loop_->callLater(kUntilEndsAreRead, [weak = weak_from_this()] {
-    const auto link = weak.lock();
-    if (!link) return;
-    const Lock later(link->mutex_);
-    if (link->hasWelcome()) link->reach_ = Reach::kFiltered;
+  later(kUntilEndsAreRead, [](Link& link) {
+    const Lock again(link.mutex_);
+    if (link.hasWelcome()) link.reach_ = Reach::kFiltered;
   });
   probeLater(opening_.patience);
 }
@@ -185,14 +187,12 @@ void Link::dial() {
 
 void Link::dialLater(milliseconds delay) {
   if (address_.size() == 0 || !lastError_.empty() || std::exchange(isDialPlanned_, true)) return;
-  loop_->callLater(delay, [weak = weak_from_this()] {
-    const auto link = weak.lock();
-    if (!link) return;
-    const Lock lock(link->mutex_);
-    link->isDialPlanned_ = false;
+  later(delay, [](Link& link) {
+    const Lock lock(link.mutex_);
+    link.isDialPlanned_ = false;
     // The peer may have opened one meanwhile.
-    const bool isNeeded = !link->hasWelcome() || !link->lastWords_.empty();
-    if (link->error_.empty() && isNeeded) link->dial();
+    const bool isNeeded = !link.hasWelcome() || !link.lastWords_.empty();
+    if (link.error_.empty() && isNeeded) link.dial();
   });
 }
 
@@ -224,26 +224,22 @@ void Link::open() {
   }
   // The link may be over with that, which is told without the mutex.
   isDialPlanned_ = true;
-  loop_->callLater(milliseconds(0), [weak = weak_from_this(), error, text] {
-    if (const auto link = weak.lock()) link->onUnopened(nullptr, error, text);
-  });
+  later(milliseconds(0), [error, text](Link& link) { link.onUnopened(nullptr, error, text); });
 }
 
 void Link::limitWait(const std::shared_ptr<Connection>& connection) {
-  loop_->callLater(kDialTime, [weak = weak_from_this(), tried = std::weak_ptr(connection)] {
-    const auto link = weak.lock();
+  later(kDialTime, [tried = std::weak_ptr(connection)](Link& link) {
     const auto unanswered = tried.lock();
-    if (link && unanswered && !unanswered->isAnswered) link->lose(unanswered, ETIMEDOUT, "its host does not answer");
+    if (unanswered && !unanswered->isAnswered) link.lose(unanswered, ETIMEDOUT, "its host does not answer");
   });
   const auto welcomeTime = opening_.patience / 2 * (1 << std::min(spares_, kMostDoublings));
-  loop_->callLater(welcomeTime, [weak = weak_from_this(), tried = std::weak_ptr(connection)] {
-    const auto link = weak.lock();
+  later(welcomeTime, [tried = std::weak_ptr(connection)](Link& link) {
     const auto unwelcome = tried.lock();
-    if (!link || !unwelcome || unwelcome->isWelcome || !unwelcome->isAnswered) return;
-    const Lock lock(link->mutex_);
-    if (!link->error_.empty() || unwelcome->isClosed) return;
-    link->noteOverdue(*unwelcome);
-    if (!link->hasWelcome()) link->dial();
+    if (!unwelcome || unwelcome->isWelcome || !unwelcome->isAnswered) return;
+    const Lock lock(link.mutex_);
+    if (!link.error_.empty() || unwelcome->isClosed) return;
+    link.noteOverdue(*unwelcome);
+    if (!link.hasWelcome()) link.dial();
   });
 }
 

@@ -88,13 +88,11 @@ bool Link::isStranger(const Connection& connection) {
 
 void Link::tellLater() {
   if (std::exchange(isTellPlanned_, true)) return;
-  loop_->callLater(kTellAfter, [weak = weak_from_this()] {
-    const auto link = weak.lock();
-    if (!link) return;
-    link->isTellPlanned_ = false;
-    Lock lock(link->mutex_);
-    for (const auto& connection : link->connections_) connection->isToTell = connection->owesWord();
-    link->pump(lock);
+  later(kTellAfter, [](Link& link) {
+    link.isTellPlanned_ = false;
+    Lock lock(link.mutex_);
+    for (const auto& connection : link.connections_) connection->isToTell = connection->owesWord();
+    link.pump(lock);
   });
 }
 
@@ -285,12 +283,6 @@ void Link::endSilent() {
 
 void Link::watch() {
   if (!std::exchange(isWatched_, true)) lookLater();
-}
-
-void Link::lookLater() {
-  loop_->callLater(lookInterval(), [weak = weak_from_this()] {
-    if (const auto link = weak.lock()) link->lookForSilence();
-  });
 }
 
 // A stopped process still has a kernel that acknowledges; a host without power, or behind a cut line, has not. The
