@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "backend/config.h"
-#include "backend/net/socket.h"
 
 namespace bagua::net {
 namespace {
@@ -40,29 +39,6 @@ bool isOfAnyUse(const sockaddr* address) {
 
 socklen_t sizeOf(const sockaddr* address) {
   return address->sa_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-}
-
-struct Interface {
-  std::string name;
-  SocketAddress address;
-};
-
-// Of all that are up, IPv4 first.
-std::vector<Interface> interfaces() {
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return {};
-  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
-  std::vector<Interface> found;
-  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
-    const bool isUp = (entry->ifa_flags & IFF_UP) != 0;
-    if (isUp && isOfAnyUse(entry->ifa_addr)) {
-      found.push_back({entry->ifa_name, SocketAddress(entry->ifa_addr, sizeOf(entry->ifa_addr))});
-    }
-  }
-  std::ranges::stable_sort(found, [](const Interface& a, const Interface& b) {
-    return a.address.family() == AF_INET && b.address.family() != AF_INET;
-  });
-  return found;
 }
 
 // What a host's name stands for.
@@ -104,6 +80,23 @@ std::string hostName() {
 }
 
 }  // namespace
+
+std::vector<Interface> interfaces() {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return {};
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
+  std::vector<Interface> found;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    const bool isUp = (entry->ifa_flags & IFF_UP) != 0;
+    if (isUp && isOfAnyUse(entry->ifa_addr)) {
+      found.push_back({entry->ifa_name, SocketAddress(entry->ifa_addr, sizeOf(entry->ifa_addr))});
+    }
+  }
+  std::ranges::stable_sort(found, [](const Interface& a, const Interface& b) {
+    return a.address.family() == AF_INET && b.address.family() != AF_INET;
+  });
+  return found;
+}
 
 std::string localAddress() {
   const auto all = interfaces();
