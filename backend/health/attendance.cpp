@@ -51,12 +51,6 @@ bool decodeMoment(const std::vector<std::string>& fields, size_t first, Activity
   return true;
 }
 
-std::string listed(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + c10::str("rank ", rank);
-  return text;
-}
-
 }  // namespace
 
 std::string Activity::describe() const {
@@ -102,16 +96,14 @@ std::vector<Activity> decodeActivities(const std::string& text) {
 }
 
 std::string Attendance::describe() const {
-  std::string missing;
-  for (const auto& [rank, activity] : absent) {
-    missing += (missing.empty() ? "" : ", ") + c10::str("rank ", rank, " (", activity, ")");
-  }
+  std::vector<std::string> missing;
+  for (const auto& [rank, activity] : absent) missing.push_back(c10::str("rank ", rank, " (", activity, ")"));
   for (const int rank : silent) {
-    missing += (missing.empty() ? "" : ", ") +
-               c10::str("rank ", rank, " (does not answer: it has ended or left the group, is stopped, or is cut off)");
+    missing.push_back(
+        c10::str("rank ", rank, " (does not answer: it has ended or left the group, is stopped, or is cut off)"));
   }
-  std::string text = missing.empty() ? "" : " Not there: " + missing + ".";
-  if (!waiting.empty()) text += " Waiting as well: " + listed(waiting) + ".";
+  std::string text = missing.empty() ? "" : " Not there: " + c10::Join(", ", missing) + ".";
+  if (!waiting.empty()) text += " Waiting as well: rank " + c10::Join(", rank ", waiting) + ".";
   return text;
 }
 
