@@ -33,9 +33,9 @@ HealthThread::HealthThread(GroupIdentity group, c10::intrusive_ptr<c10d::Store> 
         return operations_.activities();
       }) {}
 
-size_t HealthThread::addLog(const std::string& name) {
+size_t HealthThread::addLog(const std::string& name, OperationLog::FindLost findLost) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return operations_.add(name);
+  return operations_.add(name, std::move(findLost));
 }
 
 void HealthThread::stop() {
@@ -60,11 +60,6 @@ void HealthThread::onFailure(size_t log, OperationLog::Abort abort) {
     cause = messageOfFailure();
   }
   abort(cause);
-}
-
-void HealthThread::watchPeers(size_t log, OperationLog::FindLost findLost) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  operations_.watchPeers(log, std::move(findLost));
 }
 
 OperationLog::Token HealthThread::begin(size_t log, RunningOperation operation, const Operation& described) {

@@ -32,10 +32,9 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
   HealthThread& operator=(const HealthThread&) = delete;
 
   // For OperationLog and GroupHealth, which describe them.
-  size_t addLog(const std::string& name);
+  size_t addLog(const std::string& name, OperationLog::FindLost findLost);
   void stop();
   void onFailure(size_t log, OperationLog::Abort abort);
-  void watchPeers(size_t log, OperationLog::FindLost findLost);
   OperationLog::Token begin(size_t log, RunningOperation operation, const Operation& described);
   void end(size_t log, OperationLog::Token token, bool isSuccess);
   std::exception_ptr explain(const std::exception_ptr& error, const Operation& operation);

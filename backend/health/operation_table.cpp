@@ -11,9 +11,8 @@ using std::chrono::milliseconds;
 
 }  // namespace
 
-size_t OperationTable::add(std::string name) {
-  rows_.push_back(
-      {.name = std::move(name), .running = {}, .completed = {}, .completedAt = {}, .abort = {}, .findLost = {}});
+size_t OperationTable::add(std::string name, OperationLog::FindLost findLost) {
+  rows_.push_back({.name = std::move(name), .findLost = std::move(findLost)});
   return rows_.size() - 1;
 }
 
