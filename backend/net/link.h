@@ -27,6 +27,9 @@ namespace bagua::net {
 
 class Transport;
 
+// Connections of this process that have broken, and whose links went on over others. Any thread may count.
+std::atomic<uint64_t>& reconnections();
+
 // The way between this process and another one: an Outbox, and the connections that take its frames, each whenever it
 // can. Any thread may call; a sender writes to the sockets itself as long as they take it, and the event loop goes on
 // from there. Connections come and go, and what they were given arrives nevertheless: see Hello.

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <utility>
 
-#include "backend/net/connection_counts.h"
 #include "backend/net/greeting.h"
 #include "backend/net/link.h"
 

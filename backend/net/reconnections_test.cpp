@@ -8,7 +8,6 @@
 #include <random>
 #include <thread>
 
-#include "backend/net/connection_counts.h"
 #include "tests/support/made_up_peer.h"
 #include "tests/support/open_sockets.h"
 #include "tests/support/two_transports.h"
