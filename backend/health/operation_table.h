@@ -38,7 +38,6 @@ class OperationTable {
   size_t add(std::string name, OperationLog::FindLost findLost);
   void onFailure(size_t index, OperationLog::Abort abort) { rows_[index].abort = std::move(abort); }
 
-  // Returns the token of an operation that begins.
   OperationLog::Token begin(size_t index, RunningOperation operation);
   // The operation that has ended; nothing where it had ended before.
   std::optional<RunningOperation> end(size_t index, OperationLog::Token token, bool isSuccess);

@@ -84,7 +84,6 @@ class Connection final : public EventLoop::Handler, public std::enable_shared_fr
   bool isAdditional = false;
   // The kernel takes no more; the loop tells when it does.
   bool isBlocked = false;
-  // A thread is writing.
   bool isBusy = false;
   // Nothing is read or written any more. Set on the loop's thread, or with the end of the link.
   std::atomic<bool> isClosed = false;

@@ -17,7 +17,6 @@ std::vector<uint8_t> bytesOf(const Object& object) {
 // Returns what the numbers of connections that `opener` opens have as their remainder: see Hello.
 inline uint64_t parityOf(const ProcessId& opener, const ProcessId& other) { return opener < other ? 0 : 1; }
 
-// Returns the frame that answers a Hello with `hello`.
 inline std::vector<uint8_t> answerOf(const Hello& hello) {
   auto bytes = bytesOf(Frame{.kind = Frame::Kind::kWelcome, .contextBytes = sizeof(Hello)});
   const auto context = bytesOf(hello);

@@ -63,7 +63,6 @@ struct Outgoing {
   [[nodiscard]] uint64_t gone() const { return writing.empty() ? cut : writing.front(); }
   // The bytes from the beginning that will not be read again.
   [[nodiscard]] uint64_t released() const { return reading.empty() ? cut : reading.front(); }
-  // The frame with the context has gone.
   [[nodiscard]] bool hasContextGone() const { return hasBegun && (writing.empty() || writing.front() > 0); }
 };
 
@@ -106,7 +105,6 @@ struct OutgoingFrame {
   // The payload stays in the message as long as there is this.
   MessageReader reader = {};
   std::shared_ptr<const uint8_t[]> copy = nullptr;
-  // The payload is in its cell.
   bool isInCell = false;
   // The kernel has had all of it before.
   bool hasGone = false;
