@@ -256,29 +256,24 @@ std::optional<uint32_t> Link::chooseCell(uint32_t payloadBytes) {
   return 0;
 }
 
-void Link::close(const std::string& reason) {
-  std::vector<std::shared_ptr<Connection>> closed;
-  std::vector<std::shared_ptr<Signal>> signals;
-  std::shared_ptr<Probe> probe;
-  {
-    const Lock lock(mutex_);
-    if (!error_.empty()) return;
-    error_ = reason;
-    probe = std::move(probe_);
-    isLost_ = true;
-    // They are kept until the link goes: a thread may be writing to one.
-    closed = connections_;
-    closed.insert(closed.end(), ended_.begin(), ended_.end());
-    signals = outbox_.clear();
-    for (const auto& connection : closed) {
-      connection->isClosed = true;
-      connection->sent().clear();
-      signals.push_back(connection->signal());
-      shutdown(connection->socket().number(), SHUT_RDWR);
-    }
-    ownMemory_.reset();
-    peersMemory_.reset();
+void Link::close(Lock& lock, std::string reason) {
+  if (!error_.empty()) return;
+  error_ = reason;
+  const auto probe = std::move(probe_);
+  isLost_ = true;
+  // They are kept until the link goes: a thread may be writing to one.
+  auto closed = connections_;
+  closed.insert(closed.end(), ended_.begin(), ended_.end());
+  auto signals = outbox_.clear();
+  for (const auto& connection : closed) {
+    connection->isClosed = true;
+    connection->sent().clear();
+    signals.push_back(connection->signal());
+    shutdown(connection->socket().number(), SHUT_RDWR);
   }
+  ownMemory_.reset();
+  peersMemory_.reset();
+  lock.unlock();
   for (const auto& connection : closed) loop_->remove(connection->socket().number());
   if (probe) probe->stop();
   for (const auto& signal : signals) {

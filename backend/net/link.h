@@ -12,6 +12,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "backend/net/connection.h"
@@ -37,6 +38,8 @@ std::atomic<uint64_t>& reconnections();
 // The side that has something to send opens connections. Over a distance there are several: one alone is limited by the
 // kernel's buffers, and recovers slowly from a loss.
 class Link final : public FlowControl, public std::enable_shared_from_this<Link> {
+  using Lock = std::unique_lock<std::mutex>;
+
  public:
   struct Peer {
     ProcessId process{};
@@ -92,7 +95,10 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   bool adopt(Stream& stream, const Hello& hello);
   // A group has told where the peer listens.
   void learnAddress(const SocketAddress& address);
-  void close(const std::string& reason);
+  void close(std::string reason) {
+    Lock lock(mutex_);
+    close(lock, std::move(reason));
+  }
   [[nodiscard]] bool isLost() const { return isLost_; }
   // Nobody listens where the peer has, or another process does: nothing more will come of it.
   [[nodiscard]] bool hasPeerDied() const { return hasPeerDied_; }
@@ -119,7 +125,6 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   void onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result);
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
   // A link looks so many times for a sign of the peer before its patience is over. It counts looks and not seconds:
   // while this process or its machine was stopped, nobody could see a sign.
   static constexpr int kLooks = 8;
@@ -129,6 +134,8 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   std::optional<uint32_t> chooseCell(uint32_t payloadBytes);
   // Writes until nothing is left or no connection takes it. Releases the lock.
   void pump(Lock& lock);
+  // Ends the link, and releases the lock to tell of that.
+  void close(Lock& lock, std::string reason);
   // Sends a frame without a message, unless the link is lost. Not under the mutex.
   void sendControl(const Frame& frame);
   // The peer takes nothing more for a group. Not under the mutex.

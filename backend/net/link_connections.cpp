@@ -308,37 +308,31 @@ bool Link::adopt(Stream& stream, const Hello& hello) {
 
 bool Link::onWelcome(Connection& connection, const Hello& hello) {
   if (!connection.isOwn() || connection.isWelcome) return false;
-  std::string over;
-  {
-    Lock lock(mutex_);
-    if (!error_.empty()) return true;
-    if (hello.magic != Hello::kMagic || hello.from != process_) {
-      if (!isReachable()) {
-        // The address may mean another host here than where the peer is, which can still come by itself.
-        shutdown(connection.socket().number(), SHUT_RDWR);
-        return true;
-      }
-      hasPeerDied_ = true;
-      over = "Connection closed by peer: its process has ended, another one answers at " + address_.text();
-    } else if (hello.link == 0 || peerLink_.value_or(hello.link) != hello.link) {
-      over = "Connection closed by peer: it has given up what it had with this process";
-    } else if (connection.isSpare && hasWelcome()) {
-      // The one beside which it was opened was only late.
-      connection.isOverdue = true;
+  Lock lock(mutex_);
+  if (!error_.empty()) return true;
+  if (hello.magic != Hello::kMagic || hello.from != process_) {
+    if (!isReachable()) {
+      // The address may mean another host here than where the peer is, which can still come by itself.
       shutdown(connection.socket().number(), SHUT_RDWR);
       return true;
-    } else {
-      connection.isWelcome = true;
-      connection.isOverdue = false;
-      connection.isSpare = false;
-      peerLink_ = hello.link;
-      reach_ = Reach::kAnswers;
-      beginWith(connection);
-      pump(lock);
-      return true;
     }
+    hasPeerDied_ = true;
+    close(lock, "Connection closed by peer: its process has ended, another one answers at " + address_.text());
+  } else if (hello.link == 0 || peerLink_.value_or(hello.link) != hello.link) {
+    close(lock, "Connection closed by peer: it has given up what it had with this process");
+  } else if (connection.isSpare && hasWelcome()) {
+    // The one beside which it was opened was only late.
+    connection.isOverdue = true;
+    shutdown(connection.socket().number(), SHUT_RDWR);
+  } else {
+    connection.isWelcome = true;
+    connection.isOverdue = false;
+    connection.isSpare = false;
+    peerLink_ = hello.link;
+    reach_ = Reach::kAnswers;
+    beginWith(connection);
+    pump(lock);
   }
-  close(over);
   return true;
 }
 
