@@ -3,7 +3,10 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 #include <type_traits>
+#include <vector>
 
 // These are the bytes of a connection between two processes: whoever opens it sends one Hello, then both send frames,
 // of which the first of the other side is the answer to the Hello. Integers are little-endian. A receiver believes
@@ -147,6 +150,21 @@ inline constexpr uint64_t kCreditBytes = kUnsolicitedBytes / 8;
 // A frame is charged this much beyond its payload: about what a receiver needs to remember a message.
 inline constexpr uint64_t kFrameCharge = 512;
 inline constexpr uint64_t kLargestMessage = uint64_t{1} << 46U;
+
+template <class Object>
+std::vector<uint8_t> bytesOf(const Object& object) {
+  const auto* const begin = reinterpret_cast<const uint8_t*>(&object);
+  return {begin, begin + sizeof(object)};
+}
+
+// Nothing where there are not as many bytes as an object has.
+template <class Object>
+std::optional<Object> fromBytes(const std::vector<uint8_t>& bytes) {
+  if (bytes.size() != sizeof(Object)) return std::nullopt;
+  Object object;
+  std::memcpy(&object, bytes.data(), sizeof(object));
+  return object;
+}
 
 inline uint64_t chargeOf(uint32_t payloadBytes) { return payloadBytes + kFrameCharge; }
 

@@ -8,12 +8,6 @@
 
 namespace bagua::net {
 
-template <class Object>
-std::vector<uint8_t> bytesOf(const Object& object) {
-  const auto* const begin = reinterpret_cast<const uint8_t*>(&object);
-  return {begin, begin + sizeof(object)};
-}
-
 // Returns what the numbers of connections that `opener` opens have as their remainder: see Hello.
 inline uint64_t parityOf(const ProcessId& opener, const ProcessId& other) { return opener < other ? 0 : 1; }
 

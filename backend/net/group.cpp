@@ -50,15 +50,9 @@ std::unique_ptr<Group::Receiving> Group::receive(int peer, uint64_t stream, uint
 
 std::unique_ptr<Group::Sending> Group::send(int peer, uint64_t stream, uint32_t index, Message message) {
   auto outgoing = std::make_shared<Outgoing>();
+  static_cast<Message&>(*outgoing) = std::move(message);
   outgoing->group = id_;
   outgoing->key = {stream, static_cast<uint32_t>(rank_), index};
-  outgoing->data = message.data;
-  outgoing->total = message.size;
-  outgoing->ready = message.ready;
-  outgoing->context = std::move(message.context);
-  outgoing->tellsProgress = message.tellsProgress;
-  outgoing->maxUnsolicited = message.maxUnsolicited;
-  outgoing->signal = std::move(message.signal);
   auto link = linkTo(peer);
   link->send(outgoing);
   return std::make_unique<Sending>(std::move(link), std::move(outgoing));

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <exception>
 #include <limits>
 #include <utility>
@@ -17,13 +16,6 @@ namespace {
 
 // A smaller payload is not worth a cell of the memory that two processes share.
 constexpr uint64_t kLeastInMemory = 64U << 10U;
-
-std::optional<Hello> helloOf(const std::vector<uint8_t>& context) {
-  if (context.size() != sizeof(Hello)) return std::nullopt;
-  Hello hello;
-  std::memcpy(&hello, context.data(), sizeof(hello));
-  return hello;
-}
 
 }  // namespace
 
@@ -61,7 +53,7 @@ Link::State Link::stateOf(const Outgoing& message) {
   const Lock lock(mutex_);
   const uint64_t released = message.released();
   if (message.isComplete()) {
-    return {.isComplete = true, .hasContextGone = true, .gone = message.total, .released = released, .error = ""};
+    return {.isComplete = true, .hasContextGone = true, .gone = message.size, .released = released, .error = ""};
   }
   return {.hasContextGone = message.hasContextGone(), .gone = message.gone(), .released = released, .error = error_};
 }
@@ -196,7 +188,7 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
       pump(lock);
       return true;
     case Frame::Kind::kWelcome: {
-      const auto hello = helloOf(context);
+      const auto hello = fromBytes<Hello>(context);
       return hello && onWelcome(connection, *hello);
     }
     case Frame::Kind::kEnded:

@@ -87,7 +87,7 @@ void Outbox::letWait(Queue::iterator message) {
 }
 
 OutgoingFrame Outbox::cutOff(const std::shared_ptr<Outgoing>& message, Frame::Kind kind, uint32_t cell) {
-  OutgoingFrame frame{.header = {.kind = kind, .group = message->group, .key = message->key, .total = message->total},
+  OutgoingFrame frame{.header = {.kind = kind, .group = message->group, .key = message->key, .total = message->size},
                       .message = message};
   frame.header.offset = message->cut;
   frame.header.payloadBytes = kind == Frame::Kind::kWaiting ? 0 : message->payloadBytes(mostPayload_);
@@ -100,7 +100,7 @@ OutgoingFrame Outbox::cutOff(const std::shared_ptr<Outgoing>& message, Frame::Ki
   message->hasBegun = true;
   message->writing.push_back(message->cut);
   message->cut += frame.header.payloadBytes;
-  if (message->cut == message->total) std::erase(queue_, message);
+  if (message->cut == message->size) std::erase(queue_, message);
   if (frame.header.payloadBytes > 0) frame.reader = MessageReader(message, frame.header.offset);
   if (frame.header.payloadBytes <= kSmallPayload && cell == 0) frame.copyPayload();
   return frame;
