@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 23_073, 16_000),
+    "backend": Layer({".h", ".cpp"}, 22_802, 16_000),
     "python_shim": Layer({".py"}, 14_018, 8_500),
     "tests": Layer({".py"}, 31_067, 22_000, counts_tests=True),
 }
