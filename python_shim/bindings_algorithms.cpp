@@ -13,7 +13,7 @@
 #include "algorithms/hook/bucket_splitting.h"
 #include "algorithms/hook/comm_hook.h"
 #include "algorithms/registry.h"
-#include "backend/net/connection_counts.h"
+#include "backend/net/link.h"
 #include "backend/process_group/backend_executors.h"
 #include "backend/process_group/process_group_bagua.h"
 #include "python_shim/bindings.h"

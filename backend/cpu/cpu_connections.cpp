@@ -33,7 +33,7 @@ void CpuConnections::connect(const ProgramFingerprint& program, Deadline deadlin
 void CpuConnections::shareMemory(const ProgramFingerprint& program, Deadline deadline) {
   const auto wants = flagsOfAll(config::usesSharedMemory(), deadline);
   const auto& local = topology_->ranksOf(topology_->hostOf(wire_->rank()));
-  const bool isWanted = local.size() > 1 && std::all_of(local.begin(), local.end(), [&](int r) { return wants[r]; });
+  const bool isWanted = local.size() > 1 && std::ranges::all_of(local, [&](int r) { return wants[r]; });
   std::string whyNot;
   if (isWanted) {
     auto made = SharedMemoryExchange::make(*wire_, local, deadline, whyNot);

@@ -135,8 +135,4 @@ void CpuExecutor::stop(milliseconds drainTime) {
   }
 }
 
-std::exception_ptr CpuExecutor::error() const { return queue_->error(); }
-
-uint64_t CpuExecutor::submitted() const { return queue_->submitted(); }
-
 }  // namespace bagua

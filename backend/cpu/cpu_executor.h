@@ -33,8 +33,8 @@ class CpuExecutor final : public MessageExecutor {
   c10::intrusive_ptr<c10d::Work> endGroup() override;
   void abort(const std::string& reason) override;
   void shutdown() override;
-  [[nodiscard]] std::exception_ptr error() const override;
-  [[nodiscard]] uint64_t submitted() const override;
+  [[nodiscard]] std::exception_ptr error() const override { return queue_->error(); }
+  [[nodiscard]] uint64_t submitted() const override { return queue_->submitted(); }
 
  private:
   void startThread(size_t channel);

@@ -55,14 +55,12 @@ std::shared_ptr<MessageExecutor> makeCpuExecutor(const GroupIdentity& group, con
   const auto neighbours =
       config::usesSharedMemory() ? topology->ranksOf(topology->hostOf(group.rank)) : std::vector<int>();
   const auto joined = transport->join(members.id, group.rank, addressesOf(members), neighbours);
-  const auto log = health.addLog("cpu");
+  const auto findLost = [weak = std::weak_ptr<net::Group>(joined)] {
+    const auto present = weak.lock();
+    return present ? present->findLost() : std::nullopt;
+  };
   // Memory that the ranks of one host share tells them of a death by itself.
-  if (topology->hostCount() > 1) {
-    log->watchPeers([weak = std::weak_ptr<net::Group>(joined)] {
-      const auto present = weak.lock();
-      return present ? present->findLost() : std::nullopt;
-    });
-  }
+  const auto log = health.addLog("cpu", topology->hostCount() > 1 ? OperationLog::FindLost(findLost) : nullptr);
   CpuExecutor::Communicators channels;
   const int count = isSerial ? 1 : channelsFor(*topology);
   for (int channel = 0; channel < count; ++channel) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <optional>
 #include <string>
 
 #include "backend/cpu/peer_loss.h"
@@ -76,14 +75,13 @@ class Messages::Message : public c10d::Work {
 
 class Messages::Sent final : public Message {
  public:
-  Sent(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, int tag) : Message(std::move(state), bytes) {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    const uint32_t index = state_->sent[peer].add(tag);
-    send(peer, streamOf(tag), index);
-  }
-  Sent(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, uint64_t stream)
+  Sent(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, uint64_t stream, uint32_t index)
       : Message(std::move(state), bytes) {
-    send(peer, stream, 0);
+    const auto size = static_cast<uint64_t>(bytes_.numel());
+    peer_ = peer;
+    sending_ = group().send(
+        peer, stream, index,
+        {.data = data(), .size = size, .ready = size, .signal = signal_, .maxUnsolicited = kMaxUnsolicited});
   }
 
   bool advance() override {
@@ -95,27 +93,25 @@ class Messages::Sent final : public Message {
   }
 
  private:
-  void send(int peer, uint64_t stream, uint32_t index) {
-    const auto size = static_cast<uint64_t>(bytes_.numel());
-    peer_ = peer;
-    sending_ = group().send(
-        peer, stream, index,
-        {.data = data(), .size = size, .ready = size, .signal = signal_, .maxUnsolicited = kMaxUnsolicited});
-  }
-
   std::unique_ptr<net::Group::Sending> sending_;
 };
 
 class Messages::Received final : public Message {
  public:
-  Received(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, int tag)
-      : Message(std::move(state), bytes), tag_(tag) {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    if (peer >= 0) expectFrom(peer);
+  Received(std::shared_ptr<State> state, const at::Tensor& bytes, int tag)
+      : Message(std::move(state), bytes), tag_(tag) {}
+
+  // The next message with the tag. Under the state's mutex.
+  void expectFrom(int peer) {
+    const uint32_t index = state_->received[peer].add(tag_);
+    expect(peer, streamOf(tag_), index);
   }
-  Received(std::shared_ptr<State> state, const at::Tensor& bytes, int peer, uint64_t stream)
-      : Message(std::move(state), bytes), tag_(0) {
-    expect(peer, stream, 0);
+
+  void expect(int peer, uint64_t stream, uint32_t index) {
+    receiving_ = group().receive(peer, stream, index,
+                                 {.data = data(), .size = static_cast<uint64_t>(bytes_.numel()), .signal = signal_});
+    peer_ = peer;
+    group().watch(peer);
   }
 
   bool advance() override {
@@ -135,19 +131,6 @@ class Messages::Received final : public Message {
   int sourceRank() const override { return peer_; }
 
  private:
-  // Under the state's mutex.
-  void expectFrom(int peer) {
-    const uint32_t index = state_->received[peer].add(tag_);
-    expect(peer, streamOf(tag_), index);
-  }
-
-  void expect(int peer, uint64_t stream, uint32_t index) {
-    receiving_ = group().receive(peer, stream, index,
-                                 {.data = data(), .size = static_cast<uint64_t>(bytes_.numel()), .signal = signal_});
-    peer_ = peer;
-    group().watch(peer);
-  }
-
   // From any rank: whoever has begun to send.
   bool hasFoundSender() {
     const std::lock_guard<std::mutex> lock(state_->mutex);
@@ -180,11 +163,16 @@ class Messages::Received final : public Message {
 };
 
 c10::intrusive_ptr<c10d::Work> Messages::send(const at::Tensor& bytes, int peer, int tag) {
-  return letGo(c10::make_intrusive<Sent>(state_, bytes, peer, tag));
+  c10::intrusive_ptr<Sent> message;
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    message = c10::make_intrusive<Sent>(state_, bytes, peer, streamOf(tag), state_->sent[peer].add(tag));
+  }
+  return letGo(std::move(message));
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::sendNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
-  return letGo(c10::make_intrusive<Sent>(state_, bytes, peer, kMessages | kNumbered | number));
+  return letGo(c10::make_intrusive<Sent>(state_, bytes, peer, kMessages | kNumbered | number, 0U));
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::letGo(c10::intrusive_ptr<Message> message) {
@@ -209,11 +197,16 @@ c10::intrusive_ptr<c10d::Work> Messages::letGo(c10::intrusive_ptr<Message> messa
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::receive(const at::Tensor& bytes, int peer, int tag) {
-  return c10::make_intrusive<Received>(state_, bytes, peer, tag);
+  auto message = c10::make_intrusive<Received>(state_, bytes, tag);
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  if (peer >= 0) message->expectFrom(peer);
+  return message;
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::receiveNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
-  return c10::make_intrusive<Received>(state_, bytes, peer, kMessages | kNumbered | number);
+  auto message = c10::make_intrusive<Received>(state_, bytes, 0);
+  message->expect(peer, kMessages | kNumbered | number, 0);
+  return message;
 }
 
 }  // namespace bagua

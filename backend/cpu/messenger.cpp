@@ -3,7 +3,6 @@
 
 #include <ATen/core/jit_type.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
 
 #include <algorithm>
@@ -137,7 +136,7 @@ c10::intrusive_ptr<c10d::Work> Messenger::track(const Operation& operation, c10:
     isTooLate = isAborted_;
   }
   // Posted while the others were being aborted: nobody else would end it.
-  if (isTooLate) abortTransfer(*transfer);
+  if (isTooLate) transfer->abort();
   return c10::make_intrusive<MessageWork>(group_, operation, std::move(transfer), std::move(tensor), health_);
 }
 
@@ -149,16 +148,7 @@ void Messenger::abort() {
     transfers.swap(transfers_);
   }
   for (const auto& weak : transfers) {
-    if (const auto transfer = weak.lock()) abortTransfer(*transfer);
-  }
-}
-
-void Messenger::abortTransfer(c10d::Work& transfer) const {
-  try {
-    transfer.abort();
-  } catch (...) {
-    LOG(WARNING) << "bagua: a message of group '" << group_.name
-                 << "' could not be aborted: " << messageOf(std::current_exception());
+    if (const auto transfer = weak.lock()) transfer->abort();
   }
 }
 

@@ -34,7 +34,6 @@ class Messenger {
  private:
   c10::intrusive_ptr<c10d::Work> track(const Operation& operation, c10::intrusive_ptr<c10d::Work> transfer,
                                        at::Tensor tensor);
-  void abortTransfer(c10d::Work& transfer) const;
   // What to throw for an error of the transport: see OperationLog::explain().
   [[nodiscard]] std::exception_ptr explain(const std::exception_ptr& error, const Operation& operation) const;
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cstring>
@@ -86,25 +87,23 @@ void MonitoredBarrier::hearAll(uint64_t number, const Limit& limit, bool waitAll
   for (int peer = 1; peer < size_; ++peer) arrivals.push_back(messages_->receiveNumbered(newByte(), peer, number));
   std::vector<int> missing;
   std::string error;
-  std::string processed;
+  std::vector<int> processed;
   for (int peer = 1; peer < size_; ++peer) {
     if (!waitAllRanks && Clock::now() >= limit.end) {
       tellGivenUp(number, {peer});
       TORCH_CHECK(false, "Rank 0 timed out in monitoredBarrier after ", limit.timeout.count(), " ms.\n ",
                   processed.empty() ? "No ranks successfully processed in monitoredBarrier."
-                                    : "Successfully processed ranks: " + processed);
+                                    : "Successfully processed ranks: " + c10::Join(", ", processed));
     }
     if (succeeds(*arrivals[peer - 1], limit.end, error)) {
-      processed += (processed.empty() ? "" : ", ") + std::to_string(peer);
+      processed.push_back(peer);
       continue;
     }
     missing.push_back(peer);
     if (!waitAllRanks) break;
   }
   if (!missing.empty()) tellGivenUp(number, missing);
-  std::string names;
-  for (const int peer : missing) names += (names.empty() ? "" : ", ") + std::to_string(peer);
-  TORCH_CHECK(missing.empty(), "[Rank 0]: ", waitAllRanks ? "Ranks " : "Rank ", names,
+  TORCH_CHECK(missing.empty(), "[Rank 0]: ", waitAllRanks ? "Ranks " : "Rank ", c10::Join(", ", missing),
               " failed to pass monitoredBarrier in ", limit.timeout.count(), " ms. Original exception:\n", error);
   std::vector<c10::intrusive_ptr<c10d::Work>> answers;
   for (int peer = 1; peer < size_; ++peer) answers.push_back(messages_->sendNumbered(newAnswer(), peer, number));
@@ -116,7 +115,7 @@ void MonitoredBarrier::hearAll(uint64_t number, const Limit& limit, bool waitAll
 
 void MonitoredBarrier::tellGivenUp(uint64_t number, const std::vector<int>& missing) {
   for (int peer = 1; peer < size_; ++peer) {
-    const bool isMissing = std::find(missing.begin(), missing.end(), peer) != missing.end();
+    const bool isMissing = std::ranges::find(missing, peer) != missing.end();
     try {
       messages_->sendNumbered(newAnswer(isMissing ? peer : missing.front()), peer, number);
     } catch (const std::exception& error) {

@@ -22,7 +22,6 @@ class MonitoredBarrier {
  public:
   MonitoredBarrier(Messages* messages, int rank, int size) : messages_(messages), rank_(rank), size_(size) {}
 
-  // After `programs` programs of the group.
   void pass(uint64_t programs, std::chrono::milliseconds timeout, bool waitAllRanks);
 
  private:

@@ -2,10 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
-#include <optional>
 #include <type_traits>
-#include <vector>
 
 #include "backend/net/frame.h"
 #include "backend/operation/program_fingerprint.h"
@@ -21,18 +18,6 @@ struct Preamble {
   int64_t refusing = -1;
 };
 static_assert(std::is_trivially_copyable_v<Preamble> && sizeof(Preamble) <= net::kMostContext);
-
-inline std::vector<uint8_t> bytesOf(const Preamble& preamble) {
-  const auto* const begin = reinterpret_cast<const uint8_t*>(&preamble);
-  return {begin, begin + sizeof(preamble)};
-}
-
-inline std::optional<Preamble> preambleOf(const std::vector<uint8_t>& context) {
-  if (context.size() != sizeof(Preamble)) return std::nullopt;
-  Preamble preamble;
-  std::memcpy(&preamble, context.data(), sizeof(preamble));
-  return preamble;
-}
 
 inline bool fits(const Preamble& own, const Preamble& theirs) {
   return theirs.refusing < 0 && own.program.hash() == theirs.program.hash() && own.sent == theirs.expected &&

@@ -96,11 +96,11 @@ bool ProgramQueue::isTurnOf(const Entry& entry) const {
   const auto isInTheWay = [&](const Channel& channel) {
     return channel.isBusy && (channel.isExclusive || channel.memory.conflictsWith(entry.memory));
   };
-  return !channels_[channelOf(entry)].isBusy && std::none_of(channels_.begin(), channels_.end(), isInTheWay);
+  return !channels_[channelOf(entry)].isBusy && std::ranges::none_of(channels_, isInTheWay);
 }
 
 bool ProgramQueue::isIdle() const {
-  return std::none_of(channels_.begin(), channels_.end(), [](const Channel& channel) { return channel.isBusy; });
+  return std::ranges::none_of(channels_, [](const Channel& channel) { return channel.isBusy; });
 }
 
 void ProgramQueue::begin(const Entry& entry) {
@@ -249,7 +249,7 @@ bool ProgramQueue::isBusy(size_t channel) {
 bool ProgramQueue::isTidying() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return entries_.empty() &&
-         std::none_of(channels_.begin(), channels_.end(), [](const Channel& channel) { return channel.isInProgram; });
+         std::ranges::none_of(channels_, [](const Channel& channel) { return channel.isInProgram; });
 }
 
 std::exception_ptr ProgramQueue::error() {

@@ -32,7 +32,6 @@ class ProgramQueue {
  public:
   using Communicators = std::vector<std::unique_ptr<Communicator>>;
 
-  // One channel per communicator.
   ProgramQueue(GroupIdentity group, Communicators communicators, std::shared_ptr<OperationLog> health);
 
   struct Accepted {
@@ -53,21 +52,17 @@ class ProgramQueue {
   void abortTransport();
   // Tells the other ranks why this one ends what has not completed.
   void reportAbort(const std::string& reason);
-  // Refuses new programs.
   void refuse();
   // Refuses new programs, and ends the threads when they have run the last one.
   void close();
 
-  // Throws if push() would.
   void checkUsable(const char* operation);
   // Returns whether the queue has become idle: nothing runs or waits, and nothing is left of what a program held.
   bool waitIdle(std::chrono::milliseconds limit);
   [[nodiscard]] bool isBusy(size_t channel);
   // Whether all programs have returned, though a channel is busy with what the last one held a little longer.
   [[nodiscard]] bool isTidying();
-  // What ended the queue, if anything did.
   [[nodiscard]] std::exception_ptr error();
-  // How many programs have been accepted.
   [[nodiscard]] uint64_t submitted();
 
  private:
@@ -101,7 +96,6 @@ class ProgramQueue {
   // Under the mutex.
   [[nodiscard]] bool isTurnOf(const Entry& entry) const;
   [[nodiscard]] bool isIdle() const;
-  // Wakes the thread whose program is the next.
   void wakeNext();
   void wakeAll();
   void begin(const Entry& entry);

@@ -101,7 +101,7 @@ class SocketWire::Call {
       const bool isSaid = comparison && !comparison->isSaid && (exchange.sent.numel() > 0 || comparison->own.sent == 0);
       if (isSaid) {
         comparison->isSaid = true;
-        transfer.context = bytesOf(comparison->own);
+        transfer.context = net::bytesOf(comparison->own);
       }
       transfer.isSent = isSaid || exchange.sent.numel() > 0;
       if (transfer.isSent) transfer.sentIndex = wire_.sent_[exchange.peer]++;
@@ -117,7 +117,7 @@ class SocketWire::Call {
         comparison->isHeard = true;
         transfer.uncompared = comparison->own;
         place.accepts = [own = comparison->own](const std::vector<uint8_t>& context) {
-          const auto theirs = preambleOf(context);
+          const auto theirs = net::fromBytes<Preamble>(context);
           return theirs && fits(own, *theirs);
         };
       }
@@ -131,12 +131,12 @@ class SocketWire::Call {
       const auto& exchange = exchanges[i];
       auto& transfer = transfers[i];
       if (!transfer.isSent) continue;
-      net::Group::Message message{.data = static_cast<const uint8_t*>(exchange.sent.const_data_ptr()),
-                                  .size = static_cast<uint64_t>(exchange.sent.numel()),
-                                  .ready = static_cast<uint64_t>(std::min(ready, exchange.sent.numel())),
-                                  .context = transfer.context,
-                                  .tellsProgress = static_cast<bool>(pipeline_.afterReceiving),
-                                  .signal = wire_.signal_};
+      net::Message message{.data = static_cast<const uint8_t*>(exchange.sent.const_data_ptr()),
+                           .size = static_cast<uint64_t>(exchange.sent.numel()),
+                           .ready = static_cast<uint64_t>(std::min(ready, exchange.sent.numel())),
+                           .context = transfer.context,
+                           .tellsProgress = static_cast<bool>(pipeline_.afterReceiving),
+                           .signal = wire_.signal_};
       transfer.sending = wire_.group_->send(exchange.peer, stream(), transfer.sentIndex, std::move(message));
     }
   }
@@ -237,8 +237,7 @@ class SocketWire::Call {
   }
 
   [[nodiscard]] bool hasUncompared() const {
-    return std::any_of(transfers_.begin(), transfers_.end(),
-                       [](const Transfer& transfer) { return transfer.uncompared.has_value(); });
+    return std::ranges::any_of(transfers_, [](const Transfer& transfer) { return transfer.uncompared.has_value(); });
   }
 
   // What peers have said, and whether to go on.
@@ -265,7 +264,7 @@ class SocketWire::Call {
   void compare(const Preamble& own, const Transfer& transfer) {
     const int rank = wire_.rank();
     const int peer = transfer.exchange->peer;
-    const auto theirs = preambleOf(transfer.receiving->context());
+    const auto theirs = net::fromBytes<Preamble>(transfer.receiving->context());
     try {
       if (!theirs) {
         BAGUA_THROW(MismatchError, nameOf(peer), " sends messages that are not of this version of bagua. Install the ",
@@ -358,8 +357,8 @@ void SocketWire::setProgram(const ProgramFingerprint& program) {
   isInProgram_ = true;
   program_ = program;
   refusing_ = -1;
-  std::fill(sent_.begin(), sent_.end(), 0);
-  std::fill(received_.begin(), received_.end(), 0);
+  std::ranges::fill(sent_, 0);
+  std::ranges::fill(received_, 0);
   compareAgain();
 }
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/cuda/backend_communicator.h"
 
-#include <numeric>
-
 #include "backend/operation/tensor_bytes.h"
 
 namespace bagua {

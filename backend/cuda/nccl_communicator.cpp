@@ -2,7 +2,6 @@
 #include "backend/cuda/nccl_communicator.h"
 
 #include <ATen/ops/zeros.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <utility>

@@ -51,12 +51,6 @@ bool decodeMoment(const std::vector<std::string>& fields, size_t first, Activity
   return true;
 }
 
-std::string listed(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + c10::str("rank ", rank);
-  return text;
-}
-
 }  // namespace
 
 std::string Activity::describe() const {
@@ -102,16 +96,14 @@ std::vector<Activity> decodeActivities(const std::string& text) {
 }
 
 std::string Attendance::describe() const {
-  std::string missing;
-  for (const auto& [rank, activity] : absent) {
-    missing += (missing.empty() ? "" : ", ") + c10::str("rank ", rank, " (", activity, ")");
-  }
+  std::vector<std::string> missing;
+  for (const auto& [rank, activity] : absent) missing.push_back(c10::str("rank ", rank, " (", activity, ")"));
   for (const int rank : silent) {
-    missing += (missing.empty() ? "" : ", ") +
-               c10::str("rank ", rank, " (does not answer: it has ended or left the group, is stopped, or is cut off)");
+    missing.push_back(
+        c10::str("rank ", rank, " (does not answer: it has ended or left the group, is stopped, or is cut off)"));
   }
-  std::string text = missing.empty() ? "" : " Not there: " + missing + ".";
-  if (!waiting.empty()) text += " Waiting as well: " + listed(waiting) + ".";
+  std::string text = missing.empty() ? "" : " Not there: " + c10::Join(", ", missing) + ".";
+  if (!waiting.empty()) text += " Waiting as well: rank " + c10::Join(", rank ", waiting) + ".";
   return text;
 }
 
@@ -120,17 +112,17 @@ Attendance attendanceOf(const ProgramFingerprint& operation, bool isMessage, con
   Attendance attendance{.waiting = {}, .absent = {}, .silent = silent};
   for (const auto& [rank, activities] : answers) {
     std::vector<Activity> found;
-    std::copy_if(activities.begin(), activities.end(), std::back_inserter(found),
-                 [&](const Activity& activity) { return activity.executor == executor; });
+    std::ranges::copy_if(activities, std::back_inserter(found),
+                         [&](const Activity& activity) { return activity.executor == executor; });
     const auto isInIt = [&](const Activity& activity) {
       return activity.current.exists && activity.current.hash == operation.hash();
     };
     const auto isPast = [&](const Activity& activity) {
       return activity.completed.exists && activity.completed.sequence >= operation.sequence;
     };
-    if (!isMessage && std::any_of(found.begin(), found.end(), isInIt)) {
+    if (!isMessage && std::ranges::any_of(found, isInIt)) {
       attendance.waiting.push_back(rank);
-    } else if (isMessage || std::none_of(found.begin(), found.end(), isPast)) {
+    } else if (isMessage || std::ranges::none_of(found, isPast)) {
       attendance.absent.emplace(rank, found.empty() ? Activity{}.describe() : found.front().describe());
     }
     // Otherwise its part is done: the root of a broadcast, for one.

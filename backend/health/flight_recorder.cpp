@@ -4,14 +4,16 @@
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
-#include <c10/util/Logging.h>
 #include <sys/syscall.h>
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
+#include <utility>
 
 #include "backend/config.h"
 
@@ -33,45 +35,32 @@ int64_t now() {
 }
 
 // What torch's analysis calls the operation.
-std::string torchName(const FlightRecorder::Entry& entry, int rank) {
-  const int peer = entry.program.peer;
-  switch (entry.type) {
-    case c10d::OpType::BROADCAST:
-      return "broadcast";
-    case c10d::OpType::REDUCE:
-      return "reduce";
-    case c10d::OpType::ALLREDUCE_COALESCED:
-      return "allreduce_coalesced";
-    case c10d::OpType::ALLGATHER:
-      return "all_gather";
-    case c10d::OpType::_ALLGATHER_BASE:
-      return "_all_gather_base";
-    case c10d::OpType::ALLGATHER_COALESCED:
-      return "allgather_coalesced";
-    case c10d::OpType::GATHER:
-      return "gather";
-    case c10d::OpType::SCATTER:
-      return "scatter";
-    case c10d::OpType::REDUCE_SCATTER:
-      return "reduce_scatter";
-    case c10d::OpType::_REDUCE_SCATTER_BASE:
-      return "_reduce_scatter_base";
-    case c10d::OpType::ALLTOALL:
-    case c10d::OpType::ALLTOALL_BASE:
-      return "all_to_all";
-    case c10d::OpType::BARRIER:
-      return "all_reduce_barrier";
-    case c10d::OpType::SEND:
-      return c10::str("send ", rank, "->", peer);
-    case c10d::OpType::RECV:
-      return c10::str("recv ", rank, "<-", peer);
-    case c10d::OpType::RECVANYSOURCE:
-      return c10::str("recv ", rank, "<-?");
-    case c10d::OpType::COALESCED:
-      return "coalesced";
-    default:
-      return "all_reduce";  // the programs of hooks among them
-  }
+std::string torchName(const FlightRecorder::Entry& entry) {
+  using c10d::OpType;
+  using Name = std::pair<OpType, const char*>;
+  constexpr auto kNames = std::to_array<Name>({
+      {OpType::BROADCAST, "broadcast"},
+      {OpType::REDUCE, "reduce"},
+      {OpType::ALLREDUCE_COALESCED, "allreduce_coalesced"},
+      {OpType::ALLGATHER, "all_gather"},
+      {OpType::_ALLGATHER_BASE, "_all_gather_base"},
+      {OpType::ALLGATHER_COALESCED, "allgather_coalesced"},
+      {OpType::GATHER, "gather"},
+      {OpType::SCATTER, "scatter"},
+      {OpType::REDUCE_SCATTER, "reduce_scatter"},
+      {OpType::_REDUCE_SCATTER_BASE, "_reduce_scatter_base"},
+      {OpType::ALLTOALL, "all_to_all"},
+      {OpType::ALLTOALL_BASE, "all_to_all"},
+      {OpType::BARRIER, "all_reduce_barrier"},
+      {OpType::COALESCED, "coalesced"},
+  });
+  const int rank = entry.group->rank;
+  if (entry.type == OpType::SEND) return c10::str("send ", rank, "->", entry.program.peer);
+  if (entry.type == OpType::RECV) return c10::str("recv ", rank, "<-", entry.program.peer);
+  if (entry.type == OpType::RECVANYSOURCE) return c10::str("recv ", rank, "<-?");
+  const auto* const name = std::ranges::find(kNames, entry.type, &Name::first);
+  // The programs of hooks are among the others.
+  return name == kNames.end() ? "all_reduce" : name->second;
 }
 
 bool isMessage(c10d::OpType type) {
@@ -91,18 +80,18 @@ c10::IValue dtypesOf(const ProgramFingerprint& program) {
   return std::vector<std::string>{at::toString(static_cast<at::ScalarType>(program.dtype))};
 }
 
-Dict dictOf(const FlightRecorder::Entry& entry, const FlightRecorder::Group& group) {
+Dict dictOf(const FlightRecorder::Entry& entry) {
   Dict dict = newDict();
   dict.insert("frames", newList());
   dict.insert("record_id", static_cast<int64_t>(entry.id));
-  dict.insert("pg_id", static_cast<int64_t>(entry.group));
-  dict.insert("process_group", std::make_tuple(group.name, std::string("undefined")));
+  dict.insert("pg_id", static_cast<int64_t>(entry.group->id));
+  dict.insert("process_group", std::make_tuple(entry.group->name, std::string("undefined")));
   dict.insert("thread_name", "");
   dict.insert("thread_id", std::to_string(entry.thread));
   dict.insert("collective_seq_id", static_cast<int64_t>(entry.program.sequence) + 1);
   dict.insert("p2p_seq_id", static_cast<int64_t>(entry.messages));
   dict.insert("op_id", static_cast<int64_t>(entry.program.sequence + entry.messages));
-  dict.insert("profiling_name", "c10d:" + torchName(entry, group.rank));
+  dict.insert("profiling_name", "c10d:" + torchName(entry));
   // Ours: the analysis ignores it.
   dict.insert("bagua_operation", describe(entry.program));
   dict.insert("time_created_ns", entry.created);
@@ -139,51 +128,35 @@ FlightRecorder& FlightRecorder::instance() {
   return *recorder;
 }
 
-uint64_t FlightRecorder::addGroup(Group group) {
+std::shared_ptr<FlightRecorder::Group> FlightRecorder::addGroup(Group group) {
+  auto known = std::make_shared<Group>(std::move(group));
   const std::lock_guard lock(mutex_);
-  groups_.emplace(nextGroup_, KnownGroup{.group = std::move(group)});
-  return nextGroup_++;
+  std::erase_if(groups_, [](const auto& other) { return other.expired(); });
+  known->id = nextGroup_++;
+  groups_.push_back(known);
+  return known;
 }
 
-void FlightRecorder::endGroup(uint64_t id) {
-  const std::lock_guard lock(mutex_);
-  const auto known = groups_.find(id);
-  known->second.hasEnded = true;
-  dropIfUnused(known);
-}
-
-void FlightRecorder::makeRoom(const Entry& overwritten) {
-  const auto known = groups_.find(overwritten.group);
-  --known->second.entries;
-  dropIfUnused(known);
-}
-
-void FlightRecorder::dropIfUnused(std::map<uint64_t, KnownGroup>::iterator known) {
-  if (known->second.hasEnded && known->second.entries == 0) groups_.erase(known);
-}
-
-uint64_t FlightRecorder::begin(uint64_t group, const Operation& operation, const ProgramFingerprint& program) {
+uint64_t FlightRecorder::begin(const std::shared_ptr<Group>& group, const Operation& operation,
+                               const ProgramFingerprint& program) {
   // The kernel is asked once a thread, and not by gettid(), which glibc has from 2.30 on.
   static const thread_local auto kThread = static_cast<uint64_t>(::syscall(SYS_gettid));
   if (capacity_ == 0) return 0;
   const int64_t created = now();
   const std::lock_guard lock(mutex_);
-  auto& known = groups_.at(group);
-  if (isMessage(operation.type)) ++known.messages;
-  ++known.entries;
+  if (isMessage(operation.type)) ++group->messages;
   Entry entry{.id = next_,
               .group = group,
               .type = operation.type,
               .program = program,
-              .messages = known.messages,
+              .messages = group->messages,
               .created = created,
               .timeout = operation.timeout.count(),
               .thread = kThread};
   if (entries_.size() < capacity_) {
-    entries_.push_back(entry);
+    entries_.push_back(std::move(entry));
   } else {
-    makeRoom(entries_[next_ % capacity_]);
-    entries_[next_ % capacity_] = entry;
+    entries_[next_ % capacity_] = std::move(entry);
   }
   return next_++;
 }
@@ -205,19 +178,18 @@ std::string FlightRecorder::dump() const {
   List entries = newList();
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [id, known] : groups_) {
+    for (const auto& known : groups_) {
+      const auto group = known.lock();
+      if (!group) continue;
       Dict config = newDict();
-      config.insert("name", known.group.name);
+      config.insert("name", group->name);
       config.insert("desc", "undefined");
-      config.insert("ranks", c10::str("[", c10::Join(", ", known.group.globalRanks), "]"));
+      config.insert("ranks", c10::str("[", c10::Join(", ", group->globalRanks), "]"));
       // Of several with one name the latest, as torch has it.
-      groups.insert_or_assign(known.group.name, config);
+      groups.insert_or_assign(group->name, config);
     }
     const uint64_t first = next_ - entries_.size();
-    for (uint64_t id = first; id < next_; ++id) {
-      const Entry& entry = entries_[id % capacity_];
-      entries.push_back(dictOf(entry, groups_.at(entry.group).group));
-    }
+    for (uint64_t id = first; id < next_; ++id) entries.push_back(dictOf(entries_[id % capacity_]));
   }
   Dict all = newDict();
   all.insert("version", kFormatVersion);

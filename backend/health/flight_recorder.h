@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -21,12 +21,14 @@ class FlightRecorder {
     std::string name;
     // Of this process.
     int rank = 0;
-    int size = 1;
     std::vector<uint64_t> globalRanks;
+    // The recorder writes these.
+    uint64_t id = 0;
+    uint64_t messages = 0;
   };
   struct Entry {
     uint64_t id = 0;
-    uint64_t group = 0;
+    std::shared_ptr<const Group> group;
     c10d::OpType type = c10d::OpType::UNKNOWN;
     ProgramFingerprint program;
     uint64_t messages = 0;  // of the group, so far
@@ -40,12 +42,10 @@ class FlightRecorder {
   static FlightRecorder& instance();
   explicit FlightRecorder(size_t capacity) : capacity_(capacity) {}
 
-  // Returns what begin() calls the group.
-  uint64_t addGroup(Group group);
-  // Nothing of it begins any more. It is forgotten with the last of its operations that the ring holds.
-  void endGroup(uint64_t id);
+  // A group is known as long as whoever has added it keeps the result, or the ring has one of its operations.
+  std::shared_ptr<Group> addGroup(Group group);
   // Returns what end() calls the operation.
-  uint64_t begin(uint64_t group, const Operation& operation, const ProgramFingerprint& program);
+  uint64_t begin(const std::shared_ptr<Group>& group, const Operation& operation, const ProgramFingerprint& program);
   void end(uint64_t id, bool isSuccess);
 
   // A pickle, as of torch's recorder.
@@ -54,21 +54,10 @@ class FlightRecorder {
   [[nodiscard]] std::string write(uint64_t globalRank) const;
 
  private:
-  struct KnownGroup {
-    Group group;
-    uint64_t messages = 0;
-    // In the ring.
-    size_t entries = 0;
-    bool hasEnded = false;
-  };
-
-  // Under the mutex.
-  void makeRoom(const Entry& overwritten);
-  void dropIfUnused(std::map<uint64_t, KnownGroup>::iterator known);
-
   const size_t capacity_;
   mutable ForkHeldMutex mutex_;
-  std::map<uint64_t, KnownGroup> groups_;
+  // In the order in which they were added.
+  std::vector<std::weak_ptr<const Group>> groups_;
   uint64_t nextGroup_ = 0;
   // A ring: entry i is at i % capacity_.
   std::vector<Entry> entries_;

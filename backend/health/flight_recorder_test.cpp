@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
@@ -34,19 +35,20 @@ Dump dumpOf(const FlightRecorder& recorder) {
   return dump;
 }
 
-uint64_t add(FlightRecorder& recorder, const std::string& name, std::vector<uint64_t> ranks = {0}) {
-  return recorder.addGroup({.name = name, .rank = 0, .size = 1, .globalRanks = std::move(ranks)});
+std::shared_ptr<FlightRecorder::Group> add(FlightRecorder& recorder, const std::string& name,
+                                           std::vector<uint64_t> ranks = {0}) {
+  return recorder.addGroup({.name = name, .rank = 0, .globalRanks = std::move(ranks)});
 }
 
-void run(FlightRecorder& recorder, uint64_t group) {
+void run(FlightRecorder& recorder, const std::shared_ptr<FlightRecorder::Group>& group) {
   const Operation operation{.type = c10d::OpType::ALLREDUCE, .name = "bagua:all_reduce", .dtype = at::kFloat};
   recorder.end(recorder.begin(group, operation, fingerprintOf(operation)), true);
 }
 
 TEST(FlightRecorder, KeepsAGroupWhileItLivesAlsoWithoutOperations) {
   FlightRecorder recorder(2);
-  const uint64_t busy = add(recorder, "busy");
-  add(recorder, "idle");
+  const auto busy = add(recorder, "busy");
+  const auto idle = add(recorder, "idle");
   for (int operation = 0; operation < 5; ++operation) run(recorder, busy);
   const auto dump = dumpOf(recorder);
   EXPECT_THAT(dump.groups, ElementsAre("busy", "idle"));
@@ -55,11 +57,11 @@ TEST(FlightRecorder, KeepsAGroupWhileItLivesAlsoWithoutOperations) {
 
 TEST(FlightRecorder, AGroupThatHasEndedGoesWithTheLastOfItsOperations) {
   FlightRecorder recorder(2);
-  const uint64_t first = add(recorder, "first");
-  const uint64_t second = add(recorder, "second");
+  auto first = add(recorder, "first");
+  auto second = add(recorder, "second");
   run(recorder, first);
   run(recorder, first);
-  recorder.endGroup(first);
+  first.reset();
   run(recorder, second);
   auto dump = dumpOf(recorder);
   EXPECT_THAT(dump.groups, ElementsAre("first", "second"));
@@ -68,7 +70,7 @@ TEST(FlightRecorder, AGroupThatHasEndedGoesWithTheLastOfItsOperations) {
   dump = dumpOf(recorder);
   EXPECT_THAT(dump.groups, ElementsAre("second"));
   EXPECT_THAT(dump.entries, ElementsAre("second", "second"));
-  recorder.endGroup(second);
+  second.reset();
   EXPECT_THAT(dumpOf(recorder).groups, ElementsAre("second"));
 }
 
@@ -76,9 +78,8 @@ TEST(FlightRecorder, AGroupThatNeverRanAnythingGoesWhenItEnds) {
   for (const size_t capacity : {0, 2}) {
     FlightRecorder recorder(capacity);
     for (int round = 0; round < 3; ++round) {
-      const uint64_t group = add(recorder, "group " + std::to_string(round));
+      const auto group = add(recorder, "group " + std::to_string(round));
       if (capacity == 0) run(recorder, group);
-      recorder.endGroup(group);
     }
     EXPECT_THAT(dumpOf(recorder).groups, IsEmpty());
   }
@@ -86,17 +87,14 @@ TEST(FlightRecorder, AGroupThatNeverRanAnythingGoesWhenItEnds) {
 
 TEST(FlightRecorder, ANumberIsGivenToOneGroupOnly) {
   FlightRecorder recorder(2);
-  const uint64_t first = add(recorder, "first");
-  recorder.endGroup(first);
-  EXPECT_NE(add(recorder, "second"), first);
+  const uint64_t first = add(recorder, "first")->id;
+  EXPECT_NE(add(recorder, "second")->id, first);
 }
 
 TEST(FlightRecorder, OfGroupsWithOneNameTellsTheRanksOfTheLatest) {
   FlightRecorder recorder(2);
-  const uint64_t first = add(recorder, "0", {0, 1});
-  run(recorder, first);
-  recorder.endGroup(first);
-  add(recorder, "0", {0, 1, 2});
+  run(recorder, add(recorder, "0", {0, 1}));
+  const auto latest = add(recorder, "0", {0, 1, 2});
   const auto config = dumpOf(recorder).all.toGenericDict().at("pg_config").toGenericDict().at("0").toGenericDict();
   EXPECT_EQ(config.at("ranks").toStringRef(), "[0, 1, 2]");
 }

@@ -33,8 +33,8 @@ GroupHealth::~GroupHealth() {
   stop();
 }
 
-std::shared_ptr<OperationLog> GroupHealth::addLog(const std::string& name) {
-  return std::make_shared<OperationLog>(thread_, thread_->addLog(name));
+std::shared_ptr<OperationLog> GroupHealth::addLog(const std::string& name, OperationLog::FindLost findLost) {
+  return std::make_shared<OperationLog>(thread_, thread_->addLog(name, std::move(findLost)));
 }
 
 void GroupHealth::stop() { thread_->stop(); }

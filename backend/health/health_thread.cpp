@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "backend/config.h"
-#include "backend/health/flight_recorder.h"
 #include "backend/health/health_times.h"
 #include "backend/operation/backend_error.h"
 #include "backend/operation/peer_errors.h"
@@ -23,8 +22,8 @@ HealthThread::HealthThread(GroupIdentity group, c10::intrusive_ptr<c10d::Store> 
     : group_(std::move(group)),
       globalRank_(globalRanks.at(group_.rank)),
       survivesDeaths_(survivesDeaths),
-      recorderGroup_(FlightRecorder::instance().addGroup(
-          {.name = group_.name, .rank = group_.rank, .size = group_.size, .globalRanks = std::move(globalRanks)})),
+      recorded_(FlightRecorder::instance().addGroup(
+          {.name = group_.name, .rank = group_.rank, .globalRanks = std::move(globalRanks)})),
       warnAfter_(config::warnAfter()),
       busyLook_(std::max(kBusyLook, group_.size * kLookPerRank)),
       idleLook_(std::max(kIdleLook, group_.size * kLookPerRank)),
@@ -34,11 +33,9 @@ HealthThread::HealthThread(GroupIdentity group, c10::intrusive_ptr<c10d::Store> 
         return operations_.activities();
       }) {}
 
-HealthThread::~HealthThread() { FlightRecorder::instance().endGroup(recorderGroup_); }
-
-size_t HealthThread::addLog(const std::string& name) {
+size_t HealthThread::addLog(const std::string& name, OperationLog::FindLost findLost) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return operations_.add(name);
+  return operations_.add(name, std::move(findLost));
 }
 
 void HealthThread::stop() {
@@ -65,13 +62,8 @@ void HealthThread::onFailure(size_t log, OperationLog::Abort abort) {
   abort(cause);
 }
 
-void HealthThread::watchPeers(size_t log, OperationLog::FindLost findLost) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  operations_.watchPeers(log, std::move(findLost));
-}
-
 OperationLog::Token HealthThread::begin(size_t log, RunningOperation operation, const Operation& described) {
-  operation.recorded = FlightRecorder::instance().begin(recorderGroup_, described, operation.program);
+  operation.recorded = FlightRecorder::instance().begin(recorded_, described, operation.program);
   operation.nextWarning = operation.begun + warnAfter_;
   const std::lock_guard<std::mutex> lock(mutex_);
   start();
@@ -233,9 +225,7 @@ void HealthThread::passOnReport() {
       message += Attendance{.waiting = {}, .absent = {}, .silent = roll_.silent()}.describe();
     }
   }
-  const Failure first = link_.board()->report(message);
-  if (!due->isUrgent) letOthersRead(first);
-  setFailure(first);
+  tell(message, due->isUrgent);
 }
 
 RollCall::State HealthThread::callTheRoll(Clock::time_point notBefore, Clock::time_point takeOverAt) {
@@ -268,12 +258,8 @@ void HealthThread::giveUpStore(const std::string& why) {
 
 void HealthThread::tell(const std::string& message, bool isUrgent) {
   const Failure first = link_.board()->report(message);
-  if (!isUrgent) letOthersRead(first);
+  if (!isUrgent && first.rank == group_.rank) std::this_thread::sleep_for(kReadingTime);
   setFailure(first);
-}
-
-void HealthThread::letOthersRead(const Failure& first) const {
-  if (first.rank == group_.rank) std::this_thread::sleep_for(kReadingTime);
 }
 
 void HealthThread::failAlone(const std::string& message) {

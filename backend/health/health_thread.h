@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "backend/health/failure_board.h"
+#include "backend/health/flight_recorder.h"
 #include "backend/health/operation_table.h"
 #include "backend/health/roll_call.h"
 #include "backend/health/store_link.h"
@@ -27,15 +28,13 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
  public:
   HealthThread(GroupIdentity group, c10::intrusive_ptr<c10d::Store> store, std::vector<uint64_t> globalRanks,
                std::chrono::milliseconds storePatience, bool survivesDeaths);
-  ~HealthThread();
   HealthThread(const HealthThread&) = delete;
   HealthThread& operator=(const HealthThread&) = delete;
 
   // For OperationLog and GroupHealth, which describe them.
-  size_t addLog(const std::string& name);
+  size_t addLog(const std::string& name, OperationLog::FindLost findLost);
   void stop();
   void onFailure(size_t log, OperationLog::Abort abort);
-  void watchPeers(size_t log, OperationLog::FindLost findLost);
   OperationLog::Token begin(size_t log, RunningOperation operation, const Operation& described);
   void end(size_t log, OperationLog::Token token, bool isSuccess);
   std::exception_ptr explain(const std::exception_ptr& error, const Operation& operation);
@@ -76,10 +75,8 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
   [[nodiscard]] std::string attendance(const std::string& executor, const RunningOperation& operation) const;
 
   void setFailure(const Failure& failure);
-  // The other ranks.
+  // The other ranks, who read it before this rank's own callers learn of it, unless it is urgent.
   void tell(const std::string& message, bool isUrgent = false);
-  // Has them read what was reported, before this rank's own callers learn of it.
-  void letOthersRead(const Failure& first) const;
   // Where there is no store to agree in.
   void failAlone(const std::string& message);
   // Under the mutex.
@@ -89,7 +86,7 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
   const GroupIdentity group_;
   const uint64_t globalRank_;
   const bool survivesDeaths_;
-  const uint64_t recorderGroup_;
+  const std::shared_ptr<FlightRecorder::Group> recorded_;
   const std::chrono::milliseconds warnAfter_;
   const std::chrono::milliseconds busyLook_;
   const std::chrono::milliseconds idleLook_;

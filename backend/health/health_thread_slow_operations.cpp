@@ -7,7 +7,6 @@
 
 #include "backend/health/health_thread.h"
 #include "backend/health/health_times.h"
-#include "backend/operation/backend_error.h"
 
 namespace bagua {
 

@@ -7,8 +7,6 @@ namespace bagua {
 
 void OperationLog::onFailure(Abort abort) { health_->onFailure(index_, std::move(abort)); }
 
-void OperationLog::watchPeers(FindLost findLost) { health_->watchPeers(index_, std::move(findLost)); }
-
 OperationLog::Token OperationLog::begin(const Operation& operation, const ProgramFingerprint& program, Kind kind) {
   RunningOperation running;
   running.program = program;

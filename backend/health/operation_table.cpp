@@ -11,9 +11,8 @@ using std::chrono::milliseconds;
 
 }  // namespace
 
-size_t OperationTable::add(std::string name) {
-  rows_.push_back(
-      {.name = std::move(name), .running = {}, .completed = {}, .completedAt = {}, .abort = {}, .findLost = {}});
+size_t OperationTable::add(std::string name, OperationLog::FindLost findLost) {
+  rows_.push_back({.name = std::move(name), .findLost = std::move(findLost)});
   return rows_.size() - 1;
 }
 
@@ -25,8 +24,8 @@ OperationLog::Token OperationTable::begin(size_t index, RunningOperation operati
 
 std::optional<RunningOperation> OperationTable::end(size_t index, OperationLog::Token token, bool isSuccess) {
   auto& row = rows_[index];
-  const auto found = std::find_if(row.running.begin(), row.running.end(),
-                                  [&](const RunningOperation& running) { return running.token == token; });
+  const auto found =
+      std::ranges::find_if(row.running, [&](const RunningOperation& running) { return running.token == token; });
   if (found == row.running.end()) return std::nullopt;
   const bool isLatest = !row.completed || row.completed->sequence <= found->program.sequence;
   if (isSuccess && found->kind == OperationLog::Kind::kProgram && isLatest) {
@@ -39,18 +38,17 @@ std::optional<RunningOperation> OperationTable::end(size_t index, OperationLog::
 }
 
 bool OperationTable::isIdle() const {
-  return std::all_of(rows_.begin(), rows_.end(), [](const Row& row) { return row.running.empty(); });
+  return std::ranges::all_of(rows_, [](const Row& row) { return row.running.empty(); });
 }
 
 bool OperationTable::isRunning(OperationLog::Token token) const {
   const auto isIt = [&](const RunningOperation& running) { return running.token == token; };
-  return std::any_of(rows_.begin(), rows_.end(),
-                     [&](const Row& row) { return std::any_of(row.running.begin(), row.running.end(), isIt); });
+  return std::ranges::any_of(rows_, [&](const Row& row) { return std::ranges::any_of(row.running, isIt); });
 }
 
 bool OperationTable::hasRunFor(milliseconds time) const {
-  return std::any_of(rows_.begin(), rows_.end(),
-                     [&](const Row& row) { return !row.running.empty() && row.running.front().hasTaken(time); });
+  return std::ranges::any_of(
+      rows_, [&](const Row& row) { return !row.running.empty() && row.running.front().hasTaken(time); });
 }
 
 std::vector<std::pair<std::string, RunningOperation>> OperationTable::running() const {
@@ -67,7 +65,7 @@ std::vector<std::pair<OperationLog::FindLost, RunningOperation>> OperationTable:
   };
   std::vector<std::pair<OperationLog::FindLost, RunningOperation>> slow;
   for (const auto& row : rows_) {
-    const auto found = std::find_if(row.running.begin(), row.running.end(), isSlow);
+    const auto found = std::ranges::find_if(row.running, isSlow);
     if (row.findLost && found != row.running.end()) slow.emplace_back(row.findLost, *found);
   }
   return slow;

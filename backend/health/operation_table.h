@@ -35,11 +35,9 @@ struct RunningOperation {
 class OperationTable {
  public:
   // For an executor that is called `name` on every rank; returns its index.
-  size_t add(std::string name);
+  size_t add(std::string name, OperationLog::FindLost findLost);
   void onFailure(size_t index, OperationLog::Abort abort) { rows_[index].abort = std::move(abort); }
-  void watchPeers(size_t index, OperationLog::FindLost findLost) { rows_[index].findLost = std::move(findLost); }
 
-  // Returns the token of an operation that begins.
   OperationLog::Token begin(size_t index, RunningOperation operation);
   // The operation that has ended; nothing where it had ended before.
   std::optional<RunningOperation> end(size_t index, OperationLog::Token token, bool isSuccess);
@@ -62,12 +60,12 @@ class OperationTable {
  private:
   struct Row {
     std::string name;
-    // In the order of their beginnings.
-    std::vector<RunningOperation> running;
-    std::optional<ProgramFingerprint> completed;
-    std::chrono::steady_clock::time_point completedAt;
-    OperationLog::Abort abort;
     OperationLog::FindLost findLost;
+    // In the order of their beginnings.
+    std::vector<RunningOperation> running = {};
+    std::optional<ProgramFingerprint> completed = {};
+    std::chrono::steady_clock::time_point completedAt = {};
+    OperationLog::Abort abort = {};
   };
 
   std::vector<Row> rows_;

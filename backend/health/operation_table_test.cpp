@@ -15,7 +15,7 @@ RunningOperation program(uint64_t sequence) {
 // Others would wait for it in vain, and name this rank as missing.
 TEST(OperationTable, OfOperationsThatOvertakeEachOtherTheLatestIsTheLastCompleted) {
   OperationTable table;
-  const size_t row = table.add("cpu");
+  const size_t row = table.add("cpu", nullptr);
   const auto first = table.begin(row, program(4));
   const auto second = table.begin(row, program(5));
   EXPECT_TRUE(table.end(row, second, true));
@@ -26,7 +26,7 @@ TEST(OperationTable, OfOperationsThatOvertakeEachOtherTheLatestIsTheLastComplete
 
 TEST(OperationTable, WhatHasFailedIsNotCompleted) {
   OperationTable table;
-  const size_t row = table.add("cpu");
+  const size_t row = table.add("cpu", nullptr);
   table.end(row, table.begin(row, program(4)), false);
   EXPECT_FALSE(table.activities().at(0).completed.exists);
   EXPECT_TRUE(table.isIdle());

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "backend/health/health_times.h"
-#include "backend/operation/backend_error.h"
 
 namespace bagua {
 

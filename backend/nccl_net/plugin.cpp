@@ -4,7 +4,6 @@
 
 #include <cstring>
 #include <limits>
-#include <utility>
 
 #include "backend/nccl_net/context.h"
 #include "backend/nccl_net/device.h"

@@ -10,60 +10,67 @@
 #include <utility>
 
 #include "backend/net/greeting.h"
+#include "backend/net/link.h"
 
 namespace bagua::net {
-Connection::Connection(std::weak_ptr<Owner> owner, Stream stream, uint64_t number, bool isOwn,
+namespace {
+
+// Hands a connection's frames to its link.
+class LinkSink final : public FrameSink {
+ public:
+  LinkSink(Link& link, Connection& connection) : link_(link), connection_(connection) {}
+
+  Delivery begin(const Frame& frame, const std::vector<uint8_t>& context) override {
+    return link_.begin(frame, context);
+  }
+  bool control(const Frame& frame, const std::vector<uint8_t>& context) override {
+    return link_.control(connection_, frame, context);
+  }
+  bool acknowledge(uint64_t received) override { return link_.acknowledge(connection_, received); }
+  bool readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) override {
+    return link_.readCell(cell, read);
+  }
+
+ private:
+  Link& link_;
+  Connection& connection_;
+};
+
+}  // namespace
+
+Connection::Connection(std::weak_ptr<Link> link, Stream stream, uint64_t number, bool isOwn,
                        std::vector<uint8_t> greeting)
     : isConnecting(isOwn),
       isAnswered(!isOwn),
       isWelcome(!isOwn),
       isBlocked(isOwn),
-      owner_(std::move(owner)),
+      link_(std::move(link)),
       stream_(std::move(stream)),
       number_(number),
       isOwn_(isOwn),
       head_(std::move(greeting)) {}
 
 void Connection::onReadable() {
-  const auto owner = owner_.lock();
-  if (!owner || isClosed) return;
+  const auto link = link_.lock();
+  if (!link || isClosed) return;
   // The reason why it cannot connect counts as readable too.
-  if (isConnecting) return owner->onConnecting(shared_from_this());
+  if (isConnecting) return link->onConnecting(shared_from_this());
   try {
-    owner->onRead(shared_from_this(), reader_.read(stream_, *this));
+    LinkSink sink(*link, *this);
+    link->onRead(shared_from_this(), reader_.read(stream_, sink));
   } catch (const std::exception& error) {
     // The frame has not done what it was to do, and the other side will not send it again.
-    owner->onFailed(error.what());
+    link->close(error.what());
   }
 }
 
 void Connection::onWritable() {
-  const auto owner = owner_.lock();
-  if (!owner || isClosed) return;
-  if (isConnecting) return owner->onConnecting(shared_from_this());
-  owner->onWritable(*this);
+  const auto link = link_.lock();
+  if (!link || isClosed) return;
+  if (isConnecting) return link->onConnecting(shared_from_this());
+  link->onWritable(*this);
   // The socket does not tell again of what came with the end of the handshake or with the hello.
   if (stream_.hasBuffered()) onReadable();
-}
-
-Delivery Connection::begin(const Frame& frame, const std::vector<uint8_t>& context) {
-  const auto owner = owner_.lock();
-  return owner ? owner->begin(frame, context) : Delivery();
-}
-
-bool Connection::control(const Frame& frame, const std::vector<uint8_t>& context) {
-  const auto owner = owner_.lock();
-  return owner && owner->control(*this, frame, context);
-}
-
-bool Connection::acknowledge(uint64_t received) {
-  const auto owner = owner_.lock();
-  return owner && owner->acknowledge(*this, received);
-}
-
-bool Connection::readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) {
-  const auto owner = owner_.lock();
-  return owner && owner->readCell(cell, read);
 }
 
 void Connection::give(OutgoingFrame frame, std::shared_ptr<PayloadMemory> memory) {

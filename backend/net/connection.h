@@ -4,10 +4,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "backend/net/event_loop.h"
@@ -20,50 +18,24 @@
 
 namespace bagua::net {
 
+class Link;
+
 // One socket between two processes: it brings frames in, and takes one frame at a time on its way out. It has no life
 // of its own beyond that: the link above it decides what leaves and what a loss means. The link's mutex guards
 // everything but write(), which one thread at a time calls without it, while isBusy is set.
-class Connection final : public EventLoop::Handler, public FrameSink, public std::enable_shared_from_this<Connection> {
+class Connection final : public EventLoop::Handler, public std::enable_shared_from_this<Connection> {
  public:
-  // The link above. It is called on the loop's thread.
-  class Owner {
-   public:
-    Owner() = default;
-    virtual ~Owner() = default;
-    Owner(const Owner&) = delete;
-    Owner& operator=(const Owner&) = delete;
-
-    // --- See FrameSink.
-    virtual Delivery begin(const Frame& frame, const std::vector<uint8_t>& context) = 0;
-    virtual bool control(Connection& connection, const Frame& frame, const std::vector<uint8_t>& context) = 0;
-    virtual bool acknowledge(Connection& connection, uint64_t received) = 0;
-    virtual bool readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) = 0;
-
-    // The socket has an event before the connection is one: the answer of the other side, or why there is none.
-    virtual void onConnecting(const std::shared_ptr<Connection>& connection) = 0;
-    virtual void onWritable(Connection& connection) = 0;
-    virtual void onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result) = 0;
-    // Something could not be done that a frame asks for.
-    virtual void onFailed(const std::string& error) = 0;
-  };
-
   // `number` is Hello::connection. Nothing leaves before `greeting`; where this process has opened the connection, that
   // waits for the other side to accept it.
-  Connection(std::weak_ptr<Owner> owner, Stream stream, uint64_t number, bool isOwn, std::vector<uint8_t> greeting);
+  Connection(std::weak_ptr<Link> link, Stream stream, uint64_t number, bool isOwn, std::vector<uint8_t> greeting);
 
   void onReadable() override;
   void onWritable() override;
 
-  // --- FrameSink
-  Delivery begin(const Frame& frame, const std::vector<uint8_t>& context) override;
-  bool control(const Frame& frame, const std::vector<uint8_t>& context) override;
-  bool acknowledge(uint64_t received) override;
-  bool readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) override;
-
   [[nodiscard]] uint64_t number() const { return number_; }
   // This process has opened it.
   [[nodiscard]] bool isOwn() const { return isOwn_; }
-  [[nodiscard]] const FileDescriptor& socket() const { return stream_.socket(); }
+  [[nodiscard]] const UnsharedFile& socket() const { return stream_.socket(); }
   [[nodiscard]] Stream& stream() { return stream_; }
   [[nodiscard]] const FrameReader& reader() const { return reader_; }
   [[nodiscard]] SentFrames& sent() { return sent_; }
@@ -112,7 +84,6 @@ class Connection final : public EventLoop::Handler, public FrameSink, public std
   bool isAdditional = false;
   // The kernel takes no more; the loop tells when it does.
   bool isBlocked = false;
-  // A thread is writing.
   bool isBusy = false;
   // Nothing is read or written any more. Set on the loop's thread, or with the end of the link.
   std::atomic<bool> isClosed = false;
@@ -131,7 +102,7 @@ class Connection final : public EventLoop::Handler, public FrameSink, public std
   // copied at the end of a message, and a frame without payload for each megabyte costs nothing beside it.
   static constexpr uint64_t kMostUntold = 1U << 20U;
 
-  const std::weak_ptr<Owner> owner_;
+  const std::weak_ptr<Link> link_;
   Stream stream_;
   const uint64_t number_;
   const bool isOwn_;

@@ -31,8 +31,8 @@ int socketOf(const epoll_event& event) { return static_cast<int>(event.data.u64 
 }  // namespace
 
 EventLoop::EventLoop() : state_(std::make_shared<State>()) {
-  state_->epoll = FileDescriptor(epoll_create1(EPOLL_CLOEXEC));
-  state_->wakeUp = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  state_->epoll = UnsharedFile(epoll_create1(EPOLL_CLOEXEC));
+  state_->wakeUp = UnsharedFile(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   TORCH_CHECK_WITH(DistNetworkError, state_->epoll.isOpen() && state_->wakeUp.isOpen(),
                    "bagua: cannot wait for sockets: ", std::strerror(errno));
   epoll_event event = eventsOf(state_->wakeUp.number(), 0, false);

@@ -11,7 +11,6 @@
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #include "backend/net/socket.h"
 
@@ -58,8 +57,8 @@ class EventLoop {
   };
   // Shared with the thread, which may be the last to hold what owns the loop.
   struct State {
-    FileDescriptor epoll;
-    FileDescriptor wakeUp;
+    UnsharedFile epoll;
+    UnsharedFile wakeUp;
     std::mutex mutex;
     std::map<int, Added> handlers;
     uint32_t added = 0;

@@ -30,15 +30,15 @@ class Pair {
   Pair() {
     std::array<int, 2> ends{};
     EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()), 0);
-    own_ = FileDescriptor(ends[0]);
-    other_ = FileDescriptor(ends[1]);
+    own_ = UnsharedFile(ends[0]);
+    other_ = UnsharedFile(ends[1]);
   }
   [[nodiscard]] int number() const { return own_.number(); }
   void makeReadable() const { EXPECT_EQ(send(other_.number(), "1", 1, MSG_NOSIGNAL), 1); }
 
  private:
-  FileDescriptor own_;
-  FileDescriptor other_;
+  UnsharedFile own_;
+  UnsharedFile other_;
 };
 
 // Two sockets have something to read. Whichever comes first closes the other, whose descriptor a third one gets.

@@ -27,7 +27,7 @@ class Firewall : public MadeUpPeer {
   void join() { group_ = transport_->join(7, 0, {transport_->address(), {kPeer, address_}}); }
   // From here on, connections to the peer are reset.
   void refuse() const { shutdown(listening_.number(), SHUT_RDWR); }
-  FileDescriptor comeFrom(const std::string& address) {
+  UnsharedFile comeFrom(const std::string& address) {
     const uint64_t parity = parityOf(kPeer, transport_->address().process);
     auto came = come(address, 2 * ++came_ + parity);
     EXPECT_EQ(hear(came).kind, Frame::Kind::kWelcome);
@@ -35,7 +35,7 @@ class Firewall : public MadeUpPeer {
     return came;
   }
   // Only this process hears that the connection is gone.
-  void expectThatItMayComeAgain(const FileDescriptor& connection) {
+  void expectThatItMayComeAgain(const UnsharedFile& connection) {
     reset(connection);
     std::this_thread::sleep_for(1s);
     EXPECT_FALSE(group_->findLost()) << *group_->findLost();
@@ -91,7 +91,7 @@ TEST_F(Firewall, ThatIsNotThereMeansThatAPeerIsProbedOnce) {
   const auto probe = accept();
   answer(probe, {.from = kPeer, .link = 0});
   std::this_thread::sleep_for(2 * kPatience);
-  EXPECT_FALSE(FileDescriptor(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC)).isOpen());
+  EXPECT_FALSE(UnsharedFile(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC)).isOpen());
   EXPECT_FALSE(group_->findLost());
 }
 
@@ -115,7 +115,7 @@ TEST_F(Firewall, ThatEndsConnectionsIsNotForEver) {
   const auto begun = std::chrono::steady_clock::now();
   const auto waited = [&] { return std::chrono::steady_clock::now() - begun; };
   while (!group_->findLost() && waited() < 2 * kPatience) {
-    FileDescriptor(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC));
+    UnsharedFile(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC));
     std::this_thread::sleep_for(1ms);
   }
   EXPECT_NE(lost().find("cannot connect to 127.0.0.1"), std::string::npos) << lost();
@@ -170,7 +170,7 @@ class OneProbe : public TwoTransports {
     return told.get_future().get();
   }
   const std::shared_ptr<EventLoop> loop_ = std::make_shared<EventLoop>();
-  const FileDescriptor listening_ = listenAt("127.0.0.1");
+  const UnsharedFile listening_ = listenAt("127.0.0.1");
 };
 
 TEST_F(OneProbe, IsAnsweredByTheProcessItself) {

@@ -3,7 +3,10 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 #include <type_traits>
+#include <vector>
 
 // These are the bytes of a connection between two processes: whoever opens it sends one Hello, then both send frames,
 // of which the first of the other side is the answer to the Hello. Integers are little-endian. A receiver believes
@@ -148,14 +151,27 @@ inline constexpr uint64_t kCreditBytes = kUnsolicitedBytes / 8;
 inline constexpr uint64_t kFrameCharge = 512;
 inline constexpr uint64_t kLargestMessage = uint64_t{1} << 46U;
 
+template <class Object>
+std::vector<uint8_t> bytesOf(const Object& object) {
+  const auto* const begin = reinterpret_cast<const uint8_t*>(&object);
+  return {begin, begin + sizeof(object)};
+}
+
+// Nothing where there are not as many bytes as an object has.
+template <class Object>
+std::optional<Object> fromBytes(const std::vector<uint8_t>& bytes) {
+  if (bytes.size() != sizeof(Object)) return std::nullopt;
+  Object object;
+  std::memcpy(&object, bytes.data(), sizeof(object));
+  return object;
+}
+
 inline uint64_t chargeOf(uint32_t payloadBytes) { return payloadBytes + kFrameCharge; }
 
 // Returns whether a frame is about messages and carries none.
 inline bool isControl(const Frame& frame) {
-  return frame.kind == Frame::Kind::kPlace || frame.kind == Frame::Kind::kLeave || frame.kind == Frame::Kind::kMemory ||
-         frame.kind == Frame::Kind::kCells || frame.kind == Frame::Kind::kCredit ||
-         frame.kind == Frame::Kind::kWelcome || frame.kind == Frame::Kind::kReceived ||
-         frame.kind == Frame::Kind::kEnded || frame.kind == Frame::Kind::kAbsent;
+  return frame.kind != Frame::Kind::kData && frame.kind != Frame::Kind::kUnsolicited &&
+         frame.kind != Frame::Kind::kWaiting;
 }
 
 // Returns whether a frame is kept until it is acknowledged.
@@ -167,6 +183,7 @@ inline bool isCounted(const Frame& frame) {
 inline bool isValid(const Frame& frame) {
   if (frame.magic != Frame::kMagic || frame.payloadBytes > kMostPayload || frame.contextBytes > kMostContext)
     return false;
+  if (frame.kind < Frame::Kind::kData || frame.kind > Frame::Kind::kAbsent) return false;
   if (isControl(frame)) {
     if (frame.payloadBytes > 0 || frame.cell > 0) return false;
     if (frame.kind == Frame::Kind::kWelcome) return frame.contextBytes == sizeof(Hello);
@@ -175,9 +192,7 @@ inline bool isValid(const Frame& frame) {
   if (frame.cell > kPayloadCells || (frame.cell > 0 && frame.payloadBytes == 0)) return false;
   if (frame.kind != Frame::Kind::kData && (frame.payloadBytes > 0) != (frame.kind == Frame::Kind::kUnsolicited))
     return false;
-  const bool isPart = frame.kind == Frame::Kind::kData || frame.kind == Frame::Kind::kUnsolicited ||
-                      frame.kind == Frame::Kind::kWaiting;
-  return isPart && frame.total <= kLargestMessage && frame.offset <= frame.total &&
+  return frame.total <= kLargestMessage && frame.offset <= frame.total &&
          frame.payloadBytes <= frame.total - frame.offset && (frame.offset == 0 || frame.contextBytes == 0);
 }
 

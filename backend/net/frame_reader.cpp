@@ -20,7 +20,9 @@ constexpr uint64_t kDirect = 16U << 10U;
 
 }  // namespace
 
-FrameReader::Result FrameReader::breakWith(int error) {
+FrameReader::Result FrameReader::nothingRead(ssize_t size, int error) {
+  if (size == 0) return Result::kEnd;
+  if (error == EAGAIN || error == EWOULDBLOCK || error == EINTR) return Result::kDry;
   errorNumber_ = error;
   error_ = std::generic_category().message(error);
   return Result::kBroken;
@@ -50,11 +52,7 @@ FrameReader::Result FrameReader::fill(Stream& stream, bool mayAskSocket) {
     filled_ -= std::exchange(used_, 0);
   }
   const ssize_t size = stream.receive(buffer_.data() + filled_, buffer_.size() - filled_, mayAskSocket);
-  if (size == 0) return Result::kEnd;
-  if (size < 0) {
-    const bool isLater = errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
-    return isLater ? Result::kDry : breakWith(errno);
-  }
+  if (size <= 0) return nothingRead(size, errno);
   filled_ += static_cast<size_t>(size);
   return Result::kMore;
 }
@@ -69,11 +67,7 @@ FrameReader::Result FrameReader::readPayload(Stream& stream, bool mayAskSocket) 
                : stream.receive(discarded.data(), std::min<uint64_t>(most, discarded.size()), mayAskSocket);
     error = errno;
   });
-  if (size == 0) return Result::kEnd;
-  if (size < 0) {
-    const bool isLater = error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
-    return isLater ? Result::kDry : breakWith(error);
-  }
+  if (size <= 0) return nothingRead(size, error);
   payloadRead_ += static_cast<uint64_t>(size);
   return Result::kMore;
 }

@@ -2,23 +2,15 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "backend/net/frame.h"
 
 namespace bagua::net {
 
-template <class Object>
-std::vector<uint8_t> bytesOf(const Object& object) {
-  const auto* const begin = reinterpret_cast<const uint8_t*>(&object);
-  return {begin, begin + sizeof(object)};
-}
-
 // Returns what the numbers of connections that `opener` opens have as their remainder: see Hello.
 inline uint64_t parityOf(const ProcessId& opener, const ProcessId& other) { return opener < other ? 0 : 1; }
 
-// Returns the frame that answers a Hello with `hello`.
 inline std::vector<uint8_t> answerOf(const Hello& hello) {
   auto bytes = bytesOf(Frame{.kind = Frame::Kind::kWelcome, .contextBytes = sizeof(Hello)});
   const auto context = bytesOf(hello);

@@ -33,7 +33,7 @@ std::shared_ptr<Link> Group::linkTo(int peer) {
   auto& link = links_[static_cast<size_t>(peer)];
   if (link) return link;
   link = transport_->linkTo(ranks_[static_cast<size_t>(peer)].process);
-  if (std::find(neighbours_.begin(), neighbours_.end(), peer) != neighbours_.end()) link->shareMemory();
+  if (std::ranges::find(neighbours_, peer) != neighbours_.end()) link->shareMemory();
   return link;
 }
 
@@ -50,15 +50,9 @@ std::unique_ptr<Group::Receiving> Group::receive(int peer, uint64_t stream, uint
 
 std::unique_ptr<Group::Sending> Group::send(int peer, uint64_t stream, uint32_t index, Message message) {
   auto outgoing = std::make_shared<Outgoing>();
+  static_cast<Message&>(*outgoing) = std::move(message);
   outgoing->group = id_;
   outgoing->key = {stream, static_cast<uint32_t>(rank_), index};
-  outgoing->data = message.data;
-  outgoing->total = message.size;
-  outgoing->ready = message.ready;
-  outgoing->context = std::move(message.context);
-  outgoing->tellsProgress = message.tellsProgress;
-  outgoing->maxUnsolicited = message.maxUnsolicited;
-  outgoing->signal = std::move(message.signal);
   auto link = linkTo(peer);
   link->send(outgoing);
   return std::make_unique<Sending>(std::move(link), std::move(outgoing));

@@ -33,18 +33,6 @@ class Group {
   class Receiving;
   class Sending;
   std::unique_ptr<Receiving> receive(int peer, uint64_t stream, uint32_t index, Place place);
-  struct Message {
-    const uint8_t* data = nullptr;
-    uint64_t size = 0;
-    // The first so many bytes may leave at once.
-    uint64_t ready = 0;
-    std::vector<uint8_t> context = {};
-    // The signal is notified when all bytes have gone; with `tellsProgress`, of every frame.
-    bool tellsProgress = false;
-    std::shared_ptr<Signal> signal = nullptr;
-    // The message leaves the rest of what the group may send to `peer` unsolicited to others.
-    uint64_t maxUnsolicited = kUnsolicitedBytes;
-  };
   std::unique_ptr<Sending> send(int peer, uint64_t stream, uint32_t index, Message message);
   // The end of `peer` is to be noticed, though nothing is sent to it.
   void watch(int peer) { linkTo(peer)->connect(); }

@@ -81,7 +81,7 @@ std::optional<MessageKey> Inbox::firstBegun(const std::vector<MessageKey>& keys,
   }
   std::erase_if(watchers_, [](const auto& watcher) { return watcher.expired(); });
   const auto isIt = [&](const auto& watcher) { return watcher.lock() == signal; };
-  if (std::none_of(watchers_.begin(), watchers_.end(), isIt)) watchers_.push_back(signal);
+  if (std::ranges::none_of(watchers_, isIt)) watchers_.push_back(signal);
   return std::nullopt;
 }
 
@@ -112,8 +112,7 @@ void Inbox::failAllOf(uint32_t source, const std::string& error) {
 
 bool Inbox::hasHeardFrom(const FlowControl& sender) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return std::any_of(sources_.begin(), sources_.end(),
-                     [&](const auto& entry) { return entry.second.sender == &sender; });
+  return std::ranges::any_of(sources_, [&](const auto& entry) { return entry.second.sender == &sender; });
 }
 
 void Inbox::failAllOver(const FlowControl& sender, const std::string& error) {
@@ -131,8 +130,7 @@ bool Inbox::uses(const FlowControl& sender, uint32_t source) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto known = sources_.find(source);
   if (known != sources_.end() && known->second.sender == &sender) return true;
-  return std::any_of(messages_.begin(), messages_.end(),
-                     [&](const auto& entry) { return entry.first.source == source; });
+  return std::ranges::any_of(messages_, [&](const auto& entry) { return entry.first.source == source; });
 }
 
 std::string Inbox::errorOf(uint32_t source) {

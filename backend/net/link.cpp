@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/net/link.h"
 
-#include <c10/util/Exception.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <exception>
 #include <limits>
 #include <utility>
+
+#include "backend/net/transport.h"
 
 namespace bagua::net {
 namespace {
@@ -17,23 +17,16 @@ namespace {
 // A smaller payload is not worth a cell of the memory that two processes share.
 constexpr uint64_t kLeastInMemory = 64U << 10U;
 
-std::optional<Hello> helloOf(const std::vector<uint8_t>& context) {
-  if (context.size() != sizeof(Hello)) return std::nullopt;
-  Hello hello;
-  std::memcpy(&hello, context.data(), sizeof(hello));
-  return hello;
-}
-
 }  // namespace
 
 Link::Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, uint64_t id, Opening opening,
-           std::weak_ptr<Owner> owner)
+           std::weak_ptr<Transport> transport)
     : loop_(std::move(loop)),
       self_(self),
       process_(peer.process),
       id_(id),
       opening_(std::move(opening)),
-      owner_(std::move(owner)),
+      transport_(std::move(transport)),
       address_(peer.address) {}
 
 Link::~Link() {
@@ -60,7 +53,7 @@ Link::State Link::stateOf(const Outgoing& message) {
   const Lock lock(mutex_);
   const uint64_t released = message.released();
   if (message.isComplete()) {
-    return {.isComplete = true, .hasContextGone = true, .gone = message.total, .released = released, .error = ""};
+    return {.isComplete = true, .hasContextGone = true, .gone = message.size, .released = released, .error = ""};
   }
   return {.hasContextGone = message.hasContextGone(), .gone = message.gone(), .released = released, .error = error_};
 }
@@ -151,14 +144,14 @@ void Link::noteLeft(uint64_t group) {
 }
 
 Delivery Link::begin(const Frame& frame, const std::vector<uint8_t>& context) {
-  const auto owner = owner_.lock();
-  if (!owner) return {};
+  const auto transport = transport_.lock();
+  if (!transport) return {};
   Frame charged = frame;
   // It has been charged when it came for the first time.
   if (frame.payloadBytes > 0 && interrupted_.erase({frame.group, frame.key, frame.offset}) > 0) {
     charged.kind = Frame::Kind::kData;
   }
-  auto delivery = owner->begin(charged, context, shared_from_this());
+  auto delivery = transport->begin(charged, context, shared_from_this());
   // The loss may have been told just before the inbox knew that something comes over this link.
   if (isLost_ && delivery.inbox) delivery.inbox->failAllOver(*this, "Connection closed by peer");
   return delivery;
@@ -195,18 +188,18 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
       pump(lock);
       return true;
     case Frame::Kind::kWelcome: {
-      const auto hello = helloOf(context);
+      const auto hello = fromBytes<Hello>(context);
       return hello && onWelcome(connection, *hello);
     }
     case Frame::Kind::kEnded:
       return onEnded(connection, frame.key.stream, frame.total);
     case Frame::Kind::kAbsent:
       noteLeft(frame.group);
-      if (const auto owner = owner_.lock()) owner->onAbsent(*this, frame.group);
+      if (const auto transport = transport_.lock()) transport->onAbsent(*this, frame.group);
       return true;
     default:
       noteLeft(frame.group);
-      if (const auto owner = owner_.lock()) owner->onLeave(frame);
+      if (const auto transport = transport_.lock()) transport->onLeave(frame);
       return true;
   }
 }
@@ -255,35 +248,30 @@ std::optional<uint32_t> Link::chooseCell(uint32_t payloadBytes) {
   return 0;
 }
 
-void Link::close(const std::string& reason) {
-  std::vector<std::shared_ptr<Connection>> closed;
-  std::vector<std::shared_ptr<Signal>> signals;
-  std::shared_ptr<Probe> probe;
-  {
-    const Lock lock(mutex_);
-    if (!error_.empty()) return;
-    error_ = reason;
-    probe = std::move(probe_);
-    isLost_ = true;
-    // They are kept until the link goes: a thread may be writing to one.
-    closed = connections_;
-    closed.insert(closed.end(), ended_.begin(), ended_.end());
-    signals = outbox_.clear();
-    for (const auto& connection : closed) {
-      connection->isClosed = true;
-      connection->sent().clear();
-      signals.push_back(connection->signal());
-      shutdown(connection->socket().number(), SHUT_RDWR);
-    }
-    ownMemory_.reset();
-    peersMemory_.reset();
+void Link::close(Lock& lock, std::string reason) {
+  if (!error_.empty()) return;
+  error_ = reason;
+  const auto probe = std::move(probe_);
+  isLost_ = true;
+  // They are kept until the link goes: a thread may be writing to one.
+  auto closed = connections_;
+  closed.insert(closed.end(), ended_.begin(), ended_.end());
+  auto signals = outbox_.clear();
+  for (const auto& connection : closed) {
+    connection->isClosed = true;
+    connection->sent().clear();
+    signals.push_back(connection->signal());
+    shutdown(connection->socket().number(), SHUT_RDWR);
   }
+  ownMemory_.reset();
+  peersMemory_.reset();
+  lock.unlock();
   for (const auto& connection : closed) loop_->remove(connection->socket().number());
   if (probe) probe->stop();
   for (const auto& signal : signals) {
     if (signal) signal->notify();
   }
-  if (const auto owner = owner_.lock()) owner->onLost(*this, reason);
+  if (const auto transport = transport_.lock()) transport->onLost(*this, reason);
 }
 
 // --- Writing ---------------------------------------------------------------------------------------------------------
@@ -305,7 +293,7 @@ void Link::pump(Lock& lock) {
   std::string failure;
   while (error_.empty() && failure.empty()) {
     // A connection that has half written a frame goes on; else the first that takes one does.
-    const auto found = std::find_if(connections_.begin(), connections_.end(), [&](const auto& candidate) {
+    const auto found = std::ranges::find_if(connections_, [&](const auto& candidate) {
       return candidate->isFree() && (candidate->hasToWrite() || (!candidate->isSpare && giveFrame(*candidate)));
     });
     if (found == connections_.end()) break;

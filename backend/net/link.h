@@ -12,6 +12,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "backend/net/connection.h"
@@ -25,35 +26,24 @@
 
 namespace bagua::net {
 
+class Transport;
+
+// Connections of this process that have broken, and whose links went on over others. Any thread may count.
+std::atomic<uint64_t>& reconnections();
+
 // The way between this process and another one: an Outbox, and the connections that take its frames, each whenever it
 // can. Any thread may call; a sender writes to the sockets itself as long as they take it, and the event loop goes on
 // from there. Connections come and go, and what they were given arrives nevertheless: see Hello.
 //
 // The side that has something to send opens connections. Over a distance there are several: one alone is limited by the
 // kernel's buffers, and recovers slowly from a loss.
-class Link final : public FlowControl, public Connection::Owner, public std::enable_shared_from_this<Link> {
+class Link final : public FlowControl, public std::enable_shared_from_this<Link> {
+  using Lock = std::unique_lock<std::mutex>;
+
  public:
   struct Peer {
     ProcessId process{};
     SocketAddress address;
-  };
-  // A link belongs to this. It is called on the loop's thread; onLost() on any.
-  class Owner {
-   public:
-    Owner() = default;
-    virtual ~Owner() = default;
-    Owner(const Owner&) = delete;
-    Owner& operator=(const Owner&) = delete;
-
-    // See FrameSink.
-    virtual Delivery begin(const Frame& frame, const std::vector<uint8_t>& context,
-                           const std::shared_ptr<Link>& link) = 0;
-    // A rank has left a group, after so many data frames.
-    virtual void onLeave(const Frame& frame) = 0;
-    // The peer takes nothing for a group, and has sent nothing for it over this link.
-    virtual void onAbsent(const Link& link, uint64_t group) = 0;
-    // The link has ended, with what was under way on it.
-    virtual void onLost(const Link& link, const std::string& error) = 0;
   };
   struct State {
     bool isComplete = false;
@@ -76,7 +66,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   };
 
   Link(std::shared_ptr<EventLoop> loop, const ProcessId& self, Peer peer, uint64_t id, Opening opening,
-       std::weak_ptr<Owner> owner);
+       std::weak_ptr<Transport> transport);
   ~Link() override;
 
   // The first `ready` bytes may leave at once. `message->data` stays until it is released.
@@ -105,7 +95,10 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   bool adopt(Stream& stream, const Hello& hello);
   // A group has told where the peer listens.
   void learnAddress(const SocketAddress& address);
-  void close(const std::string& reason);
+  void close(std::string reason) {
+    Lock lock(mutex_);
+    close(lock, std::move(reason));
+  }
   [[nodiscard]] bool isLost() const { return isLost_; }
   // Nobody listens where the peer has, or another process does: nothing more will come of it.
   [[nodiscard]] bool hasPeerDied() const { return hasPeerDied_; }
@@ -121,27 +114,28 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   // Adds up all connections; zeros where nothing is known yet.
   [[nodiscard]] Line line();
 
+  // --- Its connections call these on the loop's thread. See FrameSink for the first four.
+  Delivery begin(const Frame& frame, const std::vector<uint8_t>& context);
+  bool control(Connection& connection, const Frame& frame, const std::vector<uint8_t>& context);
+  bool acknowledge(Connection& connection, uint64_t received);
+  bool readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read);
+  // The socket has an event before the connection is one: the answer of the other side, or why there is none.
+  void onConnecting(const std::shared_ptr<Connection>& connection);
+  void onWritable(Connection& connection);
+  void onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result);
+
  private:
-  using Lock = std::unique_lock<std::mutex>;
   // A link looks so many times for a sign of the peer before its patience is over. It counts looks and not seconds:
   // while this process or its machine was stopped, nobody could see a sign.
   static constexpr int kLooks = 8;
-
-  // --- Connection::Owner
-  Delivery begin(const Frame& frame, const std::vector<uint8_t>& context) override;
-  bool control(Connection& connection, const Frame& frame, const std::vector<uint8_t>& context) override;
-  bool acknowledge(Connection& connection, uint64_t received) override;
-  bool readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) override;
-  void onConnecting(const std::shared_ptr<Connection>& connection) override;
-  void onWritable(Connection& connection) override;
-  void onRead(const std::shared_ptr<Connection>& connection, FrameReader::Result result) override;
-  void onFailed(const std::string& error) override { close(error); }
 
   // --- link.cpp. These are called under the mutex.
   bool giveFrame(Connection& connection);
   std::optional<uint32_t> chooseCell(uint32_t payloadBytes);
   // Writes until nothing is left or no connection takes it. Releases the lock.
   void pump(Lock& lock);
+  // Ends the link, and releases the lock to tell of that.
+  void close(Lock& lock, std::string reason);
   // Sends a frame without a message, unless the link is lost. Not under the mutex.
   void sendControl(const Frame& frame);
   // The peer takes nothing more for a group. Not under the mutex.
@@ -188,6 +182,9 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void forgetRefusals();
   void watch();
 
+  // Calls on the loop's thread, not under the mutex, if the link is still there then.
+  void later(std::chrono::milliseconds delay, std::function<void(Link&)> call);
+
   // --- On the loop's thread, not under the mutex.
   // A connection is broken; it, or one that could not even be begun (null), was never one.
   void lose(const std::shared_ptr<Connection>& connection, int error, const std::string& text);
@@ -201,7 +198,9 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   void tellLater();
   // Looks whether the peer's kernel still answers, and again after a while.
   void lookForSilence();
-  void lookLater();
+  void lookLater() {
+    later(lookInterval(), [](Link& link) { link.lookForSilence(); });
+  }
   void probe();
   void onProbed(Probe::Result result);
   [[nodiscard]] std::chrono::milliseconds lookInterval() const { return opening_.patience / kLooks; }
@@ -213,7 +212,7 @@ class Link final : public FlowControl, public Connection::Owner, public std::ena
   const ProcessId process_;
   const uint64_t id_;
   const Opening opening_;
-  const std::weak_ptr<Owner> owner_;
+  const std::weak_ptr<Transport> transport_;
 
   std::mutex mutex_;
   SocketAddress address_;

@@ -47,6 +47,12 @@ constexpr int kMostDoublings = 12;
 
 }  // namespace
 
+void Link::later(milliseconds delay, std::function<void(Link&)> call) {
+  loop_->callLater(delay, [weak = weak_from_this(), call = std::move(call)] {
+    if (const auto link = weak.lock()) call(*link);
+  });
+}
+
 void Link::connect() {
   const Lock lock(mutex_);
   if (error_.empty() && connections_.empty()) dial();
@@ -82,8 +88,7 @@ int Link::neededConnections() {
   if (line.roundTrip < kDistant) return kNearConnections;
   if (!usesBbr_) lossWatch_.look(line, static_cast<int>(connections_.size()), Clock::now());
   if (lossWatch_.hasLoss() && !std::exchange(hasAskedForBbr_, true)) {
-    usesBbr_ = std::all_of(connections_.begin(), connections_.end(),
-                           [](const auto& connection) { return useBbr(connection->socket()); });
+    usesBbr_ = std::ranges::all_of(connections_, [](const auto& connection) { return useBbr(connection->socket()); });
   }
   const double underWay =
       static_cast<double>(line.bytesPerSecond) * std::chrono::duration<double>(line.roundTrip).count();
@@ -110,7 +115,7 @@ void Link::openWhereNeeded() {
   if (count == 0) return dial();
   if (!lastError_.empty() || outbox_.backlog() < kBacklogBytes) return;
   const auto isConnecting = [](const auto& connection) { return connection->isConnecting; };
-  if (std::any_of(connections_.begin(), connections_.end(), isConnecting)) return;
+  if (std::ranges::any_of(connections_, isConnecting)) return;
   // Losses are looked for, and BBR asked for, where no more connections may be opened, too.
   const bool hasAll = count >= opening_.mostConnections;
   if (hasAll && hasAskedForBbr_) return;
@@ -122,12 +127,11 @@ void Link::openWhereNeeded() {
 }
 
 bool Link::isDialing() const {
-  return std::any_of(connections_.begin(), connections_.end(),
-                     [](const auto& one) { return !one->isWelcome && !one->isOverdue; });
+  return std::ranges::any_of(connections_, [](const auto& one) { return !one->isWelcome && !one->isOverdue; });
 }
 
 bool Link::hasWelcome() const {
-  return std::any_of(connections_.begin(), connections_.end(), [](const auto& one) { return one->isWelcome; });
+  return std::ranges::any_of(connections_, [](const auto& one) { return one->isWelcome; });
 }
 
 // Where nothing translates addresses, it is likely that nothing filters connections either: that is taken for granted
@@ -141,9 +145,7 @@ void Link::probeLater(milliseconds least) {
   if (std::exchange(isProbePlanned_, true)) return;
   // Hundreds of links that were made together do not do it together.
   const auto part = static_cast<int>(id_ / 2 % 1024U);
-  loop_->callLater(least + least * part / 1024, [weak = weak_from_this()] {
-    if (const auto link = weak.lock()) link->probe();
-  });
+  later(least + least * part / 1024, [](Link& link) { link.probe(); });
 }
 
 void Link::probe() {
@@ -172,11 +174,9 @@ void Link::onProbed(Probe::Result result) {
   if (std::ranges::any_of(connections_, isSilent)) return probeLater(opening_.patience);
   // A process that has ended refuses, too, and the ends of its connections may not have been read yet. They have been
   // after this time.
-  loop_->callLater(kUntilEndsAreRead, [weak = weak_from_this()] {
-    const auto link = weak.lock();
-    if (!link) return;
-    const Lock later(link->mutex_);
-    if (link->hasWelcome()) link->reach_ = Reach::kFiltered;
+  later(kUntilEndsAreRead, [](Link& link) {
+    const Lock again(link.mutex_);
+    if (link.hasWelcome()) link.reach_ = Reach::kFiltered;
   });
   probeLater(opening_.patience);
 }
@@ -187,14 +187,12 @@ void Link::dial() {
 
 void Link::dialLater(milliseconds delay) {
   if (address_.size() == 0 || !lastError_.empty() || std::exchange(isDialPlanned_, true)) return;
-  loop_->callLater(delay, [weak = weak_from_this()] {
-    const auto link = weak.lock();
-    if (!link) return;
-    const Lock lock(link->mutex_);
-    link->isDialPlanned_ = false;
+  later(delay, [](Link& link) {
+    const Lock lock(link.mutex_);
+    link.isDialPlanned_ = false;
     // The peer may have opened one meanwhile.
-    const bool isNeeded = !link->hasWelcome() || !link->lastWords_.empty();
-    if (link->error_.empty() && isNeeded) link->dial();
+    const bool isNeeded = !link.hasWelcome() || !link.lastWords_.empty();
+    if (link.error_.empty() && isNeeded) link.dial();
   });
 }
 
@@ -203,7 +201,7 @@ void Link::open() {
   int error = 0;
   std::string text;
   try {
-    FileDescriptor socket = startConnecting(address_, error);
+    UnsharedFile socket = startConnecting(address_, error);
     if (error == 0) {
       auto encrypted = opening_.encryption ? opening_.encryption->connect(socket.number()) : nullptr;
       const uint64_t number = 2 * ++opened_ + parityOf(self_, process_);
@@ -211,8 +209,8 @@ void Link::open() {
           .from = self_, .to = process_, .link = id_, .peerLink = peerLink_.value_or(0), .connection = number};
       const auto connection = std::make_shared<Connection>(
           weak_from_this(), Stream(std::move(socket), std::move(encrypted)), number, /*isOwn=*/true, bytesOf(hello));
-      connection->isSpare = !hasWelcome() && std::any_of(connections_.begin(), connections_.end(),
-                                                         [](const auto& one) { return one->isOverdue; });
+      connection->isSpare =
+          !hasWelcome() && std::ranges::any_of(connections_, [](const auto& one) { return one->isOverdue; });
       if (connection->isSpare) ++spares_;
       connection->isAdditional = hasWelcome();
       add(connection, true);
@@ -226,26 +224,22 @@ void Link::open() {
   }
   // The link may be over with that, which is told without the mutex.
   isDialPlanned_ = true;
-  loop_->callLater(milliseconds(0), [weak = weak_from_this(), error, text] {
-    if (const auto link = weak.lock()) link->onUnopened(nullptr, error, text);
-  });
+  later(milliseconds(0), [error, text](Link& link) { link.onUnopened(nullptr, error, text); });
 }
 
 void Link::limitWait(const std::shared_ptr<Connection>& connection) {
-  loop_->callLater(kDialTime, [weak = weak_from_this(), tried = std::weak_ptr(connection)] {
-    const auto link = weak.lock();
+  later(kDialTime, [tried = std::weak_ptr(connection)](Link& link) {
     const auto unanswered = tried.lock();
-    if (link && unanswered && !unanswered->isAnswered) link->lose(unanswered, ETIMEDOUT, "its host does not answer");
+    if (unanswered && !unanswered->isAnswered) link.lose(unanswered, ETIMEDOUT, "its host does not answer");
   });
   const auto welcomeTime = opening_.patience / 2 * (1 << std::min(spares_, kMostDoublings));
-  loop_->callLater(welcomeTime, [weak = weak_from_this(), tried = std::weak_ptr(connection)] {
-    const auto link = weak.lock();
+  later(welcomeTime, [tried = std::weak_ptr(connection)](Link& link) {
     const auto unwelcome = tried.lock();
-    if (!link || !unwelcome || unwelcome->isWelcome || !unwelcome->isAnswered) return;
-    const Lock lock(link->mutex_);
-    if (!link->error_.empty() || unwelcome->isClosed) return;
-    link->noteOverdue(*unwelcome);
-    if (!link->hasWelcome()) link->dial();
+    if (!unwelcome || unwelcome->isWelcome || !unwelcome->isAnswered) return;
+    const Lock lock(link.mutex_);
+    if (!link.error_.empty() || unwelcome->isClosed) return;
+    link.noteOverdue(*unwelcome);
+    if (!link.hasWelcome()) link.dial();
   });
 }
 
@@ -294,9 +288,8 @@ bool Link::adopt(Stream& stream, const Hello& hello) {
   Lock lock(mutex_);
   if (!error_.empty() || peerLink_.value_or(hello.link) != hello.link) return false;
   const auto isIt = [&](const auto& connection) { return connection->number() == hello.connection; };
-  const bool isKnown = std::any_of(connections_.begin(), connections_.end(), isIt) ||
-                       std::any_of(ended_.begin(), ended_.end(), isIt) || hello.connection < noneBelow_ ||
-                       neverComing_.contains(hello.connection);
+  const bool isKnown = std::ranges::any_of(connections_, isIt) || std::ranges::any_of(ended_, isIt) ||
+                       hello.connection < noneBelow_ || neverComing_.contains(hello.connection);
   // The peer has given it up, or is none.
   if (isKnown || hello.connection % 2 != parityOf(process_, self_)) return true;
   peerLink_ = hello.link;
@@ -315,37 +308,31 @@ bool Link::adopt(Stream& stream, const Hello& hello) {
 
 bool Link::onWelcome(Connection& connection, const Hello& hello) {
   if (!connection.isOwn() || connection.isWelcome) return false;
-  std::string over;
-  {
-    Lock lock(mutex_);
-    if (!error_.empty()) return true;
-    if (hello.magic != Hello::kMagic || hello.from != process_) {
-      if (!isReachable()) {
-        // The address may mean another host here than where the peer is, which can still come by itself.
-        shutdown(connection.socket().number(), SHUT_RDWR);
-        return true;
-      }
-      hasPeerDied_ = true;
-      over = "Connection closed by peer: its process has ended, another one answers at " + address_.text();
-    } else if (hello.link == 0 || peerLink_.value_or(hello.link) != hello.link) {
-      over = "Connection closed by peer: it has given up what it had with this process";
-    } else if (connection.isSpare && hasWelcome()) {
-      // The one beside which it was opened was only late.
-      connection.isOverdue = true;
+  Lock lock(mutex_);
+  if (!error_.empty()) return true;
+  if (hello.magic != Hello::kMagic || hello.from != process_) {
+    if (!isReachable()) {
+      // The address may mean another host here than where the peer is, which can still come by itself.
       shutdown(connection.socket().number(), SHUT_RDWR);
       return true;
-    } else {
-      connection.isWelcome = true;
-      connection.isOverdue = false;
-      connection.isSpare = false;
-      peerLink_ = hello.link;
-      reach_ = Reach::kAnswers;
-      beginWith(connection);
-      pump(lock);
-      return true;
     }
+    hasPeerDied_ = true;
+    close(lock, "Connection closed by peer: its process has ended, another one answers at " + address_.text());
+  } else if (hello.link == 0 || peerLink_.value_or(hello.link) != hello.link) {
+    close(lock, "Connection closed by peer: it has given up what it had with this process");
+  } else if (connection.isSpare && hasWelcome()) {
+    // The one beside which it was opened was only late.
+    connection.isOverdue = true;
+    shutdown(connection.socket().number(), SHUT_RDWR);
+  } else {
+    connection.isWelcome = true;
+    connection.isOverdue = false;
+    connection.isSpare = false;
+    peerLink_ = hello.link;
+    reach_ = Reach::kAnswers;
+    beginWith(connection);
+    pump(lock);
   }
-  close(over);
   return true;
 }
 

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <utility>
 
-#include "backend/net/connection_counts.h"
 #include "backend/net/greeting.h"
 #include "backend/net/link.h"
 
@@ -88,13 +87,11 @@ bool Link::isStranger(const Connection& connection) {
 
 void Link::tellLater() {
   if (std::exchange(isTellPlanned_, true)) return;
-  loop_->callLater(kTellAfter, [weak = weak_from_this()] {
-    const auto link = weak.lock();
-    if (!link) return;
-    link->isTellPlanned_ = false;
-    Lock lock(link->mutex_);
-    for (const auto& connection : link->connections_) connection->isToTell = connection->owesWord();
-    link->pump(lock);
+  later(kTellAfter, [](Link& link) {
+    link.isTellPlanned_ = false;
+    Lock lock(link.mutex_);
+    for (const auto& connection : link.connections_) connection->isToTell = connection->owesWord();
+    link.pump(lock);
   });
 }
 
@@ -149,54 +146,46 @@ milliseconds Link::pause() const {
 
 void Link::lose(const std::shared_ptr<Connection>& connection, int error, const std::string& text) {
   if (!connection->isWelcome) return onUnopened(connection, error, text);
-  std::string over;
-  {
-    Lock lock(mutex_);
-    if (!error_.empty() || connection->isClosed) return;
-    end(connection);
-    lastFailure_ = text;
-    // The kernel has waited as long as this link would.
-    if (error == ETIMEDOUT) lonelyLooks_ = std::max(lonelyLooks_, kLooks - 2);
-    if (!lastError_.empty()) {
-      if (connections_.empty()) over = lastError_;
-    } else {
-      const bool isFirst = failures_++ == 0;
-      const auto turn = connection->isOwn() ? milliseconds(0) : kTurn;
-      dialLater(isFirst ? turn : std::max(turn, pause()));
-      const bool isHopeless = address_.size() == 0 || Clock::now() < noMoreBefore_;
-      if (isHopeless && hasWelcome()) sayLastWords();
-      pump(lock);
-    }
+  Lock lock(mutex_);
+  if (!error_.empty() || connection->isClosed) return;
+  end(connection);
+  lastFailure_ = text;
+  // The kernel has waited as long as this link would.
+  if (error == ETIMEDOUT) lonelyLooks_ = std::max(lonelyLooks_, kLooks - 2);
+  if (!lastError_.empty()) {
+    if (connections_.empty()) close(lock, lastError_);
+    return;
   }
-  if (!over.empty()) close(over);
+  const bool isFirst = failures_++ == 0;
+  const auto turn = connection->isOwn() ? milliseconds(0) : kTurn;
+  dialLater(isFirst ? turn : std::max(turn, pause()));
+  const bool isHopeless = address_.size() == 0 || Clock::now() < noMoreBefore_;
+  if (isHopeless && hasWelcome()) sayLastWords();
+  pump(lock);
 }
 
 void Link::onUnopened(const std::shared_ptr<Connection>& connection, int error, const std::string& text) {
-  std::string over;
-  {
-    Lock lock(mutex_);
-    if (!error_.empty() || (connection && connection->isClosed)) return;
-    if (connection) {
-      end(connection);
-    } else {
-      isDialPlanned_ = false;
-    }
-    // One that was overdue has been replaced, and says nothing new. An additional one has led nowhere.
-    const bool isNews = !connection || !connection->isOverdue;
-    if (isNews) noteUnopened(error, text, connection && connection->isAnswered);
-    if (!lastError_.empty()) {
-      if (connections_.empty()) over = lastError_;
-    } else if (hasWelcome()) {
-      if (isNews || connection->isAdditional) noMoreBefore_ = Clock::now() + kWithoutMore;
-      sayLastWords();
-      pump(lock);
-    } else if (connections_.empty() && !comesByItself() && refusals_ >= kLeastRefusals && Clock::now() >= *givesUpAt_) {
-      over = lastFailure_;
-    } else {
-      dialLater(firstRefusal_ ? kSecondLook : pause());
-    }
+  Lock lock(mutex_);
+  if (!error_.empty() || (connection && connection->isClosed)) return;
+  if (connection) {
+    end(connection);
+  } else {
+    isDialPlanned_ = false;
   }
-  if (!over.empty()) close(over);
+  // One that was overdue has been replaced, and says nothing new. An additional one has led nowhere.
+  const bool isNews = !connection || !connection->isOverdue;
+  if (isNews) noteUnopened(error, text, connection && connection->isAnswered);
+  if (!lastError_.empty()) {
+    if (connections_.empty()) close(lock, lastError_);
+  } else if (hasWelcome()) {
+    if (isNews || connection->isAdditional) noMoreBefore_ = Clock::now() + kWithoutMore;
+    sayLastWords();
+    pump(lock);
+  } else if (connections_.empty() && !comesByItself() && refusals_ >= kLeastRefusals && Clock::now() >= *givesUpAt_) {
+    close(lock, lastFailure_);
+  } else {
+    dialLater(firstRefusal_ ? kSecondLook : pause());
+  }
 }
 
 void Link::noteUnopened(int error, const std::string& text, bool isAnswered) {
@@ -237,10 +226,10 @@ bool Link::onEnded(const Connection& teller, uint64_t number, uint64_t frames) {
   if (!error_.empty()) return true;
   const auto isIt = [&](const auto& connection) { return connection->number() == number; };
   if (number == teller.number()) return false;
-  if (const auto open = std::find_if(connections_.begin(), connections_.end(), isIt); open != connections_.end()) {
+  if (const auto open = std::ranges::find_if(connections_, isIt); open != connections_.end()) {
     end(std::shared_ptr(*open));
   }
-  const auto found = std::find_if(ended_.begin(), ended_.end(), isIt);
+  const auto found = std::ranges::find_if(ended_, isIt);
   if (found == ended_.end()) {
     const bool isOfPeer = number % 2 == parityOf(process_, self_);
     if (!isOfPeer || frames > 0) return false;
@@ -287,56 +276,48 @@ void Link::watch() {
   if (!std::exchange(isWatched_, true)) lookLater();
 }
 
-void Link::lookLater() {
-  loop_->callLater(lookInterval(), [weak = weak_from_this()] {
-    if (const auto link = weak.lock()) link->lookForSilence();
-  });
-}
-
 // A stopped process still has a kernel that acknowledges; a host without power, or behind a cut line, has not. The
 // kernel's own limits do not tell these apart: TCP_USER_TIMEOUT also ends a connection whose receiver has no room.
 // Keepalives (see configure) find the same where nothing is under way.
 void Link::lookForSilence() {
-  std::string over;
   const auto seconds = std::to_string(std::chrono::ceil<std::chrono::seconds>(opening_.patience).count()) + " s";
-  {
-    const Lock lock(mutex_);
-    if (!error_.empty()) return;
-    bool isTouched = false;
-    int heard = 0;
-    bool isAnySilent = false;
-    for (const auto& connection : connections_) {
-      if (!connection->isAnswered) continue;
-      const bool isSilent = unansweredFor(connection->socket()) >= lookInterval();
-      connection->silentLooks = isSilent ? connection->silentLooks + 1 : 0;
-      if (connection->silentLooks >= kSilentLooks) {
-        // Nobody misses one beside those that work.
-        isAnySilent = isAnySilent || connection->isWelcome || !hasWelcome();
-        if (!connection->isWelcome) noteOverdue(*connection);
-      }
-      // A proxy on the way may take connections that lead nowhere.
-      if (!connection->isWelcome && !hasTakenBytes(connection->socket())) continue;
-      isTouched = true;
-      if (connection->silentLooks < kLooks) ++heard;
+  Lock lock(mutex_);
+  if (!error_.empty()) return;
+  std::string over;
+  bool isTouched = false;
+  int heard = 0;
+  bool isAnySilent = false;
+  for (const auto& connection : connections_) {
+    if (!connection->isAnswered) continue;
+    const bool isSilent = unansweredFor(connection->socket()) >= lookInterval();
+    connection->silentLooks = isSilent ? connection->silentLooks + 1 : 0;
+    if (connection->silentLooks >= kSilentLooks) {
+      // Nobody misses one beside those that work.
+      isAnySilent = isAnySilent || connection->isWelcome || !hasWelcome();
+      if (!connection->isWelcome) noteOverdue(*connection);
     }
-    lonelyLooks_ = isTouched ? 0 : lonelyLooks_ + 1;
-    if (isTouched && heard == 0) {
-      over = "Connection closed by peer: its host has acknowledged nothing for " + seconds;
-    } else if (lonelyLooks_ >= kLooks && isReachable()) {
-      over = "Connection closed by peer: its host has not been reached for " + seconds + " (" + lastFailure_ + ")";
-    } else if (lonelyLooks_ >= kLooks) {
-      over = lastFailure_ +
-             ". Nor has it come to this process. One of the two has to be reachable for the other: its "
-             "firewall, or the translator of addresses before it, has to let connections in. Or its process has ended";
-    }
-    for (const auto& connection : connections_) {
-      const bool isReplaced = connection->isOverdue && hasWelcome();
-      if (isReplaced || connection->silentLooks >= kLooks) shutdown(connection->socket().number(), SHUT_RDWR);
-    }
-    if (isAnySilent) dial();
+    // A proxy on the way may take connections that lead nowhere.
+    if (!connection->isWelcome && !hasTakenBytes(connection->socket())) continue;
+    isTouched = true;
+    if (connection->silentLooks < kLooks) ++heard;
   }
+  lonelyLooks_ = isTouched ? 0 : lonelyLooks_ + 1;
+  if (isTouched && heard == 0) {
+    over = "Connection closed by peer: its host has acknowledged nothing for " + seconds;
+  } else if (lonelyLooks_ >= kLooks && isReachable()) {
+    over = "Connection closed by peer: its host has not been reached for " + seconds + " (" + lastFailure_ + ")";
+  } else if (lonelyLooks_ >= kLooks) {
+    over = lastFailure_ +
+           ". Nor has it come to this process. One of the two has to be reachable for the other: its "
+           "firewall, or the translator of addresses before it, has to let connections in. Or its process has ended";
+  }
+  for (const auto& connection : connections_) {
+    const bool isReplaced = connection->isOverdue && hasWelcome();
+    if (isReplaced || connection->silentLooks >= kLooks) shutdown(connection->socket().number(), SHUT_RDWR);
+  }
+  if (isAnySilent) dial();
   if (over.empty()) return lookLater();
-  close(over);
+  close(lock, over);
 }
 
 }  // namespace bagua::net

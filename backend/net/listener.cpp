@@ -33,8 +33,8 @@ size_t mostGuestsOfProcess() {
 }
 
 // Not open: see errno.
-FileDescriptor tryToListenAt(const SocketAddress& address) {
-  FileDescriptor socket(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+UnsharedFile tryToListenAt(const SocketAddress& address) {
+  UnsharedFile socket(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket.isOpen()) return {};
   // A port that is asked for by its number is free as soon as nobody listens there: the kernel holds the connections of
   // a job that has just ended for a minute.
@@ -53,9 +53,9 @@ bool isOutOfFiles(int error) { return error == EMFILE || error == ENFILE || erro
 
 }  // namespace
 
-FileDescriptor listenAt(const std::string& address, config::PortRange ports) {
+UnsharedFile listenAt(const std::string& address, config::PortRange ports) {
   for (int port = ports.first; port <= ports.last; ++port) {
-    FileDescriptor socket = tryToListenAt(SocketAddress(address, static_cast<uint16_t>(port)));
+    UnsharedFile socket = tryToListenAt(SocketAddress(address, static_cast<uint16_t>(port)));
     if (socket.isOpen()) return socket;
     TORCH_CHECK_WITH(DistNetworkError, errno == EADDRINUSE && ports.first != 0, "bagua: cannot listen at ", address,
                      " port ", port, ": ", std::generic_category().message(errno));
@@ -122,7 +122,7 @@ void Listener::onReadable() {
   const auto transport = transport_.lock();
   if (!transport) return;
   for (int i = 0; i < kAcceptedAtATime; ++i) {
-    FileDescriptor accepted(accept4(socket_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    UnsharedFile accepted(accept4(socket_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!accepted.isOpen()) {
       if (isOutOfFiles(errno)) pause(errno);
       return;
@@ -136,7 +136,7 @@ void Listener::onReadable() {
   }
 }
 
-void Listener::letIn(Transport& transport, FileDescriptor accepted) {
+void Listener::letIn(Transport& transport, UnsharedFile accepted) {
   std::erase_if(guests_, [](const auto& guest) { return !guest->isHere(); });
   if (guests_.size() >= mostGuests_) sendOldestAway();
   configure(accepted);

@@ -18,7 +18,7 @@ class Transport;
 
 // Listens at an address, at the first of these ports that is free: each process of a host needs one of its own. Throws
 // DistNetworkError.
-FileDescriptor listenAt(const std::string& address, config::PortRange ports = {});
+UnsharedFile listenAt(const std::string& address, config::PortRange ports = {});
 
 // Accepts connections, and hands each to the transport once it has said whose it is. On the loop's thread only.
 class Listener final : public EventLoop::Handler, public std::enable_shared_from_this<Listener> {
@@ -31,7 +31,7 @@ class Listener final : public EventLoop::Handler, public std::enable_shared_from
  private:
   class Guest;
 
-  void letIn(Transport& transport, FileDescriptor accepted);
+  void letIn(Transport& transport, UnsharedFile accepted);
   // Guests that say nothing take up the files of others: the oldest has had the best chance.
   void sendOldestAway();
   // A connection that there is no file for waits in the kernel; without a pause the socket would be readable for ever.

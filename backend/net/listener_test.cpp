@@ -16,7 +16,7 @@ namespace {
 
 const char* const kHere = "127.0.0.1";
 
-uint16_t portOf(const FileDescriptor& socket) { return addressOf(socket).port(); }
+uint16_t portOf(const UnsharedFile& socket) { return addressOf(socket).port(); }
 
 // Two ports side by side that nobody uses.
 config::PortRange freePorts() {
@@ -44,8 +44,8 @@ std::string refusalOf(config::PortRange ports) {
 
 TEST(Ports, EachProcessTakesTheFirstFreeOne) {
   const auto range = freePorts();
-  std::optional<FileDescriptor> first = listenAt(kHere, range);
-  const FileDescriptor second = listenAt(kHere, range);
+  std::optional<UnsharedFile> first = listenAt(kHere, range);
+  const UnsharedFile second = listenAt(kHere, range);
   EXPECT_EQ(portOf(*first), range.first);
   EXPECT_EQ(portOf(second), range.last);
   EXPECT_NE(refusalOf(range).find("all ports of BAGUA_PORT=" + std::to_string(range.first) + "-" +
@@ -56,8 +56,8 @@ TEST(Ports, EachProcessTakesTheFirstFreeOne) {
 }
 
 TEST(Ports, AreAnyOnesWhereNoneIsNamed) {
-  const FileDescriptor first = listenAt(kHere);
-  const FileDescriptor second = listenAt(kHere);
+  const UnsharedFile first = listenAt(kHere);
+  const UnsharedFile second = listenAt(kHere);
   EXPECT_NE(portOf(first), portOf(second));
 }
 
@@ -65,12 +65,12 @@ TEST(Ports, AreAnyOnesWhereNoneIsNamed) {
 TEST(Ports, AreFreeAsSoonAsTheProcessThatListenedHasEnded) {
   const auto range = freePorts();
   {
-    const FileDescriptor listening = listenAt(kHere, {range.first, range.first});
+    const UnsharedFile listening = listenAt(kHere, {range.first, range.first});
     int error = 0;
-    const FileDescriptor client = startConnecting(addressOf(listening), error);
+    const UnsharedFile client = startConnecting(addressOf(listening), error);
     pollfd comes{.fd = listening.number(), .events = POLLIN, .revents = 0};
     ASSERT_EQ(poll(&comes, 1, 10'000), 1);
-    const FileDescriptor accepted(accept(listening.number(), nullptr, nullptr));
+    const UnsharedFile accepted(accept(listening.number(), nullptr, nullptr));
     ASSERT_TRUE(accepted.isOpen());
     shutdown(accepted.number(), SHUT_WR);
     pollfd ends{.fd = client.number(), .events = POLLIN, .revents = 0};

@@ -242,7 +242,7 @@ class OutOfFiles : public TwoTransports {
 
  private:
   rlimit before_{};
-  std::vector<FileDescriptor> files_;
+  std::vector<UnsharedFile> files_;
   const Bytes sent_ = pattern(100, 1);
   Bytes received_ = Bytes(sent_.size());
   std::unique_ptr<Group::Receiving> receiving_;
@@ -335,9 +335,9 @@ class SilentPeer : public TwoTransports {
     return false;
   }
   // Returns how many connections wait there.
-  [[nodiscard]] static int triesAt(const FileDescriptor& listening) {
+  [[nodiscard]] static int triesAt(const UnsharedFile& listening) {
     int tries = 0;
-    while (FileDescriptor(accept(listening.number(), nullptr, nullptr)).isOpen()) ++tries;
+    while (UnsharedFile(accept(listening.number(), nullptr, nullptr)).isOpen()) ++tries;
     return tries;
   }
 };
@@ -355,7 +355,7 @@ TEST_F(SilentPeer, IsLostOnceItHasAcknowledgedNothingForLong) {
 // A stopped process reads nothing, and its kernel says so.
 TEST_F(SilentPeer, IsNotLostWhereItsKernelStillAnswers) {
   first_ = Transport::listenAt("127.0.0.1", 2, nullptr, kPatience);
-  FileDescriptor listening = listenAt("127.0.0.1");
+  UnsharedFile listening = listenAt("127.0.0.1");
   const ProcessAddress stopped{{1, 2}, addressOf(listening)};
   groups_[0] = first_->join(8, 0, {first_->address(), stopped});
   const Bytes sent = pattern(kEagerBytes, 3);
@@ -369,7 +369,7 @@ TEST_F(SilentPeer, IsNotLostWhereItsKernelStillAnswers) {
 
 // A proxy takes connections for a host that is dead.
 TEST_F(SilentPeer, IsLostWhereConnectionsAreTakenAndNothingElseIs) {
-  FileDescriptor listening = listenAt("127.0.0.1");
+  UnsharedFile listening = listenAt("127.0.0.1");
   // Drops what is longer than the longest header of TCP.
   constexpr uint32_t kLongestHeader = 60;
   std::array<sock_filter, 4> longer{{{BPF_LD | BPF_W | BPF_LEN, 0, 0, 0},

@@ -61,12 +61,12 @@ std::optional<OutgoingFrame> Outbox::next(const ChooseCell& chooseCell) {
     return frame;
   }
   const auto hasFrame = [](const auto& message) { return message->hasFrame(); };
-  auto next = std::find_if(queue_.begin(), queue_.end(), hasFrame);
+  auto next = std::ranges::find_if(queue_, hasFrame);
   while (next != queue_.end() && !mayLeave(**next)) {
     const auto message = *next;
     letWait(next);
     if (!std::exchange(message->hasToldOfWaiting, true)) return cutOff(message, Frame::Kind::kWaiting, 0);
-    next = std::find_if(queue_.begin(), queue_.end(), hasFrame);
+    next = std::ranges::find_if(queue_, hasFrame);
   }
   if (next == queue_.end()) return std::nullopt;
   const auto message = *next;
@@ -87,7 +87,7 @@ void Outbox::letWait(Queue::iterator message) {
 }
 
 OutgoingFrame Outbox::cutOff(const std::shared_ptr<Outgoing>& message, Frame::Kind kind, uint32_t cell) {
-  OutgoingFrame frame{.header = {.kind = kind, .group = message->group, .key = message->key, .total = message->total},
+  OutgoingFrame frame{.header = {.kind = kind, .group = message->group, .key = message->key, .total = message->size},
                       .message = message};
   frame.header.offset = message->cut;
   frame.header.payloadBytes = kind == Frame::Kind::kWaiting ? 0 : message->payloadBytes(mostPayload_);
@@ -100,7 +100,7 @@ OutgoingFrame Outbox::cutOff(const std::shared_ptr<Outgoing>& message, Frame::Ki
   message->hasBegun = true;
   message->writing.push_back(message->cut);
   message->cut += frame.header.payloadBytes;
-  if (message->cut == message->total) std::erase(queue_, message);
+  if (message->cut == message->size) std::erase(queue_, message);
   if (frame.header.payloadBytes > 0) frame.reader = MessageReader(message, frame.header.offset);
   if (frame.header.payloadBytes <= kSmallPayload && cell == 0) frame.copyPayload();
   return frame;
@@ -109,7 +109,7 @@ OutgoingFrame Outbox::cutOff(const std::shared_ptr<Outgoing>& message, Frame::Ki
 std::shared_ptr<Signal> Outbox::finish(OutgoingFrame& frame) {
   if (std::exchange(frame.hasGone, true) || !frame.message) return nullptr;
   auto& message = *frame.message;
-  const auto written = std::find(message.writing.begin(), message.writing.end(), frame.header.offset);
+  const auto written = std::ranges::find(message.writing, frame.header.offset);
   if (written != message.writing.end()) message.writing.erase(written);
   message.sent += frame.header.payloadBytes;
   return message.isComplete() || message.tellsProgress ? message.signal : nullptr;
@@ -129,14 +129,13 @@ void Outbox::grantPlace(uint64_t group, const MessageKey& key, uint64_t bytes) {
   const auto isMeant = [&](const auto& message) { return message->group == group && message->key == key; };
   if (const auto account = accounts_.find(group); account != accounts_.end()) {
     auto& waiting = account->second.waiting;
-    const auto found =
-        std::find_if(waiting.begin(), waiting.end(), [&](const auto& one) { return isMeant(one.second); });
+    const auto found = std::ranges::find_if(waiting, [&](const auto& one) { return isMeant(one.second); });
     if (found != waiting.end()) {
       queue_.push_front(std::move(found->second));
       waiting.erase(found);
     }
   }
-  const auto message = std::find_if(queue_.begin(), queue_.end(), isMeant);
+  const auto message = std::ranges::find_if(queue_, isMeant);
   if (message == queue_.end()) {
     // This answers a message that has waited, and has gone meanwhile.
     if (bytes <= kEagerBytes) return;

@@ -16,22 +16,27 @@
 
 namespace bagua::net {
 
-// A message on its way out. An Outbox writes the second half of it; other threads read that through Link::stateOf().
-struct Outgoing {
+// What a sender wants to go.
+struct Message {
+  const uint8_t* data = nullptr;
+  uint64_t size = 0;
+  // The first so many bytes may leave at once; more, as the sender makes them ready.
+  uint64_t ready = 0;
+  std::vector<uint8_t> context = {};
+  // The signal is notified when all bytes have gone; with `tellsProgress`, of every frame.
+  bool tellsProgress = false;
+  std::shared_ptr<Signal> signal = nullptr;
+  // The message leaves the rest of what the group may send to the peer unsolicited to others.
+  uint64_t maxUnsolicited = kUnsolicitedBytes;
+};
+
+// A message on its way out. An Outbox writes what is here; other threads read it through Link::stateOf().
+struct Outgoing : Message {
   uint64_t group = 0;
   MessageKey key;
-  const uint8_t* data = nullptr;
-  uint64_t total = 0;
-  std::vector<uint8_t> context;
-  // Notified of the last frame that has gone; with `tellsProgress`, of every one.
-  std::shared_ptr<Signal> signal;
-  bool tellsProgress = false;
-  // The group's account may be so full for this message.
-  uint64_t maxUnsolicited = kUnsolicitedBytes;
 
-  // The bytes from the beginning that the sender has made ready; that the receiver lets come; of these, for how many it
-  // has announced a place. The others need room in the group's account.
-  uint64_t ready = 0;
+  // The bytes from the beginning that the receiver lets come; of these, for how many it has announced a place. The
+  // others need room in the group's account.
   uint64_t allowed = kEagerBytes;
   uint64_t placed = 0;
   // The bytes from the beginning that have been cut into frames, and where those of them begin that are being written,
@@ -51,19 +56,18 @@ struct Outgoing {
 
   [[nodiscard]] uint64_t sendable() const { return std::min(ready, allowed); }
   // An empty message is a frame too.
-  [[nodiscard]] bool hasFrame() const { return cut < sendable() || (!hasBegun && total == 0); }
-  [[nodiscard]] bool isUnsolicited() const { return total > 0 && cut >= placed; }
+  [[nodiscard]] bool hasFrame() const { return cut < sendable() || (!hasBegun && size == 0); }
+  [[nodiscard]] bool isUnsolicited() const { return size > 0 && cut >= placed; }
   // The payload of the next frame, which has room for `most`.
   [[nodiscard]] uint32_t payloadBytes(uint32_t most) const {
     const uint64_t end = isUnsolicited() ? sendable() : std::min(sendable(), placed);
     return static_cast<uint32_t>(std::min<uint64_t>(end - cut, most));
   }
-  [[nodiscard]] bool isComplete() const { return hasBegun && sent == total; }
+  [[nodiscard]] bool isComplete() const { return hasBegun && sent == size; }
   // The bytes from the beginning that have gone.
   [[nodiscard]] uint64_t gone() const { return writing.empty() ? cut : writing.front(); }
   // The bytes from the beginning that will not be read again.
   [[nodiscard]] uint64_t released() const { return reading.empty() ? cut : reading.front(); }
-  // The frame with the context has gone.
   [[nodiscard]] bool hasContextGone() const { return hasBegun && (writing.empty() || writing.front() > 0); }
 };
 
@@ -86,7 +90,7 @@ class MessageReader {
   ~MessageReader() {
     if (!message_) return;
     auto& reading = message_->reading;
-    reading.erase(std::find(reading.begin(), reading.end(), offset_));
+    reading.erase(std::ranges::find(reading, offset_));
   }
   MessageReader(const MessageReader&) = delete;
   MessageReader& operator=(const MessageReader&) = delete;
@@ -106,7 +110,6 @@ struct OutgoingFrame {
   // The payload stays in the message as long as there is this.
   MessageReader reader = {};
   std::shared_ptr<const uint8_t[]> copy = nullptr;
-  // The payload is in its cell.
   bool isInCell = false;
   // The kernel has had all of it before.
   bool hasGone = false;

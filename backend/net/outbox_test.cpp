@@ -25,7 +25,7 @@ class OutboxTest : public ::testing::Test {
     message->group = group;
     message->key.index = index;
     message->data = data_.data();
-    message->total = total;
+    message->size = total;
     message->ready = total;
     message->context = {static_cast<uint8_t>(index)};
     message->signal = std::make_shared<Signal>();
@@ -150,8 +150,8 @@ TEST_F(OutboxTest, WithAllCreditGivenBackTheWholeAccountIsFree) {
     const auto message = add(static_cast<uint32_t>(round), kEagerBytes - 7 * static_cast<uint64_t>(round));
     const std::string frames = allThatLeave();
     EXPECT_EQ(frames.find('w'), std::string::npos) << frames;
-    const uint64_t count = (message->total + kMostPayload - 1) / kMostPayload;
-    outbox_.grantCredit(kGroup, message->total + count * kFrameCharge);
+    const uint64_t count = (message->size + kMostPayload - 1) / kMostPayload;
+    outbox_.grantCredit(kGroup, message->size + count * kFrameCharge);
   }
   fillAccount();
   add(100, 1);

@@ -13,7 +13,7 @@ void Probe::start(const SocketAddress& to, const Encryption* encryption, std::ch
   int error = 0;
   if (isOver_) return;
   try {
-    FileDescriptor socket = startConnecting(to, error);
+    UnsharedFile socket = startConnecting(to, error);
     auto encrypted = encryption && error == 0 ? encryption->connect(socket.number()) : nullptr;
     stream_ = Stream(std::move(socket), std::move(encrypted));
     if (error != 0) return end(Result::kFiltered);

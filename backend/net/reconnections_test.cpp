@@ -8,7 +8,6 @@
 #include <random>
 #include <thread>
 
-#include "backend/net/connection_counts.h"
 #include "tests/support/made_up_peer.h"
 #include "tests/support/open_sockets.h"
 #include "tests/support/two_transports.h"
@@ -296,19 +295,19 @@ class UnansweredHello : public MadeUpPeer {
     std::this_thread::sleep_for(50ms);
     EXPECT_EQ(recv(secondOne_.number(), &word_, sizeof(word_), MSG_DONTWAIT), -1) << "it may be needless";
   }
-  void answerTo(const Hello& hello, const FileDescriptor& connection) {
+  void answerTo(const Hello& hello, const UnsharedFile& connection) {
     hello_ = hello;
     answer(connection, {.from = kPeer, .link = 5});
   }
   // Both say of `ended` that nothing has come over it.
-  void expectLastWords(const Hello& ended, const FileDescriptor& connection) {
+  void expectLastWords(const Hello& ended, const UnsharedFile& connection) {
     word_ = hear(connection);
     EXPECT_EQ(word_.kind, Frame::Kind::kEnded);
     EXPECT_EQ(word_.key.stream, ended.connection);
     EXPECT_EQ(word_.total, 0);
     say(connection, {.kind = Frame::Kind::kEnded, .key = {.stream = ended.connection}, .total = 0});
   }
-  void expectMessage(const FileDescriptor& connection) {
+  void expectMessage(const UnsharedFile& connection) {
     EXPECT_EQ(hear(connection).kind, Frame::Kind::kUnsolicited);
     EXPECT_EQ(hearBytes(connection, sent_.size()), sent_);
   }
@@ -317,8 +316,8 @@ class UnansweredHello : public MadeUpPeer {
   const Bytes sent_ = pattern(100, 1);
   const uint64_t replaced_ = reconnections();
   std::unique_ptr<Group::Sending> sending_;
-  FileDescriptor firstOne_;
-  FileDescriptor secondOne_;
+  UnsharedFile firstOne_;
+  UnsharedFile secondOne_;
   Hello first_;
   Hello second_;
   Frame word_;

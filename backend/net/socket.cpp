@@ -25,7 +25,7 @@ constexpr int kSecondsBetweenProbes = 3;
 constexpr int kProbes = 7;
 static_assert(std::chrono::seconds(kSecondsBeforeProbe + kProbes * kSecondsBetweenProbes) == kPatienceWithSilence);
 
-void set(const FileDescriptor& socket, int level, int option, int value) {
+void set(const UnsharedFile& socket, int level, int option, int value) {
   // The connection works without it too.
   setsockopt(socket.number(), level, option, &value, sizeof(value));
 }
@@ -82,7 +82,7 @@ std::string SocketAddress::text() const {
   return size_ == 0 ? "an address that is not known" : address() + " port " + std::to_string(port());
 }
 
-SocketAddress addressOf(const FileDescriptor& socket) {
+SocketAddress addressOf(const UnsharedFile& socket) {
   sockaddr_storage storage{};
   socklen_t size = sizeof(storage);
   const bool isKnown = getsockname(socket.number(), reinterpret_cast<sockaddr*>(&storage), &size) == 0;
@@ -90,15 +90,15 @@ SocketAddress addressOf(const FileDescriptor& socket) {
   return {reinterpret_cast<sockaddr*>(&storage), size};
 }
 
-std::string peerOf(const FileDescriptor& socket) {
+std::string peerOf(const UnsharedFile& socket) {
   sockaddr_storage storage{};
   socklen_t size = sizeof(storage);
   if (getpeername(socket.number(), reinterpret_cast<sockaddr*>(&storage), &size) != 0) return "somewhere";
   return SocketAddress(reinterpret_cast<sockaddr*>(&storage), size).address();
 }
 
-FileDescriptor startConnecting(const SocketAddress& to, int& error) {
-  FileDescriptor socket(::socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+UnsharedFile startConnecting(const SocketAddress& to, int& error) {
+  UnsharedFile socket(::socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   TORCH_CHECK_WITH(DistNetworkError, socket.isOpen(), "bagua: cannot open a socket: ", textOf(errno));
   configure(socket);
   error = connect(socket.number(), to.get(), to.size()) == 0 || errno == EINPROGRESS ? 0 : errno;
@@ -107,11 +107,11 @@ FileDescriptor startConnecting(const SocketAddress& to, int& error) {
 
 bool isOfThisHost(const SocketAddress& address) {
   const SocketAddress anyPort(address.address(), 0);
-  const FileDescriptor socket(::socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const UnsharedFile socket(::socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
   return bind(socket.number(), anyPort.get(), anyPort.size()) == 0;
 }
 
-void configure(const FileDescriptor& socket) {
+void configure(const UnsharedFile& socket) {
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
   limitUnsent(socket, kMostUnsent);
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -120,28 +120,28 @@ void configure(const FileDescriptor& socket) {
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
 }
 
-int errorOf(const FileDescriptor& socket) {
+int errorOf(const UnsharedFile& socket) {
   int error = 0;
   socklen_t size = sizeof(error);
   if (getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
   return error;
 }
 
-std::chrono::milliseconds unansweredFor(const FileDescriptor& socket) {
+std::chrono::milliseconds unansweredFor(const UnsharedFile& socket) {
   tcp_info info{};
   socklen_t size = sizeof(info);
   if (getsockopt(socket.number(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_unacked == 0) return {};
   return std::chrono::milliseconds(info.tcpi_last_ack_recv);
 }
 
-bool hasTakenBytes(const FileDescriptor& socket) {
+bool hasTakenBytes(const UnsharedFile& socket) {
   tcp_info info{};
   socklen_t size = sizeof(info);
   // The connection itself counts for one.
   return getsockopt(socket.number(), IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_bytes_acked > 1;
 }
 
-Line lineOf(const FileDescriptor& socket) {
+Line lineOf(const UnsharedFile& socket) {
   tcp_info info{};
   socklen_t size = sizeof(info);
   if (getsockopt(socket.number(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
@@ -159,9 +159,9 @@ Line lineOf(const FileDescriptor& socket) {
           .lost = info.tcpi_total_retrans};
 }
 
-void limitUnsent(const FileDescriptor& socket, int bytes) { set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, bytes); }
+void limitUnsent(const UnsharedFile& socket, int bytes) { set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, bytes); }
 
-bool useBbr(const FileDescriptor& socket) {
+bool useBbr(const UnsharedFile& socket) {
   constexpr std::string_view kBbr = "bbr";
   return setsockopt(socket.number(), IPPROTO_TCP, TCP_CONGESTION, kBbr.data(), kBbr.size()) == 0;
 }

@@ -5,27 +5,11 @@
 
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <string>
 
 #include "backend/os/unshared_file.h"
 
 namespace bagua::net {
-
-// Owns a file descriptor, which forked children do not share: a peer is to notice the end of this process though its
-// children live on.
-class FileDescriptor {
- public:
-  FileDescriptor() = default;
-  explicit FileDescriptor(int number) : file_(number < 0 ? nullptr : std::make_unique<UnsharedFile>(number)) {}
-
-  // Negative if not open.
-  [[nodiscard]] int number() const { return file_ ? file_->descriptor() : -1; }
-  [[nodiscard]] bool isOpen() const { return number() >= 0; }
-
- private:
-  std::unique_ptr<UnsharedFile> file_;
-};
 
 // An address and a port, IPv4 or IPv6.
 class SocketAddress {
@@ -48,12 +32,12 @@ class SocketAddress {
   socklen_t size_ = 0;
 };
 
-SocketAddress addressOf(const FileDescriptor& socket);
+SocketAddress addressOf(const UnsharedFile& socket);
 // Returns the address at the other end, in words.
-std::string peerOf(const FileDescriptor& socket);
+std::string peerOf(const UnsharedFile& socket);
 // Starts to connect, without waiting. `error` is the system's where that fails at once; 0: it does not. Throws
 // DistNetworkError where there are no more sockets.
-FileDescriptor startConnecting(const SocketAddress& to, int& error);
+UnsharedFile startConnecting(const SocketAddress& to, int& error);
 // A link ends when the other host has given no sign for this long, so that one that has lost its power is known within
 // half a minute. Without a limit that takes two hours, or for ever.
 inline constexpr std::chrono::milliseconds kPatienceWithSilence{24'000};
@@ -62,13 +46,13 @@ bool isOfThisHost(const SocketAddress& address);
 // Prepares a connection: it does not wait for more to send, what is unsent stays in this process, and an idle one is
 // probed. Probes keep the connection known to address translators and firewalls on the way, which forget it after a
 // minute or more, and end it after kPatienceWithSilence without an answer.
-void configure(const FileDescriptor& socket);
+void configure(const UnsharedFile& socket);
 // Returns the pending error of a socket; 0: none.
-int errorOf(const FileDescriptor& socket);
+int errorOf(const UnsharedFile& socket);
 // Returns for how long the other host's kernel has sent nothing, though it has something to acknowledge; 0: it has not.
-std::chrono::milliseconds unansweredFor(const FileDescriptor& socket);
+std::chrono::milliseconds unansweredFor(const UnsharedFile& socket);
 // Returns whether the other host's kernel has acknowledged a byte.
-bool hasTakenBytes(const FileDescriptor& socket);
+bool hasTakenBytes(const UnsharedFile& socket);
 // The kernel has seen this of the line that a connection goes over; zeros where it does not tell.
 struct Line {
   // The shortest round trip of the last minutes, and that of late; 0 where nothing has been sent for two round trips.
@@ -82,14 +66,14 @@ struct Line {
   uint64_t sent = 0;
   uint64_t lost = 0;
 };
-Line lineOf(const FileDescriptor& socket);
+Line lineOf(const UnsharedFile& socket);
 // The kernel keeps so much of a connection that it has not sent yet. This is little, so that urgent frames overtake,
 // and connections share a message by how fast they are. With 128 KiB the thread that refills is woken twice as often.
 inline constexpr int kMostUnsent = 256 << 10;
 // The kernel takes no more while it has so many bytes that it has not sent yet.
-void limitUnsent(const FileDescriptor& socket, int bytes);
+void limitUnsent(const UnsharedFile& socket, int bytes);
 // Has the kernel send by what it measures, whatever is lost (BBR). Returns false where it may not: see
 // net.ipv4.tcp_allowed_congestion_control.
-bool useBbr(const FileDescriptor& socket);
+bool useBbr(const UnsharedFile& socket);
 
 }  // namespace bagua::net

@@ -26,11 +26,11 @@ inline void noteRead([[maybe_unused]] std::span<const iovec> parts) {
 class Stream {
  public:
   Stream() = default;
-  explicit Stream(FileDescriptor socket, std::unique_ptr<EncryptedStream> encrypted = nullptr)
+  explicit Stream(UnsharedFile socket, std::unique_ptr<EncryptedStream> encrypted = nullptr)
       : socket_(std::move(socket)), encrypted_(std::move(encrypted)) {}
 
   [[nodiscard]] int number() const { return socket_.number(); }
-  [[nodiscard]] const FileDescriptor& socket() const { return socket_; }
+  [[nodiscard]] const UnsharedFile& socket() const { return socket_; }
   [[nodiscard]] bool isOpen() const { return socket_.isOpen(); }
   void close() { *this = Stream(); }
 
@@ -55,7 +55,7 @@ class Stream {
   [[nodiscard]] bool hasUnsent() const { return encrypted_ && encrypted_->hasUnsent(); }
 
  private:
-  FileDescriptor socket_;
+  UnsharedFile socket_;
   std::unique_ptr<EncryptedStream> encrypted_;
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/net/transport.h"
 
-#include <c10/util/Exception.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -37,7 +36,7 @@ std::shared_ptr<Transport> Transport::listenAt(const std::string& address, int m
       new Transport(net::listenAt(address, ports), {mostConnections, std::move(encryption), patience}));
 }
 
-Transport::Transport(FileDescriptor listening, Link::Opening opening)
+Transport::Transport(UnsharedFile listening, Link::Opening opening)
     : opening_(std::move(opening)),
       listening_(std::move(listening)),
       guestLoop_(opening_.encryption ? std::make_shared<EventLoop>() : loop_) {

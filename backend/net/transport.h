@@ -23,7 +23,7 @@ namespace bagua::net {
 
 // A process has this of the network between hosts: a port where it listens, a link to every process that it has spoken
 // to, and the groups whose messages these carry. Any thread may call.
-class Transport final : public Link::Owner, public std::enable_shared_from_this<Transport> {
+class Transport final : public std::enable_shared_from_this<Transport> {
  public:
   // Listens at `address`, at one of `ports`, and answers from the first join() or expect() on. With `encryption`, it
   // speaks only with processes that know the secret. A link ends when the peer's kernel has acknowledged nothing for
@@ -32,7 +32,9 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
                                              std::shared_ptr<const Encryption> encryption = nullptr,
                                              std::chrono::milliseconds patience = kPatienceWithSilence,
                                              config::PortRange ports = {});
-  ~Transport() override;
+  ~Transport();
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
 
   [[nodiscard]] const ProcessAddress& address() const { return address_; }
   // `id` is the same on all ranks, and no other group's. `ranks` are all ranks' addresses, `neighbours` the ranks of
@@ -55,9 +57,10 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
 
  private:
   friend class Group;
+  friend class Link;
   friend class Listener;
 
-  Transport(FileDescriptor listening, Link::Opening opening);
+  Transport(UnsharedFile listening, Link::Opening opening);
   // Lets connections in, from the first call on.
   void answer();
   // Returns the link over which this process speaks to a peer. It is made where there is none, or only a lost one.
@@ -75,13 +78,17 @@ class Transport final : public Link::Owner, public std::enable_shared_from_this<
   void tellSenders(uint64_t group, const std::shared_ptr<Inbox>& inbox);
   void tellSender(uint64_t group, Link& link);
 
-  Delivery begin(const Frame& frame, const std::vector<uint8_t>& context, const std::shared_ptr<Link>& link) override;
-  void onLeave(const Frame& frame) override;
-  void onAbsent(const Link& link, uint64_t group) override;
-  void onLost(const Link& link, const std::string& error) override;
+  // --- Links call these on the loop's thread; onLost() on any. See FrameSink for the first.
+  Delivery begin(const Frame& frame, const std::vector<uint8_t>& context, const std::shared_ptr<Link>& link);
+  // A rank has left a group, after so many data frames.
+  void onLeave(const Frame& frame);
+  // The peer takes nothing for a group, and has sent nothing for it over this link.
+  void onAbsent(const Link& link, uint64_t group);
+  // The link has ended, with what was under way on it.
+  void onLost(const Link& link, const std::string& error);
 
   const Link::Opening opening_;
-  FileDescriptor listening_;
+  UnsharedFile listening_;
   ProcessAddress address_;
   GroupTable table_;
   std::mutex mutex_;

@@ -26,9 +26,9 @@ void MemoryUse::add(const std::vector<at::Tensor>& tensors, std::vector<Span>& s
 }
 
 bool MemoryUse::overlap(const std::vector<Span>& first, const std::vector<Span>& second) {
-  return std::any_of(first.begin(), first.end(), [&](const Span& one) {
-    return std::any_of(second.begin(), second.end(),
-                       [&](const Span& other) { return one.begin < other.end && other.begin < one.end; });
+  return std::ranges::any_of(first, [&](const Span& one) {
+    return std::ranges::any_of(second,
+                               [&](const Span& other) { return one.begin < other.end && other.begin < one.end; });
   });
 }
 

@@ -17,8 +17,7 @@ namespace bagua {
 class ProgramMode {
  public:
   explicit ProgramMode(const std::vector<at::Tensor>& results) {
-    const bool isNeeded =
-        std::any_of(results.begin(), results.end(), [](const at::Tensor& result) { return result.is_inference(); });
+    const bool isNeeded = std::ranges::any_of(results, [](const at::Tensor& result) { return result.is_inference(); });
     if (isNeeded != c10::InferenceMode::is_enabled()) inferenceMode_.emplace(isNeeded);
     noGrad_.emplace();
   }

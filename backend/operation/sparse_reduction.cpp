@@ -19,7 +19,7 @@ namespace {
 // Every rank's rows, which differ in number: gathered at the length of the longest and cut.
 std::vector<at::Tensor> gatherRows(Communicator& communicator, const at::Tensor& rows,
                                    const std::vector<int64_t>& counts) {
-  const int64_t longest = *std::max_element(counts.begin(), counts.end());
+  const int64_t longest = *std::ranges::max_element(counts);
   auto shape = rows.sizes().vec();
   shape[0] = longest;
   at::Tensor padded = at::zeros(shape, rows.options());

@@ -48,9 +48,9 @@ bool shareBytes(const std::vector<at::Tensor>& tensors) {
     const auto* const begin = static_cast<const uint8_t*>(tensor.const_data_ptr());
     ranges.emplace_back(begin, begin + tensor.nbytes());
   }
-  std::sort(ranges.begin(), ranges.end());
+  std::ranges::sort(ranges);
   const auto overlap = [](const auto& lower, const auto& upper) { return upper.first < lower.second; };
-  return std::adjacent_find(ranges.begin(), ranges.end(), overlap) != ranges.end();
+  return std::ranges::adjacent_find(ranges, overlap) != ranges.end();
 }
 
 }  // namespace bagua

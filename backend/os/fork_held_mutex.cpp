@@ -42,7 +42,7 @@ class AllMutexes {
     const auto isTaken = [](ForkHeldMutex* mutex) { return !mutex->try_lock(); };
     while (true) {
       mutex_.lock();
-      const auto taken = std::find_if(mutexes_.begin(), mutexes_.end(), isTaken);
+      const auto taken = std::ranges::find_if(mutexes_, isTaken);
       if (taken == mutexes_.end()) return;
       std::for_each(mutexes_.begin(), taken, [](ForkHeldMutex* mutex) { mutex->unlock(); });
       mutex_.unlock();

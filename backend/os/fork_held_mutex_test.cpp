@@ -73,7 +73,7 @@ TEST(ForkHeldMutex, TwoMayBeTakenInEitherOrder) {
 
 TEST(ForkHeldMutex, AForkedChildCanRecordOperations) {
   auto& recorder = FlightRecorder::instance();
-  const uint64_t group = recorder.addGroup({.name = "forks", .rank = 0, .size = 1, .globalRanks = {0}});
+  const auto group = recorder.addGroup({.name = "forks", .rank = 0, .globalRanks = {0}});
   const Operation operation{.name = "bagua:all_reduce", .timeout = std::chrono::seconds(1)};
   expectChildrenCan([&] { recorder.end(recorder.begin(group, operation, fingerprintOf(operation)), true); });
 }

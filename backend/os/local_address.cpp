@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "backend/config.h"
-#include "backend/net/socket.h"
 
 namespace bagua::net {
 namespace {
@@ -42,29 +41,6 @@ socklen_t sizeOf(const sockaddr* address) {
   return address->sa_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
 }
 
-struct Interface {
-  std::string name;
-  SocketAddress address;
-};
-
-// Of all that are up, IPv4 first.
-std::vector<Interface> interfaces() {
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return {};
-  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
-  std::vector<Interface> found;
-  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
-    const bool isUp = (entry->ifa_flags & IFF_UP) != 0;
-    if (isUp && isOfAnyUse(entry->ifa_addr)) {
-      found.push_back({entry->ifa_name, SocketAddress(entry->ifa_addr, sizeOf(entry->ifa_addr))});
-    }
-  }
-  std::stable_sort(found.begin(), found.end(), [](const Interface& a, const Interface& b) {
-    return a.address.family() == AF_INET && b.address.family() != AF_INET;
-  });
-  return found;
-}
-
 // What a host's name stands for.
 std::vector<SocketAddress> addressesOf(const std::string& host) {
   addrinfo hints{};
@@ -82,13 +58,13 @@ std::vector<SocketAddress> addressesOf(const std::string& host) {
 // From which this host would send to `target`. No packet leaves.
 std::optional<SocketAddress> sourceFor(const SocketAddress& target) {
   const SocketAddress withPort(target.address(), 9);
-  const FileDescriptor socket(::socket(target.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  const UnsharedFile socket(::socket(target.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
   if (!socket.isOpen() || connect(socket.number(), withPort.get(), withPort.size()) != 0) return std::nullopt;
   return addressOf(socket);
 }
 
 std::string addressOfInterface(const std::string& name, const std::vector<Interface>& all) {
-  const auto found = std::find_if(all.begin(), all.end(), [&](const Interface& one) { return one.name == name; });
+  const auto found = std::ranges::find_if(all, [&](const Interface& one) { return one.name == name; });
   if (found != all.end()) return found->address.address();
   std::string names;
   for (const auto& one : all) {
@@ -105,6 +81,23 @@ std::string hostName() {
 
 }  // namespace
 
+std::vector<Interface> interfaces() {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return {};
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
+  std::vector<Interface> found;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    const bool isUp = (entry->ifa_flags & IFF_UP) != 0;
+    if (isUp && isOfAnyUse(entry->ifa_addr)) {
+      found.push_back({entry->ifa_name, SocketAddress(entry->ifa_addr, sizeOf(entry->ifa_addr))});
+    }
+  }
+  std::ranges::stable_sort(found, [](const Interface& a, const Interface& b) {
+    return a.address.family() == AF_INET && b.address.family() != AF_INET;
+  });
+  return found;
+}
+
 std::string localAddress() {
   const auto all = interfaces();
   if (const auto name = config::socketInterface()) return addressOfInterface(*name, all);
@@ -117,14 +110,13 @@ std::string localAddress() {
     }
   }
   const auto isOwn = [&](const SocketAddress& address) {
-    return std::any_of(all.begin(), all.end(),
-                       [&](const Interface& one) { return one.address.address() == address.address(); });
+    return std::ranges::any_of(all, [&](const Interface& one) { return one.address.address() == address.address(); });
   };
   for (const auto& address : addressesOf(hostName())) {
     if (isOwn(address)) candidates.push_back(address);
   }
   for (const auto& one : all) candidates.push_back(one.address);
-  const auto found = std::find_if_not(candidates.begin(), candidates.end(), isLoopback);
+  const auto found = std::ranges::find_if_not(candidates, isLoopback);
   if (found != candidates.end()) return found->address();
   return candidates.empty() ? "127.0.0.1" : candidates.front().address();
 }

@@ -125,7 +125,7 @@ std::optional<SharedSegment> SharedSegment::create(size_t bytes, std::string& wh
     whyNot = withErrno("shm_open", errno);
     return std::nullopt;
   }
-  whyNot = reserve(file.descriptor(), bytes);
+  whyNot = reserve(file.number(), bytes);
   auto segment = whyNot.empty() ? map(name, std::move(file), bytes, whyNot) : std::nullopt;
   if (segment) {
     segment->ownsName_ = true;
@@ -145,14 +145,14 @@ std::optional<SharedSegment> SharedSegment::open(const std::string& name, size_t
     whyNot = withErrno("shm_open", errno);
     return std::nullopt;
   }
-  whyNot = objectionTo(file.descriptor(), bytes);
+  whyNot = objectionTo(file.number(), bytes);
   if (!whyNot.empty()) return std::nullopt;
   return map(name, std::move(file), bytes, whyNot);
 }
 
 std::optional<SharedSegment> SharedSegment::map(const std::string& name, UnsharedFile file, size_t bytes,
                                                 std::string& whyNot) {
-  void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.descriptor(), 0);
+  void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.number(), 0);
   if (data == MAP_FAILED) {
     whyNot = withErrno("mmap", errno);
     return std::nullopt;
@@ -182,7 +182,7 @@ SharedSegment::~SharedSegment() {
 
 void SharedSegment::removeName() {
   if (!isOpen()) return;
-  const bool isAbandoned = !isLocked(file_.descriptor(), kCreatorSeat);
+  const bool isAbandoned = !isLocked(file_.number(), kCreatorSeat);
   if (std::exchange(ownsName_, false) || isAbandoned) ::shm_unlink(name_.c_str());
 }
 
@@ -192,10 +192,10 @@ void SharedSegment::removeOnlyHeardName() {
 }
 
 void SharedSegment::take(int seat) {
-  TORCH_CHECK(takeLock(file_.descriptor(), seat), "bagua: cannot lock seat ", seat,
+  TORCH_CHECK(takeLock(file_.number(), seat), "bagua: cannot lock seat ", seat,
               " of the shared memory: ", std::strerror(errno));
 }
 
-bool SharedSegment::isTaken(int seat) const { return isLocked(file_.descriptor(), seat); }
+bool SharedSegment::isTaken(int seat) const { return isLocked(file_.number(), seat); }
 
 }  // namespace bagua

@@ -22,7 +22,7 @@ bool deviceOrder(const at::Device& a, const at::Device& b) {
 }
 
 bool hasError(const GroupEpoch::Executors& executors) {
-  return std::any_of(executors.begin(), executors.end(), [](const auto& known) { return known.second->error(); });
+  return std::ranges::any_of(executors, [](const auto& known) { return known.second->error() != nullptr; });
 }
 
 }  // namespace

@@ -14,11 +14,6 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-bool areEven(const Tensors& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(),
-                     [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
-}
-
 // Never negative: these values of Operation::commonNumel have a meaning of their own.
 int64_t hashOfSizes(const Tensors& tensors) {
   uint64_t hash = kHashSeed;
@@ -49,6 +44,10 @@ std::string textOfSizes(const Tensors& tensors) {
 }
 
 }  // namespace
+
+bool areEven(const Tensors& tensors) {
+  return std::ranges::all_of(tensors, [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
+}
 
 void compareSizes(Operation& operation, const Tensors& tensors) {
   operation.commonNumel = hashOfSizes(tensors);

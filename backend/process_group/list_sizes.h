@@ -9,6 +9,9 @@
 
 namespace bagua {
 
+// Whether all tensors of a list, which is not empty, have as many elements.
+bool areEven(const std::vector<at::Tensor>& tensors);
+
 // What the ranks compare of an operation on a list of tensors, and show where they differ: how many there are, and the
 // size of each. `operation` keeps the number of elements that it names.
 void compareSizes(Operation& operation, const std::vector<at::Tensor>& tensors);

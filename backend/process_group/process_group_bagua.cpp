@@ -135,7 +135,7 @@ c10::intrusive_ptr<ProcessGroupBagua::Options> ProcessGroupBagua::optionsOf(
 c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::split(const StorePtr& store, const std::vector<int>& ranks,
                                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   for (const int rank : ranks) checks("bagua:split").rank(rank, "member");
-  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
+  const auto self = std::ranges::find(ranks, rank_);
   if (self == ranks.end()) return nullptr;
   return merge(store, opts, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()));
 }

@@ -4,7 +4,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
-#include <numeric>
 #include <utility>
 
 #include "backend/cpu/collectives/reduction.h"
@@ -26,11 +25,6 @@ Splits numels(const Tensors& tensors) {
   counts.reserve(tensors.size());
   for (const auto& tensor : tensors) counts.push_back(tensor.numel());
   return counts;
-}
-
-bool allOfEqualNumel(const Tensors& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(),
-                     [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
 }
 
 // In row-major order, however the tensors are stored.
@@ -121,7 +115,7 @@ void gatherUneven(Communicator& communicator, Tensors& outputs, const at::Tensor
 }
 
 void gatherToAll(Communicator& communicator, Tensors& outputs, const at::Tensor& input) {
-  if (!allOfEqualNumel(outputs)) return gatherUneven(communicator, outputs, input);
+  if (!areEven(outputs)) return gatherUneven(communicator, outputs, input);
   at::Tensor flat = flatSpaceFor(outputs);
   communicator.allGather(flat, input.contiguous());
   unflatten(flat, outputs);
@@ -266,7 +260,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter(Tensors& outputs, std::vector<Tensors>
   compareSizes(reducing, inputs[0]);
   return executorFor(output.device())
       ->submit(reducing, outputs, [input = inputs[0], output, op = opts.reduceOp](Communicator& communicator) mutable {
-        if (allOfEqualNumel(input)) {
+        if (areEven(input)) {
           inPlainOrder(output, [&](at::Tensor& plain) { communicator.reduceScatter(plain, flatten(input), op); });
           return;
         }

@@ -30,8 +30,8 @@ Handles orderedHandles(const c10d::ReconfigureOptions& opts) {
   std::visit([&](const auto& given) { handles.assign(given.begin(), given.end()); }, opts.handles);
   TORCH_CHECK_VALUE(!handles.empty(), "bagua:reconfigure: there has to be at least one handle");
   Handles sorted = handles;
-  std::sort(sorted.begin(), sorted.end());
-  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  std::ranges::sort(sorted);
+  const auto twice = std::ranges::adjacent_find(sorted);
   TORCH_CHECK_VALUE(twice == sorted.end(), "bagua:reconfigure: handles have to be unique, and ", *twice,
                     " comes more than once");
   return std::holds_alternative<Handles>(opts.handles) ? handles : sorted;
@@ -51,7 +51,7 @@ void checkThatHandlesAgree(c10d::Store& store, const Handles& handles, int rank,
                            const ChangeAttempt& attempt) {
   const std::string own = c10::Join(" ", handles);
   const std::string key = "handles";
-  if (rank == 0) return store.set(key, std::vector<uint8_t>(own.begin(), own.end()));
+  if (rank == 0) return store.set(key, own);
   try {
     store.wait({key}, timeout);
   } catch (const std::exception&) {
@@ -60,8 +60,7 @@ void checkThatHandlesAgree(c10d::Store& store, const Handles& handles, int rank,
                      " waited ", timeout.count(), " ms for its rank 0, ", handles.front(),
                      ", which lives but did not call reconfigure() with the same uuid");
   }
-  const auto value = store.get(key);
-  const std::string first(value.begin(), value.end());
+  const std::string first = store.get_to_str(key);
   TORCH_CHECK_VALUE(first == own, "bagua:reconfigure: rank 0 was given the members ", first, ", and rank ", rank, " ",
                     own);
 }
@@ -74,8 +73,7 @@ constexpr std::chrono::milliseconds kUntilWord{150};
 
 // Throws unless rank 0 has said that all members begin.
 void checkBegun(c10d::Store& store, int rank, int size) {
-  const auto word = store.get(kBegun);
-  TORCH_CHECK_WITH(DistBackendError, std::string(word.begin(), word.end()) == "yes", "bagua:reconfigure: rank ", rank,
+  TORCH_CHECK_WITH(DistBackendError, store.get_to_str(kBegun) == "yes", "bagua:reconfigure: rank ", rank,
                    " of the new ", size, " has come when the others had given up");
 }
 
@@ -96,8 +94,7 @@ void beginTogether(c10d::Store& store, int rank, int size, Deadline deadline, co
     for (; !isComplete && isInTime(); isComplete = haveMet()) std::this_thread::sleep_for(kPause);
     // If this process was stopped, others have given up without being able to say so.
     isComplete = isComplete && isInTime() && store.add(left, kDecided) == kDecided;
-    const std::string word = isComplete ? "yes" : "no";
-    store.set(begun, std::vector<uint8_t>(word.begin(), word.end()));
+    store.set(begun, isComplete ? std::string("yes") : "no");
     if (!isComplete) attempt.check();
     TORCH_CHECK_WITH(DistBackendError, isComplete, "bagua:reconfigure: only ", store.add(met, 0), " of the new ", size,
                      " members, without ", store.add(left, 0) % kDecided, " who gave up, have come in time");
@@ -152,7 +149,7 @@ ProcessGroupBagua::WorkPtr ProcessGroupBagua::reconfigure(const c10d::Reconfigur
   std::vector<MemberHandle> members;
   members.reserve(handles.size());
   for (const auto& handle : handles) members.push_back(MemberHandle::parse(handle));
-  const auto own = std::find(handles.begin(), handles.end(), get_reconfigure_handle());
+  const auto own = std::ranges::find(handles, get_reconfigure_handle());
   TORCH_CHECK_VALUE(own != handles.end(), "bagua:reconfigure: this member's own handle, ", get_reconfigure_handle(),
                     ", is not among the ", handles.size(), " given");
   // What an attempt with it has left in the store would be found.

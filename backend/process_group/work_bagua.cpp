@@ -46,8 +46,7 @@ bool WorkBagua::complete(const std::exception_ptr& error) {
   bool isAskedFor = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (isClaimed_) return false;
-    isClaimed_ = true;
+    if (completed_) return false;
     isAskedFor = future_ != nullptr;
     // From here on getFuture() settles what it makes.
     completed_ = true;
@@ -70,11 +69,11 @@ GroupWork::GroupWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts
     : Work(rank, c10d::OpType::COALESCED), parts_(std::move(parts)) {}
 
 bool GroupWork::isCompleted() {
-  return std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->isCompleted(); });
+  return std::ranges::all_of(parts_, [](const auto& part) { return part->isCompleted(); });
 }
 
 bool GroupWork::isSuccess() const {
-  return std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->isSuccess(); });
+  return std::ranges::all_of(parts_, [](const auto& part) { return part->isSuccess(); });
 }
 
 std::exception_ptr GroupWork::exception() const {

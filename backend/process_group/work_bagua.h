@@ -32,9 +32,8 @@ class WorkBagua final : public c10d::Work {
  private:
   const Operation operation_;
   const std::vector<at::Tensor> results_;
-  // Both guarded by mutex_.
+  // Guarded by mutex_.
   c10::intrusive_ptr<c10::ivalue::Future> future_;
-  bool isClaimed_ = false;
 };
 
 // Completed when all of its parts are.

@@ -88,7 +88,7 @@ std::string valueOf(const Fields& fields, const char* name) {
 }
 
 void addLine(std::string& record, const char* name, std::string value) {
-  std::replace(value.begin(), value.end(), '\n', ' ');
+  std::ranges::replace(value, '\n', ' ');
   record += c10::str(name, "=", value, "\n");
 }
 
@@ -128,11 +128,11 @@ std::string keyOf(int rank) { return "host/" + std::to_string(rank); }
 
 // The ranks whose key is not in the store yet: "1, 3".
 std::string missingRanks(c10d::Store& store, const std::vector<std::string>& keys) {
-  std::string missing;
+  std::vector<size_t> missing;
   for (size_t rank = 0; rank < keys.size(); ++rank) {
-    if (!store.check({keys[rank]})) missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+    if (!store.check({keys[rank]})) missing.push_back(rank);
   }
-  return missing;
+  return c10::Join(", ", missing);
 }
 
 // Before this rank raises what all ranks are about to: if its process ends, the store may end with it.
@@ -163,16 +163,14 @@ void separateThreads(c10d::Store& store, size_t rank, GroupMembers& members) {
   const auto key = [](size_t peer) { return "thread/" + std::to_string(peer); };
   if (isThreadBesideAnother(members.addresses, rank)) {
     members.ownTransport = net::newTransport();
-    const std::string address = members.ownTransport->address().toString();
-    store.set(key(rank), std::vector<uint8_t>(address.begin(), address.end()));
+    store.set(key(rank), members.ownTransport->address().toString());
   }
   const std::vector<std::string> found = members.addresses;
   for (size_t peer = 0; peer < found.size(); ++peer) {
     if (!isThreadBesideAnother(found, peer)) continue;
     // This wait ends with the change for which the members meet, as get() of a missing key would not.
     store.wait({key(peer)}, store.getTimeout());
-    const auto address = store.get(key(peer));
-    members.addresses[peer] = std::string(address.begin(), address.end());
+    members.addresses[peer] = store.get_to_str(key(peer));
   }
 }
 
@@ -213,7 +211,7 @@ GroupMembers membersOf(const std::vector<std::string>& records) {
 
 GroupMembers exchangeRecords(c10d::Store& store, int rank, int size, milliseconds timeout) {
   const std::string own = ownRecord();
-  store.set(keyOf(rank), std::vector<uint8_t>(own.begin(), own.end()));
+  store.set(keyOf(rank), own);
   std::vector<std::string> keys;
   keys.reserve(size);
   for (int peer = 0; peer < size; ++peer) keys.push_back(keyOf(peer));

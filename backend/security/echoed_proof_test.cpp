@@ -38,7 +38,7 @@ TEST(EchoedProof, OfTheOtherSideIsRefused) {
   const auto peer = Transport::listenAt("127.0.0.1", 2, security->encryption());
   const auto group = transport->join(7, 0, {transport->address(), peer->address()});
   const SocketAddress address = transport->address().address;
-  const FileDescriptor socket(::socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const UnsharedFile socket(::socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
   ASSERT_EQ(connect(socket.number(), address.get(), address.size()), 0) << std::strerror(errno);
   const timeval limit{.tv_sec = 10, .tv_usec = 0};  // of every call below
   ASSERT_EQ(setsockopt(socket.number(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);

@@ -75,10 +75,10 @@ class Proxy {
 
  private:
   void run() {
-    std::vector<std::pair<FileDescriptor, FileDescriptor>> pairs;
+    std::vector<std::pair<UnsharedFile, UnsharedFile>> pairs;
     while (!isStopping_) {
-      FileDescriptor accepted(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (accepted.isOpen()) pairs.emplace_back(std::move(accepted), FileDescriptor(connectTo(to_)));
+      UnsharedFile accepted(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (accepted.isOpen()) pairs.emplace_back(std::move(accepted), UnsharedFile(connectTo(to_)));
       bool isIdle = true;
       for (const auto& [one, other] : pairs) {
         const bool hasPassed = pass(one, other);
@@ -87,7 +87,7 @@ class Proxy {
       if (isIdle) std::this_thread::sleep_for(200us);
     }
   }
-  bool pass(const FileDescriptor& from, const FileDescriptor& to) {
+  bool pass(const UnsharedFile& from, const UnsharedFile& to) {
     std::array<uint8_t, 65536> bytes;
     const ssize_t size = recv(from.number(), bytes.data(), bytes.size(), MSG_DONTWAIT);
     if (size == 0) shutdown(to.number(), SHUT_WR);
@@ -106,7 +106,7 @@ class Proxy {
   }
 
   const SocketAddress to_;
-  const FileDescriptor listening_;
+  const UnsharedFile listening_;
   std::atomic<bool> isStopping_ = false;
   std::atomic<bool> isToChange_ = false;
   std::mutex mutex_;
@@ -356,7 +356,7 @@ TEST_F(EncryptedTransportTest, TenThousandStrangersDisturbNobody) {
   std::atomic<bool> isOver = false;
   std::atomic<int> strangers = 0;
   std::thread siege([&] {
-    std::deque<FileDescriptor> waiting;
+    std::deque<UnsharedFile> waiting;
     const Bytes greeting{0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3};
     const Hello hello{.from = {1, 2}, .to = first_->address().process, .link = 3};
     for (; strangers < 10'000; ++strangers) {

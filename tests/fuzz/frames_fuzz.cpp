@@ -48,8 +48,8 @@ class Connection final : public FrameSink {
   Connection() {
     std::array<int, 2> ends{};
     TORCH_INTERNAL_ASSERT(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends.data()) == 0);
-    peer_ = FileDescriptor(ends[0]);
-    own_ = Stream(FileDescriptor(ends[1]));
+    peer_ = UnsharedFile(ends[0]);
+    own_ = Stream(UnsharedFile(ends[1]));
   }
 
   void send(const void* bytes, size_t count) {
@@ -99,7 +99,7 @@ class Connection final : public FrameSink {
   const std::shared_ptr<Heard> heard_ = std::make_shared<Heard>();
   uint64_t charged_ = 0;
   const std::shared_ptr<Inbox> inbox_ = std::make_shared<Inbox>();
-  FileDescriptor peer_;
+  UnsharedFile peer_;
   Stream own_;
   bool isAlive_ = true;
   std::map<uint32_t, std::vector<uint8_t>> cells_;

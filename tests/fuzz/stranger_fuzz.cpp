@@ -32,21 +32,21 @@ class Connection {
     std::array<int, 2> ends{};
     const int made = socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends.data());
     TORCH_CHECK(made == 0, "no sockets");
-    ours_ = net::FileDescriptor(ends[0]);
-    theirs_ = net::FileDescriptor(ends[1]);
+    ours_ = UnsharedFile(ends[0]);
+    theirs_ = UnsharedFile(ends[1]);
   }
-  net::FileDescriptor takeOurs() { return std::move(ours_); }
-  net::FileDescriptor takeTheirs() { return std::move(theirs_); }
+  UnsharedFile takeOurs() { return std::move(ours_); }
+  UnsharedFile takeTheirs() { return std::move(theirs_); }
   [[nodiscard]] int ours() const { return ours_.number(); }
   // Whether all of it has gone.
   bool say(const void* bytes, size_t size) {
     return send(theirs_.number(), bytes, size, MSG_NOSIGNAL) == static_cast<ssize_t>(size);
   }
-  void end() { theirs_ = net::FileDescriptor(); }
+  void end() { theirs_ = UnsharedFile(); }
 
  private:
-  net::FileDescriptor ours_;
-  net::FileDescriptor theirs_;
+  UnsharedFile ours_;
+  UnsharedFile theirs_;
 };
 
 // What a rank would say first, for the fuzzer to change.

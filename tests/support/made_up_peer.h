@@ -26,8 +26,8 @@ class MadeUpPeer : public ::testing::Test {
     group_->watch(1);
   }
   // Opens a connection itself, from an address of this host.
-  [[nodiscard]] FileDescriptor come(const std::string& from, uint64_t number) const {
-    FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  [[nodiscard]] UnsharedFile come(const std::string& from, uint64_t number) const {
+    UnsharedFile socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     const SocketAddress own(from, 0);
     const auto to = transport_->address().address;
     EXPECT_EQ(bind(socket.number(), own.get(), own.size()), 0);
@@ -37,10 +37,10 @@ class MadeUpPeer : public ::testing::Test {
     return socket;
   }
   // The next connection of the transport, and what it says first.
-  FileDescriptor accept() {
-    FileDescriptor accepted;
+  UnsharedFile accept() {
+    UnsharedFile accepted;
     for (const auto end = std::chrono::steady_clock::now() + kLimit; !accepted.isOpen();) {
-      accepted = FileDescriptor(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC));
+      accepted = UnsharedFile(accept4(listening_.number(), nullptr, nullptr, SOCK_CLOEXEC));
       if (std::chrono::steady_clock::now() > end) break;
       if (!accepted.isOpen()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -49,32 +49,32 @@ class MadeUpPeer : public ::testing::Test {
     EXPECT_EQ(recv(accepted.number(), &hello_, sizeof(hello_), MSG_WAITALL), static_cast<ssize_t>(sizeof(hello_)));
     return accepted;
   }
-  void answer(const FileDescriptor& connection, Hello hello) const {
+  void answer(const UnsharedFile& connection, Hello hello) const {
     hello.to = hello_.from;
     hello.connection = hello_.connection;
     const auto bytes = answerOf(hello);
     EXPECT_EQ(::send(connection.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
               static_cast<ssize_t>(bytes.size()));
   }
-  static void say(const FileDescriptor& connection, const Frame& frame) {
+  static void say(const UnsharedFile& connection, const Frame& frame) {
     ::send(connection.number(), &frame, sizeof(frame), MSG_NOSIGNAL);
   }
-  static Frame hear(const FileDescriptor& connection) {
+  static Frame hear(const UnsharedFile& connection) {
     Frame frame;
     EXPECT_EQ(recv(connection.number(), &frame, sizeof(frame), MSG_WAITALL), static_cast<ssize_t>(sizeof(frame)));
     return frame;
   }
-  static void sayBytes(const FileDescriptor& connection, const Bytes& bytes) {
+  static void sayBytes(const UnsharedFile& connection, const Bytes& bytes) {
     EXPECT_EQ(::send(connection.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
               static_cast<ssize_t>(bytes.size()));
   }
-  static Bytes hearBytes(const FileDescriptor& connection, size_t size) {
+  static Bytes hearBytes(const UnsharedFile& connection, size_t size) {
     Bytes bytes(size);
     EXPECT_EQ(recv(connection.number(), bytes.data(), size, MSG_WAITALL), static_cast<ssize_t>(size));
     return bytes;
   }
   // Resets the connection that hello_ was for. Returns the next one, over which both have said of it that nothing came.
-  FileDescriptor replace(const FileDescriptor& connection) {
+  UnsharedFile replace(const UnsharedFile& connection) {
     const uint64_t number = hello_.connection;
     reset(connection);
     auto next = accept();
@@ -93,7 +93,7 @@ class MadeUpPeer : public ::testing::Test {
 
   static constexpr ProcessId kPeer{1, 2};
   static constexpr std::chrono::seconds kLimit{10};
-  const FileDescriptor listening_ = listenAt("127.0.0.1");
+  const UnsharedFile listening_ = listenAt("127.0.0.1");
   const std::shared_ptr<Transport> transport_;
   std::shared_ptr<Group> group_;
   Hello hello_;

@@ -59,7 +59,7 @@ inline void deafen(int socket) {
 }
 
 // Resets a connection as the network does: both ends find it broken, and what is on its way is lost.
-inline void reset(const FileDescriptor& socket) {
+inline void reset(const UnsharedFile& socket) {
   // A socket that is connected to nobody is disconnected, with a reset to the other end. A thread may be in it.
   const sockaddr nobody{.sa_family = AF_UNSPEC, .sa_data = {}};
   while (connect(socket.number(), &nobody, sizeof(nobody)) != 0 && errno == EBUSY) usleep(100);
@@ -73,7 +73,7 @@ int resetConnections(const IsChosen& isChosen) {
   for (const int number : connectedSockets(isChosen)) {
     // A descriptor of its own, which the owner of the other cannot close in between. ThreadSanitizer would take dup()
     // itself for a race with that owner.
-    const FileDescriptor socket(static_cast<int>(syscall(SYS_dup, number)));
+    const UnsharedFile socket(static_cast<int>(syscall(SYS_dup, number)));
     sockaddr_in peer{};
     socklen_t size = sizeof(peer);
     if (!socket.isOpen() || getpeername(socket.number(), reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;

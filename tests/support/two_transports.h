@@ -22,7 +22,7 @@ class TwoTransports : public ::testing::Test {
   }
 
   [[nodiscard]] Place at(Bytes& place) const { return {.data = place.data(), .size = place.size(), .signal = signal_}; }
-  [[nodiscard]] Group::Message all(const Bytes& sent, const Bytes& context = {}) const {
+  [[nodiscard]] Message all(const Bytes& sent, const Bytes& context = {}) const {
     return {.data = sent.data(), .size = sent.size(), .ready = sent.size(), .context = context, .signal = signal_};
   }
   // Whether a message arrives from the first process at the second, in the group that both have joined last.

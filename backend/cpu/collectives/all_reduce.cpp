@@ -8,7 +8,6 @@
 #include "backend/cpu/collectives/reduction.h"
 #include "backend/cpu/collectives/refilled_memory.h"
 #include "backend/operation/tensor_bytes.h"
-#include "backend/os/scratch_memory.h"
 
 namespace bagua {
 
@@ -94,7 +93,7 @@ void PartOwners::takeRound(at::Tensor& flat, const ReduceOp& op, const Halves::P
     }
   }
   proposals.addTo(exchanges);
-  exchange(exchanges, {.beforeSending = {}, .afterReceiving = reduction.step});
+  exchangeAndReduce(exchanges, reduction);
   proposals.takeHeard();
 }
 
@@ -104,7 +103,7 @@ void PartOwners::allReduceInOrder(at::Tensor& flat, const ReduceOp& op, LineProp
   Wire::Exchanges exchanges;
   for (const int host : others()) exchanges.push_back(reduction.scratch[host]->from(ranks_[host], sent));
   proposals.addTo(exchanges);
-  exchange(exchanges, {.beforeSending = {}, .afterReceiving = reduction.step});
+  exchangeAndReduce(exchanges, reduction);
   proposals.takeHeard();
 }
 
@@ -163,7 +162,7 @@ void PartOwners::reducePart(const EqualParts& parts, const ReduceOp& op, const H
     exchanges.back().isKept = true;
   }
   proposals.addToAll(ranks, exchanges);
-  exchange(exchanges, {.beforeSending = {}, .afterReceiving = reduction.step});
+  exchangeAndReduce(exchanges, reduction);
   proposals.takeHeard();
 }
 
@@ -189,7 +188,7 @@ void PartOwners::allReducePartsInRounds(at::Tensor& flat, const ReduceOp& op, in
       exchanges.push_back(reduction.scratch[1]->from(ranks_[pair.second], Wire::nothing()));
     }
     proposals.addTo(exchanges);
-    exchange(exchanges, {.beforeSending = {}, .afterReceiving = reduction.step});
+    exchangeAndReduce(exchanges, reduction);
     proposals.takeHeard();
   };
   fold(values, /*isBack=*/false);

@@ -78,7 +78,7 @@ std::vector<Halves::Peers::Peer> Halves::Peers::ofPart(int part) const {
   for (const int member : told[part]) {
     peers.push_back({.member = member, .isTold = true, .isHeard = member == heard[part]});
   }
-  const bool isMutual = std::any_of(peers.begin(), peers.end(), [](const Peer& peer) { return peer.isHeard; });
+  const bool isMutual = std::ranges::any_of(peers, [](const Peer& peer) { return peer.isHeard; });
   if (!isMutual) peers.push_back({.member = heard[part], .isTold = false, .isHeard = true});
   return peers;
 }

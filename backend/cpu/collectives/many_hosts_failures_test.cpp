@@ -71,8 +71,7 @@ class Rank {
        const c10::intrusive_ptr<c10d::Store>& store)
       : identity_{.name = "pg", .rank = rank, .size = kRanks}, health_(identity_, store) {
     const auto group = transport->join(11, rank, addresses);
-    const auto log = health_.addLog("cpu");
-    log->watchPeers([weak = std::weak_ptr<net::Group>(group)] {
+    const auto log = health_.addLog("cpu", [weak = std::weak_ptr<net::Group>(group)] {
       const auto present = weak.lock();
       return present ? present->findLost() : std::nullopt;
     });

@@ -36,7 +36,7 @@ std::vector<Halves::Peers> PartOwners::peersOfRounds(int rounds) const {
 
 std::vector<PartOwners::Turn> PartOwners::turnsAround(int host, int rounds) const {
   auto levelsOfRounds = halves_.levelsOfRounds(rounds);
-  std::reverse(levelsOfRounds.begin(), levelsOfRounds.end());
+  std::ranges::reverse(levelsOfRounds);
   std::vector<Turn> turns;
   int level = 0;
   for (const int levels : levelsOfRounds) {
@@ -53,7 +53,7 @@ std::vector<PartOwners::Turn> PartOwners::turnsAround(int host, int rounds) cons
 PartOwners::Reduction PartOwners::reductionInto(const at::Tensor& flat, const ReduceOp& op,
                                                 const std::vector<int>& peers, int own, int64_t incoming,
                                                 Reduce reduce) const {
-  const auto sources = static_cast<int>(std::count_if(peers.begin(), peers.end(), [](int peer) { return peer >= 0; }));
+  const auto sources = static_cast<int>(std::ranges::count_if(peers, [](int peer) { return peer >= 0; }));
   Reduction reduction;
   for (const int peer : peers) {
     reduction.scratch.push_back(peer < 0 ? nullptr : std::make_shared<RefilledMemory>(incoming, sources));

@@ -62,6 +62,10 @@ class PartOwners {
   // `peers` by source: negative where there is none, or at `own`. `flat` stands for this owner's.
   [[nodiscard]] Reduction reductionInto(const at::Tensor& flat, const ReduceOp& op, const std::vector<int>& peers,
                                         int own, int64_t incoming, Reduce reduce) const;
+  // Reduces what the exchanges bring as it comes.
+  void exchangeAndReduce(const Wire::Exchanges& exchanges, const Reduction& reduction) const {
+    exchange(exchanges, {.beforeSending = {}, .afterReceiving = reduction.step});
+  }
   // Of what all others send, in the order of hosts.
   [[nodiscard]] Reduction reductionOfAll(const at::Tensor& flat, const ReduceOp& op, int64_t incoming) const;
 

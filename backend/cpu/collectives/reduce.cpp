@@ -47,7 +47,7 @@ void PartOwners::reduceTo(int host, at::Tensor& flat, const ReduceOp& op, const 
   for (int from = 0; from < count(); ++from) {
     if (from != ownHost_) exchanges.push_back(reduction.scratch[from]->from(ranks_[from], Wire::nothing()));
   }
-  exchange(exchanges, {.beforeSending = {}, .afterReceiving = reduction.step});
+  exchangeAndReduce(exchanges, reduction);
 }
 
 // From the innermost round to the outermost: who has what a part has hands it to the one that is to have its range's.
@@ -67,7 +67,7 @@ void PartOwners::reduceInRounds(int host, at::Tensor& flat, const ReduceOp& op, 
       for (const int part : peers.otherParts()) {
         exchanges.push_back(reduction.scratch[part]->from(ranks_[peers.heard[part]], Wire::nothing()));
       }
-      exchange(exchanges, {.beforeSending = {}, .afterReceiving = reduction.step});
+      exchangeAndReduce(exchanges, reduction);
     } else if (ownHost_ == spoke) {
       exchange({{ranks_[hub], bytes, Wire::nothing()}});
     }

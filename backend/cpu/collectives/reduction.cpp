@@ -12,6 +12,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <type_traits>
 
 #include "backend/cpu/collectives/halves.h"
@@ -97,26 +98,15 @@ struct Product {
   }
 };
 
-template <typename A>
-struct Min {
+// The one that comes before the other: std::less makes it the minimum, std::greater the maximum.
+template <typename A, typename Before>
+struct First {
   A operator()(A a, A b) const {
     if constexpr (std::is_floating_point_v<A>) {
       if (std::isnan(a)) return a;
-      return b < a || std::isnan(b) ? b : a;
+      return Before{}(b, a) || std::isnan(b) ? b : a;
     } else {
-      return std::min(a, b);
-    }
-  }
-};
-
-template <typename A>
-struct Max {
-  A operator()(A a, A b) const {
-    if constexpr (std::is_floating_point_v<A>) {
-      if (std::isnan(a)) return a;
-      return b > a || std::isnan(b) ? b : a;
-    } else {
-      return std::max(a, b);
+      return Before{}(b, a) ? b : a;
     }
   }
 };
@@ -227,10 +217,10 @@ void reduceTyped(const Parts& parts, Order order, int64_t numel, T* output, Redu
       if constexpr (!std::is_same_v<T, bool>) return averageTyped(parts, order, numel, output, contributors);
       break;
     case ReduceOp::MIN:
-      if constexpr (!kIsComplex<A>) return reduceWith(Min<A>{});
+      if constexpr (!kIsComplex<A>) return reduceWith(First<A, std::less<A>>{});
       break;
     case ReduceOp::MAX:
-      if constexpr (!kIsComplex<A>) return reduceWith(Max<A>{});
+      if constexpr (!kIsComplex<A>) return reduceWith(First<A, std::greater<A>>{});
       break;
     case ReduceOp::BAND:
       if constexpr (std::is_integral_v<A>) return reduceWith([](A a, A b) { return static_cast<A>(a & b); });

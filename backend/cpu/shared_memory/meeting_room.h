@@ -108,7 +108,6 @@ class MeetingRoom {
   const int rank_;
   const std::vector<std::string> names_;
   const bool isCrowded_;
-  // The rank that was looked at last.
   int lookedAt_ = 0;
   // Meetings so far.
   uint32_t round_ = 0;

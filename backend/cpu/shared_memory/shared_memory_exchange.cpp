@@ -68,10 +68,10 @@ std::unique_ptr<SharedMemoryExchange> SharedMemoryExchange::make(Wire& wire, con
                                                                  Deadline deadline, std::string& whyNot) {
   auto segment = openTogether(wire, members, deadline, whyNot);
   const auto answers = tellAll(wire, members, segment ? "in" : "", deadline);
-  if (std::find(answers.begin(), answers.end(), "") != answers.end()) return nullptr;
+  if (std::ranges::find(answers, std::string()) != answers.end()) return nullptr;
   std::vector<std::string> names;
   for (const int member : members) names.push_back("rank " + std::to_string(member));
-  const auto own = std::find(members.begin(), members.end(), wire.rank()) - members.begin();
+  const auto own = std::ranges::find(members, wire.rank()) - members.begin();
   auto room = std::make_unique<MeetingRoom>(std::move(*segment), static_cast<int>(own), std::move(names));
   // Seats are taken before anybody may look whether they are.
   tellAll(wire, members, "seated", deadline);

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/security/openssl/openssl_security.h"
 
-#include <c10/util/Exception.h>
 #include <openssl/crypto.h>
 
 #include <array>
 #include <cstdio>
-#include <utility>
 
 #include "backend/security/openssl/keys.h"
 #include "backend/security/openssl/tls.h"

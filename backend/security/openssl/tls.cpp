@@ -45,13 +45,9 @@ Tls::Tls(Keys keys, const std::optional<config::TlsFiles>& certificates, uint64_
   if (certificates) {
     use(*certificates);
   } else {
-    usePreSharedKey();
+    SSL_CTX_set_psk_use_session_callback(context, &Tls::offerKey);
+    SSL_CTX_set_psk_find_session_callback(context, &Tls::findKey);
   }
-}
-
-void Tls::usePreSharedKey() {
-  SSL_CTX_set_psk_use_session_callback(context_.get(), &Tls::offerKey);
-  SSL_CTX_set_psk_find_session_callback(context_.get(), &Tls::findKey);
 }
 
 void Tls::use(const config::TlsFiles& files) {

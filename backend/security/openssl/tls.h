@@ -38,7 +38,6 @@ class Tls final : public net::Encryption, public std::enable_shared_from_this<Tl
   friend class TlsStream;
 
   void use(const config::TlsFiles& files);
-  void usePreSharedKey();
   // As TLS wants a pre-shared key.
   [[nodiscard]] SSL_SESSION* newSession(SSL* ssl) const;
   static const Tls& of(SSL* ssl);

@@ -124,7 +124,8 @@ net::EncryptedStream::Handshake TlsStream::goOn() {
     stage_ = tls_->hasCertificates_ ? Stage::kSayProof : Stage::kDone;
   }
   if (stage_ == Stage::kSayProof) {
-    if (!sayProof()) return fail(lastOpenSslError());
+    const Key proof = proofOf(isServer_);
+    if (!encrypt(proof.data(), Key::size())) return fail(lastOpenSslError());
     stage_ = Stage::kHearProof;
   }
   return stage_ == Stage::kHearProof ? hearProof() : Handshake::kDone;
@@ -143,11 +144,6 @@ Key TlsStream::proofOf(bool isServer) {
                                                   kExporter.size(), nullptr, 0, 0) == 1;
   TORCH_CHECK(isThere, "bagua: OpenSSL does not export keying material: ", lastOpenSslError());
   return authenticate(tls_->keys_.connection, isServer ? "accepts" : "connects", shared);
-}
-
-bool TlsStream::sayProof() {
-  const Key proof = proofOf(isServer_);
-  return encrypt(proof.data(), Key::size());
 }
 
 net::EncryptedStream::Handshake TlsStream::hearProof() {

@@ -43,7 +43,6 @@ class TlsStream final : public net::EncryptedStream {
 
   // Under the mutex.
   Handshake goOn();
-  bool sayProof();
   Handshake hearProof();
   bool hasBrokenOff();
   [[nodiscard]] Key proofOf(bool isServer);
