@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bagua.torch_api.contrib import fuse_optimizer
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.optim import Optimizer
 
 # 100 layers of 32 x 32; and a Transformer encoder of 12 layers with a width of 640.
@@ -70,9 +70,6 @@ class Bench:
         self._wait()
         return time.perf_counter() - start
 
-    def weights(self) -> list[Tensor]:
-        return [p.detach() for p in self.parameters]
-
     def _wait(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
@@ -91,7 +88,7 @@ def _rows(model: str, optimizer: str, device: str, seconds: float) -> Iterator[d
     plain = Bench(MODELS[model], OPTIMIZERS[optimizer], VARIANTS[0], device)
     for _ in range(3):
         plain.step()
-    expected = [weight.clone() for weight in plain.weights()]
+    expected = [p.detach().clone() for p in plain.parameters]
     for variant in VARIANTS:
         try:
             bench = Bench(MODELS[model], OPTIMIZERS[optimizer], variant, device)
@@ -99,7 +96,7 @@ def _rows(model: str, optimizer: str, device: str, seconds: float) -> Iterator[d
             continue
         for _ in range(3):
             bench.step()
-        if variant.fuses and not all(map(torch.equal, bench.weights(), expected)):
+        if variant.fuses and not all(map(torch.equal, bench.parameters, expected)):
             raise AssertionError(f"{variant.name} of {optimizer} is not the plain step")
         median, reference = _measure(bench, plain, seconds)
         yield {

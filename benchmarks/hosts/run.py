@@ -246,29 +246,27 @@ def try_fragile(scenario: Scenario, way: str, seconds: float, runs: int) -> Frag
 
 
 def chosen_scenarios(args: argparse.Namespace) -> list[Scenario]:
-    line = {"loss": args.loss, "buffer": args.buffer, "packet": args.packet, "congestion": args.congestion}
-    return [replace(scenario, **line) for scenario in chosen_places(args)]
-
-
-def chosen_places(args: argparse.Namespace) -> list[Scenario]:
-    """Return what was chosen, on a line that is only long and narrow."""
+    """Return the networks that were chosen, all on the line that was chosen."""
     if args.grid:
-        delays = args.round_trips or []
-        return [
+        places = [
             n
             for n in GRID
-            if (not args.rates or n.bits_per_second in args.rates) and (not delays or n.round_trip in delays)
+            if (not args.rates or n.bits_per_second in args.rates)
+            and (not args.round_trips or n.round_trip in args.round_trips)
         ]
-    if not any((args.rates, args.round_trips, args.hosts, args.ranks_per_host, args.models)):
-        return DEFAULT_SCENARIOS
-    choices = itertools.product(
-        args.models or ["convolutional"],
-        args.hosts or [2],
-        args.ranks_per_host or [1],
-        args.rates or [1e9],
-        args.round_trips or [0.0],
-    )
-    return [Scenario(*choice) for choice in choices]
+    elif not any((args.rates, args.round_trips, args.hosts, args.ranks_per_host, args.models)):
+        places = DEFAULT_SCENARIOS
+    else:
+        choices = itertools.product(
+            args.models or ["convolutional"],
+            args.hosts or [2],
+            args.ranks_per_host or [1],
+            args.rates or [1e9],
+            args.round_trips or [0.0],
+        )
+        places = [Scenario(*choice) for choice in choices]
+    line = {"loss": args.loss, "buffer": args.buffer, "packet": args.packet, "congestion": args.congestion}
+    return [replace(place, **line) for place in places]
 
 
 def recorded(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import bagua
 import torch
 import torch.distributed as dist
 from check import assert_same_on_all_ranks, check
-from devices import here, randn
+from devices import randn
 from hooked_models import SMALL_BUCKETS, gradients_of, loss_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -25,9 +25,7 @@ HOOKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _images(rank: int) -> Tensor:
-    with torch.device("cpu"):
-        images = randn(4, 3, 12, 12, seed=rank)
-    return here(images)
+    return randn(4, 3, 12, 12, seed=rank).contiguous(memory_format=torch.channels_last)
 
 
 def _convolutions() -> nn.Module:
@@ -40,7 +38,7 @@ def _exact_mean(model: nn.Module) -> list[Tensor]:
     sums = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     for rank in range(dist.get_world_size()):
         model.zero_grad()
-        model(_images(rank).contiguous(memory_format=torch.channels_last)).square().mean().backward()
+        model(_images(rank)).square().mean().backward()
         for total, p in zip(sums, model.parameters(), strict=True):
             assert p.grad is not None
             total += p.grad
@@ -56,7 +54,7 @@ def channels_last_gradients_keep_their_places(algorithm: str, options: dict[str,
     found: list[Tensor] = []
     for _ in range(3):
         ddp.zero_grad()
-        ddp(_images(dist.get_rank()).contiguous(memory_format=torch.channels_last)).square().mean().backward()
+        ddp(_images(dist.get_rank())).square().mean().backward()
         found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     assert len(found) == len(exact)
     for gradient, expected, p in zip(found, exact, model.parameters(), strict=True):

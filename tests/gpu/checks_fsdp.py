@@ -6,17 +6,11 @@ import copy
 import torch
 import torch.distributed as dist
 from check import assert_same_on_all_ranks, check
-from devices import here, randn
+from devices import randn
 from hooked_models import perceptron
-from torch import Tensor, nn
+from torch import nn
 
 STEPS = 4
-
-
-def _batch(step: int, rank: int) -> Tensor:
-    with torch.device("cpu"):
-        batch = randn(8, 23, seed=10 * step + rank)
-    return here(batch)
 
 
 def _train(model: nn.Module, ranks: range) -> None:
@@ -24,7 +18,8 @@ def _train(model: nn.Module, ranks: range) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         optimizer.zero_grad()
-        torch.stack([model(_batch(step, rank)).square().mean() for rank in ranks]).mean().backward()
+        batches = [randn(8, 23, seed=10 * step + rank) for rank in ranks]
+        torch.stack([model(batch).square().mean() for batch in batches]).mean().backward()
         optimizer.step()
 
 
