@@ -9,12 +9,11 @@ communication hooks, chosen by name::
 
 from bagua import compressed, fsdp
 from bagua._handle import Handle
-from bagua._native import Options
+from bagua._native import Options, package_version
 from bagua._optimizers import QAdamOptimizer
 from bagua._registration import comm_hook, register_comm_hook
 from bagua._registry import available_algorithms, available_codecs, describe
 from bagua._stats import Stats
-from bagua._version_check import package_version
 
 __version__ = package_version()
 

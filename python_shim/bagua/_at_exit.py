@@ -87,23 +87,18 @@ def _end_algorithms(group: dist.ProcessGroup | None, moment: str) -> None:
     """End those of `group`, or all, and forget them."""
     ending = [pair for pair in _at_work if group is None or pair[1]() is group]
     _at_work[:] = [pair for pair in _at_work if pair not in ending]
-    for known, _ in ending:
-        if (hook := known()) is not None:
-            _end_algorithm(hook, moment)
-
-
-def _end_algorithm(hook: _C.Hook, moment: str) -> None:
-    try:
-        hook.end_within(_LIMIT)
-    except RuntimeError as error:
-        _logger.warning(
-            "algorithm %r was still at work on rank %d when %s, and not all ranks ended with it: call "
-            "handle.abort() on all ranks after the last step, or train inside `with handle:`. %s",
-            hook.name,
-            dist.get_rank(),
-            moment,
-            str(error).partition("\n")[0],
-        )
+    for hook in [hook for known, _ in ending if (hook := known()) is not None]:
+        try:
+            hook.end_within(_LIMIT)
+        except RuntimeError as error:
+            _logger.warning(
+                "algorithm %r was still at work on rank %d when %s, and not all ranks ended with it: call "
+                "handle.abort() on all ranks after the last step, or train inside `with handle:`. %s",
+                hook.name,
+                dist.get_rank(),
+                moment,
+                str(error).partition("\n")[0],
+            )
 
 
 def _shut_down_groups() -> None:

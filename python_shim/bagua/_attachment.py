@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from bagua._belongings import Belongings
-from bagua._eager import eager
 from bagua._executors import begin_again
 from bagua._message_bytes import Parameter, sentence
 from bagua._native import _C
 from bagua._optimizers import QAdamOptimizer
 from bagua._registry import describe
-from bagua._torch_private import divides_by_ranks_at_work, has_step_hooks, is_joining, tree_leaves
+from bagua._tensors_apart import tensors_in
+from bagua._torch_private import divides_by_ranks_at_work, eager, has_step_hooks, is_joining
 
 PICKLE_ADVICE = (
     "a model with a bagua communication hook cannot be pickled or deep-copied: the copy would train without the hook. "
@@ -184,8 +184,7 @@ def check_numbers(trained: Mapping[str, Tensor], algorithm: str) -> None:
 
 
 def check_weights(trained: Mapping[str, Tensor], algorithm: str) -> None:
-    """Refuse parameters that cannot be exchanged."""
-    check_numbers(trained, algorithm)
+    """Refuse parameters that cannot be exchanged together."""
     devices = {p.device for p in trained.values()}
     if len(devices) > 1:
         raise ValueError(f"algorithm {algorithm!r} takes a model on one device, got {sorted(map(str, devices))}")
@@ -279,7 +278,7 @@ class Attachment:
             ddp.require_backward_grad_sync = True
             self._is_in_bypass = False
         if ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
-            self._hook.after_forward([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+            self._hook.after_forward(list(tensors_in(output)))
 
     def _check_first_forward(self) -> None:
         """Find ranks whose optimizers have come differently far, of which some would send momenta and others not."""
@@ -297,19 +296,11 @@ class Attachment:
     def _at_backward(self, gradient: Tensor) -> None:
         self._hook.at_backward(self._is_bypassed)
 
-    def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what this rank has of its own: the module's state and the optimizer's."""
-        ddp, optimizer = self._ddp(), self._optimizer()
+    def with_states(self) -> dict[str, Any]:
+        """Return what has a state of this rank's own."""
+        ddp = self._ddp()
         assert ddp is not None
-        assert optimizer is not None
-        return ddp.module.state_dict(), optimizer.state_dict()
-
-    def load_states(self, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        ddp, own = self._ddp(), self._optimizer()
-        assert ddp is not None
-        assert own is not None
-        ddp.module.load_state_dict(module)
-        own.load_state_dict(optimizer)
+        return {"module": ddp.module, "optimizer": self._optimizer()}
 
     def state_loaded(self) -> None:
         """Have the ranks compared again at the next forward."""

@@ -10,7 +10,7 @@ from bagua import _at_exit
 from bagua._fresh_store import fresh_part
 from bagua._native import _C
 from bagua._settings import warn_of_unknown
-from bagua._torch_private import set_timeout, uncount_group, waits_for_reconfigure
+from bagua._torch_private import set_timeout, uncount_group
 
 if TYPE_CHECKING:
     from bagua._torch_private import BackendOptions
@@ -53,7 +53,7 @@ def create_backend(dist_backend_opts: BackendOptions, pg_options: Any) -> Any:
         timeout = _limited(dist_backend_opts.timeout, rank, size)
         set_timeout(options, timeout)
         # A group made for one rank needs nobody: it is alone at once, so a model can be wrapped before others come.
-        options._waits_for_reconfigure = waits_for_reconfigure(dist_backend_opts) and size > 1
+        options._waits_for_reconfigure = getattr(dist_backend_opts, "enable_reconfigure", False) and size > 1
         # Members that are not known yet will meet at one of themselves, and those that have met have drawn a name.
         has_met = options._waits_for_reconfigure or options._records
         store = dist_backend_opts.store if has_met else fresh_part(dist_backend_opts.store, rank, size, timeout)

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua._attachment import trainable_parameters
-from bagua._eager import eager
 from bagua._native import _C
-from bagua._torch_private import has_delayed_parameters, has_rebuilt_buckets, is_joining, rebuild_buckets
+from bagua._torch_private import eager, has_delayed_parameters, has_rebuilt_buckets, is_joining, rebuild_buckets
 
 # Of 42 MB of gradients between two hosts at 1 Gbit/s; see benchmarks/LOG.md for what other sizes give.
 MOST_BYTES = 4 << 20

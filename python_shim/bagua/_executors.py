@@ -22,8 +22,8 @@ from bagua._fresh_store import fresh_part, new_name
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._settings import warn_of_unknown
-from bagua._tensors_apart import broadcast_state
-from bagua._torch_private import backend_of, default_group, listed_groups, new_listed_group, timeout_of
+from bagua._tensors_apart import broadcast_state, gathered
+from bagua._torch_private import backend_of, default_group, listed_groups, new_named_group, timeout_of
 
 
 def _private_group(
@@ -47,30 +47,11 @@ def _private_group(
         unique = new_name(store, list(members).index(group.rank()), len(ranks), timeout)
     else:
         # By an operation, which ends when a member dies: whoever waits at a store does not hear of that.
-        said: list[Any] = [None] * len(everybody)
-        dist.all_gather_object(said, (secrets.token_hex(16), _C.own_record()), group=group)
+        said = gathered((secrets.token_hex(16), _C.own_record()), group)
         unique = said[members[0]][0]
         options = _C.Options()
         options._records = [said[member][1] for member in members]
-    return _new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, timeout, changed, options)
-
-
-def _new_named_group(
-    name: str, ranks: list[int], backend: str, timeout: timedelta, store: dist.Store | None, options: Any
-) -> dist.ProcessGroup:
-    """Make a group that only `ranks` make, ascending, under a name that no other group of this process has.
-
-    `torch.distributed.new_group(use_local_synchronization=True)` needs no call of the other ranks either, but counts
-    one group more on those that call: groups made later get other names on some ranks than on the rest, and never form
-    (seen with torch 2.15; 2.11 counts otherwise, to a similar effect). A name of ours counts nothing.
-    """
-    world = default_group()
-    # Else torch splits a group that is bound to a device: all ranks would have to take part in that.
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        return new_listed_group(ranks, backend, name, timeout, store, options)
-    finally:
-        world.bound_device_id = device
+    return new_named_group(f"{group.group_name}_bagua_hook_{unique}", ranks, name, timeout, changed, options)
 
 
 def _destroy(known: weakref.ref[dist.ProcessGroup]) -> None:
@@ -99,11 +80,9 @@ def ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[lis
 
 def _records_of(group: dist.ProcessGroup, timeout: timedelta) -> list[str]:
     """Return what each rank says of itself. Collective."""
-    rank, size = group.rank(), group.size()
     if not _C.job_secret_fingerprint():
-        records: list[str] = [""] * size
-        dist.all_gather_object(records, _C.own_record(), group=group)
-        return records
+        return gathered(_C.own_record(), group)
+    rank, size = group.rank(), group.size()
     # What comes over another backend is of anybody: neither to be unpickled nor to be believed.
     store = fresh_part(dist.PrefixStore("bagua_records", group.get_group_store()), rank, size, timeout)
     store.set(str(rank), _C.own_record())

@@ -13,26 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, optim
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from bagua._attachment import trainable_parameters, unwrapped
-
-# torch's own that treat each number by itself; one derived from them may not.
-_ELEMENTWISE = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adamax,
-    optim.RMSprop,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.Rprop,
-)
-
+from bagua._optimizers import ELEMENTWISE
 
 # After so many steps the part grows while a step takes no longer. At most so many tell how long one takes: it is what a
 # quarter of them keep to, as the first are slower on a newcomer, and some are on any machine.
@@ -50,7 +36,7 @@ def can_be_gradual(ddp: DistributedDataParallel, optimizer: Optimizer) -> bool:
     optimizer = unwrapped(optimizer)
     optimized = {p for group in optimizer.param_groups for p in group["params"]}
     parameters = trainable_parameters(ddp)
-    return type(optimizer) in _ELEMENTWISE and all(p in optimized and p.is_contiguous() for p in parameters)
+    return type(optimizer) in ELEMENTWISE and all(p in optimized and p.is_contiguous() for p in parameters)
 
 
 def gradual_parameters(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[int]:
@@ -59,7 +45,7 @@ def gradual_parameters(ddp: DistributedDataParallel, optimizer: Optimizer) -> li
     One whose state has yet to be made has to be: that would be made from a weight that is not there.
     """
     optimizer = unwrapped(optimizer)
-    keeps_none = type(optimizer) is optim.SGD and all(group["momentum"] == 0 for group in optimizer.param_groups)
+    keeps_none = type(optimizer) is SGD and all(group["momentum"] == 0 for group in optimizer.param_groups)
     chosen = []
     for index, p in enumerate(trainable_parameters(ddp)):
         tensors = tensors_of(p, optimizer)
@@ -162,7 +148,7 @@ class GradualTransfer:
         self._total = total_numbers
         # Since the first newcomer has all, which waits for those that are a part behind, and no longer.
         self._steps_of_waiting = 0
-        self._works: list[dist.Work] | None = None
+        self._works: list[dist.Work | None] | None = None
         # What has to live as long as these works, and where what comes belongs.
         self._sent = torch.empty(0)
         self._came: tuple[Tensor, list[Tensor]] | None = None
@@ -203,12 +189,12 @@ class GradualTransfer:
             return
         if self._place + 1 < len(self._chain) and (places := list(self._places(*self._part_of(self._place + 1)))):
             self._sent = torch.cat(places)
-            self._add(dist.isend(self._sent, group=self._group, group_dst=self._chain[self._place + 1]))
+            self._works.append(dist.isend(self._sent, group=self._group, group_dst=self._chain[self._place + 1]))
         if self.is_newcomer and (places := list(self._places(*self._part_of(self._place)))):
             size = sum(place.numel() for place in places)
             part = torch.empty(size, dtype=torch.uint8, device=places[0].device)
             self._came = part, places
-            self._add(dist.irecv(part, group=self._group, group_src=self._chain[self._place - 1]))
+            self._works.append(dist.irecv(part, group=self._group, group_src=self._chain[self._place - 1]))
 
     @torch.no_grad()
     def end_part(self) -> None:
@@ -216,6 +202,7 @@ class GradualTransfer:
         if self._works is None:
             return
         for work in self._works:
+            assert work is not None
             work.wait()
         if self._came is not None:
             part, places = self._came
@@ -237,11 +224,6 @@ class GradualTransfer:
         self._works = self._came = None
         self._sent = torch.empty(0)
         self._tensors = []
-
-    def _add(self, work: dist.Work | None) -> None:
-        assert work is not None
-        assert self._works is not None
-        self._works.append(work)
 
     def _part_of(self, place: int) -> tuple[int, int]:
         """Return the first of the numbers that this step has for a newcomer, and the one behind the last."""

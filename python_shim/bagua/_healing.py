@@ -23,7 +23,7 @@ from bagua._gradual_transfer import GradualTransfer, can_be_gradual, gradual_par
 from bagua._handle import Handle
 from bagua._native import _C
 from bagua._progress import A_PART, Part, Progress, Stage, digest_of
-from bagua._tensors_apart import with_tensors, without_tensors
+from bagua._tensors_apart import gathered, with_tensors, without_tensors
 from bagua._torch_private import barrier
 
 # What travels at a time: a large tensor, whole, could take longer than an operation may.
@@ -134,8 +134,7 @@ class TrainingState:
             step_numbers=max(1, step_bytes * numbers // max(1, size)),
             share=share,
         )
-        said: list[Any] = [None] * group.size()
-        dist.all_gather_object(said, own, group=group)
+        said = gathered(own, group)
         _refuse_other_models(said)
         source = max(range(len(said)), key=lambda rank: (*_rank_of(said[rank]), -rank))
         if said[source].progress.step < 0 and any(other.progress == A_PART for other in said):

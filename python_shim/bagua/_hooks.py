@@ -261,27 +261,26 @@ class HookState:
         self._algorithm = algorithm
         self._options = options
         self._process_group = process_group
-        self._hook: _C.Hook | None = None
         self._handle: Handle | None = None
         self._loaded: dict[str, Any] | None = None
         self._followed: list[torch.amp.GradScaler] = []
 
     def run(self, bucket: dist.GradBucket) -> torch.futures.Future[list[torch.Tensor]]:
-        if self._hook is None or self._handle is None:
+        if self._handle is None:
             group = self._process_group or dist.group.WORLD
             if group is None:
                 raise RuntimeError("a bagua communication hook needs an initialised process group")
             executors = executors_for(group, bucket.buffer().device)
-            self._hook = _C.Hook(self._algorithm, self._options, executors)
-            self._handle = Handle(self._hook, None, None, group)
-            say_if_nothing_is_coded(self._hook, group)
+            hook = _C.Hook(self._algorithm, self._options, executors)
+            self._handle = Handle(hook, None, None, group)
+            say_if_nothing_is_coded(hook, group)
         check_numbers({f"of shape {[*p.shape]}": p for p in bucket.parameters() if p.is_complex()}, self._algorithm)
         if self._loaded is not None:
             self._handle.load_state_dict(self._loaded)
             self._loaded = None
         while self._followed:
             self._handle.follow(self._followed.pop())
-        return self._hook.run(bucket)
+        return self._handle._hook.run(bucket)
 
     def stats(self) -> Stats | dict[str, Any]:
         """As `Handle.stats()`; empty before the first bucket."""
@@ -321,13 +320,9 @@ class HookState:
         raise TypeError(PICKLE_ADVICE)
 
 
-def _first_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return future.value()[0]
-
-
 def _run_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     # then(): the future of a Python hook has to hold a Python object.
-    return state.run(bucket).then(_first_tensor)
+    return state.run(bucket).then(lambda future: future.value()[0])
 
 
 def comm_hook(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from bagua._native import _C
 from bagua._torch_private import (
@@ -24,6 +24,8 @@ from bagua._torch_private import (
     foreach_sqrt,
 )
 
+# Those of torch that treat each number of a parameter by itself. A class derived from them may do anything.
+ELEMENTWISE = {Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD}
 # Elements. On the CPU a chain of element-wise operations is bound by memory: block by block, what one writes the next
 # finds in a cache. A step of 10.6 million parameters takes 22 to 37 ms without it, as the memory of temporaries is at
 # hand or not, and 17 with it.
@@ -119,13 +121,9 @@ class QAdamOptimizer(Optimizer):
     def momenta(self, parameters: Sequence[Tensor], *, is_synchronised: bool = True) -> list[tuple[Tensor, float]]:
         """For the algorithm, before a forward: what the gradients of its backward are to be added to.
 
-        Args:
-            parameters: those whose gradients the algorithm will see.
-            is_synchronised: whether it will see them after this forward; if not, nothing is handed out.
-
-        Returns:
-            (momentum, beta1) for each of `parameters`; nothing while the optimizer warms up. A parameter that came
-            late, and warms up by itself, has (zeros, 0): its gradient stays one.
+        These are (momentum, beta1) for each of `parameters`, or nothing while the optimizer warms up, or where the
+        backward is not synchronised. A parameter that came late, and warms up by itself, has (zeros, 0): its gradient
+        stays one.
         """
         self._note_accumulation()
         self._was_synchronised = is_synchronised
@@ -155,8 +153,7 @@ class QAdamOptimizer(Optimizer):
     def take_momenta_back(self, *, is_before_step: bool) -> None:
         """For the algorithm that leaves: from here on gradients are gradients, also those of the step at hand.
 
-        Args:
-            is_before_step: whether a synchronised backward has come since the last step.
+        `is_before_step`: a synchronised backward has come since the last step.
         """
         beta1_of = {p: float(group["betas"][0]) for group in self.param_groups for p in group["params"]}
         for p, start in self._handed_out.items():

@@ -95,19 +95,14 @@ def _listen_at(address: str) -> socket.socket:
     """Listen at the first port of BAGUA_PORT that is free."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     first, last = _C.listening_ports()
-    for port in range(first, last):
+    for port in range(first, last + 1):
         try:
             return socket.create_server((address, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-    try:
-        return socket.create_server((address, last), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        advice = "a process with bagua.elastic takes three: name more ports (also to the firewall)"
-        raise OSError(errno.EADDRINUSE, f"none of BAGUA_PORT={first}-{last} is free: {advice}") from error
+    advice = "a process with bagua.elastic takes three: name more ports (also to the firewall)"
+    raise OSError(errno.EADDRINUSE, f"none of BAGUA_PORT={first}-{last} is free: {advice}")
 
 
 def handle_of(member: str) -> str:
@@ -156,16 +151,13 @@ class Feeler:
         self._connections: dict[str, socket.socket] = {}
         self._heard: dict[str, bytes] = {}
 
-    def close(self) -> None:
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
-
     def __enter__(self) -> Feeler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
 
     def signs(self, members: Iterable[str]) -> dict[str, Sign]:
         """Return what is seen of each member. A host that does not answer takes seconds, several at once do too."""

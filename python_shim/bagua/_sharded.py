@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bagua._eager import eager
 from bagua._native import _C
 from bagua._sharded_model import ShardedModel
 from bagua._torch_private import (
     after_fsdp_backward,
     at_end_of_backward,
     comm_of_fsdp,
+    eager,
     has_all_reduce_hook,
     is_fsdp_root,
     is_in_backward,
     is_view_of_buffer,
-    local_gradient,
+    local_part,
     parameters_being_reduced,
     set_replica_group,
     shape_in_buffer,
@@ -93,9 +93,9 @@ class _Pending:
         if self._result is None:
             return
         memory = self._result.untyped_storage().data_ptr()
-        for parameter in self._parameters:
-            gradient = local_gradient(parameter)
-            if gradient is not None and gradient.numel() and gradient.untyped_storage().data_ptr() != memory:
+        gradients = [p.sharded_param.grad for p in self._parameters if p.sharded_param.grad is not None]
+        for gradient in map(local_part, gradients):
+            if gradient.numel() and gradient.untyped_storage().data_ptr() != memory:
                 raise RuntimeError(
                     f"bagua.fsdp: the gradient of a parameter of shape {tuple(gradient.shape)} was copied before it "
                     "was reduced: what copies it has to come after backward()"
@@ -156,11 +156,7 @@ class ShardReduction:
     def start(self, flat: Tensor, result: Tensor, op: Any, factor: float | None = None) -> _Started:
         """Reduce what FSDP2 has put into a flat tensor; `result` is the same, or takes this rank's part of it.
 
-        Args:
-            flat: the gradients of one group of parameters.
-            result: see above.
-            op: what FSDP2 wants: a mean, a sum, or a sum divided by `factor`.
-            factor: what the user has set, if anything.
+        `op` is what FSDP2 wants: a mean, a sum, or a sum divided by `factor`, if the user has set that.
         """
         if not is_in_backward():
             raise ValueError(

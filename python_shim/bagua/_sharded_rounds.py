@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from bagua._attachment import check_layers, check_optimizer, check_weights, moves_nothing
 from bagua._belongings import Belongings
-from bagua._eager import eager
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._sharded_model import ShardedModel
-from bagua._torch_private import local_part, padded_shard, tree_leaves, version_of
+from bagua._tensors_apart import gathered, tensors_in
+from bagua._torch_private import eager, local_part, padded_shard, version_of
 
 _logger = logging.getLogger("bagua")
 
@@ -53,12 +53,7 @@ def warn_of_replicas_inside_hosts(sharded: ShardedModel, algorithm: str) -> None
 
     Collective.
     """
-    hosts = []
-    for group in (sharded.group, sharded.shards):
-        found: list[str] = [""] * group.size()
-        dist.all_gather_object(found, _C.local_host_id(), group=group)
-        hosts.append(set(found))
-    replicas, shards = map(len, hosts)
+    replicas, shards = (len(set(gathered(_C.local_host_id(), group))) for group in (sharded.group, sharded.shards))
     if replicas == 1 and shards > 1 and dist.get_rank() == 0:
         _logger.warning(
             "algorithm %r exchanges weights inside a host, and shards are gathered between %d hosts in every step: "
@@ -117,7 +112,7 @@ class ShardedRounds:
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        outputs = list(tensors_in(output))
         self._hook.after_forward(outputs)
         differentiable = [leaf for leaf in outputs if leaf.requires_grad]
         if differentiable:
@@ -178,11 +173,15 @@ class ShardedRounds:
         found = [p.sharded_param.grad for p in self._sharded.parameters if p.sharded_param.grad is not None]
         if not (self._zeroes_unseen and self._hook.is_before_step and found):
             return
-        is_any = torch.tensor(float(any(bool(local_part(one).any()) for one in found)), device=self._sharded.device)
-        dist.all_reduce(is_any, dist.ReduceOp.MAX, self._sharded.shards)
-        if not is_any:
+        if not self._holds_on_any(any(bool(local_part(one).any()) for one in found)):
             self._shown = [None] * len(self.shards)
             self.show_gradients()
+
+    def _holds_on_any(self, here: bool) -> bool:
+        """Whether something holds on any of the ranks that have the other shards. Collective."""
+        found = torch.tensor(float(here), device=self._sharded.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._sharded.shards)
+        return bool(found)
 
     def show_last_gradients(self) -> None:
         """Show the gradients of a step after which no forward comes. Collective among the ranks of a host.
@@ -191,11 +190,7 @@ class ShardedRounds:
         """
         self._show_zeroed_gradients()
         gradients = [shard.grad for shard in self.shards if shard.grad is not None]
-        is_over = torch.tensor(
-            float(not all(bool(one.isfinite().all()) for one in gradients)), device=self._sharded.device
-        )
-        dist.all_reduce(is_over, dist.ReduceOp.MAX, self._sharded.shards)
-        if is_over and gradients:
+        if self._holds_on_any(not all(bool(one.isfinite().all()) for one in gradients)) and gradients:
             place = next(place for place, shard in enumerate(self.shards) if shard.grad is not None)
             self._shown[place] = None
             self.shards[place].grad = torch.full_like(self.shards[place], torch.inf)

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 class StatesOfAllRanks:
-    """What `Handle.of_all_ranks` returns.
-
-    accelerate writes on rank 0 what `state_dict` returns there, and has every rank load it::
-
-        accelerator.register_for_checkpointing(handle.of_all_ranks())
-    """
+    """What `Handle.of_all_ranks` returns, which says what it is for."""
 
     def __init__(self, handle: Handle, attachment: Attachment | None, group: dist.ProcessGroup) -> None:
         self._handle = handle
@@ -33,7 +28,7 @@ class StatesOfAllRanks:
         """Return the states of all ranks on the first rank, and none on the others. Collective."""
         own: dict[str, Any] = {"handle": self._handle.state_dict()}
         if self._attachment is not None:
-            own["module"], own["optimizer"] = self._attachment.states()
+            own |= {name: one.state_dict() for name, one in self._attachment.with_states().items()}
         everyones: list[Any] | None = [None] * self._group.size() if self._group.rank() == 0 else None
         dist.gather_object(to_cpu(own), everyones, group=self._group, group_dst=0)
         return {"ranks": everyones or []}
@@ -53,5 +48,6 @@ class StatesOfAllRanks:
             )
         own = ranks[self._group.rank()]
         if self._attachment is not None:
-            self._attachment.load_states(own["module"], own["optimizer"])
+            for name, one in self._attachment.with_states().items():
+                one.load_state_dict(own[name])
         self._handle.load_state_dict(own["handle"])

@@ -1,15 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in the containers of a state: taken out, so that they travel as they are, put back, brought to the CPU."""
+"""States and other objects that ranks exchange, whose tensors are taken out of their containers and put back."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 
-from bagua._torch_private import tree_map_only
+from bagua._torch_private import tree_leaves, tree_map_only
+
+_Object = TypeVar("_Object")
+
+
+def gathered(own: _Object, group: dist.ProcessGroup | None = None) -> list[_Object]:
+    """Return what each rank of the group gives. Collective."""
+    everyones = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, own, group=group)
+    return everyones
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a model has returned, which torch's `_pytree` need not know."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping | Set | list | tuple):
+            yield from tensors_in([*leaf.values()] if isinstance(leaf, Mapping) else [*leaf])
+        elif is_dataclass(leaf):
+            yield from tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)])
 
 
 def to_cpu(tree: Any) -> Any:

@@ -16,15 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import _DistributedBackendOptions
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["BackendOptions", "tree_leaves", "tree_map_only"]
+__all__ = ["BackendOptions", "eager", "tree_leaves", "tree_map_only"]
 
 # What torch hands to the creator of a backend, which has no public type.
-BackendOptions = _DistributedBackendOptions
+BackendOptions = distributed_c10d._DistributedBackendOptions
+
+# Keeps torch.compile out of a function that communicates. `torch.compiler.disable` would import torch._dynamo at once,
+# which takes as long as torch's own import; this does when the function is first called.
+eager = torch._disable_dynamo
 
 # --- Many tensors at once, of which torch's public optimizers are made: there is no public form -----------------------
 
@@ -39,11 +42,6 @@ foreach_mul_ = torch._foreach_mul_
 foreach_sqrt = torch._foreach_sqrt
 
 # --- Process groups ---------------------------------------------------------------------------------------------------
-
-
-def waits_for_reconfigure(options: BackendOptions) -> bool:
-    """Whether the caller of `init_process_group` gave `enable_reconfigure=True`, which torch has from 2.14 on."""
-    return bool(getattr(options, "enable_reconfigure", False))
 
 
 def can_reconfigure() -> bool:
@@ -78,25 +76,27 @@ def listed_groups() -> list[dist.ProcessGroup]:
     return list(distributed_c10d._world.pg_map)
 
 
-def new_listed_group(
-    ranks: Sequence[int], backend: str, name: str, timeout: timedelta, store: dist.Store | None, options: object
+def new_named_group(
+    name: str, ranks: list[int], backend: str, timeout: timedelta, store: dist.Store | None, options: object
 ) -> dist.ProcessGroup:
-    """Make and list a group under a name of our own: `new_group` counts groups, on every rank alike.
+    """Make and list a group that only `ranks` make, ascending, under a name that no other group of this process has.
 
-    Without `store` its ranks meet in that of the default group.
+    `new_group(use_local_synchronization=True)` needs no call of the other ranks either, but counts one group more on
+    those that call: groups made later get other names on some ranks than on the rest, and never form (seen with torch
+    2.15; 2.11 counts otherwise, to a similar effect). Without `store` the ranks meet in that of the default group.
     """
+    rank, given_name = ranks.index(dist.get_rank()), cast("Any", name)
+    world = default_group()
     if store is None:
-        _, store = distributed_c10d._world.pg_map[default_group()]
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(dist.get_rank()),
-        list(ranks),
-        backend,
-        store,
-        name,  # type: ignore[arg-type]
-        backend_options=options,
-        timeout=timeout,
-    )
+        _, store = distributed_c10d._world.pg_map[world]
+    # Else torch splits a group that is bound to a device: all ranks would have to take part in that.
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks), rank, ranks, backend, store, given_name, backend_options=options, timeout=timeout
+        )
+    finally:
+        world.bound_device_id = device
     assert isinstance(group, dist.ProcessGroup)  # this rank is one of `ranks`
     distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
@@ -303,11 +303,6 @@ def is_view_of_buffer(parameter: Any, dtype: torch.dtype) -> bool:
     kept = getattr(parameter, "sharded_grad_dtype", parameter.orig_dtype)
     hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
     return sharded.grad is None and not parameter.offload_to_cpu and not hooks and kept in (None, dtype)
-
-
-def local_gradient(parameter: Any) -> Tensor | None:
-    gradient = parameter.sharded_param.grad
-    return None if gradient is None else local_part(gradient)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bagua._eager import eager
 from bagua._executors import shared_executors_for
 from bagua._native import _C
 from bagua._sharded_model import ShardedModel
 from bagua._torch_private import (
     comm_of_fsdp,
+    eager,
     gathered_dtype,
     is_in_backward,
     padded_shard,

@@ -59,11 +59,7 @@ class WeightChanges:
     Operations on a parameter count its version up, on all ranks alike, as those of most optimizers do: so the versions
     are noted after each step, and one that moves between steps is a change of another kind. Operations on many tensors
     at once (`torch._foreach_lerp_`), `.data` and `to_local()` leave the version as it was. These are found by the bits
-    of this rank's shard alone, and a rank whose shard is empty sees nothing of them.
-
-    Args:
-        group: FSDP2's group of parameters.
-        has_digests: whether to look at the bits, too.
+    of this rank's shard alone, with `has_digests`, and a rank whose shard is empty sees nothing of them.
     """
 
     def __init__(self, group: Any, *, has_digests: bool) -> None:

@@ -31,6 +31,7 @@ from bagua._hooks import register_comm_hook
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._stats import Stats, means_per_step
+from bagua._tensors_apart import gathered
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -127,8 +128,7 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
     def _restore(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
         assert self._handle is not None
         file = checkpoint / _FOLDER / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
-        are_there: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(are_there, file.is_file())
+        are_there = gathered(file.is_file())
         if not all(are_there):
             lacking = [str(rank) for rank, is_there in enumerate(are_there) if not is_there]
             keeps_something = self._handle.keeps_residuals or self._handle.options.get("guard") == "adapt"

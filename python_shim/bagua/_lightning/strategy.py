@@ -99,9 +99,11 @@ class StrategyParts(_Base):
                 f"DistributedDataParallel takes one communication hook, the algorithm's: leave out {', '.join(hooks)}"
             )
         self._saves_every_rank = bool(bagua_kwargs.pop("save_every_rank", True))
-        others = bagua_kwargs.keys() & self._names_of_the_base()
-        self._options = {name: value for name, value in bagua_kwargs.items() if name not in others}
+        of_base: dict[str, Any] = {"process_group_backend": "bagua", "gradient_as_bucket_view": flatten}
+        of_base |= {name: bagua_kwargs.pop(name) for name in self._names_of_the_base() & bagua_kwargs.keys()}
+        self._options = bagua_kwargs
         self._algorithm = algorithm
+        self._info = describe(algorithm)
         _C.check_options(algorithm, self._options, [*self._names_of_the_base(), "save_every_rank"])
         self._handle: Handle | None = None
         # Of a training that has ended, for checkpoints that are saved afterwards.
@@ -112,11 +114,7 @@ class StrategyParts(_Base):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            **{
-                "process_group_backend": "bagua",
-                "gradient_as_bucket_view": flatten,
-                **{name: bagua_kwargs[name] for name in others},
-            },
+            **of_base,
         )
 
     @classmethod
@@ -153,7 +151,7 @@ class StrategyParts(_Base):
 
     def _optimizer(self) -> Optimizer | None:
         """Return the optimizer that the algorithm needs, or may choose by."""
-        expected = describe(self._algorithm)["optimizer"]
+        expected = self._info["optimizer"]
         if not expected:
             return self.optimizers[0] if self._trains_all_with_one() else None
         if expected == "QAdamOptimizer":
@@ -172,12 +170,6 @@ class StrategyParts(_Base):
         known = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         return len(self.optimizers) == 1 and all(p in known for p in self.model.parameters() if p.requires_grad)
 
-    def _runs_in_background(self) -> bool:
-        return describe(self._algorithm)["runs_in_background"]
-
-    def _pauses_for_validation(self) -> bool:
-        return describe(self._algorithm)["steps_may_differ"]
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # Validation puts DDP's wrapper into evaluation mode, and afterwards Lightning takes only the module out of it.
         if isinstance(self.model, DistributedDataParallel):
@@ -187,7 +179,7 @@ class StrategyParts(_Base):
     def on_train_start(self) -> None:
         """Let background communication begin; a checkpoint may have been written during a pause."""
         super().on_train_start()
-        if self._handle is not None and self._runs_in_background():
+        if self._handle is not None and self._info["runs_in_background"]:
             self._handle.resume()
 
     def on_validation_start(self) -> None:
@@ -196,13 +188,13 @@ class StrategyParts(_Base):
         Not where that would end a round, and change what is trained.
         """
         super().on_validation_start()
-        if self._handle is not None and self._pauses_for_validation():
+        if self._handle is not None and self._info["steps_may_differ"]:
             self._handle.abort()
 
     def on_validation_end(self) -> None:
         """Let background communication go on."""
         super().on_validation_end()
-        if self._handle is not None and self._pauses_for_validation():
+        if self._handle is not None and self._info["steps_may_differ"]:
             self._handle.resume()
 
     def on_train_end(self) -> None:
@@ -210,7 +202,7 @@ class StrategyParts(_Base):
         super().on_train_end()
         if self._handle is None:
             return
-        if self._runs_in_background():
+        if self._info["runs_in_background"]:
             self._handle.abort()
         self._last_state = to_cpu(self._handle.state_dict())
 
@@ -223,7 +215,7 @@ class StrategyParts(_Base):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As DDPStrategy, with the states of all ranks. Collective, as `Trainer.save_checkpoint` is."""
-        weights_differ = describe(self._algorithm)["optimizer"] == "Optimizer"
+        weights_differ = self._info["optimizer"] == "Optimizer"
         if "optimizer_states" in checkpoint and (self._saves_every_rank or not weights_differ):
             state = self._last_state if self._handle is None else self._handle.state_dict()
             if state is not None:

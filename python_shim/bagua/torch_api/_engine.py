@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -16,10 +15,9 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from bagua._attachment import PICKLE_ADVICE, makes_state_only
-from bagua._eager import disabled, eager
 from bagua._executors import executors_for, private_executors_for
-from bagua._tensors_apart import broadcast_state, broadcast_tensor
-from bagua._torch_private import at_end_of_backward, is_in_backward
+from bagua._tensors_apart import broadcast_state, broadcast_tensor, tensors_in
+from bagua._torch_private import at_end_of_backward, eager, is_in_backward
 from bagua.torch_api._groups import bagua_group
 from bagua.torch_api._scheduler import Scheduler
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, some
@@ -52,11 +50,11 @@ class Engine:
         do_flatten: bool = True,
     ) -> None:
         _check_arguments(optimizers, algorithm)
-        self._parameters = _trainable(module)
+        # What is trained, in the module's order.
+        self.parameters = _trainable(module)
         # Of embeddings with sparse=True.
-        self.sparse_parameters = _sparse(module) & {parameter for _, parameter in self._parameters}
+        self.sparse_parameters = _sparse(module) & {parameter for _, parameter in self.parameters}
         self._removable: list[RemovableHandle] = []
-        self._module = weakref.ref(module)
         self.bagua_module_name = cast("str", module.bagua_module_name)
         self.bagua_optimizers = list(optimizers)
         self.process_group = bagua_group(process_group)
@@ -73,23 +71,12 @@ class Engine:
         # Whether the last backward has come to its end.
         self._is_complete = True
         try:
-            self._broadcast_state()
+            self._broadcast_state(module)
             self._init_algorithm(module)
             self._install_hooks(module)
         except BaseException:
             close_engine_of(module)
             raise
-
-    @property
-    def module(self) -> nn.Module:
-        module = self._module()
-        if module is None:
-            raise RuntimeError(f"module {self.bagua_module_name!r} does not exist any more")
-        return module
-
-    def bagua_build_params(self) -> list[tuple[str, nn.Parameter]]:
-        """Return name and parameter of what is trained, in the module's order."""
-        return self._parameters
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -112,11 +99,11 @@ class Engine:
         group = self.process_group.torch_group
         return private_executors_for(group, device) if is_apart else executors_for(group, device)
 
-    def _broadcast_state(self) -> None:
+    def _broadcast_state(self, module: nn.Module) -> None:
         # With those that are not trained, which would stay different for ever.
-        ignored = _ignored_names(self.module)
+        ignored = _ignored_names(module)
         group = self.process_group.torch_group
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in module.named_parameters():
             if name not in ignored:
                 broadcast_tensor(parameter, 0, group, parameter.device)
         for optimizer in self.bagua_optimizers:
@@ -170,7 +157,7 @@ class Engine:
     def _install_hooks(self, module: nn.Module) -> None:
         self._removable.append(module.register_forward_pre_hook(self._before_forward))
         self._removable.append(module.register_forward_hook(self._after_forward))
-        for name, parameter in self._parameters:
+        for name, parameter in self.parameters:
             hook = _gradient_hook(weakref.ref(self), name)
             self._removable.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         for optimizer in self.bagua_optimizers:
@@ -190,7 +177,7 @@ class Engine:
         module.bagua_train_step_counter = self.bagua_train_step_counter  # type: ignore[assignment]
         if self.bagua_algorithm.need_reset():
             self._bagua_backend.wait_pending_comm_ops()
-            self._broadcast_state()
+            self._broadcast_state(module)
             self._init_algorithm(module)
         self._forward_pre_hook(input)
 
@@ -200,7 +187,7 @@ class Engine:
         # belong to a backward inside it, of reentrant checkpointing, which ends before the others have come.
         if not torch.is_grad_enabled():
             return
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
@@ -235,12 +222,12 @@ class Engine:
         self._is_complete = True
 
     def _finish_backward(self) -> None:
-        for name, parameter in reversed(self._parameters):
+        for name, parameter in reversed(self.parameters):
             if parameter not in self._visited and not self._is_apart(parameter):
                 if as_bagua(parameter).is_bagua_tensor() and as_bagua(parameter).bagua_getter_closure() is None:
                     as_bagua(parameter).bagua_ensure_grad()
                 self._backward_hook(name, parameter)
-        apart = [parameter for _, parameter in self._parameters if self._is_apart(parameter)]
+        apart = [parameter for _, parameter in self.parameters if self._is_apart(parameter)]
         if apart:
             # Operations in Python may run beside this thread: only what is over has the same order on every rank.
             self._bagua_backend.wait_pending_comm_ops()
@@ -293,18 +280,6 @@ def close_engine_of(module: nn.Module) -> None:
     engine.close()
 
 
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from _tensors_in(list(output.values()))
-    elif isinstance(output, list | tuple | set):
-        for part in output:
-            yield from _tensors_in(part)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        yield from _tensors_in([getattr(output, field.name, None) for field in dataclasses.fields(output)])
-
-
 def _gradient_hook(engine: weakref.ref[Engine], name: str) -> Callable[[Tensor], None]:
     # The parameter keeps its hook in C++, where the garbage collector does not see the way back from the engine to it.
     def hook(parameter: Tensor) -> None:
@@ -312,7 +287,7 @@ def _gradient_hook(engine: weakref.ref[Engine], name: str) -> Callable[[Tensor],
         if at_work is not None:
             at_work.come_to(name, parameter)
 
-    return disabled(hook)
+    return eager(hook)
 
 
 def _check_arguments(optimizers: Any, algorithm: Any) -> None:

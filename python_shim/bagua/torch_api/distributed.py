@@ -77,7 +77,7 @@ class BaguaModule:
         engine: Engine | None = vars(self).get("bagua_ddp")
         if engine is None:
             raise AttributeError(f"{type(self).__name__} has not been wrapped by with_bagua()")
-        return engine.bagua_build_params()
+        return engine.parameters
 
 
 def bagua_init(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from bagua._eager import disabled
+from bagua._torch_private import eager
 from bagua.torch_api.algorithms._native import BackgroundAlgorithmImpl, NativeAlgorithm
 
 
@@ -36,7 +36,7 @@ class _RoundsAlgorithmImpl(BackgroundAlgorithmImpl):
             if at_work is not None:
                 at_work.hook.at_backward(False)
 
-        self._watch = register_multi_grad_hook(list(self._position_of), disabled(watch), mode="any")
+        self._watch = register_multi_grad_hook(list(self._position_of), eager(watch), mode="any")
         return super().init_backward_hook(bagua_module)
 
     def synchronize(self, bagua_module: Any) -> None:

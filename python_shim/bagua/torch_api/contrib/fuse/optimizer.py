@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import Optimizer
 
-from bagua._eager import disabled
-from bagua._torch_private import leave_unwrapped, note_step
+from bagua._optimizers import ELEMENTWISE
+from bagua._torch_private import eager, leave_unwrapped, note_step
 from bagua.torch_api.contrib.fuse._run import Run, contiguous_runs, flatten, is_dense, state_key
 
 __all__ = ["fuse_optimizer", "fuse_step", "is_fused_optimizer"]
@@ -27,16 +27,13 @@ __all__ = ["fuse_optimizer", "fuse_step", "is_fused_optimizer"]
 _logger = logging.getLogger("bagua")
 # A step is a row of passes over a run. On the CPU each should find in the cache what the one before has written.
 _CPU_BYTES = 4 << 20
-# Classes whose step treats each element of a parameter by itself. A class derived from them may do anything.
-_ELEMENTWISE = {Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD}
 
 
 class _Fusion:
     """What a fused optimizer has besides."""
 
-    def __init__(self, optimizer: Optimizer, *, is_elementwise: bool) -> None:
+    def __init__(self, *, is_elementwise: bool) -> None:
         self.is_elementwise = is_elementwise
-        self.step = disabled(Optimizer.profile_hook_step(_step))
         # Parameters that were flattened, in the order of memory.
         self.flattened: list[list[Parameter]] = []
         self._fingerprint: list[int] = []
@@ -141,14 +138,14 @@ def fuse_optimizer(optimizer: Any, do_flatten: bool = True, check_flatten: bool 
     if is_fused_optimizer(optimizer):
         raise RuntimeError("trying to fuse an optimizer twice!")
     kind = type(optimizer)
-    is_elementwise = bool(getattr(kind, "bagua_elementwise", kind in _ELEMENTWISE))
+    is_elementwise = bool(getattr(kind, "bagua_elementwise", kind in ELEMENTWISE))
     if not is_elementwise:
         _logger.warning(
             "fuse_optimizer does not know whether %s updates each element of a parameter by itself, so its fuse_step() "
             "is step(). If it does, set the class attribute `bagua_elementwise = True`",
             kind.__qualname__,
         )
-    fusion = _Fusion(optimizer, is_elementwise=is_elementwise)
+    fusion = _Fusion(is_elementwise=is_elementwise)
     if do_flatten and is_elementwise:
         fusion.flatten(optimizer)
     if not check_flatten:
@@ -191,7 +188,7 @@ def fuse_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         raise RuntimeError("fuse_step needs an optimizer that went through fuse_optimizer()")
     # What a learning rate scheduler has step() note.
     note_step(optimizer)
-    return optimizer._bagua_fusion.step(optimizer, *(() if closure is None else (closure,)))
+    return _step(optimizer, *(() if closure is None else (closure,)))
 
 
 def is_fused_optimizer(optimizer: Any) -> bool:
@@ -211,6 +208,8 @@ def is_fused_optimizer(optimizer: Any) -> bool:
 leave_unwrapped(fuse_step)
 
 
+@eager
+@Optimizer.profile_hook_step
 def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Take the step between the pre- and post-hooks, as torch's own are called."""
     fusion: _Fusion = optimizer._bagua_fusion
