@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from torch import Tensor
 
 from bagua._torch_private import device_types
 from bagua.torch_api._groups import Comm, Communicator, resolve
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 class ReduceOp(IntEnum):
@@ -103,53 +100,36 @@ class _Call:
                 torch.cuda.current_stream(device).synchronize()
 
 
-def _collective(
-    name: str,
-) -> Callable[[Callable[Concatenate[_Call, _Arguments], _Result]], Callable[_Arguments, _Result]]:
-    """Decorate a function that takes the `_Call` before its arguments, the last of which is `comm`.
-
-    Callers see the other arguments. With the communicator of others the function is not called, and None returned.
-    """
-
-    def decorate(function: Callable[Concatenate[_Call, _Arguments], _Result]) -> Callable[_Arguments, _Result]:
-        signature = inspect.signature(function)
-        parameters = list(signature.parameters.values())[1:]
-        position = [parameter.name for parameter in parameters].index("comm")
-
-        @functools.wraps(function)
-        def on_communicator(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Any:
-            given: Any = kwargs.get("comm", args[position] if len(args) > position else None)
-            comm = resolve(given, name)
-            if comm is None:
-                return None
-            call = _Call(name, comm)
-            with torch.no_grad():
-                result = function(call, *args, **kwargs)
-            call.wait()
-            return result
-
-        on_communicator.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return on_communicator
-
-    return decorate
+@contextmanager
+def _calling(operation: str, comm: Comm) -> Iterator[_Call | None]:
+    """Give the block its `_Call`; None where the communicator is that of others."""
+    communicator = resolve(comm, operation)
+    if communicator is None:
+        yield None
+        return
+    call = _Call(operation, communicator)
+    with torch.no_grad():
+        yield call
+    call.wait()
 
 
-@_collective("allreduce")
-def allreduce_inplace(call: _Call, tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
+def allreduce_inplace(tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
     """Reduce `tensor` over all ranks; afterwards it is bitwise identical on all of them."""
-    tensor, torch_op = call.tensor("tensor", tensor), call.reduction(op)
-    dist.all_reduce(tensor, torch_op, group=call.group)
+    with _calling("allreduce", comm) as call:
+        if call:
+            dist.all_reduce(call.tensor("tensor", tensor), call.reduction(op), group=call.group)
 
 
-@_collective("allreduce")
 def _allreduce_out_of_place(
-    call: _Call, send_tensor: Tensor, recv_tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None
+    send_tensor: Tensor, recv_tensor: Tensor, op: Any = dist.ReduceOp.SUM, comm: Comm = None
 ) -> None:
-    send, recv = call.tensor("send_tensor", send_tensor), call.tensor("recv_tensor", recv_tensor)
-    call.check_result(recv, send)
-    torch_op = call.reduction(op)
-    recv.copy_(send.reshape(recv.shape))
-    dist.all_reduce(recv, torch_op, group=call.group)
+    with _calling("allreduce", comm) as call:
+        if call:
+            send, recv = call.tensor("send_tensor", send_tensor), call.tensor("recv_tensor", recv_tensor)
+            call.check_result(recv, send)
+            torch_op = call.reduction(op)
+            recv.copy_(send.reshape(recv.shape))
+            dist.all_reduce(recv, torch_op, group=call.group)
 
 
 @overload
@@ -181,26 +161,28 @@ def allreduce(*args: Any, **kwargs: Any) -> None:
         allreduce_inplace(*args, **kwargs)
 
 
-@_collective("reduce")
-def reduce_inplace(call: _Call, tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
+def reduce_inplace(tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, comm: Comm = None) -> None:
     """Reduce `tensor` over all ranks; rank `dst` gets the result, the content of the others is undefined afterwards."""
-    tensor, dst, torch_op = call.tensor("tensor", tensor), call.peer("dst", dst), call.reduction(op)
-    dist.reduce(tensor, op=torch_op, group=call.group, group_dst=dst)
+    with _calling("reduce", comm) as call:
+        if call:
+            tensor, dst, torch_op = call.tensor("tensor", tensor), call.peer("dst", dst), call.reduction(op)
+            dist.reduce(tensor, op=torch_op, group=call.group, group_dst=dst)
 
 
-@_collective("reduce")
 def _reduce_out_of_place(
-    call: _Call, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, comm: Comm = None
+    send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, comm: Comm = None
 ) -> None:
-    send, recv, dst = call.tensor("send_tensor", send_tensor), recv_tensor, call.peer("dst", dst)
-    if call.rank == dst or isinstance(recv, Tensor):
-        call.check_result(call.tensor("recv_tensor", recv), send)
-    torch_op = call.reduction(op)
-    # Whatever the backend leaves on the other ranks, it must not be in their input.
-    result = send.clone()
-    dist.reduce(result, op=torch_op, group=call.group, group_dst=dst)
-    if call.rank == dst:
-        recv.copy_(result.reshape(recv.shape))
+    with _calling("reduce", comm) as call:
+        if call:
+            send, dst = call.tensor("send_tensor", send_tensor), call.peer("dst", dst)
+            if call.rank == dst or isinstance(recv_tensor, Tensor):
+                call.check_result(call.tensor("recv_tensor", recv_tensor), send)
+            torch_op = call.reduction(op)
+            # Whatever the backend leaves on the other ranks, it must not be in their input.
+            result = send.clone()
+            dist.reduce(result, op=torch_op, group=call.group, group_dst=dst)
+            if call.rank == dst:
+                recv_tensor.copy_(result.reshape(recv_tensor.shape))
 
 
 @overload
@@ -237,8 +219,7 @@ allreduce.__signature__ = inspect.signature(allreduce_inplace)  # type: ignore[a
 reduce.__signature__ = inspect.signature(reduce_inplace)  # type: ignore[attr-defined]
 
 
-@_collective("broadcast")
-def broadcast(call: _Call, tensor: Tensor, root: int = 0, comm: Comm = None, *, src: int | None = None) -> None:
+def broadcast(tensor: Tensor, root: int = 0, comm: Comm = None, *, src: int | None = None) -> None:
     """Give all ranks the `tensor` of rank `root`.
 
     Args:
@@ -247,23 +228,24 @@ def broadcast(call: _Call, tensor: Tensor, root: int = 0, comm: Comm = None, *, 
         comm: a communicator; by default all ranks of the default group.
         src: another name of `root`, as from version 0.7 of the original.
     """
-    tensor = call.tensor("tensor", tensor)
-    if src is not None:
-        if root not in (0, src):
-            raise ValueError(f"{call.where}: root and src mean the same rank, got root={root} and src={src}")
-        root = src
-    root = call.peer("root", root)
-    dist.broadcast(tensor, group=call.group, group_src=root)
+    with _calling("broadcast", comm) as call:
+        if call:
+            tensor = call.tensor("tensor", tensor)
+            if src is not None and root not in (0, src):
+                raise ValueError(f"{call.where}: root and src mean the same rank, got root={root} and src={src}")
+            root = call.peer("root", root if src is None else src)
+            dist.broadcast(tensor, group=call.group, group_src=root)
 
 
-@_collective("barrier")
-def barrier(call: _Call, comm: Comm = None) -> None:
+def barrier(comm: Comm = None) -> None:
     """Return when all ranks have called and, on each, what its current CUDA stream held before is done."""
-    # The smallest reduction, as in the original. Where the group takes CPU tensors, NCCL need not be woken for it.
-    devices = device_types(call.group)
-    is_on_cuda = bool(devices) and torch.device("cpu") not in devices
-    device = torch.device("cuda", torch.cuda.current_device()) if is_on_cuda else "cpu"
-    tensor = call.tensor("tensor", torch.zeros(1, device=device))
-    if not is_on_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().synchronize()
-    dist.all_reduce(tensor, group=call.group)
+    with _calling("barrier", comm) as call:
+        if call:
+            # The smallest reduction, as in the original. A group that takes CPU tensors need not wake NCCL for it.
+            devices = device_types(call.group)
+            is_on_cuda = bool(devices) and torch.device("cpu") not in devices
+            device = torch.device("cuda", torch.cuda.current_device()) if is_on_cuda else "cpu"
+            tensor = call.tensor("tensor", torch.zeros(1, device=device))
+            if not is_on_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.current_stream().synchronize()
+            dist.all_reduce(tensor, group=call.group)

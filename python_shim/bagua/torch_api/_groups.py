@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from enum import Enum
 from typing import Any
 
@@ -46,8 +45,7 @@ class Communicator:
 
     @property
     def _epoch(self) -> int:
-        group = self.torch_group
-        return getattr(backend_of(group, device_types(group)[0]), "epoch", 0)
+        return getattr(_backend_of(self.torch_group), "epoch", 0)
 
     def rank(self) -> int:
         """This process's rank, from 0."""
@@ -100,7 +98,7 @@ class BaguaProcessGroup:
         """The global ranks of the members."""
         communicator = self._communicator
         group = communicator._torch_group() if isinstance(communicator, Communicator) else None
-        if group is None or getattr(backend_of(group, device_types(group)[0]), "reconfigured_store", None) is None:
+        if group is None or getattr(_backend_of(group), "reconfigured_store", None) is None:
             return self._ranks
         return ranks_and_store(group, device_types(group)[0])[0]
 
@@ -121,9 +119,8 @@ _groups_over: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = 
 _default_torch_group: weakref.ref[dist.ProcessGroup] | None = None
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    backends = [backend_of(group, device) for device in device_types(group)]
-    return next((timeout_of(backend) for backend in backends if hasattr(backend, "options")), dist.default_pg_timeout)
+def _backend_of(group: dist.ProcessGroup) -> Any:
+    return backend_of(group, device_types(group)[0])
 
 
 def init_process_group() -> None:
@@ -185,7 +182,7 @@ def new_group(ranks: Sequence[int] | None = None) -> BaguaProcessGroup:
             f"new_group on rank {dist.get_rank()}: ranks must be one or more of 0 to {len(default.ranks) - 1}, each "
             f"once, got {list(ranks)}"
         )
-    made: Any = dist.new_group(ranks=list(ranks), timeout=_timeout_of(default.torch_group))
+    made: Any = dist.new_group(ranks=list(ranks), timeout=timeout_of(_backend_of(default.torch_group)))
     return from_torch_group(made) if dist.get_rank() in ranks else BaguaProcessGroup(None, ranks)
 
 
