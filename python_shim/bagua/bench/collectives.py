@@ -47,18 +47,6 @@ class _Data:
         return pattern.sums(ranks, start, stop) if self.rank is None else pattern.values(self.rank, start, stop)
 
 
-def _nothing(ranks: int) -> float:
-    return 0.0
-
-
-def _whole(ranks: int) -> float:
-    return 1.0
-
-
-def _twice_all_but_own(ranks: int) -> float:
-    return 2 * (ranks - 1) / ranks
-
-
 class Collective(ABC):
     """One collective at one size, which is that of the larger of its buffers."""
 
@@ -110,7 +98,7 @@ class AllReduce(Collective):
     """Sum, in place."""
 
     is_in_place = True
-    bus_factor = staticmethod(_twice_all_but_own)
+    bus_factor = staticmethod(lambda ranks: 2 * (ranks - 1) / ranks)
 
     def step(self) -> None:
         dist.all_reduce(self._output, group=self.place.group)
@@ -123,7 +111,7 @@ class Broadcast(Collective):
     """From rank 0, in place."""
 
     is_in_place = True
-    bus_factor = staticmethod(_whole)
+    bus_factor = staticmethod(lambda ranks: 1.0)
 
     def step(self) -> None:
         dist.broadcast(self._output, group=self.place.group, group_src=0)
@@ -136,7 +124,7 @@ class Reduce(Collective):
     """Sum, to rank 0."""
 
     is_in_place = True
-    bus_factor = staticmethod(_whole)
+    bus_factor = staticmethod(lambda ranks: 1.0)
 
     def step(self) -> None:
         dist.reduce(self._output, group=self.place.group, group_dst=0)
@@ -182,7 +170,7 @@ class AllToAll(Collective):
 class SendRecv(Collective):
     """Every rank sends to the next and receives from the one before."""
 
-    bus_factor = staticmethod(_whole)
+    bus_factor = staticmethod(lambda ranks: 1.0)
 
     def step(self) -> None:
         group, rank, ranks = self.place.group, self.place.rank, self.place.ranks
@@ -200,7 +188,7 @@ class SendRecv(Collective):
 class Barrier(Collective):
     """No data, hence one size only."""
 
-    bus_factor = staticmethod(_nothing)
+    bus_factor = staticmethod(lambda ranks: 0.0)
     _checks: ClassVar[dict[str, int]] = {}
 
     def step(self) -> None:

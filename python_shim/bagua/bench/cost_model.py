@@ -163,14 +163,6 @@ def _more_in_parts(hosts: int) -> int:
     return 0 if hosts <= _MOST_AT_ONCE else 2
 
 
-def _more_coded(hosts: int) -> int:
-    return 0 if hosts <= _MOST_IN_ONE_GATHER else 1
-
-
-def _no_more(hosts: int) -> int:
-    return 0
-
-
 def _neighbours(hosts: int) -> int:
     return min(hosts - 1, 2)
 
@@ -192,7 +184,7 @@ class Way:
 
     copies: Callable[[int], float] = _allreduced
     messages: Callable[[int], int] = _coded
-    more_delays: Callable[[int], int] = _more_coded
+    more_delays: Callable[[int], int] = lambda hosts: int(hosts > _MOST_IN_ONE_GATHER)
     is_after_the_step: bool = False
     connections: int = 32
 
@@ -205,7 +197,7 @@ WAYS = {
     "quantized_allreduce, 4bit": Way(),
     "powersgd, rank 4": Way(messages=lambda hosts: 2 * _in_parts(hosts), more_delays=_more_in_parts),
     "qadam": Way(),
-    "low_precision_decentralized": Way(_neighbours, _neighbours, _no_more, is_after_the_step=True),
+    "low_precision_decentralized": Way(_neighbours, _neighbours, lambda hosts: 0, is_after_the_step=True),
     "decentralized": Way(messages=_in_parts, more_delays=_more_in_parts),
 }
 

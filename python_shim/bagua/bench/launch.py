@@ -21,9 +21,10 @@ import torch.distributed as dist
 from bagua.bench.collectives import COLLECTIVES
 from bagua.bench.emulated_hosts import Host, NoEmulatedHosts, emulated_hosts
 from bagua.bench.measure import Measurement, Result, environment
-from bagua.bench.options import Settings, is_under_a_launcher, options_of
+from bagua.bench.options import Settings, options_of
 from bagua.bench.plot import write_plot
 from bagua.bench.report import header, line, verdict, write_json
+from bagua.info.ranks import is_under_a_launcher
 
 # On an emulated host, where nobody else listens.
 _PORT = 29517

@@ -9,9 +9,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from bagua._native import _C
+from bagua._tensors_apart import gathered
 from bagua.bench.cost_model import Line
-from bagua.bench.measure import host_ids
-from bagua.info.connections import Line as Seen
 from bagua.info.connections import connections, line_between, together
 
 _BYTES = 16 << 20
@@ -24,7 +24,7 @@ def measured() -> Line:
     On one host there is no line: its rate is 0.
     """
     dist.init_process_group("bagua")
-    hosts = len(set(host_ids()))
+    hosts = len(set(gathered(_C.local_host_id())))
     tensor = torch.ones(_BYTES // 4)
     dist.all_reduce(tensor)
     seconds = []
@@ -33,9 +33,7 @@ def measured() -> Line:
         begin = time.perf_counter()
         dist.all_reduce(tensor.zero_())
         seconds.append(time.perf_counter() - begin)
-    seen = [Seen()] * dist.get_world_size()
-    dist.all_gather_object(seen, line_between({}, connections()))
-    round_trip = together(seen).least_round_trip
+    round_trip = together(gathered(line_between({}, connections()))).least_round_trip
     # Of an all-reduce the first byte waits for the line twice one way; the others follow it.
     busy = max(statistics.median(seconds) - round_trip, 1e-6)
     rate = 2 * (hosts - 1) / hosts * _BYTES * 8 / busy

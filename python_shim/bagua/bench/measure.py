@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import bagua
 from bagua._native import _C
+from bagua._tensors_apart import gathered
 from bagua.bench.collectives import COLLECTIVES, Collective, Place
 from bagua.bench.options import Settings, options_of
 from bagua.bench.training_step import TrainingStep, algorithm
@@ -74,7 +75,7 @@ class Measurement:
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings = settings
-        self._hosts = len(set(host_ids()))
+        self._hosts = len(set(gathered(_C.local_host_id())))
         self._device = device
         world = dist.group.WORLD
         assert world is not None
@@ -120,7 +121,8 @@ class Measurement:
         sent = _sent(case)
         wire_bytes = None
         if sent is not None and sent_before is not None:
-            wire_bytes = _mean_over_ranks((sent - sent_before) / (self._settings.warmup + self._settings.iterations))
+            steps = self._settings.warmup + self._settings.iterations
+            wire_bytes = statistics.mean(gathered((sent - sent_before) / steps))
         if self._settings.is_checked and isinstance(case, TrainingStep):
             check = case.check()
         if isinstance(case, TrainingStep):
@@ -173,9 +175,7 @@ class Measurement:
                 seconds[index, iteration] = taken / calls[index]
                 if index == 0:
                     lines.append(line_between(before, connections()))
-        everyones = [Line()] * dist.get_world_size()
-        dist.all_gather_object(everyones, together(lines))
-        return self._of_the_slowest_rank(seconds).tolist(), together(everyones)
+        return self._of_the_slowest_rank(seconds).tolist(), together(gathered(together(lines)))
 
     def _seconds(self, case: _Case, calls: int) -> float:
         """Return how long this rank takes for `calls` calls, one after another."""
@@ -210,31 +210,16 @@ class Measurement:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _first_wrong(self, own: str) -> str:
-        everyones: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(everyones, own)
-        return next((f"rank {rank}: {wrong}" for rank, wrong in enumerate(everyones) if wrong), "")
+        return next((f"rank {rank}: {wrong}" for rank, wrong in enumerate(gathered(own)) if wrong), "")
 
 
 def _sent(case: _Case) -> int | None:
     return case.wire_bytes() if isinstance(case, TrainingStep) else None
 
 
-def _mean_over_ranks(value: float) -> float:
-    everyones: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyones, value)
-    return sum(everyones) / len(everyones)
-
-
-def host_ids() -> list[str]:
-    """Return the host of each rank. Collective."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, _C.local_host_id())
-    return hosts
-
-
 def environment(settings: Settings, device: torch.device) -> dict[str, Any]:
     """Return what figures depend on. Collective."""
-    hosts = host_ids()
+    hosts = gathered(_C.local_host_id())
     return {
         "bagua": bagua.__version__,
         "torch": torch.__version__,

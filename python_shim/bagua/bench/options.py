@@ -20,15 +20,9 @@ from bagua import _build_info
 from bagua._native import _C
 from bagua._registry import describe
 from bagua.bench.collectives import COLLECTIVES
-from bagua.bench.emulated_hosts import (
-    Network,
-    buffer_of,
-    congestion_of,
-    rate_of,
-    share_of,
-    time_of,
-)
-from bagua.bench.shapes import NoShapes, Shapes, add_arguments, argument_of, named_by
+from bagua.bench.emulated_hosts import Network, buffer_of, congestion_of, rate_of, share_of, time_of
+from bagua.bench.shapes import Shapes, add_arguments, argument_of, named_by
+from bagua.info.ranks import is_under_a_launcher
 
 _LINE = ("rate", "delay", "loss", "jitter", "buffer", "packet", "congestion")
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
@@ -93,11 +87,6 @@ class Settings:
     is_checked: bool
     json: Path | None
     plot: Path | None
-
-
-def is_under_a_launcher() -> bool:
-    """Whether torchrun, or something like it, has started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def size_in_bytes(text: str) -> int:
@@ -230,7 +219,7 @@ def parse(arguments: Sequence[str]) -> Settings:
         parser.error(f"-b {begin} is larger than -e {end}: no size lies between them")
     if factor <= 1:
         parser.error(f"-f {factor:g} does not lead to larger sizes: take more than 1")
-    shapes = _shapes(parser, args, arguments[mark + 1 :])
+    shapes = named_by(parser, args, arguments[mark + 1 :])
     dtypes = args.dtypes or [_DTYPES_BY_SIZE[shapes.parameters[0].itemsize] if shapes else "float32"]
     whole = [dtype for dtype in dtypes if not getattr(torch, dtype).is_floating_point]
     if whole and set(tests) - set(COLLECTIVES):
@@ -264,13 +253,6 @@ def parse(arguments: Sequence[str]) -> Settings:
         json=args.json,
         plot=args.plot,
     )
-
-
-def _shapes(parser: argparse.ArgumentParser, args: argparse.Namespace, of_script: Sequence[str]) -> Shapes | None:
-    try:
-        return named_by(args, of_script)
-    except NoShapes as error:
-        parser.error(str(error))
 
 
 def _network(parser: argparse.ArgumentParser, args: argparse.Namespace, device: str) -> Network | None:

@@ -18,8 +18,9 @@ from bagua._native import _C
 from bagua.bench.cost_model import WAYS, Line, Price, Step, fragment_seconds, step_seconds, total_bytes
 from bagua.bench.emulated_hosts import rate_of, share_of, time_of
 from bagua.bench.processor import slowness as measured_slowness
-from bagua.bench.shapes import NoShapes, Shapes, add_arguments, argument_of, named_by
+from bagua.bench.shapes import Shapes, add_arguments, argument_of, named_by
 from bagua.info import congestion
+from bagua.info.ranks import is_under_a_launcher
 
 PRICES = Path(__file__).with_name("prices.json")
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -209,17 +210,13 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plan; under torchrun rank 0 does, once the line is measured."""
     parser = _parser()
     mark = [*arguments, "--"].index("--")
-    of_script = arguments[mark + 1 :]
     args = parser.parse_args(arguments[:mark])
-    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    is_launched = is_under_a_launcher()
     if not is_launched and not args.rate:
         parser.error("the line is unknown: give --rate, and --delay, or start it with torchrun on two hosts")
     if not args.script and not args.compute:
         parser.error("the arithmetic is unknown: give --compute, as 80ms, or --script train.py")
-    try:
-        shapes = named_by(args, of_script)
-    except NoShapes as error:
-        parser.error(str(error))
+    shapes = named_by(parser, args, arguments[mark + 1 :])
     assert shapes is not None
     assert shapes.compute is not None
     parameters, compute = shapes.parameters, shapes.compute

@@ -32,23 +32,19 @@ _Value = TypeVar("_Value")
 def _gpt2() -> list[Parameter]:
     """GPT-2 small, whose head is its embedding."""
     found = [Parameter("wte", (50257, 768), "embedding"), Parameter("wpe", (1024, 768), "embedding")]
+
+    def layer(name: str, *shape: int) -> None:
+        found.extend([Parameter(f"{name}.weight", shape), Parameter(f"{name}.bias", shape[-1:])])
+
     for block in range(12):
-        for name, shape in (
-            ("ln_1.weight", (768,)),
-            ("ln_1.bias", (768,)),
-            ("attn.c_attn.weight", (768, 2304)),
-            ("attn.c_attn.bias", (2304,)),
-            ("attn.c_proj.weight", (768, 768)),
-            ("attn.c_proj.bias", (768,)),
-            ("ln_2.weight", (768,)),
-            ("ln_2.bias", (768,)),
-            ("mlp.c_fc.weight", (768, 3072)),
-            ("mlp.c_fc.bias", (3072,)),
-            ("mlp.c_proj.weight", (3072, 768)),
-            ("mlp.c_proj.bias", (768,)),
-        ):
-            found.append(Parameter(f"h.{block}.{name}", shape))
-    return [*found, Parameter("ln_f.weight", (768,)), Parameter("ln_f.bias", (768,))]
+        layer(f"h.{block}.ln_1", 768)
+        layer(f"h.{block}.attn.c_attn", 768, 2304)
+        layer(f"h.{block}.attn.c_proj", 768, 768)
+        layer(f"h.{block}.ln_2", 768)
+        layer(f"h.{block}.mlp.c_fc", 768, 3072)
+        layer(f"h.{block}.mlp.c_proj", 3072, 768)
+    layer("ln_f", 768)
+    return found
 
 
 def _resnet50() -> list[Parameter]:
@@ -126,20 +122,22 @@ def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool) -> None
     parser.add_argument("--compute", type=argument_of(_arithmetic_of), help=arithmetic)
 
 
-def named_by(args: argparse.Namespace, of_script: Sequence[str]) -> Shapes | None:
+def named_by(parser: argparse.ArgumentParser, args: argparse.Namespace, of_script: Sequence[str]) -> Shapes | None:
     """Return the model that these arguments name, if they do; `of_script` are the script's own.
 
-    Raises:
-        NoShapes: a file that cannot be read as shapes, or a script that takes too few steps.
+    A file that cannot be read as shapes, or a script that takes too few steps, ends the process with a sentence.
     """
     if args.script:
-        parameters, seconds = from_script(args.script, of_script)
+        try:
+            parameters, seconds = from_script(args.script, of_script)
+        except NoShapes as error:
+            parser.error(str(error))
         return Shapes(args.script, tuple(parameters), args.compute or seconds)
     if args.sizes:
         try:
             parameters = from_file(args.sizes)
         except (ValueError, OSError) as error:
-            raise NoShapes(str(error)) from None
+            parser.error(str(error))
         return Shapes(args.sizes.name, tuple(parameters), args.compute)
     return Shapes(args.model, tuple(MODELS[args.model]()), args.compute) if args.model else None
 

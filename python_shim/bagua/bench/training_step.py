@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 import bagua
 from bagua._message_bytes import Parameter
 from bagua._registry import describe
+from bagua._tensors_apart import gathered
 from bagua.bench.collectives import Place
 from bagua.bench.cost_model import OPTIMIZER
 from bagua.bench.given_gradients import GivenGradients
@@ -53,13 +54,9 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class TrainingStep:
-    """Steps of a model that communicates in DDP's own way, or with an algorithm.
+    """Steps of a model that communicates in DDP's own way, or with the algorithm that `register` registers.
 
-    Args:
-        place: where it runs; without `shapes` the model is a vector of its count.
-        register: registers the algorithm.
-        optimizer_class: which the algorithm needs.
-        shapes: the model.
+    Without `shapes` the model is a vector of the place's count.
     """
 
     def __init__(
@@ -150,8 +147,7 @@ class TrainingStep:
         self.step()
         gradients = self._gradients().cpu()
         digest = hashlib.sha256(gradients.view(torch.uint8).numpy().tobytes()).digest()
-        digests: list[bytes] = [b""] * self.place.ranks
-        dist.all_gather_object(digests, digest)
+        digests = gathered(digest)
         others = [rank for rank, its_digest in enumerate(digests) if its_digest != digests[0]]
         if others:
             return f"ranks {others} have other gradients than rank 0"

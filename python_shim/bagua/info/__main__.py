@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 
 from bagua.info import nccl_net, ranks
@@ -30,7 +29,7 @@ def main() -> int:
     if args.nccl_net:
         print(nccl_net.path())
         return 0
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if ranks.is_under_a_launcher():
         return ranks.report(args.timeout, is_json=args.json)
     own = facts()
     if args.json:

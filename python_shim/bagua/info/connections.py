@@ -30,14 +30,11 @@ class Connection:
 
 @dataclass(frozen=True)
 class Line:
-    """What connections saw of the line between two moments.
+    """What connections saw of the line between two moments; `bagua._stats.LineStats` has the same words.
 
     Attributes:
-        congestion: the names of their congestion control.
         segments: packets with data that were sent, those sent again included.
         resent: packets that the kernel took for lost and sent again.
-        round_trip: seconds, with what waits in queues: the mean of the connections, each by its packets.
-        least_round_trip: seconds, of the fastest packets of the last minutes.
     """
 
     congestion: tuple[str, ...] = ()

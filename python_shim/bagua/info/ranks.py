@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,11 @@ from bagua.info.facts import advice, facts, table
 # Facts that may differ between the hosts of a healthy job.
 _OF_ONE_HOST = {"host id", "interfaces", "CPU tensors, in a host", "CPU tensors, between hosts"}
 _TRIED_BYTES = 1 << 20
+
+
+def is_under_a_launcher() -> bool:
+    """Whether torchrun, or something like it, has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def report(timeout: float, *, is_json: bool = False) -> int:
@@ -55,10 +61,9 @@ def hosts_of(host_ids: Sequence[str]) -> list[list[int]]:
     return list(found.values())
 
 
-def summary(everyones: Sequence[dict[str, object]]) -> Iterator[str]:
+def summary(everyones: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the hosts with their ranks, what differs between them, and everybody's notes."""
-    all_facts = [entry["facts"] for entry in everyones]
-    maps = [found for found in all_facts if isinstance(found, dict)]
+    maps = [entry["facts"] for entry in everyones]
     hosts = hosts_of([found["host id"] for found in maps])
     yield f"\n{len(maps)} ranks on {len(hosts)} host{'s' if len(hosts) > 1 else ''}"
     for number, ranks in enumerate(hosts):
@@ -72,9 +77,7 @@ def summary(everyones: Sequence[dict[str, object]]) -> Iterator[str]:
             yield f"note: {name} is not the same everywhere: {values}"
     notes: dict[str, list[int]] = {}
     for rank, entry in enumerate(everyones):
-        said = entry["notes"]
-        assert isinstance(said, list)
-        for note in said:
+        for note in entry["notes"]:
             notes.setdefault(note, []).append(rank)
     for note, ranks in notes.items():
         where = "" if len(ranks) == len(everyones) else f"ranks {', '.join(map(str, ranks))}: "
