@@ -60,42 +60,29 @@ def _error_of_barrier(limit: float) -> str:
     return ""
 
 
-def _barriers_around_one_that_a_rank_leaves_out() -> list[str]:
+def _barriers_around_one_that_a_rank_misses(is_late: bool) -> list[str]:
     rank = dist.get_rank()
     errors = [_error_of_barrier(20)]
-    if rank != ABSENT:
-        errors.append(_error_of_barrier(TIMEOUT if rank == 0 else 20))
-    else:
-        time.sleep(2 * TIMEOUT)
-    # The group goes on, with programs and with barriers.
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    assert tensor.item() == 3
+    if rank == ABSENT:
+        time.sleep(3 * TIMEOUT)
+    if rank != ABSENT or is_late:
+        started = time.monotonic()
+        errors.append(_error_of_barrier(TIMEOUT if rank == 0 else 50))
+        assert time.monotonic() - started < TIMEOUT + SLACK, "told at once, long before its own timeout"
+    if not is_late:
+        # The group goes on, with programs and with barriers.
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 3
+    # Twice without a program in between.
     return [*errors, _error_of_barrier(20), _error_of_barrier(20)]
 
 
-def test_after_a_monitored_barrier_that_a_rank_left_out_the_next_one_works() -> None:
-    started = time.monotonic()
-    errors = run_ranks(3, _barriers_around_one_that_a_rank_leaves_out)
-    assert f"Rank {ABSENT} failed to pass monitoredBarrier" in errors[0][1]
-    assert f"rank 0 has given up waiting for rank {ABSENT}" in errors[1][1]
-    assert [[rank[0], *rank[-2:]] for rank in errors] == [["", "", ""]] * 3
-    assert time.monotonic() - started < 2 * TIMEOUT + 2 * SLACK
-
-
-def _barriers_after_one_that_a_rank_reaches_late() -> list[str]:
-    if dist.get_rank() == ABSENT:
-        time.sleep(3 * TIMEOUT)
-    started = time.monotonic()
-    first = _error_of_barrier(TIMEOUT if dist.get_rank() == 0 else 50)
-    assert time.monotonic() - started < TIMEOUT + SLACK, "told at once, long before its own timeout"
-    # Twice without a program in between.
-    return [first, _error_of_barrier(20), _error_of_barrier(20)]
-
-
-def test_a_rank_that_comes_late_to_a_monitored_barrier_is_told_so_and_meets_the_others_at_the_next() -> None:
-    errors = run_ranks(3, _barriers_after_one_that_a_rank_reaches_late)
-    assert f"Rank {ABSENT} failed to pass monitoredBarrier" in errors[0][0]
-    assert f"rank 0 has given up waiting for rank {ABSENT}" in errors[1][0]
-    assert f"Rank {ABSENT} came too late to monitoredBarrier" in errors[2][0]
-    assert [rank[1:] for rank in errors] == [["", ""]] * 3
+@pytest.mark.parametrize("is_late", [False, True], ids=["never", "late"])
+def test_who_is_at_a_monitored_barrier_is_told_of_a_rank_that_misses_it_and_all_meet_at_the_next(is_late: bool) -> None:
+    first, second, absent = run_ranks(3, _barriers_around_one_that_a_rank_misses, is_late)
+    assert f"Rank {ABSENT} failed to pass monitoredBarrier" in first.pop(1)
+    assert f"rank 0 has given up waiting for rank {ABSENT}" in second.pop(1)
+    if is_late:
+        assert f"Rank {ABSENT} came too late to monitoredBarrier" in absent.pop(1)
+    assert first == second == absent == ["", "", ""]
