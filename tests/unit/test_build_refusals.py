@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("scikit_build_core.build", reason="scikit-build-core is not installed")
 ROOT = Path(__file__).parents[2]
+METADATA = "prepare_metadata_for_build_wheel"
 ASK = """
 import importlib.metadata, sys
 from scikit_build_core.build import {hook}
@@ -26,27 +27,25 @@ importlib.metadata.version = version
 """
 
 
-def _asked(folder: Path, fake: str, hook: str = "prepare_metadata_for_build_wheel", **changes: str) -> tuple[int, str]:
+def _asked(folder: Path, fake: str, hook: str = METADATA, **changes: str) -> tuple[int, str]:
     code = ASK.format(hook=hook, fake=fake, folder=str(folder))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, **changes},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = {**os.environ, **changes}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stderr.strip()
 
 
-@pytest.mark.parametrize("hook", ["prepare_metadata_for_build_wheel", "build_sdist"])
 @pytest.mark.parametrize(
-    ("fake", "sentence"),
+    ("hook", "fake", "sentence"),
     [
-        ("sys.platform = 'darwin'", "it runs on Linux only, this is macOS (on Windows, WSL 2 is a Linux)"),
-        ("sys.platform = 'win32'", "it runs on Linux only, this is Windows (on Windows, WSL 2 is a Linux)"),
-        (WITHOUT_TORCH, "it is built against the torch that is installed, and there is none: type `pip install torch "),
+        (METADATA, "sys.platform = 'darwin'", "it runs on Linux only, this is macOS (on Windows, WSL 2 is a Linux)"),
+        (METADATA, "sys.platform = 'win32'", "it runs on Linux only, this is Windows (on Windows, WSL 2 is a Linux)"),
         (
+            "build_sdist",
+            WITHOUT_TORCH,
+            "it is built against the torch that is installed, and there is none: type `pip install torch ",
+        ),
+        (
+            METADATA,
             "importlib.metadata.version = lambda name: '2.10.1'",
             "it supports torch 2.11 to 2.15, installed is torch 2.10.1",
         ),

@@ -39,11 +39,10 @@ def test_a_fused_step_is_the_plain_step_to_the_bit_with_one_parameter_per_group(
     assert sizes_of_runs(optimizer) == [[4], [3]]
 
 
-@pytest.mark.parametrize("mixture", ["plain first", "fused first", "in turns"])
 @pytest.mark.parametrize("config", [ADAM, SGD, CONFIGS[12]], ids=name_of)
-def test_users_can_still_take_normal_steps(config: Any, mixture: str) -> None:
-    fuses = {"plain first": lambda i: i > 5, "fused first": lambda i: i < 5, "in turns": lambda i: i % 2 == 0}[mixture]
-    compare(config, some_steps(fuses=fuses))
+def test_users_can_still_take_normal_steps(config: Any) -> None:
+    # Some are the first ones, and some come between fused ones.
+    compare(config, some_steps(fuses=lambda step: step % 4 > 1))
 
 
 def _operators(count: int, config: Any) -> int:
