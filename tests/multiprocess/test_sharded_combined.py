@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hooked_models import same_everywhere
 from ranks import on_new_ranks, on_ranks
+from reference import for_each
 from sharded_models import error_of, gradients_of, loss_of, made_model, mesh_of, trained
 from torch import nn
 from torch._dynamo.utils import counters
@@ -43,13 +44,14 @@ def test_compiled_models_are_coded(mesh_name: str, weights: str | None, way: str
     assert counters["stats"]["calls_captured"] > 0
 
 
-PARALLEL = [((2, 1, 2), None), ((1, 2, 2), None), ((2, 2), "int8")]
+PARALLEL: list[tuple[tuple[int, ...], str | None]] = [((2, 1, 2), None), ((1, 2, 2), None), ((2, 2), "int8")]
 
 
-@pytest.mark.parametrize(("shape", "weights"), PARALLEL)
 # New ranks, as what DTensor remembers of a mesh outlives its groups.
 @on_new_ranks(4, env={"BAGUA_HOST_ID": ["a", "a", "b", "b"]})
-def test_parts_of_tensor_parallelism_are_reduced_with_their_like(shape: tuple[int, ...], weights: str | None) -> None:
+@for_each(PARALLEL)
+def test_parts_of_tensor_parallelism_are_reduced_with_their_like(case: tuple[tuple[int, ...], str | None]) -> None:
+    shape, weights = case
     names = ("replicate", "shard", "tp")[-len(shape) :]
     mesh: DeviceMesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
 
