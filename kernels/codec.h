@@ -102,7 +102,8 @@ class Codec {
   // the end.
   virtual void start(const at::Tensor& values, const Encoding& encoding, at::Tensor& packed) const = 0;
   // The groups of a piece, of a chunk that was started. A piece begins where a group begins, and ends where one ends.
-  // Pieces come in any order. With feedback each comes once: its residual may be the one that it writes.
+  // Pieces come in any order. With feedback each comes once: its residual may be the one that it writes. Values may be
+  // read twice: nobody may change them meanwhile.
   virtual void encode(const at::Tensor& values, const Piece& piece, const Encoding& encoding,
                       at::Tensor& packed) const = 0;
   // `packed` holds the header and the groups of this piece at least; `values` are those of the whole chunk.

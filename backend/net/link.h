@@ -181,6 +181,9 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   void noteUnopened(int error, const std::string& text, bool isAnswered);
   void forgetRefusals();
   void watch();
+  void lookLater() {
+    later(lookInterval(), [](Link& link) { link.lookForSilence(); });
+  }
 
   // Calls on the loop's thread, not under the mutex, if the link is still there then.
   void later(std::chrono::milliseconds delay, std::function<void(Link&)> call);
@@ -198,9 +201,6 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   void tellLater();
   // Looks whether the peer's kernel still answers, and again after a while.
   void lookForSilence();
-  void lookLater() {
-    later(lookInterval(), [](Link& link) { link.lookForSilence(); });
-  }
   void probe();
   void onProbed(Probe::Result result);
   [[nodiscard]] std::chrono::milliseconds lookInterval() const { return opening_.patience / kLooks; }

@@ -30,7 +30,8 @@ struct Message {
   uint64_t maxUnsolicited = kUnsolicitedBytes;
 };
 
-// A message on its way out. An Outbox writes what is here; other threads read it through Link::stateOf().
+// A message on its way out, with the group that sends it. An Outbox writes the rest, and Link `ready`, under the link's
+// mutex; other threads read it through Link::stateOf().
 struct Outgoing : Message {
   uint64_t group = 0;
   MessageKey key;

@@ -2,6 +2,7 @@
 #include "backend/rendezvous/rank_record.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/version.h>
 
 #include <algorithm>

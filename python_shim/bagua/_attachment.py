@@ -298,9 +298,10 @@ class Attachment:
 
     def with_states(self) -> dict[str, Any]:
         """Return what has a state of this rank's own."""
-        ddp = self._ddp()
+        ddp, optimizer = self._ddp(), self._optimizer()
         assert ddp is not None
-        return {"module": ddp.module, "optimizer": self._optimizer()}
+        assert optimizer is not None
+        return {"module": ddp.module, "optimizer": optimizer}
 
     def state_loaded(self) -> None:
         """Have the ranks compared again at the next forward."""

@@ -48,6 +48,7 @@ class StatesOfAllRanks:
             )
         own = ranks[self._group.rank()]
         if self._attachment is not None:
-            for name, one in self._attachment.with_states().items():
-                one.load_state_dict(own[name])
+            # All states are looked up before the first is loaded.
+            for one, state in [(one, own[name]) for name, one in self._attachment.with_states().items()]:
+                one.load_state_dict(state)
         self._handle.load_state_dict(own["handle"])

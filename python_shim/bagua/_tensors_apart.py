@@ -25,13 +25,19 @@ def gathered(own: _Object, group: dist.ProcessGroup | None = None) -> list[_Obje
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
     """Yield the tensors of what a model has returned, which torch's `_pytree` need not know."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping | Set | list | tuple):
-            yield from tensors_in([*leaf.values()] if isinstance(leaf, Mapping) else [*leaf])
-        elif is_dataclass(leaf):
-            yield from tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)])
+    rest, seen = [output], set()
+    while rest:
+        for leaf in tree_leaves(rest.pop()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif id(leaf) not in seen:  # an object may hold itself
+                seen.add(id(leaf))
+                if isinstance(leaf, Mapping):
+                    rest.append([*leaf.values()])
+                elif isinstance(leaf, Set | list | tuple):
+                    rest.append([*leaf])
+                elif is_dataclass(leaf) and not isinstance(leaf, type):
+                    rest.append([getattr(leaf, field.name, None) for field in fields(leaf)])
 
 
 def to_cpu(tree: Any) -> Any:

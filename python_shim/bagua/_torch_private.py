@@ -83,7 +83,8 @@ def new_named_group(
 
     `new_group(use_local_synchronization=True)` needs no call of the other ranks either, but counts one group more on
     those that call: groups made later get other names on some ranks than on the rest, and never form (seen with torch
-    2.15; 2.11 counts otherwise, to a similar effect). Without `store` the ranks meet in that of the default group.
+    2.15; 2.11 counts otherwise, to a similar effect). A name of ours counts nothing. Without
+    `store` the ranks meet in that of the default group.
     """
     rank, given_name = ranks.index(dist.get_rank()), cast("Any", name)
     world = default_group()

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -191,7 +190,7 @@ struct LoopsOver {
     const Source<Element> source{.values = values, .isStochastic = kIsStochastic, .key = key};
     auto scale = scaleAt(source, begin);
     for (int64_t first = begin; first < end; first += kGroup, bytes += kBytes) {
-      const auto next = scaleAt(source, std::min(first + kGroup, end - kGroup));
+      const auto next = scaleAt(source, first + kGroup < end ? first + kGroup : first);
       typename Machine::Group group;
       wholeGroupOf(source, first, group);
       const Draw draw(source.key, first / kGroup);
@@ -202,7 +201,7 @@ struct LoopsOver {
 
   template <bool kIsStochastic>
   static void encodeAs(const Source<Element>& source, int64_t begin, int64_t end, uint8_t* bytes) {
-    if constexpr (requires { typename Format::Scale; }) {
+    if constexpr (Machine::kIsVector && requires { typename Format::Scale; }) {
       if (source.nextResidual == nullptr) {
         const int64_t whole = (end - begin) / kGroup;
         encodeWithScaleAhead<kIsStochastic>(source.values, source.key, begin, begin + whole * kGroup, bytes);

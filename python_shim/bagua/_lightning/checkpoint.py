@@ -21,7 +21,10 @@ _PARTS_OF_A_RANK = ("state_dict", "optimizer_states")
 
 
 def add_states_of_all_ranks(checkpoint: dict[str, Any], state: dict[str, Any], *, with_weights: bool) -> None:
-    """Put the `Handle.state_dict()` of all ranks, and their weights and optimizers, into that of rank 0. Collective."""
+    """Put the `Handle.state_dict()` of all ranks into the checkpoint of rank 0. Collective.
+
+    `with_weights`, the weights and optimizers of the others go there, too.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = {part: state[part] for part in ("state", "layout", "step", "guard")}
     if with_weights and rank != 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from enum import Enum
 from typing import Any
 
@@ -123,6 +124,11 @@ def _backend_of(group: dist.ProcessGroup) -> Any:
     return backend_of(group, device_types(group)[0])
 
 
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    backends = [backend_of(group, device) for device in device_types(group)]
+    return next((timeout_of(backend) for backend in backends if hasattr(backend, "options")), dist.default_pg_timeout)
+
+
 def init_process_group() -> None:
     """Initialise torch's default process group with backend "bagua" and make it bagua's: once, and first of all.
 
@@ -182,7 +188,7 @@ def new_group(ranks: Sequence[int] | None = None) -> BaguaProcessGroup:
             f"new_group on rank {dist.get_rank()}: ranks must be one or more of 0 to {len(default.ranks) - 1}, each "
             f"once, got {list(ranks)}"
         )
-    made: Any = dist.new_group(ranks=list(ranks), timeout=timeout_of(_backend_of(default.torch_group)))
+    made: Any = dist.new_group(ranks=list(ranks), timeout=_timeout_of(default.torch_group))
     return from_torch_group(made) if dist.get_rank() in ranks else BaguaProcessGroup(None, ranks)
 
 

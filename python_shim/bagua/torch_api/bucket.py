@@ -98,7 +98,7 @@ class BaguaBucket:
             raise RuntimeError(f"tensor {name!r} of bucket {self.name!r} has nothing to communicate: is it a gradient?")
         if effective.is_sparse:
             raise NotImplementedError(f"bucket {self.name!r}: sparse tensors cannot be communicated in a bucket")
-        if not effective.is_set_to(slot):
+        if not _is_same_memory(effective, slot):
             slot.copy_(effective)
             if self.flatten:
                 as_bagua(tensor).bagua_setter_closure(slot)
@@ -108,7 +108,7 @@ class BaguaBucket:
         """Bring the values back to the effective tensors that lie elsewhere."""
         for index, tensor in enumerate(self.tensors):
             effective, slot = as_bagua(tensor).bagua_getter_closure(), self.slot_at(index)
-            if effective is not None and not effective.is_set_to(slot):
+            if effective is not None and not _is_same_memory(effective, slot):
                 effective.copy_(slot)
 
     def flattened_tensor(self) -> Tensor:
@@ -123,7 +123,7 @@ class BaguaBucket:
     def check_flatten(self) -> bool:
         """Return whether the effective tensors lie one after another in memory."""
         effective = (as_bagua(tensor).bagua_getter_closure() for tensor in self.tensors)
-        return all(tensor.is_set_to(self.slot_at(index)) for index, tensor in enumerate(effective))
+        return all(_is_same_memory(tensor, self.slot_at(index)) for index, tensor in enumerate(effective))
 
     def bytes(self) -> int:
         """Return the size of the effective tensors in bytes, without padding."""
@@ -189,3 +189,12 @@ class BaguaBucket:
     def __repr__(self) -> str:
         names = ", ".join(repr(getattr(tensor, "bagua_tensor_name", "")) for tensor in self.tensors)
         return f"<BaguaBucket {self.name!r} of {names}>"
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
