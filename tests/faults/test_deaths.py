@@ -45,6 +45,7 @@ def _assert_noticed_in_time(seconds_of_a_death: Callable[[], list[float]], tries
     while len(seconds) < tries and not (seconds and min(seconds) < DEATH_SECONDS):
         seconds.append(max(seconds_of_a_death()))
     assert min(seconds) < DEATH_SECONDS, seconds
+    assert max(seconds) < DEATH_SECONDS + SLACK_SECONDS, seconds
 
 
 def _die_in(operation: str) -> tuple[Outcome, float] | None:

@@ -4,10 +4,11 @@
 On emulated hosts: needs root and iproute2.
 """
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -135,15 +136,20 @@ def test_connections_to_the_store_that_are_reset_cost_nothing() -> None:
         assert not any(_go_through(hosts, "all_reduce", _reset_connections_to_the_store, seconds=4.0))
 
 
-def _reset_connections_and_cut_off(host: Host, rank: int) -> None:
+def _reset_connections_and_cut_off(host: Host, was_reset: Path, rank: int) -> None:
     _reset_connections_to_the_store(rank)
+    if rank == 1:
+        was_reset.touch()
+    while rank == 2 and not was_reset.exists():
+        time.sleep(0.01)
     _cut_off(host, 2, 0.0, rank)
 
 
 @pytest.mark.long
-def test_a_rank_finds_the_store_again_after_a_reset() -> None:
+def test_a_rank_finds_the_store_again_after_a_reset(tmp_path: Path) -> None:
     with hosts_over(count=3) as hosts:
-        outcomes = _go_through(hosts, "all_reduce", partial(_reset_connections_and_cut_off, hosts[2]))
+        trouble = partial(_reset_connections_and_cut_off, hosts[2], tmp_path / "was reset")
+        outcomes = _go_through(hosts, "all_reduce", trouble)
     # It tells and hears of what only the store can have told.
     assert "rank 2 (does not answer" in same_cause([outcome.message for outcome in outcomes[:2]])
 
@@ -156,26 +162,30 @@ def _held(distance: int, seconds: float, rank: int) -> None:
         os.kill(distance, signal.SIGCONT)
 
 
-def _distance() -> int:
-    """Return the process of the program that lies between distant hosts, a child of this one."""
+@contextlib.contextmanager
+def _distance() -> Iterator[int]:
+    """Find the process of the program that lies between distant hosts, a child of this one; it goes on at the end."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     (program,) = (
         int(child) for child in children if Path(f"/proc/{child}/comm").read_text().startswith("emulated_net")
     )
-    return program
+    try:
+        yield program
+    finally:
+        os.kill(program, signal.SIGCONT)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("workload", selection(WORKLOADS, ["bytegrad", "ring of messages"]))
 def test_packets_that_are_seconds_late_cost_only_time(workload: str) -> None:
-    with hosts_over(Network(1e9, 0.01)) as hosts:
-        assert not any(_go_through(hosts, workload, partial(_held, _distance(), 3.0), LONG_TIMEOUT, seconds=5.0))
+    with hosts_over(Network(1e9, 0.01)) as hosts, _distance() as program:
+        assert not any(_go_through(hosts, workload, partial(_held, program, 3.0), LONG_TIMEOUT, seconds=5.0))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("workload", selection(WORKLOADS, ["all_reduce"]))
 def test_packets_that_are_later_than_the_timeout_are_an_error_on_both_sides(workload: str) -> None:
-    with hosts_over(Network(1e9, 0.01)) as hosts:
-        messages = _messages(_go_through(hosts, workload, partial(_held, _distance(), TIMEOUT + GRACE)))
+    with hosts_over(Network(1e9, 0.01)) as hosts, _distance() as program:
+        messages = _messages(_go_through(hosts, workload, partial(_held, program, TIMEOUT + GRACE)))
     # Rank 0 holds the store; the other cannot ask for the cause before the packets go on.
     assert "rank 1 (does not answer" in messages[0]

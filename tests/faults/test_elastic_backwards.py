@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from elastic_ranks import backward, join, weights_of
+from hooked_models import same_everywhere
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -81,8 +82,11 @@ def _train(kind: str) -> tuple[Tensor, int, list[float]]:
                 if step in to_come:
                     network.between = to_come.pop(step)
                     begun[step] = time.monotonic()
-                    if not to_come and me == LAST:
-                        die(shared)
+                    if not to_come:
+                        assert same_everywhere(weights_of(training))
+                        meet(shared, "compared", SIZE)  # the others hear of the death in their backward
+                        if me == LAST:
+                            die(shared)
                 backward(training)
                 optimizer.step()
                 optimizer.zero_grad()

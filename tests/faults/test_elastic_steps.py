@@ -170,6 +170,7 @@ def _die_as_groups_are_made(place: str) -> float:
                 if training.step == 5 and not begin:
                     begin = time.monotonic()
                     if me == LAST:
+                        assert hasattr(_executors, place)
                         setattr(_executors, place, lambda *_, **__: die(shared))
                         raise _of_user("code, after which all meet")
                 backward(training)
@@ -184,8 +185,8 @@ def _die_as_groups_are_made(place: str) -> float:
 @pytest.mark.parametrize(
     ("transport", "place"),
     selection(
-        itertools.product(TRANSPORTS, ["_private_group", "_new_named_group"]),
-        [("in-host", "_private_group"), ("between-hosts", "_new_named_group")],
+        itertools.product(TRANSPORTS, ["_private_group", "new_named_group"]),
+        [("in-host", "_private_group"), ("between-hosts", "new_named_group")],
     ),
 )
 def test_a_death_as_an_algorithm_makes_a_group_is_noticed_like_any_other(transport: str, place: str) -> None:

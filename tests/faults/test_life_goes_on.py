@@ -250,13 +250,16 @@ dist.all_reduce(torch.ones(4))
 print(os.getpid(), flush=True)
 if how == "with work in flight":
     work = dist.all_reduce(torch.ones(1000), async_op=True)
-elif how == "with an exception":
+else:
     dist.barrier()
+if how == "with an exception":
     raise SystemExit(7)
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("with work in flight", 0), ("with an exception", 7)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("without destroying", 0), ("with work in flight", 0), ("with an exception", 7)]
+)
 def test_a_script_may_end_without_destroying_its_group(how: str, code: int, tmp_path: Path) -> None:
     ends = run_script(LEAVING, 2, tmp_path, how, codes=[code] * 2)
     own = tuple(f"bagua-{int(end.output)}-" for end in ends)  # nothing else is printed

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meetings of bagua.elastic: whoever dies, is cut off or differs, those who go on are one group, and nobody else is."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -333,3 +335,17 @@ def test_a_store_is_asked_again_at_its_place_until_it_is_served_again() -> None:
         server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         assert answer.result(20) == 1
     assert server.check(["bagua_elastic/count"])
+
+
+def test_the_command_serves_a_store_at_the_port_that_it_prints() -> None:
+    command = [sys.executable, "-m", "bagua.elastic", "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            assert serving.stdout is not None
+            said, _, port = serving.stdout.readline().rpartition(" ")
+            assert said == "serving a store at 127.0.0.1 port"
+            store = dist.TCPStore("127.0.0.1", int(port))
+            store.set("key", "value")
+            assert store.get("key") == b"value"
+        finally:
+            serving.kill()

@@ -322,6 +322,9 @@ def _exchange_sizes_that_may_differ() -> None:
     assert torch.equal(received, torch.cat([torch.full((peer + 1,), float(peer)) for peer in range(size)]))
     parts = [torch.zeros(peer + 1) for peer in range(size)] if rank == 0 else None
     dist.gather(torch.full((rank + 1,), float(rank)), parts)
+    reduced = torch.zeros(rank + 1)
+    dist.reduce_scatter(reduced, [torch.full((peer + 1,), 10.0 * peer + rank) for peer in range(size)])
+    assert torch.equal(reduced, torch.full((rank + 1,), 10.0 * rank * size + sum(range(size))))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

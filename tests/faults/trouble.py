@@ -141,6 +141,8 @@ def new_world(seconds: float = 60.0) -> None:
     name = f"world {next(_worlds)}"
     meet(shared, f"leave for {name}", size)
     dist.destroy_process_group()
+    # One that is still busy with its former groups would come later than the others may have time.
+    meet(shared, f"have left for {name}", size)
     make_world(shared, name, rank, size, seconds)
 
 

@@ -90,7 +90,7 @@ PLANS = [
 
 
 def simulated(
-    make: Callable[[Sequence[nn.Module]], sim.Algorithm],
+    make: Callable[[Sequence[nn.Module]], sim.Nothing],
     size: int,
     steps: sim.Plan,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum_sgd,

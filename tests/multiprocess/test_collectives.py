@@ -29,14 +29,19 @@ def _exactly(actual: Tensor, expected: Tensor) -> None:
 @for_every_operation
 @on_ranks("ranks")
 def test_all_reduce(op: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
     for dtype, shape in itertools.product(dtypes_of(op), SHAPES):
         if op == "PRODUCT" and dtype.is_complex:  # torch.distributed itself refuses it
             continue
         inputs = _from_all(dtype, shape, op)
-        tensor = inputs[dist.get_rank()].clone()
-        dist.all_reduce(tensor, reduce_op(op))
+        everywhere, somewhere = inputs[rank].clone(), inputs[rank].clone()
+        dist.all_reduce(everywhere, reduce_op(op))
+        dist.reduce(somewhere, size - 1, reduce_op(op))
         with named(dtype, shape):
-            assert_reduced(tensor, inputs, op)
+            assert_reduced(everywhere, inputs, op)
+        if rank == size - 1:
+            with named(dtype, shape, "to one rank"):
+                assert_reduced(somewhere, inputs, op)
 
 
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT"])

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE, settle
+from hooked_models import same
 from ranks import on_ranks
 from reference import named
 from torch import Tensor
@@ -195,4 +196,4 @@ def test_every_operation_writes_in_the_mode_and_on_its_tensors_what_it_does_outs
         for (in_mode, on_inference_tensors), later, late in itertools.product(modes, (False, True), (None, turn % 2)):
             with named(f"{name} {in_mode=} {on_inference_tensors=} {later=} {late=}"):
                 written = _written(name, in_mode, on_inference_tensors, later, late)
-                assert all(map(torch.equal, written, expected))
+                assert same(written, expected)
