@@ -41,8 +41,9 @@ def test_a_fused_step_is_the_plain_step_to_the_bit_with_one_parameter_per_group(
 
 @pytest.mark.parametrize("config", [ADAM, SGD, CONFIGS[12]], ids=name_of)
 def test_users_can_still_take_normal_steps(config: Any) -> None:
-    # Some are the first ones, and some come between fused ones.
-    compare(config, some_steps(fuses=lambda step: step % 4 > 1))
+    # Some come between fused ones; the first one of all is normal, or fused.
+    for before in (0, 2):
+        compare(config, some_steps(fuses=lambda step, before=before: (step + before) % 4 > 1))
 
 
 def _operators(count: int, config: Any) -> int:
