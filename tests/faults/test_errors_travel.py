@@ -284,5 +284,6 @@ def test_a_hook_on_a_stock_gloo_group_names_the_rank_in_trouble(sent: signal.Sig
     timeout = 60.0 if sent == signal.SIGKILL else TIMEOUT
     outcomes = run_ranks(SIZE, _train_on_gloo, sent, backend="gloo", group_timeout=timeout, dying={VICTIM})
     cause = cause_of(outcomes)
-    assert re.match(r"bagua:reduce_bucket #\d+ \(Float\[4160\], bytegrad\(.*\), gradients 1-0\)", cause)
+    described = r"bagua:reduce_bucket #\d+ \(Float\[4160\], bytegrad\(.*\), gradients 1-0\)"
+    assert re.match(rf"{described} on rank [01] of 3, group '.+' failed: ", cause), cause
     assert (f"the process of rank {VICTIM}" if sent == signal.SIGKILL else f"rank {VICTIM} (does not answer") in cause

@@ -316,6 +316,7 @@ def test_what_does_not_treat_each_number_by_itself_has_to_be_there_before_the_fi
     network: Any = _Bare(_network(0))
     parameters = list(network.module.parameters())
     assert can_be_gradual(network, torch.optim.Adam(parameters))
+    assert can_be_gradual(network, torch.optim.ASGD(parameters))
     assert not can_be_gradual(network, torch.optim.Adam(parameters[1:]))
     assert not can_be_gradual(network, torch.optim.Adafactor(parameters))
     assert not can_be_gradual(network, _Derived(parameters))

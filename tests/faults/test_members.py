@@ -160,6 +160,7 @@ def _grow_and_lose_one(algorithm: str) -> _Trained:
     shared = {name: tensor.flatten().tolist() for name, tensor in state.items() if name.split(".")[0] in SHARED}
     training.handle.synchronize()
     grown = training.weights().clone()
+    assert same_everywhere(grown)
     # The first member, in whose store the others meet, is the one that goes.
     members.become(LAST, 0, NEWCOMER)
     for number in range(11, 15):
@@ -186,7 +187,6 @@ def _grow_and_lose_one(algorithm: str) -> _Trained:
 def test_the_same_model_and_hook_go_on_with_a_newcomer_and_when_the_member_that_all_met_at_dies(algorithm: str) -> None:
     transport = "in-host" if algorithm == "powersgd" else "between-hosts"
     first, other, _ = run_ranks(SIZE, _grow_and_lose_one, algorithm, env=TRANSPORTS[transport], dying={LAST})
-    assert torch.equal(other.grown, first.grown)
     assert first.grown.abs().max() < 3, "the newcomer has brought weights of its own"
     if algorithm != "async":  # whose ranks count for themselves
         assert other.shared == first.shared

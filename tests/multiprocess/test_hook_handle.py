@@ -15,6 +15,7 @@ from hooked_models import emulated_hosts, everywhere, loss_of, perceptron, same_
 from hooked_trainings import HOSTS, MOMENTS, SECONDS, Trained, hooked, train_step
 from ranks import Pools, on_ranks
 from reference import for_each, named
+from test_with_bagua_backward import Outputs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -170,13 +171,16 @@ def test_each_call_at_each_moment(rank_pools: Pools, algorithm: str) -> None:
 def _remove_too_early_on_one_rank(algorithm: str) -> str:
     trained = hooked(algorithm)
     train_step(trained, 0)
-    loss = loss_of(trained.ddp, 1)
+    # Also where torch's `_pytree` does not find what the model returns.
+    wraps = trained.ddp.module.register_forward_hook(lambda module, given, output: Outputs({"inside": [output]}))
+    returned = trained.ddp(torch.ones(2, 23))
+    wraps.remove()
     if dist.get_rank() != 1:
-        del loss  # no backward is to come
+        del returned  # no backward is to come
     with pytest.raises((RuntimeError, ValueError)) as refused:
         trained.handle.remove()
-    loss = loss_of(trained.ddp, 1)
-    del loss
+    returned = loss_of(trained.ddp, 1)
+    del returned
     trained.handle.remove()
     train_step(trained, 2)
     assert same_everywhere(*trained.ddp.parameters())

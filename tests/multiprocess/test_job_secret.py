@@ -248,6 +248,11 @@ def test_jobs_with_different_secrets_do_not_meet_on_one_store(late: tuple[int, .
     assert [found for _, found in ranks] == [[3.0]] * 4
 
 
+def test_a_certificate_without_a_secret_is_refused_when_a_group_is_made(tmp_path: Path) -> None:
+    ((_, error),) = run_ranks(1, _join, str(tmp_path / "store"), 10.0, [0], backend="gloo", env=_CERTIFIED)
+    assert "BAGUA_TLS_CERTIFICATE needs BAGUA_JOB_SECRET" in str(error)
+
+
 @pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_cannot_use_its_secret_ends_the_wait_of_the_others(odd: int, tmp_path: Path) -> None:
     secrets_of_ranks = [_SECRET, _SECRET, _SECRET]

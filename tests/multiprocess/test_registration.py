@@ -83,6 +83,9 @@ def test_a_hook_may_be_made_before_the_process_group(tmp_path: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     hook = bagua.comm_hook("bytegrad", hierarchical=False)
+    with pytest.raises(TypeError, match=r"bagua\.Options, got"):
+        dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1, pg_options=object())
+    assert not dist.is_initialized()
     dist.init_process_group("bagua", store=dist.FileStore(str(tmp_path / "store"), size), rank=rank, world_size=size)
     lazily = train(perceptron(), lambda ddp: ddp.register_comm_hook(*hook))
     assert hook[0].stats()["steps"] == 3

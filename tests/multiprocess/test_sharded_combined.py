@@ -47,7 +47,7 @@ def test_compiled_models_are_coded(mesh_name: str, weights: str | None, way: str
 PARALLEL: list[tuple[tuple[int, ...], str | None]] = [((2, 1, 2), None), ((1, 2, 2), None), ((2, 2), "int8")]
 
 
-# New ranks, as what DTensor remembers of a mesh outlives its groups.
+# New ranks, which keep the groups of all meshes until they end: DTensor remembers a mesh for as long.
 @on_new_ranks(4, env={"BAGUA_HOST_ID": ["a", "a", "b", "b"]})
 @for_each(PARALLEL)
 def test_parts_of_tensor_parallelism_are_reduced_with_their_like(case: tuple[tuple[int, ...], str | None]) -> None:
