@@ -315,8 +315,7 @@ def test_a_transfer_that_would_take_long_is_made_short_by_longer_steps() -> None
 def test_what_does_not_treat_each_number_by_itself_has_to_be_there_before_the_first_step() -> None:
     network: Any = _Bare(_network(0))
     parameters = list(network.module.parameters())
-    assert can_be_gradual(network, torch.optim.Adam(parameters))
-    assert can_be_gradual(network, torch.optim.ASGD(parameters))
+    assert all(can_be_gradual(network, kind(parameters)) for kind in (torch.optim.Adam, torch.optim.ASGD))
     assert not can_be_gradual(network, torch.optim.Adam(parameters[1:]))
     assert not can_be_gradual(network, torch.optim.Adafactor(parameters))
     assert not can_be_gradual(network, _Derived(parameters))

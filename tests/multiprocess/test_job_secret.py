@@ -65,13 +65,10 @@ def _losses(algorithm: str, besiegers: list[subprocess.Popen[bytes]], makes_grou
         losses.append(float(loss.detach()))
         if makes_groups and len(losses) % 10 == 0:
             # Who joins in the middle of it opens connections.
-            dist.destroy_process_group(_met(dist.new_group(timeout=timedelta(seconds=60))))
+            group = dist.new_group(timeout=timedelta(seconds=60))
+            dist.barrier(group)
+            dist.destroy_process_group(group)
     return losses[:30]
-
-
-def _met(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    dist.barrier(group)
-    return group
 
 
 def _are_gone(besiegers: list[subprocess.Popen[bytes]]) -> bool:

@@ -2,23 +2,14 @@
 """Registering backend and hooks: without an import, wrongly, twice."""
 
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distributions
 from pathlib import Path
 
 import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import (
-    Leaves,
-    loss_of,
-    new_group,
-    perceptron,
-    random_gradient,
-    same,
-    train,
-    with_hook,
-)
+from hooked_models import Leaves, loss_of, new_group, perceptron, random_gradient, same, train, with_hook
 from ranks import on_new_ranks, on_ranks
 from script_ranks import run_script
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -110,13 +101,6 @@ def test_group_options_are_carried_to_new_groups() -> None:
     dist.barrier()
 
 
-def _skip_unless_installed() -> None:
-    try:
-        distribution("bagua")
-    except PackageNotFoundError:
-        pytest.skip("the distribution 'bagua' is not installed: torch finds its entry points after `make setup`")
-
-
 _WITHOUT_IMPORT = """
 import os, sys, time
 print(*[name for name in sys.modules if name.split(".")[0] in ("bagua", "bagua_autoload")])
@@ -141,7 +125,8 @@ dist.destroy_process_group()
 
 
 def test_a_script_that_never_imports_bagua(tmp_path: Path) -> None:
-    _skip_unless_installed()
+    if not [*distributions(name="bagua")]:
+        pytest.skip("the distribution 'bagua' is not installed: torch finds its entry points after `make setup`")
     for end in run_script(_WITHOUT_IMPORT, 2, tmp_path, fresh=["torch"]):
         loaded, seconds, result = end.output.splitlines()
         assert set(loaded.split()) <= {"bagua_autoload"}, "import torch loads only what registers"
