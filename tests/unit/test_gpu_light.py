@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from check import Check, Wrong
 from checks import CHECKS
-from light_run import FAIL, OK, SKIP, Line, Program, Run, Stage, failed_before
+from light_run import FAIL, OK, SKIP, Program, Run, Stage, failed_before
 from ranks import Pools
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "light.py"
@@ -83,19 +83,19 @@ def test_each_check_is_a_line_and_one_that_fails_does_not_keep_the_next_from_run
     assert any(name.endswith("output-1.txt") for name in names)
 
 
-def test_programs_are_lines_too_and_end_at_the_limit_of_their_stage(
+def test_programs_have_lines_too_and_end_at_the_limit_of_their_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(light_run, "FACTOR", 1.0)
     programs = [
-        Program("well", [sys.executable, "-c", "print('figures')"], lines=lambda: [Line("more", OK, "of them")]),
+        Program("well", [sys.executable, "-c", "print('figures')"]),
         Program("badly", [sys.executable, "-c", "exit(3)"]),
         Program("missing", ["/no/such/program"]),
         Program("for_ever", [sys.executable, "-c", "import time; time.sleep(600)"]),
     ]
     lines = _run(tmp_path, [_check(_says_its_rank)], Stage("stage", 6, programs=lambda folder: programs))
-    assert lines[:2] == ["well ok figures", "more ok of them"]
-    assert [line.split(" ")[:2] for line in lines[2:]] == [["badly", FAIL], ["missing", FAIL], ["for_ever", FAIL]]
+    assert lines[0] == "well ok figures"
+    assert [line.split(" ")[:2] for line in lines[1:]] == [["badly", FAIL], ["missing", FAIL], ["for_ever", FAIL]]
 
 
 def test_what_had_no_time_is_skipped_and_on_a_gpu_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
