@@ -82,17 +82,25 @@ class _Process:
         self.meetings = Meetings(
             world.store(), self.name, at_least, timedelta(seconds=PATIENCE), limit=timedelta(seconds=10)
         )
+        self._counts()
+
+    def finds_the_store_anew(self) -> None:
+        """Go on with a store that is served at another place."""
+        self.meetings.store = type(self.meetings.store)(self._world.store())
+        self._counts()
+
+    def _counts(self) -> None:
         ask = self.meetings.store.ask
 
         def ask_unless_stopped(question: Any, limit: timedelta) -> Any:
-            while self.name in world.stopped:
+            while self.name in self._world.stopped:
                 time.sleep(0.01)
-            if world.is_over.is_set():
+            if self._world.is_over.is_set():
                 raise RuntimeError("the test has ended")
             return ask(question, limit)
 
         self.meetings.store.ask = ask_unless_stopped  # type: ignore[method-assign]
-        world.count(self.name)
+        self._world.count(self.name)
 
     def comes(self, contract: str = "a model", unreached: tuple[str, ...] = ()) -> Future[Any]:
         def meet() -> list[str]:
@@ -296,8 +304,7 @@ def test_a_store_served_anew_without_its_keys_does_not_part_members_and_newcomer
     early = world.process("early")
     assert early.comes().result(10) == [early.name]
     for process in (a, b):
-        process.meetings.store = type(process.meetings.store)(world.store())
-        world.count(process.name)
+        process.finds_the_store_anew()
     assert a.meetings.is_needed()
     late = world.process("late")
     coming = [process.comes() for process in (a, b, late)]
@@ -312,8 +319,7 @@ def test_a_store_served_anew_learns_who_the_members_are(world: _World) -> None:
     a.comes().result(10)
     again = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world.port = again.port
-    a.meetings.store = type(a.meetings.store)(world.store())
-    world.count(a.name)
+    a.finds_the_store_anew()
     assert not a.meetings.is_needed()
     late = world.process("late")
     coming = late.comes()
