@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_805, 16_000),
     "python_shim": Layer({".py"}, 13_780, 8_500),
-    "tests": Layer({".py"}, 29_510, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 29_516, 22_000, counts_tests=True),
 }
 
 
