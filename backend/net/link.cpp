@@ -250,7 +250,7 @@ std::optional<uint32_t> Link::chooseCell(uint32_t payloadBytes) {
 
 void Link::close(Lock& lock, std::string reason) {
   if (!error_.empty()) return;
-  error_ = reason;
+  error_ = std::move(reason);
   const auto probe = std::move(probe_);
   isLost_ = true;
   // They are kept until the link goes: a thread may be writing to one.
@@ -271,7 +271,7 @@ void Link::close(Lock& lock, std::string reason) {
   for (const auto& signal : signals) {
     if (signal) signal->notify();
   }
-  if (const auto transport = transport_.lock()) transport->onLost(*this, reason);
+  if (const auto transport = transport_.lock()) transport->onLost(*this, error_);  // written once
 }
 
 // --- Writing ---------------------------------------------------------------------------------------------------------
