@@ -101,7 +101,7 @@ class Messages::Received final : public Message {
   Received(std::shared_ptr<State> state, const at::Tensor& bytes, int tag)
       : Message(std::move(state), bytes), tag_(tag) {}
 
-  // The next message with the tag. Under the state's mutex.
+  // Expects the next message with the tag. The caller holds the state's mutex.
   void expectFrom(int peer) {
     const uint32_t index = state_->received[peer].add(tag_);
     expect(peer, streamOf(tag_), index);

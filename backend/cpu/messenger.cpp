@@ -147,7 +147,7 @@ void Messenger::abort() {
     isAborted_ = true;
     transfers.swap(transfers_);
   }
-  // Those of Messages: to end one is to mark it, which throws nothing.
+  // All are of Messages, whose abort() marks them and throws nothing.
   for (const auto& weak : transfers) {
     if (const auto transfer = weak.lock()) transfer->abort();
   }

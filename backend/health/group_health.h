@@ -40,7 +40,7 @@ class GroupHealth {
   GroupHealth(const GroupHealth&) = delete;
   GroupHealth& operator=(const GroupHealth&) = delete;
 
-  // For the operations of one executor, which is called `name` on every rank. `findLost` may be null.
+  // Adds a log for the operations of one executor, which is called `name` on every rank. `findLost` may be null.
   std::shared_ptr<OperationLog> addLog(const std::string& name, OperationLog::FindLost findLost = nullptr);
   // Ends the thread. What has been reported is passed on first, for a short while at most.
   void stop();

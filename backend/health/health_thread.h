@@ -75,7 +75,7 @@ class HealthThread : public std::enable_shared_from_this<HealthThread> {
   [[nodiscard]] std::string attendance(const std::string& executor, const RunningOperation& operation) const;
 
   void setFailure(const Failure& failure);
-  // The other ranks, who read it before this rank's own callers learn of it, unless it is urgent.
+  // Tells the other ranks, who read it before this rank's own callers learn of it, unless it is urgent.
   void tell(const std::string& message, bool isUrgent = false);
   // Where there is no store to agree in.
   void failAlone(const std::string& message);

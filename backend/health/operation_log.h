@@ -24,8 +24,8 @@ class OperationLog {
   using Token = uint64_t;
   // Ends all operations of the executor; `cause` is what they are to say.
   using Abort = std::function<void(const std::string& cause)>;
-  // Which peer has gone without leaving the group, in words. Asked on the health's thread, a few times a second while
-  // a program takes its time; must not block. Such a death ends the programs, whichever rank they wait for.
+  // Says in words which peer has gone without leaving the group. The health's thread asks it a few times a second while
+  // a program takes its time, so it must not block. Such a death ends the programs, whichever rank they wait for.
   using FindLost = std::function<std::optional<std::string>()>;
 
   OperationLog(std::shared_ptr<HealthThread> health, size_t index) : health_(std::move(health)), index_(index) {}

@@ -61,7 +61,7 @@ class OperationTable {
   struct Row {
     std::string name;
     OperationLog::FindLost findLost;
-    // In the order of their beginnings.
+    // They are in the order of their beginnings.
     std::vector<RunningOperation> running = {};
     std::optional<ProgramFingerprint> completed = {};
     std::chrono::steady_clock::time_point completedAt = {};

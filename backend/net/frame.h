@@ -104,7 +104,7 @@ struct Frame {
     kEnded = 11,
     // The answer to whoever sends for a group that the process of the other side has left, or will not join, without
     // having spoken with it: it takes nothing for the group, and sends nothing.
-    kAbsent = 12,  // the last, see isValid()
+    kAbsent = 12,  // isValid() takes it for the last
   };
   uint32_t magic = kMagic;
   Kind kind = Kind::kData;

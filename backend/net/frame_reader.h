@@ -65,7 +65,7 @@ class FrameReader {
   Result readPayload(Stream& stream, bool mayAskSocket);
   Result fill(Stream& stream, bool mayAskSocket);
   void count();
-  // What a read that has brought nothing means.
+  // Says what a read that has brought nothing means.
   Result nothingRead(ssize_t size, int error);
 
   // Headers and small payloads are read ahead into here. It is not zeroed, so that a connection takes no more memory

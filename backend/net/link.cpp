@@ -271,7 +271,8 @@ void Link::close(Lock& lock, std::string reason) {
   for (const auto& signal : signals) {
     if (signal) signal->notify();
   }
-  if (const auto transport = transport_.lock()) transport->onLost(*this, error_);  // written once
+  // Nobody changes the error any more.
+  if (const auto transport = transport_.lock()) transport->onLost(*this, error_);
 }
 
 // --- Writing ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@
 
 namespace bagua::net {
 
-// What a sender wants to go.
+// A sender wants this to go.
 struct Message {
   const uint8_t* data = nullptr;
   uint64_t size = 0;

@@ -9,7 +9,7 @@
 
 namespace bagua {
 
-// Whether all tensors of a list, which is not empty, have as many elements.
+// Returns whether all tensors of a list, which is not empty, have as many elements.
 bool areEven(const std::vector<at::Tensor>& tensors);
 
 // What the ranks compare of an operation on a list of tensors, and show where they differ: how many there are, and the

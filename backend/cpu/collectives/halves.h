@@ -32,8 +32,7 @@ class Halves {
 
   // How many halvings each of `rounds` rounds takes together, the innermost round first.
   [[nodiscard]] std::vector<int> levelsOfRounds(int rounds) const;
-  // So many rounds at least that no round takes more than kMostLevels halvings, in which a member speaks with 31
-  // others.
+  // Fewer rounds would have one of more than kMostLevels halvings, in which a member speaks with more than 31 others.
   [[nodiscard]] int leastRounds() const { return std::max((levels_ + kMostLevels - 1) / kMostLevels, 1); }
   // Messages that a member sends in so many rounds where all parts are of one size. Where some have a member more, the
   // first of the others tells that one too.

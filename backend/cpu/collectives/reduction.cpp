@@ -98,7 +98,7 @@ struct Product {
   }
 };
 
-// The one that comes before the other: std::less makes it the minimum, std::greater the maximum.
+// Takes the one that comes before the other: std::less makes it the minimum, std::greater the maximum.
 template <typename A, typename Before>
 struct First {
   A operator()(A a, A b) const {

@@ -23,7 +23,7 @@ struct Avx2 : HalvesOfF16C<Avx2> {
     const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), both);
   }
-  // Of four vectors, one after the other. The bytes above the lowest have to be zero.
+  // Stores those of four vectors, one after the other. The bytes above the lowest have to be zero.
   static BAGUA_GROUP void storeLowestBytesOfFour(const Types::Ints* x, uint8_t* to) {
     const __m256i first = _mm256_packus_epi32((__m256i)x[0], (__m256i)x[1]);
     const __m256i second = _mm256_packus_epi32((__m256i)x[2], (__m256i)x[3]);

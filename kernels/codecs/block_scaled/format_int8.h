@@ -11,7 +11,7 @@ struct EightBits {
   static constexpr int kScaleBytes = 2;
   static constexpr bool kIsRotated = false;
 
-  // What a group's largest number decides: the two divisions take as long as all else, and can be made before.
+  // A group's largest number decides these. Their two divisions take as long as all else, and can be made before.
   struct Scale {
     float largest;
     uint32_t bits;
