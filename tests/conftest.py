@@ -48,9 +48,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"not on CUDA tensors: {marker.args[0]}"))
 
 
+class _FailuresAtOnce:
+    """Names what fails when it does: pytest's summary is lost where a later test never ends."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and reporter is not None:
+            reporter.line(f"\nFAILED {report.nodeid} ({report.when})")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Later what is printed is taken from the tests.
     config.stash[_ERRORS] = os.fdopen(os.dup(2), "w")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_FailuresAtOnce(config))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,7 +6,7 @@
 namespace bagua {
 
 void CpuCommunicator::allGather(at::Tensor& output, const at::Tensor& input) {
-  if (input.numel() == 0) return;
+  if (input.numel() == 0) return moveNothing();
   connect();
   at::Tensor all = bytesOf(output);
   const at::Tensor own = bytesOf(input);

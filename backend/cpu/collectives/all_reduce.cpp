@@ -12,7 +12,7 @@
 namespace bagua {
 
 void CpuCommunicator::allReduce(at::Tensor& tensor, const ReduceOp& op) {
-  if (tensor.numel() == 0) return;
+  if (tensor.numel() == 0) return moveNothing();
   connect();
   at::Tensor flat = flatOf(tensor);
   const at::Tensor prepared = reduction::prepare(flat, op);

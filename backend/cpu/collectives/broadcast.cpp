@@ -15,7 +15,8 @@ constexpr int64_t kScatteredBroadcastBytes = int64_t{256} << 10;
 }  // namespace
 
 void CpuCommunicator::broadcast(at::Tensor& tensor, int root) {
-  if (size() == 1 || tensor.numel() == 0) return;
+  if (size() == 1) return;
+  if (tensor.numel() == 0) return moveNothing();
   connect();
   at::Tensor bytes = bytesOf(tensor);
   const int rootHost = hosts().hostOf(root);

@@ -51,6 +51,11 @@ class CpuCommunicator final : public Communicator {
   void connect() {
     if (!connections_.isConnected()) connections_.connect(program(), deadline());
   }
+  // Of tensors without elements, on all ranks: where the whole call has none, the ranks meet, so that one whose call has
+  // some is found out.
+  void moveNothing() {
+    if (program().commonNumel == 0) barrier();
+  }
   [[nodiscard]] Wire::Deadline deadline() const { return std::chrono::steady_clock::now() + remaining(); }
   [[nodiscard]] SharedMemoryExchange* sharedMemory() { return connections_.sharedMemory(); }
   // Ranks that share memory, as hosts.

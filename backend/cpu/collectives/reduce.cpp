@@ -11,7 +11,7 @@
 namespace bagua {
 
 void CpuCommunicator::reduce(at::Tensor& tensor, int root, const ReduceOp& op) {
-  if (tensor.numel() == 0) return;
+  if (tensor.numel() == 0) return moveNothing();
   connect();
   at::Tensor flat = flatOf(tensor);
   const at::Tensor prepared = reduction::prepare(flat, op);

@@ -9,7 +9,7 @@
 namespace bagua {
 
 void CpuCommunicator::reduceScatter(at::Tensor& output, const at::Tensor& input, const ReduceOp& op) {
-  if (output.numel() == 0) return;
+  if (output.numel() == 0) return moveNothing();
   connect();
   const at::Tensor prepared = reduction::prepare(flatOf(input), op);
   at::Tensor result = flatOf(output);
