@@ -225,6 +225,29 @@ TEST_P(EndOfTheProcess, WaitsForAConnectionThatIsOpenedAgainIfThePeerMayNeedIt) 
   EXPECT_EQ(end.wait_for(5s), std::future_status::ready);
 }
 
+TEST_F(MadeUpPeer, TheEndOfTheProcessWaitsForAsLongAsThePeerTellsOfMoreAndMore) {
+  const auto connection = accept();
+  answer(connection, {.from = kPeer, .link = 5});
+  constexpr uint32_t kMessages = 400;
+  const Bytes sent = pattern(1, 1);
+  std::vector<std::unique_ptr<Group::Sending>> sending;
+  for (uint32_t i = 0; i < kMessages; ++i) {
+    sending.push_back(group_->send(1, 1, i, {.data = sent.data(), .size = sent.size(), .ready = sent.size()}));
+    EXPECT_EQ(hear(connection).kind, Frame::Kind::kUnsolicited);
+    EXPECT_EQ(hearBytes(connection, sent.size()), sent);
+  }
+  auto end = std::async(std::launch::async, [&] { transport_->finish(); });
+  // It waits for a second where the peer says nothing. There are more messages than this loop tells of.
+  const auto until = std::chrono::steady_clock::now() + 1500ms;
+  uint64_t received = 0;
+  while (end.wait_for(5ms) == std::future_status::timeout && std::chrono::steady_clock::now() < until) {
+    say(connection, {.kind = Frame::Kind::kReceived, .received = ++received});
+  }
+  EXPECT_EQ(end.wait_for(0s), std::future_status::timeout) << "though the peer has told of " << received;
+  say(connection, {.kind = Frame::Kind::kReceived, .received = kMessages});
+  EXPECT_EQ(end.wait_for(5s), std::future_status::ready);
+}
+
 INSTANTIATE_TEST_SUITE_P(HasLeft, EndOfTheProcess, ::testing::Values(std::nullopt, 7, 8));
 
 }  // namespace
