@@ -152,6 +152,20 @@ TEST_F(CpuExecutorTest, AGroupIsCompleteWhenAllOfItIs) {
   EXPECT_EQ(group->getFuture()->value().toTensorVector().size(), 2U);
 }
 
+// As where an operation in it was refused.
+TEST_F(CpuExecutorTest, WhatBelongsToAGroupThatWasNeverEndedIsNoPartOfTheNext) {
+  executor_.startGroup();
+  executor_.submit(operation(), {at::full({1}, 0.0F)}, [](Communicator&) {});
+  executor_.startGroup();
+  const at::Tensor own = at::full({1}, 0.0F);
+  executor_.submit(operation(), {own}, [](Communicator&) {});
+  const auto group = executor_.endGroup();
+  group->wait(kNoTimeout);
+  const auto results = group->result();
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_TRUE(results[0].is_same(own));
+}
+
 class TwoChannelsTest : public ::testing::Test {
  protected:
   CpuExecutor executor_{GroupIdentity{"pg", 0, 1}, loneChannels(2), nullptr};
