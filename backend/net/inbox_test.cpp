@@ -4,6 +4,8 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "backend/net/group_table.h"
 
 namespace bagua::net {
@@ -109,6 +111,25 @@ TEST(Inbox, OnlyNewsNotifiesUnlessProgressIsAskedFor) {
     EXPECT_EQ(countOf(2), 1) << "all has come";
     EXPECT_TRUE(message->state().isComplete());
   }
+}
+
+// Several connections bring them.
+TEST(Inbox, AMessageIsCompleteInWhicheverOrderItsFramesCome) {
+  std::vector<uint32_t> order{0, 1, 2};
+  do {
+    const auto sender = std::make_shared<Sender>();
+    Inbox inbox;
+    std::vector<uint8_t> memory(order.size() * kMostPayload);
+    const auto message = inbox.find({});
+    message->expectAt({.data = memory.data(), .size = memory.size(), .room = memory.size()});
+    for (const uint32_t part : order) {
+      EXPECT_FALSE(message->state().isComplete());
+      const Frame frame{.total = memory.size(), .offset = uint64_t{part} * kMostPayload, .payloadBytes = kMostPayload};
+      ASSERT_EQ(inbox.begin(frame, {}, sender), message);
+      message->end(frame);
+    }
+    EXPECT_TRUE(message->state().isComplete()) << "in the order " << order[0] << ", " << order[1] << ", " << order[2];
+  } while (std::next_permutation(order.begin(), order.end()));
 }
 
 TEST(Inbox, TheLossOfASenderConcernsThoseThatItHasBroughtSomethingOfOrThatAreAskedFor) {
