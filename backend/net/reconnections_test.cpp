@@ -173,6 +173,33 @@ TEST_F(MadeUpPeer, EverySideSaysItsLastWordOfAConnection) {
   EXPECT_FALSE(group_->findLost());
 }
 
+// The peer does not read, so that the kernel takes a part of a frame and no more.
+TEST_F(MadeUpPeer, AFrameThatWasHalfWrittenComesAgainWhole) {
+  const auto first = accept();
+  const int room = 64 << 10;
+  ASSERT_EQ(setsockopt(first.number(), SOL_SOCKET, SO_RCVBUF, &room, sizeof(room)), 0);
+  answer(first, {.from = kPeer, .link = 5});
+  const Bytes sent = pattern(kEagerBytes, 1);
+  const auto sending = group_->send(1, 1, 0, {.data = sent.data(), .size = sent.size(), .ready = sent.size()});
+  EXPECT_EQ(hear(first).kind, Frame::Kind::kUnsolicited);
+  ASSERT_FALSE(sending->state().isComplete);
+  const uint64_t number = hello_.connection;
+  reset(first);
+  const auto second = accept();
+  answer(second, {.from = kPeer, .link = 5});
+  Bytes received(sent.size());
+  for (uint64_t count = 0; count < sent.size();) {
+    const Frame frame = hear(second);
+    ASSERT_FALSE(HasFailure()) << "after " << count << " bytes";
+    if (frame.kind == Frame::Kind::kEnded) say(second, {.kind = Frame::Kind::kEnded, .key = {.stream = number}});
+    if (frame.payloadBytes == 0) continue;
+    const Bytes part = hearBytes(second, frame.payloadBytes);
+    std::copy(part.begin(), part.end(), received.begin() + static_cast<ptrdiff_t>(frame.offset));
+    count += part.size();
+  }
+  EXPECT_TRUE(received == sent);
+}
+
 // Whether the message is given up, or only its memory.
 class MemoryGivenBack : public MadeUpPeer, public ::testing::WithParamInterface<bool> {};
 
