@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// A change of members among groups of one process.
+#include "backend/process_group/process_group_bagua.h"
+
+#if BAGUA_HAS_RECONFIGURE
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <future>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <vector>
+
+#include "backend/rendezvous/member_handle.h"
+#include "backend/rendezvous/rank_record.h"
+
+namespace bagua {
+namespace {
+
+class ReconfigureTest : public ::testing::Test {
+ protected:
+  static constexpr int64_t kUuid = 7;
+  // Nothing here takes that long, unless it hangs.
+  static constexpr std::chrono::seconds kLimit{20};
+
+  static c10::intrusive_ptr<ProcessGroupBagua> newMember() {
+    auto options = c10::make_intrusive<ProcessGroupBagua::Options>();
+    options->waitsForReconfigure = true;
+    return c10::make_intrusive<ProcessGroupBagua>(c10::make_intrusive<c10d::HashStore>(), 0, 1, options);
+  }
+
+  static c10d::ReconfigureOptions changeTo(const std::vector<std::string>& handles, std::chrono::milliseconds timeout) {
+    c10d::ReconfigureOptions options;
+    options.uuid = kUuid;
+    options.handles = handles;
+    options.timeout = timeout;
+    return options;
+  }
+};
+
+// The first member would begin alone: it finds what the other has left in the store.
+TEST_F(ReconfigureTest, AMemberThatComesWhenAnotherHasGivenUpBeginsNothing) {
+  const auto first = newMember();
+  const auto second = newMember();
+  const std::vector<std::string> handles = {first->get_reconfigure_handle(), second->get_reconfigure_handle()};
+  const MemberHandle server = MemberHandle::parse(handles[0]);
+  c10d::PrefixStore met(c10::str("epoch/", server.token, "/", kUuid), server.connect(kLimit));
+  // What the first one writes on its way to the last meeting, where the second one then waits for it.
+  met.set("handles", c10::Join(" ", handles));
+  met.set("host/0", ownRecord());
+  auto waiting = std::async(std::launch::async, [&] { second->reconfigure(changeTo(handles, kLimit)); });
+  const auto hasEnded = [&] { return waiting.wait_for(std::chrono::milliseconds(1)) == std::future_status::ready; };
+  while (met.add("met", 0) == 0 && !hasEnded()) continue;
+  second->abort();
+  EXPECT_THROW(waiting.get(), c10::DistBackendError);
+  // A thread of its own says so in the store. On a busy machine it does that a moment later.
+  const auto end = std::chrono::steady_clock::now() + kLimit;
+  while (met.add("left", 0) == 0 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+  EXPECT_THROW(first->reconfigure(changeTo(handles, std::chrono::milliseconds(500))), c10::DistBackendError);
+}
+
+}  // namespace
+}  // namespace bagua
+
+#endif
