@@ -56,6 +56,10 @@ OTHERWISE_WRONG: list[tuple[str, Callable[[int], Any]]] = [
     ),
     (
         "all_to_all_single",
+        lambda size: dist.all_to_all_single(torch.ones(2 * size), torch.ones(2 * size), [1] * size, [1] * size),
+    ),
+    (
+        "all_to_all_single",
         lambda size: dist.all_to_all_single(
             torch.ones(2 * size), torch.ones(2 * size), [2] * size, [2] * (size - 1) or [3]
         ),
