@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
@@ -53,6 +55,27 @@ TEST(LowPrecisionDecentralized, OneOwnerOfALaneWarns) {
     EXPECT_EQ(alarms,
               tailed == 1 ? (std::array<int64_t, kRanks>{1, 0, 1, 0}) : (std::array<int64_t, kRanks>{0, 1, 0, 1}));
   }
+}
+
+// The ranks would else go on from differences to weights that nobody has any more, and be drawn apart by a step that
+// moves nothing.
+TEST(LowPrecisionDecentralized, AfterSynchronizeTheReplicasStartAgainFromTheCommonWeights) {
+  const auto& info = AlgorithmRegistry::find("low_precision_decentralized");
+  testing::runRanks(2,
+                    [&](Communicator& communicator) {
+                      const at::NoGradGuard noGrad;
+                      const std::vector<at::Tensor> weights = {at::full({5}, static_cast<float>(communicator.rank()))};
+                      testing::ImmediateSteps context(communicator, weights);
+                      const auto algorithm = info.create(Options(info.name, info.options, {}));
+                      auto& onWeights = *algorithm->as<ActsOnWeights>();
+                      onWeights.useModel(context);
+                      onWeights.beforeForward(context);
+                      onWeights.synchronize(context);
+                      onWeights.beforeForward(context);
+                      onWeights.afterStep(context);
+                      EXPECT_TRUE(at::allclose(weights[0], at::full({5}, 0.5))) << weights[0];
+                    },
+                    {"a", "b"});
 }
 
 }  // namespace
