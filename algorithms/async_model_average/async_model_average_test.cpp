@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include "algorithms/algorithm_interfaces.h"
+#include "algorithms/registry.h"
+#include "tests/support/immediate_steps.h"
+#include "tests/support/thread_ranks.h"
+
+namespace bagua {
+namespace {
+
+// What a round comes to is the way from weights that are there no more.
+TEST(AsyncModelAverage, ARoundThatBeganBeforeAStateWasLoadedDoesNotMoveTheWeights) {
+  const auto& info = AlgorithmRegistry::find("async");
+  for (const bool isLoaded : {false, true}) {
+    testing::runRanks(2, [&](Communicator& communicator) {
+      const at::NoGradGuard noGrad;
+      const std::vector<at::Tensor> weights = {at::full({5}, static_cast<float>(communicator.rank()))};
+      testing::ImmediateSteps context(communicator, weights);
+      // No second round begins in so short a time.
+      const auto algorithm = info.create(Options(info.name, info.options, {{"sync_interval_ms", int64_t{600'000}}}));
+      auto& onWeights = *algorithm->as<ActsOnWeights>();
+      auto& keeps = *algorithm->as<KeepsState>();
+      onWeights.useModel(context);
+      onWeights.beforeForward(context);
+      if (isLoaded) {
+        weights[0].fill_(7);
+        keeps.load(keeps.state(), context);
+      }
+      onWeights.beforeForward(context);
+      EXPECT_TRUE(weights[0].eq(isLoaded ? 7 : 0.5).all().item<bool>()) << isLoaded << " " << weights[0];
+    });
+  }
+}
+
+}  // namespace
+}  // namespace bagua
