@@ -121,3 +121,19 @@ def test_momenta_that_are_taken_back_leave_gradients(moment: str) -> None:
     _steps(p, optimizer, STEPS)
     _steps(alone, expected, STEPS)
     torch.testing.assert_close(p, alone, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_that_are_dropped_after_the_next_forward_leave_no_trace_in_what_the_algorithm_holds() -> None:
+    p = nn.Parameter(torch.zeros(5))
+    optimizer = bagua.QAdamOptimizer([p], lr=1e-2, warmup_steps=WARMUP)
+    _steps_with_momenta(p, optimizer, STEPS)
+    momentum = optimizer.state[p]["exp_avg"].clone()
+    ((start, beta1),) = optimizer.momenta([p])
+    left = beta1 * start + (1 - beta1) * _gradient(5, 11)
+    p.grad = left
+    # The step is not taken: the next forward goes on from what it has left, as in accumulation.
+    ((start, _),) = optimizer.momenta([p])
+    assert torch.equal(start, left)
+    assert not torch.equal(start, momentum)
+    optimizer.zero_grad()
+    assert torch.equal(start, momentum)
