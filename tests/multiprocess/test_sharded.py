@@ -44,12 +44,17 @@ def all_at_once(model: Any, step: int) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-def divided(model: Any, step: int) -> None:
+def divided(model: Any, step: int, *, factor: float = 3.0, is_summed: bool = True) -> None:
     for module in model.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
-            module.set_gradient_divide_factor(3.0)
-            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(is_summed)
     plain_step(model, step)
+
+
+def divided_by_the_reduction(model: Any, step: int) -> None:
+    """FSDP2 asks for a sum of gradients that are multiplied before: here by a power of two, so that none is rounded."""
+    divided(model, step, factor=8.0, is_summed=False)
 
 
 def skipping(model: Any, step: int) -> None:
@@ -61,7 +66,7 @@ def checkpointed(model: Any, step: int) -> None:
     loss_of(model, step, is_reentrant=step % 2 == 1).backward()
 
 
-STEPS = [accumulated_in_host, accumulated_in_gradients, divided, skipping, checkpointed]
+STEPS = [accumulated_in_host, accumulated_in_gradients, divided, divided_by_the_reduction, skipping, checkpointed]
 
 
 on_two_meshes = pytest.mark.parametrize("mesh_name", ["hybrid", "line"])
