@@ -114,13 +114,49 @@ def test_a_second_stage_may_take_weights_instead_of_gradients() -> None:
     assert torch.equal(model.bagua_buckets[0].slot_at(0), model[0].weight)  # type: ignore[index, union-attr]
 
 
-class FailingOperationImpl(AlgorithmImpl):
-    """One bucket per tensor; the Python operation of the second fails in the first step."""
-
-    fails = True
+class OneByOneImpl(MeanImpl):
+    """One bucket per tensor."""
 
     def tensors_to_buckets(self, tensors: list[list[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         return [BaguaBucket([t], str(index), do_flatten) for index, t in enumerate(_all(tensors))]
+
+
+class NotingImpl(OneByOneImpl):
+    """Notes the buckets that go, in their order."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.gone: list[str] = []
+
+    def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
+        bucket.clear_ops().append_python_op(self.gone.append).append_centralized_synchronous_op()
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ArithmeticError("a mistake of the user's")
+
+
+@on_ranks(2)
+def test_after_a_backward_that_raised_between_two_buckets_the_first_one_goes_first_again() -> None:
+    started()
+    model = perceptron()
+    _wrap(NotingImpl, model)
+    impl = model.bagua_algorithm
+    assert isinstance(impl, NotingImpl)
+    mistake = next(model.parameters()).register_hook(_fail)
+    with pytest.raises(ArithmeticError):
+        loss_of(model, 0).backward()
+    mistake.remove()
+    loss_of(model, 1).backward()
+    had_gone = len(impl.gone) - 6
+    assert 0 < had_gone < 6
+    assert impl.gone[had_gone:] == list("012345")
+
+
+class FailingOperationImpl(OneByOneImpl):
+    """The Python operation of the second bucket fails in the first step."""
+
+    fails = True
 
     def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
         def operation(name: str) -> None:
