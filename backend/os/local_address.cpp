@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -13,6 +14,7 @@
 #include <array>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "backend/config.h"
@@ -66,12 +68,8 @@ std::optional<SocketAddress> sourceFor(const SocketAddress& target) {
 std::string addressOfInterface(const std::string& name, const std::vector<Interface>& all) {
   const auto found = std::ranges::find_if(all, [&](const Interface& one) { return one.name == name; });
   if (found != all.end()) return found->address.address();
-  std::string names;
-  for (const auto& one : all) {
-    if (names.find(one.name) == std::string::npos) names += (names.empty() ? "" : ", ") + one.name;
-  }
   TORCH_CHECK_VALUE(false, "bagua: no network interface '", name,
-                    "' is up and has an address (BAGUA_SOCKET_IFNAME, GLOO_SOCKET_IFNAME). There are: ", names);
+                    "' is up and has an address (BAGUA_SOCKET_IFNAME, GLOO_SOCKET_IFNAME). There are: ", namesOf(all));
 }
 
 std::string hostName() {
@@ -80,6 +78,12 @@ std::string hostName() {
 }
 
 }  // namespace
+
+std::string namesOf(const std::vector<Interface>& all) {
+  std::set<std::string> names;
+  for (const auto& one : all) names.insert(one.name);
+  return c10::Join(", ", names);
+}
 
 std::vector<Interface> interfaces() {
   ifaddrs* list = nullptr;

@@ -17,6 +17,9 @@ struct Interface {
 // of an interface beside them.
 std::vector<Interface> interfaces();
 
+// The name of each once, as "eth0, lo".
+std::string namesOf(const std::vector<Interface>& all);
+
 // The address at which the processes of other hosts can reach this one, as "10.0.0.1" or "fd00::1". The first that
 // there is of: the address of the network interface that BAGUA_SOCKET_IFNAME, or else GLOO_SOCKET_IFNAME, names; the
 // one from which MASTER_ADDR is reached; the one that the host's name stands for; the first of an interface that is up.
