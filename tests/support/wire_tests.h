@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <numeric>
 #include <vector>
 
 #include "backend/net/signal.h"
@@ -13,10 +12,16 @@ namespace bagua::net {
 
 using Bytes = std::vector<uint8_t>;
 
-// Counts up from `first`.
+// Counts up from `first`, and begins again after a prime number of bytes: no two frames of a message are alike, so that
+// one in the place of another is found.
 inline Bytes pattern(uint64_t size, uint8_t first) {
+  constexpr uint8_t kPeriod = 251;
   Bytes bytes(size);
-  std::iota(bytes.begin(), bytes.end(), first);
+  uint8_t step = 0;
+  for (uint8_t& byte : bytes) {
+    byte = static_cast<uint8_t>(first + step);
+    if (++step == kPeriod) step = 0;
+  }
   return bytes;
 }
 
