@@ -3,10 +3,16 @@
 // same.
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <future>
+#include <memory>
+#include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "backend/net/probe.h"
+#include "tests/support/held_streams.h"
 #include "tests/support/made_up_peer.h"
 #include "tests/support/open_sockets.h"
 #include "tests/support/two_transports.h"
@@ -138,6 +144,64 @@ TEST_F(PatientFirewall, ThatHasEndedOneConnectionDoesNotShortenTheWaitForALineTh
   const int none = 0;
   EXPECT_EQ(setsockopt(listening_.number(), SOL_SOCKET, SO_DETACH_FILTER, &none, sizeof(none)), 0);
   EXPECT_TRUE(accept().isOpen());
+}
+
+// Encrypts nothing. Makes the next of the calls that a test has planned whenever a connection begins: the kernel has
+// let that one through by then, or has refused it.
+class PlannedCalls final : public Encryption {
+ public:
+  void plan(std::vector<std::function<void()>> calls) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    calls_ = std::move(calls);
+    next_ = 0;
+  }
+  [[nodiscard]] std::unique_ptr<EncryptedStream> accept(int socket) const override { return streams_.accept(socket); }
+  [[nodiscard]] std::unique_ptr<EncryptedStream> connect(int socket) const override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (next_ < calls_.size()) calls_[next_++]();
+    return streams_.connect(socket);
+  }
+
+ private:
+  const HeldStreams streams_{std::make_shared<Gate>()};
+  mutable std::mutex mutex_;
+  std::vector<std::function<void()>> calls_;
+  mutable size_t next_ = 0;
+};
+
+class FirewallThatIsLoadedAnew : public MadeUpPeer {
+ protected:
+  FirewallThatIsLoadedAnew() : FirewallThatIsLoadedAnew(std::make_shared<PlannedCalls>()) {}
+  explicit FirewallThatIsLoadedAnew(const std::shared_ptr<PlannedCalls>& planned)
+      : MadeUpPeer(1, kPatienceWithSilence, planned, portToKeep()), planned_(planned) {}
+  // Who asks for a port by its number has the same one when it listens again.
+  static config::PortRange portToKeep() {
+    const uint16_t free = addressOf(listenAt("127.0.0.1")).port();
+    return {.first = free, .last = free};
+  }
+
+  const std::shared_ptr<PlannedCalls> planned_;
+};
+
+// One refusal follows another in a quarter of a second only where nobody listens any more.
+TEST_F(FirewallThatIsLoadedAnew, MayRefuseAgainAfterAConnectionThatItHasReset) {
+  const auto first = accept();
+  answer(first, {.from = kPeer, .link = 5});
+  // The transport has heard the answer when it tells that something after it has come.
+  say(first, {.kind = Frame::Kind::kPlace, .group = 7, .total = 1});
+  say(first, {.kind = Frame::Kind::kReceived, .total = 1});
+  EXPECT_EQ(hear(first).kind, Frame::Kind::kReceived);
+  const auto close = [this] { shutdown(listening_.number(), SHUT_RDWR); };
+  const auto open = [this] { EXPECT_EQ(listen(listening_.number(), SOMAXCONN), 0); };
+  // It refuses the first connection, resets the second one, and refuses the third.
+  planned_->plan({open, close, open});
+  close();
+  reset(first);
+  const auto next = accept();
+  EXPECT_EQ(hello_.peerLink, 5) << "another connection of the same link";
+  answer(next, {.from = kPeer, .link = 5});
+  EXPECT_EQ(hear(next).kind, Frame::Kind::kEnded) << "of the first connection";
+  EXPECT_FALSE(group_->findLost()) << *group_->findLost();
 }
 
 // A firewall on the way to the second process, which drops connections after the first.

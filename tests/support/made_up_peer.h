@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "backend/net/greeting.h"
 #include "backend/net/transport.h"
@@ -19,8 +20,10 @@ namespace bagua::net {
 // A process of another kind: a test says what it likes.
 class MadeUpPeer : public ::testing::Test {
  protected:
-  explicit MadeUpPeer(int mostConnections = 1, std::chrono::milliseconds patience = kPatienceWithSilence)
-      : transport_(Transport::listenAt("127.0.0.1", mostConnections, nullptr, patience)) {}
+  explicit MadeUpPeer(int mostConnections = 1, std::chrono::milliseconds patience = kPatienceWithSilence,
+                      std::shared_ptr<const Encryption> encryption = nullptr, config::PortRange ports = {})
+      : listening_(listenAt("127.0.0.1", ports)),
+        transport_(Transport::listenAt("127.0.0.1", mostConnections, std::move(encryption), patience)) {}
   void SetUp() override {
     group_ = transport_->join(7, 0, {transport_->address(), {kPeer, addressOf(listening_)}});
     group_->watch(1);
@@ -93,7 +96,7 @@ class MadeUpPeer : public ::testing::Test {
 
   static constexpr ProcessId kPeer{1, 2};
   static constexpr std::chrono::seconds kLimit{10};
-  const UnsharedFile listening_ = listenAt("127.0.0.1");
+  const UnsharedFile listening_;
   const std::shared_ptr<Transport> transport_;
   std::shared_ptr<Group> group_;
   Hello hello_;
