@@ -65,6 +65,12 @@ TEST(Attendance, TellsThoseWhoWaitFromThoseWhoAreMissing) {
   EXPECT_THAT(text, HasSubstr("Waiting as well: rank 0."));
 }
 
+TEST(Attendance, OfTheFirstOperationWhoeverHasCompletedNothingIsMissing) {
+  const std::map<int, std::vector<Activity>> answers{{1, {within(fingerprintOfAllReduce(0, 6))}}};
+  const auto found = attendanceOf(fingerprintOfAllReduce(0), false, "cpu", answers, {});
+  EXPECT_THAT(found.describe(), HasSubstr("rank 1 (has been in bagua:all_reduce #0 (Float[6], sum)"));
+}
+
 TEST(Attendance, LooksAtEveryProgramThatARankHasUnderWay) {
   const auto operation = fingerprintOfAllReduce(5);
   const std::map<int, std::vector<Activity>> answers{

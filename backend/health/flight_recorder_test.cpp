@@ -40,9 +40,13 @@ std::shared_ptr<FlightRecorder::Group> add(FlightRecorder& recorder, const std::
   return recorder.addGroup({.name = name, .rank = 0, .globalRanks = std::move(ranks)});
 }
 
-void run(FlightRecorder& recorder, const std::shared_ptr<FlightRecorder::Group>& group) {
+uint64_t start(FlightRecorder& recorder, const std::shared_ptr<FlightRecorder::Group>& group) {
   const Operation operation{.type = c10d::OpType::ALLREDUCE, .name = "bagua:all_reduce", .dtype = at::kFloat};
-  recorder.end(recorder.begin(group, operation, fingerprintOf(operation)), true);
+  return recorder.begin(group, operation, fingerprintOf(operation));
+}
+
+void run(FlightRecorder& recorder, const std::shared_ptr<FlightRecorder::Group>& group) {
+  recorder.end(start(recorder, group), true);
 }
 
 TEST(FlightRecorder, KeepsAGroupWhileItLivesAlsoWithoutOperations) {
@@ -83,6 +87,22 @@ TEST(FlightRecorder, AGroupThatNeverRanAnythingGoesWhenItEnds) {
     }
     EXPECT_THAT(dumpOf(recorder).groups, IsEmpty());
   }
+}
+
+TEST(FlightRecorder, TheEndOfAnOperationThatIsNoLongerKnownCompletesNoOther) {
+  FlightRecorder recorder(2);
+  const auto group = add(recorder, "group");
+  const uint64_t forgotten = start(recorder, group);
+  const uint64_t known = start(recorder, group);
+  start(recorder, group);
+  recorder.end(forgotten, true);
+  recorder.end(known, true);
+  std::vector<std::string> states;
+  const auto dump = dumpOf(recorder);
+  for (const c10::IValue& entry : dump.all.toGenericDict().at("entries").toListRef()) {
+    states.push_back(entry.toGenericDict().at("state").toStringRef());
+  }
+  EXPECT_THAT(states, ElementsAre("completed", "started"));
 }
 
 TEST(FlightRecorder, ANumberIsGivenToOneGroupOnly) {
