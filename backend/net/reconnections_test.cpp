@@ -296,8 +296,8 @@ TEST_F(MadeUpPeer, ThatHasComeFromElsewhereMayComeAgainWhoeverIsAtItsAddress) {
   const uint64_t theirs = hello_.connection + 1;
   const auto came = come("127.0.0.2", theirs);
   EXPECT_EQ(hear(came).kind, Frame::Kind::kWelcome);
+  answer(first, {.from = {3, 4}, .link = 6});
   shutdown(listening_.number(), SHUT_RDWR);
-  reset(first);
   reset(came);
   // Meanwhile every connection to that address is refused.
   std::this_thread::sleep_for(3s);

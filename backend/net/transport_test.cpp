@@ -263,10 +263,17 @@ TEST_F(MadeUpPeer, TheLossOfAFormerLinkLeavesTheOneThatIsThere) {
   former->close("lost");
   EXPECT_FALSE(group_->findLost());
   const auto came = come("127.0.0.1", hello_.connection + 1);
-  EXPECT_EQ(hear(came).kind, Frame::Kind::kWelcome);
-  const auto answered = fromBytes<Hello>(hearBytes(came, sizeof(Hello)));
-  ASSERT_TRUE(answered);
-  EXPECT_EQ(answered->link, hello_.link) << "the transport has made a third one";
+  EXPECT_EQ(hearWelcome(came).link, hello_.link) << "the transport has made a third one";
+}
+
+TEST_F(MadeUpPeer, ThatHasLostItsLinkAndBeginsAnewIsSpokenWithOverAnother) {
+  const auto connection = accept();
+  const uint64_t theirs = hello_.connection + 1;
+  const auto before = come("127.0.0.1", theirs, 5);
+  EXPECT_EQ(hearWelcome(before).link, hello_.link);
+  const auto after = come("127.0.0.1", theirs + 2, 6);
+  EXPECT_NE(hearWelcome(after).link, hello_.link);
+  EXPECT_NE(lost().find("Connection closed by peer"), std::string::npos) << lost();
 }
 
 INSTANTIATE_TEST_SUITE_P(HasLeft, EndOfTheProcess, ::testing::Values(std::nullopt, 7, 8));

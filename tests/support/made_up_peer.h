@@ -29,13 +29,13 @@ class MadeUpPeer : public ::testing::Test {
     group_->watch(1);
   }
   // Opens a connection itself, from an address of this host.
-  [[nodiscard]] UnsharedFile come(const std::string& from, uint64_t number) const {
+  [[nodiscard]] UnsharedFile come(const std::string& from, uint64_t number, uint64_t link = 5) const {
     UnsharedFile socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     const SocketAddress own(from, 0);
     const auto to = transport_->address().address;
     EXPECT_EQ(bind(socket.number(), own.get(), own.size()), 0);
     EXPECT_EQ(connect(socket.number(), to.get(), to.size()), 0);
-    const Hello hello{.from = kPeer, .to = transport_->address().process, .link = 5, .connection = number};
+    const Hello hello{.from = kPeer, .to = transport_->address().process, .link = link, .connection = number};
     EXPECT_EQ(::send(socket.number(), &hello, sizeof(hello), MSG_NOSIGNAL), static_cast<ssize_t>(sizeof(hello)));
     return socket;
   }
@@ -75,6 +75,11 @@ class MadeUpPeer : public ::testing::Test {
     Bytes bytes(size);
     EXPECT_EQ(recv(connection.number(), bytes.data(), size, MSG_WAITALL), static_cast<ssize_t>(size));
     return bytes;
+  }
+  // The answer to a connection that has come.
+  static Hello hearWelcome(const UnsharedFile& connection) {
+    EXPECT_EQ(hear(connection).kind, Frame::Kind::kWelcome);
+    return fromBytes<Hello>(hearBytes(connection, sizeof(Hello))).value();
   }
   // Resets the connection that hello_ was for. Returns the next one, over which both have said of it that nothing came.
   UnsharedFile replace(const UnsharedFile& connection) {
