@@ -12,18 +12,12 @@ import hashlib
 import json
 import os
 import random
-import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from plugin import Net, NetError
-
-sys.path.append(str(Path(__file__).parents[1] / "faults"))
-from reset_connections import reset_connections
 
 # What NCCL has under way of a channel with its buffers of 4 MiB: so many messages of so many bytes.
 WINDOW = 4
@@ -165,28 +159,6 @@ class _Rank:
             print("ready", flush=True)
             time.sleep(self.options.seconds)
 
-    # --- What happens meanwhile ---------------------------------------------------------------------------------------
-
-    def among_resets(self, task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run a task while this rank resets connections of its own at random moments."""
-        is_over = threading.Event()
-        resets = 0
-
-        def trouble() -> None:
-            nonlocal resets
-            chance = random.Random(self.options.rank)
-            while not is_over.wait(chance.uniform(0.0, 0.06)):
-                resets += reset_connections(lambda _own, _peer: chance.random() < 0.5)
-
-        thread = threading.Thread(target=trouble)
-        thread.start()
-        try:
-            found = task()
-        finally:
-            is_over.set()
-            thread.join()
-        return {**found, "resets": resets}
-
 
 def _numbered_blocks(size: int, rank: int) -> bytearray:
     """Random bytes, no two MiB of which are the same."""
@@ -238,7 +210,6 @@ def _main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("task")
     parser.add_argument("--handles", type=Path, help="where those of the others are, if not in FOLDER")
-    parser.add_argument("--resets", action="store_true", help="reset connections at random moments meanwhile")
     parser.add_argument("--group", action="store_true", help="be a rank of a process group of CPU tensors as well")
     for name, default in (("channels", 1), ("rounds", 3), ("most", 300_000), ("seconds", 60)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -247,11 +218,10 @@ def _main() -> None:
     if options.group:
         _join_group(options)
     rank = _Rank(options)
-    task: Callable[[], dict[str, Any]] = getattr(rank, options.task)
     found: dict[str, Any] = {"result": 0}
     try:
         rank.connect()
-        found.update(rank.among_resets(task) if options.resets else task())
+        found.update(getattr(rank, options.task)())
         rank.close()
     except NetError as error:
         found.update(result=error.result, function=str(error))

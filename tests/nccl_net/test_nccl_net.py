@@ -103,14 +103,6 @@ def test_messages_of_up_to_a_gigabyte_go_around_a_ring(tmp_path: Path) -> None:
     assert all(_is_well(found) for found in ranks), ranks
 
 
-def test_resets_of_connections_leave_the_bits_as_they_are(tmp_path: Path) -> None:
-    options = ["--most", "40000", "--rounds", "200", "--resets"]
-    secret = _SECRET if _HAS_OPENSSL else None
-    ranks = _run(tmp_path, "exchange", *options, size=3, env=_secrets(*[secret] * 3))
-    assert all(_is_well(found) for found in ranks), ranks
-    assert sum(found["resets"] for found in ranks) >= 10, ranks
-
-
 def test_a_port_is_enough_for_a_process(tmp_path: Path) -> None:
     """Also where CPU tensors go over the transport as well; and it may connect to itself."""
     ports = _free_ports(2)
