@@ -327,7 +327,6 @@ UNFIT: list[tuple[dict[str, str], str]] = [
     ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_JOB_SECRET_FILE": "/dev/null"}, "are both set"),
     ({"BAGUA_JOB_SECRET_FILE": "/nowhere/secret"}, "'/nowhere/secret': No such file"),
     ({"BAGUA_JOB_SECRET": _SECRET, "BAGUA_TLS_CERTIFICATE": "a.pem"}, "BAGUA_TLS_KEY is not"),
-    (_CERTIFIED, "BAGUA_TLS_CERTIFICATE needs BAGUA_JOB_SECRET"),
 ]
 
 
