@@ -68,12 +68,12 @@ def test_receive_from_anyone_tells_the_source() -> None:
 @on_ranks(2)
 def test_two_ranks_exchange_large_messages() -> None:
     """Both sides send first: neither may wait for the other's receive."""
-    rank = dist.get_rank()
-    message, received = torch.full((1_000_003,), float(rank)), torch.empty(1_000_003)
+    rank, numbers = dist.get_rank(), torch.arange(1_000_003)  # 8 MB, of which half may come unasked
+    message, received = numbers + rank, torch.empty_like(numbers)
     sending: Any = dist.isend(message, 1 - rank)
     dist.recv(received, 1 - rank)
     sending.wait()
-    assert (received == 1 - rank).all()
+    assert torch.equal(received, numbers + 1 - rank)
 
 
 def _send_to_a_rank_that_receives_later() -> int:
