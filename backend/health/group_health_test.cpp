@@ -112,6 +112,12 @@ TEST_F(GroupHealthTest, WhereRanksGoOnWithoutOneThatDiesNobodyWaitsForTheOthersW
   EXPECT_THAT(seen, HasSubstr("on rank 0 of 2, group 'group' failed: rank 2 has ended"));
   EXPECT_LT(std::chrono::steady_clock::now() - begin, kReadingTime);
   EXPECT_THAT(second.causeOfAbort(), HasSubstr("failed: rank 2 has ended"));
+  // Nor for a cause that nobody knows at once: their own words will do, and are no sign of trouble with the store.
+  Rank other(0, 2, c10::make_intrusive<c10d::HashStore>(), GroupHealth::kStorePatience, /*survivesDeaths=*/true);
+  other.log->begin(allReduce(7));
+  EXPECT_THAT(messageOf(other.log->explain(errorOf<PeerLeftError>("rank 1 has left"), allReduce(7))),
+              AllOf(HasSubstr("failed: rank 1 has left"), ::testing::Not(HasSubstr("could not be told"))));
+  EXPECT_THAT(other.causeOfAbort(), HasSubstr("rank 1 (does not answer"));
 }
 
 TEST_F(GroupHealthTest, ASymptomWithoutACauseNamesTheRankThatIsSilent) {
@@ -146,8 +152,7 @@ TEST_F(GroupHealthTest, AnOperationThatEndsInTimeIsLeftAlone) {
 TEST_F(GroupHealthTest, AnAbortReachesTheOthers) {
   Rank first(0, 2, store_);
   Rank second(1, 2, store_);
-  first.log->begin(allReduce(0));
-  second.log->begin(allReduce(0));
+  beginAllReduce(first, second);
   first.log->reportAbort("the group was aborted");
   first.health.stop();
   EXPECT_THAT(second.causeOfAbort(),
@@ -302,24 +307,18 @@ class TroubledStore final : public c10d::HashStore {
     }
     return HashStore::check(keys);
   }
-  void setTrouble(bool isInTrouble) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    isInTrouble_ = isInTrouble;
-  }
+  void setTrouble(bool isInTrouble) { isInTrouble_ = isInTrouble; }
   bool waitForRefusals(int count) {
     std::unique_lock<std::mutex> lock(mutex_);
     return changed_.wait_for(lock, kLimit, [&] { return refusals_ >= count; });
   }
-  int refusals() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return refusals_;
-  }
+  [[nodiscard]] int refusals() const { return refusals_; }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool isInTrouble_ = true;
-  int refusals_ = 0;
+  std::atomic<bool> isInTrouble_ = true;
+  std::atomic<int> refusals_ = 0;
 };
 
 TEST_F(GroupHealthTest, AStoreThatThrowsForAWhileIsUsedAgain) {
