@@ -56,9 +56,9 @@ def coded_bytes(options: Mapping[str, Any], parameters: Iterable[Parameter]) -> 
     if "min_compression" in options:
         return sum(_bytes_of_factors(parameter, options) for parameter in parameters)
     exact = _words(options.get("exact"))
-    codecs = [tuple(word.rpartition("=")[::2]) for word in _words(options.get("codec"))]
+    codecs = [tuple(part.strip() for part in word.rpartition("=")[::2]) for word in _words(options.get("codec"))]
     is_alone = len(codecs) == 1 and "=" not in options["codec"]
-    if is_alone and "exact" in options and _BITS[codecs[0][1]] < _BITS["int8"]:
+    if is_alone and "exact" in options and _BITS[codecs[0][1]] < 8:
         codecs = [*_FINER.items(), *codecs]
     total = 0.0
     for parameter in parameters:

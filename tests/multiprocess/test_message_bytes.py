@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua._attachment import names_and_roles
-from bagua._message_bytes import coded_bytes, parameters_of
+from bagua._message_bytes import Parameter, coded_bytes, parameters_of
 from hooked_models import logged
 from ranks import Pools, on_ranks
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ _ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
     ("bytegrad", _FLAT | {"codec": "minmax_uint8"}),
     ("quantized_allreduce", _FLAT),
     ("quantized_allreduce", _FLAT | {"codec": "1bit"}),
-    ("quantized_allreduce", _FLAT | {"codec": {"deep.*": "2bit", "*": "4bit"}, "exact": ("head",)}),
+    ("quantized_allreduce", _FLAT | {"codec": "deep.* = 2bit, * = 4bit", "exact": ("head",)}),
     ("quantized_allreduce", _FLAT | {"codec": {"*": "4bit"}, "exact": ()}),
     ("powersgd", {"rank": 2, "start_step": 0, "guard": None}),
     ("powersgd", {"rank": 2, "codec": "int8", "start_step": 0, "guard": None}),
@@ -55,6 +55,12 @@ def test_bytes_are_those_that_are_sent(algorithm: str, options: dict[str, Any]) 
         foretold = 2 * (size - 1) / size * coded_bytes(handle.options, parameters)
         # The ends of messages are filled up, which is more than a fiftieth where factors are all that is sent.
         assert handle.stats()["wire_bytes"] / _STEPS == pytest.approx(foretold, rel=0.02, abs=700)
+
+
+def test_only_below_8_bits_are_embeddings_coded_finer_than_the_rest() -> None:
+    table = [Parameter("table.weight", (1000, 64), "embedding")]
+    found = {codec: coded_bytes({"codec": codec, "exact": ""}, table) for codec in ("minmax_uint8", "int8", "4bit")}
+    assert found == {"minmax_uint8": 64_000, "int8": 65_000, "4bit": 65_000}
 
 
 def _said(algorithm: str, options: dict[str, Any]) -> list[str]:
