@@ -71,6 +71,8 @@ def test_figures_begin_again_after_a_reset(algorithm: str) -> None:
     trained = hooked(algorithm)
     for number in range(3):
         train_step(trained, number)
+        if number == 0:  # after as many steps as there are when the next figures are written
+            trained.handle.log_to(SummaryWriter())
     trained.handle.synchronize()  # nothing is under way
     # The last counts since connections were opened, the others tell what is there now.
     names = ("algorithm", "state_bytes", "memory", "guard", "line")

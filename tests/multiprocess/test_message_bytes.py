@@ -63,6 +63,13 @@ def test_only_below_8_bits_are_embeddings_coded_finer_than_the_rest() -> None:
     assert found == {"minmax_uint8": 64_000, "int8": 65_000, "4bit": 65_000}
 
 
+def test_a_head_that_shares_its_weight_with_an_embedding_counts_as_one() -> None:
+    network = _Network()
+    network.head.weight = network.table.weight
+    expected = [("table.weight", "embedding"), ("head.bias", "head")]
+    assert names_and_roles(network, [network.table.weight, network.head.bias]) == expected
+
+
 def _said(algorithm: str, options: dict[str, Any]) -> list[str]:
     logger = logging.getLogger("bagua")
     logger.setLevel(logging.INFO)
