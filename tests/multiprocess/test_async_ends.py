@@ -2,6 +2,7 @@
 """async at the end of a process or a group; its weights of every dtype; buffers."""
 
 from pathlib import Path
+from typing import Any
 
 import bagua
 import pytest
@@ -9,10 +10,10 @@ import torch
 import torch.distributed as dist
 from async_drift import LENGTH, ROUNDS, SECONDS, Drift
 from hooked_models import Leaves, everywhere, logged, new_group, same_everywhere
-from ranks import on_ranks
+from ranks import on_ranks, run_ranks
 from script_ranks import run_script
 from slowness import Moment
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # --- the end of a process ---
@@ -156,6 +157,23 @@ def test_a_group_may_be_destroyed_without_abort() -> None:
         assert total.tolist() == [dist.get_world_size()] * 3
 
 
+def _left_to_the_end_of_all_groups() -> Tensor:
+    group: Any = dist.new_group()
+    ddp = DDP(Leaves(LENGTH), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    bagua.register_comm_hook(ddp, "async", optimizer=optimizer, sync_interval_ms=1)
+    for _ in range(3):
+        # A step later than the last round leaves the weights of the ranks apart.
+        ddp([torch.full((LENGTH,), dist.get_rank() + 1.0)]).backward()
+        optimizer.step()
+    dist.destroy_process_group(dist.group.WORLD)
+    return torch.cat([p.detach() for p in ddp.parameters()])
+
+
+def test_the_end_of_all_groups_is_that_of_an_algorithm_on_any_of_them() -> None:
+    assert torch.equal(*run_ranks(2, _left_to_the_end_of_all_groups))
+
+
 # --- weights and buffers ---
 
 
@@ -184,7 +202,10 @@ def test_buffers_are_the_rank_s_own_until_abort() -> None:
     rank = dist.get_rank()
     torch.manual_seed(3)
     normalisation = nn.BatchNorm1d(4)
-    ddp = DDP(nn.Sequential(nn.Linear(5, 4), normalisation, nn.Linear(4, 2)))
+    model: Any = nn.Sequential(nn.Linear(5, 4), normalisation, nn.Linear(4, 2))
+    model.register_buffer("own", torch.tensor(float(rank)))
+    model._ddp_params_and_buffers_to_ignore = ["own"]
+    ddp = DDP(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     with logged("") as log:
         handle = bagua.register_comm_hook(ddp, "async", optimizer=optimizer, sync_interval_ms=1)
@@ -203,6 +224,7 @@ def test_buffers_are_the_rank_s_own_until_abort() -> None:
     of_ranks = everywhere(before)
     assert not torch.equal(of_ranks[0], of_ranks[1])
     assert torch.equal(after, of_ranks[0]), "those of rank 0"
+    assert model.own == rank, "DDP is to ignore it"
     assert same_everywhere(*ddp.parameters())
 
 
