@@ -46,7 +46,7 @@ def test_communicators_are_those_of_the_members_that_there_are() -> None:
     assert results[2][1] == [[0, 1], (0, 2, 3)]
 
 
-def _turn_round() -> tuple[int, list[int]]:
+def _turn_round() -> tuple[int, list[int], int]:
     group = dist.new_group([0, 1, 2])
     assert isinstance(group, dist.ProcessGroup)
     handles: list[Any] = [None] * SIZE
@@ -54,8 +54,10 @@ def _turn_round() -> tuple[int, list[int]]:
     dist._reconfigure(7, handles[::-1], group=group).wait()
     handle = bagua.register_comm_hook(DDP(model(), process_group=group), "gradient_allreduce")
     states = handle.of_all_ranks().state_dict()
-    return group.rank(), [state["handle"]["rank"] for state in states["ranks"]]
+    each = [{"handle": {**handle.state_dict(), "rank": rank, "step": 7 + rank}} for rank in range(SIZE)]
+    handle.of_all_ranks().load_state_dict({"ranks": each})
+    return group.rank(), [state["handle"]["rank"] for state in states["ranks"]], handle.state_dict()["step"]
 
 
-def test_the_states_of_all_ranks_are_at_the_first_of_the_ranks_that_there_are() -> None:
-    assert run_ranks(SIZE, _turn_round) == [(2, []), (1, []), (0, [0, 1, 2])]
+def test_the_states_of_all_ranks_go_by_the_ranks_that_there_are() -> None:
+    assert run_ranks(SIZE, _turn_round) == [(2, [], 9), (1, [], 8), (0, [0, 1, 2], 7)]
