@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from bagua import _meetings
-from bagua._meeting_store import BEAT, beat_key
+from bagua import _meeting_store, _meetings
+from bagua._meeting_store import BEAT, Beats, beat_key
 from bagua._meetings import Meetings
 from bagua._pulse import Sign
 from holdings import wait_for
@@ -325,6 +326,17 @@ def test_a_store_served_anew_learns_who_the_members_are(world: _World) -> None:
     coming = late.comes()
     assert wait_for(a.meetings.is_needed)
     assert [one.result(10) for one in (coming, a.comes())] == [[a.name, late.name]] * 2
+
+
+def test_of_a_member_at_whom_nobody_has_looked_for_long_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As when the whole machine has slept: its members have not counted meanwhile, and live.
+    clock, store, beats = SimpleNamespace(now=0.0), dist.HashStore(), Beats()
+    monkeypatch.setattr(_meeting_store, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    seen = []
+    for clock.now, count in ((0.0, 1), (0.5, 1), (1.0, 0), (2.5, 0), (60.0, 0), (60.5, 1)):
+        store.add(beat_key("a"), count)
+        seen.append(beats.is_counting(store, "a"))
+    assert seen == [None, True, True, False, None, True]
 
 
 def test_a_store_is_asked_again_at_its_place_until_it_is_served_again() -> None:
