@@ -92,8 +92,9 @@ def test_group_options_are_carried_to_new_groups() -> None:
     cpu = torch.device("cpu")
     with new_group(pg_options=options, timeout=timedelta(seconds=17)) as group:
         own = group._get_backend(cpu).options
-        assert own.is_high_priority_stream
-        assert own._timeout == timedelta(seconds=17)
+        with new_group(pg_options=options, timeout=timedelta(seconds=19)):
+            assert own.is_high_priority_stream
+            assert own._timeout == timedelta(seconds=17)
         assert own.global_ranks_in_group == list(range(dist.get_world_size()))
     with new_group() as group:
         assert not group._get_backend(cpu).options.is_high_priority_stream
