@@ -196,6 +196,7 @@ def test_former_names_warn_and_work() -> None:
         compressed.reduce_scatter(part, given, AVG, "4bit")
     compressed.reduce_scatter_tensor(expected, given, AVG, codec="4bit")
     assert torch.equal(part, expected)
+    assert inspect.signature(compressed.reduce_scatter).parameters["op"].default == AVG
     whole, expected = torch.empty(128 * size), torch.empty(128 * size)
     with pytest.warns(FutureWarning, match="all_gather_into_tensor"):
         compressed.all_gather(whole, part, "4bit")
