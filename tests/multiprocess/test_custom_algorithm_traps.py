@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import new_group
 from hooked_models import loss_of, perceptron
 from ranks import on_new_ranks, on_ranks
 from torch import Tensor, nn
@@ -189,6 +190,25 @@ class GroupedImpl(AlgorithmImpl):
 
     def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
         bucket.clear_ops().append_centralized_synchronous_op(group=self.process_group)
+
+
+class AloneImpl(AlgorithmImpl):
+    """The mean over the rank itself."""
+
+    def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
+        groups = [new_group([rank]) for rank in self.process_group.ranks]
+        bucket.clear_ops().append_centralized_synchronous_op(group=groups[dist.get_rank()])
+
+
+@on_ranks(2)
+def test_an_operation_takes_the_ranks_of_the_group_that_it_is_given() -> None:
+    started()
+    model, alone = perceptron(), perceptron()
+    _wrap(AloneImpl, model)
+    for one in (model, alone):
+        loss_of(one, 0).backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
 
 
 @on_new_ranks(2, backend="gloo")

@@ -162,6 +162,8 @@ def test_gradients_accumulate_with_and_without_no_sync() -> None:
         (mean_loss_of(expected, 0) + mean_loss_of(expected, 1)).backward()
         if with_no_sync:
             with model.no_sync():
+                with model.no_sync():
+                    pass  # whose end is not that of the outer one
                 loss_of(model, 0).backward()
             assert not same_everywhere(model[0].bias.grad), "the ranks have communicated"
         else:
