@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import bagua
 import pytest
@@ -246,6 +247,20 @@ def test_a_failed_bucket_goes_back_when_nothing_can_write_into_it_any_more() -> 
     assert events == ["reported", "aborted", "waited"]
     assert result.done()
     assert result.value() is gradients
+
+
+@pytest.mark.parametrize(("average", "expected"), [(True, 1.5), (False, 1.0)])
+def test_a_sum_is_not_made_greater_for_those_who_heal(average: bool, expected: float) -> None:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result([torch.ones(3)])
+    # Hook, group, manager and bucket at once.
+    everything = mock.MagicMock(options={"average": average})
+    everything.errored.return_value = None
+    everything.wrap_future.side_effect = lambda ended, default: ended
+    everything.size.return_value, everything.num_participants.return_value = 3, 2
+    everything.run.return_value = future
+    result = ManagedHook(everything, everything, everything).run(everything)
+    assert result.value().tolist() == [expected] * 3
 
 
 @on_new_ranks(2)
