@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua._weight_cache import CachedGather
+from bagua._weight_changes import WeightChanges
 from hooked_models import same_everywhere
 from ranks import on_ranks
 from sharded_models import POLICIES, check_equal, compressed, loss_of, made_model, mesh_of, outcome, sharded, trained
@@ -335,6 +337,20 @@ def test_weights_that_were_changed_after_a_step_are_gathered_in_full(way: str) -
                 swap(one, averages)
                 torch.optim.SGD(one.parameters(), lr=1e-3).step()
         torch.testing.assert_close(outcome(ours), outcome(whole), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", range(1, 6))
+def test_a_change_of_the_last_number_of_a_shard_is_seen(length: int, dtype: torch.dtype) -> None:
+    data = torch.ones(length, dtype=dtype)
+    shard: Any = nn.Parameter(data)
+    shard._local_tensor = data
+    parameter = SimpleNamespace(sharded_param=shard, _sharded_param_data=data, padded_sharded_param_size=data.shape)
+    changes = WeightChanges(SimpleNamespace(fsdp_params=[parameter]), has_digests=True)
+    changes.note()
+    assert changes.moved_here() is None
+    data[-1] += 1
+    assert changes.moved_here() == 0
 
 
 @on_ranks(4)
