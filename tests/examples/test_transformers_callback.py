@@ -108,6 +108,19 @@ def test_a_callback_without_its_trainer_says_what_comes_first(given: Any) -> Non
         BaguaCallback(*given)
 
 
+def test_a_training_from_the_beginning_looks_for_no_checkpoint_of_the_one_before_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    from bagua.transformers import BaguaCallback
+
+    trainer = transformers.Trainer.__new__(transformers.Trainer)
+    trainer.train = lambda *args: None
+    callback = BaguaCallback(trainer, "bytegrad")
+    trainer.train("checkpoint-5")
+    assert callback._resumed_from == Path("checkpoint-5")
+    trainer.train()
+    assert callback._resumed_from is None
+
+
 def _output(folder: Path, script: str) -> str:
     path = folder / "script.py"
     path.write_text(script.replace("FOLDER", str(folder / "output")))
