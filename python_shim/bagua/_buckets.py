@@ -28,8 +28,7 @@ class BucketSplitter:
             return
         self._parameters = parameters
         if ddp.find_unused_parameters and not ddp.static_graph:
-            # DDP never rebuilds the buckets of such a model.
-            _split(ddp, parameters)
+            _split(ddp, parameters)  # DDP never rebuilds the buckets of such a model
         else:
             self._removable = ddp.register_forward_pre_hook(self._after_rebuild)
 
@@ -62,12 +61,13 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
         )
     parameters = trainable_parameters(ddp)
     if not ddp.find_unused_parameters and not ddp.static_graph:
-        gradients = [p.grad for p in parameters]
+        gradients = [(p, p.grad) for p in ddp.parameters()]
+        ddp.zero_grad()  # else the backward would add to them in place
         with torch.enable_grad():
             ddp.reducer.prepare_for_forward()
             ddp.reducer.prepare_for_backward([])
             torch.autograd.backward(torch.stack([p.sum().real.float() for p in parameters]).sum())
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in gradients:
             parameter.grad = gradient
         rebuild_buckets(ddp)
     if ddp.bucket_bytes_cap_default and parameters[0].is_cpu and not ddp.static_graph:

@@ -295,4 +295,7 @@ def test_what_cannot_work_under_a_manager_is_refused() -> None:
         bagua.register_comm_hook(ddp, "bytegrad", manager=manager)
     assert ddp.broadcast_buffers
     members.become(members.me)
+    for parameter in ddp.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
     bagua.register_comm_hook(ddp, "bytegrad", manager=manager)
+    assert all(bool((parameter.grad == 3).all()) for parameter in ddp.parameters()), "of a step that has begun"
