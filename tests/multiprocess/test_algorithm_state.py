@@ -161,7 +161,11 @@ def test_a_checkpoint_of_something_else_is_refused() -> None:
         broken = {**state, "state": {name: value for name, value in state["state"].items() if name != missing}}
         with pytest.raises((KeyError, ValueError), match=missing):
             _hooked("low_precision_decentralized", **FLAT).handle.load_state_dict(broken)
-    _hooked("low_precision_decentralized", **FLAT).handle.load_state_dict(state)
+    handle = _hooked("low_precision_decentralized", **FLAT).handle
+    handle.load_state_dict(state)
+    exact = {"ranks": [{"handle": _hooked("bytegrad", **FLAT).handle.state_dict()}] * 2}
+    with pytest.raises(ValueError, match="written with algorithm 'bytegrad'"):
+        handle.of_all_ranks().load_state_dict(exact)
 
 
 @pytest.mark.parametrize(
