@@ -127,7 +127,7 @@ def test_a_sparse_gradient_is_left_to_the_optimizer() -> None:
         torch.manual_seed(0)
         embedding, layer = nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2)
         optimizer = fuse(optim.SGD([*embedding.parameters(), *layer.parameters()], lr=0.1))
-        for _ in range(2):
+        for embedding.sparse in (False, True, False):
             optimizer.zero_grad()
             layer(embedding(torch.tensor([1, 2]))).sum().backward()
             step_of(optimizer)

@@ -41,6 +41,13 @@ def _one_joins(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     some_steps(3)(optimizer, [*parameters, extra])
 
 
+def _one_changes_its_group(optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    some_steps(3)(optimizer, parameters)
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+    some_steps(3)(optimizer, parameters)
+
+
 def _state_is_loaded(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     some_steps(3)(optimizer, parameters)
     state = copy.deepcopy(optimizer.state_dict())
@@ -83,6 +90,7 @@ def _gradients_are_scaled(optimizer: Any, parameters: list[nn.Parameter]) -> Non
     [
         _some_gradients_missing,
         _one_joins,
+        _one_changes_its_group,
         _state_is_loaded,
         _state_is_cleared,
         _learning_rate_is_scheduled,

@@ -36,7 +36,7 @@ class _Fusion:
         self.is_elementwise = is_elementwise
         # Parameters that were flattened, in the order of memory.
         self.flattened: list[list[Parameter]] = []
-        self._fingerprint: list[int] = []
+        self._fingerprint: list[list[tuple[Any, ...]]] = []
         self._runs: list[list[Run]] = []
 
     def flatten(self, optimizer: Optimizer) -> None:
@@ -71,10 +71,8 @@ class _Fusion:
         if not self.is_elementwise:
             return [[] for _ in optimizer.param_groups]
         fingerprint = [
-            number
+            [(id(p), p.data_ptr(), p.grad is not None and p.grad.layout) for p in group["params"]]
             for group in optimizer.param_groups
-            for p in group["params"]
-            for number in (id(p), p.data_ptr() if p.grad is not None else 0)
         ]
         if fingerprint != self._fingerprint or not all(
             run.is_intact(optimizer.state) for runs in self._runs for run in runs
