@@ -207,6 +207,7 @@ def test_sizes() -> None:
     assert [size_in_bytes(text) for text in ("8", "4K", "4k", "2M", "1GiB")] == [8, 4096, 4096, 2 << 20, 1 << 30]
     assert sizes_between(1024, 5000, 2) == (1024, 2048, 4096)
     assert sizes_between(8, 8, 2) == (8,)
+    assert sizes_between(8, 10, 1.1) == (8, 9, 10)
 
 
 def test_options_are_values_or_words() -> None:

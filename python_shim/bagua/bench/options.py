@@ -98,13 +98,13 @@ def size_in_bytes(text: str) -> int:
 
 
 def sizes_between(first: int, last: int, factor: float) -> tuple[int, ...]:
-    """Return first, first * factor, ... up to last."""
+    """Return first, first * factor, ... up to last, in whole bytes, each once."""
     sizes = []
     size = float(first)
     while int(size) <= last:
         sizes.append(int(size))
         size *= factor
-    return tuple(sizes)
+    return tuple(dict.fromkeys(sizes))
 
 
 def _option(text: str) -> tuple[str, Any]:
