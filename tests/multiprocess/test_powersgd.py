@@ -189,16 +189,6 @@ def test_a_checkpoint_on_one_rank_alone_is_found_out() -> None:
 # --- bytes ---
 
 
-def test_bytes_are_those_of_the_factors_and_of_what_is_exact(peers: RankPool) -> None:
-    shapes: list[Shape] = [(400, 300), (400, 300), (300,), (64, 32, 3, 3), (64,)]
-    plan = Plan({"rank": 4, "guard": None}, shapes=shapes, steps=4)
-    elements = 2 * 4 * (400 + 300) + 4 * (64 + 288) + 300 + 64
-    expected = 2 * (peers.world_size - 1) / peers.world_size * 4 * elements * plan.steps
-    for _, _, stats in peers.run(_train, plan):
-        assert stats["wire_bytes"] == pytest.approx(expected, rel=0.02)
-        assert stats["seconds"].keys() == {"multiply", "allreduce_p", "multiply_transposed", "allreduce_q", "replace"}
-
-
 def test_factors_in_8_bits_take_a_quarter_of_the_bytes_and_vectors_stay_exact(rank_pools: Pools) -> None:
     shapes: list[Shape] = [(400, 300), (400, 300), (64, 32, 3, 3), (64,)]
     plan = Plan({"rank": 4, "codec": "int8", "guard": None}, hosts="ABC", shapes=shapes, steps=4)
@@ -214,5 +204,6 @@ def test_factors_in_8_bits_take_a_quarter_of_the_bytes_and_vectors_stay_exact(ra
 
 
 def test_the_memory_it_says_is_that_of_two_sets_of_residuals_and_factors(rank_pools: Pools) -> None:
-    for _, state, stats in rank_pools[2].run(_train, Plan({"rank": 4})):
+    for _, state, stats in rank_pools[2].run(_train, Plan({"rank": 4, "guard": None})):
+        assert stats["seconds"].keys() == {"multiply", "allreduce_p", "multiply_transposed", "allreduce_q", "replace"}
         assert stats["state_bytes"] == 2 * sum(t.nbytes for t in state.values() if t.is_floating_point()) > 0
