@@ -76,22 +76,6 @@ def test_two_optimizers_take_turns() -> None:
     runs.assert_same_bits(first, second)
 
 
-class _Unused(runs.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(5, 5)
-
-
-@on_ranks("pair")
-def test_find_unused_parameters_reaches_ddp() -> None:
-    module = _Unused()
-    # Not with bytegrad: zeros of unused parameters are coded with the rest of their bucket.
-    strategy = BaguaStrategy(find_unused_parameters=True)
-    runs.quiet_trainer(strategy).fit(module, runs.loader())
-    trained = {name: tensor for name, tensor in runs.weights_of(module).items() if "unused" not in name}
-    runs.assert_same_bits(trained, runs.weights_by_hand("gradient_allreduce"))
-
-
 class _DtypeOfActivations(runs.Module):
     dtypes: set[torch.dtype]
 
