@@ -205,20 +205,6 @@ def test_abort_and_resume_before_the_warm_up_ends(abort_at: int, resume_at: int)
     trained.end()
 
 
-@on_ranks(3, timeout=SECONDS)
-def test_a_pause_in_the_warm_up_lasts_until_resume() -> None:
-    trained = Drift(warmup_steps=3)
-    trained.step()
-    trained.handle.abort()
-    trained.steps(2)
-    before, rounds = trained.copy(), trained.rounds()
-    trained.steps(6)
-    assert trained.rounds() == rounds
-    expected = before - 6 * (dist.get_rank() + 1)
-    assert torch.equal(trained.copy(), expected), "after the warm-up each rank is alone"
-    trained.handle.abort()
-
-
 def _interval(milliseconds: int, rounds: int, further_steps: int) -> int:
     trained = Drift(sync_interval_ms=milliseconds)
     trained.steps_with_rounds(0, rounds)
