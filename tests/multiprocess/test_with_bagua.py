@@ -180,13 +180,14 @@ def test_weights_and_optimizer_state_become_those_of_rank_0() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.Linear(4, 3)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    # A group may have no parameter, such as that of those that do not decay.
+    optimizer = torch.optim.Adam([{"params": []}, {"params": model.parameters()}], lr=0.1 * (rank + 1))
     for _ in range(rank + 1):
         optimizer.zero_grad()
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
-    if rank == 1:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.5)  # a rank without state takes rank 0's
+    if rank == 1:  # a rank without state takes rank 0's
+        optimizer = torch.optim.Adam([{"params": []}, {"params": model.parameters()}], lr=0.5)
     model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
     assert optimizer.param_groups[0]["lr"] == 0.1
     for parameter in model.parameters():
