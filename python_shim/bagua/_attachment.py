@@ -241,11 +241,12 @@ class Attachment:
         ]
         if self._counts_steps:
             self._removable.append(register_multi_grad_hook(self._parameters, self._at_backward, mode="any"))
-        # The model may be wrapped once more, for another fit: the optimizer then works for the later one.
-        former = getattr(optimizer, "_bagua_attachment", None)
-        if former is not None:
+        # A model may be wrapped once more, for another fit: the optimizer then works for the later one.
+        attachments: list[Attachment] = vars(optimizer).setdefault("_bagua_attachments", [])
+        for former in [one for one in attachments if not set(self._parameters).isdisjoint(one._parameters)]:
             former.detach()
-        optimizer._bagua_attachment = self  # type: ignore[attr-defined]
+            attachments.remove(former)
+        attachments.append(self)
 
     @eager
     def _before_forward(self, ddp: nn.Module, args: Any) -> None:

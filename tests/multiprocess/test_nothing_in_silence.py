@@ -8,7 +8,17 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import emulated_hosts, gradients_of, logged, loss_of, optimizer_for, perceptron, same, take_steps
+from hooked_models import (
+    emulated_hosts,
+    gradients_of,
+    logged,
+    loss_of,
+    optimizer_for,
+    perceptron,
+    same,
+    same_everywhere,
+    take_steps,
+)
 from ranks import Pools, on_new_ranks, on_ranks
 from reference import for_each, named
 from torch import nn
@@ -139,6 +149,19 @@ def test_an_algorithm_on_weights_sees_the_steps_of_a_compiled_model() -> None:
     take_steps(model, optimizer, range(3))
     assert handle.stats()["rounds"] == 3
     handle.synchronize()
+
+
+@on_ranks(2)
+def test_one_optimizer_may_train_several_models() -> None:
+    models = [DDP(perceptron()) for _ in range(2)]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01)
+    handles = [bagua.register_comm_hook(model, "local_sgd", optimizer=optimizer, sync_every=2) for model in models]
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.stack([loss_of(model, step) for model in models]).sum().backward()
+        optimizer.step()
+    assert [handle.stats()["rounds"] for handle in handles] == [2, 2]
+    assert same_everywhere(*(p for model in models for p in model.parameters()))
 
 
 @on_ranks(2)
