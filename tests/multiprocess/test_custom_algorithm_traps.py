@@ -186,37 +186,23 @@ def test_an_operation_that_raises_ends_the_backward_and_not_the_training() -> No
 
 
 class GroupedImpl(AlgorithmImpl):
-    """The mean, over a group that is named."""
+    """The mean, over a group that is named: the first two ranks, or the third alone."""
 
     def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
-        bucket.clear_ops().append_centralized_synchronous_op(group=self.process_group)
+        groups = [new_group([0, 1]), new_group([2])]
+        bucket.clear_ops().append_centralized_synchronous_op(group=groups[dist.get_rank() // 2])
 
 
-class AloneImpl(AlgorithmImpl):
-    """The mean over the rank itself."""
-
-    def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
-        groups = [new_group([rank]) for rank in self.process_group.ranks]
-        bucket.clear_ops().append_centralized_synchronous_op(group=groups[dist.get_rank()])
-
-
-@on_ranks(2)
-def test_an_operation_takes_the_ranks_of_the_group_that_it_is_given() -> None:
+@on_new_ranks(3, backend="gloo")
+def test_operations_on_a_group_of_another_backend_take_its_ranks_and_make_no_group_per_step() -> None:
     started()
     model, alone = perceptron(), perceptron()
-    _wrap(AloneImpl, model)
+    _wrap(GroupedImpl, model)
     for one in (model, alone):
         loss_of(one, 0).backward()
-    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
-
-
-@on_new_ranks(2, backend="gloo")
-def test_operations_on_a_group_of_another_backend_make_no_group_per_step() -> None:
-    started()
-    model = perceptron()
-    _wrap(GroupedImpl, model)
-    loss_of(model, 0).backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    is_own = all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    assert is_own == (dist.get_rank() == 2)
     groups = len(dist.distributed_c10d._world.pg_map)
     for step in range(3):
         loss_of(model, step).backward()
