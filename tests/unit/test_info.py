@@ -210,11 +210,13 @@ def _rank(host: str, notes: list[str], **changes: str) -> dict[str, Any]:
 
 def test_summary_names_hosts_differences_and_whose_notes_they_are() -> None:
     assert hosts_of(["b", "a", "b", "c"]) == [[0, 2], [1], [3]]
-    lines = list(summary([_rank("a", ["both"]), _rank("b", ["both", "one"], torch="2.14.0"), _rank("a", ["both"])]))
+    first, second = _rank("a", ["both"], new="1"), _rank("b", ["both", "one"], torch="2.14.0")  # of an older version
+    lines = list(summary([first, second, first]))
     assert lines[0] == "\n3 ranks on 2 hosts"
     assert lines[1] == "host 0  name-a, ranks 0, 2; at 10.0.0.1"
     assert lines[2].startswith("host 1  name-b, ranks 1;")
     assert lines[3:] == [
+        "note: new is not the same everywhere: rank 0 has 1; rank 1 has nothing",
         "note: torch is not the same everywhere: rank 0 has 2.15.0; rank 1 has 2.14.0",
         "note: both",
         "note: ranks 1: one",
