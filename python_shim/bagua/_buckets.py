@@ -62,7 +62,8 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
     parameters = trainable_parameters(ddp)
     if not ddp.find_unused_parameters and not ddp.static_graph:
         gradients = [(p, p.grad) for p in ddp.parameters()]
-        ddp.zero_grad()  # else the backward would add to them in place
+        # The backward would add to them in place.
+        ddp.zero_grad()
         with torch.enable_grad():
             ddp.reducer.prepare_for_forward()
             ddp.reducer.prepare_for_backward([])

@@ -47,7 +47,8 @@ class StatesOfAllRanks:
                 f"group has {size}: resume with as many ranks, or register the hook without its state"
             )
         own = ranks[self._group.rank()]
-        if self._attachment is not None and "module" in own:  # else of another algorithm, which the handle refuses
+        # The handle refuses the state of an algorithm that has none of these.
+        if self._attachment is not None and "module" in own:
             # All states are looked up before the first is loaded.
             for one, state in [(one, own[name]) for name, one in self._attachment.with_states().items()]:
                 one.load_state_dict(state)
