@@ -87,8 +87,12 @@ TEST(Guard, OnlyWarnsIfThatIsAskedForOnceAndCountsEachExcursion) {
   EXPECT_EQ(guard.report().alarms, 1);
   EXPECT_NEAR(guard.report().worst[0], 0.3, 1e-6);
   ::testing::internal::CaptureStderr();
-  step(guard, 9, 0.01, 0);
+  // An excursion is over at half the limit.
+  step(guard, 9, 0.08, 0);
   for (int64_t number = 10; number < 13; ++number) step(guard, number, 0.3, 0);
+  EXPECT_EQ(guard.report().alarms, 1);
+  step(guard, 13, 0.01, 0);
+  for (int64_t number = 14; number < 17; ++number) step(guard, number, 0.3, 0);
   EXPECT_EQ(guard.report().alarms, 2);
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }
