@@ -138,12 +138,16 @@ TEST(Adam, DoesNotDependOnTheNumberOfThreads) {
   BAGUA_NEEDS_INTRA_OP_THREADS();
   const at::Tensor weights = random({200003}), variance = random({200003}).square(), gradient = random({200003});
   const at::Tensor momentum = random({200003}), sameWeights = weights.clone(), sameMomentum = momentum.clone();
+  const at::Tensor blended = variance.clone(), sameBlended = variance.clone();
   const StepScales scales{.size = -1e-3, .correction = 0.97, .eps = 1e-8};
   step(weights, momentum, variance, gradient, scales);
+  makeMomentum(blended, momentum, 0.9);
   const IntraOpThreads threads(5);
   step(sameWeights, sameMomentum, variance, gradient, scales);
+  makeMomentum(sameBlended, sameMomentum, 0.9);
   EXPECT_TRUE(at::equal(weights, sameWeights));
   EXPECT_TRUE(at::equal(momentum, sameMomentum));
+  EXPECT_TRUE(at::equal(blended, sameBlended));
 }
 
 TEST(Adam, TensorsStoredInAnotherOrderAreTaken) {
