@@ -362,7 +362,7 @@ TEST(PowerSgd, NothingIsCompressedOnASingleHostIfHierarchicalNorOnASingleRank) {
   });
 }
 
-TEST(PowerSgd, WithoutWarmStartEachStepDrawsAnew) {
+TEST(PowerSgd, WithoutWarmStartEachStepDrawsAnewAndEachSeedOtherwise) {
   testing::runRanks(2, [&](Communicator& communicator) {
     const auto algorithm = create({{"warm_start", false}, {"error_feedback", false}});
     const Gradients gradients = gradientsOf(communicator.rank(), 0);
@@ -371,6 +371,8 @@ TEST(PowerSgd, WithoutWarmStartEachStepDrawsAnew) {
     EXPECT_FALSE(at::equal(first[0], second[0]));
     EXPECT_TRUE(areSame(first, step(*algorithm, gradients, kOneBucket, 0, communicator)));
     EXPECT_TRUE(algorithm->as<KeepsState>()->state().empty());
+    const auto seeded = create({{"warm_start", false}, {"error_feedback", false}, {"seed", int64_t{1}}});
+    EXPECT_FALSE(at::equal(first[0], step(*seeded, gradients, kOneBucket, 0, communicator)[0]));
   });
 }
 
