@@ -37,5 +37,28 @@ TEST(Decentralized, PairsChangeFromExchangeToExchangeWhateverTheInterval) {
   }
 }
 
+// Its averages are those of weights that are there no more, and in this step no other exchange takes its place.
+TEST(Decentralized, AnExchangeThatBeganBeforeAStateWasLoadedDoesNotReplaceTheWeights) {
+  const auto& info = AlgorithmRegistry::find("decentralized");
+  for (const bool isLoaded : {false, true}) {
+    testing::runRanks(2, [&](Communicator& communicator) {
+      const at::NoGradGuard noGrad;
+      const std::vector<at::Tensor> weights = {at::full({5}, static_cast<float>(communicator.rank()))};
+      testing::ImmediateSteps context(communicator, weights);
+      const auto algorithm = info.create(Options(info.name, info.options, {{"communication_interval", int64_t{2}}}));
+      auto& onWeights = *algorithm->as<ActsOnWeights>();
+      onWeights.useModel(context);
+      onWeights.beforeForward(context);
+      if (isLoaded) {
+        weights[0].fill_(7);
+        algorithm->as<KeepsState>()->load({{"step", counterTensor(1)}, {"exchanges", counterTensor(1)}}, context);
+      }
+      onWeights.beforeForward(context);
+      onWeights.afterBackward(context);
+      EXPECT_TRUE(weights[0].eq(isLoaded ? 7 : 0.5).all().item<bool>()) << isLoaded << " " << weights[0];
+    });
+  }
+}
+
 }  // namespace
 }  // namespace bagua
