@@ -35,5 +35,23 @@ TEST(AsyncModelAverage, ARoundThatBeganBeforeAStateWasLoadedDoesNotMoveTheWeight
   }
 }
 
+TEST(AsyncModelAverage, SynchronizeGoesOnWithRoundsUnlessTheyWerePausedBefore) {
+  const auto& info = AlgorithmRegistry::find("async");
+  testing::runRanks(2, [&](Communicator& communicator) {
+    const at::NoGradGuard noGrad;
+    const std::vector<at::Tensor> weights = {at::full({5}, static_cast<float>(communicator.rank()))};
+    testing::ImmediateSteps context(communicator, weights);
+    const auto algorithm = info.create(Options(info.name, info.options, {}));
+    auto& onWeights = *algorithm->as<ActsOnWeights>();
+    auto& inBackground = *algorithm->as<RunsInBackground>();
+    onWeights.useModel(context);
+    onWeights.synchronize(context);
+    EXPECT_FALSE(inBackground.resume(context)) << "there was nothing to resume";
+    inBackground.abort(context);
+    onWeights.synchronize(context);
+    EXPECT_TRUE(inBackground.resume(context)) << "the user had paused them";
+  });
+}
+
 }  // namespace
 }  // namespace bagua
