@@ -90,11 +90,11 @@ def test_another_algorithm_works_in_every_mode_of_ddp(rank_pools: Pools, mode: s
 
 
 def _small_buckets() -> list[list[int]]:
-    """Return the buckets of a model of 12 MB, whose first algorithm is at work in the background, with the second."""
-    ddp = DDP(torch.nn.Sequential(*(torch.nn.Linear(1000, 1000, bias=False) for _ in range(3))))
+    """Return the buckets of a model of 10 MB, whose first algorithm is at work in the background, with the second."""
+    ddp = DDP(torch.nn.Sequential(*(torch.nn.Linear(700, 700, bias=False) for _ in range(5))))
     optimizer = _optimizer_for(ddp, ())
     removed = bagua.register_comm_hook(ddp, "local_sgd", optimizer=optimizer)
-    data = torch.ones(2, 1000)
+    data = torch.ones(2, 700)
     for _ in range(3):
         ddp(data).sum().backward()
         optimizer.step()
@@ -108,4 +108,5 @@ def _small_buckets() -> list[list[int]]:
 
 
 def test_buckets_become_small_where_the_second_algorithm_wants_it() -> None:
-    assert run_ranks(2, _small_buckets, env={"BAGUA_HOST_ID": ["a", "b"]}) == [[[2], [1], [0]]] * 2
+    # DDP's own are the last layer, and the others. Two layers are as many as a small bucket may hold.
+    assert run_ranks(2, _small_buckets, env={"BAGUA_HOST_ID": ["a", "b"]}) == [[[4], [3, 2], [1, 0]]] * 2
