@@ -145,6 +145,7 @@ def _check_afterwards(trained: Trained, *, is_removed: bool, steps: int) -> None
             trained.handle.abort()
         return
     trained.handle.remove()  # once more changes nothing
+    assert trained.handle.stats()["memory"] == {}, "what the algorithm held it holds no more"
     handle = trained.handle
     for call in (handle.state_dict, handle.abort, handle.resume, handle.synchronize):
         with pytest.raises(RuntimeError, match="has been removed"):
