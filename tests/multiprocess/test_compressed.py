@@ -177,6 +177,8 @@ def test_ranks_that_do_not_call_the_same_are_told() -> None:
             assert "bagua:compressed_all_reduce" in message
             assert "rank 0" in message
             assert "rank 1" in message
+            # It comes before sizes that do not fit, and tells what they follow from.
+            assert ("4bit" in message) == ("codec" in odd)
 
 
 @pytest.mark.parametrize("name", compressed.__all__)
