@@ -28,15 +28,18 @@ using Buckets = std::vector<std::vector<int64_t>>;
 struct Step {
   bool isFinite;
   Buckets buckets;
+  // Without gradients in this step.
+  Buckets passedOver = {};
 };
 
 const Buckets kFirst = {{0, 1, 2}};
 const Buckets kRebuilt = {{2, 0}, {1}};
 
-// The first step is lost, as GradScaler begins a run, while DDP rebuilds its buckets; later two in a row are lost.
-const std::vector<Step> kSteps = {{false, kFirst},   {false, kRebuilt}, {true, kRebuilt}, {true, kRebuilt},
-                                  {false, kRebuilt}, {false, kRebuilt}, {true, kFirst},   {false, kFirst},
-                                  {true, kRebuilt},  {true, kRebuilt}};
+// The first step is lost, as GradScaler begins a run, while DDP rebuilds its buckets; later two in a row are lost, and
+// once some parameters have no gradients in the step that follows.
+const std::vector<Step> kSteps = {{false, kFirst},         {false, kRebuilt}, {true, kRebuilt}, {true, kRebuilt},
+                                  {false, kRebuilt},       {false, kRebuilt}, {true, kFirst},   {false, kFirst},
+                                  {true, {{1}}, {{2, 0}}}, {true, kRebuilt}};
 
 struct LossyCase {
   std::string name;
@@ -66,12 +69,11 @@ at::Tensor gradientOf(int64_t parameter, int rank, int64_t step, bool isFinite) 
   return gradient;
 }
 
-at::Tensor reduced(Algorithm& algorithm, const std::vector<int64_t>& positions, int64_t number, const LossyCase& it,
-                   Communicator& communicator, bool isFinite) {
+Bucket bucketAt(const std::vector<int64_t>& positions, int64_t number, const LossyCase& it, int rank, bool isFinite) {
   std::vector<at::Tensor> gradients;
   std::vector<at::Tensor> parts;
   for (const int64_t position : positions) {
-    gradients.push_back(gradientOf(position, communicator.rank(), number, isFinite));
+    gradients.push_back(gradientOf(position, rank, number, isFinite));
     parts.push_back(gradients.back().reshape(-1));
   }
   Bucket bucket{.flat = at::cat(parts), .tellsUse = it.tellsUse, .step = number};
@@ -86,8 +88,7 @@ at::Tensor reduced(Algorithm& algorithm, const std::vector<int64_t>& positions, 
     begin += length;
   }
   bucket.key = bucketKey(7, number, bucket.entries.front().parameter);
-  algorithm.reduce(bucket, communicator);
-  return bucket.flat;
+  return bucket;
 }
 
 std::vector<Outcome> outcomesOf(const LossyCase& it) {
@@ -101,8 +102,13 @@ std::vector<Outcome> outcomesOf(const LossyCase& it) {
         Outcome& outcome = outcomes[communicator.rank()];
         for (int64_t number = 0; number < static_cast<int64_t>(kSteps.size()); ++number) {
           for (const auto& positions : kSteps[number].buckets) {
-            outcome.results.push_back(
-                reduced(*algorithm, positions, number, it, communicator, kSteps[number].isFinite));
+            Bucket bucket = bucketAt(positions, number, it, communicator.rank(), kSteps[number].isFinite);
+            algorithm->reduce(bucket, communicator);
+            outcome.results.push_back(bucket.flat);
+          }
+          for (const auto& positions : kSteps[number].passedOver) {
+            Bucket bucket = bucketAt(positions, number, it, communicator.rank(), true);
+            algorithm->as<KeepsResiduals>()->passOver(bucket, communicator);
           }
         }
         outcome.state = algorithm->as<KeepsState>()->state();
