@@ -15,7 +15,8 @@ from rounds_training import Training, begun, begun_anew, register
 from torch import Tensor
 
 # Eight steps are timed, and eight more beside an exchange; the ranks compare what they have found before the next.
-FIRST_STEPS = 17
+TIMED_STEPS = 8
+FIRST_STEPS = 2 * TIMED_STEPS + 1
 
 
 def _begun(**options: Any) -> Training:
@@ -32,8 +33,13 @@ def _train(training: Training, steps: int, seconds: float = 0.0) -> None:
 def _by_itself(options: dict[str, Any]) -> tuple[dict[str, int], int, Tensor]:
     training = _begun(**options)
     # Ranks whose steps take different times choose the same.
-    _train(training, FIRST_STEPS - 1, 0.01 * dist.get_rank())
+    _train(training, TIMED_STEPS - 1, 0.01 * dist.get_rank())
+    before = training.handle.stats()["logical_bytes"]
+    _train(training, FIRST_STEPS - TIMED_STEPS, 0.01 * dist.get_rank())
     assert training.handle.stats()["chosen"] == {}
+    # The first layer is the longest fragment of all that there are; then the two numbers that are compared.
+    longest = sum(p.numel() for p in training.ddp.module[0].parameters())
+    assert training.handle.stats()["logical_bytes"] - before == 4 * longest + 2 * 8
     _train(training, 1)
     assert training.handle.stats()["rounds"] == 0
     chosen = training.handle.stats()["chosen"]
