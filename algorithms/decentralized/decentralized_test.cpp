@@ -2,7 +2,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
 
 #include "algorithms/algorithm_interfaces.h"
 #include "algorithms/registry.h"
@@ -34,6 +38,43 @@ TEST(Decentralized, PairsChangeFromExchangeToExchangeWhateverTheInterval) {
       }
       EXPECT_TRUE(at::allclose(weights[0], at::full({5}, 1.5))) << "interval " << interval << ": " << weights[0];
     });
+  }
+}
+
+struct Pairing {
+  std::vector<std::string> hosts;
+  bool hierarchical;
+  // Of what the error says, or nothing where there is none.
+  std::string words;
+};
+
+TEST(Decentralized, PairsNeedAnEvenNumberOfRanksOrOfHostsWhereTheseTakePart) {
+  const auto& info = AlgorithmRegistry::find("decentralized");
+  const std::vector<Pairing> pairings = {{{"a", "a", "a"}, true, "pairs the ranks and needs an even number"},
+                                         {{"a", "a", "b"}, false, "pairs the ranks and needs an even number"},
+                                         {{"a", "a", "b", "c"}, true, "pairs the hosts (hierarchical=True) and needs"},
+                                         {{"a", "a", "b"}, true, ""},
+                                         {{"a", "a", "b", "c"}, false, ""},
+                                         {{"a"}, false, ""}};
+  for (const auto& pairing : pairings) {
+    testing::runRanks(
+        static_cast<int>(pairing.hosts.size()),
+        [&](Communicator& communicator) {
+          const std::vector<at::Tensor> weights = {at::full({5}, 1.0)};
+          testing::ImmediateSteps context(communicator, weights);
+          const auto algorithm = info.create(
+              Options(info.name, info.options,
+                      {{"hierarchical", pairing.hierarchical}, {"peer_selection_mode", std::string("shift_one")}}));
+          std::string said;
+          try {
+            algorithm->as<ActsOnWeights>()->useModel(context);
+          } catch (const c10::ValueError& error) {
+            said = error.what_without_backtrace();
+          }
+          EXPECT_EQ(said.empty(), pairing.words.empty()) << said;
+          EXPECT_NE(said.find(pairing.words), std::string::npos) << said;
+        },
+        pairing.hosts);
   }
 }
 

@@ -8,8 +8,8 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
-from hooked_models import Leaves, emulated_hosts, loss_of, optimizer_for, perceptron, take_steps
-from ranks import Pools, on_ranks
+from hooked_models import Leaves, loss_of, optimizer_for, perceptron, take_steps
+from ranks import on_ranks
 from reference import for_each, named
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -129,36 +129,6 @@ def test_wrong_options_are_refused_by_name(cases: Wrong, error: type[Exception])
 def test_wrong_options_of_the_qadam_optimizer_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         bagua.QAdamOptimizer(perceptron().parameters(), **options)
-
-
-# --- the number of peers ---
-
-
-def _pair_off(hosts: str, hierarchical: bool) -> str:
-    with emulated_hosts(hosts) as group:
-        ddp = DDP(perceptron(), process_group=group)
-        try:
-            hook(ddp, "decentralized", peer_selection_mode="shift_one", hierarchical=hierarchical)
-        except ValueError as error:
-            _still_trains(ddp, "decentralized")
-            return str(error)
-        return ""
-
-
-@pytest.mark.parametrize(
-    ("hosts", "hierarchical", "odd"),
-    [
-        ("AAA", True, 3),
-        ("AAB", False, 3),
-        ("AABC", True, 3),
-        ("AAB", True, 0),
-        ("AABC", False, 0),
-    ],
-)
-def test_shift_one_needs_an_even_number_of_peers(rank_pools: Pools, hosts: str, hierarchical: bool, odd: int) -> None:
-    messages = rank_pools[len(hosts)].run(_pair_off, hosts, hierarchical, timeout=SECONDS)
-    for message in messages:
-        assert ("even" in message and str(odd) in message) if odd else message == ""
 
 
 # --- the optimizer ---
