@@ -156,12 +156,6 @@ def test_on_a_single_host_the_hierarchical_form_is_the_plain_mean() -> None:
     assert torch.equal(*results)
 
 
-def test_with_one_rank_per_host_both_forms_are_the_same(peers: RankPool) -> None:
-    lengths = [2, 97, 1003, 1_200_011]  # the longest travels in several pieces
-    hierarchical = reduced_gradients(peers, lengths, hosts="ABCD"[: peers.world_size], hierarchical=True)
-    assert same(hierarchical, reduced_gradients(peers, lengths, hierarchical=False))
-
-
 @pytest.mark.parametrize(
     ("hosts", "average"),
     [*((hosts, True) for hosts in ("AABB", "AAAB", "ABBA", "AABC", "ABA")), ("ABB", False)],
