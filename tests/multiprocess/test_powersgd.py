@@ -63,8 +63,6 @@ def assert_close(got: Step, expected: Step, tolerance: float) -> None:
 # --- the definition ---
 
 OPTIONS: list[dict[str, Any]] = [
-    {"rank": 1},
-    {"rank": 4},
     {"rank": 2, "error_feedback": False},
     {"rank": 2, "warm_start": False},
     {"rank": 8, "min_compression": 0.5, "error_feedback": False, "warm_start": False},
