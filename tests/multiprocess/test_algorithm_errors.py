@@ -69,7 +69,6 @@ WRONG_VALUES: Wrong = [
     ("diloco", {"fragment_pattern": "random"}, ["consecutive", "strided"]),
     ("diloco", {"codec": "3bit"}, ["3bit", "minmax_uint8"]),
     ("quantized_allreduce", {"guard": "adopt"}, ["guard must be None, 'warn' or 'adapt', got 'adopt'"]),
-    ("powersgd", {"guard": "adopt"}, ["guard must be None, 'warn' or 'adapt', got 'adopt'"]),
     ("diloco", {"guard": "adapt"}, ["guard='adapt' is for algorithms that code gradients", "Take guard='warn', and a"]),
     ("low_precision_decentralized", {"guard": "adopt"}, ["guard must be None or 'warn', got 'adopt'"]),
     ("diloco", {"delay": "late"}, ["'delay' takes a number or 'auto', got 'late'"]),
