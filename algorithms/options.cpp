@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <sstream>
 
 #include "kernels/closest_names.h"
@@ -16,6 +17,18 @@ namespace {
 const char* typeName(const OptionValue& value) {
   constexpr std::array kNames = {"bool", "int", "float", "str"};
   return kNames.at(value.index());
+}
+
+// As few digits as lead back to the number, six or more: ranks compare texts, and other numbers have others.
+std::string textOfNumber(double number) {
+  for (int digits = 6;; ++digits) {
+    std::ostringstream text;
+    text.precision(digits);
+    text << number;
+    double back = 0;
+    std::istringstream(text.str()) >> back;
+    if (back == number || digits == std::numeric_limits<double>::max_digits10) return text.str();
+  }
 }
 
 bool isNone(const OptionValue& value) { return value == OptionValue(std::string()); }
@@ -42,9 +55,8 @@ std::string OptionInfo::types() const {
 std::string toString(const OptionValue& value) {
   if (const auto* flag = std::get_if<bool>(&value)) return *flag ? "True" : "False";
   if (const auto* text = std::get_if<std::string>(&value)) return text->empty() ? "None" : "'" + *text + "'";
-  std::ostringstream number;
-  std::visit([&](const auto& plain) { number << plain; }, value);
-  return number.str();
+  if (const auto* number = std::get_if<double>(&value)) return textOfNumber(*number);
+  return std::to_string(std::get<int64_t>(value));
 }
 
 void checkOptionName(const std::string& algorithm, const std::vector<OptionInfo>& declared, const std::string& name,

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 
 namespace bagua {
@@ -79,6 +80,17 @@ TEST(Options, TextIsTheSameForTheSameOptions) {
   const Options second("test", kDeclared, {});
   EXPECT_EQ(first.toString(), second.toString());
   EXPECT_THAT(first.toString(), HasSubstr("average=True"));
+}
+
+TEST(Options, TextTellsNumbersApartWithAsFewDigitsAsThatTakes) {
+  for (const double number : {0.123456789, -1e-9, 1e300}) {
+    EXPECT_NE(toString(OptionValue(number)), toString(OptionValue(std::nextafter(number, 1)))) << number;
+  }
+  EXPECT_EQ(toString(OptionValue(0.7)), "0.7");
+  EXPECT_EQ(toString(OptionValue(2.0)), "2");
+  EXPECT_EQ(toString(OptionValue(0.1234567)), "0.1234567");
+  EXPECT_EQ(toString(OptionValue(std::numeric_limits<double>::quiet_NaN())), "nan");
+  EXPECT_EQ(toString(OptionValue(int64_t{1} << 40)), "1099511627776");
 }
 
 }  // namespace
