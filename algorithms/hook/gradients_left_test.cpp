@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <vector>
 
 namespace bagua {
 namespace {
@@ -22,7 +23,7 @@ TEST(GradientsLeft, SparseOnesAreFiniteIfTheirValuesAreAndGoneWithTheLastOfThem)
   }
   gradients.note();
   // Kept, lest another one is found in its place in memory.
-  const at::Tensor noted = parameter.grad();
+  const std::vector<at::Tensor> kept = {parameter.grad()};
   EXPECT_FALSE(gradients.haveGone());
   parameter.mutable_grad() = at::tensor({0.0F, 0.0F, 2.0F}).to_sparse();
   EXPECT_FALSE(gradients.haveGone());
