@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <vector>
 
 namespace bagua {
 namespace {
@@ -37,6 +38,19 @@ TEST(AgreedLine, StaysWhereNobodyKnowsALine) {
   const int before = agreed.roundsFor(owners);
   agreed.agree(AgreedLine::proposalOf({kUnknown}));
   EXPECT_EQ(agreed.roundsFor(owners), before);
+}
+
+// A line changes in the days that a training takes, and its first call has yet to show what it is like.
+TEST(AgreedLine, IsDueInTheSecondCallAndAgainAfterEqualNumbersOfCalls) {
+  AgreedLine agreed;
+  std::vector<int> due;
+  for (int call = 0; call < 100; ++call) {
+    if (agreed.isDue()) due.push_back(call);
+    agreed.afterCall();
+  }
+  ASSERT_GE(due.size(), 3U);
+  EXPECT_EQ(due[0], 1);
+  EXPECT_EQ(due[2] - due[1], due[1] - due[0]);
 }
 
 TEST(AgreedLine, TwoHaveEachReduceAHalfWhereThatSavesMoreThanTheSecondDelayCosts) {
