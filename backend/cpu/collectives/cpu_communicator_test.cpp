@@ -10,7 +10,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <set>
+#include <thread>
 
 #include "backend/operation/peer_errors.h"
 #include "tests/support/contributions.h"
@@ -237,6 +239,20 @@ TEST_P(CpuCommunicatorOf, PiecesAreMadeBeforeTheyLeaveAndUsedAfterTheyArrive) {
     communicator.allGatherInPieces(received, sent, {.beforeSending = make, .afterReceiving = use});
     EXPECT_EQ(made, kBytes);
     EXPECT_EQ(used, kBytes);
+  });
+}
+
+// Who is not the one that speaks with the other hosts waits for these, too.
+TEST_P(CpuCommunicatorOf, ABarrierEndsWhenTheLastHasCome) {
+  std::atomic<bool> hasCome{false};
+  runRanks([&](Communicator& communicator) {
+    communicator.barrier();
+    if (communicator.rank() == size() - 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      hasCome = true;
+    }
+    communicator.barrier();
+    EXPECT_TRUE(hasCome) << "rank " << communicator.rank();
   });
 }
 
