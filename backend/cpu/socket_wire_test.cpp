@@ -15,7 +15,7 @@ class SocketWireTest : public ::testing::Test {
  protected:
   static constexpr int kRanks = 3;
 
-  static void runRanks(const std::function<void(SocketWire& wire)>& body) {
+  static void runRanks(const std::function<void(SocketWire& wire, net::Group& group)>& body) {
     std::vector<std::shared_ptr<net::Transport>> transports;
     std::vector<net::ProcessAddress> addresses;
     for (int rank = 0; rank < kRanks; ++rank) {
@@ -25,8 +25,9 @@ class SocketWireTest : public ::testing::Test {
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < kRanks; ++rank) {
       ranks.emplace_back([&, rank] {
-        SocketWire wire(transports[rank]->join(7, rank, addresses));
-        body(wire);
+        const auto group = transports[rank]->join(7, rank, addresses);
+        SocketWire wire(group);
+        body(wire, *group);
       });
     }
     for (auto& rank : ranks) rank.join();
@@ -45,7 +46,7 @@ class SocketWireTest : public ::testing::Test {
 TEST_F(SocketWireTest, AllThatHasComeIsUsedBeforeAnExchangeEnds) {
   constexpr int kPrograms = 10'000;
   constexpr int64_t kBytes = 700;
-  runRanks([](SocketWire& wire) {
+  runRanks([](SocketWire& wire, net::Group&) {
     int64_t unused = 0;
     for (int sequence = 0; sequence < kPrograms; ++sequence) {
       wire.setProgram(program(sequence));
@@ -60,6 +61,23 @@ TEST_F(SocketWireTest, AllThatHasComeIsUsedBeforeAnExchangeEnds) {
       unused += kBytes - used;
     }
     EXPECT_EQ(unused, 0) << "bytes on rank " << wire.rank();
+  });
+}
+
+TEST_F(SocketWireTest, AByteIsOnItsWayForHalfARoundTrip) {
+  runRanks([](SocketWire& wire, net::Group& group) {
+    wire.setProgram(program(0));
+    const int peer = (wire.rank() + 1) % kRanks;
+    wire.tellEach({peer, (wire.rank() + 2) % kRanks}, at::full({1}, 1, at::kByte), soon());
+    net::Line line;
+    Wire::Line seen;
+    // The kernel may see a shorter round trip in between.
+    do {
+      line = group.lineTo(peer);
+      seen = wire.lineTo(peer);
+    } while (group.lineTo(peer).roundTrip != line.roundTrip);
+    if (line.roundTrip.count() == 0) GTEST_SKIP() << "this kernel tells nothing of a line";
+    EXPECT_EQ(seen.delay, line.roundTrip / 2);
   });
 }
 
