@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/process_group/list_sizes.h"
+
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "backend/operation/program_fingerprint.h"
+
+namespace bagua {
+namespace {
+
+using Compare = void (*)(Operation& operation, const std::vector<at::Tensor>& tensors);
+
+uint64_t comparedBy(Compare compare, const std::vector<int64_t>& sizes) {
+  std::vector<at::Tensor> tensors;
+  for (const int64_t size : sizes) tensors.push_back(at::zeros({size}));
+  Operation operation{.name = "bagua:test", .dtype = at::kFloat, .numel = 1};
+  compare(operation, tensors);
+  EXPECT_LT(operation.configuration->size(), sizeof(ProgramFingerprint::configuration));
+  return fingerprintOf(operation).hash();
+}
+
+// As the gradients of a model: the text that ranks show each other has room for the first sizes only.
+TEST(ListSizes, OfALongListAreComparedToTheLastAndInTheirOrder) {
+  std::vector<int64_t> sizes(60);
+  std::iota(sizes.begin(), sizes.end(), 1);
+  for (const Compare compare : {&compareSizes, &compareSizesOfAll}) {
+    const uint64_t hash = comparedBy(compare, sizes);
+    EXPECT_EQ(hash, comparedBy(compare, sizes));
+    auto others = sizes;
+    std::swap(others[58], others[59]);
+    EXPECT_NE(hash, comparedBy(compare, others)) << "the sum and the number of sizes are the same";
+  }
+}
+
+}  // namespace
+}  // namespace bagua
