@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <future>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -41,6 +42,17 @@ TEST(RankRecord, RanksThatAgreeLearnWhoSharesAHost) {
   const auto topology = membersOf({own, with(own, "host", "elsewhere"), own}).topology;
   EXPECT_EQ(topology.hostCount(), 2);
   EXPECT_EQ(topology.ranksOf(0), (std::vector<int>{0, 2}));
+}
+
+// A record has a line for each field.
+TEST(RankRecord, HostsWhoseNamesDifferBehindTheEndOfALineAreNotOne) {
+  std::vector<std::string> records;
+  for (const char* host : {"rack\n7", "rack\n8"}) {
+    setenv("BAGUA_HOST_ID", host, 1);
+    records.push_back(ownRecord());
+  }
+  unsetenv("BAGUA_HOST_ID");
+  EXPECT_EQ(membersOf(records).topology.hostCount(), 2);
 }
 
 TEST(RankRecord, EveryGroupHasAnIdOfItsOwn) {
