@@ -152,6 +152,18 @@ TEST_F(CpuExecutorTest, AGroupIsCompleteWhenAllOfItIs) {
   EXPECT_EQ(group->getFuture()->value().toTensorVector().size(), 2U);
 }
 
+// Also where the first of it has succeeded.
+TEST_F(CpuExecutorTest, AGroupFailsWithThePartThatDoes) {
+  executor_.startGroup();
+  executor_.submit(operation(), {}, [](Communicator&) {});
+  executor_.submit(operation(), {}, [](Communicator&) { TORCH_CHECK(false, "the cable is out"); });
+  const auto group = executor_.endGroup();
+  EXPECT_THAT(messageOf(group), HasSubstr("the cable is out"));
+  EXPECT_FALSE(group->isSuccess());
+  ASSERT_NE(group->exception(), nullptr);
+  EXPECT_THAT(bagua::messageOf(group->exception()), HasSubstr("the cable is out"));
+}
+
 // As where an operation in it was refused.
 TEST_F(CpuExecutorTest, WhatBelongsToAGroupThatWasNeverEndedIsNoPartOfTheNext) {
   executor_.startGroup();

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/cpu/messenger.h"
 
+#include <ATen/ops/arange.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -21,22 +23,27 @@ using ::testing::HasSubstr;
 // Nothing here takes that long, unless it hangs.
 constexpr std::chrono::seconds kLimit{20};
 
-// Rank 0 waits for messages that rank 1 never sends.
+// Rank 0 receives.
 class MessengerTest : public net::TwoTransports {
  protected:
   void SetUp() override {
     TwoTransports::SetUp();
-    messenger_ = std::make_unique<Messenger>(identity_, std::make_unique<Messages>(groups_[0]),
-                                             GroupHealth(identity_, nullptr).addLog("cpu"));
+    messenger_ = messengerOf(0);
   }
-  c10::intrusive_ptr<c10d::Work> receive() {
-    const Operation operation{.type = c10d::OpType::RECV,
-                              .name = "bagua:recv",
-                              .dtype = at::kFloat,
-                              .numel = 4,
-                              .peer = 1,
-                              .timeout = std::chrono::hours(1)};
-    return messenger_->receive(operation, at::zeros({4}), /*tag=*/0);
+  [[nodiscard]] std::unique_ptr<Messenger> messengerOf(int rank) const {
+    const GroupIdentity identity{.name = "pg", .rank = rank, .size = 2};
+    return std::make_unique<Messenger>(identity, std::make_unique<Messages>(groups_[rank]),
+                                       GroupHealth(identity, nullptr).addLog("cpu"));
+  }
+  static Operation with(int peer, const at::Tensor& tensor) {
+    return {.name = "bagua:message",
+            .dtype = tensor.scalar_type(),
+            .numel = tensor.numel(),
+            .peer = peer,
+            .timeout = std::chrono::hours(1)};
+  }
+  c10::intrusive_ptr<c10d::Work> receive(const at::Tensor& place = at::zeros({4})) {
+    return messenger_->receive(with(1, place), place, /*tag=*/0);
   }
   static std::string errorOf(const c10::intrusive_ptr<c10d::Work>& work, milliseconds timeout) {
     try {
@@ -47,7 +54,6 @@ class MessengerTest : public net::TwoTransports {
     return "no error";
   }
 
-  const GroupIdentity identity_{.name = "pg", .rank = 0, .size = 2};
   std::unique_ptr<Messenger> messenger_;
 };
 
@@ -64,6 +70,16 @@ TEST_F(MessengerTest, AWaitEndsAtItsOwnTimeoutWhereThatIsShorterThanTheOperation
 TEST_F(MessengerTest, AnAbortReleasesAlsoWhoWaitsForAMessageThatIsPostedLater) {
   messenger_->abort();
   EXPECT_THAT(errorOf(receive(), kLimit), HasSubstr("the message was aborted"));
+}
+
+TEST_F(MessengerTest, AMessageGoesOnItsWayThoughItsSenderDropsTheWork) {
+  const auto sender = messengerOf(1);
+  // More than leaves before anybody receives it.
+  const at::Tensor sent = at::arange(int64_t{2} << 20, at::kFloat);
+  sender->send(with(0, sent), sent, /*tag=*/0);
+  const at::Tensor received = at::zeros(sent.sizes());
+  EXPECT_EQ(errorOf(receive(received), kLimit), "no error");
+  EXPECT_TRUE(at::equal(received, sent));
 }
 
 }  // namespace
