@@ -31,10 +31,12 @@ TEST(MemberHandle, TextsAreInTheOrderOfRanks) {
 }
 
 TEST(MemberHandle, RefusesWhatIsNone) {
-  for (const std::string text : {"", "bagua", "gloo:0:-1:0:10.0.0.1:29500", "bagua:000003:0123456789abcdef:4711:",
-                                 "bagua:x:0123456789abcdef:1:a", "bagua:000003:0123456789abcdef:0:10.0.0.1",
-                                 "bagua:000003:0123456789abcdef:65536:10.0.0.1",
-                                 "bagua:-00001:0123456789abcdef:4711:10.0.0.1", "bagua:000003:short:4711:10.0.0.1"}) {
+  for (const std::string text :
+       {"", "bagua", "gloo:0:-1:0:10.0.0.1:29500",
+        "bagua:000003:0123456789abcdef:4711:", "bagua:x:0123456789abcdef:1:a",
+        "bagua:000003:0123456789abcdef:0:10.0.0.1", "bagua:000003:0123456789abcdef:65536:10.0.0.1",
+        "bagua:-00001:0123456789abcdef:4711:10.0.0.1", "bagua:000003:short:4711:10.0.0.1",
+        "bagua:3rd:0123456789abcdef:4711:10.0.0.1", "bagua:000003:0123456789abcdef:4711x:10.0.0.1"}) {
     EXPECT_THROW(MemberHandle::parse(text), c10::ValueError) << text;
   }
 }

@@ -63,6 +63,15 @@ TEST(RankRecord, EveryGroupHasAnIdOfItsOwn) {
   EXPECT_EQ(membersOf({own, other}).addresses[0], membersOf({own, other}).addresses[1]);
 }
 
+// A group of one host needs no address.
+TEST(RankRecord, RanksWithoutAnAddressAreNotTakenForThreadsOfOneProcess) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const std::string record = with(ownRecord(), "address", "none: no network");
+  const auto members = membersHere(*store, 1, {record, record});
+  EXPECT_TRUE(members.ownTransport == nullptr);
+  EXPECT_EQ(members.addresses, std::vector<std::string>(2, "none: no network"));
+}
+
 TEST(RankRecord, ADifferenceNamesRanksValuesAndWhatToDo) {
   const std::string own = with(ownRecord(), "BAGUA_NCCL_CHANNELS", "1");
   const auto error = errorOf({own, own, with(own, "BAGUA_NCCL_CHANNELS", "2")});
