@@ -1,15 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/process_group/process_group_bagua.h"
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "backend/net/transport.h"
 #include "backend/rendezvous/rank_record.h"
 
 namespace bagua {
 namespace {
+
+using std::chrono::milliseconds;
+using StorePtr = ProcessGroupBagua::StorePtr;
+
+TEST(ProcessGroupBagua, TakesPositiveTimeoutsOnly) {
+  const auto group = c10::make_intrusive<ProcessGroupBagua>(c10::make_intrusive<c10d::HashStore>(), 0, 1,
+                                                            c10::make_intrusive<ProcessGroupBagua::Options>());
+  group->setTimeout(milliseconds(700));
+  for (const int wrong : {0, -1}) EXPECT_THROW(group->setTimeout(milliseconds(wrong)), c10::ValueError);
+  EXPECT_EQ(group->timeout(), milliseconds(700));
+}
+
+// Only a negative one stands for that of the group.
+TEST(ProcessGroupBagua, ACallThatIsGivenNoTimeAtAllEndsAtOnce) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  // Rank 1 listens, as another thread of this process, and never calls.
+  const auto absent = net::Transport::listenAt("127.0.0.1", 1);
+  store->set("thread/1", absent->address().toString());
+  const auto options = c10::make_intrusive<ProcessGroupBagua::Options>(milliseconds(5000));
+  options->records = {ownRecord(), ownRecord()};
+  const auto group = c10::make_intrusive<ProcessGroupBagua>(store, 0, 2, options);
+  c10d::BarrierOptions noTime;
+  noTime.timeout = milliseconds(0);
+  try {
+    group->monitoredBarrier(noTime, /*waitAllRanks=*/false);
+    FAIL() << "rank 1 does not come";
+  } catch (const c10::DistBackendError& error) {
+    EXPECT_NE(std::string(error.what()).find("in monitoredBarrier after 0 ms"), std::string::npos) << error.what();
+  }
+}
 
 // The flight recorder names ranks as the whole job does, also those of a group that was only a part of it.
 TEST(ProcessGroupBagua, AGroupThatHasShrunkNamesItsRanksAsTheWholeJobDoes) {
@@ -18,7 +52,7 @@ TEST(ProcessGroupBagua, AGroupThatHasShrunkNamesItsRanksAsTheWholeJobDoes) {
   // As if both had met.
   options->records = {ownRecord(), ownRecord()};
   const auto group = c10::make_intrusive<ProcessGroupBagua>(c10::make_intrusive<c10d::HashStore>(), 1, 2, options);
-  const auto meetThere = [](const ProcessGroupBagua::StorePtr& store, int, int) { return store; };
+  const auto meetThere = [](const StorePtr& store, int, int) { return store; };
   const auto shrunk = group->shrinkTo({0}, /*flags=*/0, group->getBackendOptions(), meetThere);
   EXPECT_EQ(shrunk->getRank(), 0);
   EXPECT_EQ(shrunk->getSize(), 1);

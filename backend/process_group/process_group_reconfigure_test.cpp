@@ -64,6 +64,23 @@ TEST_F(ReconfigureTest, AMemberThatComesWhenAnotherHasGivenUpBeginsNothing) {
   EXPECT_THROW(first->reconfigure(changeTo(handles, std::chrono::milliseconds(500))), c10::DistBackendError);
 }
 
+// They would wait for each other until the timeout.
+TEST_F(ReconfigureTest, AMemberThatWasGivenOtherHandlesThanTheFirstOneSaysBoth) {
+  const auto first = newMember();
+  const auto second = newMember();
+  const std::vector<std::string> handles = {first->get_reconfigure_handle(), second->get_reconfigure_handle()};
+  const MemberHandle server = MemberHandle::parse(handles[0]);
+  c10d::PrefixStore met(c10::str("epoch/", server.token, "/", kUuid), server.connect(kLimit));
+  met.set("handles", "others");
+  try {
+    second->reconfigure(changeTo(handles, kLimit));
+    FAIL() << "the first one was given others";
+  } catch (const c10::ValueError& error) {
+    const std::string both = "rank 0 was given the members others, and rank 1 " + c10::Join(" ", handles);
+    EXPECT_NE(std::string(error.what()).find(both), std::string::npos) << error.what();
+  }
+}
+
 }  // namespace
 }  // namespace bagua
 
