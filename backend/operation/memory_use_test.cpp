@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/operation/memory_use.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
@@ -25,6 +26,14 @@ TEST(MemoryUse, WhatIsOnlyReadMayBeReadByOthers) {
   EXPECT_FALSE(reading(tensor).conflictsWith(reading(tensor)));
   EXPECT_TRUE(reading(tensor).conflictsWith(writing(tensor)));
   EXPECT_TRUE(writing(tensor).conflictsWith(reading(tensor)));
+}
+
+// Whoever asks has to take it for any.
+TEST(MemoryUse, OfATensorThatIsNotDenseIsNotKnown) {
+  const at::Tensor sparse = at::empty({4}, at::TensorOptions().dtype(at::kFloat).layout(at::kSparse));
+  EXPECT_FALSE(writing(sparse).isKnown());
+  EXPECT_FALSE(reading(sparse).isKnown());
+  EXPECT_TRUE(writing(at::zeros({4})).isKnown());
 }
 
 }  // namespace
