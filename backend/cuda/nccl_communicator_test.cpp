@@ -3,6 +3,7 @@
 #include "backend/cuda/nccl_communicator.h"
 
 #include <ATen/ops/equal.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -13,6 +14,7 @@
 #include <algorithm>
 #include <barrier>
 #include <cstring>
+#include <vector>
 
 #include "backend/cuda/nccl_api_mock.h"
 
@@ -161,6 +163,21 @@ TEST_F(NcclCommunicatorTest, FactorOfPremulSumIsInTheDtypeOfTheTensor) {
   at::Tensor tensor = at::ones({3});
   communicator_.allReduce(tensor, preMulSum(0.25));
   communicator_.allReduce(tensor, preMulSum(at::scalar_tensor(0.25, at::kDouble)));
+}
+
+TEST_F(NcclCommunicatorTest, FactorOfPremulSumIsOneOfAnyFloatingPointDtype) {
+  std::vector<double> factors;
+  at::ScalarType dtype{};
+  ON_CALL(api_, redOpCreatePreMulSum).WillByDefault([&](auto, void* factor, auto, auto, auto) {
+    factors.push_back(at::from_blob(factor, {1}, dtype).item<double>());
+    return ncclSuccess;
+  });
+  for (const auto one : {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble}) {
+    dtype = one;
+    at::Tensor tensor = at::ones({3}, dtype);
+    communicator_.allReduce(tensor, preMulSum(0.375));
+  }
+  EXPECT_EQ(factors, std::vector<double>(4, 0.375));
 }
 
 TEST_F(NcclCommunicatorTest, OperationIsDestroyedAlsoAfterAFailedReduction) {

@@ -283,5 +283,13 @@ TEST_F(NcclHandleTest, AsyncErrorIsEmptyWhileAllIsWell) {
   EXPECT_EQ(handle_->asyncError(), "nccl says " + std::to_string(ncclRemoteError));
 }
 
+TEST_F(NcclHandleTest, AStateThatNcclCannotTellIsAnError) {
+  open();
+  ON_CALL(api_, commGetAsyncError).WillByDefault(Return(ncclInternalError));
+  const std::string text = "nccl says " + std::to_string(ncclInternalError);
+  EXPECT_EQ(handle_->asyncError(), text);
+  EXPECT_THAT(messageThrownBy([&] { callReturning(ncclInProgress, muchLater()); }), HasSubstr(text));
+}
+
 }  // namespace
 }  // namespace bagua
