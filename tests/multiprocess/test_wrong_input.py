@@ -28,6 +28,11 @@ def _like_ranks(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> 
     return [torch.ones(shape, dtype=dtype) for _ in range(count)]
 
 
+def _negative(size: int) -> list[int]:
+    """Return splits that add up to 2 * size, one of them negative; of one rank, where none can be, others."""
+    return [2 * size + 1, -1, *[0] * size][:size]
+
+
 def _gather_together(size: int) -> None:
     world: Any = dist.group.WORLD
     world.allgather_into_tensor_coalesced([_in_channels_last(2 * size)], [torch.ones(2, 3, 4, 5)])
@@ -75,6 +80,12 @@ OTHERWISE_WRONG: list[tuple[str, Callable[[int], Any]]] = [
         "all_to_all_single",
         lambda size: dist.all_to_all_single(
             torch.ones(2 * size), torch.ones(2 * size), [2] * size, [2] * (size - 1) or [3]
+        ),
+    ),
+    (
+        "all_to_all_single",
+        lambda size: dist.all_to_all_single(
+            torch.ones(2 * size), torch.ones(2 * size), _negative(size), _negative(size)
         ),
     ),
     ("all_to_all", lambda size: dist.all_to_all(_like_ranks(size + 1, 3), _like_ranks(size, 3))),
