@@ -127,13 +127,17 @@ std::string newNonce() {
 
 std::string keyOf(int rank) { return "host/" + std::to_string(rank); }
 
-// The ranks whose key is not in the store yet: "1, 3".
-std::string missingRanks(c10d::Store& store, const std::vector<std::string>& keys) {
+// Who has not come: "rank 1, 3", whose keys are not in the store yet, or the store itself.
+std::string whoIsMissing(c10d::Store& store, const std::vector<std::string>& keys) {
   std::vector<size_t> missing;
-  for (size_t rank = 0; rank < keys.size(); ++rank) {
-    if (!store.check({keys[rank]})) missing.push_back(rank);
+  try {
+    for (size_t rank = 0; rank < keys.size(); ++rank) {
+      if (!store.check({keys[rank]})) missing.push_back(rank);
+    }
+  } catch (const std::exception&) {
+    return "the store, which does not answer";
   }
-  return c10::Join(", ", missing);
+  return c10::str("rank ", c10::Join(", ", missing));
 }
 
 // Before this rank raises what all ranks are about to: if its process ends, the store may end with it.
@@ -221,7 +225,7 @@ GroupMembers exchangeRecords(c10d::Store& store, int rank, int size, millisecond
   } catch (const std::exception&) {
     TORCH_CHECK_WITH(DistBackendError, false, "bagua: rank ", rank, " of ", size,
                      " could not make the process group: ", messageOf(std::current_exception()), ". Not there after ",
-                     timeout.count(), " ms: rank ", missingRanks(store, keys),
+                     timeout.count(), " ms: ", whoIsMissing(store, keys),
                      ". Check that these processes have started and are alive");
   }
   std::vector<std::string> records;

@@ -110,6 +110,27 @@ TEST(RankRecord, ARankWithAWrongSettingIsNamedOnAll) {
   EXPECT_HAS(errorOf({own, own + "refusal=the variable is wrong\n"}), "the variable is wrong");
 }
 
+// Its process has ended.
+class LostStore final : public c10d::HashStore {
+ public:
+  void wait(const std::vector<std::string>&, const milliseconds&) override {
+    C10_THROW_ERROR(DistNetworkError, "connection reset");
+  }
+  bool check(const std::vector<std::string>&) override { C10_THROW_ERROR(DistNetworkError, "connection reset"); }
+};
+
+TEST(RankRecord, WhoLosesTheStoreSaysWhatForAndWhatTheStoreSays) {
+  const auto store = c10::make_intrusive<LostStore>();
+  try {
+    exchangeRecords(*store, 0, 2, seconds(30));
+    FAIL() << "rank 1 does not come";
+  } catch (const c10::DistBackendError& error) {
+    const std::string message = error.what();
+    EXPECT_HAS(message, "rank 0 of 2 could not make the process group: connection reset");
+    EXPECT_HAS(message, "the store, which does not answer");
+  }
+}
+
 TEST(RankRecord, AllRanksOfAGroupRaiseTheSameAndNoneWaitsForLong) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const std::string other = with(ownRecord(), "torch", "1.0");
