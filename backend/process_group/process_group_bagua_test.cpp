@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/process_group/process_group_bagua.h"
 
+#include <ATen/ops/equal.h>
+#include <ATen/ops/eye.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
@@ -18,9 +20,41 @@ namespace {
 using std::chrono::milliseconds;
 using StorePtr = ProcessGroupBagua::StorePtr;
 
+c10::intrusive_ptr<ProcessGroupBagua> groupOfOne() {
+  return c10::make_intrusive<ProcessGroupBagua>(c10::make_intrusive<c10d::HashStore>(), 0, 1,
+                                                c10::make_intrusive<ProcessGroupBagua::Options>());
+}
+
+// Another operation would be taken for a sum.
+TEST(ProcessGroupBagua, ReducesSparseTensorsToSumsAndMeansOnly) {
+  const auto group = groupOfOne();
+  std::vector<at::Tensor> tensors{at::eye(2).to_sparse()};
+  c10d::AllreduceOptions options;
+  for (const auto op : {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG}) {
+    options.reduceOp = op;
+    EXPECT_TRUE(group->allreduce(tensors, options)->wait());
+    EXPECT_TRUE(at::equal(tensors[0].to_dense(), at::eye(2)));
+  }
+  for (const auto op : {c10d::ReduceOp::PRODUCT, c10d::ReduceOp::MIN, c10d::ReduceOp::MAX}) {
+    options.reduceOp = op;
+    EXPECT_THROW(group->allreduce(tensors, options), c10::ValueError);
+  }
+}
+
+TEST(ProcessGroupBagua, SaysHowItEndedAtFirst) {
+  const auto group = groupOfOne();
+  group->abort();
+  group->shutdown();
+  try {
+    group->barrier(c10d::BarrierOptions());
+    FAIL() << "it has ended";
+  } catch (const c10::DistBackendError& error) {
+    EXPECT_NE(std::string(error.what()).find("was aborted"), std::string::npos) << error.what();
+  }
+}
+
 TEST(ProcessGroupBagua, TakesPositiveTimeoutsOnly) {
-  const auto group = c10::make_intrusive<ProcessGroupBagua>(c10::make_intrusive<c10d::HashStore>(), 0, 1,
-                                                            c10::make_intrusive<ProcessGroupBagua::Options>());
+  const auto group = groupOfOne();
   group->setTimeout(milliseconds(700));
   for (const int wrong : {0, -1}) EXPECT_THROW(group->setTimeout(milliseconds(wrong)), c10::ValueError);
   EXPECT_EQ(group->timeout(), milliseconds(700));

@@ -64,6 +64,18 @@ TEST_F(ReconfigureTest, AMemberThatComesWhenAnotherHasGivenUpBeginsNothing) {
   EXPECT_THROW(first->reconfigure(changeTo(handles, std::chrono::milliseconds(500))), c10::DistBackendError);
 }
 
+TEST_F(ReconfigureTest, AMemberThatWasShutDownBeginsNothing) {
+  const auto member = newMember();
+  const std::string handle = member->get_reconfigure_handle();
+  member->shutdown();
+  try {
+    member->reconfigure(changeTo({handle}, kLimit));
+    FAIL() << "it has ended";
+  } catch (const c10::DistBackendError& error) {
+    EXPECT_NE(std::string(error.what()).find("has been shut down"), std::string::npos) << error.what();
+  }
+}
+
 // They would wait for each other until the timeout.
 TEST_F(ReconfigureTest, AMemberThatWasGivenOtherHandlesThanTheFirstOneSaysBoth) {
   const auto first = newMember();

@@ -33,6 +33,11 @@ def _negative(size: int) -> list[int]:
     return [2 * size + 1, -1, *[0] * size][:size]
 
 
+def _to_oneself(size: int) -> list[int]:
+    """Return splits that add up to 2 * size, all for this rank; of one rank, which would expect that, others."""
+    return [2 * size + (size == 1) if peer == dist.get_rank() else 0 for peer in range(size)]
+
+
 def _gather_together(size: int) -> None:
     world: Any = dist.group.WORLD
     world.allgather_into_tensor_coalesced([_in_channels_last(2 * size)], [torch.ones(2, 3, 4, 5)])
@@ -88,7 +93,12 @@ OTHERWISE_WRONG: list[tuple[str, Callable[[int], Any]]] = [
             torch.ones(2 * size), torch.ones(2 * size), _negative(size), _negative(size)
         ),
     ),
+    (
+        "all_to_all_single",
+        lambda size: dist.all_to_all_single(torch.ones(2 * size), torch.ones(2 * size), [2] * size, _to_oneself(size)),
+    ),
     ("all_to_all", lambda size: dist.all_to_all(_like_ranks(size + 1, 3), _like_ranks(size, 3))),
+    ("all_to_all", lambda size: dist.all_to_all(_like_ranks(size, 2), _like_ranks(size, 3))),
     ("broadcast", lambda size: dist.broadcast(torch.ones(3), size)),
     ("reduce", lambda size: dist.reduce(torch.ones(3), size + 5)),
     ("send", lambda size: dist.send(torch.ones(3), size)),
