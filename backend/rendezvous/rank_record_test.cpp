@@ -113,6 +113,7 @@ TEST(RankRecord, ARankWithAWrongSettingIsNamedOnAll) {
 // Its process has ended.
 class LostStore final : public c10d::HashStore {
  public:
+  using HashStore::wait;
   void wait(const std::vector<std::string>&, const milliseconds&) override {
     C10_THROW_ERROR(DistNetworkError, "connection reset");
   }
