@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "backend/operation/peer_errors.h"
 
@@ -41,6 +44,26 @@ std::string mismatchOf(const ProgramFingerprint& one, const ProgramFingerprint& 
     return "";
   } catch (const MismatchError& error) {
     return error.what_without_backtrace();
+  }
+}
+
+TEST(ProgramFingerprint, WhateverDiffersIsAMismatchThatShowsBoth) {
+  Operation usual{.name = "bagua:all_reduce", .dtype = at::kFloat, .numel = 4, .sequence = 2};
+  usual.reduceOp = static_cast<int>(c10d::ReduceOp::SUM);
+  const std::vector<std::pair<std::function<void(Operation&)>, std::string>> changes{
+      {[](Operation& other) { other.name = "bagua:reduce"; }, "bagua:reduce #2 (Float[4], sum)"},
+      {[](Operation& other) { other.dtype = at::kInt; }, "bagua:all_reduce #2 (Int[4], sum)"},
+      {[](Operation& other) { other.numel = 5; }, "bagua:all_reduce #2 (Float[5], sum)"},
+      {[](Operation& other) { other.reduceOp = static_cast<int>(c10d::ReduceOp::MAX); },
+       "bagua:all_reduce #2 (Float[4], max)"},
+      {[](Operation& other) { other.peer = 0; }, "bagua:all_reduce #2 (Float[4], sum, peer rank 0)"},
+      {[](Operation& other) { other.sequence = 3; }, "bagua:all_reduce #3 (Float[4], sum)"}};
+  for (const auto& [change, shown] : changes) {
+    Operation other = usual;
+    change(other);
+    const auto message = mismatchOf(fingerprintOf(usual), fingerprintOf(other));
+    const std::string both = "rank 0 is in bagua:all_reduce #2 (Float[4], sum), rank 1 in " + shown + ". ";
+    EXPECT_NE(message.find(both), std::string::npos) << shown << ": " << message;
   }
 }
 
