@@ -28,7 +28,6 @@ from trouble import (
 
 SIZE = 3
 ODD_ONE = 1
-ReduceOp = dist.ReduceOp
 Layouts = dict[str, RankPool]
 
 
@@ -81,24 +80,6 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         _sum(torch.ones(1_000_000)),
         "(Float[3000000], sum)",
         "(Float[1000000], sum)",
-    ),
-    "dtypes": (
-        _sum(torch.ones(4, dtype=torch.int32)),
-        _sum(torch.ones(4)),
-        "bagua:all_reduce #2 (Int[4], sum)",
-        "bagua:all_reduce #2 (Float[4], sum)",
-    ),
-    "reductions": (
-        lambda: dist.all_reduce(torch.ones(4), op=ReduceOp.MAX),
-        _sum(torch.ones(4)),
-        "(Float[4], max)",
-        "(Float[4], sum)",
-    ),
-    "roots": (
-        lambda: dist.broadcast(torch.ones(4), 1),
-        lambda: dist.broadcast(torch.ones(4), 0),
-        "(Float[4], peer rank 1)",
-        "(Float[4], peer rank 0)",
     ),
     "roots of scatter": (
         _scatter_from(1),
@@ -175,10 +156,8 @@ def _differ(case: str) -> tuple[Outcome, bool]:
             ("coded values against others", "uneven-hosts"),
             ("operations", "in-host"),
             ("large sizes", "between-hosts"),
-            ("dtypes", "in-host"),
             ("sizes of a list", "in-host"),
             ("lengths of a list", "between-hosts"),
-            ("roots", "between-hosts"),
             ("roots of scatter", "between-hosts"),
             ("one size of all_gather", "in-host"),
             ("sizes of reduce_scatter", "between-hosts"),
