@@ -49,6 +49,11 @@ class _World:
     def cut(self, one: str, other: str, sign: Sign) -> None:
         self.seen[one, other] = self.seen[other, one] = sign
 
+    def stop(self, process: "_Process") -> None:
+        """Stop one that has come. What it has asked before is still answered."""
+        self.stopped.add(process.name)
+        assert process.is_held.wait(10)
+
     def process(self, name: str, **options: Any) -> "_Process":
         return _Process(self, name, **options)
 
@@ -80,6 +85,7 @@ class _Process:
     def __init__(self, world: _World, name: str, at_least: int = 1) -> None:
         self.name = f"1:bagua:0:0:0:{name}"
         self._world = world
+        self.is_held = threading.Event()
         self.meetings = Meetings(
             world.store(), self.name, at_least, timedelta(seconds=PATIENCE), limit=timedelta(seconds=10)
         )
@@ -95,6 +101,7 @@ class _Process:
 
         def ask_unless_stopped(question: Any, limit: timedelta) -> Any:
             while self.name in self._world.stopped:
+                self.is_held.set()
                 time.sleep(0.01)
             if self._world.is_over.is_set():
                 raise RuntimeError("the test has ended")
@@ -265,7 +272,7 @@ def test_a_newcomer_that_stops_when_it_has_come_holds_nobody(world: _World) -> N
     newcomer = world.process("new")
     newcomer.comes()
     assert wait_for(a.meetings.is_needed)
-    world.stopped.add(newcomer.name)
+    world.stop(newcomer)
     begin = time.monotonic()
     assert [set(one.result(10)) for one in (a.comes(), b.comes())] == [{a.name, b.name}] * 2
     assert time.monotonic() - begin < 4
@@ -275,7 +282,7 @@ def test_a_member_that_stops_when_it_has_come_is_waited_for(world: _World) -> No
     a, b, c = _members(world, "a", "b", "c")
     a.comes()
     assert wait_for(b.meetings.is_needed)
-    world.stopped.add(a.name)
+    world.stop(a)
     begin = time.monotonic()
     assert [set(one.result(10)) for one in (b.comes(), c.comes())] == [{b.name, c.name}] * 2
     assert PATIENCE <= time.monotonic() - begin < PATIENCE + 4
