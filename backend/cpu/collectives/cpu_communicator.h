@@ -51,8 +51,7 @@ class CpuCommunicator final : public Communicator {
   void connect() {
     if (!connections_.isConnected()) connections_.connect(program(), deadline());
   }
-  // Of tensors without elements, on all ranks: where the whole call has none, the ranks meet, so that one whose call has
-  // some is found out.
+  // Where a whole call has no elements the ranks meet, so that a rank whose call has some is found out.
   void moveNothing() {
     if (program().commonNumel == 0) barrier();
   }
