@@ -17,7 +17,7 @@ from typing import NamedTuple, TypedDict
 
 import torch.distributed as dist
 
-from bagua._meeting_store import BEAT, Beats, MeetingStore
+from bagua._meeting_store import BEAT, Beats, MeetingStore, beat_key
 from bagua._pulse import Feeler, Sign, address_of
 
 _logger = logging.getLogger("bagua")
@@ -115,6 +115,8 @@ class Meetings:
         number = self._number
         if number > 0 and store.check([f"{number - 1}/decision"]):
             self._last = json.loads(store.get(f"{number - 1}/decision"))
+        # Who was stopped, and comes, is at work from now on, not only from its next beat.
+        store.add(beat_key(own.member), 1)
         place = store.add(f"{number}/count", 1)
         store.set(f"{number}/came/{place}", json.dumps(own))
         store.set(f"{number}/is_here/{own.member}", "")

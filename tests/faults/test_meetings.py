@@ -192,6 +192,17 @@ def test_one_that_is_stopped_is_waited_for_and_joins_later(world: _World) -> Non
     assert [one.result(10) for one in (a.comes(), again)] == [[a.name, b.name]] * 2
 
 
+def test_one_that_comes_counts_though_its_next_beat_is_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, store, seen = SimpleNamespace(now=0.0), dist.HashStore(), Beats()
+    monkeypatch.setattr(_meeting_store, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for clock.now, is_counting in ((0.0, None), (1.5, False)):
+        assert seen.is_counting(store, "a") is is_counting
+    meetings = Meetings(store, "a", 1, timedelta(seconds=PATIENCE), limit=timedelta(seconds=10))
+    meetings.come(store, _meetings._Came("a", "", [], 1), "a model")
+    assert seen.is_counting(store, "a")
+    meetings.store.close()
+
+
 @pytest.mark.parametrize("sign", [Sign.SILENT, Sign.ENDED])
 def test_of_two_members_that_do_not_reach_each_other_one_goes_on_and_the_other_is_told(
     world: _World, sign: Sign
