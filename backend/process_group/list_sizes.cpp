@@ -14,8 +14,10 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Never negative: these values of Operation::commonNumel have a meaning of their own.
+// Never negative: these values of Operation::commonNumel have a meaning of their own. It is 0 where no tensor has
+// elements, as that of one tensor is.
 int64_t hashOfSizes(const Tensors& tensors) {
+  if (std::ranges::all_of(tensors, [](const at::Tensor& tensor) { return tensor.numel() == 0; })) return 0;
   uint64_t hash = kHashSeed;
   for (const auto& tensor : tensors) {
     hash = mix(hash, static_cast<uint64_t>(tensor.numel()));

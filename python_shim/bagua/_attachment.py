@@ -241,12 +241,16 @@ class Attachment:
         ]
         if self._counts_steps:
             self._removable.append(register_multi_grad_hook(self._parameters, self._at_backward, mode="any"))
-        # A model may be wrapped once more, for another fit: the optimizer then works for the later one.
-        attachments: list[Attachment] = vars(optimizer).setdefault("_bagua_attachments", [])
-        for former in [one for one in attachments if not set(self._parameters).isdisjoint(one._parameters)]:
+        # Of all models that the optimizer trains.
+        self._attachments: list[Attachment] = vars(optimizer).setdefault("_bagua_attachments", [])
+        for former in [one for one in self._attachments if one._is_replaced_by(ddp, self._parameters)]:
             former.detach()
-            attachments.remove(former)
-        attachments.append(self)
+        self._attachments.append(self)
+
+    def _is_replaced_by(self, ddp: DistributedDataParallel, parameters: list[Tensor]) -> bool:
+        """Whether a model is this one, wrapped once more for another fit: the optimizer then works for the later."""
+        own = self._ddp()
+        return own is None or own.module is ddp.module or not set(parameters).isdisjoint(self._parameters)
 
     @eager
     def _before_forward(self, ddp: nn.Module, args: Any) -> None:
@@ -319,16 +323,19 @@ class Attachment:
     def detach(self) -> None:
         for handle in self._removable:
             handle.remove()
+        if self in self._attachments:
+            self._attachments.remove(self)
 
     def remove(self) -> None:
         """Take all hooks off again and leave the model to plain averaging of gradients. Collective."""
         self._hook.count_skipped_step()
         is_before_step = self._hook.is_before_step
-        belongings = Belongings(self._optimizer(), self._parameters, is_before_step=is_before_step)
+        others = {p for one in self._attachments if one is not self for p in one._parameters}
+        belongings = Belongings(self._optimizer(), self._parameters, is_before_step=is_before_step, without=others)
         self._hook.leave(belongings.moment, belongings.shapes, belongings.state, belongings.gradients)
         belongings.write_back()
         if self._momentum_optimizer is not None:
-            self._momentum_optimizer.take_momenta_back(is_before_step=is_before_step)
+            self._momentum_optimizer.take_momenta_back(self._parameters, is_before_step=is_before_step)
         self.detach()
         ddp = self._ddp()
         if ddp is not None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,17 @@ class Belongings:
 
     Tensors are those of the optimizer itself where they are on the parameters' device. For numbers, and tensors that
     are elsewhere (Adam counts its steps on the CPU), there are others, which `write_back` copies. Of DTensors they
-    are this rank's parts.
+    are this rank's parts. Parameters in `without` are left alone, as those of another model that the optimizer trains.
     """
 
-    def __init__(self, optimizer: Optimizer | None, parameters: Sequence[Tensor], *, is_before_step: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer | None,
+        parameters: Sequence[Tensor],
+        *,
+        is_before_step: bool,
+        without: Container[Tensor] = (),
+    ) -> None:
         self.state: list[Tensor] = []
         self._elsewhere: list[tuple[Tensor, Tensor]] = []
         self._numbers: list[tuple[dict[Any, Any], Any]] = []
@@ -33,7 +40,7 @@ class Belongings:
         if self.gradients:
             self._shapes += ["gradients", *("none" if p.grad is None else str(p.grad.layout) for p in parameters)]
         if optimizer is not None:
-            self._add_state(optimizer)
+            self._add_state(optimizer, without)
         self._packed = torch.tensor(
             [float(state[key]) for state, key in self._numbers], dtype=torch.float64, device=self._device
         )
@@ -41,8 +48,8 @@ class Belongings:
             self.state.append(self._packed)
         self.shapes = "; ".join(self._shapes)
 
-    def _add_state(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    def _add_state(self, optimizer: Optimizer, without: Container[Tensor]) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p not in without]
         for index, parameter in enumerate(parameters):
             state = optimizer.state.get(parameter) or {}
             for key in sorted(state, key=str):

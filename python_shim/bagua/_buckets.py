@@ -67,9 +67,11 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
         with torch.enable_grad():
             ddp.reducer.prepare_for_forward()
             ddp.reducer.prepare_for_backward([])
-            torch.autograd.backward(torch.stack([p.sum().real.float() for p in parameters]).sum())
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+            try:
+                torch.autograd.backward(torch.stack([p.sum().real.float() for p in parameters]).sum())
+            finally:
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
         rebuild_buckets(ddp)
     if ddp.bucket_bytes_cap_default and parameters[0].is_cpu and not ddp.static_graph:
         _split(ddp, parameters)

@@ -160,6 +160,13 @@ class Handle:
             ValueError: the state is of another algorithm, of other options or of another model, or incomplete.
             TypeError: it, or a part of it, is of another type than what `state_dict()` returns.
         """
+        self.check_state_dict(state_dict)
+        self._load(state_dict)
+        if self._attachment is not None:
+            self._attachment.state_loaded()
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise what `load_state_dict` raises of this state, and load nothing."""
         self._check_at_work()
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the checkpoint must be a dict, got {type(state_dict).__qualname__}")
@@ -179,9 +186,6 @@ class Handle:
                 )
         check_checkpoint(state_dict)
         self._check_rank(state_dict)
-        self._load(state_dict)
-        if self._attachment is not None:
-            self._attachment.state_loaded()
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         # A checkpoint from before steps were counted begins with the first.

@@ -150,20 +150,20 @@ class QAdamOptimizer(Optimizer):
             self._handed_out[p] = _gradient(p).detach().clone() if has_momentum else self._state_of(p)["exp_avg"]
 
     @torch.no_grad()
-    def take_momenta_back(self, *, is_before_step: bool) -> None:
+    def take_momenta_back(self, parameters: Sequence[Tensor], *, is_before_step: bool) -> None:
         """For the algorithm that leaves: from here on gradients are gradients, also those of the step at hand.
 
         `is_before_step`: a synchronised backward has come since the last step.
         """
         beta1_of = {p: float(group["betas"][0]) for group in self.param_groups for p in group["params"]}
-        for p, start in self._handed_out.items():
-            momentum = self._state_of(p)["exp_avg"]
+        for p in [p for p in parameters if p in self._handed_out]:
+            start, momentum = self._handed_out.pop(p), self._state_of(p)["exp_avg"]
             holds_momentum = is_before_step or start is not momentum
             if p.grad is not None and holds_momentum and bool(p.grad.any()):
                 # What leads from the momentum of the last step to this one.
                 p.grad.sub_(momentum, alpha=beta1_of[p]).div_(1 - beta1_of[p])
-        self._handed_out.clear()
-        self._was_synchronised = False
+        if not self._handed_out:
+            self._was_synchronised = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Gradients that were accumulated for a step that is not taken leave no trace."""

@@ -47,8 +47,9 @@ class StatesOfAllRanks:
                 f"group has {size}: resume with as many ranks, or register the hook without its state"
             )
         own = ranks[self._group.rank()]
-        # The handle refuses the state of an algorithm that has none of these.
-        if self._attachment is not None and "module" in own:
+        # Nothing is loaded where the handle refuses its state.
+        self._handle.check_state_dict(own["handle"])
+        if self._attachment is not None:
             # All states are looked up before the first is loaded.
             for one, state in [(one, own[name]) for name, one in self._attachment.with_states().items()]:
                 one.load_state_dict(state)

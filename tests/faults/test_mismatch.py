@@ -175,21 +175,39 @@ def test_ranks_that_differ_are_all_told_both_calls(layouts: Layouts, case: str, 
     assert all(is_refused for _, is_refused in results)
 
 
-def _nothing_against_something() -> Outcome:
+CALLS_OF_NOTHING: dict[str, Callable[[int], Any]] = {
+    "all_reduce": lambda numel: dist.all_reduce(torch.ones(numel)),
+    "all_gather": lambda numel: dist.all_gather(_parts(numel), torch.ones(numel)),
+    "compressed_all_reduce": lambda numel: bagua.compressed.all_reduce(torch.ones(numel)),
+}
+
+
+def _nothing_against_something(name: str) -> Outcome:
     new_world()
     warm_up()
     begun = time.monotonic()
-    outcome = expect_error(until_told(_sum(torch.ones(0 if dist.get_rank() == ODD_ONE else 4))))
+    numel = 0 if dist.get_rank() == ODD_ONE else 4
+    outcome = expect_error(until_told(lambda: CALLS_OF_NOTHING[name](numel)))
     assert outcome.when - begun < SLACK_SECONDS
     return outcome
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_that_has_nothing_to_reduce_is_found_out(layouts: Layouts, layout: str) -> None:
-    cause = cause_of(layouts[layout].run(_nothing_against_something))
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    selection(
+        itertools.product(CALLS_OF_NOTHING, LAYOUTS),
+        [
+            *(("all_reduce", layout) for layout in LAYOUTS),
+            ("all_gather", "between-hosts"),
+            ("compressed_all_reduce", "between-hosts"),
+        ],
+    ),
+)
+def test_a_rank_that_has_nothing_to_exchange_is_found_out(layouts: Layouts, name: str, layout: str) -> None:
+    cause = cause_of(layouts[layout].run(_nothing_against_something, name))
     assert "do not make the same call" in cause
-    assert "bagua:all_reduce #2 (Float[4], sum)" in cause
-    assert re.search(f"rank {ODD_ONE} .*bagua:all_reduce #2 \\(Float\\[0\\], sum", cause), cause
+    assert f"bagua:{name} #2 (Float[4]" in cause
+    assert re.search(f"rank {ODD_ONE} .*bagua:{name} #2 \\(Float\\[0\\]", cause), cause
 
 
 def _bucket_against_barrier(buckets_before: int) -> Outcome:

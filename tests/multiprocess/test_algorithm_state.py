@@ -161,11 +161,15 @@ def test_a_checkpoint_of_something_else_is_refused() -> None:
         broken = {**state, "state": {name: value for name, value in state["state"].items() if name != missing}}
         with pytest.raises((KeyError, ValueError), match=missing):
             _hooked("low_precision_decentralized", **FLAT).handle.load_state_dict(broken)
-    handle = _hooked("low_precision_decentralized", **FLAT).handle
-    handle.load_state_dict(state)
-    exact = {"ranks": [{"handle": _hooked("bytegrad", **FLAT).handle.state_dict()}] * 2}
-    with pytest.raises(ValueError, match="written with algorithm 'bytegrad'"):
-        handle.of_all_ranks().load_state_dict(exact)
+    trained = _hooked("low_precision_decentralized", **FLAT)
+    trained.handle.load_state_dict(state)
+    weights = {name: weight.clone() for name, weight in trained.ddp.module.state_dict().items()}
+    moved = {"module": {name: weight + 1 for name, weight in weights.items()}, "optimizer": {}}
+    for other in ({}, moved):
+        of_bytegrad = {"handle": _hooked("bytegrad", **FLAT).handle.state_dict(), **other}
+        with pytest.raises(ValueError, match="written with algorithm 'bytegrad'"):
+            trained.handle.of_all_ranks().load_state_dict({"ranks": [of_bytegrad] * 2})
+        assert same(trained.ddp.module.state_dict(), weights)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_an_algorithm_on_weights_sees_the_steps_of_a_compiled_model() -> None:
 @on_ranks(2)
 def test_one_optimizer_may_train_several_models() -> None:
     models = [DDP(perceptron()) for _ in range(2)]
-    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01)
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01, momentum=0.9)
     handles = [bagua.register_comm_hook(model, "local_sgd", optimizer=optimizer, sync_every=2) for model in models]
     for step in range(4):
         optimizer.zero_grad()
@@ -162,6 +162,12 @@ def test_one_optimizer_may_train_several_models() -> None:
         optimizer.step()
     assert [handle.stats()["rounds"] for handle in handles] == [2, 2]
     assert same_everywhere(*(p for model in models for p in model.parameters()))
+    first, second = ([optimizer.state[p]["momentum_buffer"] for p in model.parameters()] for model in models)
+    own = [momentum.clone() for momentum in second]
+    handles[0].remove()
+    assert same_everywhere(*first)
+    assert same(second, own)
+    assert not same_everywhere(*second)
 
 
 @on_ranks(2)

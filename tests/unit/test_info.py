@@ -211,6 +211,7 @@ def _rank(host: str, notes: list[str], **changes: str) -> dict[str, Any]:
 def test_summary_names_hosts_differences_and_whose_notes_they_are() -> None:
     assert hosts_of(["b", "a", "b", "c"]) == [[0, 2], [1], [3]]
     first, second = _rank("a", ["both"], new="1"), _rank("b", ["both", "one"], torch="2.14.0")  # of an older version
+    assert "note: new is not the same everywhere: rank 0 has nothing; rank 1 has 1" in summary([second, first])
     lines = list(summary([first, second, first]))
     assert lines[0] == "\n3 ranks on 2 hosts"
     assert lines[1] == "host 0  name-a, ranks 0, 2; at 10.0.0.1"

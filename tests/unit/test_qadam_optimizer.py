@@ -111,7 +111,7 @@ def test_momenta_that_are_taken_back_leave_gradients(moment: str) -> None:
     if moment == "in accumulation":
         optimizer.momenta([p])
     is_before_step = moment in ("after it", "after a step that was skipped")
-    optimizer.take_momenta_back(is_before_step=is_before_step)
+    optimizer.take_momenta_back([p], is_before_step=is_before_step)
     if moment != "after it":
         p.grad.add_(second)
     alone.grad = {"after it": first, "in accumulation": first + second}.get(moment, second).clone()

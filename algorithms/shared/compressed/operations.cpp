@@ -50,8 +50,10 @@ class Call {
     operation_.dtype = common.scalar_type();
     operation_.numel = common.numel();
     operation_.inputs = std::move(inputs);
-    auto program = [numel, average = options_.average, coding = coding_,
+    auto program = [numel, isOnCpu = common.is_cpu(), average = options_.average, coding = coding_,
                     body = std::move(body)](Communicator& communicator) mutable {
+      // A rank whose call has elements is found out.
+      if (numel == 0 && isOnCpu) return communicator.barrier();
       const auto everyRank = HostTopology::oneRankPerHost(communicator.size());
       const HostLanes lanes(everyRank, communicator.rank(), numel);
       StageSeconds seconds;

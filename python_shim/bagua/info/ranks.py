@@ -70,7 +70,7 @@ def summary(everyones: Sequence[dict[str, Any]]) -> Iterator[str]:
         first = everyones[ranks[0]]
         carrier = maps[ranks[0]]["CPU tensors, between hosts"]
         yield f"host {number}  {first['host']}, ranks {', '.join(map(str, ranks))}; {carrier}"
-    for name in sorted(maps[0].keys() - _OF_ONE_HOST):
+    for name in sorted(set().union(*maps) - _OF_ONE_HOST):
         others = {found.get(name, "nothing"): rank for rank, found in reversed(list(enumerate(maps)))}
         if len(others) > 1:
             values = "; ".join(f"rank {rank} has {value}" for value, rank in sorted(others.items(), key=lambda i: i[1]))

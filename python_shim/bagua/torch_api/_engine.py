@@ -264,7 +264,7 @@ def _broadcast_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup) -
         raise ValueError("the state of LBFGS cannot be broadcast: use another optimizer")
     if group.size() == 1:
         return
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    device = next((p.device for part in optimizer.param_groups for p in part["params"]), torch.device("cpu"))
     state = broadcast_state(optimizer.state_dict() if group.rank() == 0 else None, 0, group, device)
     if group.rank() != 0:
         optimizer.load_state_dict(state)

@@ -71,7 +71,7 @@ class _Fusion:
         if not self.is_elementwise:
             return [[] for _ in optimizer.param_groups]
         fingerprint = [
-            [(id(p), p.data_ptr(), p.grad is not None and p.grad.layout) for p in group["params"]]
+            [(id(p), p.data_ptr(), p.grad is not None and (p.grad.layout, p.grad.dtype)) for p in group["params"]]
             for group in optimizer.param_groups
         ]
         if fingerprint != self._fingerprint or not all(
