@@ -202,6 +202,6 @@ def test_factors_in_8_bits_take_a_quarter_of_the_bytes_and_vectors_stay_exact(ra
 
 
 def test_the_memory_it_says_is_that_of_two_sets_of_residuals_and_factors(rank_pools: Pools) -> None:
-    for _, state, stats in rank_pools[2].run(_train, Plan({"rank": 4, "guard": None})):
-        assert stats["seconds"].keys() == {"multiply", "allreduce_p", "multiply_transposed", "allreduce_q", "replace"}
+    for _, state, stats in rank_pools[2].run(_train, Plan({"rank": 4})):
+        assert stats["seconds"].keys() >= {"multiply", "allreduce_p", "multiply_transposed", "allreduce_q", "replace"}
         assert stats["state_bytes"] == 2 * sum(t.nbytes for t in state.values() if t.is_floating_point()) > 0
