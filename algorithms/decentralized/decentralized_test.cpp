@@ -44,18 +44,19 @@ TEST(Decentralized, PairsChangeFromExchangeToExchangeWhateverTheInterval) {
 struct Pairing {
   std::vector<std::string> hosts;
   bool hierarchical;
-  // Of what the error says, or nothing where there is none.
+  // The error says these words. They are empty where there is none.
   std::string words;
 };
 
 TEST(Decentralized, PairsNeedAnEvenNumberOfRanksOrOfHostsWhereTheseTakePart) {
   const auto& info = AlgorithmRegistry::find("decentralized");
-  const std::vector<Pairing> pairings = {{{"a", "a", "a"}, true, "pairs the ranks and needs an even number"},
-                                         {{"a", "a", "b"}, false, "pairs the ranks and needs an even number"},
-                                         {{"a", "a", "b", "c"}, true, "pairs the hosts (hierarchical=True) and needs"},
-                                         {{"a", "a", "b"}, true, ""},
-                                         {{"a", "a", "b", "c"}, false, ""},
-                                         {{"a"}, false, ""}};
+  const std::vector<Pairing> pairings = {
+      {{"a", "a", "a"}, true, "pairs the ranks and needs an even number of them, got 3"},
+      {{"a", "a", "b"}, false, "pairs the ranks and needs an even number of them, got 3"},
+      {{"a", "a", "b", "c"}, true, "pairs the hosts (hierarchical=True) and needs an even number of them, got 3"},
+      {{"a", "a", "b"}, true, ""},
+      {{"a", "a", "b", "c"}, false, ""},
+      {{"a"}, false, ""}};
   for (const auto& pairing : pairings) {
     testing::runRanks(
         static_cast<int>(pairing.hosts.size()),
