@@ -176,7 +176,7 @@ class FirewallThatIsLoadedAnew : public MadeUpPeer {
       : MadeUpPeer(1, kPatienceWithSilence, planned, portToKeep()), planned_(planned) {}
   // Who asks for a port by its number has the same one when it listens again.
   static config::PortRange portToKeep() {
-    const uint16_t free = addressOf(listenAt("127.0.0.1")).port();
+    const uint16_t free = freePorts().first;
     return {.first = free, .last = free};
   }
 

@@ -11,27 +11,14 @@
 #include <optional>
 #include <string>
 
+#include "tests/support/open_sockets.h"
+
 namespace bagua::net {
 namespace {
 
 const char* const kHere = "127.0.0.1";
 
 uint16_t portOf(const UnsharedFile& socket) { return addressOf(socket).port(); }
-
-// Two ports side by side that nobody uses.
-config::PortRange freePorts() {
-  for (uint16_t port = 23'000; port < 32'000; port += 2) {
-    try {
-      const config::PortRange range{.first = port, .last = static_cast<uint16_t>(port + 1)};
-      listenAt(kHere, {range.first, range.first});
-      listenAt(kHere, {range.last, range.last});
-      return range;
-    } catch (const c10::DistNetworkError&) {
-      continue;
-    }
-  }
-  throw std::runtime_error("no free ports");
-}
 
 std::string refusalOf(config::PortRange ports) {
   try {

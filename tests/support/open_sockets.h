@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <netinet/in.h>
@@ -11,10 +12,12 @@
 #include <cerrno>
 #include <cstdint>
 #include <filesystem>
+#include <stdexcept>
 #include <string>
 #include <system_error>
 #include <vector>
 
+#include "backend/net/listener.h"
 #include "backend/net/socket.h"
 
 namespace bagua::net {
@@ -49,6 +52,24 @@ inline int listenerAt(uint16_t port) {
     }
   }
   return -1;
+}
+
+// Returns two ports side by side that nobody uses, and that the kernel gives to nobody who does not name them.
+// Processes begin to look at different ones: tests that run at the same time would take each other's.
+inline config::PortRange freePorts() {
+  constexpr int kPairs = 4'500;
+  for (int i = 0; i < kPairs; ++i) {
+    try {
+      const auto port = static_cast<uint16_t>(23'000 + 2 * ((getpid() + i) % kPairs));
+      const config::PortRange range{.first = port, .last = static_cast<uint16_t>(port + 1)};
+      listenAt("127.0.0.1", {range.first, range.first});
+      listenAt("127.0.0.1", {range.last, range.last});
+      return range;
+    } catch (const c10::DistNetworkError&) {
+      continue;
+    }
+  }
+  throw std::runtime_error("no free ports");
 }
 
 // The kernel drops what arrives at this socket.
