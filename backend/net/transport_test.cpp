@@ -4,6 +4,8 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
 #include <future>
 #include <optional>
 #include <thread>
@@ -242,14 +244,21 @@ TEST_F(MadeUpPeer, TheEndOfTheProcessWaitsForAsLongAsThePeerTellsOfMoreAndMore) 
     EXPECT_EQ(hear(connection).kind, Frame::Kind::kUnsolicited);
     EXPECT_EQ(hearBytes(connection, sent.size()), sent);
   }
+  auto told = std::chrono::steady_clock::now();
   auto end = std::async(std::launch::async, [&] { transport_->finish(); });
   // It waits for a second where the peer says nothing. There are more messages than this loop tells of.
   const auto until = std::chrono::steady_clock::now() + 1500ms;
+  std::chrono::steady_clock::duration longest{0};
   uint64_t received = 0;
   while (end.wait_for(5ms) == std::future_status::timeout && std::chrono::steady_clock::now() < until) {
     say(connection, {.kind = Frame::Kind::kReceived, .received = ++received});
+    const auto now = std::chrono::steady_clock::now();
+    longest = std::max(longest, now - std::exchange(told, now));
   }
-  EXPECT_EQ(end.wait_for(0s), std::future_status::timeout) << "though the peer has told of " << received;
+  const bool isWaiting = end.wait_for(0s) == std::future_status::timeout;
+  longest = std::max(longest, std::chrono::steady_clock::now() - told);
+  // The peer has said nothing for that second itself where the machine has been so busy meanwhile.
+  EXPECT_TRUE(isWaiting || longest > 900ms) << "though the peer has told of " << received;
   say(connection, {.kind = Frame::Kind::kReceived, .received = kMessages});
   EXPECT_EQ(end.wait_for(5s), std::future_status::ready);
 }
