@@ -178,10 +178,11 @@ def test_abort_and_resume_before_the_warm_up_ends(abort_at: int, resume_at: int)
             trained.handle.resume()
         trained.step()
         rounds.append(trained.rounds())
-        if number < warmup:
-            # The mean of 1, ..., n, n at most 4, has no rounding.
-            expected = torch.full((LENGTH,), -(dist.get_world_size() + 1) / 2 * (number + 1))
-            assert torch.equal(trained.copy(), expected)
+        if number < max(warmup, resume_at):
+            # The mean of 1, ..., n, n at most 4, has no rounding. After the warm-up a rank that pauses is alone.
+            alone = max(0, number + 1 - warmup)
+            expected = -(dist.get_world_size() + 1) / 2 * (number + 1 - alone) - (dist.get_rank() + 1) * alone
+            assert torch.equal(trained.copy(), torch.full((LENGTH,), expected))
     # Rounds begin once both the warm-up and the pause are over.
     before = rounds[max(resume_at, warmup) - 1]
     assert rounds[warmup - 1] == before
