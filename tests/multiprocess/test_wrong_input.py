@@ -46,11 +46,20 @@ def test_what_torch_refuses_does_not_harm_the_group() -> None:
 
 @on_ranks(3)
 def test_wrong_call_on_one_rank_does_not_disturb_the_others() -> None:
+    rank, wrong, received = dist.get_rank(), torch.ones(4, 6).t(), torch.zeros(3)
     for is_asynchronous in (False, True):
-        if dist.get_rank() == 1:
+        if rank == 1:
             with pytest.raises(ValueError, match="bagua:all_reduce on rank 1 of 3: tensor must be contiguous"):
-                dist.all_reduce(torch.ones(4, 6).t(), async_op=is_asynchronous)
+                dist.all_reduce(wrong, async_op=is_asynchronous)
         _assert_usable()
+    # Nothing leaves of a message that is refused, and no receive stays that would take the next message.
+    for call in [lambda: dist.send(wrong, 0), lambda: dist.recv(wrong, 0), lambda: dist.recv(wrong)] * (rank == 1):
+        with pytest.raises(ValueError, match=r"bagua:(send|recv)\w* on rank 1 of 3: tensor must be contiguous"):
+            call()
+    if rank < 2:
+        dist.send(torch.full((3,), 1.0 + rank), 1 - rank)
+        dist.recv(received, 1 - rank)
+        assert received.tolist() == [2.0 - rank] * 3
 
 
 @on_ranks("peers")
