@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <future>
+#include <optional>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -46,12 +47,18 @@ TEST(RankRecord, RanksThatAgreeLearnWhoSharesAHost) {
 
 // A record has a line for each field.
 TEST(RankRecord, HostsWhoseNamesDifferBehindTheEndOfALineAreNotOne) {
+  std::optional<std::string> before;
+  if (const char* value = std::getenv("BAGUA_HOST_ID")) before = value;
   std::vector<std::string> records;
   for (const char* host : {"rack\n7", "rack\n8"}) {
     setenv("BAGUA_HOST_ID", host, 1);
     records.push_back(ownRecord());
   }
-  unsetenv("BAGUA_HOST_ID");
+  if (before) {
+    setenv("BAGUA_HOST_ID", before->c_str(), 1);
+  } else {
+    unsetenv("BAGUA_HOST_ID");
+  }
   EXPECT_EQ(membersOf(records).topology.hostCount(), 2);
 }
 
@@ -110,7 +117,7 @@ TEST(RankRecord, ARankWithAWrongSettingIsNamedOnAll) {
   EXPECT_HAS(errorOf({own, own + "refusal=the variable is wrong\n"}), "the variable is wrong");
 }
 
-// Its process has ended.
+// The process that serves it has ended.
 class LostStore final : public c10d::HashStore {
  public:
   using HashStore::wait;
@@ -135,7 +142,7 @@ TEST(RankRecord, WhoLosesTheStoreSaysWhatForAndWhatTheStoreSays) {
 TEST(RankRecord, AllRanksOfAGroupRaiseTheSameAndNoneWaitsForLong) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const std::string other = with(ownRecord(), "torch", "1.0");
-  // Of another version: it never says that it has read.
+  // This rank is of another version: it never says that it has read.
   store->set("host/2", std::vector<uint8_t>(other.begin(), other.end()));
   const auto meet = [&](int rank) {
     try {
