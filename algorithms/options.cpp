@@ -19,7 +19,8 @@ const char* typeName(const OptionValue& value) {
   return kNames.at(value.index());
 }
 
-// As few digits as lead back to the number, six or more: ranks compare texts, and other numbers have others.
+// The text has the fewest digits, six or more, that lead back to the number: ranks compare these texts, and two numbers
+// never share one.
 std::string textOfNumber(double number) {
   for (int digits = 6;; ++digits) {
     std::ostringstream text;

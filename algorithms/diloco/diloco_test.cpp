@@ -15,7 +15,7 @@
 namespace bagua {
 namespace {
 
-// Of a model of three parameters in two fragments, before the first step.
+// Returns the state before the first step of a model that has three parameters in two fragments.
 AlgorithmState firstState(std::map<std::string, OptionValue> options, Communicator& communicator) {
   const at::NoGradGuard noGrad;
   const std::vector<at::Tensor> weights = {at::ones({5}), at::ones({7}), at::ones({9})};

@@ -11,7 +11,7 @@
 namespace bagua {
 namespace {
 
-// As gradients are that the optimizer has not seen yet when an algorithm is removed.
+// Gradients may be sparse that the optimizer has not seen yet when an algorithm is removed.
 TEST(Weights, SparseTensorsAreAveragedAsDenseOnesAre) {
   testing::runRanks(2, [](Communicator& communicator) {
     const at::NoGradGuard noGrad;

@@ -10,7 +10,8 @@
 namespace bagua {
 namespace {
 
-// The one thread that is idle when both come takes the first, and is not free for the second.
+// The one thread that is idle when both come takes the first, and is not free for the second. The thread is idle only
+// some time after the first task has ended, so that rounds differ: one in which it is idle by then is enough.
 TEST(CallbackThreads, ATaskMayWaitForTheOneThatComesAfterIt) {
   for (int round = 0; round < 50; ++round) {
     CallbackThreads threads;

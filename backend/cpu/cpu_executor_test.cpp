@@ -152,7 +152,7 @@ TEST_F(CpuExecutorTest, AGroupIsCompleteWhenAllOfItIs) {
   EXPECT_EQ(group->getFuture()->value().toTensorVector().size(), 2U);
 }
 
-// Also where the first of it has succeeded.
+// It fails also where the first part has succeeded.
 TEST_F(CpuExecutorTest, AGroupFailsWithThePartThatDoes) {
   executor_.startGroup();
   executor_.submit(operation(), {}, [](Communicator&) {});
@@ -164,7 +164,7 @@ TEST_F(CpuExecutorTest, AGroupFailsWithThePartThatDoes) {
   EXPECT_THAT(bagua::messageOf(group->exception()), HasSubstr("the cable is out"));
 }
 
-// As where an operation in it was refused.
+// A group is never ended where an operation in it was refused.
 TEST_F(CpuExecutorTest, WhatBelongsToAGroupThatWasNeverEndedIsNoPartOfTheNext) {
   executor_.startGroup();
   executor_.submit(operation(), {at::full({1}, 0.0F)}, [](Communicator&) {});

@@ -48,7 +48,7 @@ TEST(RollCall, KnowsNothingOfTheAnswersToAnEarlierOne) {
   EXPECT_THAT(asking.silent(), ElementsAre(1));
 }
 
-// Of the others only this one is here: the third may have left.
+// The other end is the only other rank that is here: the third may have left.
 TEST(RollCall, OfAMessageOnlyItsOtherEndIsNamed) {
   ::setenv("TORCH_FR_DUMP_ON_TIMEOUT", "0", 1);
   const auto store = c10::make_intrusive<c10d::HashStore>();

@@ -19,7 +19,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Rank 0 of two. The other one cannot be reached, so that a call which is not refused raises something else.
+// Rank 0 of two. The other one cannot be reached, so that nothing arrives from a call which is not refused.
 class WrongArguments : public ::testing::Test {
  protected:
   using Tensors = std::vector<at::Tensor>;

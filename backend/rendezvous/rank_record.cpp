@@ -127,7 +127,7 @@ std::string newNonce() {
 
 std::string keyOf(int rank) { return "host/" + std::to_string(rank); }
 
-// Who has not come: "rank 1, 3", whose keys are not in the store yet, or the store itself.
+// Returns who has not come: "rank 1, 3", whose keys are not in the store yet, or the store itself.
 std::string whoIsMissing(c10d::Store& store, const std::vector<std::string>& keys) {
   std::vector<size_t> missing;
   try {
@@ -140,7 +140,7 @@ std::string whoIsMissing(c10d::Store& store, const std::vector<std::string>& key
   return c10::str("rank ", c10::Join(", ", missing));
 }
 
-// Before this rank raises what all ranks are about to: if its process ends, the store may end with it.
+// A rank waits before it raises what all ranks are about to: if its process ends, the store may end with it.
 void waitUntilAllHaveRead(c10d::Store& store, int size) {
   constexpr milliseconds kLimit{2000};
   constexpr milliseconds kPause{10};

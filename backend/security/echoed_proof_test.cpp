@@ -37,7 +37,7 @@ std::shared_ptr<Transport> transportOfJob() {
   return Transport::listenAt("127.0.0.1", 2, security->encryption());
 }
 
-// Of every call.
+// The limit is that of every call.
 void limitTimeOf(const UnsharedFile& socket) {
   const timeval limit{.tv_sec = 10, .tv_usec = 0};
   ASSERT_EQ(setsockopt(socket.number(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);
@@ -67,7 +67,7 @@ TEST(EchoedProof, OfTheOtherSideIsRefused) {
   EXPECT_LE(SSL_read(connection.get(), proof.data(), proof.size()), 0);
 }
 
-// As with a line that breaks at the wrong moment: the peer is known, so that nobody else may be what answers there.
+// A line may break at the wrong moment: the peer is known, so that nobody else may be what answers there.
 TEST(AwaitedProof, ThatDoesNotComeAsTheConnectionEndsIsAwaitedOnAnother) {
   const auto transport = transportOfJob();
   const UnsharedFile listening = listenAt("127.0.0.1");
