@@ -2,13 +2,14 @@
 #include "backend/cpu/monitored_barrier.h"
 
 #include <c10/util/Exception.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "backend/net/transport.h"
+#include "tests/support/thrown_messages.h"
 
 namespace bagua {
 namespace {
@@ -26,13 +27,9 @@ TEST(MonitoredBarrier, NamesAllThatHaveNotComeWhereItWaitsForAll) {
   for (int rank = 0; rank < kRanks; ++rank) groups.push_back(transports[rank]->join(7, rank, addresses));
   Messages messages(groups[0]);
   MonitoredBarrier barrier(&messages, 0, kRanks);
-  std::string error;
-  try {
-    barrier.pass(0, std::chrono::milliseconds(30), /*waitAllRanks=*/true);
-  } catch (const c10::Error& thrown) {
-    error = thrown.what_without_backtrace();
-  }
-  EXPECT_NE(error.find("Ranks 1, 2, 3 failed to pass monitoredBarrier"), std::string::npos) << error;
+  const auto error = testing::messageThrownBy<c10::Error>(
+      [&] { barrier.pass(0, std::chrono::milliseconds(30), /*waitAllRanks=*/true); });
+  EXPECT_THAT(error, ::testing::HasSubstr("Ranks 1, 2, 3 failed to pass monitoredBarrier"));
 }
 
 }  // namespace

@@ -61,15 +61,4 @@ c10d::ReduceOp preMulSum(Factor factor) {
   return op;
 }
 
-// The text of what `call` throws; empty if it does not.
-template <typename Call>
-std::string messageThrownBy(Call&& call) {
-  try {
-    call();
-  } catch (const std::exception& e) {
-    return e.what();
-  }
-  return "";
-}
-
 }  // namespace bagua::testing

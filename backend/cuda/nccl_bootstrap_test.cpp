@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "backend/cuda/nccl_api_mock.h"
+#include "tests/support/thrown_messages.h"
 
 namespace bagua {
 namespace {

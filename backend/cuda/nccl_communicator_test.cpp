@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "backend/cuda/nccl_api_mock.h"
+#include "tests/support/thrown_messages.h"
 
 namespace bagua {
 namespace {

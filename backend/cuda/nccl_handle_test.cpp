@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "backend/cuda/nccl_api_mock.h"
+#include "tests/support/thrown_messages.h"
 
 namespace bagua {
 namespace {

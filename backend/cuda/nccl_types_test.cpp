@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "backend/cuda/nccl_api_mock.h"
+#include "tests/support/thrown_messages.h"
 
 namespace bagua {
 namespace {

@@ -6,6 +6,7 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -18,9 +19,13 @@
 
 #include "backend/rendezvous/member_handle.h"
 #include "backend/rendezvous/rank_record.h"
+#include "tests/support/thrown_messages.h"
 
 namespace bagua {
 namespace {
+
+using ::testing::HasSubstr;
+using testing::messageThrownBy;
 
 class ReconfigureTest : public ::testing::Test {
  protected:
@@ -68,12 +73,8 @@ TEST_F(ReconfigureTest, AMemberThatWasShutDownBeginsNothing) {
   const auto member = newMember();
   const std::string handle = member->get_reconfigure_handle();
   member->shutdown();
-  try {
-    member->reconfigure(changeTo({handle}, kLimit));
-    FAIL() << "it has ended";
-  } catch (const c10::DistBackendError& error) {
-    EXPECT_NE(std::string(error.what()).find("has been shut down"), std::string::npos) << error.what();
-  }
+  EXPECT_THAT(messageThrownBy<c10::DistBackendError>([&] { member->reconfigure(changeTo({handle}, kLimit)); }),
+              HasSubstr("has been shut down"));
 }
 
 // They would wait for each other until the timeout.
@@ -84,13 +85,8 @@ TEST_F(ReconfigureTest, AMemberThatWasGivenOtherHandlesThanTheFirstOneSaysBoth) 
   const MemberHandle server = MemberHandle::parse(handles[0]);
   c10d::PrefixStore met(c10::str("epoch/", server.token, "/", kUuid), server.connect(kLimit));
   met.set("handles", "others");
-  try {
-    second->reconfigure(changeTo(handles, kLimit));
-    FAIL() << "the first one was given others";
-  } catch (const c10::ValueError& error) {
-    const std::string both = "rank 0 was given the members others, and rank 1 " + c10::Join(" ", handles);
-    EXPECT_NE(std::string(error.what()).find(both), std::string::npos) << error.what();
-  }
+  EXPECT_THAT(messageThrownBy<c10::ValueError>([&] { second->reconfigure(changeTo(handles, kLimit)); }),
+              HasSubstr("rank 0 was given the members others, and rank 1 " + c10::Join(" ", handles)));
 }
 
 }  // namespace
