@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_821, 16_000),
-    "python_shim": Layer({".py"}, 13_781, 8_500),
-    "tests": Layer({".py"}, 29_461, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_823, 16_000),
+    "python_shim": Layer({".py"}, 13_804, 8_500),
+    "tests": Layer({".py"}, 29_511, 22_000, counts_tests=True),
 }
 
 
