@@ -11,7 +11,7 @@
 namespace bagua {
 namespace {
 
-// What a round comes to is the way from weights that are there no more.
+// A round moves the weights by a difference to those that it began with, which the loaded state has replaced.
 TEST(AsyncModelAverage, ARoundThatBeganBeforeAStateWasLoadedDoesNotMoveTheWeights) {
   const auto& info = AlgorithmRegistry::find("async");
   for (const bool isLoaded : {false, true}) {

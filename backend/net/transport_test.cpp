@@ -152,7 +152,8 @@ TEST_F(TwoTransports, APlaceThatIsSmallerThanItsMessageGoesRound) {
     uint64_t size;
     uint64_t room;
   };
-  // Of the second one so little does not leave unasked that only the end of the message makes a place worth telling of.
+  // The second message has a few bytes that do not leave unasked: the receiver tells of so small a place only because
+  // the message ends there.
   for (const auto& [size, room] : {Case{(40U << 20U) + 5, 8U << 20U}, Case{kEagerBytes + 5, kEagerBytes}}) {
     const Bytes sent = pattern(size, 1);
     Bytes ring(room);

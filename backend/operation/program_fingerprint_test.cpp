@@ -81,7 +81,7 @@ TEST(ProgramFingerprint, OtherStepsOfAnAlgorithmAreAMismatchThatNamesBoth) {
   const auto message = mismatchOf(ofBucket("", 0, 2), ofBucket("", 0, 12));
   EXPECT_NE(message.find("at step 2 and step 12"), std::string::npos) << message;
   EXPECT_EQ(message.find("bucket layouts"), std::string::npos) << message;
-  // Where one of them is no hook's there is nothing to load.
+  // A user has nothing to load where only one of them is a hook's.
   const auto unlike = mismatchOf(ofBucket("5-0", 7, 2), withConfiguration("2 x 6"));
   EXPECT_NE(unlike.find("All ranks have to make the same calls in the same order"), std::string::npos) << unlike;
   EXPECT_EQ(unlike.find("at step"), std::string::npos) << unlike;

@@ -24,7 +24,7 @@ uint64_t comparedBy(Compare compare, const std::vector<int64_t>& sizes) {
   return fingerprintOf(operation).hash();
 }
 
-// As the gradients of a model: the text that ranks show each other has room for the first sizes only.
+// A model has so many gradients: the text that ranks show each other has room for the first sizes only.
 TEST(ListSizes, OfALongListAreComparedToTheLastAndInTheirOrder) {
   std::vector<int64_t> sizes(60);
   std::iota(sizes.begin(), sizes.end(), 1);

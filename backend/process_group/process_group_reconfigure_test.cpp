@@ -46,47 +46,47 @@ class ReconfigureTest : public ::testing::Test {
     options.timeout = timeout;
     return options;
   }
+
+  // The part of the first member's store in which the members of this change meet.
+  [[nodiscard]] c10d::PrefixStore meetingPlace() const {
+    const MemberHandle server = MemberHandle::parse(handles_[0]);
+    return c10d::PrefixStore(c10::str("epoch/", server.token, "/", kUuid), server.connect(kLimit));
+  }
+
+  const c10::intrusive_ptr<ProcessGroupBagua> first_ = newMember();
+  const c10::intrusive_ptr<ProcessGroupBagua> second_ = newMember();
+  const std::vector<std::string> handles_ = {first_->get_reconfigure_handle(), second_->get_reconfigure_handle()};
 };
 
 // The first member would begin alone: it finds what the other has left in the store.
 TEST_F(ReconfigureTest, AMemberThatComesWhenAnotherHasGivenUpBeginsNothing) {
-  const auto first = newMember();
-  const auto second = newMember();
-  const std::vector<std::string> handles = {first->get_reconfigure_handle(), second->get_reconfigure_handle()};
-  const MemberHandle server = MemberHandle::parse(handles[0]);
-  c10d::PrefixStore met(c10::str("epoch/", server.token, "/", kUuid), server.connect(kLimit));
+  c10d::PrefixStore met = meetingPlace();
   // What the first one writes on its way to the last meeting, where the second one then waits for it.
-  met.set("handles", c10::Join(" ", handles));
+  met.set("handles", c10::Join(" ", handles_));
   met.set("host/0", ownRecord());
-  auto waiting = std::async(std::launch::async, [&] { second->reconfigure(changeTo(handles, kLimit)); });
+  auto waiting = std::async(std::launch::async, [&] { second_->reconfigure(changeTo(handles_, kLimit)); });
   const auto hasEnded = [&] { return waiting.wait_for(std::chrono::milliseconds(1)) == std::future_status::ready; };
   while (met.add("met", 0) == 0 && !hasEnded()) continue;
-  second->abort();
+  second_->abort();
   EXPECT_THROW(waiting.get(), c10::DistBackendError);
   // A thread of its own says so in the store. On a busy machine it does that a moment later.
   const auto end = std::chrono::steady_clock::now() + kLimit;
   while (met.add("left", 0) == 0 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
-  EXPECT_THROW(first->reconfigure(changeTo(handles, std::chrono::milliseconds(500))), c10::DistBackendError);
+  EXPECT_THROW(first_->reconfigure(changeTo(handles_, std::chrono::milliseconds(500))), c10::DistBackendError);
 }
 
 TEST_F(ReconfigureTest, AMemberThatWasShutDownBeginsNothing) {
-  const auto member = newMember();
-  const std::string handle = member->get_reconfigure_handle();
-  member->shutdown();
-  EXPECT_THAT(messageThrownBy<c10::DistBackendError>([&] { member->reconfigure(changeTo({handle}, kLimit)); }),
+  first_->shutdown();
+  EXPECT_THAT(messageThrownBy<c10::DistBackendError>([&] { first_->reconfigure(changeTo({handles_[0]}, kLimit)); }),
               HasSubstr("has been shut down"));
 }
 
 // They would wait for each other until the timeout.
 TEST_F(ReconfigureTest, AMemberThatWasGivenOtherHandlesThanTheFirstOneSaysBoth) {
-  const auto first = newMember();
-  const auto second = newMember();
-  const std::vector<std::string> handles = {first->get_reconfigure_handle(), second->get_reconfigure_handle()};
-  const MemberHandle server = MemberHandle::parse(handles[0]);
-  c10d::PrefixStore met(c10::str("epoch/", server.token, "/", kUuid), server.connect(kLimit));
+  c10d::PrefixStore met = meetingPlace();
   met.set("handles", "others");
-  EXPECT_THAT(messageThrownBy<c10::ValueError>([&] { second->reconfigure(changeTo(handles, kLimit)); }),
-              HasSubstr("rank 0 was given the members others, and rank 1 " + c10::Join(" ", handles)));
+  EXPECT_THAT(messageThrownBy<c10::ValueError>([&] { second_->reconfigure(changeTo(handles_, kLimit)); }),
+              HasSubstr("rank 0 was given the members others, and rank 1 " + c10::Join(" ", handles_)));
 }
 
 }  // namespace

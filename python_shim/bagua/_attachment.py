@@ -241,7 +241,7 @@ class Attachment:
         ]
         if self._counts_steps:
             self._removable.append(register_multi_grad_hook(self._parameters, self._at_backward, mode="any"))
-        # Of all models that the optimizer trains.
+        # The optimizer may train several models, of which each has its own.
         self._attachments: list[Attachment] = vars(optimizer).setdefault("_bagua_attachments", [])
         for former in [one for one in self._attachments if one._is_replaced_by(ddp, self._parameters)]:
             former.detach()

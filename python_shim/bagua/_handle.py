@@ -160,12 +160,12 @@ class Handle:
             ValueError: the state is of another algorithm, of other options or of another model, or incomplete.
             TypeError: it, or a part of it, is of another type than what `state_dict()` returns.
         """
-        self.check_state_dict(state_dict)
+        self._check_state_dict(state_dict)
         self._load(state_dict)
         if self._attachment is not None:
             self._attachment.state_loaded()
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise what `load_state_dict` raises of this state, and load nothing."""
         self._check_at_work()
         if not isinstance(state_dict, Mapping):

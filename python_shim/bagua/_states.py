@@ -48,7 +48,7 @@ class StatesOfAllRanks:
             )
         own = ranks[self._group.rank()]
         # Nothing is loaded where the handle refuses its state.
-        self._handle.check_state_dict(own["handle"])
+        self._handle._check_state_dict(own["handle"])
         if self._attachment is not None:
             # All states are looked up before the first is loaded.
             for one, state in [(one, own[name]) for name, one in self._attachment.with_states().items()]:

@@ -300,7 +300,7 @@ def test_parts_grow_as_long_as_steps_take_no_longer_for_them() -> None:
     assert set(_numbers(lambda numbers: 1 + numbers * 4e-5, 60)[20:]) == {1600}
     # Where nothing more fits, some steps try again.
     assert set(_numbers(lambda numbers: 1.0 if numbers == 100 else 2.0, 60)) == {100, 200, 400}
-    # And where steps become slow for another reason, a part travels all the same.
+    # A part travels all the same where steps become slow for another reason.
     seconds = iter([1.0] * 6 + [2.0] * 54)
     assert min(_numbers(lambda numbers: next(seconds), 60)) == 100
 

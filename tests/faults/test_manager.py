@@ -253,7 +253,7 @@ def test_a_failed_bucket_goes_back_when_nothing_can_write_into_it_any_more() -> 
 def test_a_sum_is_not_made_greater_for_those_who_heal(average: bool, expected: float) -> None:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result([torch.ones(3)])
-    # Hook, group, manager and bucket at once.
+    # One object stands for hook, group, manager and bucket.
     everything = mock.MagicMock(options={"average": average})
     everything.errored.return_value = None
     everything.wrap_future.side_effect = lambda ended, default: ended

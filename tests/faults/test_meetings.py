@@ -347,7 +347,7 @@ def test_a_store_served_anew_learns_who_the_members_are(world: _World) -> None:
 
 
 def test_of_a_member_at_whom_nobody_has_looked_for_long_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As when the whole machine has slept: its members have not counted meanwhile, and live.
+    # The whole machine may have slept: its members have not counted meanwhile, and live.
     clock, store, beats = SimpleNamespace(now=0.0), dist.HashStore(), Beats()
     monkeypatch.setattr(_meeting_store, "time", SimpleNamespace(monotonic=lambda: clock.now))
     seen = []

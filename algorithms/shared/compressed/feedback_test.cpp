@@ -12,7 +12,7 @@
 namespace bagua::compressed {
 namespace {
 
-// Of four ranks none owns an element in both orders of the two parameters.
+// None of four ranks owns the same element in both orders of the two parameters.
 Bucket bucketInOrder(const std::vector<int64_t>& positions) {
   Bucket bucket{.flat = at::zeros({64})};
   int64_t begin = 0;

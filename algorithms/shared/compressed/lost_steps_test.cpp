@@ -28,7 +28,7 @@ using Buckets = std::vector<std::vector<int64_t>>;
 struct Step {
   bool isFinite;
   Buckets buckets;
-  // Without gradients in this step.
+  // The parameters of these have no gradients in this step.
   Buckets passedOver = {};
 };
 

@@ -20,7 +20,7 @@ std::vector<CodecSection> dividedByCodec(const Bucket& bucket) {
   return sectionsOf(bucket, [](const BucketEntry& entry) { return std::string(entry.parameter == 0 ? "" : "4bit"); });
 }
 
-// What is coded in their places is coded for nothing, and must not widen the scales of those beside them.
+// A codec codes their places for nothing, so that nothing in them may widen the scales of the elements beside them.
 TEST(Sections, TheOneThatKeepsTheBucketsTensorHasZerosInThePlacesOfOthers) {
   const Bucket bucket = bucketWithOthers(2);
   const auto sections = dividedByCodec(bucket);

@@ -51,7 +51,7 @@ class CpuCommunicator final : public Communicator {
   void connect() {
     if (!connections_.isConnected()) connections_.connect(program(), deadline());
   }
-  // Where a whole call has no elements the ranks meet, so that a rank whose call has some is found out.
+  // The ranks meet where a whole call has no elements, so that a rank whose call has some is found out.
   void moveNothing() {
     if (program().commonNumel == 0) barrier();
   }
