@@ -170,13 +170,11 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
       outbox_.grantCredit(frame.group, frame.total);
       pump(lock);
       return true;
-    case Frame::Kind::kMemory: {
-      // Null where it cannot be seen from here: the peer does without.
-      auto memory = PayloadMemory::open({context.begin(), context.end()});
+    case Frame::Kind::kMemory:
       lock.lock();
-      if (!peersMemory_) peersMemory_ = std::move(memory);
+      peersMemoryName_.assign(context.begin(), context.end());
+      openPeersMemory();
       return true;
-    }
     case Frame::Kind::kCells:
       lock.lock();
       pump(lock);
@@ -214,7 +212,15 @@ bool Link::acknowledge(Connection& connection, uint64_t received) {
 
 void Link::shareMemory() {
   const Lock lock(mutex_);
-  sharesMemory_ = true;
+  isInHost_ = sharesMemory_ = true;
+  openPeersMemory();
+}
+
+void Link::openPeersMemory() {
+  if (!isInHost_ || peersMemoryName_.empty() || peersMemory_) return;
+  // Null where it cannot be seen from here: the peer does without.
+  peersMemory_ = PayloadMemory::open(peersMemoryName_);
+  peersMemoryName_.clear();
 }
 
 bool Link::readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) {
