@@ -37,13 +37,13 @@ class MessageWork final : public c10d::Work {
   bool isCompleted() override { return c10d::Work::isCompleted() || transfer_->isCompleted(); }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    const std::lock_guard<std::mutex> waiter(waitMutex_);
+    Operation operation = operation_;
+    if (timeout != kNoTimeout) operation.timeout = limitedTimeout(timeout);
+    const auto waiter = lockToWait(timeout, operation);
     if (c10d::Work::isCompleted()) {
       if (exception_) std::rethrow_exception(exception_);
       return true;
     }
-    Operation operation = operation_;
-    if (timeout != kNoTimeout) operation.timeout = limitedTimeout(timeout);
     const auto token = health_->begin(operation, OperationLog::Kind::kMessage);
     std::exception_ptr failure;
     try {
@@ -80,12 +80,24 @@ class MessageWork final : public c10d::Work {
   }
 
  private:
+  // One thread waits at a time. Another one may wait for longer than `timeout`.
+  std::unique_lock<std::timed_mutex> lockToWait(std::chrono::milliseconds timeout, const Operation& operation) {
+    if (timeout == kNoTimeout) return std::unique_lock(waitMutex_);
+    std::unique_lock waiter(waitMutex_, operation.timeout);
+    try {
+      TORCH_CHECK_WITH(DistNetworkError, waiter, "timed out waiting for a message, as another thread does");
+    } catch (...) {
+      std::rethrow_exception(health_->explain(std::current_exception(), operation));
+    }
+    return waiter;
+  }
+
   const GroupIdentity group_;
   const Operation operation_;
   const c10::intrusive_ptr<c10d::Work> transfer_;
   const at::Tensor tensor_;
   const std::shared_ptr<OperationLog> health_;
-  std::mutex waitMutex_;
+  std::timed_mutex waitMutex_;
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

@@ -11,6 +11,7 @@
 #include <future>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "tests/support/thrown_messages.h"
 #include "tests/support/two_transports.h"
@@ -60,6 +61,18 @@ TEST_F(MessengerTest, AWaitEndsAtItsOwnTimeoutWhereThatIsShorterThanTheOperation
   // It releases a wait that still goes on.
   messenger_->abort();
   EXPECT_THAT(error.get(), HasSubstr("timed out waiting for a message"));
+}
+
+TEST_F(MessengerTest, AWaitEndsAtItsOwnTimeoutWhileAnotherThreadWaitsForLonger) {
+  const auto work = receive();
+  auto longer = std::async(std::launch::async, [&] { return errorOf(work, kLimit); });
+  // It waits by then.
+  std::this_thread::sleep_for(milliseconds(100));
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_THAT(errorOf(work, milliseconds(10)), HasSubstr("timed out waiting for a message"));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kLimit / 2);
+  messenger_->abort();
+  longer.get();
 }
 
 // Otherwise nobody would end one that is posted while the others are being aborted.
