@@ -108,7 +108,13 @@ std::vector<std::string> names() { return {kOwn.begin(), kOwn.end()}; }
 
 std::optional<std::string> hostId() { return firstOf({"BAGUA_HOST_ID"}); }
 
-std::optional<std::string> socketInterface() { return firstOf({"BAGUA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}); }
+std::optional<std::string> socketInterface() {
+  if (auto name = firstOf({"BAGUA_SOCKET_IFNAME"})) return name;
+  auto name = firstOf({"GLOO_SOCKET_IFNAME"});
+  // Gloo takes several, and its first operations the first.
+  if (name) name->erase(std::min(name->find(','), name->size()));
+  return name;
+}
 
 std::optional<std::string> masterAddress() { return firstOf({"MASTER_ADDR"}); }
 

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "algorithms/capture.h"
@@ -41,7 +42,7 @@ HookRunner::HookRunner(const std::string& algorithm, const std::map<std::string,
       members_(std::move(group)),
       parameters_(std::move(parameters)),
       actsOnWeights_(!AlgorithmRegistry::find(algorithm).optimizer.empty()),
-      isFirstStatic_(isStaticGraph),
+      staticLeft_(isStaticGraph ? parameters_.size() : 0),
       gradients_(parameters_),
       layouts_(parameters_, isStaticGraph ? 2 : 1) {
   if (!parameters_.empty()) checkCodecs(name_, options_, parameters_.front().device());
@@ -132,12 +133,17 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::runBucket(c10d::GradBucket& 
               "training mode (to freeze parts of it, put those in evaluation mode)");
   const at::Tensor& buffer = gradients.getBuffer();
   if (parameters_.empty()) checkCodecs(name_, options_, buffer.device());
-  const bool isLast = gradients.isLast() || isFirstStatic_;
-  isFirstStatic_ = false;
+  bool isFirst = gradients.getIndex() == 0;
+  bool isLast = gradients.isLast();
+  if (staticLeft_ > 0) {
+    isFirst = staticLeft_ == parameters_.size();
+    staticLeft_ -= std::min(staticLeft_, gradients.getParameters().size());
+    isLast = staticLeft_ == 0;
+  }
   if (isLast && actsOnWeights_) queueAfterBackward();
   Slots slots = layouts_.slotsOf(gradients);
   const bool tellsUse = findUse(gradients, slots);
-  const auto work = reduceSlots(buffer, std::move(slots), gradients.getIndex() == 0, isLast, tellsUse);
+  const auto work = reduceSlots(buffer, std::move(slots), isFirst, isLast, tellsUse);
   return work ? work->getFuture() : completedFuture(buffer);
 }
 

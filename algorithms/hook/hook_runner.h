@@ -246,8 +246,9 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   std::exception_ptr refusal_;
   // A bucket of the backward at hand could not be exchanged.
   bool hasBackwardFailed_ = false;
-  // In the first step of a static graph DDP hands over all buckets, none of them as the last, at the end of backward.
-  bool isFirstStatic_;
+  // In the first step of a static graph DDP hands over all buckets at the end of backward, each of them as the first
+  // and none as the last: it has still to do so with so many parameters.
+  size_t staticLeft_;
   // Since the last synchronised backward.
   OutstandingForwards forwards_;
   StepTracker tracker_;

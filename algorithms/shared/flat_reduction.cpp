@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/shared/flat_reduction.h"
 
+#include <memory>
+#include <string>
+
 namespace bagua {
 namespace {
 
@@ -11,11 +14,15 @@ constexpr const char* kOriginalCodec = "minmax_uint8";
 
 c10::intrusive_ptr<c10d::Work> reduceFlat(ExecutorProvider& executors, const at::Tensor& flat, bool isCompressed,
                                           const compressed::MeanOptions& options) {
+  // `hierarchical` changes nothing where nothing is coded.
+  const char* const way = !isCompressed ? "" : options.hierarchical ? "MinMaxUInt8 between hosts" : "MinMaxUInt8";
   const Operation operation{.type = c10d::OpType::ALLREDUCE,
                             .name = "bagua:reduce_bucket",
                             .dtype = flat.scalar_type(),
                             .numel = flat.numel(),
-                            .timeout = executors.timeout()};
+                            .timeout = executors.timeout(),
+                            .reduceOp = static_cast<int>(options.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM),
+                            .configuration = std::make_shared<const std::string>(way)};
   // One after another: a user may start several on one bucket and wait for the last.
   return executors.executorFor(flat.device())
       ->submit(operation, {flat}, [flat = flat, isCompressed, options](Communicator& communicator) mutable {

@@ -135,23 +135,25 @@ class Messages::Received final : public Message {
   bool hasFoundSender() {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     std::vector<net::MessageKey> keys;
-    std::string lost;
-    int lostPeer = -1;
-    bool isAnybodyLeft = false;
     for (int peer = 0; peer < group().size(); ++peer) {
       if (peer == group().rank()) continue;
       keys.push_back({streamOf(tag_), static_cast<uint32_t>(peer), state_->received[peer].of(tag_)});
-      const std::string error = group().errorOf(peer);
+    }
+    // Before the errors are looked at: one that comes in between notifies.
+    if (const auto begun = group().firstBegun(keys, signal_)) {
+      expectFrom(static_cast<int>(begun->source));
+      return true;
+    }
+    std::string lost;
+    int lostPeer = -1;
+    bool isAnybodyLeft = false;
+    for (const auto& key : keys) {
+      const std::string error = group().errorOf(static_cast<int>(key.source));
       if (error.empty()) isAnybodyLeft = true;
       if (lost.empty()) {
         lost = error;
-        lostPeer = peer;
+        lostPeer = static_cast<int>(key.source);
       }
-    }
-    const auto begun = group().firstBegun(keys, signal_);
-    if (begun) {
-      expectFrom(static_cast<int>(begun->source));
-      return true;
     }
     if (!isAnybodyLeft && lostPeer >= 0) throwIfLost(group(), lostPeer, lost);
     return false;

@@ -29,11 +29,17 @@ Group::~Group() {
 }
 
 std::shared_ptr<Link> Group::linkTo(int peer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  auto& link = links_[static_cast<size_t>(peer)];
-  if (link) return link;
-  link = transport_->linkTo(ranks_[static_cast<size_t>(peer)].process);
-  if (std::ranges::find(neighbours_, peer) != neighbours_.end()) link->shareMemory();
+  std::shared_ptr<Link> link;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& known = links_[static_cast<size_t>(peer)];
+    if (known) return known;
+    known = link = transport_->linkTo(ranks_[static_cast<size_t>(peer)].process);
+    if (std::ranges::find(neighbours_, peer) != neighbours_.end()) link->shareMemory();
+    if (!hasLeft_) return link;
+  }
+  // Without the mutex: the link may be found lost, of which this group hears.
+  link->leave(id_, static_cast<uint32_t>(rank_));
   return link;
 }
 
@@ -110,7 +116,7 @@ void Group::onLost(const Link& link, const ProcessId& process, const std::string
       const std::lock_guard<std::mutex> lock(mutex_);
       used = links_[peer];
     }
-    if (used.get() != &link && !inbox_->uses(link, source)) continue;
+    if (used.get() != &link && !inbox_->uses(link, source, /*hasAnother=*/used != nullptr)) continue;
     if (link.hasPeerDied()) {
       const std::lock_guard<std::mutex> lock(mutex_);
       died_.insert(static_cast<int>(peer));

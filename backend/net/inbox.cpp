@@ -126,10 +126,11 @@ void Inbox::failAllOver(const FlowControl& sender, const std::string& error) {
   for (const uint32_t source : failed) failAllOf(source, error);
 }
 
-bool Inbox::uses(const FlowControl& sender, uint32_t source) {
+bool Inbox::uses(const FlowControl& sender, uint32_t source, bool hasAnother) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto known = sources_.find(source);
   if (known != sources_.end() && known->second.sender == &sender) return true;
+  if (hasAnother) return false;
   return std::ranges::any_of(messages_, [&](const auto& entry) { return entry.first.source == source; });
 }
 

@@ -38,8 +38,9 @@ class Inbox {
   void failAllOf(uint32_t source, const std::string& error);
   // Does so for the sources of which something has come over `sender`, which has nothing more.
   void failAllOver(const FlowControl& sender, const std::string& error);
-  // Returns whether the loss of `sender` concerns `source`: something has come over it, or is asked for.
-  [[nodiscard]] bool uses(const FlowControl& sender, uint32_t source);
+  // Returns whether the loss of `sender` concerns `source`: something has come over it, or is asked for and would come
+  // over it, as the group does not speak over another one.
+  [[nodiscard]] bool uses(const FlowControl& sender, uint32_t source, bool hasAnother);
   // Returns why nothing more comes from `source`; empty: it may.
   [[nodiscard]] std::string errorOf(uint32_t source);
   // `source` has sent `frames` data frames in all and nothing after them; `error` is what waiters get to hear.

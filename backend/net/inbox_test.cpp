@@ -141,9 +141,11 @@ TEST(Inbox, TheLossOfASenderConcernsThoseThatItHasBroughtSomethingOfOrThatAreAsk
   frame.key.source = 1;
   ASSERT_TRUE(inbox.begin(frame, {}, other));
   static_cast<void>(inbox.find({.source = 3}));
-  EXPECT_TRUE(inbox.uses(*lost, 0));
-  EXPECT_FALSE(inbox.uses(*lost, 2));
-  EXPECT_TRUE(inbox.uses(*lost, 3));
+  for (const bool hasAnother : {false, true}) {
+    EXPECT_TRUE(inbox.uses(*lost, 0, hasAnother));
+    EXPECT_FALSE(inbox.uses(*lost, 2, hasAnother));
+    EXPECT_EQ(inbox.uses(*lost, 3, hasAnother), !hasAnother) << "what is asked for comes over the other one";
+  }
   inbox.failAllOver(*lost, "lost");
   EXPECT_EQ(inbox.errorOf(0), "lost");
   EXPECT_EQ(inbox.errorOf(1), "");

@@ -55,7 +55,10 @@ Link::State Link::stateOf(const Outgoing& message) {
   if (message.isComplete()) {
     return {.isComplete = true, .hasContextGone = true, .gone = message.size, .released = released, .error = ""};
   }
-  return {.hasContextGone = message.hasContextGone(), .gone = message.gone(), .released = released, .error = error_};
+  return {.hasContextGone = message.hasContextGone(),
+          .gone = message.gone(),
+          .released = released,
+          .error = message.isTooLate ? "this rank has left the group" : error_};
 }
 
 void Link::release(const std::shared_ptr<Outgoing>& message, uint64_t end) {
@@ -297,6 +300,8 @@ bool Link::giveFrame(Connection& connection) {
 
 void Link::pump(Lock& lock) {
   std::vector<std::shared_ptr<Signal>> signals;
+  // They go without the mutex: what one was just reading may be the last of its group, and gives credit over this link.
+  std::vector<std::shared_ptr<Connection>> ended;
   std::string failure;
   while (error_.empty() && failure.empty()) {
     // A connection that has half written a frame goes on; else the first that takes one does.
@@ -316,6 +321,7 @@ void Link::pump(Lock& lock) {
       if (isCounted(frame->header)) connection->sent().keep(std::move(*frame));
     }
     if (connection->isClosed) {
+      ended.push_back(connection);
       // The link has ended meanwhile, or the connection has, and waited for this thread.
       if (!error_.empty() || !connection->lastWord) continue;
       if (!settle(connection)) failure = "Connection closed by peer: frames are said to have come that were not sent";

@@ -35,6 +35,8 @@ void OutgoingFrame::copyPayload(const Outgoing& of, uint64_t end) {
 }
 
 void Outbox::add(const std::shared_ptr<Outgoing>& message) {
+  message->isTooLate = left_.contains(message->group);
+  if (message->isTooLate) return;
   const auto place = placesAhead_.find({message->group, message->key});
   if (place != placesAhead_.end()) {
     message->allowed = std::max(message->allowed, place->second);
@@ -171,6 +173,7 @@ void Outbox::grantCredit(uint64_t group, uint64_t bytes) {
 }
 
 uint64_t Outbox::leave(uint64_t group) {
+  left_.insert(group);
   std::erase_if(queue_, [&](const auto& message) { return message->group == group; });
   std::erase_if(placesAhead_, [&](const auto& place) { return place.first.first == group; });
   const auto account = accounts_.find(group);

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -54,6 +55,8 @@ struct Outgoing : Message {
   bool hasToldOfWaiting = false;
   // The position among the messages of the link.
   uint64_t number = 0;
+  // It was added after its group was left, and stays here.
+  bool isTooLate = false;
 
   [[nodiscard]] uint64_t sendable() const { return std::min(ready, allowed); }
   // An empty message is a frame too.
@@ -190,6 +193,8 @@ class Outbox {
   // Places that the receiver has announced for messages that have not been added yet.
   std::map<std::pair<uint64_t, MessageKey>, uint64_t> placesAhead_;
   std::map<uint64_t, Account> accounts_;
+  // Nothing is taken for these any more: a thread that does not know yet may still send.
+  std::set<uint64_t> left_;
   uint32_t mostPayload_ = kMostPayload;
   // The messages so far.
   uint64_t added_ = 0;

@@ -270,10 +270,20 @@ TEST_F(MadeUpPeer, TheLossOfAFormerLinkLeavesTheOneThatIsThere) {
   answer(connection, {.from = kPeer, .link = 5});
   const auto former = std::make_shared<Link>(std::make_shared<EventLoop>(), transport_->address().process,
                                              Link::Peer{kPeer, addressOf(listening_)}, 3, Link::Opening{}, transport_);
+  const auto asked = group_->receive(1, 1, 0, {});
   former->close("lost");
   EXPECT_FALSE(group_->findLost());
   const auto came = come("127.0.0.1", hello_.connection + 1);
   EXPECT_EQ(hearWelcome(came).link, hello_.link) << "the transport has made a third one";
+}
+
+TEST_F(MadeUpPeer, ThatSendsWithoutAPlaceAndWithoutAChargeIsNotListenedTo) {
+  const auto connection = accept();
+  answer(connection, {.from = kPeer, .link = 5});
+  const MessageKey key{.stream = 9, .source = 1};
+  say(connection, {.kind = Frame::Kind::kData, .group = 7, .key = key, .total = 100, .payloadBytes = 100});
+  sayBytes(connection, pattern(100, 1));
+  EXPECT_NE(lost().find("contradicts"), std::string::npos) << lost();
 }
 
 TEST_F(MadeUpPeer, ThatHasLostItsLinkAndBeginsAnewIsSpokenWithOverAnother) {

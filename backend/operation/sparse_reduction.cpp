@@ -115,7 +115,9 @@ void allReduceSparse(Communicator& communicator, at::Tensor& tensor, bool averag
   const at::Tensor indices = at::cat(indicesPerRank);
   // Before the values travel: every rank sees the same indices, so all of them stop here or none.
   checkIndices(indices, indicesPerRank, own.sizes());
-  const at::Tensor values = at::cat(gatherRows(communicator, own._values().contiguous(), counts));
+  at::Tensor values = at::cat(gatherRows(communicator, own._values().contiguous(), counts));
+  // As dense ones they are added and divided in 32 bits, and rounded once.
+  if (at::isReducedFloatingType(values.scalar_type())) values = values.to(at::kFloat);
   at::Tensor sum = at::sparse_coo_tensor(indices.t(), values, own.sizes()).coalesce();
   if (average) {
     const bool isIntegral = at::isIntegralType(sum.scalar_type(), /*includeBool=*/false);

@@ -90,6 +90,22 @@ TEST(SparseReduction, MeansOfIntegersTruncateTowardsZero) {
   });
 }
 
+TEST(SparseReduction, AddsNumbersOf16BitsIn32) {
+  for (const auto dtype : {at::kHalf, at::kBFloat16}) {
+    testing::runRanks(2, [&](Communicator& communicator) {
+      at::Tensor tensor = entries({1}, 40000).to(dtype);
+      allReduceSparse(communicator, tensor, /*average=*/true);
+      EXPECT_EQ(tensor.scalar_type(), dtype);
+      EXPECT_TRUE(at::equal(tensor.to_dense(), entries({1}, 40000).to(dtype).to_dense()));
+    });
+  }
+  testing::runRanks(3, [&](Communicator& communicator) {
+    at::Tensor tensor = entries({1}, communicator.rank() == 0 ? 256 : 1).to(at::kBFloat16);
+    allReduceSparse(communicator, tensor, /*average=*/false);
+    EXPECT_TRUE(at::equal(tensor.to_dense().to(at::kFloat), entries({1}, 258).to_dense()));
+  });
+}
+
 TEST(SparseReduction, RefusesOtherShapesOnAllRanks) {
   const at::Tensor narrow = at::sparse_coo_tensor(indicesOf({1}), at::ones({1}), {kRows});
   for (const auto& error : errorsOf({entries({1}, 1), narrow})) {

@@ -16,6 +16,14 @@ void ArgumentChecks::input(const at::Tensor& tensor, const char* role) const {
                     " must be on cpu or cuda, got ", tensor.device());
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, where(), ": ", role, " must be dense, got layout ",
                     tensor.layout());
+  TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), where(), ": ", role,
+                    " stands for the conjugated or negated numbers of another tensor: pass its resolve_conj() or "
+                    "resolve_neg()");
+}
+
+void ArgumentChecks::sameDevice(const at::Tensor& tensor, const at::Tensor& first, const char* role) const {
+  TORCH_CHECK_VALUE(tensor.device() == first.device(), where(), ": each ", role, " must be on ", first.device(),
+                    " like the first, got ", tensor.device());
 }
 
 void ArgumentChecks::tensor(const at::Tensor& tensor, const char* role) const {

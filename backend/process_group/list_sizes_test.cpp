@@ -37,5 +37,17 @@ TEST(ListSizes, OfALongListAreComparedToTheLastAndInTheirOrder) {
   }
 }
 
+TEST(ListSizes, OfAListAreComparedWithTheDtypes) {
+  const auto textOf = [](int64_t size, at::ScalarType dtype) {
+    Operation operation{.name = "bagua:test", .dtype = at::kFloat, .numel = 1};
+    compareSizesOfAll(operation, {at::zeros({4}), at::zeros({size}, dtype)});
+    return std::pair(*operation.configuration, fingerprintOf(operation).hash());
+  };
+  EXPECT_EQ(textOf(8, at::kDouble).first, "2 sizes: 4 Float, 8 Double");
+  EXPECT_EQ(textOf(4, at::kDouble).first, "2 sizes: 4 Float, 4 Double");
+  EXPECT_EQ(textOf(4, at::kFloat).first, "2 x 4");
+  EXPECT_NE(textOf(8, at::kDouble).second, textOf(8, at::kLong).second);
+}
+
 }  // namespace
 }  // namespace bagua

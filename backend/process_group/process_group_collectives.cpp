@@ -111,6 +111,7 @@ WorkPtr ProcessGroupBagua::allgather_into_tensor_coalesced(Tensors& outputs, Ten
   checks(kName).count(outputs.size(), inputs.size(), "outputs");
   for (size_t i = 0; i < inputs.size(); ++i) {
     checks(kName).input(inputs[i]);
+    checks(kName).sameDevice(inputs[i], inputs[0], "input");
     checks(kName).alike({outputs[i]}, inputs[i], "output");
     checks(kName).rowMajor(outputs[i], "output");
     checks(kName).numel(outputs[i], inputs[i].numel() * size_, "output");
@@ -144,6 +145,7 @@ WorkPtr ProcessGroupBagua::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
   checks(kName).count(inputs.size(), outputs.size(), "inputs");
   for (size_t i = 0; i < outputs.size(); ++i) {
     checks(kName).tensor(outputs[i], "output");
+    checks(kName).sameDevice(outputs[i], outputs[0], "output");
     checks(kName).inputsAlike({inputs[i]}, outputs[i]);
     checks(kName).numel(inputs[i], outputs[i].numel() * size_, "input");
     reduction::checkSupported(checks(kName), opts.reduceOp, inputs[i].scalar_type());

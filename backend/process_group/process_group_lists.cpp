@@ -150,6 +150,7 @@ WorkPtr ProcessGroupBagua::allgather_coalesced(std::vector<Tensors>& outputs, Te
     checks(kName).count(list.size(), inputs.size(), "tensors in each output list");
     for (size_t i = 0; i < inputs.size(); ++i) {
       checks(kName).input(inputs[i]);
+      checks(kName).sameDevice(inputs[i], inputs[0], "input");
       checks(kName).alike({list[i]}, inputs[i], "output");
       checks(kName).sameShape(list[i], inputs[i], "output");
       all.push_back(list[i]);

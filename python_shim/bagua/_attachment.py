@@ -21,7 +21,7 @@ from bagua._message_bytes import Parameter, sentence
 from bagua._native import _C
 from bagua._optimizers import QAdamOptimizer
 from bagua._registry import describe
-from bagua._tensors_apart import tensors_in
+from bagua._tensors_apart import broadcast_tensor, tensors_in
 from bagua._torch_private import divides_by_ranks_at_work, eager, has_step_hooks, is_joining
 
 PICKLE_ADVICE = (
@@ -318,7 +318,7 @@ class Attachment:
         if ddp is None or not (self._runs_in_background and self._broadcasts_buffers):
             return
         for buffer in synchronised_buffers(ddp):
-            dist.broadcast(buffer, group=ddp.process_group, group_src=0)
+            broadcast_tensor(buffer, 0, ddp.process_group, buffer.device)
 
     def detach(self) -> None:
         for handle in self._removable:

@@ -237,7 +237,8 @@ class Handle:
             nonlocal scale
             update(new_scale)
             before, scale = scale, scaler.get_scale()
-            if scale != before and not self._is_removed:
+            # A scale that has fallen to 0 leaves nothing to rescale.
+            if scale != before and scale > 0 and before > 0 and not self._is_removed:
                 self.rescale(scale / before)
 
         @functools.wraps(load)

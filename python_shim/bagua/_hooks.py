@@ -20,6 +20,7 @@ from bagua._attachment import (
     check_model,
     check_numbers,
     check_optimizer,
+    check_weights,
     facts_of,
     is_linear,
     names_and_roles,
@@ -146,6 +147,8 @@ def _make_hook(
     hook.use_model(layers_of(trained), synchronised_buffers(ddp))
     if optimizer is not None:
         hook.use_optimizer(is_linear([optimizer]))
+    if hook.keeps_residuals:
+        check_weights(trained, algorithm)
     if ddp.find_unused_parameters or ddp.static_graph:
         hook.watch_use()
     return hook

@@ -366,7 +366,10 @@ def is_compiled_autograd_on() -> bool:
 
 def has_step_hooks(optimizer: Any) -> bool:
     """Return whether torch would call the hooks of this object, which a trainer's wrapper only looks like."""
-    return hasattr(optimizer, "_optimizer_step_post_hooks")
+    # Its own: wrappers pass on attributes of the optimizer within.
+    own = getattr(optimizer, "__dict__", {}).get("_optimizer_step_post_hooks")
+    inner = getattr(optimizer, "optimizer", None)
+    return own is not None and own is not getattr(inner, "_optimizer_step_post_hooks", None)
 
 
 def note_step(optimizer: Optimizer) -> None:

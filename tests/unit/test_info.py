@@ -59,6 +59,11 @@ def test_bagua_listens_where_it_is_told(name: str, monkeypatch: pytest.MonkeyPat
     assert "type 'export BAGUA_SOCKET_IFNAME=" in _advice()
 
 
+def test_of_several_interfaces_for_gloo_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
+    assert network.listening_address()[0] == "127.0.0.1"
+
+
 def test_a_job_on_one_machine_listens_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert network.listening_address() == ("127.0.0.1", "from which MASTER_ADDR=127.0.0.1 is reached")
