@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from bagua._native import _C
 
-# With the scales of its groups, as kernels/README.md lays them out.
-_BITS = {"int8": 8.125, "4bit": 4.4375, "2bit": 2.125, "1bit": 1.125, "minmax_uint8": 8.0}
 _SMALL = 1024
 _FINER = dict.fromkeys(("embedding", "head", "1d"), "int8")
 _FLOAT = 4
@@ -51,6 +49,12 @@ def parameters_of(tensors: Iterable[torch.Tensor], names_and_roles: Iterable[tup
     return [Parameter(name, tuple(tensor.shape), role, tensor.itemsize) for tensor, (name, role) in pairs]
 
 
+def _bits(codec: str) -> float:
+    """Return the bits of an element, with the scales of its groups."""
+    many = 1 << 20  # without the header
+    return 8 * (_C.packed_bytes(codec, many) - _C.packed_bytes(codec, 0)) / many
+
+
 def coded_bytes(options: Mapping[str, Any], parameters: Iterable[Parameter]) -> float:
     """Return the bytes that stand for the gradients, or the weights, in one exchange with these complete options."""
     if "min_compression" in options:
@@ -58,13 +62,13 @@ def coded_bytes(options: Mapping[str, Any], parameters: Iterable[Parameter]) -> 
     exact = _words(options.get("exact"))
     codecs = [tuple(part.strip() for part in word.rpartition("=")[::2]) for word in _words(options.get("codec"))]
     is_alone = len(codecs) == 1 and "=" not in options["codec"]
-    if is_alone and "exact" in options and _BITS[codecs[0][1]] < 8:
+    if is_alone and "exact" in options and _bits(codecs[0][1]) < 8:
         codecs = [*_FINER.items(), *codecs]
     total = 0.0
     for parameter in parameters:
         codec = next((codec for key, codec in codecs if not key or parameter._is_meant(key)), None)
         is_exact = codec is None or any(parameter._is_meant(key) for key in exact)
-        total += parameter.nbytes if codec is None or is_exact else parameter.elements * _BITS[codec] / 8
+        total += parameter.nbytes if codec is None or is_exact else parameter.elements * _bits(codec) / 8
     return total
 
 
@@ -77,7 +81,7 @@ def _bytes_of_factors(parameter: Parameter, options: Mapping[str, Any]) -> float
     columns = parameter.elements // max(rows, 1)
     factors = (rows + columns) * min(options["rank"], rows, columns)
     is_matrix = len(parameter.shape) > 1 and factors * options["min_compression"] < parameter.elements
-    bits = _BITS[options["codec"]] if options.get("codec") else 8 * _FLOAT
+    bits = _bits(options["codec"]) if options.get("codec") else 8 * _FLOAT
     return factors * bits / 8 if is_matrix else parameter.nbytes
 
 
