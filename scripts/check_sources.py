@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_823, 16_000),
-    "python_shim": Layer({".py"}, 13_804, 8_500),
-    "tests": Layer({".py"}, 29_511, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_906, 16_000),
+    "python_shim": Layer({".py"}, 13_815, 8_500),
+    "tests": Layer({".py"}, 29_573, 22_000, counts_tests=True),
 }
 
 
@@ -64,7 +64,11 @@ def unlicensed(paths: list[Path]) -> list[str]:
 
 def too_long(paths: list[Path]) -> list[str]:
     """Name the files of more lines than one idea takes."""
-    lengths = {path: len(_lines(path)) for path in paths if path.suffix in SOURCES}
+    written = {path: _lines(path) for path in paths if path.suffix in SOURCES}
+    # One that a script writes is not read as one idea.
+    lengths = {
+        path: len(lines) for path, lines in written.items() if not any("# Written by" in one for one in lines[:2])
+    }
     return [
         f"{path}: {length} lines, at most {MOST_LINES_OF_A_FILE}"
         for path, length in lengths.items()

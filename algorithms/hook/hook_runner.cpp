@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "algorithms/capture.h"
@@ -127,19 +126,14 @@ c10::intrusive_ptr<c10::ivalue::Future> HookRunner::failBackward(std::exception_
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HookRunner::runBucket(c10d::GradBucket& gradients) {
-  TORCH_CHECK(tracker_.isAnnounced() || !actsOnWeights_, "bagua: algorithm '", name_,
-              "' has not seen the forward of this ", "backward on rank ", rank(),
-              ": call the DistributedDataParallel model itself, not its forward(), and in "
-              "training mode (to freeze parts of it, put those in evaluation mode)");
+  TORCH_CHECK(
+      tracker_.isAnnounced() || !actsOnWeights_, "bagua: algorithm '", name_,
+      "' has not seen the forward of this backward on rank ", rank(),
+      ": call the DistributedDataParallel model itself, not its forward(), and in training mode (to freeze parts "
+      "of it, put those in evaluation mode)");
   const at::Tensor& buffer = gradients.getBuffer();
   if (parameters_.empty()) checkCodecs(name_, options_, buffer.device());
-  bool isFirst = gradients.getIndex() == 0;
-  bool isLast = gradients.isLast();
-  if (staticLeft_ > 0) {
-    isFirst = staticLeft_ == parameters_.size();
-    staticLeft_ -= std::min(staticLeft_, gradients.getParameters().size());
-    isLast = staticLeft_ == 0;
-  }
+  const auto [isFirst, isLast] = placeInStep(gradients);
   if (isLast && actsOnWeights_) queueAfterBackward();
   Slots slots = layouts_.slotsOf(gradients);
   const bool tellsUse = findUse(gradients, slots);

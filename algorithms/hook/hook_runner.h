@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -215,6 +216,13 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   void makeEqual(ActsOnWeights& onWeights, const Belongings& belongings);
   // Throws where the algorithm does not run in the background. `call` is what the user called.
   [[nodiscard]] RunsInBackground& inBackground(const char* call) const;
+  // Returns whether a bucket is the first and whether it is the last one of its step.
+  std::pair<bool, bool> placeInStep(c10d::GradBucket& gradients) {
+    if (staticLeft_ == 0) return {gradients.getIndex() == 0, gradients.isLast()};
+    const bool isFirst = staticLeft_ == parameters_.size();
+    staticLeft_ -= std::min(staticLeft_, gradients.getParameters().size());
+    return {isFirst, staticLeft_ == 0};
+  }
   // Writes into the slots whether this rank has used them; whether that is known.
   bool findUse(const c10d::GradBucket& gradients, Slots& slots);
   c10::intrusive_ptr<c10d::Work> reduceSlots(const at::Tensor& flat, Slots slots, bool isFirst, bool isLast,

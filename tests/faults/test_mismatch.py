@@ -31,7 +31,7 @@ ODD_ONE = 1
 Layouts = dict[str, RankPool]
 
 
-def _coalesced(one: Callable[[int], Any], *sizes: int) -> Callable[[], Any]:
+def _coalesced(one: Callable[[Any], Any], *sizes: Any) -> Callable[[], Any]:
     def call() -> None:
         with dist._coalescing_manager(async_ops=True) as manager:  # type: ignore[attr-defined]
             for size in sizes:
@@ -47,6 +47,13 @@ def _sum_all(*sizes: int) -> Callable[[], Any]:
 
 def _gather_all(*sizes: int) -> Callable[[], Any]:
     return _coalesced(lambda size: dist.all_gather_into_tensor(torch.ones(size * SIZE), torch.ones(size)), *sizes)
+
+
+def _gather_dtypes(*dtypes: torch.dtype) -> Callable[[], Any]:
+    return _coalesced(
+        lambda dtype: dist.all_gather_into_tensor(torch.ones(4 * SIZE, dtype=dtype), torch.ones(4, dtype=dtype)),
+        *dtypes,
+    )
 
 
 def _sum(tensor: torch.Tensor) -> Callable[[], Any]:
@@ -105,6 +112,12 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         _sum_all(5, 7, 8),
         "bagua:all_reduce_coalesced #2 (Float[20], sum, 3 sizes: 7, 5, 8)",
         "bagua:all_reduce_coalesced #2 (Float[20], sum, 3 sizes: 5, 7, 8)",
+    ),
+    "dtypes of a list": (
+        _gather_dtypes(torch.float32, torch.float64),
+        _gather_dtypes(torch.float32, torch.float32),
+        "#2 (Float[8], 2 sizes: 4 Float, 4 Double)",
+        "#2 (Float[8], 2 x 4)",
     ),
     "lengths of a list": (
         _gather_all(6, 6),

@@ -24,3 +24,23 @@ def test_what_fabric_has_set_up_is_unwrapped() -> None:
         optimizer.step()
     assert handle.stats()["rounds"] == 3, "the steps of the optimizer were not seen"
     handle.remove()
+
+
+@on_ranks(2)
+def test_an_optimizer_that_fabric_wraps_gets_the_momenta_itself() -> None:
+    from lightning.fabric import Fabric
+
+    weights = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        model: torch.nn.Module = DDP(perceptron())
+        optimizer: torch.optim.Optimizer = bagua.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
+        if is_wrapped:
+            model, optimizer = Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
+        with bagua.register_comm_hook(model, "qadam", optimizer=optimizer):
+            for step in range(5):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                optimizer.step()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)

@@ -309,3 +309,27 @@ def test_join_that_divides_by_the_ranks_left_raises() -> None:
         ddp.join(divide_by_initial_world_size=False),
     ):
         ddp([torch.ones(3)])
+
+
+class _TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 40).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).double())
+
+
+# DDP hands over a bucket for each dtype then, and all as the first one.
+@on_ranks(2)
+def test_the_first_step_of_a_static_graph_is_one_step_of_all_its_buckets() -> None:
+    ddp = DDP(_TwoDtypes(), static_graph=True)
+    handle = bagua.register_comm_hook(ddp, "quantized_allreduce", codec="4bit", hierarchical=False)
+    ddp(torch.randn(8, 40)).square().sum().backward()
+    state = handle.state_dict()
+    assert state["step"] == 1
+    owed = [
+        values for name, values in state["state"].items() if name.startswith("sender.") and values.is_floating_point()
+    ]
+    assert len(owed) == len(list(ddp.parameters()))
+    assert all(values.any() for values in owed)
