@@ -9,6 +9,7 @@
 #include <limits>
 #include <utility>
 
+#include "backend/config.h"
 #include "backend/net/transport.h"
 
 namespace bagua::net {
@@ -173,11 +174,13 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
       outbox_.grantCredit(frame.group, frame.total);
       pump(lock);
       return true;
-    case Frame::Kind::kMemory:
+    case Frame::Kind::kMemory: {
+      // Null where it cannot be seen from here, or is not wanted: the peer does without.
+      auto memory = config::usesSharedMemory() ? PayloadMemory::open({context.begin(), context.end()}) : nullptr;
       lock.lock();
-      peersMemoryName_.assign(context.begin(), context.end());
-      openPeersMemory();
+      if (!peersMemory_) peersMemory_ = std::move(memory);
       return true;
+    }
     case Frame::Kind::kCells:
       lock.lock();
       pump(lock);
@@ -215,15 +218,7 @@ bool Link::acknowledge(Connection& connection, uint64_t received) {
 
 void Link::shareMemory() {
   const Lock lock(mutex_);
-  isInHost_ = sharesMemory_ = true;
-  openPeersMemory();
-}
-
-void Link::openPeersMemory() {
-  if (!isInHost_ || peersMemoryName_.empty() || peersMemory_) return;
-  // Null where it cannot be seen from here: the peer does without.
-  peersMemory_ = PayloadMemory::open(peersMemoryName_);
-  peersMemoryName_.clear();
+  sharesMemory_ = true;
 }
 
 bool Link::readCell(uint32_t cell, const std::function<void(const uint8_t* payload)>& read) {

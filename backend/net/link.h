@@ -81,8 +81,7 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   void giveUp(const std::shared_ptr<Outgoing>& message);
   // Opens a connection where there is none, though there is nothing to send: the end of the peer is to be noticed.
   void connect();
-  // The peer is on this host: larger payloads go through memory that both processes see, once there is some. Without
-  // this, the peer's memory stays closed, and the peer does without.
+  // The peer is on this host: larger payloads go through memory that both processes see, once there is some.
   void shareMemory();
   void grantPlace(uint64_t group, const MessageKey& key, uint64_t bytes) override;
   void grantCredit(uint64_t group, uint64_t bytes) override;
@@ -133,7 +132,6 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   // --- link.cpp. These are called under the mutex.
   bool giveFrame(Connection& connection);
   std::optional<uint32_t> chooseCell(uint32_t payloadBytes);
-  void openPeersMemory();
   // Writes until nothing is left or no connection takes it. Releases the lock.
   void pump(Lock& lock);
   // Ends the link, and releases the lock to tell of that.
@@ -236,11 +234,8 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   Outbox outbox_;
   // The peer's number of this link, once it has told it.
   std::optional<uint64_t> peerLink_;
-  // A peer on this host is sent payloads through memory, if there is some to spare: that of this process. The other one
-  // is the peer's, which may name it before a group here has said that the two share memory.
-  bool isInHost_ = false;
+  // A peer on this host is sent payloads through memory: that of this process; the other is the peer's.
   bool sharesMemory_ = false;
-  std::string peersMemoryName_;
   std::shared_ptr<PayloadMemory> ownMemory_;
   std::shared_ptr<PayloadMemory> peersMemory_;
   bool isWatched_ = false;
