@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 22_896, 16_000),
     "python_shim": Layer({".py"}, 13_815, 8_500),
-    "tests": Layer({".py"}, 29_573, 22_000, counts_tests=True),
+    "tests": Layer({".py"}, 29_569, 22_000, counts_tests=True),
 }
 
 
