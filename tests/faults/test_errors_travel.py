@@ -33,6 +33,7 @@ from trouble import (
     new_world,
     selection,
     served_store,
+    stop,
     store,
     time_of_trouble,
     warm_up,
@@ -46,7 +47,7 @@ def _stop_in(operation: str) -> Outcome | None:
     warm_up()
     if dist.get_rank() == VICTIM:
         announce_trouble()
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop()
     begun = time.monotonic()
     outcome = expect_error(calls()[operation])
     assert outcome.when - begun < TIMEOUT + SLACK_SECONDS
@@ -267,7 +268,7 @@ def _train_on_gloo(sent: signal.Signals) -> Outcome | None:
         ddp(torch.ones(2, 64)).sum().backward()
     if dist.get_rank() == VICTIM:
         announce_trouble()
-        os.kill(os.getpid(), sent)
+        {signal.SIGKILL: die, signal.SIGSTOP: stop}[sent]()
     loss = ddp(torch.ones(2, 64)).sum()
     begun = time.monotonic()
     outcome = expect_error(loss.backward)

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -176,6 +177,15 @@ def die(file: dist.Store | None = None) -> None:
     """
     with nobody_writes(file_under(file or store()).path):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    """Stop this process, but not while one of its threads has the tests' store locked, which then nobody could use."""
+    with open(file_under(store()).path) as entries:
+        fcntl.flock(entries, fcntl.LOCK_EX)
+        # The child has the lock as well, until this process has stopped.
+        child = subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}"], pass_fds=[entries.fileno()])
+    child.wait()
 
 
 def file_under(part: dist.Store) -> Any:
