@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 22_896, 16_000),
-    "python_shim": Layer({".py"}, 13_815, 8_500),
-    "tests": Layer({".py"}, 29_569, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 22_900, 16_000),
+    "python_shim": Layer({".py"}, 13_817, 8_500),
+    "tests": Layer({".py"}, 29_580, 22_000, counts_tests=True),
 }
 
 

@@ -49,13 +49,13 @@ step() {  # step NAME command...
   return $result
 }
 
-# Tests wait for a part of their time, in which two more run. Each process that runs some imports torch twice, for
+# Tests wait for a part of their time, in which one more runs. Each process that runs some imports torch twice, for
 # itself and for its ranks. A file stays in one, whose ranks its tests share: 3 GB at most. A borrowed environment may
 # lack the plugin.
 workers() {
   local -i fitting
   fitting=$(awk '/^MemAvailable/ { print int($2 / 3e6) }' /proc/meminfo)
-  echo $((fitting < 1 ? 1 : fitting < JOBS + 2 ? fitting : JOBS + 2))
+  echo $((fitting < 1 ? 1 : fitting < JOBS + 1 ? fitting : JOBS + 1))
 }
 side_by_side=() in_turns=()
 if python -c 'import xdist' 2>/dev/null; then
@@ -69,7 +69,7 @@ units() {
     echo "== C++ units: skipped, GoogleTest is not installed"
     return
   fi
-  step "C++ units" ctest --test-dir "$BUILD" --parallel "$((JOBS + 1))" --output-on-failure "${labels[@]}" \
+  step "C++ units" ctest --test-dir "$BUILD" --parallel "$JOBS" --output-on-failure "${labels[@]}" \
     --output-junit "$PWD/$REPORTS/ctest.xml"
   local result=$?
   if [ -d "$BUILD/reports/units" ]; then mv "$BUILD/reports/units" "$REPORTS/units"; fi

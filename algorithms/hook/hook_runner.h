@@ -218,6 +218,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   [[nodiscard]] RunsInBackground& inBackground(const char* call) const;
   // Returns whether a bucket is the first and whether it is the last one of its step.
   std::pair<bool, bool> placeInStep(c10d::GradBucket& gradients) {
+    // Where DDP reduces fewer than are registered, a later bucket ends that step.
+    if (gradients.getIndex() > 0) staticLeft_ = 0;
     if (staticLeft_ == 0) return {gradients.getIndex() == 0, gradients.isLast()};
     const bool isFirst = staticLeft_ == parameters_.size();
     staticLeft_ -= std::min(staticLeft_, gradients.getParameters().size());
@@ -254,8 +256,8 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   std::exception_ptr refusal_;
   // A bucket of the backward at hand could not be exchanged.
   bool hasBackwardFailed_ = false;
-  // In the first step of a static graph DDP hands over all buckets at the end of backward, each of them as the first
-  // and none as the last: it has still to do so with so many parameters.
+  // The parameters that DDP has yet to hand over in the first step of a static graph: at the end of backward, in
+  // buckets of which, if there are several, each is the first one and none the last.
   size_t staticLeft_;
   // Since the last synchronised backward.
   OutstandingForwards forwards_;

@@ -139,7 +139,7 @@ class Messages::Received final : public Message {
       if (peer == group().rank()) continue;
       keys.push_back({streamOf(tag_), static_cast<uint32_t>(peer), state_->received[peer].of(tag_)});
     }
-    // Before the errors are looked at: one that comes in between notifies.
+    // This comes before a look at the errors, so that one that comes in between notifies.
     if (const auto begun = group().firstBegun(keys, signal_)) {
       expectFrom(static_cast<int>(begun->source));
       return true;

@@ -80,16 +80,20 @@ class MessageWork final : public c10d::Work {
   }
 
  private:
-  // One thread waits at a time. Another one may wait for longer than `timeout`.
+  // One thread waits at a time. Another one may wait for longer than `timeout`, whose end fails the group all the same.
   std::unique_lock<std::timed_mutex> lockToWait(std::chrono::milliseconds timeout, const Operation& operation) {
     if (timeout == kNoTimeout) return std::unique_lock(waitMutex_);
-    std::unique_lock waiter(waitMutex_, operation.timeout);
+    std::unique_lock waiter(waitMutex_, operation.timeout + health_->patience(operation.timeout));
+    if (waiter) return waiter;
+    const auto token = health_->begin(operation, OperationLog::Kind::kMessage);
+    std::exception_ptr failure;
     try {
-      TORCH_CHECK_WITH(DistNetworkError, waiter, "timed out waiting for a message, as another thread does");
+      TORCH_CHECK_WITH(DistNetworkError, false, "timed out waiting for a message that another thread waits for, too");
     } catch (...) {
-      std::rethrow_exception(health_->explain(std::current_exception(), operation));
+      failure = health_->explain(std::current_exception(), operation);
     }
-    return waiter;
+    health_->end(token, /*isSuccess=*/false);
+    std::rethrow_exception(failure);
   }
 
   const GroupIdentity group_;

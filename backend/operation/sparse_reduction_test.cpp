@@ -91,14 +91,12 @@ TEST(SparseReduction, MeansOfIntegersTruncateTowardsZero) {
 }
 
 TEST(SparseReduction, AddsNumbersOf16BitsIn32) {
-  for (const auto dtype : {at::kHalf, at::kBFloat16}) {
-    testing::runRanks(2, [&](Communicator& communicator) {
-      at::Tensor tensor = entries({1}, 40000).to(dtype);
-      allReduceSparse(communicator, tensor, /*average=*/true);
-      EXPECT_EQ(tensor.scalar_type(), dtype);
-      EXPECT_TRUE(at::equal(tensor.to_dense(), entries({1}, 40000).to(dtype).to_dense()));
-    });
-  }
+  testing::runRanks(2, [&](Communicator& communicator) {
+    at::Tensor tensor = entries({1}, 40000).to(at::kHalf);
+    allReduceSparse(communicator, tensor, /*average=*/true);
+    EXPECT_EQ(tensor.scalar_type(), at::kHalf);
+    EXPECT_TRUE(at::equal(tensor.to_dense(), entries({1}, 40000).to(at::kHalf).to_dense()));
+  });
   testing::runRanks(3, [&](Communicator& communicator) {
     at::Tensor tensor = entries({1}, communicator.rank() == 0 ? 256 : 1).to(at::kBFloat16);
     allReduceSparse(communicator, tensor, /*average=*/false);

@@ -36,7 +36,7 @@ class ArgumentChecks {
   void count(size_t actual, size_t expected, const char* what) const;
   void rank(int64_t rank, const char* role) const;
 
-  // Of a list whose tensors may be of several dtypes.
+  // The tensors of a list that may be of several dtypes are on one device.
   void sameDevice(const at::Tensor& tensor, const at::Tensor& first, const char* role) const;
   // "bagua:all_reduce on rank 1 of 4"
   [[nodiscard]] std::string where() const;

@@ -41,12 +41,21 @@ TEST(ListSizes, OfAListAreComparedWithTheDtypes) {
   const auto textOf = [](int64_t size, at::ScalarType dtype) {
     Operation operation{.name = "bagua:test", .dtype = at::kFloat, .numel = 1};
     compareSizesOfAll(operation, {at::zeros({4}), at::zeros({size}, dtype)});
-    return std::pair(*operation.configuration, fingerprintOf(operation).hash());
+    return *operation.configuration;
   };
-  EXPECT_EQ(textOf(8, at::kDouble).first, "2 sizes: 4 Float, 8 Double");
-  EXPECT_EQ(textOf(4, at::kDouble).first, "2 sizes: 4 Float, 4 Double");
-  EXPECT_EQ(textOf(4, at::kFloat).first, "2 x 4");
-  EXPECT_NE(textOf(8, at::kDouble).second, textOf(8, at::kLong).second);
+  EXPECT_EQ(textOf(8, at::kDouble), "2 sizes: 4 Float, 8 Double");
+  EXPECT_EQ(textOf(4, at::kDouble), "2 sizes: 4 Float, 4 Double");
+  EXPECT_EQ(textOf(4, at::kFloat), "2 x 4");
+  // The text of a long list names the first ones only.
+  const auto hashOf = [](at::ScalarType last) {
+    std::vector<at::Tensor> tensors(60, at::zeros({5}));
+    tensors.front() = at::zeros({6}, at::kDouble);
+    tensors.back() = at::zeros({5}, last);
+    Operation operation{.name = "bagua:test", .dtype = at::kFloat, .numel = 1};
+    compareSizesOfAll(operation, tensors);
+    return fingerprintOf(operation).hash();
+  };
+  EXPECT_NE(hashOf(at::kDouble), hashOf(at::kLong));
 }
 
 }  // namespace

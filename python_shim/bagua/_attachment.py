@@ -184,10 +184,12 @@ def check_numbers(trained: Mapping[str, Tensor], algorithm: str) -> None:
 
 
 def check_weights(trained: Mapping[str, Tensor], algorithm: str) -> None:
-    """Refuse parameters that cannot be exchanged together."""
+    """Refuse a model on several devices where an algorithm acts on its weights, or keeps residuals."""
     devices = {p.device for p in trained.values()}
     if len(devices) > 1:
-        raise ValueError(f"algorithm {algorithm!r} takes a model on one device, got {sorted(map(str, devices))}")
+        raise ValueError(
+            f"algorithm {algorithm!r}, as it is set, takes a model on one device, got {sorted(map(str, devices))}"
+        )
 
 
 def check_layers(model: nn.Module, algorithm: str) -> None:

@@ -366,7 +366,7 @@ def is_compiled_autograd_on() -> bool:
 
 def has_step_hooks(optimizer: Any) -> bool:
     """Return whether torch would call the hooks of this object, which a trainer's wrapper only looks like."""
-    # Its own: wrappers pass on attributes of the optimizer within.
+    # They have to be its own, as wrappers pass on attributes of the optimizer within.
     own = getattr(optimizer, "__dict__", {}).get("_optimizer_step_post_hooks")
     inner = getattr(optimizer, "optimizer", None)
     return own is not None and own is not getattr(inner, "_optimizer_step_post_hooks", None)
