@@ -218,7 +218,7 @@ class HookRunner final : public std::enable_shared_from_this<HookRunner>, privat
   [[nodiscard]] RunsInBackground& inBackground(const char* call) const;
   // Returns whether a bucket is the first and whether it is the last one of its step.
   std::pair<bool, bool> placeInStep(c10d::GradBucket& gradients) {
-    // Where DDP reduces fewer than are registered, a later bucket ends that step.
+    // A later bucket ends that step, where DDP reduces fewer parameters than are registered.
     if (gradients.getIndex() > 0) staticLeft_ = 0;
     if (staticLeft_ == 0) return {gradients.getIndex() == 0, gradients.isLast()};
     const bool isFirst = staticLeft_ == parameters_.size();

@@ -38,7 +38,7 @@ std::shared_ptr<Link> Group::linkTo(int peer) {
     if (std::ranges::find(neighbours_, peer) != neighbours_.end()) link->shareMemory();
     if (!hasLeft_) return link;
   }
-  // Without the mutex: the link may be found lost, of which this group hears.
+  // The mutex is free here: the link may be found lost, of which this group hears.
   link->leave(id_, static_cast<uint32_t>(rank_));
   return link;
 }

@@ -121,7 +121,7 @@ bool Incoming::begin(const Frame& frame, const std::vector<uint8_t>& context,
     // A sender stops there until it hears of a place.
     const uint64_t end = frame.offset + frame.payloadBytes;
     if (end > allowed() && !isOtherSize && !isCancelled_) return false;
-    // What has no place and is not charged was charged before: it comes again, and there is room for it.
+    // A frame without a place that is not charged was charged before: it comes again, and there is room for it.
     if (!budget && !place_ && !isCancelled_ && end > kept_.size()) return false;
     if (!chargeFor(frame, budget)) return false;
     // A frame that waits brings the context ahead of the frame that has the first bytes.
