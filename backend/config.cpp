@@ -111,7 +111,6 @@ std::optional<std::string> hostId() { return firstOf({"BAGUA_HOST_ID"}); }
 std::optional<std::string> socketInterface() {
   if (auto name = firstOf({"BAGUA_SOCKET_IFNAME"})) return name;
   auto name = firstOf({"GLOO_SOCKET_IFNAME"});
-  // Gloo takes several, and its first operations the first.
   if (name) name->erase(std::min(name->find(','), name->size()));
   return name;
 }

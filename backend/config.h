@@ -18,7 +18,8 @@ std::vector<std::string> names();
 // BAGUA_HOST_ID: ranks with different values count as being on different hosts (as NCCL_HOSTID does for NCCL).
 std::optional<std::string> hostId();
 
-// BAGUA_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME: the network interface for CPU tensors.
+// BAGUA_SOCKET_IFNAME, else the first of GLOO_SOCKET_IFNAME, which may name several: the network interface for CPU
+// tensors.
 std::optional<std::string> socketInterface();
 
 // MASTER_ADDR, torch's: it tells the network between hosts.

@@ -39,21 +39,29 @@ class MessageWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     Operation operation = operation_;
     if (timeout != kNoTimeout) operation.timeout = limitedTimeout(timeout);
-    const auto waiter = lockToWait(timeout, operation);
-    if (c10d::Work::isCompleted()) {
+    const auto patience = operation.timeout + health_->patience(operation.timeout);
+    // One thread waits at a time. Another one may wait for longer than this one, whose timeout fails the group as well.
+    std::unique_lock waiter(waitMutex_, std::defer_lock);
+    if (timeout == kNoTimeout) {
+      waiter.lock();
+    } else {
+      static_cast<void>(waiter.try_lock_for(patience));
+    }
+    if (waiter && c10d::Work::isCompleted()) {
       if (exception_) std::rethrow_exception(exception_);
       return true;
     }
     const auto token = health_->begin(operation, OperationLog::Kind::kMessage);
     std::exception_ptr failure;
     try {
-      const bool hasArrived = transfer_->wait(operation.timeout + health_->patience(operation.timeout));
+      TORCH_CHECK_WITH(DistNetworkError, waiter, "timed out waiting for a message that another thread waits for, too");
+      const bool hasArrived = transfer_->wait(patience);
       TORCH_CHECK_WITH(DistBackendError, hasArrived, "the message was aborted");
     } catch (...) {
       failure = health_->explain(std::current_exception(), operation);
     }
     health_->end(token, failure == nullptr);
-    finish(failure);
+    if (waiter) finish(failure);
     if (failure) std::rethrow_exception(failure);
     return true;
   }
@@ -80,22 +88,6 @@ class MessageWork final : public c10d::Work {
   }
 
  private:
-  // One thread waits at a time. Another one may wait for longer than `timeout`, whose end fails the group all the same.
-  std::unique_lock<std::timed_mutex> lockToWait(std::chrono::milliseconds timeout, const Operation& operation) {
-    if (timeout == kNoTimeout) return std::unique_lock(waitMutex_);
-    std::unique_lock waiter(waitMutex_, operation.timeout + health_->patience(operation.timeout));
-    if (waiter) return waiter;
-    const auto token = health_->begin(operation, OperationLog::Kind::kMessage);
-    std::exception_ptr failure;
-    try {
-      TORCH_CHECK_WITH(DistNetworkError, false, "timed out waiting for a message that another thread waits for, too");
-    } catch (...) {
-      failure = health_->explain(std::current_exception(), operation);
-    }
-    health_->end(token, /*isSuccess=*/false);
-    std::rethrow_exception(failure);
-  }
-
   const GroupIdentity group_;
   const Operation operation_;
   const c10::intrusive_ptr<c10d::Work> transfer_;

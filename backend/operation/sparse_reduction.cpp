@@ -116,7 +116,7 @@ void allReduceSparse(Communicator& communicator, at::Tensor& tensor, bool averag
   // Before the values travel: every rank sees the same indices, so all of them stop here or none.
   checkIndices(indices, indicesPerRank, own.sizes());
   at::Tensor values = at::cat(gatherRows(communicator, own._values().contiguous(), counts));
-  // As dense ones they are added and divided in 32 bits, and rounded once.
+  // Numbers of 16 bits are added and divided in 32 and rounded once, as those of dense tensors are.
   if (at::isReducedFloatingType(values.scalar_type())) values = values.to(at::kFloat);
   at::Tensor sum = at::sparse_coo_tensor(indices.t(), values, own.sizes()).coalesce();
   if (average) {

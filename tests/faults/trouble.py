@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pytest
 import torch
@@ -181,8 +181,7 @@ def die(file: dist.Store | None = None) -> None:
 
 def stop() -> None:
     """Stop this process, but not while one of its threads has the tests' store locked, which then nobody could use."""
-    with open(file_under(store()).path) as entries:
-        fcntl.flock(entries, fcntl.LOCK_EX)
+    with nobody_writes(file_under(store()).path) as entries:
         # The child has the lock as well, until this process has stopped.
         child = subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}"], pass_fds=[entries.fileno()])
     child.wait()
@@ -197,15 +196,15 @@ def file_under(part: dist.Store) -> Any:
 
 
 @contextlib.contextmanager
-def nobody_writes(file: str) -> Iterator[None]:
-    """Keep all ranks from writing to a FileStore, which takes the same lock.
+def nobody_writes(file: str) -> Iterator[IO[str]]:
+    """Keep all ranks from writing to a FileStore, which takes the lock of the file that this gives.
 
     A rank that is killed in the middle would leave half an entry, over which FileStore loops for good on all others;
     one that is stopped there would keep the lock.
     """
     with open(file) as entries:
         fcntl.flock(entries, fcntl.LOCK_EX)
-        yield
+        yield entries
 
 
 def time_of_trouble() -> float:

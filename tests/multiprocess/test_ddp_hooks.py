@@ -320,7 +320,7 @@ class _TwoDtypes(nn.Module):
         return self.second(self.first(x).bfloat16())
 
 
-# DDP hands over a bucket for each dtype then, and all as the first one.
+# DDP hands over a bucket for each dtype in that step, and each as the first one.
 @on_ranks(2)
 def test_the_first_step_of_a_static_graph_is_one_step_of_all_its_buckets() -> None:
     ddp = DDP(_TwoDtypes(), static_graph=True)
