@@ -98,8 +98,8 @@ class Messages::Sent final : public Message {
 
 class Messages::Received final : public Message {
  public:
-  Received(std::shared_ptr<State> state, const at::Tensor& bytes, int tag)
-      : Message(std::move(state), bytes), tag_(tag) {}
+  Received(std::shared_ptr<State> state, const at::Tensor& bytes, int tag, bool isUndirected)
+      : Message(std::move(state), bytes), tag_(tag), isUndirected_(isUndirected) {}
 
   // Expects the next message with the tag. The caller holds the state's mutex.
   void expectFrom(int peer) {
@@ -115,8 +115,7 @@ class Messages::Received final : public Message {
   }
 
   bool advance() override {
-    const std::lock_guard<std::mutex> waiter(mutex_);
-    if (!receiving_ && !hasFoundSender()) return false;
+    if (isUndirected_ && !hasFoundSender()) return false;
     const auto state = receiving_->state();
     const auto size = static_cast<uint64_t>(bytes_.numel());
     if (state.total && *state.total != size) {
@@ -131,19 +130,28 @@ class Messages::Received final : public Message {
   int sourceRank() const override { return peer_; }
 
  private:
-  // From any rank: whoever has begun to send.
+  // From any rank: whether it is known which. What others have begun to send belongs to those who were posted first.
   bool hasFoundSender() {
+    // Dropped after the lock: a tensor that Python knows may go with them.
+    std::vector<c10::intrusive_ptr<Received>> first;
     const std::lock_guard<std::mutex> lock(state_->mutex);
     std::vector<net::MessageKey> keys;
-    for (int peer = 0; peer < group().size(); ++peer) {
-      if (peer == group().rank()) continue;
-      keys.push_back({streamOf(tag_), static_cast<uint32_t>(peer), state_->received[peer].of(tag_)});
+    while (!receiving_) {
+      keys.clear();
+      for (int peer = 0; peer < group().size(); ++peer) {
+        if (peer == group().rank()) continue;
+        keys.push_back({streamOf(tag_), static_cast<uint32_t>(peer), state_->received[peer].of(tag_)});
+      }
+      // This comes before a look at the errors, so that one that comes in between notifies.
+      const auto begun = group().firstBegun(keys, signal_);
+      if (!begun) break;
+      auto& waiting = state_->undirected.at(tag_);
+      while (!first.emplace_back(waiting.front().lock())) waiting.pop_front();
+      first.back()->expectFrom(static_cast<int>(begun->source));
+      first.back()->signal_->notify();
+      waiting.pop_front();
     }
-    // This comes before a look at the errors, so that one that comes in between notifies.
-    if (const auto begun = group().firstBegun(keys, signal_)) {
-      expectFrom(static_cast<int>(begun->source));
-      return true;
-    }
+    if (receiving_) return true;
     std::string lost;
     int lostPeer = -1;
     bool isAnybodyLeft = false;
@@ -160,7 +168,8 @@ class Messages::Received final : public Message {
   }
 
   const int tag_;
-  std::mutex mutex_;
+  const bool isUndirected_;
+  // Under the state's mutex until there is one.
   std::unique_ptr<net::Group::Receiving> receiving_;
 };
 
@@ -199,14 +208,20 @@ c10::intrusive_ptr<c10d::Work> Messages::letGo(c10::intrusive_ptr<Message> messa
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::receive(const at::Tensor& bytes, int peer, int tag) {
-  auto message = c10::make_intrusive<Received>(state_, bytes, tag);
+  auto message = c10::make_intrusive<Received>(state_, bytes, tag, peer < 0);
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  if (peer >= 0) message->expectFrom(peer);
+  if (peer >= 0) {
+    message->expectFrom(peer);
+  } else {
+    auto& waiting = state_->undirected[tag];
+    std::erase_if(waiting, [](const auto& earlier) { return earlier.expired(); });
+    waiting.emplace_back(message);
+  }
   return message;
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::receiveNumbered(const at::Tensor& bytes, int peer, uint64_t number) {
-  auto message = c10::make_intrusive<Received>(state_, bytes, 0);
+  auto message = c10::make_intrusive<Received>(state_, bytes, 0, /*isUndirected=*/false);
   message->expect(peer, kMessages | kNumbered | number, 0);
   return message;
 }

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -16,8 +17,8 @@
 namespace bagua {
 
 // Messages between two ranks, outside the order of programs. Both ends are posted at once, in any order; of messages
-// with one tag between two ranks the first sent is the first received, and one of another size than its place is an
-// error that names both. Tensors are flat, of bytes. From any thread.
+// with one tag between two ranks the first sent is the first received, of receives from any rank by the first posted,
+// and one of another size than its place is an error that names both. Tensors are flat, of bytes. From any thread.
 class Messages {
  public:
   explicit Messages(std::shared_ptr<net::Group> group) : state_(std::make_shared<State>(std::move(group))) {}
@@ -47,6 +48,8 @@ class Messages {
     // Messages so far, by rank.
     std::vector<TagCounts> sent;
     std::vector<TagCounts> received;
+    // By tag, the receives from any rank for which nobody has begun to send yet, in the order of their posting.
+    std::map<int, std::deque<c10::weak_intrusive_ptr<Received>>> undirected;
   };
 
   const std::shared_ptr<State> state_;

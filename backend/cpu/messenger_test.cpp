@@ -3,6 +3,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -79,6 +80,26 @@ TEST_F(MessengerTest, AWaitEndsAtItsOwnTimeoutWhileAnotherThreadWaitsForLonger) 
 TEST_F(MessengerTest, AnAbortReleasesAlsoWhoWaitsForAMessageThatIsPostedLater) {
   messenger_->abort();
   EXPECT_THAT(errorOf(receive(), kLimit), HasSubstr("the message was aborted"));
+}
+
+TEST_F(MessengerTest, ReceivesFromAnyRankGetMessagesInTheOrderInWhichTheyWerePosted) {
+  const auto sender = messengerOf(1);
+  const at::Tensor first = at::zeros({4});
+  const at::Tensor second = at::zeros({4});
+  const auto firstWork = messenger_->receive(with(-1, first), first, /*tag=*/0);
+  const auto secondWork = messenger_->receive(with(-1, second), second, /*tag=*/0);
+  // One that nobody keeps takes no message.
+  messenger_->receive(with(-1, first), at::zeros({4}), /*tag=*/0);
+  const at::Tensor last = at::zeros({4});
+  const auto lastWork = messenger_->receive(with(-1, last), last, /*tag=*/0);
+  for (const int number : {1, 2, 3}) {
+    const at::Tensor sent = at::full({4}, number, at::kFloat);
+    EXPECT_EQ(errorOf(sender->send(with(0, sent), sent, /*tag=*/0), kLimit), "");
+  }
+  for (const auto& work : {lastWork, secondWork, firstWork}) EXPECT_EQ(errorOf(work, kLimit), "");
+  EXPECT_TRUE(at::equal(first, at::full({4}, 1, at::kFloat)));
+  EXPECT_TRUE(at::equal(second, at::full({4}, 2, at::kFloat)));
+  EXPECT_TRUE(at::equal(last, at::full({4}, 3, at::kFloat)));
 }
 
 TEST_F(MessengerTest, AMessageGoesOnItsWayThoughItsSenderDropsTheWork) {
