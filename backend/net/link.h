@@ -255,6 +255,8 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   std::string peersSource_;
   bool isProbePlanned_ = false;
   std::shared_ptr<Probe> probe_;
+  // Where other connections work, one that could not be opened is not tried again before.
+  static constexpr std::chrono::seconds kWithoutMore{30};
   std::chrono::steady_clock::time_point noMoreBefore_;
   // Connections that have been replaced, and when that was last logged.
   uint64_t reconnections_ = 0;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a link opens connections, and takes those that the peer opens.
 #include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -44,6 +46,15 @@ constexpr milliseconds kDialTime{3000};
 constexpr milliseconds kUntilEndsAreRead{100};
 // The wait for a Hello's answer doubles so many times.
 constexpr int kMostDoublings = 12;
+
+// Whether few files are left for what a process cannot do without: other connections, pipes, checkpoints.
+bool areFilesShort() {
+  rlimit files{};
+  // It has the lowest number that is free.
+  const UnsharedFile file(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  if (getrlimit(RLIMIT_NOFILE, &files) != 0 || !file.isOpen()) return true;
+  return static_cast<rlim_t>(file.number()) > files.rlim_cur / 4 * 3;
+}
 
 }  // namespace
 
@@ -122,6 +133,10 @@ void Link::openWhereNeeded() {
   const int wanted = std::min(neededConnections(), opening_.mostConnections);
   // No group has told us yet where the peer listens if there is no address: its connections have to do.
   if (hasAll || address_.size() == 0 || isDialPlanned_ || Clock::now() < noMoreBefore_) return;
+  if (wanted > count && areFilesShort()) {
+    noMoreBefore_ = Clock::now() + kWithoutMore;
+    return;
+  }
   // All at once: one after another would take a round trip each.
   for (int i = count; i < wanted && !isDialPlanned_; ++i) open();
 }

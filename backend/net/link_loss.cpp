@@ -28,8 +28,6 @@ constexpr milliseconds kRefusedHere{1500};
 constexpr milliseconds kRefusedUnknown{5000};
 // A link is given up after so many refusals in a row at least: one, or a process that was stopped, is not to end it.
 constexpr int kLeastRefusals = 5;
-// Where other connections work, one that could not be opened is not tried again before.
-constexpr std::chrono::seconds kWithoutMore{30};
 // A firewall that is loaded anew refuses once; where a process has ended everything is refused.
 constexpr milliseconds kSecondLook{250};
 // A first small message after a pause is unanswered for a round trip, whatever its connection has been silent for.
