@@ -56,15 +56,11 @@ c10::intrusive_ptr<ProcessGroupBagua> createGroup(const c10::intrusive_ptr<c10d:
   return c10::make_intrusive<ProcessGroupBagua>(store, rank, size, options);
 }
 
-c10::intrusive_ptr<c10d::Backend> shrink(ProcessGroupBagua& self, const std::vector<int64_t>& excluded, int flags,
-                                         const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
-  const auto meetAfresh = [&self](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-    const py::gil_scoped_acquire gil;
-    const auto fresh = py::module_::import("bagua._fresh_store").attr("fresh_part");
-    return fresh(store, rank, size, self.timeout()).cast<c10::intrusive_ptr<c10d::Store>>();
-  };
-  const py::gil_scoped_release noGil;
-  return self.shrinkTo(excluded, flags, opts, meetAfresh);
+c10::intrusive_ptr<c10d::Store> freshPart(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                          std::chrono::milliseconds timeout) {
+  const py::gil_scoped_acquire gil;
+  const auto fresh = py::module_::import("bagua._fresh_store").attr("fresh_part");
+  return fresh(store, rank, size, timeout).cast<c10::intrusive_ptr<c10d::Store>>();
 }
 
 void bindProcessGroup(py::module& module) {
@@ -72,16 +68,13 @@ void bindProcessGroup(py::module& module) {
       module, "ProcessGroupBagua", "The c10d backend 'bagua' of one process group.")
       .def(py::init(&createGroup), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
       // The base class has none at run time in every supported torch; split_group and new_group read it.
-      .def_property_readonly("options",
-                             [](ProcessGroupBagua& self) {
-                               return c10::static_intrusive_pointer_cast<GroupOptions>(self.getBackendOptions());
-                             })
+      .def_property_readonly("options", &ProcessGroupBagua::liveOptions)
       .def_property_readonly("epoch", &ProcessGroupBagua::epoch, "Another number once the group has other members.")
       .def_property_readonly("reconfigured_store", &ProcessGroupBagua::reconfiguredStore,
                              "Where the members since the last reconfigure have met; None before the first one.")
       // In the place of the base class's.
-      .def("shrink", &shrink, py::arg("ranks_to_exclude"), py::arg("shrink_flags") = 0,
-           py::arg("opts_override") = nullptr)
+      .def("shrink", &ProcessGroupBagua::shrinkTo, py::arg("ranks_to_exclude"), py::arg("shrink_flags") = 0,
+           py::arg("opts_override") = nullptr, py::call_guard<py::gil_scoped_release>())
       // torch calls this on the ranks that are left out of a split. Ours needs nothing of them.
       .def(
           "perform_nocolor_split", [](ProcessGroupBagua&, const at::Device&) {}, py::arg("device"));
@@ -92,6 +85,7 @@ void bindProcessGroup(py::module& module) {
 void bindBackend(py::module& module) {
   bindOptions(module);
   bindProcessGroup(module);
+  ProcessGroupBagua::useMeeting(&freshPart);
   module.def(
       "flight_recorder_trace", [] { return py::bytes(FlightRecorder::instance().dump()); },
       "The last operations of this process, pickled as torch's flight recorder does.");

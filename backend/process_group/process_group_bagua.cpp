@@ -11,6 +11,17 @@
 #include "backend/security/sealed_store.h"
 
 namespace bagua {
+namespace {
+
+ProcessGroupBagua::MeetAfresh& meeting() {
+  static ProcessGroupBagua::MeetAfresh made = [](const auto& store, int /*rank*/, int /*size*/, auto /*timeout*/) {
+    return sealedStore(store);
+  };
+  return made;
+}
+
+}  // namespace
+
 ProcessGroupBagua::ProcessGroupBagua(StorePtr store, int rank, int size, c10::intrusive_ptr<Options> options)
     : Backend(rank, size), options_(std::move(options)) {
   options_->timeout = limitedTimeout(options_->timeout);
@@ -117,6 +128,10 @@ void ProcessGroupBagua::startCoalescing() { current()->startCoalescing(); }
 
 ProcessGroupBagua::WorkPtr ProcessGroupBagua::endCoalescing() { return current()->endCoalescing(); }
 
+void ProcessGroupBagua::dropCoalescing() {
+  if (const auto present = currentOrNull()) present->dropCoalescing();
+}
+
 c10::intrusive_ptr<ProcessGroupBagua::Options> ProcessGroupBagua::optionsOf(
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) const {
   auto options = c10::make_intrusive<Options>(*options_);
@@ -132,28 +147,47 @@ c10::intrusive_ptr<ProcessGroupBagua::Options> ProcessGroupBagua::optionsOf(
   return options;
 }
 
+std::vector<uint64_t> ProcessGroupBagua::globalRanks(const std::vector<int>& ranks) const {
+  const auto& known = options_->global_ranks_in_group;
+  const bool isKnown = known.size() == static_cast<size_t>(size_);
+  std::vector<uint64_t> named;
+  for (const int rank : ranks) named.push_back(isKnown ? known[rank] : static_cast<uint64_t>(rank));
+  return named;
+}
+
+void ProcessGroupBagua::useMeeting(MeetAfresh meetAfresh) { meeting() = std::move(meetAfresh); }
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::newGroup(const std::string& name, const StorePtr& store, int rank,
+                                                              int size, const c10::intrusive_ptr<Options>& options) {
+  // A connection of its own: the new group may block on the store while its parent uses it.
+  const auto part = c10::make_intrusive<c10d::PrefixStore>(name, store->clone());
+  return c10::make_intrusive<ProcessGroupBagua>(meeting()(part, rank, size, options->timeout), rank, size, options);
+}
+
 c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::split(const StorePtr& store, const std::vector<int>& ranks,
                                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   for (const int rank : ranks) checks("bagua:split").rank(rank, "member");
   const auto self = std::ranges::find(ranks, rank_);
   if (self == ranks.end()) return nullptr;
-  return merge(store, opts, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()));
+  const auto options = optionsOf(opts);
+  options->global_ranks_in_group = globalRanks(ranks);
+  return newGroup(options->group_name, store, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()),
+                  options);
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::merge(const StorePtr& store,
                                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts,
                                                            const int& rank, const int& size) {
-  // A connection of its own: the new group may block on the store while this one uses it.
   const auto options = optionsOf(opts);
-  const auto own = sealedPart(store->clone(), options->group_name);
-  return c10::make_intrusive<ProcessGroupBagua>(own, rank, size, options);
+  // This group does not know what the job calls the ranks of the others.
+  options->global_ranks_in_group.clear();
+  return newGroup(options->group_name, store, rank, size, options);
 }
 
 void ProcessGroupBagua::eagerConnectSingleDevice(at::Device device) { executorFor(device); }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::shrinkTo(const std::vector<int64_t>& excluded, int flags,
-                                                              const c10::intrusive_ptr<c10d::Backend::Options>& opts,
-                                                              const MeetAfresh& meetAfresh) {
+                                                              const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   constexpr int kAbort = 1;  // torch.distributed.SHRINK_ABORT
   const std::set<int64_t> without(excluded.begin(), excluded.end());
   for (const int64_t rank : without) checks("bagua:shrink").rank(rank, "excluded rank");
@@ -163,18 +197,12 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupBagua::shrinkTo(const std::vector<
   const auto rank = static_cast<int>(rank_ - std::distance(without.begin(), without.lower_bound(rank_)));
   const auto size = static_cast<int>(static_cast<size_t>(size_) - without.size());
   const auto options = optionsOf(opts);
-  // The flight recorder names these ranks. A group of all ranks has no list.
-  const auto& known = options_->global_ranks_in_group;
-  std::vector<uint64_t> left;
-  for (int64_t former = 0; former < size_; ++former) {
-    if (without.contains(former)) continue;
-    left.push_back(known.size() == static_cast<size_t>(size_) ? known[former] : static_cast<uint64_t>(former));
+  std::vector<int> left;
+  for (int former = 0; former < size_; ++former) {
+    if (!without.contains(former)) left.push_back(former);
   }
-  options->global_ranks_in_group = std::move(left);
-  // A connection of its own: the new group may block on the store while this one uses it.
-  const auto store =
-      c10::make_intrusive<c10d::PrefixStore>(c10::str("shrunk/", c10::Join("-", without)), present->store()->clone());
-  return c10::make_intrusive<ProcessGroupBagua>(meetAfresh(store, rank, size), rank, size, options);
+  options->global_ranks_in_group = globalRanks(left);
+  return newGroup(c10::str("shrunk/", c10::Join("-", without)), present->store(), rank, size, options);
 }
 
 c10d::ErrorType ProcessGroupBagua::getError() {

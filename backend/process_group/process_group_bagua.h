@@ -32,7 +32,12 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   ~ProcessGroupBagua() override;
 
   const std::string getBackendName() const override { return kBackendName; }
-  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  // A copy: torch writes the name and the timeout of a child into what it gets here.
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>(*options_);
+  }
+  // The group's own, of which a change counts from the next operation on.
+  [[nodiscard]] c10::intrusive_ptr<Options> liveOptions() const { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
   // Collectives started so far.
@@ -87,12 +92,15 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
 
   bool supportsShrinking() const override { return true; }
   // The ranks of a new group meet: `rank` of `size` gets a part of the store that no other attempt has used.
-  using MeetAfresh = std::function<StorePtr(const StorePtr& store, int rank, int size)>;
-  // A new group of the ranks that are not in `excluded`, which alone call this. They meet in the store of this one, by
-  // `meetAfresh`: they may have to call again, where one of them did not come.
+  using MeetAfresh =
+      std::function<StorePtr(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout)>;
+  // How groups meet that are made of another one. The package sets it when it is loaded; before, they take the store as
+  // it is.
+  static void useMeeting(MeetAfresh meetAfresh);
+  // A new group of the ranks that are not in `excluded`, which alone call this. They meet in the store of this one, and
+  // may have to call again, where one of them did not come.
   c10::intrusive_ptr<c10d::Backend> shrinkTo(const std::vector<int64_t>& excluded, int flags,
-                                             const c10::intrusive_ptr<c10d::Backend::Options>& opts,
-                                             const MeetAfresh& meetAfresh);
+                                             const c10::intrusive_ptr<c10d::Backend::Options>& opts);
 
 #if BAGUA_HAS_RECONFIGURE
   bool supportsReconfigure() const override { return true; }
@@ -141,6 +149,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   [[nodiscard]] std::chrono::milliseconds orDefault(std::chrono::milliseconds timeout) const;
   [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity()}; }
   std::shared_ptr<MessageExecutor> messageExecutorFor(at::Device device);
+  // Where a message is refused: see GroupEpoch.
+  void dropCoalescing();
   // Throws DistBackendError in a forked child.
   void checkIsOwn() const;
   // The same, and where there is no epoch yet.
@@ -149,6 +159,11 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   // Of a reconfigure() that waits.
   void endAttempt(const char* how);
   c10::intrusive_ptr<Options> optionsOf(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
+  // What the whole job calls these ranks of the group. A group of all ranks has no list.
+  [[nodiscard]] std::vector<uint64_t> globalRanks(const std::vector<int>& ranks) const;
+  // Its ranks meet below that name. The store may outlive them, as where torchrun starts ranks again.
+  static c10::intrusive_ptr<c10d::Backend> newGroup(const std::string& name, const StorePtr& store, int rank, int size,
+                                                    const c10::intrusive_ptr<Options>& options);
 
   const ProcessMark mark_;
   const c10::intrusive_ptr<Options> options_;

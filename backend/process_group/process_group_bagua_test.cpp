@@ -10,6 +10,7 @@
 #include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
 #include "backend/net/transport.h"
@@ -75,18 +76,42 @@ TEST(ProcessGroupBagua, ACallThatIsGivenNoTimeAtAllEndsAtOnce) {
               HasSubstr("in monitoredBarrier after 0 ms"));
 }
 
-// The flight recorder names ranks as the whole job does, also those of a group that was only a part of it.
-TEST(ProcessGroupBagua, AGroupThatHasShrunkNamesItsRanksAsTheWholeJobDoes) {
+// torch writes the name and the timeout of a child into them.
+TEST(ProcessGroupBagua, HandsOutCopiesOfItsOptions) {
+  const auto group = groupOfOne();
+  group->getBackendOptions()->timeout = milliseconds(1);
+  EXPECT_NE(group->timeout(), milliseconds(1));
+}
+
+// Rank 1 of two, which the whole job calls 4 and 9, as if both had met.
+c10::intrusive_ptr<ProcessGroupBagua> partOfAJob(const StorePtr& store) {
   const auto options = c10::make_intrusive<ProcessGroupBagua::Options>();
   options->global_ranks_in_group = {4, 9};
-  // As if both had met.
   options->records = {ownRecord(), ownRecord()};
-  const auto group = c10::make_intrusive<ProcessGroupBagua>(c10::make_intrusive<c10d::HashStore>(), 1, 2, options);
-  const auto meetThere = [](const StorePtr& store, int, int) { return store; };
-  const auto shrunk = group->shrinkTo({0}, /*flags=*/0, group->getBackendOptions(), meetThere);
-  EXPECT_EQ(shrunk->getRank(), 0);
-  EXPECT_EQ(shrunk->getSize(), 1);
-  EXPECT_EQ(shrunk->getBackendOptions()->global_ranks_in_group, std::vector<uint64_t>{9});
+  return c10::make_intrusive<ProcessGroupBagua>(store, 1, 2, options);
+}
+
+// The flight recorder names ranks as the whole job does.
+TEST(ProcessGroupBagua, GroupsThatAreMadeOfItNameTheirRanksAsTheWholeJobDoes) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const auto group = partOfAJob(store);
+  for (const auto& child : {group->shrinkTo({0}, /*flags=*/0, group->getBackendOptions()),
+                            group->split(store, {1}, group->getBackendOptions())}) {
+    EXPECT_EQ(child->getRank(), 0);
+    EXPECT_EQ(child->getSize(), 1);
+    EXPECT_EQ(child->getBackendOptions()->global_ranks_in_group, std::vector<uint64_t>{9});
+  }
+}
+
+TEST(ProcessGroupBagua, IsMergedIntoALargerOneThatCanBeUsed) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const auto group = partOfAJob(store);
+  const auto wanted = group->getBackendOptions();
+  wanted->group_name = "merged";
+  // Two others have met, as threads of this process.
+  const StorePtr meetingPlace = c10::make_intrusive<c10d::PrefixStore>("merged", store);
+  for (const char* const key : {"host/0", "host/1"}) meetingPlace->set(key, ownRecord());
+  EXPECT_NO_THROW(group->merge(store, wanted, 2, 3)->eagerConnectSingleDevice(at::kCPU));
 }
 
 }  // namespace

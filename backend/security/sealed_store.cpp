@@ -77,9 +77,4 @@ c10::intrusive_ptr<c10d::Store> sealedStore(const c10::intrusive_ptr<c10d::Store
   return c10::make_intrusive<SealedStore>(store, security);
 }
 
-c10::intrusive_ptr<c10d::Store> sealedPart(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name) {
-  if (!store) return nullptr;
-  return c10::make_intrusive<c10d::PrefixStore>(name, sealedStore(store));
-}
-
 }  // namespace bagua

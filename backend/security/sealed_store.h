@@ -52,8 +52,5 @@ class SealedStore final : public c10d::Store {
 // `store` as the ranks of this job are to use it: sealed where the job has a secret (see jobSecurity()), else as it is.
 // Null stays null.
 c10::intrusive_ptr<c10d::Store> sealedStore(const c10::intrusive_ptr<c10d::Store>& store);
-// The part of it below a name, which the seal covers: what the ranks of another group have written is not to be taken
-// for what those of this one have.
-c10::intrusive_ptr<c10d::Store> sealedPart(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name);
 
 }  // namespace bagua

@@ -4,13 +4,15 @@
 import inspect
 import itertools
 import os
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, run_ranks
+from ranks import on_new_ranks, on_ranks, run_ranks
 
 pytestmark = pytest.mark.any_device
 _needs_cpu_split = pytest.mark.skipif(
@@ -65,6 +67,8 @@ def test_two_groups_used_in_opposite_orders() -> None:
 @on_ranks(4)
 def test_split_group() -> None:
     rank = dist.get_rank()
+    own: Any = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+    before = own._timeout, own.group_name
     child: Any = dist.split_group(split_ranks=[[0, 2], [1, 3]], timeout=timedelta(seconds=20))
     assert child is not None
     assert dist.get_process_group_ranks(child) == [rank % 2, rank % 2 + 2]
@@ -80,6 +84,23 @@ def test_split_group() -> None:
         assert _sum_over(three, 1.0) == 3
         dist.destroy_process_group(three)
     assert _sum_over(None, 1.0) == 4
+    assert (own._timeout, own.group_name) == before
+
+
+@_needs_cpu_split
+@on_new_ranks(2)
+def test_a_split_finds_the_ranks_that_are_there_on_a_store_that_has_seen_others(tmp_path: Path) -> None:
+    """torchrun starts ranks again with the store of the former ones, and groups have the same names then."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{tmp_path}/store", 2)  # type: ignore[attr-defined]
+    for attempt in range(2):
+        dist.init_process_group("bagua", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+        # The second time rank 0 finds what rank 1 has written the first time.
+        time.sleep(1.0 if attempt == 1 and rank == 1 else 0)
+        both: Any = dist.split_group(split_ranks=[[0, 1]], timeout=timedelta(seconds=5))
+        assert _sum_over(both, 1.0) == 2
+        dist.destroy_process_group()
 
 
 def _initialise_again(folder: str) -> None:
