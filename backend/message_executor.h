@@ -23,11 +23,11 @@ class MessageExecutor : public virtual Executor {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua: monitored_barrier is for CPU tensors");
   }
 
-  // What is submitted between the two calls is one unit, completed by the Work that endGroup returns. A group that was
-  // started and never ended is dropped by the next start: torch's coalescing manager leaves one when an operation in it
-  // throws.
+  // What is submitted between the two calls is one unit, completed by the Work that endGroup returns.
   virtual void startGroup() = 0;
   virtual c10::intrusive_ptr<c10d::Work> endGroup() = 0;
+  // Forgets a group that was started and will not be ended, as the next start does.
+  virtual void dropGroup() = 0;
 };
 
 }  // namespace bagua

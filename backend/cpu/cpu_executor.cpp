@@ -78,10 +78,16 @@ void CpuExecutor::monitoredBarrier(milliseconds timeout, bool waitAllRanks) {
 }
 
 void CpuExecutor::startGroup() {
-  std::vector<c10::intrusive_ptr<c10d::Work>> leftOver;
+  dropGroup();
   const std::lock_guard<std::mutex> lock(groupMutex_);
-  leftOver.swap(groupParts_);
   inGroup_ = true;
+}
+
+void CpuExecutor::dropGroup() {
+  std::vector<c10::intrusive_ptr<c10d::Work>> parts;
+  const std::lock_guard<std::mutex> lock(groupMutex_);
+  parts.swap(groupParts_);
+  inGroup_ = false;
 }
 
 c10::intrusive_ptr<c10d::Work> CpuExecutor::endGroup() {

@@ -31,6 +31,7 @@ class CpuExecutor final : public MessageExecutor {
   void monitoredBarrier(std::chrono::milliseconds timeout, bool waitAllRanks) override;
   void startGroup() override;
   c10::intrusive_ptr<c10d::Work> endGroup() override;
+  void dropGroup() override;
   void abort(const std::string& reason) override;
   void shutdown() override;
   [[nodiscard]] std::exception_ptr error() const override { return queue_->error(); }

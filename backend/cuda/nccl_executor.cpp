@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "backend/config.h"
@@ -125,13 +124,20 @@ void NcclExecutor::startGroup() {
   const Operation operation{.type = c10d::OpType::COALESCED, .name = "bagua:coalesced"};
   auto next = std::make_unique<Group>();
   next->work = c10::make_intrusive<WorkCuda>(group(), operation, device(), std::vector<at::Tensor>{});
+  dropGroup();
+  const std::lock_guard<std::mutex> lock(groupMutex_);
+  group_ = std::move(next);
+}
+
+void NcclExecutor::dropGroup() {
+  std::unique_ptr<Group> dropped;
   {
     const std::lock_guard<std::mutex> lock(groupMutex_);
-    group_.swap(next);
+    dropped.swap(group_);
   }
-  if (!next) return;
-  next->work->fail(makeBackendError(describe(operation, group()) + ": the group was never ended"));
-  next->work->publish();
+  if (!dropped) return;
+  dropped->work->fail(makeBackendError(describe(dropped->work->operation(), group()) + ": the group was never ended"));
+  dropped->work->publish();
 }
 
 c10::intrusive_ptr<c10d::Work> NcclExecutor::defer(Step& step, const std::vector<at::Tensor>& results) {
@@ -203,10 +209,8 @@ std::shared_ptr<MessageExecutor> makeNcclExecutor(const GroupIdentity& group,
                                                   const std::shared_ptr<const HostTopology>& topology,
                                                   std::chrono::milliseconds timeout, bool highPriorityStream,
                                                   std::shared_ptr<OperationLog> health) {
-  // A group has an executor for each device that a rank uses. Every rank makes them in the same order.
-  const int64_t ordinal = store->add(c10::str("nccl/executors/", group.rank), 1);
   NcclExecutor::Options options{.api = NcclApi::library(),
-                                .store = c10::make_intrusive<c10d::PrefixStore>(c10::str("nccl/", ordinal), store),
+                                .store = store,
                                 .device = device,
                                 .topology = topology,
                                 .timeout = timeout,

@@ -40,6 +40,7 @@ class NcclExecutor final : public StreamExecutor, public MessageExecutor {
   // its calls, and messages that follow each other go as one exchange. All calls return the one Work.
   void startGroup() override;
   c10::intrusive_ptr<c10d::Work> endGroup() override;
+  void dropGroup() override;
 
  private:
   // A program, or messages that form one exchange.
@@ -68,7 +69,7 @@ class NcclExecutor final : public StreamExecutor, public MessageExecutor {
   std::map<int, std::shared_ptr<StreamChannel>> pairs_;
 };
 
-// Every rank of the group makes its executors in the same order, with the group's store. `device` has an index.
+// `store` is a part of the group's that no other executor has, the same on every rank. `device` has an index.
 std::shared_ptr<MessageExecutor> makeNcclExecutor(const GroupIdentity& group,
                                                   const c10::intrusive_ptr<c10d::Store>& store, at::Device device,
                                                   const std::shared_ptr<const HostTopology>& topology,

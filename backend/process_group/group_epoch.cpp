@@ -73,8 +73,12 @@ std::shared_ptr<MessageExecutor> GroupEpoch::makeExecutor(at::Device device) {
   }
 #if BAGUA_WITH_CUDA
   const auto log = health.addLog("cuda");
+  // A group has an executor for each device that a rank uses. Every rank makes them in the same order, and counts them
+  // itself: a store that does not answer would keep this mutex.
+  const auto ordinal = std::ranges::count_if(executors_, [](const auto& known) { return known.first.is_cuda(); });
+  const auto part = c10::make_intrusive<c10d::PrefixStore>(c10::str("nccl/", ordinal), store_);
   auto executor =
-      makeNcclExecutor(identity_, store_, device, topology_, options_->timeout, options_->highPriorityStream, log);
+      makeNcclExecutor(identity_, part, device, topology_, options_->timeout, options_->highPriorityStream, log);
   endWithGroup(executor, *log);
   return executor;
 #else
@@ -105,7 +109,6 @@ GroupEpoch::Executors GroupEpoch::executors() const {
 
 void GroupEpoch::startCoalescing() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Forgets a group that was never ended: torch leaves one behind when an operation in it throws.
   coalescing_ = true;
   coalescedDevice_.reset();
 }
@@ -120,6 +123,17 @@ c10::intrusive_ptr<c10d::Work> GroupEpoch::endCoalescing() {
     executor = executors_.at(*std::exchange(coalescedDevice_, std::nullopt));
   }
   return executor->endGroup();
+}
+
+void GroupEpoch::dropCoalescing() {
+  std::shared_ptr<MessageExecutor> executor;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    coalescing_ = false;
+    if (!coalescedDevice_) return;
+    executor = executors_.at(*std::exchange(coalescedDevice_, std::nullopt));
+  }
+  executor->dropGroup();
 }
 
 bool GroupEpoch::hasFailed() const {

@@ -52,6 +52,9 @@ class GroupEpoch {
   // Operations between the two calls are one unit, on one device. endCoalescing() returns null where there were none.
   void startCoalescing();
   c10::intrusive_ptr<c10d::Work> endCoalescing();
+  // Where an operation was refused: torch's batch_isend_irecv then ends no coalescing, and what comes later would be
+  // part of it. Does nothing where there is none.
+  void dropCoalescing();
 
   // Whether an operation has failed; not that it was aborted.
   [[nodiscard]] bool hasFailed() const;

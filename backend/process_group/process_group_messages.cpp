@@ -7,7 +7,7 @@ namespace bagua {
 using c10d::OpType;
 using WorkPtr = ProcessGroupBagua::WorkPtr;
 
-WorkPtr ProcessGroupBagua::send(std::vector<at::Tensor>& tensors, int destination, int tag) {
+WorkPtr ProcessGroupBagua::send(std::vector<at::Tensor>& tensors, int destination, int tag) try {
   constexpr const char* kName = "bagua:send";
   const at::Tensor tensor = checks(kName).single(tensors);
   checks(kName).rowMajor(tensor, "tensor");
@@ -15,9 +15,12 @@ WorkPtr ProcessGroupBagua::send(std::vector<at::Tensor>& tensors, int destinatio
   TORCH_CHECK_VALUE(destination != rank_, checks(kName).where(), ": a rank cannot send to itself");
   return messageExecutorFor(tensor.device())
       ->send(operation(OpType::SEND, kName, tensor, options_->timeout, destination), tensor, tag);
+} catch (...) {
+  dropCoalescing();
+  throw;
 }
 
-WorkPtr ProcessGroupBagua::recv(std::vector<at::Tensor>& tensors, int source, int tag) {
+WorkPtr ProcessGroupBagua::recv(std::vector<at::Tensor>& tensors, int source, int tag) try {
   constexpr const char* kName = "bagua:recv";
   const at::Tensor tensor = checks(kName).single(tensors);
   checks(kName).rowMajor(tensor, "tensor");
@@ -25,15 +28,21 @@ WorkPtr ProcessGroupBagua::recv(std::vector<at::Tensor>& tensors, int source, in
   TORCH_CHECK_VALUE(source != rank_, checks(kName).where(), ": a rank cannot receive from itself");
   return messageExecutorFor(tensor.device())
       ->receive(operation(OpType::RECV, kName, tensor, options_->timeout, source), tensor, tag);
+} catch (...) {
+  dropCoalescing();
+  throw;
 }
 
-WorkPtr ProcessGroupBagua::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+WorkPtr ProcessGroupBagua::recvAnysource(std::vector<at::Tensor>& tensors, int tag) try {
   constexpr const char* kName = "bagua:recvAnySource";
   const at::Tensor tensor = checks(kName).single(tensors);
   checks(kName).rowMajor(tensor, "tensor");
   return messageExecutorFor(tensor.device())
       ->receive(operation(OpType::RECVANYSOURCE, kName, tensor, options_->timeout, MessageExecutor::kAnySource), tensor,
                 tag);
+} catch (...) {
+  dropCoalescing();
+  throw;
 }
 
 }  // namespace bagua

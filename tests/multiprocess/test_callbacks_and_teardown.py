@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks of futures, an operation that is refused among others, tensors that ranks store in different orders."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -49,6 +50,22 @@ def test_coalescing_works_again_after_an_operation_in_it_was_refused() -> None:
     for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, preceding)]):
         work.wait()
     assert received[0] == preceding
+
+
+@on_ranks("peers")
+def test_what_follows_a_refused_operation_is_not_part_of_its_coalescing() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    good = dist.P2POp(dist.isend, torch.ones(3), (rank + 1) % size)
+    with pytest.raises(ValueError, match="contiguous"):
+        dist.batch_isend_irecv([good, dist.P2POp(dist.isend, torch.ones(2, 3).t(), (rank + 1) % size)])
+    received = torch.zeros(3)
+    dist.recv(received, (rank - 1) % size)
+    assert torch.equal(received, torch.ones(3))
+    kept = torch.ones(4)
+    dist.all_reduce(kept)
+    seen = weakref.ref(kept)
+    del kept
+    assert wait_for(lambda: seen() is None, 20)
 
 
 @on_ranks("peers")
