@@ -288,6 +288,14 @@ void bindAlgorithms(py::module& module) {
         return place;
       },
       py::arg("reducer"), py::arg("hook"), "Returns the place where another hook can take over later.");
+  module.def(
+      "count_reduced",
+      [](c10d::Logger& logger) {
+        size_t count = 0;
+        for (const auto& bucket : logger.get_per_bucket_variable_indices()) count += bucket.size();
+        return count;
+      },
+      py::arg("logger"), "Returns how many parameters DDP reduces.");
   module.def("split_buckets", &splitBuckets, py::arg("reducer"), py::arg("logger"), py::arg("parameters"),
              py::arg("most_bytes"), "Cuts DDP's buckets into smaller ones, between two steps.");
   module.def("lay_out_buckets", &layOutBuckets, py::arg("reducer"), py::arg("layout"), py::arg("count"),

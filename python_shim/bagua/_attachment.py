@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bagua._belongings import Belongings
 from bagua._executors import begin_again
@@ -205,6 +207,19 @@ def _why_nobody_waits(algorithm: str) -> str:
     return f"ranks do not wait for each other in a step with algorithm {algorithm!r}"
 
 
+# All that are at work.
+_attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    def after_step(optimizer: Optimizer, *_: object) -> None:
+        for attachment in list(_attached):
+            attachment.note_step_of(optimizer)
+
+    register_optimizer_step_post_hook(after_step)
+
+
 class Attachment:
     """The hooks on one model and its optimizer, for as long as the algorithm is at work."""
 
@@ -218,6 +233,10 @@ class Attachment:
         self._parameters = trainable_parameters(ddp)
         self._optimizer = weakref.ref(optimizer)
         self._momentum_optimizer = optimizer if isinstance(optimizer, QAdamOptimizer) else None
+        # Since the last forward: whether it has taken a step, and the class of another one that has, with this model.
+        self._has_stepped = False
+        self._other_optimizer = ""
+        self._has_warned = False
         self._is_first_forward = True
         self._broadcasts_buffers = ddp.broadcast_buffers
         info = describe(hook.name)
@@ -248,6 +267,8 @@ class Attachment:
         for former in [one for one in self._attachments if one._is_replaced_by(ddp, self._parameters)]:
             former.detach()
         self._attachments.append(self)
+        _watch_optimizers()
+        _attached.add(self)
 
     def _is_replaced_by(self, ddp: DistributedDataParallel, parameters: list[Tensor]) -> bool:
         """Whether a model is this one, wrapped once more for another fit: the optimizer then works for the later."""
@@ -267,6 +288,10 @@ class Attachment:
         optimizer, is_synchronised = self._momentum_optimizer, bool(ddp.require_backward_grad_sync)
         momenta = [] if optimizer is None else optimizer.momenta(self._parameters, is_synchronised=is_synchronised)
         if is_synchronised:
+            # One that works inside of it, or around it, takes steps as well.
+            if self._other_optimizer and not self._has_stepped:
+                self._tell_of_other_optimizer()
+            self._has_stepped, self._other_optimizer = False, ""
             if self._hook.have_members_changed:
                 begin_again(self._hook, self._group, self._parameters[0].device)
                 self._is_first_forward = True
@@ -286,6 +311,25 @@ class Attachment:
             self._is_in_bypass = False
         if ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self._hook.after_forward(list(tensors_in(output)))
+
+    def note_step_of(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has taken a step, which may be another one that trains this model."""
+        if optimizer is self._optimizer():
+            self._has_stepped = True
+        elif not self._has_warned:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if any(id(parameter) in held for parameter in self._parameters):
+                self._other_optimizer = type(optimizer).__qualname__
+
+    def _tell_of_other_optimizer(self) -> None:
+        text = (
+            f"algorithm {self._hook.name!r} does not see the steps of the {self._other_optimizer} that now trains the "
+            "model, as it was registered with another one: call handle.remove(), and register_comm_hook with this one"
+        )
+        if self._momentum_optimizer is not None:
+            raise RuntimeError(text)
+        self._has_warned = True
+        _logger.warning("%s", text)
 
     def _check_first_forward(self) -> None:
         """Find ranks whose optimizers have come differently far, of which some would send momenta and others not."""
@@ -323,6 +367,7 @@ class Attachment:
             broadcast_tensor(buffer, 0, ddp.process_group, buffer.device)
 
     def detach(self) -> None:
+        _attached.discard(self)
         for handle in self._removable:
             handle.remove()
         if self in self._attachments:

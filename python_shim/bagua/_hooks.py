@@ -108,6 +108,16 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
         )
 
 
+def _check_reduced(ddp: DistributedDataParallel, trained: int) -> None:
+    """Refuse a model of which other parameters can be trained than when it was wrapped, which DDP does not notice."""
+    reduced = trained if ddp.logger is None else _C.count_reduced(ddp.logger)
+    if reduced != trained:
+        raise ValueError(
+            f"DDP reduces {reduced} parameters, and {trained} are trainable: set requires_grad before the model is "
+            "wrapped in DistributedDataParallel, and have it ignore a shared parameter by its first name in the module"
+        )
+
+
 def removed_handle(ddp: DistributedDataParallel) -> Handle | None:
     """Return the handle of an algorithm that was taken off, in whose place another one may come."""
     states = [state for _, state in comm_hooks(ddp)]
@@ -135,6 +145,7 @@ def _make_hook(
             f"algorithm {algorithm!r} has nothing to do: all parameters of the model are frozen. Set "
             "requires_grad=True on those to be trained, before the model is wrapped in DistributedDataParallel"
         )
+    _check_reduced(ddp, len(parameters))
     check_numbers(trained, algorithm)
     _C.check_names(algorithm, complete, [name for name, _ in ddp.module.named_parameters()])
     check_optimizer(trained, optimizer, algorithm)
@@ -185,7 +196,7 @@ def register_comm_hook(
     Raises:
         ValueError: an unknown name or option (the message lists the valid ones), a value out of range, a pattern that
             fits no parameter's name, an optimizer that is missing or not the model's, a model whose parameters are all
-            frozen, or ranks that disagree. What one rank refuses ends the call on all ranks.
+            frozen, or some since it was wrapped, or ranks that disagree. What one rank refuses ends the call on all.
         TypeError: an option, optimizer or group of a wrong type, or a model that is not wrapped.
         RuntimeError: the model has a hook already, that is at work, or would skip it.
     """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What would do nothing without a word: arguments in wrong places, models in wrappers, hooks that compress nothing."""
 
+import contextlib
 import time
 from typing import Any
 
@@ -189,6 +190,42 @@ def test_a_model_whose_parameters_are_all_frozen_is_refused(algorithm: str) -> N
     ddp.requires_grad_(False)
     with pytest.raises(ValueError, match=r"all parameters of the model are frozen.*requires_grad=True"):
         bagua.register_comm_hook(ddp, algorithm, optimizer)
+
+
+@on_ranks(2)
+def test_parameters_that_are_frozen_or_not_since_the_model_was_wrapped_are_refused() -> None:
+    for before, after in ((True, False), (False, True)):
+        model = perceptron()
+        weight = next(model.parameters()).requires_grad_(before)
+        ddp = DDP(model)
+        weight.requires_grad_(after)
+        expected = rf"DDP reduces {5 + before} parameters, and {5 + after} are trainable: set requires_grad before"
+        with pytest.raises(ValueError, match=expected):
+            bagua.register_comm_hook(ddp, "bytegrad")
+
+
+@on_ranks(2)
+@for_each([name for name in bagua.available_algorithms() if bagua.describe(name)["optimizer"]])
+def test_the_steps_of_another_optimizer_than_the_one_that_was_given_are_noticed(algorithm: str) -> None:
+    ddp = DDP(perceptron())
+    given = optimizer_for(algorithm, ddp, warmup=1)
+    handle = bagua.register_comm_hook(ddp, algorithm, given)
+    with logged() as lines:
+        take_steps(ddp, given, range(2))
+        # As one that works within the given one, or around it.
+        inner = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        loss_of(ddp, 2).backward()
+        inner.step()
+        given.step()
+        inner.step()
+        take_steps(ddp, given, range(3, 4))
+    assert "does not see" not in lines.getvalue()
+    with logged() as lines, contextlib.ExitStack() as stack:
+        if algorithm == "qadam":
+            stack.enter_context(pytest.raises(RuntimeError, match="does not see the steps of the SGD"))
+        take_steps(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(4, 8))
+    assert lines.getvalue().count("does not see the steps of the SGD") == (algorithm != "qadam")
+    handle.remove()
 
 
 @on_ranks(2)
