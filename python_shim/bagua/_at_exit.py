@@ -26,9 +26,9 @@ _logger = logging.getLogger("bagua")
 # A rank that ends this much later than the others finds them gone. More would keep a job alive of which one rank has
 # called sys.exit(1), which cannot be told from a script's last line.
 _LIMIT = timedelta(seconds=10)
-# Algorithms that communicate in the background, each with its model's group. All ranks register them in the same order,
-# and end them in that order.
-_at_work: list[tuple[weakref.ref[_C.Hook], weakref.ref[dist.ProcessGroup]]] = []
+# Algorithms that communicate in the background, each with its model's group and this rank. All ranks register them
+# in the same order, and end them in that order.
+_at_work: list[tuple[weakref.ref[_C.Hook], weakref.ref[dist.ProcessGroup], int]] = []
 # Groups that torch does not list.
 _unlisted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
@@ -36,9 +36,8 @@ _unlisted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 def end_with(group: dist.ProcessGroup, hook: _C.Hook) -> None:
     """Have an algorithm that runs in the background end when its group is destroyed, or the interpreter ends."""
     _at_work[:] = [pair for pair in _at_work if pair[0]() is not None]
-    _at_work.append((weakref.ref(hook), weakref.ref(group)))
+    _at_work.append((weakref.ref(hook), weakref.ref(group), dist.get_rank()))
     install()
-    _watch_destruction()
 
 
 def shut_down_with_process(group: dist.ProcessGroup) -> None:
@@ -53,7 +52,6 @@ def install() -> None:
     os.register_at_fork(after_in_child=_at_work.clear)
 
 
-@functools.cache
 def _watch_destruction() -> None:
     """Have torch's `destroy_process_group` end the algorithms that need the group first.
 
@@ -77,8 +75,9 @@ def _watch_destruction() -> None:
 def _end() -> None:
     # After an uncaught exception the other ranks are not at their end, and are to hear of it at once.
     try:
-        if dist.is_initialized() and not hasattr(sys, "last_value"):
-            _end_algorithms(None, "the process ended")
+        if not hasattr(sys, "last_value"):
+            # A script may have destroyed its groups by a name of torch's function that it had before this package.
+            _end_algorithms(None, "the process ended" if dist.is_initialized() else "its group was destroyed")
     finally:
         _shut_down_groups()
 
@@ -87,7 +86,7 @@ def _end_algorithms(group: dist.ProcessGroup | None, moment: str) -> None:
     """End those of `group`, or all, and forget them."""
     ending = [pair for pair in _at_work if group is None or pair[1]() is group]
     _at_work[:] = [pair for pair in _at_work if pair not in ending]
-    for hook in [hook for known, _ in ending if (hook := known()) is not None]:
+    for hook, rank in [(hook, rank) for known, _, rank in ending if (hook := known()) is not None]:
         try:
             hook.end_within(_LIMIT)
         except RuntimeError as error:
@@ -95,7 +94,7 @@ def _end_algorithms(group: dist.ProcessGroup | None, moment: str) -> None:
                 "algorithm %r was still at work on rank %d when %s, and not all ranks ended with it: call "
                 "handle.abort() on all ranks after the last step, or train inside `with handle:`. %s",
                 hook.name,
-                dist.get_rank(),
+                rank,
                 moment,
                 str(error).partition("\n")[0],
             )
@@ -116,3 +115,7 @@ def _shut_down_groups() -> None:
             if isinstance(backend, _C.ProcessGroupBagua):
                 groups.add(backend)
     _C.shut_down_together(list(groups))
+
+
+# Now, and not with the first algorithm: a script may import the name before it registers one.
+_watch_destruction()

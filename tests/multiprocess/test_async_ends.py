@@ -118,6 +118,13 @@ def test_a_rank_that_ends_by_an_exception_waits_for_nobody(tmp_path: Path, body:
     assert "handle.abort()" in outputs[0]
 
 
+def test_an_algorithm_that_cannot_end_with_its_group_says_so(tmp_path: Path) -> None:
+    # What a script has imported before bagua.
+    outputs, _ = _ends("train(); dist.destroy_process_group.__wrapped__()", tmp_path)
+    for rank, output in enumerate(outputs):
+        assert f"algorithm 'async' was still at work on rank {rank} when its group was destroyed" in output
+
+
 def _leave_by_an_exception(trained: Drift) -> None:
     with trained.handle:
         trained.steps_with_rounds(3)
@@ -158,6 +165,8 @@ def test_a_group_may_be_destroyed_without_abort() -> None:
 
 
 def _left_to_the_end_of_all_groups() -> Tensor:
+    from torch.distributed import destroy_process_group
+
     group: Any = dist.new_group()
     ddp = DDP(Leaves(LENGTH), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
@@ -166,7 +175,7 @@ def _left_to_the_end_of_all_groups() -> Tensor:
         # A step later than the last round leaves the weights of the ranks apart.
         ddp([torch.full((LENGTH,), dist.get_rank() + 1.0)]).backward()
         optimizer.step()
-    dist.destroy_process_group(dist.group.WORLD)
+    destroy_process_group(dist.group.WORLD)
     return torch.cat([p.detach() for p in ddp.parameters()])
 
 
