@@ -207,3 +207,25 @@ def test_operations_on_a_group_of_another_backend_take_its_ranks_and_make_no_gro
     for step in range(3):
         loss_of(model, step).backward()
     assert len(dist.distributed_c10d._world.pg_map) == groups
+
+
+class TwoLevelImpl(AlgorithmImpl):
+    """The mean inside pairs, and then over the pairs."""
+
+    def init_operations(self, bagua_module: nn.Module, bucket: BaguaBucket) -> None:
+        pairs, columns = ([new_group(ranks) for ranks in both] for both in (([0, 1], [2, 3]), ([0, 2], [1, 3])))
+        bucket.clear_ops()
+        bucket.append_centralized_synchronous_op(group=pairs[dist.get_rank() // 2])
+        bucket.append_centralized_synchronous_op(group=columns[dist.get_rank() % 2])
+
+
+@on_new_ranks(4)
+def test_an_operation_on_another_group_begins_when_the_one_before_it_has_ended() -> None:
+    started()
+    torch.manual_seed(3)
+    model = nn.Linear(512, 1024)
+    _wrap(TwoLevelImpl, model)
+    for step in range(10):
+        model.zero_grad()
+        model(torch.full((1, 512), 4.0 * step + dist.get_rank())).sum().backward()
+        assert torch.equal(model.weight.grad, torch.full((1024, 512), 4.0 * step + 1.5))

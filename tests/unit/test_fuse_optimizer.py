@@ -226,6 +226,25 @@ def test_an_error_in_the_step_leaves_the_parameters_in_their_groups(monkeypatch:
     assert_same([p.detach() for p in parameters], before, "weights")
 
 
+class Counting(optim.SGD):
+    """Counts in a number, and makes its momentum anew in every step."""
+
+    bagua_elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(p)) + p.grad
+            p.sub_(state["momentum"] / state["step"], alpha=0.01)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_numbers_and_new_tensors_in_a_state_are_those_of_plain_steps(every: int) -> None:
+    compare(Counting, some_steps(8, fuses=lambda step: every == 1 or step % every > 0))
+
+
 def test_autograd_notices_that_weights_have_changed() -> None:
     parameters = new_parameters()
     optimizer = fuse_optimizer(ADAM(parameters))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -106,8 +107,16 @@ class Scheduler:
     def _launch(self, bucket: BaguaBucket) -> None:
         executors = self._executors[bucket.backend_tensor.device, self._thread is not None]
         if self._thread is None:
-            works = [operation.start(bucket, executors) for operation in bucket.operations]
-            self._launched.append((bucket, [work for work in works if work is not None]))
+            works: list[dist.Work] = []
+            self._launched.append((bucket, works))
+            for former, operation in itertools.pairwise([None, *bucket.operations]):
+                # A group has a queue of its own, which knows nothing of what another one still does to the bucket.
+                if former is not None and former.group is not operation.group:
+                    for work in works:
+                        work.wait()
+                work = operation.start(bucket, executors)
+                if work is not None:
+                    works.append(work)
             return
         stream = torch.cuda.current_stream(bucket.backend_tensor.device) if bucket.backend_tensor.is_cuda else None
         self._launched.append((bucket, self._thread.submit(_run, bucket, executors, stream)))

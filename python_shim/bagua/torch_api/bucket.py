@@ -25,10 +25,12 @@ class Operation(NamedTuple):
         start: begins it, and returns None if it is done already. It takes the bucket and the model's executors, which
             are for operations without a group of their own.
         runs_python: whether `start` does the work itself and has to run on the model's thread.
+        group: the ranks that take part; None: the model's.
     """
 
     start: Callable[[BaguaBucket, Any], dist.Work | None]
     runs_python: bool = False
+    group: BaguaProcessGroup | None = None
 
 
 class BaguaBucket:
@@ -70,6 +72,7 @@ class BaguaBucket:
         for tensor in effective:
             self._offsets.append(self._offsets[-1] + tensor.numel())
         # Those of the effective tensors where they leave no gaps (channels_last), else contiguous.
+        self._shapes = [tensor.shape for tensor in effective]
         self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in effective]
         padding = -self._offsets[-1] % alignment
         dtype, device = kinds.pop()
@@ -84,9 +87,7 @@ class BaguaBucket:
     def slot_at(self, index: int) -> Tensor:
         """Return the place of one of the tensors in `backend_tensor`, with its shape."""
         begin, end = self._offsets[index : index + 2]
-        return self.backend_tensor.narrow(0, begin, end - begin).as_strided(
-            self.tensors[index].shape, self._strides[index]
-        )
+        return self.backend_tensor.narrow(0, begin, end - begin).as_strided(self._shapes[index], self._strides[index])
 
     @torch.no_grad()
     def gather_at(self, index: int) -> None:
@@ -179,7 +180,7 @@ class BaguaBucket:
                 executors = shared_executors_for(group.torch_group, bucket.backend_tensor.device)
             return _C.reduce_flat(executors, bucket.backend_tensor, hierarchical, average, compression is not None)
 
-        return self.append_operation(Operation(start))
+        return self.append_operation(Operation(start, group=group))
 
     @property
     def has_python_ops(self) -> bool:
