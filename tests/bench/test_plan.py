@@ -72,6 +72,33 @@ def test_a_script_without_steps_is_refused(tmp_path: Path) -> None:
         from_script(str(script), [])
 
 
+def _alone(folder: Path, steps: int, status: int) -> list[Parameter]:
+    """The shapes of a script that makes no DDP, and has frozen layers."""
+    script = folder / "alone.py"
+    script.write_text(f"""
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(9, 9).requires_grad_(False), torch.nn.Linear(9, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range({steps}):
+    optimizer.zero_grad()
+    model(torch.ones(1, 9)).sum().backward()
+    optimizer.step()
+sys.exit({status})
+""")
+    return from_script(str(script), [])[0]
+
+
+def test_of_a_script_without_ddp_frozen_parameters_are_left_out(tmp_path: Path) -> None:
+    assert [parameter.shape for parameter in _alone(tmp_path, 20, 0)] == [(2, 9), (2,)]
+
+
+def test_a_script_may_end_by_exit(tmp_path: Path) -> None:
+    assert len(_alone(tmp_path, 6, 0)) == 2
+    for steps, status, problem in ((2, 0, "after 2 steps"), (6, 3, "ended with 3")):
+        with pytest.raises(RuntimeError, match=problem):
+            _alone(tmp_path, steps, status)
+
+
 def test_every_algorithm_is_foretold_with_lines_that_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--model", "gpt2", "--compute", "80ms", *_LINE]) == 0
     text = capsys.readouterr().out

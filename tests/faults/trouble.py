@@ -182,8 +182,8 @@ def die(file: dist.Store | None = None) -> None:
 def stop() -> None:
     """Stop this process, but not while one of its threads has the tests' store locked, which then nobody could use."""
     pid = os.getpid()
-    # The child keeps the lock once this process has let it go, until each of its threads has stopped: one that waits for
-    # the lock could still take it before.
+    # The child keeps the lock once this process has let it go, until each of its threads has stopped: before, one that
+    # waits for the lock could still take it.
     script = f"read _; kill -STOP {pid}; while grep -q '^State:.[^TtZ]' /proc/{pid}/task/*/status; do sleep 0.01; done"
     with nobody_writes(file_under(store()).path) as entries:
         child = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, pass_fds=[entries.fileno()])

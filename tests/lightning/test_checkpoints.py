@@ -3,6 +3,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import lightning_runs as runs
 import pytest
@@ -27,6 +28,27 @@ def test_resume_from_a_checkpoint_saved_after_training(tmp_path: Path, algorithm
     first, second = runs.everyones(weights)
     are_same = all(torch.equal(first[name], second[name]) for name in first)
     assert are_same == (algorithm not in runs.WEIGHTS_DIFFER)
+
+
+class _SavesAPart(runs.Module):
+    """Leaves its first layer, which is frozen, out of checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network[0].requires_grad_(False)
+        self.strict_loading = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        whole = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in whole.items() if not name.startswith("network.0.")}
+
+
+@on_ranks("pair")
+def test_a_module_that_saves_a_part_of_itself_continues(tmp_path: Path) -> None:
+    path = str(tmp_path / "part.ckpt")
+    runs.fit("bytegrad", _SavesAPart(), max_epochs=1).save_checkpoint(path)
+    continued = runs.fit("bytegrad", _SavesAPart(), max_epochs=2, ckpt_path=path)
+    assert continued.global_step == 2 * runs.STEPS_PER_EPOCH
 
 
 @pytest.mark.parametrize("algorithm", ["decentralized", "qadam", "powersgd", "diloco"])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks, run_ranks
+from reference import for_each
 from sharded_models import loss_of, made_model, mesh_of, on_hosts, outcome, sharded, shards_of, trained
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -135,8 +136,10 @@ def test_more_or_fewer_ranks_go_on_with_all_weights(tmp_path: Path, former: int,
     run_ranks(ranks, continued, f"{tmp_path}/", weights)
 
 
+# The latter has one row, on one rank.
 @on_ranks(4)
-def test_other_weights_than_those_of_the_checkpoint_are_gathered_in_full() -> None:
+@for_each(["head.weight", "blocks.0.scale"])
+def test_other_weights_than_those_of_the_checkpoint_are_gathered_in_full(changed: str) -> None:
     mesh = mesh_of("line")
     model, other, whole = (sharded(made_model(), mesh) for _ in range(3))
     handle = bagua.fsdp.compress(model, "gradient_allreduce", weights="1bit")
@@ -148,7 +151,7 @@ def test_other_weights_than_those_of_the_checkpoint_are_gathered_in_full() -> No
             resumed.load_state_dict(saved)
         with torch.no_grad():
             for one in (other, whole):
-                one.head.weight.mul_(2)
+                one.get_parameter(changed).mul_(2)
         if not is_changed_after:
             resumed.load_state_dict(saved)
         torch.testing.assert_close(outcome(other), outcome(whole), rtol=1e-5, atol=1e-6)

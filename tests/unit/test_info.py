@@ -59,6 +59,13 @@ def test_bagua_listens_where_it_is_told(name: str, monkeypatch: pytest.MonkeyPat
     assert "type 'export BAGUA_SOCKET_IFNAME=" in _advice()
 
 
+def test_a_container_on_an_older_kernel_has_no_lists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(congestion, "_SETTINGS", tmp_path)
+    own = congestion.in_use()
+    assert facts()["congestion control"].startswith(f"{own} (allowed: {own}")
+    assert f'"{" ".join(dict.fromkeys([own, "bbr"]))}"' in congestion.commands_for_bbr()[1]
+
+
 def test_of_several_interfaces_for_gloo_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
     assert network.listening_address()[0] == "127.0.0.1"

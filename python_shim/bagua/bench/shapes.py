@@ -204,6 +204,10 @@ def from_script(script: str, arguments: Sequence[str]) -> tuple[list[Parameter],
         runpy.run_path(script, run_name="__main__")
     except _Enough:
         pass
+    except SystemExit as end:
+        # So ends also a script that has come to its last line.
+        if end.code:
+            raise NoShapes(f"{script} ended with {end.code!r}") from None
     finally:
         DistributedDataParallel.__init__ = wrap  # type: ignore[method-assign]
         hook.remove()
@@ -220,5 +224,6 @@ def from_script(script: str, arguments: Sequence[str]) -> tuple[list[Parameter],
     if models:
         tensors = [parameter for parameter in models[-1].module.parameters() if parameter.requires_grad]
         return parameters_of(tensors, names_and_roles(models[-1].module, tensors)), compute
-    tensors = [parameter for group in optimizers[-1].param_groups for parameter in group["params"]]
+    # Those that are frozen have no gradient to send.
+    tensors = [p for group in optimizers[-1].param_groups for p in group["params"] if p.requires_grad]
     return parameters_of(tensors, [(f"parameter{number}.weight", "") for number in range(len(tensors))]), compute

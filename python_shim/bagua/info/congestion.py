@@ -16,9 +16,17 @@ def in_use() -> str:
         return one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
 
+def _listed(name: str) -> list[str]:
+    """Return what the kernel lists, which before 5.7 it does in the first network namespace only: in no container."""
+    try:
+        return (_SETTINGS / name).read_text().split()
+    except FileNotFoundError:
+        return []
+
+
 def available() -> list[str]:
-    """Return those that the kernel has loaded."""
-    return (_SETTINGS / "tcp_available_congestion_control").read_text().split()
+    """Return those that the kernel has loaded; where it does not say, those of which one can be chosen perhaps."""
+    return _listed("tcp_available_congestion_control") or list(dict.fromkeys([in_use(), BBR]))
 
 
 def allowed() -> list[str]:
@@ -30,14 +38,14 @@ def _may_choose(name: str) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
         try:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
-        except PermissionError:
+        except OSError:  # not permitted, or not loaded
             return False
     return True
 
 
 def commands_for_bbr() -> list[str]:
     """Return what an administrator types so that every process may choose BBR."""
-    names = (_SETTINGS / "tcp_allowed_congestion_control").read_text().split()
+    names = _listed("tcp_allowed_congestion_control") or [in_use()]
     return [
         "modprobe tcp_bbr",
         f'sysctl -w net.ipv4.tcp_allowed_congestion_control="{" ".join(dict.fromkeys([*names, BBR]))}"',

@@ -96,9 +96,10 @@ def _try(store: dist.Store, rank: int, ranks: int, limit: timedelta) -> int:
         dist.all_reduce(tensor)
         begin = time.perf_counter()
         dist.all_reduce(tensor)
+        total = tensor[0].item()
         seconds = time.perf_counter() - begin
-        if tensor[0].item() != float(ranks) ** 2:
-            raise RuntimeError(f"ones added up over {ranks} ranks, twice, gave {tensor[0].item()}")
+        if total != float(ranks) ** 2:
+            raise RuntimeError(f"ones added up over {ranks} ranks, twice, gave {total}")
     except (RuntimeError, ValueError) as error:
         print(f"rank {rank}: the ranks cannot communicate: {error}", flush=True)
         return 1
