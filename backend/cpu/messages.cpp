@@ -133,7 +133,7 @@ class Messages::Received final : public Message {
   // From any rank: whether it is known which. What others have begun to send belongs to those who were posted first.
   bool hasFoundSender() {
     // Dropped after the lock: a tensor that Python knows may go with them.
-    std::vector<c10::intrusive_ptr<Received>> first;
+    std::vector<c10::intrusive_ptr<c10d::Work>> first;
     const std::lock_guard<std::mutex> lock(state_->mutex);
     std::vector<net::MessageKey> keys;
     while (!receiving_) {
@@ -147,8 +147,9 @@ class Messages::Received final : public Message {
       if (!begun) break;
       auto& waiting = state_->undirected.at(tag_);
       while (!first.emplace_back(waiting.front().lock())) waiting.pop_front();
-      first.back()->expectFrom(static_cast<int>(begun->source));
-      first.back()->signal_->notify();
+      auto& receive = static_cast<Received&>(*first.back());
+      receive.expectFrom(static_cast<int>(begun->source));
+      receive.signal_->notify();
       waiting.pop_front();
     }
     if (receiving_) return true;
@@ -215,7 +216,7 @@ c10::intrusive_ptr<c10d::Work> Messages::receive(const at::Tensor& bytes, int pe
   } else {
     auto& waiting = state_->undirected[tag];
     std::erase_if(waiting, [](const auto& earlier) { return earlier.expired(); });
-    waiting.emplace_back(message);
+    waiting.emplace_back(c10::intrusive_ptr<c10d::Work>(message));
   }
   return message;
 }

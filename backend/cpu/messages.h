@@ -48,8 +48,8 @@ class Messages {
     // Messages so far, by rank.
     std::vector<TagCounts> sent;
     std::vector<TagCounts> received;
-    // By tag, the receives from any rank for which nobody has begun to send yet, in the order of their posting.
-    std::map<int, std::deque<c10::weak_intrusive_ptr<Received>>> undirected;
+    // By tag, the receives from any rank for which nobody has begun to send yet, as Received: first those posted first.
+    std::map<int, std::deque<c10::weak_intrusive_ptr<c10d::Work>>> undirected;
   };
 
   const std::shared_ptr<State> state_;

@@ -10,7 +10,6 @@
 #include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
 #include "backend/net/transport.h"
@@ -103,15 +102,12 @@ TEST(ProcessGroupBagua, GroupsThatAreMadeOfItNameTheirRanksAsTheWholeJobDoes) {
   }
 }
 
-TEST(ProcessGroupBagua, IsMergedIntoALargerOneThatCanBeUsed) {
+// The parent's list would be too short for it.
+TEST(ProcessGroupBagua, AMergedGroupHasNoListOfRanks) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const auto group = partOfAJob(store);
-  const auto wanted = group->getBackendOptions();
-  wanted->group_name = "merged";
-  // Two others have met, as threads of this process.
-  const StorePtr meetingPlace = c10::make_intrusive<c10d::PrefixStore>("merged", store);
-  for (const char* const key : {"host/0", "host/1"}) meetingPlace->set(key, ownRecord());
-  EXPECT_NO_THROW(group->merge(store, wanted, 2, 3)->eagerConnectSingleDevice(at::kCPU));
+  const auto merged = group->merge(store, group->getBackendOptions(), 0, 1);
+  EXPECT_TRUE(merged->getBackendOptions()->global_ranks_in_group.empty());
 }
 
 }  // namespace

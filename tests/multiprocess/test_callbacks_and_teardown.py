@@ -55,17 +55,20 @@ def test_coalescing_works_again_after_an_operation_in_it_was_refused() -> None:
 @on_ranks("peers")
 def test_what_follows_a_refused_operation_is_not_part_of_its_coalescing() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    good = dist.P2POp(dist.isend, torch.ones(3), (rank + 1) % size)
+    following, preceding = (rank + 1) % size, (rank - 1) % size
+    send = dist.P2POp(dist.isend, torch.ones(3), following)
     with pytest.raises(ValueError, match="contiguous"):
-        dist.batch_isend_irecv([good, dist.P2POp(dist.isend, torch.ones(2, 3).t(), (rank + 1) % size)])
-    received = torch.zeros(3)
-    dist.recv(received, (rank - 1) % size)
-    assert torch.equal(received, torch.ones(3))
+        dist.batch_isend_irecv([send, dist.P2POp(dist.isend, torch.ones(2, 3).t(), following)])
+    # torch itself keeps an all_reduce back until the next batch.
     kept = torch.ones(4)
-    dist.all_reduce(kept)
+    dist.broadcast(kept, 0)
     seen = weakref.ref(kept)
     del kept
     assert wait_for(lambda: seen() is None, 20)
+    received = torch.zeros(3)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, preceding)]):
+        work.wait()
+    assert torch.equal(received, torch.ones(3))
 
 
 @on_ranks("peers")

@@ -109,14 +109,12 @@ class Scheduler:
         if self._thread is None:
             works: list[dist.Work] = []
             self._launched.append((bucket, works))
-            for former, operation in itertools.pairwise([None, *bucket.operations]):
+            for _, operations in itertools.groupby(bucket.operations, lambda operation: id(operation.group)):
                 # A group has a queue of its own, which knows nothing of what another one still does to the bucket.
-                if former is not None and former.group is not operation.group:
-                    for work in works:
-                        work.wait()
-                work = operation.start(bucket, executors)
-                if work is not None:
-                    works.append(work)
+                for work in works:
+                    work.wait()
+                started = [operation.start(bucket, executors) for operation in operations]
+                works.extend(work for work in started if work is not None)
             return
         stream = torch.cuda.current_stream(bucket.backend_tensor.device) if bucket.backend_tensor.is_cuda else None
         self._launched.append((bucket, self._thread.submit(_run, bucket, executors, stream)))
