@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 23_029, 16_000),
-    "python_shim": Layer({".py"}, 13_903, 8_500),
-    "tests": Layer({".py"}, 29_790, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 23_044, 16_000),
+    "python_shim": Layer({".py"}, 13_917, 8_500),
+    "tests": Layer({".py"}, 29_814, 22_000, counts_tests=True),
 }
 
 

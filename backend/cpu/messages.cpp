@@ -61,12 +61,15 @@ class Messages::Message : public c10d::Work {
     signal_->notify();
   }
 
+  // Others may hold a weak pointer, and the tensor is not to live until they forget it.
+  void release_resources() override { bytes_.reset(); }
+
  protected:
   [[nodiscard]] net::Group& group() const { return *state_->group; }
   [[nodiscard]] uint8_t* data() const { return static_cast<uint8_t*>(bytes_.data_ptr()); }
 
   const std::shared_ptr<State> state_;
-  const at::Tensor bytes_;
+  at::Tensor bytes_;
   const std::shared_ptr<net::Signal> signal_ = std::make_shared<net::Signal>();
   std::atomic<bool> isAborted_ = false;
   // -1: not known yet who sends.
@@ -90,6 +93,11 @@ class Messages::Sent final : public Message {
     // The caller may change the tensor now.
     if (state.isComplete) sending_->release(static_cast<uint64_t>(bytes_.numel()));
     return state.isComplete;
+  }
+
+  void release_resources() override {
+    sending_.reset();
+    Message::release_resources();
   }
 
  private:
@@ -129,6 +137,11 @@ class Messages::Received final : public Message {
 
   int sourceRank() const override { return peer_; }
 
+  void release_resources() override {
+    receiving_.reset();
+    Message::release_resources();
+  }
+
  private:
   // From any rank: whether it is known which. What others have begun to send belongs to those who were posted first.
   bool hasFoundSender() {
@@ -145,12 +158,14 @@ class Messages::Received final : public Message {
       // This comes before a look at the errors, so that one that comes in between notifies.
       const auto begun = group().firstBegun(keys, signal_);
       if (!begun) break;
-      auto& waiting = state_->undirected.at(tag_);
+      const auto place = state_->undirected.find(tag_);
+      auto& waiting = place->second;
       while (!first.emplace_back(waiting.front().lock())) waiting.pop_front();
       auto& receive = static_cast<Received&>(*first.back());
       receive.expectFrom(static_cast<int>(begun->source));
       receive.signal_->notify();
       waiting.pop_front();
+      if (waiting.empty()) state_->undirected.erase(place);
     }
     if (receiving_) return true;
     std::string lost;

@@ -27,9 +27,12 @@ size_t endsOfConnections(const std::vector<uint16_t>& ports) {
 TEST_F(TwoTransports, OnlyTheFirstConnectionTakesOfTheLastQuarterOfAProcesssFiles) {
   const std::vector<uint16_t> ports{first_->address().address.port(), second_->address().address.port()};
   ASSERT_TRUE(arrives(0, pattern(10, 1)));
-  // Each of them may have opened the first one.
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));
-  const size_t ends = endsOfConnections(ports);
+  // Each of them may open the first one, the slower of them a while later.
+  size_t ends = 0;
+  while (ends != endsOfConnections(ports)) {
+    ends = endsOfConnections(ports);
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  }
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
   rlimit few = before;

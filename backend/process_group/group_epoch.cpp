@@ -117,7 +117,6 @@ c10::intrusive_ptr<c10d::Work> GroupEpoch::endCoalescing() {
   std::shared_ptr<MessageExecutor> executor;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(coalescing_, "bagua on rank ", identity_.rank, ": end of coalescing without a start");
     coalescing_ = false;
     if (!coalescedDevice_) return nullptr;
     executor = executors_.at(*std::exchange(coalescedDevice_, std::nullopt));

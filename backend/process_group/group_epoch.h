@@ -49,7 +49,8 @@ class GroupEpoch {
   std::shared_ptr<MessageExecutor> executorFor(at::Device device);
   // A copy: they are called without the mutex.
   [[nodiscard]] Executors executors() const;
-  // Operations between the two calls are one unit, on one device. endCoalescing() returns null where there were none.
+  // Operations between the two calls are one unit, on one device. endCoalescing() returns null where there were none,
+  // or they were dropped.
   void startCoalescing();
   c10::intrusive_ptr<c10d::Work> endCoalescing();
   // Where an operation was refused: torch's batch_isend_irecv then ends no coalescing, and what comes later would be

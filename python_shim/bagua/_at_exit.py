@@ -35,7 +35,7 @@ _unlisted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 def end_with(group: dist.ProcessGroup, hook: _C.Hook) -> None:
     """Have an algorithm that runs in the background end when its group is destroyed, or the interpreter ends."""
-    _at_work[:] = [pair for pair in _at_work if pair[0]() is not None]
+    _at_work[:] = [one for one in _at_work if one[0]() is not None]
     _at_work.append((weakref.ref(hook), weakref.ref(group), dist.get_rank()))
     install()
 
@@ -63,9 +63,11 @@ def _watch_destruction() -> None:
 
     @functools.wraps(destroy)
     def end_and_destroy(group: Any = None) -> None:
+        of = None if group is None or group is dist.group.WORLD else group
         if sys.exc_info()[0] is None:
-            is_everything = group is None or group is dist.group.WORLD
-            _end_algorithms(None if is_everything else group, "its group was destroyed")
+            _end_algorithms(of, "its group was destroyed")
+        else:
+            _forget(of)
         destroy(group)
 
     distributed_c10d.destroy_process_group = end_and_destroy
@@ -84,9 +86,7 @@ def _end() -> None:
 
 def _end_algorithms(group: dist.ProcessGroup | None, moment: str) -> None:
     """End those of `group`, or all, and forget them."""
-    ending = [pair for pair in _at_work if group is None or pair[1]() is group]
-    _at_work[:] = [pair for pair in _at_work if pair not in ending]
-    for hook, rank in [(hook, rank) for known, _, rank in ending if (hook := known()) is not None]:
+    for hook, rank in _forget(group):
         try:
             hook.end_within(_LIMIT)
         except RuntimeError as error:
@@ -98,6 +98,13 @@ def _end_algorithms(group: dist.ProcessGroup | None, moment: str) -> None:
                 moment,
                 str(error).partition("\n")[0],
             )
+
+
+def _forget(group: dist.ProcessGroup | None) -> list[tuple[_C.Hook, int]]:
+    """Forget those of `group`, or all, and return them with this rank."""
+    forgotten = [one for one in _at_work if group is None or one[1]() is group]
+    _at_work[:] = [one for one in _at_work if one not in forgotten]
+    return [(hook, rank) for known, _, rank in forgotten if (hook := known()) is not None]
 
 
 def _shut_down_groups() -> None:

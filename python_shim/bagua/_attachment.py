@@ -41,8 +41,13 @@ _UNFIT_OPTIMIZERS = {
 
 def trained_by_name(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     """Return the parameters whose gradients DDP reduces, in the order of the module."""
-    ignored = ddp.parameters_to_ignore
-    return {name: p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
+    found: dict[Tensor, str] = {}
+    for prefix, module in ddp.module.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # As DDP has it: one of the model itself is ignored by a name with a point, a shared one by all of its names.
+            if parameter.requires_grad and f"{prefix}.{name}" not in ddp.parameters_to_ignore:
+                found.setdefault(parameter, f"{prefix}.{name}".removeprefix("."))
+    return {name: parameter for parameter, name in found.items()}
 
 
 def trainable_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
@@ -213,6 +218,7 @@ _attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 @functools.cache
 def _watch_optimizers() -> None:
+    @eager
     def after_step(optimizer: Optimizer, *_: object) -> None:
         for attachment in list(_attached):
             attachment.note_step_of(optimizer)
@@ -316,7 +322,7 @@ class Attachment:
         """Note that an optimizer has taken a step, which may be another one that trains this model."""
         if optimizer is self._optimizer():
             self._has_stepped = True
-        elif not self._has_warned:
+        elif not self._has_warned and not moves_nothing(optimizer):
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if any(id(parameter) in held for parameter in self._parameters):
                 self._other_optimizer = type(optimizer).__qualname__
@@ -324,7 +330,7 @@ class Attachment:
     def _tell_of_other_optimizer(self) -> None:
         text = (
             f"algorithm {self._hook.name!r} does not see the steps of the {self._other_optimizer} that now trains the "
-            "model, as it was registered with another one: call handle.remove(), and register_comm_hook with this one"
+            "model, as it was registered with another one: call handle.remove(), and register_comm_hook again"
         )
         if self._momentum_optimizer is not None:
             raise RuntimeError(text)

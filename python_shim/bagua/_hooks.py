@@ -114,7 +114,7 @@ def _check_reduced(ddp: DistributedDataParallel, trained: int) -> None:
     if reduced != trained:
         raise ValueError(
             f"DDP reduces {reduced} parameters, and {trained} are trainable: set requires_grad before the model is "
-            "wrapped in DistributedDataParallel, and have it ignore a shared parameter by its first name in the module"
+            "wrapped in DistributedDataParallel"
         )
 
 
@@ -196,7 +196,8 @@ def register_comm_hook(
     Raises:
         ValueError: an unknown name or option (the message lists the valid ones), a value out of range, a pattern that
             fits no parameter's name, an optimizer that is missing or not the model's, a model whose parameters are all
-            frozen, or some since it was wrapped, or ranks that disagree. What one rank refuses ends the call on all.
+            frozen, or others than when it was wrapped, or ranks that disagree. What one rank refuses ends the call on
+            all.
         TypeError: an option, optimizer or group of a wrong type, or a model that is not wrapped.
         RuntimeError: the model has a hook already, that is at work, or would skip it.
     """

@@ -98,7 +98,7 @@ def test_a_split_finds_the_ranks_that_are_there_on_a_store_that_has_seen_others(
         dist.init_process_group("bagua", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
         # The second time rank 0 finds what rank 1 has written the first time.
         time.sleep(1.0 if attempt == 1 and rank == 1 else 0)
-        both: Any = dist.split_group(split_ranks=[[0, 1]], timeout=timedelta(seconds=5))
+        both: Any = dist.split_group(split_ranks=[[0, 1]], timeout=timedelta(seconds=20))
         assert _sum_over(both, 1.0) == 2
         dist.destroy_process_group()
 

@@ -204,6 +204,30 @@ def test_parameters_that_are_frozen_or_not_since_the_model_was_wrapped_are_refus
             bagua.register_comm_hook(ddp, "bytegrad")
 
 
+class WithOwnAndTied(nn.Module):
+    """Has a parameter of its own, and one that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(23))
+        self.first, self.second = nn.Linear(23, 23), nn.Linear(23, 23)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x * self.scale))
+
+
+@on_ranks(2)
+@for_each([[".scale"], ["scale"], ["first.weight"], ["second.weight"], ["first.weight", "second.weight"]])
+def test_parameters_are_ignored_by_the_names_by_which_ddp_ignores_them(names: list[str]) -> None:
+    model = WithOwnAndTied()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+    ddp = DDP(model)
+    bagua.register_comm_hook(ddp, "bytegrad")
+    for step in range(2):
+        loss_of(ddp, step).backward()
+
+
 @on_ranks(2)
 @for_each([name for name in bagua.available_algorithms() if bagua.describe(name)["optimizer"]])
 def test_the_steps_of_another_optimizer_than_the_one_that_was_given_are_noticed(algorithm: str) -> None:
@@ -213,7 +237,7 @@ def test_the_steps_of_another_optimizer_than_the_one_that_was_given_are_noticed(
     with logged() as lines:
         take_steps(ddp, given, range(2))
         # As one that works within the given one, or around it.
-        inner = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        inner = torch.optim.SGD(ddp.parameters(), lr=1e-9)
         loss_of(ddp, 2).backward()
         inner.step()
         given.step()
