@@ -44,7 +44,7 @@ def trained_by_name(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     found: dict[Tensor, str] = {}
     for prefix, module in ddp.module.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            # As DDP has it: one of the model itself is ignored by a name with a point, a shared one by all of its names.
+            # As DDP has it: one of the model itself is ignored by a name with a point, a shared one by all its names.
             if parameter.requires_grad and f"{prefix}.{name}" not in ddp.parameters_to_ignore:
                 found.setdefault(parameter, f"{prefix}.{name}".removeprefix("."))
     return {name: parameter for parameter, name in found.items()}
