@@ -53,7 +53,7 @@ void ProcessGroupBagua::checkIsOwn() const {
 
 std::shared_ptr<GroupEpoch> ProcessGroupBagua::current() const {
   checkIsOwn();
-  const auto present = currentOrNull();
+  auto present = currentOrNull();
   TORCH_CHECK_WITH(DistBackendError, present, "bagua on rank ", rank_, ": group '", options_->group_name,
                    "' was made with enable_reconfigure=True and has no members before the first reconfigure()");
   return present;
