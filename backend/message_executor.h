@@ -23,7 +23,7 @@ class MessageExecutor : public virtual Executor {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "bagua: monitored_barrier is for CPU tensors");
   }
 
-  // What is submitted between the two calls is one unit, completed by the Work that endGroup returns.
+  // The operations between the two calls are one unit, completed by the Work that endGroup returns.
   virtual void startGroup() = 0;
   virtual c10::intrusive_ptr<c10d::Work> endGroup() = 0;
   // Forgets a group that was started and will not be ended, as the next start does.

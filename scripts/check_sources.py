@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 23_044, 16_000),
+    "backend": Layer({".h", ".cpp"}, 23_050, 16_000),
     "python_shim": Layer({".py"}, 13_917, 8_500),
     "tests": Layer({".py"}, 29_814, 22_000, counts_tests=True),
 }

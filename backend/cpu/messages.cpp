@@ -143,7 +143,7 @@ class Messages::Received final : public Message {
   }
 
  private:
-  // From any rank: whether it is known which. What others have begun to send belongs to those who were posted first.
+  // Returns whether it is known which rank sends. Messages that have begun belong to the receives posted first.
   bool hasFoundSender() {
     // Dropped after the lock: a tensor that Python knows may go with them.
     std::vector<c10::intrusive_ptr<c10d::Work>> first;
@@ -185,7 +185,7 @@ class Messages::Received final : public Message {
 
   const int tag_;
   const bool isUndirected_;
-  // Under the state's mutex until there is one.
+  // It is set under the state's mutex.
   std::unique_ptr<net::Group::Receiving> receiving_;
 };
 

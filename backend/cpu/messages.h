@@ -48,7 +48,7 @@ class Messages {
     // Messages so far, by rank.
     std::vector<TagCounts> sent;
     std::vector<TagCounts> received;
-    // By tag, the receives from any rank for which nobody has begun to send yet, as Received: first those posted first.
+    // The receives from any rank (Received) that nobody has begun to send to, by tag, in the order of their posting.
     std::map<int, std::deque<c10::weak_intrusive_ptr<c10d::Work>>> undirected;
   };
 

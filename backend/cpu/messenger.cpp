@@ -24,7 +24,7 @@ void checkTag(const Operation& operation, int tag) {
                     Messenger::kTags - 1, ", got ", tag);
 }
 
-// What std::timed_mutex is, of parts that ThreadSanitizer knows: GCC 12's does not see a timed lock.
+// This is a std::timed_mutex whose timed lock ThreadSanitizer sees: that of GCC 12 it does not know.
 class TimedMutex {
  public:
   void lock() {

@@ -255,7 +255,7 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   std::string peersSource_;
   bool isProbePlanned_ = false;
   std::shared_ptr<Probe> probe_;
-  // Where other connections work, one that could not be opened, or for which files were short, is not tried before.
+  // A connection beside others that work is not tried again before, if it could not be opened, or files were short.
   static constexpr std::chrono::seconds kWithoutMore{30};
   std::chrono::steady_clock::time_point noMoreBefore_;
   // Connections that have been replaced, and when that was last logged.

@@ -47,7 +47,7 @@ constexpr milliseconds kUntilEndsAreRead{100};
 // The wait for a Hello's answer doubles so many times.
 constexpr int kMostDoublings = 12;
 
-// Whether few files are left for what a process cannot do without: other connections, pipes, checkpoints.
+// Returns whether few files are left for what a process cannot do without: other connections, pipes, checkpoints.
 bool areFilesShort() {
   rlimit files{};
   // It has the lowest number that is free.

@@ -24,7 +24,7 @@ size_t endsOfConnections(const std::vector<uint16_t>& ports) {
       .size();
 }
 
-TEST_F(TwoTransports, OnlyTheFirstConnectionTakesOfTheLastQuarterOfAProcesssFiles) {
+TEST_F(TwoTransports, OnlyTheFirstConnectionTakesOfTheLastQuarterOfTheFiles) {
   const std::vector<uint16_t> ports{first_->address().address.port(), second_->address().address.port()};
   ASSERT_TRUE(arrives(0, pattern(10, 1)));
   // Each of them may open the first one, the slower of them a while later.

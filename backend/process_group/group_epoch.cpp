@@ -95,7 +95,7 @@ std::shared_ptr<MessageExecutor> GroupEpoch::executorFor(at::Device device) {
                     ": coalesced operations must be on one device, got ", *coalescedDevice_, " and ", device);
   auto found = executors_.find(device);
   if (found == executors_.end()) found = executors_.emplace(device, makeExecutor(device)).first;
-  if (coalescing_ && !coalescedDevice_) {
+  if (coalescing_ == Coalescing::kOpen && !coalescedDevice_) {
     coalescedDevice_ = device;
     found->second->startGroup();
   }
@@ -109,30 +109,33 @@ GroupEpoch::Executors GroupEpoch::executors() const {
 
 void GroupEpoch::startCoalescing() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  coalescing_ = true;
+  coalescing_ = Coalescing::kOpen;
   coalescedDevice_.reset();
+}
+
+std::shared_ptr<MessageExecutor> GroupEpoch::closeCoalescing(Coalescing state) {
+  coalescing_ = state;
+  return coalescedDevice_ ? executors_.at(*std::exchange(coalescedDevice_, std::nullopt)) : nullptr;
 }
 
 c10::intrusive_ptr<c10d::Work> GroupEpoch::endCoalescing() {
   std::shared_ptr<MessageExecutor> executor;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    coalescing_ = false;
-    if (!coalescedDevice_) return nullptr;
-    executor = executors_.at(*std::exchange(coalescedDevice_, std::nullopt));
+    TORCH_CHECK(coalescing_ != Coalescing::kNone, "bagua on rank ", identity_.rank,
+                ": end of coalescing without a start");
+    executor = closeCoalescing(Coalescing::kNone);
   }
-  return executor->endGroup();
+  return executor ? executor->endGroup() : nullptr;
 }
 
 void GroupEpoch::dropCoalescing() {
   std::shared_ptr<MessageExecutor> executor;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    coalescing_ = false;
-    if (!coalescedDevice_) return;
-    executor = executors_.at(*std::exchange(coalescedDevice_, std::nullopt));
+    if (coalescing_ == Coalescing::kOpen) executor = closeCoalescing(Coalescing::kDropped);
   }
-  executor->dropGroup();
+  if (executor) executor->dropGroup();
 }
 
 bool GroupEpoch::hasFailed() const {

@@ -50,11 +50,11 @@ class GroupEpoch {
   // A copy: they are called without the mutex.
   [[nodiscard]] Executors executors() const;
   // Operations between the two calls are one unit, on one device. endCoalescing() returns null where there were none,
-  // or they were dropped.
+  // or they were dropped, and throws where nothing was started.
   void startCoalescing();
   c10::intrusive_ptr<c10d::Work> endCoalescing();
-  // Where an operation was refused: torch's batch_isend_irecv then ends no coalescing, and what comes later would be
-  // part of it. Does nothing where there is none.
+  // Forgets those operations where one was refused: torch's batch_isend_irecv then ends no coalescing, and later ones
+  // would be part of it. Does nothing where there is none.
   void dropCoalescing();
 
   // Whether an operation has failed; not that it was aborted.
@@ -65,7 +65,11 @@ class GroupEpoch {
   void shutdown();
 
  private:
+  enum class Coalescing { kNone, kOpen, kDropped };
+
   std::shared_ptr<MessageExecutor> makeExecutor(at::Device device);
+  // Under the mutex. Returns the executor with operations that are coalesced, or null, and leaves it to the caller.
+  std::shared_ptr<MessageExecutor> closeCoalescing(Coalescing state);
   // Under the mutex.
   GroupHealth& health();
   void close(const std::string& how);
@@ -88,7 +92,7 @@ class GroupEpoch {
   std::string closed_;
   // What hasFailed() says from then on.
   bool hadFailed_ = false;
-  bool coalescing_ = false;
+  Coalescing coalescing_ = Coalescing::kNone;
   std::optional<at::Device> coalescedDevice_;
 };
 

@@ -32,11 +32,11 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   ~ProcessGroupBagua() override;
 
   const std::string getBackendName() const override { return kBackendName; }
-  // A copy: torch writes the name and the timeout of a child into what it gets here.
+  // Returns a copy: torch writes the name and the timeout of a child into it.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
     return c10::make_intrusive<Options>(*options_);
   }
-  // The group's own, of which a change counts from the next operation on.
+  // Returns the group's own, of which a change counts from the next operation on.
   [[nodiscard]] c10::intrusive_ptr<Options> liveOptions() const { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
@@ -94,8 +94,8 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   // The ranks of a new group meet: `rank` of `size` gets a part of the store that no other attempt has used.
   using MeetAfresh =
       std::function<StorePtr(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout)>;
-  // How groups meet that are made of another one. The package sets it when it is loaded; before, they take the store as
-  // it is.
+  // Sets how groups meet that are made of another one, as the package does when it is loaded; before, they take the
+  // store as it is.
   static void useMeeting(MeetAfresh meetAfresh);
   // A new group of the ranks that are not in `excluded`, which alone call this. They meet in the store of this one, and
   // may have to call again, where one of them did not come.
@@ -149,7 +149,7 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   [[nodiscard]] std::chrono::milliseconds orDefault(std::chrono::milliseconds timeout) const;
   [[nodiscard]] ArgumentChecks checks(const char* operation) const { return {operation, identity()}; }
   std::shared_ptr<MessageExecutor> messageExecutorFor(at::Device device);
-  // Where a message is refused: see GroupEpoch.
+  // Called where a message is refused: see GroupEpoch.
   void dropCoalescing();
   // Throws DistBackendError in a forked child.
   void checkIsOwn() const;
@@ -159,7 +159,7 @@ class ProcessGroupBagua final : public c10d::Backend, public ExecutorProvider {
   // Of a reconfigure() that waits.
   void endAttempt(const char* how);
   c10::intrusive_ptr<Options> optionsOf(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
-  // What the whole job calls these ranks of the group. A group of all ranks has no list.
+  // Returns what the whole job calls these ranks of the group, which has no list where it is of all ranks.
   [[nodiscard]] std::vector<uint64_t> globalRanks(const std::vector<int>& ranks) const;
   // Its ranks meet below that name. The store may outlive them, as where torchrun starts ranks again.
   static c10::intrusive_ptr<c10d::Backend> newGroup(const std::string& name, const StorePtr& store, int rank, int size,

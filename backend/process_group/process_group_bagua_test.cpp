@@ -75,6 +75,15 @@ TEST(ProcessGroupBagua, ACallThatIsGivenNoTimeAtAllEndsAtOnce) {
               HasSubstr("in monitoredBarrier after 0 ms"));
 }
 
+TEST(ProcessGroupBagua, EndsACoalescingInWhichAMessageWasRefusedWithoutAWork) {
+  const auto group = groupOfOne();
+  group->startCoalescing();
+  std::vector<at::Tensor> toItself{at::eye(2)};
+  EXPECT_THROW(group->send(toItself, 0, 0), c10::ValueError);
+  EXPECT_FALSE(group->endCoalescing());
+  EXPECT_THAT(messageThrownBy([&] { group->endCoalescing(); }), HasSubstr("without a start"));
+}
+
 // torch writes the name and the timeout of a child into them.
 TEST(ProcessGroupBagua, HandsOutCopiesOfItsOptions) {
   const auto group = groupOfOne();

@@ -3,7 +3,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 namespace bagua {

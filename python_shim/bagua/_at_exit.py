@@ -124,5 +124,5 @@ def _shut_down_groups() -> None:
     _C.shut_down_together(list(groups))
 
 
-# Now, and not with the first algorithm: a script may import the name before it registers one.
+# It watches before there is an algorithm: a script may import the name before it registers one.
 _watch_destruction()

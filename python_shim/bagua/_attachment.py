@@ -44,7 +44,7 @@ def trained_by_name(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     found: dict[Tensor, str] = {}
     for prefix, module in ddp.module.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            # As DDP has it: one of the model itself is ignored by a name with a point, a shared one by all its names.
+            # DDP ignores one of the model itself by a name with a point, and a shared one by all its names.
             if parameter.requires_grad and f"{prefix}.{name}" not in ddp.parameters_to_ignore:
                 found.setdefault(parameter, f"{prefix}.{name}".removeprefix("."))
     return {name: parameter for parameter, name in found.items()}
@@ -212,7 +212,7 @@ def _why_nobody_waits(algorithm: str) -> str:
     return f"ranks do not wait for each other in a step with algorithm {algorithm!r}"
 
 
-# All that are at work.
+# The attachments that are at work.
 _attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
@@ -239,7 +239,7 @@ class Attachment:
         self._parameters = trainable_parameters(ddp)
         self._optimizer = weakref.ref(optimizer)
         self._momentum_optimizer = optimizer if isinstance(optimizer, QAdamOptimizer) else None
-        # Since the last forward: whether it has taken a step, and the class of another one that has, with this model.
+        # Since the last forward it may have taken a step, and another one, of this class.
         self._has_stepped = False
         self._other_optimizer = ""
         self._has_warned = False

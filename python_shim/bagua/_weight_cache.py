@@ -162,7 +162,7 @@ class CachedGather:
             [(loaded if is_trained else shards).narrow(0, b, n) for b, n, is_trained in self._columns(shards)]
         )
         self._exchange(output, self._held, group, is_coded=False)
-        # Before this rank's weights take the place of what it has sent: so all ranks see the same.
+        # This look comes before this rank's weights take the place of what it has sent, so that all ranks see the same.
         can_go_on = are_finite(output)
         shards.copy_(self._given)
         return can_go_on

@@ -119,7 +119,7 @@ def test_a_rank_that_ends_by_an_exception_waits_for_nobody(tmp_path: Path, body:
 
 
 def test_an_algorithm_that_cannot_end_with_its_group_says_so(tmp_path: Path) -> None:
-    # What a script has imported before bagua.
+    # A script that has imported the name before bagua has this one.
     outputs, _ = _ends("train(0); dist.barrier(); dist.destroy_process_group.__wrapped__()", tmp_path)
     for rank, output in enumerate(outputs):
         assert f"algorithm 'async' was still at work on rank {rank} when its group was destroyed" in output

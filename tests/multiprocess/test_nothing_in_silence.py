@@ -236,7 +236,7 @@ def test_the_steps_of_another_optimizer_than_the_one_that_was_given_are_noticed(
     handle = bagua.register_comm_hook(ddp, algorithm, given)
     with logged() as lines:
         take_steps(ddp, given, range(2))
-        # As one that works within the given one, or around it.
+        # So does one that works within the given one, or around it.
         inner = torch.optim.SGD(ddp.parameters(), lr=1e-9)
         loss_of(ddp, 2).backward()
         inner.step()

@@ -241,7 +241,7 @@ class StrategyParts(_Base):
                 )
             return
         checkpoint, state = of_this_rank(checkpoint)
-        # As Lightning has loaded it before: of some modules a checkpoint lacks what is frozen.
+        # Lightning has loaded it in the same way before: of some modules a checkpoint lacks what is frozen.
         lenient = {} if getattr(self.lightning_module, "strict_loading", True) else {"strict": False}
         super().load_model_state_dict(checkpoint, **lenient)
         super().load_optimizer_state_dict(checkpoint)

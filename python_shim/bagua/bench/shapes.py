@@ -205,7 +205,7 @@ def from_script(script: str, arguments: Sequence[str]) -> tuple[list[Parameter],
     except _Enough:
         pass
     except SystemExit as end:
-        # So ends also a script that has come to its last line.
+        # A script that has come to its last line may end so, too.
         if end.code:
             raise NoShapes(f"{script} ended with {end.code!r}") from None
     finally:

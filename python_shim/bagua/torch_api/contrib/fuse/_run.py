@@ -161,7 +161,7 @@ class Run:
         foreach_copy_(self._gradient_views, gradients)
         self.flat.grad = self._gradient
         if self._state:
-            # A copy: the optimizer changes it, and after the step the two are compared.
+            # The optimizer changes this copy, and after the step the two are compared.
             states[self.flat] = dict(self._state)
 
     def after_step(self, states: States) -> None:
