@@ -19,6 +19,15 @@ class OpenedReducer : public c10d::Reducer {
     if (used.defined()) used.zero_();
     reducer.*(&OpenedReducer::local_used_map_reduced_) = false;
   }
+
+  // DDP notes in this way which gradient came when; a backward before may have left some.
+  static void noteGradients(c10d::Reducer& reducer) {
+    (reducer.*(&OpenedReducer::rebuilt_params_)).clear();
+    (reducer.*(&OpenedReducer::rebuilt_param_indices_)).clear();
+    for (size_t index = (reducer.*(&OpenedReducer::params_)).size(); index-- > 0;) {
+      (reducer.*(&OpenedReducer::push_rebuilt_params))(index);
+    }
+  }
 };
 
 }  // namespace
@@ -62,6 +71,12 @@ void layOutBuckets(c10d::Reducer& reducer, const std::vector<std::vector<int64_t
   TORCH_CHECK_VALUE(static_cast<int64_t>(held.size()) == count, "bagua: the buckets of another rank hold ", held.size(),
                     " parameters, this model has ", count, " trainable ones");
   reducer.initialize_buckets(std::move(buckets));
+}
+
+bool settleBuckets(c10d::Reducer& reducer) {
+  if (!reducer.should_rebuild_buckets()) return false;
+  OpenedReducer::noteGradients(reducer);
+  return reducer.rebuild_buckets();
 }
 
 void forgetBackward(c10d::Reducer& reducer) { OpenedReducer::forgetBackward(reducer); }

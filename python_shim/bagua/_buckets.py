@@ -60,18 +60,6 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
             "itself, also with what a newcomer's are that has not been healed yet"
         )
     parameters = trainable_parameters(ddp)
-    if not ddp.find_unused_parameters and not ddp.static_graph:
-        gradients = [(p, p.grad) for p in ddp.parameters()]
-        # The backward would add to them in place.
-        ddp.zero_grad()
-        with torch.enable_grad():
-            ddp.reducer.prepare_for_forward()
-            ddp.reducer.prepare_for_backward([])
-            try:
-                torch.autograd.backward(torch.stack([p.sum().real.float() for p in parameters]).sum())
-            finally:
-                for parameter, gradient in gradients:
-                    parameter.grad = gradient
-        rebuild_buckets(ddp)
+    rebuild_buckets(ddp, lambda: _C.settle_buckets(ddp.reducer))
     if ddp.bucket_bytes_cap_default and parameters[0].is_cpu and not ddp.static_graph:
         _split(ddp, parameters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,29 @@ def check_scaler(scaler: Any) -> None:
     """Refuse what cannot be followed."""
     if not callable(getattr(scaler, "update", None)) or not callable(getattr(scaler, "get_scale", None)):
         raise TypeError(f"expected a torch.amp.GradScaler, got {type(scaler).__qualname__}")
+
+
+class _WatchedMethod:
+    """Calls something after a method of an object. Copies of the object, also by pickle, have the method alone."""
+
+    def __init__(self, owner: Any, name: str, after: Callable[[], None]) -> None:
+        self._owner = owner
+        self._name = name
+        self._method = getattr(owner, name)
+        self._after = after
+        functools.update_wrapper(self, self._method)
+
+    @classmethod
+    def put(cls, owner: Any, name: str, after: Callable[[], None]) -> None:
+        setattr(owner, name, cls(owner, name, after))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._method(*args, **kwargs)
+        self._after()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The copy of the owner has no attributes of its own yet when this is asked of it.
+        return getattr, (self._owner, self._name)
 
 
 class Handle:
@@ -228,27 +251,22 @@ class Handle:
         if scaler in self._followed:
             return
         self._followed.add(scaler)
-        update, load = scaler.update, scaler.load_state_dict
         # Kept, as CUDA is waited for by whoever reads it. Besides update() only a checkpoint changes it.
         scale = scaler.get_scale()
 
-        @functools.wraps(update)
-        def update_and_rescale(new_scale: float | torch.Tensor | None = None) -> None:
+        def rescale_if_changed() -> None:
             nonlocal scale
-            update(new_scale)
             before, scale = scale, scaler.get_scale()
             # A scale that has fallen to 0 leaves nothing to rescale.
             if scale != before and scale > 0 and before > 0 and not self._is_removed:
                 self.rescale(scale / before)
 
-        @functools.wraps(load)
-        def load_and_look(state_dict: dict[str, Any]) -> None:
+        def look() -> None:
             nonlocal scale
-            load(state_dict)
             scale = scaler.get_scale()
 
-        scaler.update = update_and_rescale  # type: ignore[method-assign]
-        scaler.load_state_dict = load_and_look  # type: ignore[method-assign]
+        _WatchedMethod.put(scaler, "update", rescale_if_changed)
+        _WatchedMethod.put(scaler, "load_state_dict", look)
 
     def remove(self) -> None:
         """Take the algorithm off the model: from the next backward on gradients are averaged in full precision.

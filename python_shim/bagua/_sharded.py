@@ -20,9 +20,9 @@ from bagua._torch_private import (
     eager,
     has_all_reduce_hook,
     is_fsdp_root,
-    is_in_backward,
     is_view_of_buffer,
     local_part,
+    number_of_backward,
     parameters_being_reduced,
     set_replica_group,
     shape_in_buffer,
@@ -123,7 +123,8 @@ class ShardReduction:
         # Of the step at hand; empty between two steps.
         self._seen: set[int] = set()
         self._pending: list[_Pending] = []
-        self._is_ending = False
+        # The backward that will end the step. An error may have kept the last one from it.
+        self._ending = 0
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
@@ -158,7 +159,7 @@ class ShardReduction:
 
         `op` is what FSDP2 wants: a mean, a sum, or a sum divided by `factor`, if the user has set that.
         """
-        if not is_in_backward():
+        if not number_of_backward():
             raise ValueError(
                 "bagua.fsdp: gradients are reduced outside of a backward: set_manual_backward_finalization(True) is "
                 "not supported, leave it off"
@@ -214,8 +215,6 @@ class ShardReduction:
         return [(name, view.view(shape)) for name, view, shape in zip(names, views, parts * shapes, strict=True)]
 
     def _begin_step(self) -> None:
-        # An end that an error has kept from being called is none any more.
-        self._is_ending = False
         self._model.check_placed()
         if any(has_all_reduce_hook(group) for group in self._model.groups):
             raise ValueError(
@@ -230,12 +229,11 @@ class ShardReduction:
 
     def _at_end(self) -> None:
         # Of several parts of the model, each may end the backward for itself.
-        if self._seen and not self._is_ending:
-            self._is_ending = True
+        if self._seen and self._ending != number_of_backward():
+            self._ending = number_of_backward()
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._is_ending = False
         self._end_step()
         if self._after_backward is not None:
             self._after_backward()

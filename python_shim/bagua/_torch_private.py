@@ -185,9 +185,9 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._has_rebuilt_buckets)
 
 
-def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
-    """Have DDP rebuild its buckets, which it does in its next forward otherwise; returns whether it did."""
-    if not ddp.reducer._rebuild_buckets():
+def rebuild_buckets(ddp: DistributedDataParallel, build: Callable[[], bool] | None = None) -> bool:
+    """Have DDP rebuild its buckets, by `build` or as its next forward does otherwise; returns whether it did."""
+    if not (build or ddp.reducer._rebuild_buckets)():
         return False
     ddp._has_rebuilt_buckets = True
     return True
@@ -385,8 +385,9 @@ def leave_unwrapped(step: Any) -> None:
 # --- Autograd ---------------------------------------------------------------------------------------------------------
 
 
-def is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def number_of_backward() -> int:
+    """Return which backward this thread is in, from 1 on; 0 outside of one."""
+    return torch._C._current_graph_task_id() + 1
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

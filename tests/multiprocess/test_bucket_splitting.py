@@ -8,6 +8,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._buckets import settle_buckets
 from devices import randn
 from hooked_models import Gradients, emulated_hosts, same, train, train_without_bagua
 from ranks import on_ranks
@@ -69,3 +70,29 @@ def test_every_parameter_travels_once_in_buckets_of_a_codec() -> None:
     _, buckets, layout = _train("ab", "bytegrad")
     assert buckets > 2
     assert sum(layout) == 2 * (len(LAYERS) - 1)
+
+
+def _layout_and_gradients(*, is_settled: bool) -> tuple[list[list[int]], Gradients]:
+    """Return DDP's final buckets, and the gradients of the last step."""
+    ddp = DDP(_network(), bucket_cap_mb=1)
+    calls: list[Tensor] = []
+    for parameter in ddp.parameters():
+        parameter.register_hook(calls.append)
+        parameter.register_post_accumulate_grad_hook(calls.append)
+    if is_settled:
+        settle_buckets(ddp)
+        assert not calls
+    handle = bagua.register_comm_hook(ddp, "gradient_allreduce")
+    for step in range(1 if is_settled else 0, 4):
+        ddp.zero_grad()
+        _loss(ddp, step).backward()
+    return handle.layout, [p.grad for p in ddp.parameters()]
+
+
+@on_ranks(2)
+def test_buckets_are_settled_as_by_a_first_backward_without_the_users_hooks() -> None:
+    layout, gradients = _layout_and_gradients(is_settled=True)
+    expected, others = _layout_and_gradients(is_settled=False)
+    assert len(layout) > 2
+    assert layout == expected
+    assert all(map(torch.equal, gradients, others))

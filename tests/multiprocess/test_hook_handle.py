@@ -282,3 +282,24 @@ def test_a_followed_scaler_is_read_once_a_step_and_when_it_loads_a_checkpoint() 
     scaler.update(32.0)
     assert reads == [8.0, 4.0, 4.0, 64.0, 32.0]
     assert factors == [1, 0.5, 0.5]
+
+
+@on_ranks(2)
+def test_a_copy_of_a_followed_scaler_is_a_scaler_of_its_own() -> None:
+    handle = bagua.register_comm_hook(DDP(perceptron()), "powersgd", start_step=0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    factors: list[float] = []
+    handle.rescale = factors.append  # type: ignore[method-assign]
+    handle.follow(scaler)
+    scaler.update(4.0)
+    for duplicate in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):  # noqa: S301
+        twin = duplicate(scaler)
+        assert twin.get_scale() == 4.0
+        twin.scale(torch.ones(1))
+        twin.update(16.0)
+        twin.load_state_dict({**twin.state_dict(), "scale": 32.0})
+        twin = duplicate(twin)
+        assert (twin.get_scale(), scaler.get_scale()) == (32.0, 4.0)
+    scaler.update(2.0)
+    assert factors == [1, 0.5, 0.5]

@@ -7,6 +7,7 @@ import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from devices import randn
 from hooked_models import same_everywhere
 from ranks import on_new_ranks, on_ranks
 from sharded_models import (
@@ -83,6 +84,31 @@ def test_what_is_exact_is_what_fsdp2_computes(mesh_name: str, step: Any) -> None
 def test_accumulated_checkpointed_clipped_gradients_in_bfloat16_are_those_of_fsdp2() -> None:
     for mesh_name in ("hybrid", "line"):
         computes_as_fsdp2_does(mesh_name, all_at_once, **POLICIES["bfloat16"])
+
+
+def failing_at_its_end(model: Any, step: int) -> None:
+    """Fail in a first backward after FSDP2 has ended it, before others that wait for its end are called; try again."""
+
+    def fail() -> None:
+        raise KeyError("of the user's code")
+
+    x = randn(6, WIDTHS[0], seed=step).requires_grad_()
+    x.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(fail))
+    with pytest.raises(KeyError):
+        model(x).square().sum().backward()
+    model.zero_grad()
+    plain_step(model, step)
+
+
+@on_two_meshes
+@on_ranks(4)
+def test_a_backward_ends_also_after_one_that_an_error_kept_from_it(mesh_name: str) -> None:
+    mesh, model = mesh_of(mesh_name), made_model()
+    expected = trained(sharded(model, mesh), step=failing_at_its_end)
+    ours = sharded(model, mesh)
+    handle = bagua.fsdp.compress(ours, "gradient_allreduce", weights="cache" if mesh.ndim == 1 else None)
+    check_equal(trained(ours, step=failing_at_its_end), expected)
+    assert handle.stats()["steps"] == 2 * 3
 
 
 def computes_as_fsdp2_does(mesh_name: str, step: Any, **policy: Any) -> None:
