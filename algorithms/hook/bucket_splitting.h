@@ -23,9 +23,9 @@ void splitBuckets(c10d::Reducer& reducer, c10d::Logger& logger, const std::vecto
 // made them where other ranks were. At such a moment, too.
 void layOutBuckets(c10d::Reducer& reducer, const std::vector<std::vector<int64_t>>& layout, int64_t count);
 
-// Has DDP build its final buckets before the first backward, after which it does so otherwise, with the gradients in the
-// reverse order of the parameters. False, and nothing is done, for a model whose buckets stay as they are. All ranks
-// take part, as in DDP's own way.
+// Has DDP build its final buckets before the first backward, after which it does so otherwise, with the gradients in
+// the reverse order of the parameters. False, and nothing is done, for a model whose buckets stay as they are. All
+// ranks take part, as in DDP's own way.
 bool settleBuckets(c10d::Reducer& reducer);
 
 // Drops what DDP has noted of a backward that has failed, as it does itself at the end of one, which it queues with the

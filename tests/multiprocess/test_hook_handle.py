@@ -293,7 +293,7 @@ def test_a_copy_of_a_followed_scaler_is_a_scaler_of_its_own() -> None:
     handle.rescale = factors.append  # type: ignore[method-assign]
     handle.follow(scaler)
     scaler.update(4.0)
-    for duplicate in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):  # noqa: S301
+    for duplicate in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
         twin = duplicate(scaler)
         assert twin.get_scale() == 4.0
         twin.scale(torch.ones(1))
