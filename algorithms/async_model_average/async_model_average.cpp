@@ -71,7 +71,7 @@ class AsyncModelAverage final : public Algorithm, public ActsOnWeights, public R
   }
 
   bool resume(StepContext& /*context*/) override {
-    nextRound_ = Clock::now();
+    if (isPaused_) nextRound_ = Clock::now();
     return std::exchange(isPaused_, false);
   }
 

@@ -270,16 +270,17 @@ class Attachment:
             self._removable.append(register_multi_grad_hook(self._parameters, self._at_backward, mode="any"))
         # The optimizer may train several models, of which each has its own.
         self._attachments: list[Attachment] = vars(optimizer).setdefault("_bagua_attachments", [])
-        for former in [one for one in self._attachments if one._is_replaced_by(ddp, self._parameters)]:
+        for former in [one for one in _attached if one._is_replaced_by(ddp, optimizer, self._parameters)]:
             former.detach()
         self._attachments.append(self)
         _watch_optimizers()
         _attached.add(self)
 
-    def _is_replaced_by(self, ddp: DistributedDataParallel, parameters: list[Tensor]) -> bool:
-        """Whether a model is this one, wrapped once more for another fit: the optimizer then works for the later."""
+    def _is_replaced_by(self, ddp: DistributedDataParallel, optimizer: Optimizer, parameters: list[Tensor]) -> bool:
+        """Whether a model is gone, or this one, wrapped once more for another fit of the same optimizer."""
         own = self._ddp()
-        return own is None or own.module is ddp.module or not set(parameters).isdisjoint(self._parameters)
+        is_same = own is not None and (own.module is ddp.module or not set(parameters).isdisjoint(self._parameters))
+        return own is None or (is_same and optimizer is self._optimizer())
 
     @eager
     def _before_forward(self, ddp: nn.Module, args: Any) -> None:
@@ -376,8 +377,7 @@ class Attachment:
         _attached.discard(self)
         for handle in self._removable:
             handle.remove()
-        if self in self._attachments:
-            self._attachments.remove(self)
+        self._attachments[:] = [one for one in self._attachments if one is not self]
 
     def remove(self) -> None:
         """Take all hooks off again and leave the model to plain averaging of gradients. Collective."""

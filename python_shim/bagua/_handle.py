@@ -98,6 +98,13 @@ class Handle:
         return self._hook.keeps_residuals
 
     @property
+    def needs_state(self) -> bool:
+        """Whether a training that continues without `state_dict()` would miss something."""
+        # The residuals of qadam are of momenta, which have no scale.
+        has_residuals = self.keeps_residuals or self.options.get("error_feedback") is True
+        return has_residuals or self.options.get("guard") == "adapt" or not describe(self.algorithm)["is_exact"]
+
+    @property
     def layout(self) -> list[list[int]]:
         """Which gradients travel together, by the positions of their parameters; empty in the first steps."""
         return self._hook.layout()
@@ -177,7 +184,8 @@ class Handle:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict()` returned on the same rank.
 
-        Options that the checkpoint lacks had their defaults. `guard` may be another than it was.
+        Options that the checkpoint lacks had their defaults. `guard` may be another than it was. Background
+        communication goes on, also from a state that was saved after `abort`.
 
         Raises:
             ValueError: the state is of another algorithm, of other options or of another model, or incomplete.
@@ -185,6 +193,8 @@ class Handle:
         """
         self._check_state_dict(state_dict)
         self._load(state_dict)
+        # Many a state was saved after abort(), at the end of a training.
+        self._go_on()
         if self._attachment is not None:
             self._attachment.state_loaded()
 
@@ -328,7 +338,13 @@ class Handle:
         self._check_at_work()
         self._hook.resume()
 
+    def _go_on(self) -> None:
+        if not self._is_removed and describe(self.algorithm)["runs_in_background"]:
+            self._hook.resume()
+
     def __enter__(self) -> Handle:
+        """Let background communication go on, as `resume`, after an earlier block."""
+        self._go_on()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

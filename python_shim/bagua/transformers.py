@@ -131,8 +131,7 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
         are_there = gathered(file.is_file())
         if not all(are_there):
             lacking = [str(rank) for rank, is_there in enumerate(are_there) if not is_there]
-            keeps_something = self._handle.keeps_residuals or self._handle.options.get("guard") == "adapt"
-            if self._begins_anew or (describe(self._algorithm)["is_exact"] and not keeps_something):
+            if self._begins_anew or not self._handle.needs_state:
                 return
             raise ValueError(
                 f"{checkpoint} holds no state of algorithm {self._algorithm!r} for rank {', '.join(lacking)} of "
@@ -150,8 +149,8 @@ class BaguaCallback(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer()
         if self._handle is None or trainer is None or args.save_only_model:
             return
-        assert args.output_dir is not None
-        folder = Path(args.output_dir, f"checkpoint-{state.global_step}", _FOLDER)
+        # Each trial of a search for hyperparameters has a folder of its own.
+        folder = Path(trainer._get_output_dir(trainer._trial), f"checkpoint-{state.global_step}", _FOLDER)
         folder.mkdir(parents=True, exist_ok=True)
         saved: dict[str, Any] = {"handle": self._handle.state_dict()}
         if not describe(self._algorithm)["is_exact"]:

@@ -54,10 +54,21 @@ print("the best weights")
 RESUMED = (
     SCRIPT[: SCRIPT.index("trainer = Trainer(")]
     + """
+import bagua, pathlib, types
+from transformers import integrations
+from transformers.trainer_utils import HPSearchBackend
+
+# A trial of a search, as of optuna's.
+TRIAL = types.SimpleNamespace(number=7, params={})
+integrations.hp_params = lambda trial: trial.params
+
 def trained(algorithm, options, resume=None):
     torch.manual_seed(0)
+    model, optimizer, trial = Line(), None, None
+    if algorithm == "qadam":
+        optimizer = bagua.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
     trainer = Trainer(
-        model=Line(),
+        model=model, optimizers=(optimizer, None),
         args=TrainingArguments(
             output_dir=f"FOLDER/{algorithm}", use_cpu=True, per_device_train_batch_size=4, max_steps=13, save_steps=5,
             learning_rate=0.01, report_to="none", label_names=["labels"],
@@ -66,16 +77,20 @@ def trained(algorithm, options, resume=None):
     )
     callback = BaguaCallback(trainer, algorithm, **options)
     trainer.add_callback(callback)
-    trainer.train(resume_from_checkpoint=resume)
+    if algorithm == "diloco":
+        trial, trainer.hp_search_backend, trainer.hp_space = TRIAL, HPSearchBackend.OPTUNA, lambda trial: {}
+    trainer.train(resume_from_checkpoint=resume, trial=trial)
     return [*(p.detach().clone() for p in trainer.model.parameters())], callback
 
-import pathlib
 for algorithm, options in (
     ("quantized_allreduce", {"codec": {"*": "2bit"}, "exact": (), "error_feedback": True, "hierarchical": False}),
+    ("qadam", {"codec": "1bit", "error_feedback": True, "hierarchical": False}),
     ("diloco", {"sync_every": 4, "delay": 2}),
 ):
     whole, _ = trained(algorithm, options)
-    saved = pathlib.Path("FOLDER", algorithm, "checkpoint-5")
+    run = "run-7" if algorithm == "diloco" else ""
+    saved = pathlib.Path("FOLDER", algorithm, run, "checkpoint-5")
+    assert {one.parent for one in pathlib.Path("FOLDER", algorithm).rglob("checkpoint-*")} == {saved.parent}
     continued, _ = trained(algorithm, options, str(saved))
     assert all(torch.equal(one, other) for one, other in zip(whole, continued)), algorithm
     fresh, _ = trained(algorithm, options | {"begins_anew": True}, str(saved))

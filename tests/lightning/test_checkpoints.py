@@ -30,6 +30,45 @@ def test_resume_from_a_checkpoint_saved_after_training(tmp_path: Path, algorithm
     assert are_same == (algorithm not in runs.WEIGHTS_DIFFER)
 
 
+class _Tested(runs.Module):
+    def test_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.loss(batch)
+
+
+@pytest.mark.parametrize("algorithm", ["low_precision_decentralized", "powersgd", "diloco"])
+@on_ranks("pair")
+def test_a_test_between_training_and_saving_changes_nothing(tmp_path: Path, algorithm: str) -> None:
+    path = str(tmp_path / "tested.ckpt")
+    trainer = runs.fit(algorithm, _Tested(algorithm))
+    for _ in range(2):
+        trainer.test(trainer.lightning_module, runs.loader(shuffle=False), verbose=False)
+    trainer.save_checkpoint(path)
+    continued = runs.fit(algorithm, max_epochs=2, ckpt_path=path)
+    runs.assert_same_bits(runs.weights_of(continued.lightning_module), runs.weights_by_hand(algorithm, epochs=2))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "how", "holds"),
+    [("decentralized", "path", False), ("bytegrad", "path", True), ("bytegrad", "module", False)],
+)
+@on_ranks("pair")
+def test_a_state_is_not_saved_with_weights_that_it_does_not_fit(
+    tmp_path: Path, algorithm: str, how: str, holds: bool
+) -> None:
+    first, second = (str(tmp_path / f"{name}.ckpt") for name in ("first", "second"))
+    trainer = runs.fit(algorithm, _Tested(algorithm))
+    trainer.save_checkpoint(first)
+    tested: dict[str, Any] = {"ckpt_path": first} if how == "path" else {"model": _Tested(algorithm)}
+    trainer.test(dataloaders=runs.loader(shuffle=False), verbose=False, **tested)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.save_checkpoint(second)
+    warned = any("holds no state of algorithm 'decentralized'" in str(warning.message) for warning in caught)
+    assert warned == (algorithm == "decentralized" and dist.get_rank() == 0)
+    dist.barrier()
+    assert ("bagua" in torch.load(second, weights_only=True)) == holds
+
+
 class _SavesAPart(runs.Module):
     """Leaves its first layer, which is frozen, out of checkpoints."""
 
@@ -113,18 +152,22 @@ def test_save_every_rank_false_holds_rank_0_only(tmp_path: Path) -> None:
         ("bytegrad", "was written with algorithm 'decentralized'"),
         ("decentralized", "was written with the options {"),
         ("ranks", "was written by 1 ranks"),
+        ("entry", "holds no state of an algorithm"),
     ],
 )
 @on_ranks("pair")
 def test_another_run_starts_from_rank_0_with_a_warning(tmp_path: Path, how: str, expected: str) -> None:
     path = str(tmp_path / "other.ckpt")
     runs.fit("decentralized").save_checkpoint(path)
-    if how == "ranks" and dist.get_rank() == 0:
+    if how in ("ranks", "entry") and dist.get_rank() == 0:
         checkpoint = torch.load(path, weights_only=True)
-        del checkpoint["bagua"]["ranks"][1]
+        if how == "entry":
+            del checkpoint["bagua"]
+        else:
+            del checkpoint["bagua"]["ranks"][1]
         torch.save(checkpoint, path)
     dist.barrier()
-    name = "decentralized" if how == "ranks" else how
+    name = "decentralized" if how in ("ranks", "entry") else how
     options = {"communication_interval": 3} if how == "decentralized" else runs.DETERMINISTIC[name]
     continued = _Start(name)
     with warnings.catch_warnings(record=True) as caught:
@@ -172,9 +215,13 @@ def test_checkpoints_are_exchanged_with_stock_ddp(tmp_path: Path) -> None:
     trainer = runs.quiet_trainer("ddp")
     trainer.fit(runs.Module(), runs.loader())
     trainer.save_checkpoint(path)
-    continued = _Start()
-    runs.fit("bytegrad", continued, max_epochs=2, ckpt_path=path)
-    runs.assert_same_bits(continued.start, torch.load(path, weights_only=True)["state_dict"])
+    for algorithm, loses in (("bytegrad", False), ("powersgd", True)):
+        continued = _Start()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runs.fit(algorithm, continued, max_epochs=2, ckpt_path=path)
+        assert any("starts afresh" in str(one.message) for one in caught) == (loses and dist.get_rank() == 0)
+        runs.assert_same_bits(continued.start, torch.load(path, weights_only=True)["state_dict"])
     # And the other way: stock DDP reads ours.
     runs.fit("bytegrad").save_checkpoint(path)
     stock = runs.quiet_trainer("ddp", max_epochs=2)

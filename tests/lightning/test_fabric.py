@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and optimizers that Fabric has set up."""
+"""Models and optimizers that Fabric has set up, or a loop of one's own."""
+
+import gc
+import weakref
 
 import bagua
 import torch
@@ -44,3 +47,14 @@ def test_an_optimizer_that_fabric_wraps_gets_the_momenta_itself() -> None:
                 optimizer.step()
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*weights)
+
+
+@on_ranks(2)
+def test_a_module_that_is_wrapped_again_with_another_optimizer_keeps_nothing_of_the_training_before() -> None:
+    module = perceptron()
+    hooks = []
+    for _ in range(2):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        hooks.append(weakref.ref(bagua.register_comm_hook(DDP(module), "local_sgd", optimizer=optimizer)._hook))
+        gc.collect()
+    assert [hook() is None for hook in hooks] == [True, False]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with Lightning is the same training as a loop over DDP with the same algorithm, to the bit."""
 
+import gc
+import weakref
 from typing import Any
 
 import lightning_runs as runs
@@ -127,6 +129,22 @@ def test_stock_ddp_strategy_on_our_backend() -> None:
     assert dist.get_backend() == "bagua"
     # Of two ranks: halves are exact, whoever takes them.
     runs.assert_same_bits(runs.weights_of(module), runs.weights_by_hand("gradient_allreduce"))
+
+
+class _NotesHooks(runs.Module):
+    def on_train_start(self) -> None:
+        hook = self.trainer.strategy.handle._hook  # type: ignore[attr-defined]
+        self.hooks = [*getattr(self, "hooks", ()), weakref.ref(hook)]
+
+
+@pytest.mark.parametrize("algorithm", ["local_sgd", "decentralized"])
+@on_ranks("pair")
+def test_a_module_that_is_fitted_again_keeps_nothing_of_the_fits_before(algorithm: str) -> None:
+    module = _NotesHooks(algorithm)
+    for _ in range(2):
+        runs.fit(algorithm, module)
+    gc.collect()
+    assert [hook() for hook in module.hooks] == [None, None]
 
 
 @on_ranks("pair")

@@ -165,6 +165,19 @@ def test_abort_and_resume_pause_the_rounds() -> None:
     trained.end()
 
 
+@on_ranks(3, timeout=SECONDS)
+def test_rounds_go_on_in_another_block_and_from_a_state_that_was_saved_after_one() -> None:
+    trained = Drift()
+    for _ in range(2):
+        with trained.handle:
+            trained.steps_with_rounds(6)
+    saved = trained.handle.state_dict()
+    trained = Drift()
+    trained.handle.load_state_dict(saved)
+    trained.steps_with_rounds(6)
+    trained.handle.abort()
+
+
 # abort, resume: before the warm-up ends or after; never is -1.
 @pytest.mark.parametrize(("abort_at", "resume_at"), [(2, 3), (2, 8), (0, 0), (-1, 2)])
 @on_ranks(3, timeout=SECONDS)

@@ -97,6 +97,20 @@ def _with_uneven_steps(end: str, ahead: int) -> str:
     return ""
 
 
+@pytest.mark.parametrize("algorithm", ["diloco", "local_sgd"])
+@on_ranks(3)
+def test_rounds_go_on_in_another_block_and_from_a_state_that_was_saved_after_one(algorithm: str) -> None:
+    begin = partial(begun, partial(register, algorithm=algorithm, sync_every=2))
+    training = begin()
+    for number in range(12):
+        with training.handle:
+            training.step(number)
+        # What each has learnt by itself is in the round that the block ends.
+        assert same_everywhere(training.weights())
+        if number % 4 == 3:
+            training = begun_anew(training, begin)
+
+
 @pytest.mark.parametrize("end", [pytest.param("synchronize", marks=pytest.mark.long), "abort", "remove"])
 def test_ranks_that_end_after_other_steps_are_told_both(rank_pools: Pools, end: str) -> None:
     # Rank 1 is one step short of a round when both end.

@@ -23,12 +23,12 @@ _PARTS_OF_A_RANK = ("state_dict", "optimizer_states")
 def add_states_of_all_ranks(checkpoint: dict[str, Any], state: dict[str, Any], *, with_weights: bool) -> None:
     """Put the `Handle.state_dict()` of all ranks into the checkpoint of rank 0. Collective.
 
-    `with_weights`, the weights and optimizers of the others go there, too.
+    `with_weights`, the weights and optimizers of the others go there, too: what the state has of them comes first.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = {part: state[part] for part in ("state", "layout", "step", "guard")}
     if with_weights and rank != 0:
-        own |= {part: checkpoint[part] for part in _PARTS_OF_A_RANK}
+        own |= {part: state.get(part, checkpoint[part]) for part in _PARTS_OF_A_RANK}
     everyones: list[Any] | None = [None] * ranks if rank == 0 else None
     dist.gather_object(to_cpu(own), everyones)
     if everyones is not None:

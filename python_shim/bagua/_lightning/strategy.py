@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import deepcopy
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ class StrategyParts(_Base):
     "async", "local_sgd", "diloco") that takes the weights and optimizers of all ranks: the file grows with their
     number. With `save_every_rank=False` it holds those of rank 0 only; all ranks then continue from these and the
     algorithm starts afresh. It does so too, with a warning, from a checkpoint of another algorithm, other options or
-    another number of ranks. In all cases the checkpoint's `state_dict` is the model of rank 0.
+    another number of ranks, and from one that lacks what the algorithm keeps. In all cases the checkpoint's
+    `state_dict` is the model of rank 0.
 
     With "async", background averaging pauses during validation and ends with training: all ranks then hold the same
     weights. With "local_sgd" and "diloco" all ranks hold the same weights at the end of training, too; validation takes
@@ -104,10 +106,15 @@ class StrategyParts(_Base):
         self._options = bagua_kwargs
         self._algorithm = algorithm
         self._info = describe(algorithm)
+        self._weights_differ = self._info["optimizer"] == "Optimizer"
+        self._saves_state = self._saves_every_rank or not self._weights_differ
         _C.check_options(algorithm, self._options, [*self._names_of_the_base(), "save_every_rank"])
         self._handle: Handle | None = None
-        # Of a training that has ended, for checkpoints that are saved afterwards.
+        # Whether a checkpoint without the algorithm's state lacks something.
+        self._needs_state = False
+        # Of a training that has ended, for checkpoints that are saved afterwards; and of which module.
         self._last_state: dict[str, Any] | None = None
+        self._last_module: Any = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -136,11 +143,17 @@ class StrategyParts(_Base):
 
     def setup(self, trainer: Trainer) -> None:
         """As DDPStrategy; when training, the algorithm is registered once model and optimizers are there."""
-        self._handle = self._last_state = None
+        self._handle = None
+        if trainer.state.fn == "fit" or self.lightning_module is not self._last_module:
+            self._last_state = None
+        elif self._weights_differ and self._last_state is not None and "state_dict" not in self._last_state:
+            # Where nothing is trained, Lightning gives all ranks the weights of rank 0.
+            self._last_state["state_dict"] = deepcopy(to_cpu(self.lightning_module_state_dict()))
         super().setup(trainer)
         if trainer.state.fn == "fit":
             assert isinstance(self.model, DistributedDataParallel)
             self._handle = register_comm_hook(self.model, self._algorithm, self._optimizer(), **self._options)
+            self._needs_state = self._saves_state and self._handle.needs_state
             scaler = getattr(self.precision_plugin, "scaler", None)
             if scaler is not None and self._handle.keeps_residuals:
                 self._handle.follow(scaler)
@@ -204,10 +217,15 @@ class StrategyParts(_Base):
             return
         if self._info["runs_in_background"]:
             self._handle.abort()
-        self._last_state = to_cpu(self._handle.state_dict())
+        if self._saves_state:
+            self._last_state = to_cpu(self._handle.state_dict())
+            self._last_module = self.lightning_module
 
     def teardown(self) -> None:
         """As DDPStrategy; the algorithm is let go. Not collective: after an error other ranks may never come here."""
+        if self._handle is not None and self._handle._attachment is not None:
+            # The parameters, which outlive DDP's wrapper, would hold it.
+            self._handle._attachment.detach()
         self._handle = None
         super().teardown()
 
@@ -215,12 +233,23 @@ class StrategyParts(_Base):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As DDPStrategy, with the states of all ranks. Collective, as `Trainer.save_checkpoint` is."""
-        weights_differ = self._info["optimizer"] == "Optimizer"
-        if "optimizer_states" in checkpoint and (self._saves_every_rank or not weights_differ):
+        if "optimizer_states" in checkpoint and self._saves_state:
             state = self._last_state if self._handle is None else self._handle.state_dict()
             if state is not None:
-                add_states_of_all_ranks(checkpoint, state, with_weights=weights_differ)
+                add_states_of_all_ranks(checkpoint, state, with_weights=self._weights_differ)
+            elif self._needs_state and self.is_global_zero:
+                warnings.warn(
+                    f"the checkpoint holds no state of algorithm {self._algorithm!r}: other weights have been loaded "
+                    "since the training, or it has not come to its end",
+                    stacklevel=2,
+                )
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_model_state_dict(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        """As DDPStrategy; what an algorithm that acts on weights has kept does not fit others."""
+        if self._weights_differ:
+            self._last_state = None
+        super().load_model_state_dict(checkpoint, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """As DDPStrategy, of this rank; with its weights, which differ from those of rank 0, and the algorithm's state.
@@ -233,7 +262,7 @@ class StrategyParts(_Base):
         reason = why_not_exact(checkpoint, self._handle)
         if reason:
             super().load_optimizer_state_dict(checkpoint)
-            if self.is_global_zero and "bagua" in checkpoint:
+            if self.is_global_zero and ("bagua" in checkpoint or self._needs_state):
                 warnings.warn(
                     f"the checkpoint {reason}: all ranks continue from the weights of its rank 0, and algorithm "
                     f"{self._algorithm!r} starts afresh",
