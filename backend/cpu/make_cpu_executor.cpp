@@ -59,8 +59,7 @@ std::shared_ptr<MessageExecutor> makeCpuExecutor(const GroupIdentity& group, con
     const auto present = weak.lock();
     return present ? present->findLost() : std::nullopt;
   };
-  // Memory that the ranks of one host share tells them of a death by itself.
-  const auto log = health.addLog("cpu", topology->hostCount() > 1 ? OperationLog::FindLost(findLost) : nullptr);
+  const auto log = health.addLog("cpu", findLost);
   CpuExecutor::Communicators channels;
   const int count = isSerial ? 1 : channelsFor(*topology);
   for (int channel = 0; channel < count; ++channel) {

@@ -70,6 +70,7 @@ class MessageWork final : public c10d::Work {
     Operation operation = operation_;
     if (timeout != kNoTimeout) operation.timeout = limitedTimeout(timeout);
     const auto patience = operation.timeout + health_->patience(operation.timeout);
+    const auto deadline = std::chrono::steady_clock::now() + patience;
     // One thread waits at a time. Another one may wait for longer than this one, whose timeout fails the group as well.
     std::unique_lock waiter(waitMutex_, std::defer_lock);
     if (timeout == kNoTimeout) {
@@ -85,7 +86,7 @@ class MessageWork final : public c10d::Work {
     std::exception_ptr failure;
     try {
       TORCH_CHECK_WITH(DistNetworkError, waiter, "timed out waiting for a message that another thread waits for, too");
-      const bool hasArrived = transfer_->wait(patience);
+      const bool hasArrived = transfer_->wait(timeout == kNoTimeout ? patience : leftUntil(deadline));
       TORCH_CHECK_WITH(DistBackendError, hasArrived, "the message was aborted");
     } catch (...) {
       failure = health_->explain(std::current_exception(), operation);

@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "tests/support/thrown_messages.h"
 #include "tests/support/two_transports.h"
@@ -81,6 +82,48 @@ TEST_F(MessengerTest, AnAbortReleasesAlsoWhoWaitsForAMessageThatIsPostedLater) {
   messenger_->abort();
   EXPECT_THAT(errorOf(receive(), kLimit), HasSubstr("the message was aborted"));
 }
+
+TEST_F(MessengerTest, AnAbortEndsAlsoWhoAsksWhetherAMessageIsCompleted) {
+  const at::Tensor large = at::zeros(int64_t{2} << 20);
+  const auto works = {receive(), messenger_->send(with(1, large), large, /*tag=*/0)};
+  for (const auto& work : works) EXPECT_FALSE(work->isCompleted());
+  messenger_->abort();
+  for (const auto& work : works) {
+    EXPECT_TRUE(work->isCompleted());
+    EXPECT_THAT(errorOf(work, kLimit), HasSubstr("the message was aborted"));
+  }
+}
+
+// Nothing else has been said between the two.
+class LeavingPeer : public MessengerTest, public ::testing::WithParamInterface<bool> {};
+
+TEST_P(LeavingPeer, EndsEveryMessageThatWaitsForIt) {
+  const bool isFirst = GetParam();
+  if (isFirst) groups_[1]->leave();
+  const at::Tensor place = at::zeros({4});
+  // More than leaves before anybody receives it.
+  const at::Tensor large = at::zeros(int64_t{2} << 20);
+  const auto works = {receive(), messenger_->receive(with(-1, place), place, /*tag=*/1),
+                      messenger_->send(with(1, large), large, /*tag=*/0)};
+  std::vector<std::future<std::string>> errors;
+  errors.reserve(works.size());
+  for (const auto& work : works) {
+    errors.push_back(std::async(std::launch::async, [&] { return errorOf(work, std::chrono::hours(1)); }));
+  }
+  if (!isFirst) {
+    // All of them wait by then.
+    std::this_thread::sleep_for(milliseconds(200));
+    groups_[1]->leave();
+  }
+  for (auto& error : errors) {
+    EXPECT_EQ(error.wait_for(kLimit), std::future_status::ready);
+    if (error.wait_for(milliseconds(0)) != std::future_status::ready) messenger_->abort();
+    EXPECT_THAT(error.get(), HasSubstr("rank 1 has left the group"));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, LeavingPeer, ::testing::Bool(),
+                         [](const auto& of) { return std::string(of.param ? "Before" : "Meanwhile"); });
 
 TEST_F(MessengerTest, ReceivesFromAnyRankGetMessagesInTheOrderInWhichTheyWerePosted) {
   const auto sender = messengerOf(1);

@@ -92,9 +92,32 @@ void Group::leave() {
     if (std::exchange(hasLeft_, true)) return;
     links = links_;
   }
-  for (const auto& link : links) {
-    if (link) link->leave(id_, static_cast<uint32_t>(rank_));
+  for (size_t peer = 0; peer < links.size(); ++peer) {
+    if (links[peer]) {
+      links[peer]->leave(id_, static_cast<uint32_t>(rank_));
+    } else if (const auto link = transport_->knownLink(ranks_[peer].process);
+               link && !link->isLost() && inbox_->hasHeardFrom(*link)) {
+      linkTo(static_cast<int>(peer));  // which tells of the leave
+    }
   }
+}
+
+void Group::listenTo(int peer) {
+  const auto link = linkTo(peer);
+  link->connect();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!listensTo_.insert(peer).second) return;
+  }
+  link->tellListening(id_, static_cast<uint32_t>(rank_));
+}
+
+void Group::onListening(uint32_t peer) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!hasLeft_ || peer >= ranks_.size()) return;
+  }
+  linkTo(static_cast<int>(peer));  // which tells of the leave
 }
 
 void Group::onAbsent(const ProcessId& process) {

@@ -2,6 +2,7 @@
 #include "backend/net/inbox.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 namespace bagua::net {
@@ -105,6 +106,9 @@ void Inbox::failAllOf(uint32_t source, const std::string& error) {
       if (key.source == source) failed.push_back(message);
     }
     woken = watching();
+    for (const auto& watcher : std::exchange(sources_[source].watchers, {})) {
+      if (auto signal = watcher.lock()) woken.push_back(std::move(signal));
+    }
   }
   for (const auto& message : failed) message->fail(error);
   for (const auto& signal : woken) signal->notify();
@@ -134,10 +138,21 @@ bool Inbox::uses(const FlowControl& sender, uint32_t source, bool hasAnother) {
   return std::ranges::any_of(messages_, [&](const auto& entry) { return entry.first.source == source; });
 }
 
-std::string Inbox::errorOf(uint32_t source) {
+std::string Inbox::errorOf(uint32_t source, const std::shared_ptr<Signal>& signal) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto known = sources_.find(source);
-  return known == sources_.end() ? "" : known->second.error;
+  auto& known = sources_[source];
+  if (signal && known.error.empty()) {
+    const auto isNeeded = [&](const auto& watcher) { return !watcher.expired() && watcher.lock() != signal; };
+    std::erase_if(known.watchers, std::not_fn(isNeeded));
+    known.watchers.push_back(signal);
+  }
+  return known.error;
+}
+
+void Inbox::noteListening(uint32_t source, const FlowControl& sender) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& listening = sources_[source];
+  if (listening.sender == nullptr) listening.sender = &sender;
 }
 
 void Inbox::noteLeave(uint32_t source, uint64_t frames, const std::string& error) {

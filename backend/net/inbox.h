@@ -41,8 +41,8 @@ class Inbox {
   // Returns whether the loss of `sender` concerns `source`: something has come over it, or is asked for and would come
   // over it, as the group does not speak over another one.
   [[nodiscard]] bool uses(const FlowControl& sender, uint32_t source, bool hasAnother);
-  // Returns why nothing more comes from `source`; empty: it may.
-  [[nodiscard]] std::string errorOf(uint32_t source);
+  // Returns why nothing more comes from `source`; empty: it may, and `signal` is notified when nothing does any more.
+  [[nodiscard]] std::string errorOf(uint32_t source, const std::shared_ptr<Signal>& signal = nullptr);
   // `source` has sent `frames` data frames in all and nothing after them; `error` is what waiters get to hear.
   void noteLeave(uint32_t source, uint64_t frames, const std::string& error);
   // A data frame of `source` has come to its end.
@@ -50,7 +50,9 @@ class Inbox {
   // The group was left. Of a frame that is just coming, hasHeardFrom() after this or isClosed() after begin() tells.
   void close() { isClosed_ = true; }
   [[nodiscard]] bool isClosed() const { return isClosed_; }
-  // Returns whether something has come over `sender`.
+  // `source` waits for what comes over `sender`, though nothing has come from there.
+  void noteListening(uint32_t source, const FlowControl& sender);
+  // Returns whether something has come over `sender`, or somebody waits there.
   [[nodiscard]] bool hasHeardFrom(const FlowControl& sender);
 
  private:
@@ -62,6 +64,8 @@ class Inbox {
     std::shared_ptr<UnsolicitedBudget> budget = nullptr;
     // The last that has brought a frame: an address to compare with, which may have gone.
     const FlowControl* sender = nullptr;
+    // They are notified of the error.
+    std::vector<std::weak_ptr<Signal>> watchers = {};
 
     // Frames overtake each other: the last has come when as many have.
     [[nodiscard]] bool hasLeft() const { return lastFrame && frames >= *lastFrame; }

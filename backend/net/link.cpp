@@ -54,9 +54,10 @@ Link::State Link::stateOf(const Outgoing& message) {
   const Lock lock(mutex_);
   const uint64_t released = message.released();
   if (message.isComplete()) {
-    return {.isComplete = true, .hasContextGone = true, .gone = message.size, .released = released, .error = ""};
+    return {.isComplete = true, .isCut = true, .hasContextGone = true, .gone = message.size, .released = released, .error = ""};
   }
-  return {.hasContextGone = message.hasContextGone(),
+  return {.isCut = message.hasBegun && message.cut == message.size,
+          .hasContextGone = message.hasContextGone(),
           .gone = message.gone(),
           .released = released,
           .error = message.isTooLate ? "this rank has left the group" : error_};
@@ -197,6 +198,9 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
     }
     case Frame::Kind::kEnded:
       return onEnded(connection, frame.key.stream, frame.total);
+    case Frame::Kind::kListening:
+      if (const auto transport = transport_.lock()) transport->onListening(frame, *this);
+      return true;
     case Frame::Kind::kAbsent:
       noteLeft(frame.group);
       if (const auto transport = transport_.lock()) transport->onAbsent(*this, frame.group);

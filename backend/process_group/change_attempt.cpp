@@ -11,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "backend/operation/timeouts.h"
 #include "backend/os/fork_held_mutex.h"
 #include "backend/os/process_mark.h"
 
@@ -53,10 +54,6 @@ struct GivenUp {
 GivenUp& givenUp = *new GivenUp;  // NOLINT(cppcoreguidelines-owning-memory)
 
 }  // namespace
-
-milliseconds leftUntil(Clock::time_point deadline) {
-  return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline - Clock::now()));
-}
 
 void ChangeAttempt::end(const char* how) {
   const char* none = nullptr;

@@ -65,7 +65,4 @@ struct Meeting {
 Meeting meetInTime(std::function<Meeting()> meet, const MemberHandle& first, std::chrono::milliseconds timeout,
                    std::chrono::steady_clock::time_point deadline, ChangeAttempt& attempt);
 
-// Not 0, which a store takes for no limit.
-std::chrono::milliseconds leftUntil(std::chrono::steady_clock::time_point deadline);
-
 }  // namespace bagua

@@ -84,7 +84,8 @@ std::exception_ptr GroupWork::exception() const {
 }
 
 bool GroupWork::wait(std::chrono::milliseconds timeout) {
-  for (const auto& part : parts_) part->wait(timeout);
+  const auto deadline = std::chrono::steady_clock::now() + limitedTimeout(timeout);
+  for (const auto& part : parts_) part->wait(timeout == kNoTimeout ? kNoTimeout : leftUntil(deadline));
   return true;
 }
 

@@ -15,6 +15,6 @@ namespace bagua {
 // - the messages of an algorithm: algorithms/
 //
 // The records themselves are text that other versions can read (rank_record.h), and are not covered.
-inline constexpr int kWireFormat = 13;
+inline constexpr int kWireFormat = 14;
 
 }  // namespace bagua

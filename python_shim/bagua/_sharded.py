@@ -161,8 +161,8 @@ class ShardReduction:
         """
         if not number_of_backward():
             raise ValueError(
-                "bagua.fsdp: gradients are reduced outside of a backward: set_manual_backward_finalization(True) is "
-                "not supported, leave it off"
+                "bagua.fsdp: gradients are reduced outside of a backward, as torch's pipeline parallelism does and "
+                "set_manual_backward_finalization(True) asks for: that is not supported"
             )
         if not self._seen:
             self._begin_step()

@@ -4,7 +4,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import pytest
@@ -87,7 +87,12 @@ def test_a_death_is_noticed_within_two_seconds_by_all(operation: str, transport:
 
 SLOW, DEAD = 0, 3
 # Who shares a host: a death shows in shared memory, in a connection, or to one rank in this and to another in that.
-PLACES = {"one host": "aaaa", "four hosts": "abcd", "two hosts": "aabb"}
+PLACES: dict[str, Mapping[str, str | Sequence[str]]] = {
+    "one host": {"BAGUA_HOST_ID": list("aaaa")},
+    "one host without memory": {"BAGUA_HOST_ID": list("aaaa"), "BAGUA_SHARED_MEMORY": "0"},
+    "four hosts": {"BAGUA_HOST_ID": list("abcd")},
+    "two hosts": {"BAGUA_HOST_ID": list("aabb")},
+}
 
 
 def _die_beside_a_slow_rank() -> tuple[Outcome, float] | None:
@@ -108,8 +113,7 @@ def _die_beside_a_slow_rank() -> tuple[Outcome, float] | None:
 @pytest.mark.parametrize("places", PLACES)
 def test_a_death_is_noticed_though_all_wait_for_a_rank_that_is_slow(places: str) -> None:
     def seconds() -> list[float]:
-        hosts = {"BAGUA_HOST_ID": list(PLACES[places])}
-        results = run_ranks(4, _die_beside_a_slow_rank, env=hosts, group_timeout=30.0, dying={DEAD})
+        results = run_ranks(4, _die_beside_a_slow_rank, env=PLACES[places], group_timeout=30.0, dying={DEAD})
         survivors = [result for result in results if result is not None]
         assert len(survivors) == 2
         assert f"rank {DEAD} " in cause_of([outcome for outcome, _ in survivors]).partition("failed: ")[2]

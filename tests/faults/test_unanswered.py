@@ -238,6 +238,53 @@ def test_a_rank_that_has_destroyed_its_group_is_missed_at_once_though_a_hook_sti
     assert "Connection closed by peer: rank 1 has left the exchange in shared memory" in message
 
 
+# Rank 0 alone makes them.
+MESSAGES: dict[str, Callable[[], Any]] = {
+    "recv": lambda: dist.recv(torch.zeros(3), 1),
+    "recv from any": lambda: dist.recv(torch.zeros(3)),
+    "send": lambda: dist.send(torch.zeros(3_000_000), 1),
+}
+
+
+def _wait_for_one_who_leaves(call: str, is_gone: bool) -> tuple[float, str]:
+    shared = store()
+    warm_up()
+    if dist.get_rank() == 1:
+        if not is_gone:
+            shared.wait(["waits"], timedelta(seconds=60))
+            time.sleep(ASLEEP_SECONDS)
+        left = time.monotonic()
+        dist.destroy_process_group()
+        shared.set("left", str(left))
+        shared.wait(["noticed"], timedelta(seconds=60))
+        return 0.0, ""
+    if is_gone:
+        shared.wait(["left"], timedelta(seconds=60))
+    else:
+        shared.set("waits", "yes")
+    outcome = expect_error(MESSAGES[call])
+    shared.set("noticed", "yes")
+    return outcome.when - float(shared.get("left")), outcome.message
+
+
+@pytest.mark.parametrize(
+    ("call", "is_gone", "transport"),
+    selection(
+        itertools.product(MESSAGES, (True, False), TRANSPORTS),
+        [("recv", True, "in-host"), ("recv from any", False, "in-host"), ("send", False, "between-hosts")],
+    ),
+)
+def test_a_message_ends_where_its_peer_has_destroyed_the_group_and_lives(
+    call: str, is_gone: bool, transport: str
+) -> None:
+    arguments: Any = (call, is_gone)
+    seconds, message = run_ranks(
+        2, _wait_for_one_who_leaves, *arguments, env=TRANSPORTS[transport], group_timeout=120.0
+    )[0]
+    assert seconds < SLACK_SECONDS
+    assert "rank 1 has left the group" in message
+
+
 # --- the end of a process ---
 
 # Rank 0 ends while work of its groups waits for rank 1, which makes no call and stays until rank 0 is gone.
