@@ -54,7 +54,12 @@ Link::State Link::stateOf(const Outgoing& message) {
   const Lock lock(mutex_);
   const uint64_t released = message.released();
   if (message.isComplete()) {
-    return {.isComplete = true, .isCut = true, .hasContextGone = true, .gone = message.size, .released = released, .error = ""};
+    return {.isComplete = true,
+            .isCut = true,
+            .hasContextGone = true,
+            .gone = message.size,
+            .released = released,
+            .error = ""};
   }
   return {.isCut = message.hasBegun && message.cut == message.size,
           .hasContextGone = message.hasContextGone(),

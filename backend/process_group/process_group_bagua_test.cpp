@@ -9,10 +9,12 @@
 
 #include <chrono>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
 #include "backend/net/transport.h"
+#include "backend/process_group/work_bagua.h"
 #include "backend/rendezvous/rank_record.h"
 #include "tests/support/thrown_messages.h"
 
@@ -43,6 +45,29 @@ TEST(ProcessGroupBagua, ReducesSparseTensorsToSumsAndMeansOnly) {
     options.reduceOp = op;
     EXPECT_THROW(group->allreduce(tensors, options), c10::ValueError);
   }
+}
+
+class LatePart final : public c10d::Work {
+ public:
+  bool wait(milliseconds timeout) override {
+    given.push_back(timeout);
+    std::this_thread::sleep_for(milliseconds(20));
+    return true;
+  }
+  std::vector<milliseconds> given;
+};
+
+TEST(GroupWork, HasOneTimeoutForAllOfItsParts) {
+  const auto part = c10::make_intrusive<LatePart>();
+  GroupWork work(0, {part, part, part});
+  EXPECT_TRUE(work.wait(std::chrono::seconds(10)));
+  ASSERT_EQ(part->given.size(), 3U);
+  EXPECT_LE(part->given[1], milliseconds(9'980));
+  EXPECT_LE(part->given[2], milliseconds(9'960));
+  EXPECT_TRUE(work.wait(milliseconds(1))) << "none is given 0, which is no limit";
+  EXPECT_EQ(part->given.back(), milliseconds(1));
+  EXPECT_TRUE(work.wait(kNoTimeout));
+  EXPECT_EQ(part->given.back(), kNoTimeout);
 }
 
 TEST(ProcessGroupBagua, SaysHowItEndedAtFirst) {
