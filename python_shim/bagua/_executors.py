@@ -47,7 +47,7 @@ def _private_group(
         unique = new_name(store, list(members).index(group.rank()), len(ranks), timeout)
     else:
         # By an operation, which ends when a member dies: whoever waits at a store does not hear of that.
-        said = gathered((secrets.token_hex(16), _C.own_record()), group)
+        said = gathered((secrets.token_hex(16), _C.own_record()), group, device)
         unique = said[members[0]][0]
         options = _C.Options()
         options._records = [said[member][1] for member in members]
@@ -78,10 +78,10 @@ def ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[lis
     return list(range(group.size())), store
 
 
-def _records_of(group: dist.ProcessGroup, timeout: timedelta) -> list[str]:
+def _records_of(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> list[str]:
     """Return what each rank says of itself. Collective."""
     if not _C.job_secret_fingerprint():
-        return gathered(_C.own_record(), group)
+        return gathered(_C.own_record(), group, device)
     rank, size = group.rank(), group.size()
     # What comes over another backend is of anybody: neither to be unpickled nor to be believed.
     store = fresh_part(dist.PrefixStore("bagua_records", group.get_group_store()), rank, size, timeout)
@@ -102,7 +102,8 @@ def _executors_over(
     _at_exit.install()
     warn_of_unknown(group.rank())
     ranks = dist.get_process_group_ranks(group)
-    return _C.executors_over_backend(backend, group.group_name, _records_of(group, timeout), timeout, ranks)
+    records = _records_of(group, device, timeout)
+    return _C.executors_over_backend(backend, group.group_name, records, timeout, ranks)
 
 
 class _Use:
