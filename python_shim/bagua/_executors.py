@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,7 @@ from bagua._native import _C
 from bagua._registry import describe
 from bagua._settings import warn_of_unknown
 from bagua._tensors_apart import broadcast_state, gathered
-from bagua._torch_private import backend_of, default_group, listed_groups, new_named_group, timeout_of
+from bagua._torch_private import backend_of, default_group, device_types, listed_groups, new_named_group, timeout_of
 
 
 def _private_group(
@@ -37,7 +37,7 @@ def _private_group(
     name = "bagua" if device.type == "cpu" else dist.get_backend(group)
     if ":" in name:
         name = dict(pair.split(":") for pair in name.split(","))[device.type]
-    everybody, changed = ranks_and_store(group, device)
+    everybody, changed = ranks_and_store(group)
     members = range(len(everybody)) if members is None else members
     ranks = [everybody[member] for member in members]
     options = None
@@ -61,12 +61,30 @@ def _destroy(known: weakref.ref[dist.ProcessGroup]) -> None:
         dist.destroy_process_group(group)
 
 
-def ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], dist.Store | None]:
+@contextlib.contextmanager
+def group_for_states(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """Give a group of the same ranks whose objects travel in the memory of the host: states of all may fill a GPU.
+
+    Collective.
+    """
+    cpu, types = torch.device("cpu"), device_types(group)
+    if cpu in types:
+        yield group
+        return
+    private = _private_group(group, cpu, timeout_of(backend_of(group, types[0])))
+    try:
+        yield private
+    finally:
+        dist.destroy_process_group(private)
+
+
+def ranks_and_store(group: dist.ProcessGroup) -> tuple[list[int], dist.Store | None]:
     """Return the global ranks of a group, and the store in which they have met, if its members have changed.
 
     torch goes on listing the ranks that the group was made with.
     """
-    store: dist.Store | None = getattr(backend_of(group, device), "reconfigured_store", None)
+    backends = [backend_of(group, one) for one in device_types(group)]
+    store = next(filter(None, (getattr(one, "reconfigured_store", None) for one in backends)), None)
     if store is None:
         return dist.get_process_group_ranks(group), None
     if group is not default_group():
