@@ -172,6 +172,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
     data = load(args.data, device)
     torch.manual_seed(args.seed)
     network = residual_network().to(device)

@@ -11,7 +11,8 @@ namespace bagua {
 // operation: for CPU tensors that blocks, for CUDA tensors it orders the current stream behind it.
 class BackendCommunicator final : public Communicator {
  public:
-  BackendCommunicator(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<const HostTopology> topology);
+  BackendCommunicator(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<const HostTopology> topology,
+                      at::Device device);
 
   void broadcast(at::Tensor& tensor, int root) override;
   void allReduce(at::Tensor& tensor, const ReduceOp& op) override;
@@ -27,6 +28,8 @@ class BackendCommunicator final : public Communicator {
   void wait(const c10::intrusive_ptr<c10d::Work>& work);
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
+  // Of the tensors that it is given.
+  const at::Device device_;
 };
 
 }  // namespace bagua

@@ -12,6 +12,8 @@
 namespace bagua {
 
 bool isCapturingOn(at::Device device) {
+  // The default streams of all devices have one handle, for which CUDA answers as for the current device.
+  const c10::cuda::CUDAGuard onDevice(device.index());
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
   return status != cudaStreamCaptureStatusNone;

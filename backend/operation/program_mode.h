@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <optional>
@@ -12,8 +13,9 @@
 namespace bagua {
 
 // While it lives, this thread is in the state that a program with these results runs in, on whichever thread: without
-// gradients, and in inference mode if it writes to inference tensors, which torch lets nobody change outside of that
-// mode. What else the program makes is of the same kind on the caller's thread as on the executor's own.
+// gradients, without the caller's autocast, which would have it multiply in 16 bits, and in inference mode if it writes
+// to inference tensors, which torch lets nobody change outside of that mode. What else the program makes is of the same
+// kind on the caller's thread as on the executor's own.
 class ProgramMode {
  public:
   explicit ProgramMode(const std::vector<at::Tensor>& results) {
@@ -23,6 +25,8 @@ class ProgramMode {
   }
 
  private:
+  // Before the mode, which restores at its end what it found.
+  const c10::impl::ExcludeDispatchKeyGuard noAutocast_{c10::autocast_dispatch_keyset};
   std::optional<c10::InferenceMode> inferenceMode_;
   // After the mode, which sets it too; gone before it.
   std::optional<at::NoGradGuard> noGrad_;

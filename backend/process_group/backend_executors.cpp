@@ -56,7 +56,8 @@ std::shared_ptr<Executor> BackendExecutors::executorFor(at::Device device) {
   }
 #if BAGUA_WITH_CUDA
   const auto log = health_.addLog("cuda");
-  executor_ = makeStreamExecutor(identity_, std::make_unique<BackendCommunicator>(backend_, topology_), device, log);
+  auto communicator = std::make_unique<BackendCommunicator>(backend_, topology_, device);
+  executor_ = makeStreamExecutor(identity_, std::move(communicator), device, log);
   endWithGroup(executor_, *log);
   device_ = device;
   return executor_;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,7 @@ from bagua._native import _C
 from bagua._registry import describe
 from bagua._settings import warn_of_unknown
 from bagua._tensors_apart import broadcast_state, gathered
-from bagua._torch_private import backend_of, default_group, listed_groups, new_named_group, timeout_of
+from bagua._torch_private import backend_of, default_group, device_types, listed_groups, new_named_group, timeout_of
 
 
 def _private_group(
@@ -37,7 +37,7 @@ def _private_group(
     name = "bagua" if device.type == "cpu" else dist.get_backend(group)
     if ":" in name:
         name = dict(pair.split(":") for pair in name.split(","))[device.type]
-    everybody, changed = ranks_and_store(group, device)
+    everybody, changed = ranks_and_store(group)
     members = range(len(everybody)) if members is None else members
     ranks = [everybody[member] for member in members]
     options = None
@@ -47,7 +47,7 @@ def _private_group(
         unique = new_name(store, list(members).index(group.rank()), len(ranks), timeout)
     else:
         # By an operation, which ends when a member dies: whoever waits at a store does not hear of that.
-        said = gathered((secrets.token_hex(16), _C.own_record()), group)
+        said = gathered((secrets.token_hex(16), _C.own_record()), group, device)
         unique = said[members[0]][0]
         options = _C.Options()
         options._records = [said[member][1] for member in members]
@@ -61,12 +61,30 @@ def _destroy(known: weakref.ref[dist.ProcessGroup]) -> None:
         dist.destroy_process_group(group)
 
 
-def ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], dist.Store | None]:
+@contextlib.contextmanager
+def group_for_states(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """Give a group of the same ranks whose objects travel in the memory of the host: states of all may fill a GPU.
+
+    Collective.
+    """
+    cpu, types = torch.device("cpu"), device_types(group)
+    if cpu in types:
+        yield group
+        return
+    private = _private_group(group, cpu, timeout_of(backend_of(group, types[0])))
+    try:
+        yield private
+    finally:
+        dist.destroy_process_group(private)
+
+
+def ranks_and_store(group: dist.ProcessGroup) -> tuple[list[int], dist.Store | None]:
     """Return the global ranks of a group, and the store in which they have met, if its members have changed.
 
     torch goes on listing the ranks that the group was made with.
     """
-    store: dist.Store | None = getattr(backend_of(group, device), "reconfigured_store", None)
+    backends = [backend_of(group, one) for one in device_types(group)]
+    store = next(filter(None, (getattr(one, "reconfigured_store", None) for one in backends)), None)
     if store is None:
         return dist.get_process_group_ranks(group), None
     if group is not default_group():
@@ -78,10 +96,10 @@ def ranks_and_store(group: dist.ProcessGroup, device: torch.device) -> tuple[lis
     return list(range(group.size())), store
 
 
-def _records_of(group: dist.ProcessGroup, timeout: timedelta) -> list[str]:
+def _records_of(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> list[str]:
     """Return what each rank says of itself. Collective."""
     if not _C.job_secret_fingerprint():
-        return gathered(_C.own_record(), group)
+        return gathered(_C.own_record(), group, device)
     rank, size = group.rank(), group.size()
     # What comes over another backend is of anybody: neither to be unpickled nor to be believed.
     store = fresh_part(dist.PrefixStore("bagua_records", group.get_group_store()), rank, size, timeout)
@@ -102,7 +120,8 @@ def _executors_over(
     _at_exit.install()
     warn_of_unknown(group.rank())
     ranks = dist.get_process_group_ranks(group)
-    return _C.executors_over_backend(backend, group.group_name, _records_of(group, timeout), timeout, ranks)
+    records = _records_of(group, device, timeout)
+    return _C.executors_over_backend(backend, group.group_name, records, timeout, ranks)
 
 
 class _Use:

@@ -53,7 +53,8 @@ def warn_of_replicas_inside_hosts(sharded: ShardedModel, algorithm: str) -> None
 
     Collective.
     """
-    replicas, shards = (len(set(gathered(_C.local_host_id(), group))) for group in (sharded.group, sharded.shards))
+    groups = (sharded.group, sharded.shards)
+    replicas, shards = (len(set(gathered(_C.local_host_id(), group, sharded.device))) for group in groups)
     if replicas == 1 and shards > 1 and dist.get_rank() == 0:
         _logger.warning(
             "algorithm %r exchanges weights inside a host, and shards are gathered between %d hosts in every step: "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from bagua._attachment import Attachment
+from bagua._executors import group_for_states
 from bagua._registry import describe
 from bagua._tensors_apart import to_cpu
 
@@ -30,7 +31,8 @@ class StatesOfAllRanks:
         if self._attachment is not None:
             own |= {name: one.state_dict() for name, one in self._attachment.with_states().items()}
         everyones: list[Any] | None = [None] * self._group.size() if self._group.rank() == 0 else None
-        dist.gather_object(to_cpu(own), everyones, group=self._group, group_dst=0)
+        with group_for_states(self._group) as group:
+            dist.gather_object(to_cpu(own), everyones, group=group, group_dst=0)
         return {"ranks": everyones or []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -16,10 +16,15 @@ from bagua._torch_private import tree_leaves, tree_map_only
 _Object = TypeVar("_Object")
 
 
-def gathered(own: _Object, group: dist.ProcessGroup | None = None) -> list[_Object]:
-    """Return what each rank of the group gives. Collective."""
+def gathered(own: _Object, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> list[_Object]:
+    """Return what each rank of the group gives. Collective.
+
+    Where the group takes no CPU tensors it travels on `device`. By itself torch takes the current one, the first on
+    every rank of a script that has only moved its model, which is all that DDP asks for.
+    """
     everyones = [own] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, own, group=group)
+    with torch.accelerator.device_index(None if device is None else device.index):
+        dist.all_gather_object(everyones, own, group=group)
     return everyones
 
 
@@ -78,7 +83,8 @@ def broadcast_state(state: Any, source: int, group: dist.ProcessGroup, device: t
     if group.rank() == source:
         skeleton = without_tensors(state, tensors)
         message = [(skeleton, [(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in tensors])]
-    dist.broadcast_object_list(message, group=group, group_src=source)
+    with torch.accelerator.device_index(device.index):  # see `gathered`
+        dist.broadcast_object_list(message, group=group, group_src=source)
     skeleton, kinds = message[0]
     if group.rank() != source:
         tensors = [

@@ -2,11 +2,14 @@
 """Groups that bagua makes for itself end with what they were made for: no thread of theirs stays."""
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._states import StatesOfAllRanks
 from holdings import holdings, left_behind
 from ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +32,10 @@ def _train(group: dist.ProcessGroup, algorithm: str) -> None:
 def _use(group: dist.ProcessGroup, use: str) -> None:
     if use == "compressed":
         bagua.compressed.all_reduce(torch.ones(300), group=group)
+    elif use == "states":
+        handle: Any = SimpleNamespace(algorithm="bytegrad", state_dict=lambda: torch.full((10**6,), group.rank()))
+        states = StatesOfAllRanks(handle, None, group).state_dict()["ranks"]
+        assert [state["handle"].unique().tolist() for state in states] == ([[0], [1]] if group.rank() == 0 else [])
     else:
         _train(group, use)
 
@@ -40,6 +47,8 @@ def _use(group: dist.ProcessGroup, use: str) -> None:
         ("gloo", "async"),
         ("bagua", "async"),
         ("gloo", "compressed"),
+        # As of stock NCCL, it takes no CPU tensors, and torch would gather the states on a GPU.
+        ("cuda:gloo", "states"),
     ],
 )
 @on_ranks(2)

@@ -101,7 +101,7 @@ class BaguaProcessGroup:
         group = communicator._torch_group() if isinstance(communicator, Communicator) else None
         if group is None or getattr(_backend_of(group), "reconfigured_store", None) is None:
             return self._ranks
-        return ranks_and_store(group, device_types(group)[0])[0]
+        return ranks_and_store(group)[0]
 
     @property
     def torch_group(self) -> dist.ProcessGroup:
