@@ -30,9 +30,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "backend": Layer({".h", ".cpp"}, 23_050, 16_000),
-    "python_shim": Layer({".py"}, 13_917, 8_500),
-    "tests": Layer({".py"}, 29_814, 22_000, counts_tests=True),
+    "backend": Layer({".h", ".cpp"}, 23_150, 16_000),
+    "python_shim": Layer({".py"}, 13_994, 8_500),
+    "tests": Layer({".py"}, 30_130, 22_000, counts_tests=True),
 }
 
 
