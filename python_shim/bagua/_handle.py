@@ -39,10 +39,6 @@ class _WatchedMethod:
         self._after = after
         functools.update_wrapper(self, self._method)
 
-    @classmethod
-    def put(cls, owner: Any, name: str, after: Callable[[], None]) -> None:
-        setattr(owner, name, cls(owner, name, after))
-
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._method(*args, **kwargs)
         self._after()
@@ -275,8 +271,9 @@ class Handle:
             nonlocal scale
             scale = scaler.get_scale()
 
-        _WatchedMethod.put(scaler, "update", rescale_if_changed)
-        _WatchedMethod.put(scaler, "load_state_dict", look)
+        watched: Any = scaler
+        watched.update = _WatchedMethod(scaler, "update", rescale_if_changed)
+        watched.load_state_dict = _WatchedMethod(scaler, "load_state_dict", look)
 
     def remove(self) -> None:
         """Take the algorithm off the model: from the next backward on gradients are averaged in full precision.

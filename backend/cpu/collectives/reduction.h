@@ -19,8 +19,8 @@ at::Tensor prepare(const at::Tensor& input, const c10d::ReduceOp& op);
 
 // `output`, a dense CPU tensor, becomes the reduction of contributions of as many elements: `parts[i]` is where the
 // i-th begins, and may be `output` itself. They are combined in rank order; half and bfloat16 are accumulated in float
-// and rounded once. AVG divides by `contributors`, as a part may be the sum of several, and truncates integers towards
-// zero. SUM and MAX of bools are "or", PRODUCT and MIN are "and". A NaN wins in MIN and MAX.
+// and rounded once. AVG divides by `contributors`, as a part may be the sum of several, and truncates integers, whose
+// sum wraps as NCCL's does. SUM and MAX of bools are "or", PRODUCT and MIN are "and". A NaN wins in MIN and MAX.
 void reduceParts(const std::vector<const void*>& parts, const c10d::ReduceOp& op, int64_t contributors,
                  const at::Tensor& output);
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bagua._executors import group_for_states
 from bagua._handle import Handle
 from bagua._registry import comparable
 from bagua._tensors_apart import to_cpu
+from bagua._torch_private import default_group
 
 _KEY = "bagua"
 _PARTS_OF_A_RANK = ("state_dict", "optimizer_states")
@@ -30,7 +32,8 @@ def add_states_of_all_ranks(checkpoint: dict[str, Any], state: dict[str, Any], *
     if with_weights and rank != 0:
         own |= {part: state.get(part, checkpoint[part]) for part in _PARTS_OF_A_RANK}
     everyones: list[Any] | None = [None] * ranks if rank == 0 else None
-    dist.gather_object(to_cpu(own), everyones)
+    with group_for_states(default_group()) as group:
+        dist.gather_object(to_cpu(own), everyones, group=group, group_dst=0)
     if everyones is not None:
         checkpoint[_KEY] = {"algorithm": state["algorithm"], "options": state["options"], "ranks": everyones}
 
