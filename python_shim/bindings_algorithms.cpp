@@ -300,7 +300,7 @@ void bindAlgorithms(py::module& module) {
              py::arg("most_bytes"), "Cuts DDP's buckets into smaller ones, between two steps.");
   module.def("lay_out_buckets", &layOutBuckets, py::arg("reducer"), py::arg("layout"), py::arg("count"),
              "Has DDP's buckets hold what another rank's hold, between two steps.");
-  module.def("settle_buckets", &settleBuckets, py::arg("reducer"),
+  module.def("settle_buckets", &settleBuckets, py::arg("reducer"), py::call_guard<py::gil_scoped_release>(),
              "Has DDP build its final buckets without a backward; False where they stay as they are.");
   module.def("forget_backward", &forgetBackward, py::arg("reducer"),
              "Drops what DDP has noted of a backward that has failed.");

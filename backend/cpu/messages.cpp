@@ -21,8 +21,9 @@ constexpr uint64_t kNumbered = uint64_t{1} << 62U;
 // Of what the group may send unasked: what is sent long before anybody receives it does not slow the programs down.
 constexpr uint64_t kMaxUnsolicited = net::kUnsolicitedBytes / 2;
 
-// A receive from any rank fails when nobody is left, of which a large group would have every rank connect to all.
-constexpr int kMostListenedTo = 64;
+// A receive from any rank fails when nobody is left. To notice that, a rank connects to all others, which larger groups
+// do without.
+constexpr int kMostWatched = 64;
 
 // Works that are looked through for those that are over.
 constexpr size_t kLeastWorksToSearch = 16;
@@ -31,11 +32,11 @@ uint64_t streamOf(int tag) { return kMessages | static_cast<uint32_t>(tag); }
 
 }  // namespace
 
-void Messages::State::listenToAll() {
-  if (group->size() > kMostListenedTo) return;
-  std::call_once(listening, [this] {
+void Messages::State::watchAll() {
+  if (group->size() > kMostWatched) return;
+  std::call_once(watched, [this] {
     for (int peer = 0; peer < group->size(); ++peer) {
-      if (peer != group->rank()) group->listenTo(peer);
+      if (peer != group->rank()) group->watchLeave(peer);
     }
   });
 }
@@ -100,18 +101,19 @@ class Messages::Sent final : public Message {
   }
 
   bool advance() override {
+    // This comes first: a peer that has all of the message may leave in between.
+    const std::string error = group().errorOf(peer_);
     const auto state = sending_->state();
     throwIfLost(group(), peer_, state.error);
-    // The rest waits for a place, and a peer that has left makes none.
-    if (!state.isCut) throwIfLost(group(), peer_, group().errorOf(peer_));
+    // The rest waits for the peer.
+    if (!state.isCut) throwIfLost(group(), peer_, error);
     // The caller may change the tensor now.
     if (state.isComplete) sending_->release(static_cast<uint64_t>(bytes_.numel()));
     return state.isComplete;
   }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    // Who waits is notified also of the end of the peer.
-    static_cast<void>(group().errorOf(peer_, signal_));
+    if (!isCompleted()) group().watchErrorOf(peer_, signal_);
     return Message::wait(timeout);
   }
 
@@ -139,7 +141,7 @@ class Messages::Received final : public Message {
     receiving_ = group().receive(peer, stream, index,
                                  {.data = data(), .size = static_cast<uint64_t>(bytes_.numel()), .signal = signal_});
     peer_ = peer;
-    group().listenTo(peer);
+    group().watchLeave(peer);
   }
 
   bool advance() override {
@@ -199,7 +201,9 @@ class Messages::Received final : public Message {
         lostPeer = static_cast<int>(key.source);
       }
     }
-    if (!isAnybodyLeft && lostPeer >= 0) throwIfLost(group(), lostPeer, lost);
+    // What has come before the last leave, but behind the look at the messages, notifies.
+    const bool isOver = !isAnybodyLeft && !group().firstBegun(keys, signal_);
+    if (isOver && lostPeer >= 0) throwIfLost(group(), lostPeer, lost);
     return false;
   }
 
@@ -245,7 +249,7 @@ c10::intrusive_ptr<c10d::Work> Messages::letGo(c10::intrusive_ptr<Message> messa
 
 c10::intrusive_ptr<c10d::Work> Messages::receive(const at::Tensor& bytes, int peer, int tag) {
   auto message = c10::make_intrusive<Received>(state_, bytes, tag, peer < 0);
-  if (peer < 0) state_->listenToAll();
+  if (peer < 0) state_->watchAll();
   const std::lock_guard<std::mutex> lock(state_->mutex);
   if (peer >= 0) {
     message->expectFrom(peer);

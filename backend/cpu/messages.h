@@ -43,10 +43,10 @@ class Messages {
   struct State {
     explicit State(std::shared_ptr<net::Group> owner)
         : group(std::move(owner)), sent(group->size()), received(group->size()) {}
-    // The end of each rank is to be noticed.
-    void listenToAll();
+    // The end of every rank, and its leave, is to be noticed; not in large groups.
+    void watchAll();
     const std::shared_ptr<net::Group> group;
-    std::once_flag listening;
+    std::once_flag watched;
     std::mutex mutex;
     // Messages so far, by rank.
     std::vector<TagCounts> sent;

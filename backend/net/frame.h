@@ -105,8 +105,8 @@ struct Frame {
     // The answer to whoever sends for a group that the process of the other side has left, or will not join, without
     // having spoken with it: it takes nothing for the group, and sends nothing.
     kAbsent = 12,
-    // The sender, key.source, waits for what may come for the group, and is to hear when the other side has left it.
-    kListening = 13,  // isValid() takes it for the last
+    // The sender, key.source, waits for what may come for the group, and asks to be told when the other side leaves it.
+    kAskForLeave = 13,  // isValid() takes it for the last
   };
   uint32_t magic = kMagic;
   Kind kind = Kind::kData;
@@ -185,7 +185,7 @@ inline bool isCounted(const Frame& frame) {
 inline bool isValid(const Frame& frame) {
   if (frame.magic != Frame::kMagic || frame.payloadBytes > kMostPayload || frame.contextBytes > kMostContext)
     return false;
-  if (frame.kind < Frame::Kind::kData || frame.kind > Frame::Kind::kListening) return false;
+  if (frame.kind < Frame::Kind::kData || frame.kind > Frame::Kind::kAskForLeave) return false;
   if (isControl(frame)) {
     if (frame.payloadBytes > 0 || frame.cell > 0) return false;
     if (frame.kind == Frame::Kind::kWelcome) return frame.contextBytes == sizeof(Hello);

@@ -102,17 +102,17 @@ void Group::leave() {
   }
 }
 
-void Group::listenTo(int peer) {
+void Group::watchLeave(int peer) {
   const auto link = linkTo(peer);
   link->connect();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!listensTo_.insert(peer).second) return;
+    if (!asked_.insert(peer).second) return;
   }
-  link->tellListening(id_, static_cast<uint32_t>(rank_));
+  link->askForLeave(id_, static_cast<uint32_t>(rank_));
 }
 
-void Group::onListening(uint32_t peer) {
+void Group::onAskForLeave(uint32_t peer) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!hasLeft_ || peer >= ranks_.size()) return;

@@ -36,8 +36,8 @@ class Group {
   std::unique_ptr<Sending> send(int peer, uint64_t stream, uint32_t index, Message message);
   // The end of `peer` is to be noticed, though nothing is sent to it.
   void watch(int peer) { linkTo(peer)->connect(); }
-  // It is also noticed where the peer leaves the group, or has left it.
-  void listenTo(int peer);
+  // So is its leave of the group.
+  void watchLeave(int peer);
   // See Link.
   [[nodiscard]] Line lineTo(int peer) { return linkTo(peer)->line(); }
   // See Inbox.
@@ -46,20 +46,21 @@ class Group {
     return inbox_->firstBegun(keys, signal);
   }
   // Returns why nothing more comes from `peer`; empty: it may.
-  [[nodiscard]] std::string errorOf(int peer, const std::shared_ptr<Signal>& signal = nullptr) {
-    return inbox_->errorOf(static_cast<uint32_t>(peer), signal);
+  [[nodiscard]] std::string errorOf(int peer) { return inbox_->errorOf(static_cast<uint32_t>(peer)); }
+  void watchErrorOf(int peer, const std::shared_ptr<Signal>& signal) {
+    inbox_->watchErrorOf(static_cast<uint32_t>(peer), signal);
   }
 
   // Returns whether the process of `peer` has ended: errors that name it are a cause, and no symptom of another one.
   [[nodiscard]] bool hasDied(int peer);
 
-  // Tells all peers that have begun to speak with this rank, or wait for it, that no more will come. Nothing is sent
-  // afterwards.
+  // Tells all peers that this rank has spoken with, and those that have spoken or have asked for it, that no more will
+  // come. Nothing is sent afterwards.
   void leave();
   // Returns the first peer whose connection was lost before it left, in words.
   std::optional<std::string> findLost();
-  // `peer` waits for what this rank may send.
-  void onListening(uint32_t peer);
+  // `peer` asks to be told when this rank leaves.
+  void onAskForLeave(uint32_t peer);
   // `process` takes nothing for this group, and sends nothing.
   void onAbsent(const ProcessId& process);
   // Returns what waiters get to hear of a rank that has left.
@@ -79,8 +80,8 @@ class Group {
   std::mutex mutex_;
   // The links that this group has begun with: it does not go on with a peer after a loss.
   std::vector<std::shared_ptr<Link>> links_;
-  // The peers who know that this rank waits for them.
-  std::set<int> listensTo_;
+  // The peers that will tell of their leave.
+  std::set<int> asked_;
   std::optional<std::string> lost_;
   std::set<int> died_;
   bool hasLeft_ = false;

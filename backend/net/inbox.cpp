@@ -2,7 +2,6 @@
 #include "backend/net/inbox.h"
 
 #include <algorithm>
-#include <functional>
 #include <utility>
 
 namespace bagua::net {
@@ -138,21 +137,26 @@ bool Inbox::uses(const FlowControl& sender, uint32_t source, bool hasAnother) {
   return std::ranges::any_of(messages_, [&](const auto& entry) { return entry.first.source == source; });
 }
 
-std::string Inbox::errorOf(uint32_t source, const std::shared_ptr<Signal>& signal) {
+std::string Inbox::errorOf(uint32_t source) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto& known = sources_[source];
-  if (signal && known.error.empty()) {
-    const auto isNeeded = [&](const auto& watcher) { return !watcher.expired() && watcher.lock() != signal; };
-    std::erase_if(known.watchers, std::not_fn(isNeeded));
-    known.watchers.push_back(signal);
-  }
-  return known.error;
+  const auto known = sources_.find(source);
+  return known == sources_.end() ? "" : known->second.error;
 }
 
-void Inbox::noteListening(uint32_t source, const FlowControl& sender) {
+void Inbox::watchErrorOf(uint32_t source, const std::shared_ptr<Signal>& signal) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto& listening = sources_[source];
-  if (listening.sender == nullptr) listening.sender = &sender;
+  auto& known = sources_[source];
+  if (!known.error.empty()) return;
+  std::erase_if(known.watchers, [&](const auto& watcher) {
+    const auto watching = watcher.lock();
+    return !watching || watching == signal;
+  });
+  known.watchers.push_back(signal);
+}
+
+void Inbox::noteAsking(uint32_t source, const FlowControl& sender) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  sources_[source].sender = &sender;
 }
 
 void Inbox::noteLeave(uint32_t source, uint64_t frames, const std::string& error) {

@@ -41,8 +41,10 @@ class Inbox {
   // Returns whether the loss of `sender` concerns `source`: something has come over it, or is asked for and would come
   // over it, as the group does not speak over another one.
   [[nodiscard]] bool uses(const FlowControl& sender, uint32_t source, bool hasAnother);
-  // Returns why nothing more comes from `source`; empty: it may, and `signal` is notified when nothing does any more.
-  [[nodiscard]] std::string errorOf(uint32_t source, const std::shared_ptr<Signal>& signal = nullptr);
+  // Returns why nothing more comes from `source`; empty: it may.
+  [[nodiscard]] std::string errorOf(uint32_t source);
+  // `signal` is notified when there is such an error, if there is none yet.
+  void watchErrorOf(uint32_t source, const std::shared_ptr<Signal>& signal);
   // `source` has sent `frames` data frames in all and nothing after them; `error` is what waiters get to hear.
   void noteLeave(uint32_t source, uint64_t frames, const std::string& error);
   // A data frame of `source` has come to its end.
@@ -50,9 +52,9 @@ class Inbox {
   // The group was left. Of a frame that is just coming, hasHeardFrom() after this or isClosed() after begin() tells.
   void close() { isClosed_ = true; }
   [[nodiscard]] bool isClosed() const { return isClosed_; }
-  // `source` waits for what comes over `sender`, though nothing has come from there.
-  void noteListening(uint32_t source, const FlowControl& sender);
-  // Returns whether something has come over `sender`, or somebody waits there.
+  // `source` has asked over `sender` to be told of this rank's leave.
+  void noteAsking(uint32_t source, const FlowControl& sender);
+  // Returns whether something has come over `sender`, or somebody has asked there.
   [[nodiscard]] bool hasHeardFrom(const FlowControl& sender);
 
  private:

@@ -203,8 +203,8 @@ bool Link::control(Connection& connection, const Frame& frame, const std::vector
     }
     case Frame::Kind::kEnded:
       return onEnded(connection, frame.key.stream, frame.total);
-    case Frame::Kind::kListening:
-      if (const auto transport = transport_.lock()) transport->onListening(frame, *this);
+    case Frame::Kind::kAskForLeave:
+      if (const auto transport = transport_.lock()) transport->onAskForLeave(frame, *this);
       return true;
     case Frame::Kind::kAbsent:
       noteLeft(frame.group);

@@ -47,7 +47,7 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   };
   struct State {
     bool isComplete = false;
-    // No more bytes wait for a place: what has not gone is on its way to the kernel.
+    // No bytes wait for anything but the kernel: all are in frames.
     bool isCut = false;
     // The first frame, with the context, has gone.
     bool hasContextGone = false;
@@ -91,9 +91,10 @@ class Link final : public FlowControl, public std::enable_shared_from_this<Link>
   void leave(uint64_t group, uint32_t source);
   // Tells the peer that this process has no part in a group, for which it has sent nothing over this link.
   void tellAbsence(uint64_t group) { sendControl({.kind = Frame::Kind::kAbsent, .group = group}); }
-  // Tells the peer that rank `source` waits for what may come from it.
-  void tellListening(uint64_t group, uint32_t source) {
-    sendControl({.kind = Frame::Kind::kListening, .group = group, .key = {.stream = 0, .source = source, .index = 0}});
+  // Asks the peer to tell rank `source` when it leaves a group.
+  void askForLeave(uint64_t group, uint32_t source) {
+    sendControl(
+        {.kind = Frame::Kind::kAskForLeave, .group = group, .key = {.stream = 0, .source = source, .index = 0}});
   }
 
   // Takes a connection that the peer has opened. Returns false where that belongs to another link than so far: the peer

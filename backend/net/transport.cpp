@@ -174,11 +174,11 @@ Delivery Transport::begin(const Frame& frame, const std::vector<uint8_t>& contex
   return {std::move(unwanted), nullptr};
 }
 
-void Transport::onListening(const Frame& frame, Link& link) {
+void Transport::onAskForLeave(const Frame& frame, Link& link) {
   const auto inbox = table_.inboxOf(frame.group);
-  if (inbox) inbox->noteListening(frame.key.source, link);
+  if (inbox) inbox->noteAsking(frame.key.source, link);
   if (!inbox || inbox->isClosed()) return tellSender(frame.group, link);
-  if (const auto joined = table_.find(frame.group)) joined->onListening(frame.key.source);
+  if (const auto joined = table_.find(frame.group)) joined->onAskForLeave(frame.key.source);
 }
 
 void Transport::onLeave(const Frame& frame) {

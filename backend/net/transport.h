@@ -74,14 +74,14 @@ class Transport final : public std::enable_shared_from_this<Transport> {
   void refuse(const Hello& hello, Stream stream);
   // A group ends, which has spoken with its peers over these links.
   void leave(uint64_t group, std::vector<uint64_t> links) { tellSenders(group, table_.leave(group, std::move(links))); }
-  // Tells those from whom something has come for a group that was left, or who wait, and who do not know of that.
+  // Tells those from whom something has come for a group that was left, or who have asked, and who do not know of that.
   void tellSenders(uint64_t group, const std::shared_ptr<Inbox>& inbox);
   void tellSender(uint64_t group, Link& link);
 
   // --- Links call these on the loop's thread; onLost() on any. See FrameSink for the first.
   Delivery begin(const Frame& frame, const std::vector<uint8_t>& context, const std::shared_ptr<Link>& link);
-  // A rank waits for what may come for a group.
-  void onListening(const Frame& frame, Link& link);
+  // A rank asks to be told when this process leaves a group.
+  void onAskForLeave(const Frame& frame, Link& link);
   // A rank has left a group, after so many data frames.
   void onLeave(const Frame& frame);
   // The peer takes nothing for a group, and has sent nothing for it over this link.

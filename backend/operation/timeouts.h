@@ -15,7 +15,7 @@ inline std::chrono::milliseconds limitedTimeout(std::chrono::milliseconds timeou
   return std::min(timeout, kLongestTimeout);
 }
 
-// For waits that take a zero for no limit: at least a millisecond.
+// At least a millisecond, as some waits take a zero for no limit.
 inline std::chrono::milliseconds leftUntil(std::chrono::steady_clock::time_point deadline) {
   const auto left = deadline - std::chrono::steady_clock::now();
   return std::max(std::chrono::duration_cast<std::chrono::milliseconds>(left), std::chrono::milliseconds(1));

@@ -61,5 +61,5 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
         )
     parameters = trainable_parameters(ddp)
     rebuild_buckets(ddp, lambda: _C.settle_buckets(ddp.reducer))
-    if ddp.bucket_bytes_cap_default and parameters[0].is_cpu and not ddp.static_graph:
+    if ddp.bucket_bytes_cap_default and parameters[0].is_cpu:
         _split(ddp, parameters)

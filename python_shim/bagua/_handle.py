@@ -30,14 +30,14 @@ def check_scaler(scaler: Any) -> None:
 
 
 class _WatchedMethod:
-    """Calls something after a method of an object. Copies of the object, also by pickle, have the method alone."""
+    """Calls something after a method of an object. Deep copies of the object have the method alone."""
 
     def __init__(self, owner: Any, name: str, after: Callable[[], None]) -> None:
         self._owner = owner
         self._name = name
         self._method = getattr(owner, name)
         self._after = after
-        functools.update_wrapper(self, self._method)
+        functools.update_wrapper(self, self._method, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._method(*args, **kwargs)
@@ -96,9 +96,10 @@ class Handle:
     @property
     def needs_state(self) -> bool:
         """Whether a training that continues without `state_dict()` would miss something."""
+        info = describe(self.algorithm)
         # The residuals of qadam are of momenta, which have no scale.
-        has_residuals = self.keeps_residuals or self.options.get("error_feedback") is True
-        return has_residuals or self.options.get("guard") == "adapt" or not describe(self.algorithm)["is_exact"]
+        of_momenta = info["optimizer"] == "QAdamOptimizer" and self.options["error_feedback"] is True
+        return self.keeps_residuals or of_momenta or self.options.get("guard") == "adapt" or not info["is_exact"]
 
     @property
     def layout(self) -> list[list[int]]:
@@ -274,6 +275,14 @@ class Handle:
         watched: Any = scaler
         watched.update = _WatchedMethod(scaler, "update", rescale_if_changed)
         watched.load_state_dict = _WatchedMethod(scaler, "load_state_dict", look)
+
+    def let_go(self) -> None:
+        """Have nothing that outlives the model hold the algorithm: parameters, scalers. Not collective."""
+        if self._attachment is not None:
+            self._attachment.detach()
+        for scaler in self._followed:
+            for name in ("update", "load_state_dict"):
+                vars(scaler).pop(name, None)
 
     def remove(self) -> None:
         """Take the algorithm off the model: from the next backward on gradients are averaged in full precision.

@@ -16,13 +16,13 @@ from bagua._sharded_model import ShardedModel
 from bagua._torch_private import (
     after_fsdp_backward,
     at_end_of_backward,
+    backward_id,
     comm_of_fsdp,
     eager,
     has_all_reduce_hook,
     is_fsdp_root,
     is_view_of_buffer,
     local_part,
-    number_of_backward,
     parameters_being_reduced,
     set_replica_group,
     shape_in_buffer,
@@ -159,7 +159,7 @@ class ShardReduction:
 
         `op` is what FSDP2 wants: a mean, a sum, or a sum divided by `factor`, if the user has set that.
         """
-        if not number_of_backward():
+        if not backward_id():
             raise ValueError(
                 "bagua.fsdp: gradients are reduced outside of a backward, as torch's pipeline parallelism does and "
                 "set_manual_backward_finalization(True) asks for: that is not supported"
@@ -229,8 +229,8 @@ class ShardReduction:
 
     def _at_end(self) -> None:
         # Of several parts of the model, each may end the backward for itself.
-        if self._seen and self._ending != number_of_backward():
-            self._ending = number_of_backward()
+        if self._seen and self._ending != backward_id():
+            self._ending = backward_id()
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:

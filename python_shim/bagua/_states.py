@@ -31,8 +31,9 @@ class StatesOfAllRanks:
         if self._attachment is not None:
             own |= {name: one.state_dict() for name, one in self._attachment.with_states().items()}
         everyones: list[Any] | None = [None] * self._group.size() if self._group.rank() == 0 else None
+        own = to_cpu(own)
         with group_for_states(self._group) as group:
-            dist.gather_object(to_cpu(own), everyones, group=group, group_dst=0)
+            dist.gather_object(own, everyones, group=group, group_dst=0)
         return {"ranks": everyones or []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -385,7 +385,7 @@ def leave_unwrapped(step: Any) -> None:
 # --- Autograd ---------------------------------------------------------------------------------------------------------
 
 
-def number_of_backward() -> int:
+def backward_id() -> int:
     """Return which backward this thread is in, from 1 on; 0 outside of one."""
     return torch._C._current_graph_task_id() + 1
 

@@ -15,10 +15,10 @@ from bagua._executors import shared_executors_for
 from bagua._native import _C
 from bagua._sharded_model import ShardedModel
 from bagua._torch_private import (
+    backward_id,
     comm_of_fsdp,
     eager,
     gathered_dtype,
-    number_of_backward,
     padded_shard,
     reshards_after_forward,
     shape_in_buffer,
@@ -206,7 +206,7 @@ class CachedGather:
         to_gather = columns
         may_differ = False
         # A backward may prefetch what its forward has left out, and gathered before the last step of an optimizer.
-        if is_known and number_of_backward() and self._steps == self._changes.steps:
+        if is_known and backward_id() and self._steps == self._changes.steps:
             self._check(columns, input_tensor, is_backward=True)
             to_gather = []
         elif is_known and self._codec is not None and (moved := self._changes.moved()) is not None:

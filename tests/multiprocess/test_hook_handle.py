@@ -285,13 +285,14 @@ def test_a_followed_scaler_is_read_once_a_step_and_when_it_loads_a_checkpoint() 
 
 
 @on_ranks(2)
-def test_a_copy_of_a_followed_scaler_is_a_scaler_of_its_own() -> None:
-    handle = bagua.register_comm_hook(DDP(perceptron()), "powersgd", start_step=0)
+def test_a_copy_of_a_scaler_that_two_follow_is_a_scaler_of_its_own() -> None:
     scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0)
     scaler.scale(torch.ones(1))
-    factors: list[float] = []
-    handle.rescale = factors.append  # type: ignore[method-assign]
-    handle.follow(scaler)
+    of_two: list[list[float]] = [[], []]
+    for factors in of_two:
+        handle = bagua.register_comm_hook(DDP(perceptron()), "powersgd", start_step=0)
+        handle.rescale = factors.append  # type: ignore[method-assign]
+        handle.follow(scaler)
     scaler.update(4.0)
     for duplicate in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
         twin = duplicate(scaler)
@@ -302,4 +303,7 @@ def test_a_copy_of_a_followed_scaler_is_a_scaler_of_its_own() -> None:
         twin = duplicate(twin)
         assert (twin.get_scale(), scaler.get_scale()) == (32.0, 4.0)
     scaler.update(2.0)
-    assert factors == [1, 0.5, 0.5]
+    assert of_two == 2 * [[1, 0.5, 0.5]]
+    handle.let_go()
+    scaler.update(1.0)
+    assert of_two == 2 * [[1, 0.5, 0.5]]

@@ -32,8 +32,9 @@ def add_states_of_all_ranks(checkpoint: dict[str, Any], state: dict[str, Any], *
     if with_weights and rank != 0:
         own |= {part: state.get(part, checkpoint[part]) for part in _PARTS_OF_A_RANK}
     everyones: list[Any] | None = [None] * ranks if rank == 0 else None
+    own = to_cpu(own)
     with group_for_states(default_group()) as group:
-        dist.gather_object(to_cpu(own), everyones, group=group, group_dst=0)
+        dist.gather_object(own, everyones, group=group, group_dst=0)
     if everyones is not None:
         checkpoint[_KEY] = {"algorithm": state["algorithm"], "options": state["options"], "ranks": everyones}
 

@@ -145,10 +145,11 @@ class StrategyParts(_Base):
         """As DDPStrategy; when training, the algorithm is registered once model and optimizers are there."""
         self._handle = None
         if trainer.state.fn == "fit" or self.lightning_module is not self._last_module:
-            self._last_state = None
-        elif self._weights_differ and self._last_state is not None and "state_dict" not in self._last_state:
-            # Where nothing is trained, Lightning gives all ranks the weights of rank 0.
-            self._last_state["state_dict"] = deepcopy(to_cpu(self.lightning_module_state_dict()))
+            self._last_state = self._last_module = None
+        elif self._last_state is not None and self._weights_differ and not self.is_global_zero:
+            # Where nothing is trained, Lightning gives all ranks the weights of rank 0. What was kept before stays.
+            own = deepcopy(to_cpu(self.lightning_module_state_dict()))
+            self._last_state = {"state_dict": own, **self._last_state}
         super().setup(trainer)
         if trainer.state.fn == "fit":
             assert isinstance(self.model, DistributedDataParallel)
@@ -189,12 +190,6 @@ class StrategyParts(_Base):
             self.model.training = True
         return super().training_step(*args, **kwargs)
 
-    def on_train_start(self) -> None:
-        """Let background communication begin; a checkpoint may have been written during a pause."""
-        super().on_train_start()
-        if self._handle is not None and self._info["runs_in_background"]:
-            self._handle.resume()
-
     def on_validation_start(self) -> None:
         """Pause background communication, so that all ranks validate, and then save, the same weights.
 
@@ -223,9 +218,8 @@ class StrategyParts(_Base):
 
     def teardown(self) -> None:
         """As DDPStrategy; the algorithm is let go. Not collective: after an error other ranks may never come here."""
-        if self._handle is not None and self._handle._attachment is not None:
-            # The parameters, which outlive DDP's wrapper, would hold it.
-            self._handle._attachment.detach()
+        if self._handle is not None:
+            self._handle.let_go()
         self._handle = None
         super().teardown()
 

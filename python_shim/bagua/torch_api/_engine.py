@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from bagua._attachment import PICKLE_ADVICE, makes_state_only
 from bagua._executors import executors_for, private_executors_for
 from bagua._tensors_apart import broadcast_state, broadcast_tensor, tensors_in
-from bagua._torch_private import at_end_of_backward, eager, number_of_backward
+from bagua._torch_private import at_end_of_backward, backward_id, eager
 from bagua.torch_api._groups import bagua_group
 from bagua.torch_api._scheduler import Scheduler
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, some
@@ -165,7 +165,7 @@ class Engine:
 
     @eager
     def _before_forward(self, module: nn.Module, input: Any) -> None:
-        if self._is_in_backward and number_of_backward():
+        if self._is_in_backward and backward_id():
             return  # The backward at work computes the module anew: it is checkpointed as a whole.
         if not self._is_complete:
             self._is_in_backward, self._is_complete = False, True
