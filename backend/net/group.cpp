@@ -97,7 +97,7 @@ void Group::leave() {
       links[peer]->leave(id_, static_cast<uint32_t>(rank_));
     } else if (const auto link = transport_->knownLink(ranks_[peer].process);
                link && !link->isLost() && inbox_->hasHeardFrom(*link)) {
-      linkTo(static_cast<int>(peer));  // which tells of the leave
+      linkTo(static_cast<int>(peer));  // This tells of the leave.
     }
   }
 }
@@ -117,7 +117,7 @@ void Group::onAskForLeave(uint32_t peer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!hasLeft_ || peer >= ranks_.size()) return;
   }
-  linkTo(static_cast<int>(peer));  // which tells of the leave
+  linkTo(static_cast<int>(peer));  // This tells of the leave.
 }
 
 void Group::onAbsent(const ProcessId& process) {

@@ -276,7 +276,7 @@ class Handle:
         watched.update = _WatchedMethod(scaler, "update", rescale_if_changed)
         watched.load_state_dict = _WatchedMethod(scaler, "load_state_dict", look)
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Have nothing that outlives the model hold the algorithm: parameters, scalers. Not collective."""
         if self._attachment is not None:
             self._attachment.detach()

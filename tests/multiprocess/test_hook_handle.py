@@ -304,6 +304,6 @@ def test_a_copy_of_a_scaler_that_two_follow_is_a_scaler_of_its_own() -> None:
         assert (twin.get_scale(), scaler.get_scale()) == (32.0, 4.0)
     scaler.update(2.0)
     assert of_two == 2 * [[1, 0.5, 0.5]]
-    handle.let_go()
+    handle._let_go()
     scaler.update(1.0)
     assert of_two == 2 * [[1, 0.5, 0.5]]

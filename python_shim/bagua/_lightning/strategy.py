@@ -219,7 +219,7 @@ class StrategyParts(_Base):
     def teardown(self) -> None:
         """As DDPStrategy; the algorithm is let go. Not collective: after an error other ranks may never come here."""
         if self._handle is not None:
-            self._handle.let_go()
+            self._handle._let_go()
         self._handle = None
         super().teardown()
 
