@@ -101,7 +101,7 @@ TEST_P(LeavingPeer, EndsEveryMessageThatWaitsForIt) {
   const bool isFirst = GetParam();
   if (isFirst) groups_[1]->leave();
   const at::Tensor place = at::zeros({4});
-  // More than leaves before anybody receives it.
+  // This is more than leaves before anybody receives it.
   const at::Tensor large = at::zeros(int64_t{2} << 20);
   const auto works = {receive(), messenger_->receive(with(-1, place), place, /*tag=*/1),
                       messenger_->send(with(1, large), large, /*tag=*/0)};

@@ -28,7 +28,7 @@ class BackendCommunicator final : public Communicator {
   void wait(const c10::intrusive_ptr<c10d::Work>& work);
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
-  // Of the tensors that it is given.
+  // The tensors that it is given are there.
   const at::Device device_;
 };
 

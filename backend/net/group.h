@@ -36,7 +36,7 @@ class Group {
   std::unique_ptr<Sending> send(int peer, uint64_t stream, uint32_t index, Message message);
   // The end of `peer` is to be noticed, though nothing is sent to it.
   void watch(int peer) { linkTo(peer)->connect(); }
-  // So is its leave of the group.
+  // Its leave of the group is to be noticed, too.
   void watchLeave(int peer);
   // See Link.
   [[nodiscard]] Line lineTo(int peer) { return linkTo(peer)->line(); }

@@ -25,7 +25,7 @@ class ProgramMode {
   }
 
  private:
-  // Before the mode, which restores at its end what it found.
+  // It stands before the mode, which restores at its end what it found.
   const c10::impl::ExcludeDispatchKeyGuard noAutocast_{c10::autocast_dispatch_keyset};
   std::optional<c10::InferenceMode> inferenceMode_;
   // After the mode, which sets it too; gone before it.

@@ -14,7 +14,7 @@ at::ScalarType typeOfAProduct() {
   return at::bmm(ones, ones).scalar_type();
 }
 
-// As in a backward inside of `with torch.autocast("cpu")`.
+// This is the state of a backward inside of `with torch.autocast("cpu")`.
 class ProgramModeUnderAutocast : public ::testing::Test {
  protected:
   ProgramModeUnderAutocast() { at::autocast::set_autocast_enabled(at::kCPU, true); }

@@ -58,7 +58,7 @@ import bagua, pathlib, types
 from transformers import integrations
 from transformers.trainer_utils import HPSearchBackend
 
-# A trial of a search, as of optuna's.
+# This is a trial of a search, as optuna makes it.
 TRIAL = types.SimpleNamespace(number=7, params={})
 integrations.hp_params = lambda trial: trial.params
 

@@ -47,7 +47,7 @@ def _use(group: dist.ProcessGroup, use: str) -> None:
         ("gloo", "async"),
         ("bagua", "async"),
         ("gloo", "compressed"),
-        # As of stock NCCL, it takes no CPU tensors, and torch would gather the states on a GPU.
+        # It takes no CPU tensors, as stock NCCL's, and torch would gather the states on a GPU.
         ("cuda:gloo", "states"),
     ],
 )

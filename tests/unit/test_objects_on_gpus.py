@@ -33,7 +33,7 @@ def _rounds_on(device: torch.device) -> None:
 def test_objects_travel_on_the_gpu_that_is_named(
     call: Callable[[torch.device], None], index: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Another one than is named.
+    # This is another one than is named.
     current: list[int | None] = [0]
     travelled_on: list[int | None] = []
 

@@ -112,7 +112,7 @@ class StrategyParts(_Base):
         self._handle: Handle | None = None
         # Whether a checkpoint without the algorithm's state lacks something.
         self._needs_state = False
-        # Of a training that has ended, for checkpoints that are saved afterwards; and of which module.
+        # They are of a training that has ended, for checkpoints that are saved afterwards.
         self._last_state: dict[str, Any] | None = None
         self._last_module: Any = None
         super().__init__(
