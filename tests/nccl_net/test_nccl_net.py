@@ -23,6 +23,7 @@ import traffic
 from bagua._native import _C
 from bagua.bench.emulated_hosts import Host, Network
 from plugin import HANDLE_BYTES, REMOTE_ERROR
+from script_ranks import free_port
 from two_hosts import hosts_over
 
 _PLUGIN = Path(_C.__file__).with_name("libnccl-net-bagua.so")
@@ -116,9 +117,10 @@ def test_a_port_is_enough_for_a_process(tmp_path: Path) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return sorted(ports)
 
 
 @pytest.mark.parametrize(

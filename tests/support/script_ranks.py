@@ -5,11 +5,13 @@ Each rank is forked from a process that has imported torch and has no threads, r
 `python -c` calls, and ends as an interpreter ends: exit handlers, threads, modules, destructors of libraries.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import traceback
@@ -84,9 +86,12 @@ def run_script(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is free, of those that the kernel hands to nobody who has not asked for them."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 24_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _start(job: _Job, imports: Sequence[str], connection: Connection) -> None:
