@@ -33,7 +33,7 @@ class TimedMutex {
     isLocked_ = true;
   }
 
-  bool try_lock_for(std::chrono::milliseconds patience) {
+  bool try_lock_for(std::chrono::milliseconds patience) {  // NOLINT(readability-identifier-naming): std::unique_lock's
     std::unique_lock lock(mutex_);
     if (!unlocked_.wait_for(lock, patience, [this] { return !isLocked_; })) return false;
     isLocked_ = true;

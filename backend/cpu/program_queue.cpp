@@ -50,7 +50,7 @@ c10::intrusive_ptr<WorkBagua> ProgramQueue::runHere(const Operation& operation, 
     entry = {c10::make_intrusive<WorkBagua>(group_.rank, numbered, results), std::move(program)};
     begin(entry);
   }
-  const auto work = entry.work;
+  auto work = entry.work;
   runProgram(entry);
   finish(entry);
   return work;
