@@ -31,7 +31,7 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "backend": Layer({".h", ".cpp"}, 23_162, 16_000),
-    "python_shim": Layer({".py"}, 14_000, 8_500),
+    "python_shim": Layer({".py"}, 13_991, 8_500),
     "tests": Layer({".py"}, 30_136, 22_000, counts_tests=True),
 }
 

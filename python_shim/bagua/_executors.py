@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from bagua._fresh_store import fresh_part, new_name
 from bagua._native import _C
 from bagua._registry import describe
 from bagua._settings import warn_of_unknown
-from bagua._tensors_apart import broadcast_state, gathered
+from bagua._tensors_apart import broadcast_state, gathered, to_cpu
 from bagua._torch_private import backend_of, default_group, device_types, listed_groups, new_named_group, timeout_of
 
 
@@ -61,21 +61,22 @@ def _destroy(known: weakref.ref[dist.ProcessGroup]) -> None:
         dist.destroy_process_group(group)
 
 
-@contextlib.contextmanager
-def group_for_states(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """Give a group of the same ranks whose objects travel in the memory of the host: states of all may fill a GPU.
+def gathered_states(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the states of all ranks on the first one, and nothing on the others; tensors on the CPU. Collective.
 
-    Collective.
+    They travel in the memory of hosts: those of all ranks may fill a GPU.
     """
+    own = to_cpu(own)
+    everyones: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     cpu, types = torch.device("cpu"), device_types(group)
-    if cpu in types:
-        yield group
-        return
-    private = _private_group(group, cpu, timeout_of(backend_of(group, types[0])))
+    has_cpu = cpu in types
+    among = group if has_cpu else _private_group(group, cpu, timeout_of(backend_of(group, types[0])))
     try:
-        yield private
+        dist.gather_object(own, everyones, group=among, group_dst=0)
     finally:
-        dist.destroy_process_group(private)
+        if not has_cpu:
+            dist.destroy_process_group(among)
+    return everyones or []
 
 
 def ranks_and_store(group: dist.ProcessGroup) -> tuple[list[int], dist.Store | None]:

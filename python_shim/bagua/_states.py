@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from bagua._attachment import Attachment
-from bagua._executors import group_for_states
+from bagua._executors import gathered_states
 from bagua._registry import describe
-from bagua._tensors_apart import to_cpu
 
 if TYPE_CHECKING:
     from bagua._handle import Handle
@@ -30,11 +29,7 @@ class StatesOfAllRanks:
         own: dict[str, Any] = {"handle": self._handle.state_dict()}
         if self._attachment is not None:
             own |= {name: one.state_dict() for name, one in self._attachment.with_states().items()}
-        everyones: list[Any] | None = [None] * self._group.size() if self._group.rank() == 0 else None
-        own = to_cpu(own)
-        with group_for_states(self._group) as group:
-            dist.gather_object(own, everyones, group=group, group_dst=0)
-        return {"ranks": everyones or []}
+        return {"ranks": gathered_states(own, self._group)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore this rank's part of what `state_dict` has returned on the first rank.

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bagua._executors import group_for_states
+from bagua._executors import gathered_states
 from bagua._handle import Handle
 from bagua._registry import comparable
-from bagua._tensors_apart import to_cpu
 from bagua._torch_private import default_group
 
 _KEY = "bagua"
@@ -27,15 +26,12 @@ def add_states_of_all_ranks(checkpoint: dict[str, Any], state: dict[str, Any], *
 
     `with_weights`, the weights and optimizers of the others go there, too: what the state has of them comes first.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     own = {part: state[part] for part in ("state", "layout", "step", "guard")}
     if with_weights and rank != 0:
         own |= {part: state.get(part, checkpoint[part]) for part in _PARTS_OF_A_RANK}
-    everyones: list[Any] | None = [None] * ranks if rank == 0 else None
-    own = to_cpu(own)
-    with group_for_states(default_group()) as group:
-        dist.gather_object(own, everyones, group=group, group_dst=0)
-    if everyones is not None:
+    everyones = gathered_states(own, default_group())
+    if rank == 0:
         checkpoint[_KEY] = {"algorithm": state["algorithm"], "options": state["options"], "ranks": everyones}
 
 
