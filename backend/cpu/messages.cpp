@@ -101,11 +101,11 @@ class Messages::Sent final : public Message {
   }
 
   bool advance() override {
-    // This comes first: a peer that has all of the message may leave in between.
-    const std::string error = group().errorOf(peer_);
-    const auto state = sending_->state();
+    auto state = sending_->state();
+    // The rest waits for the peer, which may get it, and leave, between two looks.
+    const std::string error = state.isCut ? std::string() : group().errorOf(peer_);
+    if (!error.empty()) state = sending_->state();
     throwIfLost(group(), peer_, state.error);
-    // The rest waits for the peer.
     if (!state.isCut) throwIfLost(group(), peer_, error);
     // The caller may change the tensor now.
     if (state.isComplete) sending_->release(static_cast<uint64_t>(bytes_.numel()));
@@ -201,7 +201,7 @@ class Messages::Received final : public Message {
         lostPeer = static_cast<int>(key.source);
       }
     }
-    // What has come before the last leave, but behind the look at the messages, notifies.
+    // A message may have come since the look at them, before the last rank left; it has notified then.
     const bool isOver = !isAnybodyLeft && !group().firstBegun(keys, signal_);
     if (isOver && lostPeer >= 0) throwIfLost(group(), lostPeer, lost);
     return false;
